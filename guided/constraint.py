@@ -1,0 +1,152 @@
+"""A constraint: what a request's output has to satisfy. Checked here, before any grammar library sees it.
+
+Everything here is cheap, in-process and native-free: exactly one kind, sizes, nesting, NUL bytes, counts, and for
+JSON Schema the meta-schema. Whether a regex or a grammar is well formed is judged where it is compiled, in a process
+that may be killed (`docs/structure.md`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal, get_args
+
+from guided import json_schema as schema_checks
+from guided.errors import ConstraintTooLarge, InvalidConstraint, bounded
+from guided.limits import DEFAULT_LIMITS, Limits
+
+__all__ = ["KINDS", "Constraint", "ConstraintKind"]
+
+ConstraintKind = Literal["json_schema", "json_object", "regex", "choice", "grammar"]
+KINDS: tuple[ConstraintKind, ...] = get_args(ConstraintKind)
+
+
+@dataclass(frozen=True)
+class Constraint:
+    """One constraint, validated and canonical. Frozen and hashable; build it with the class methods.
+
+    Args:
+        kind: which of `KINDS`.
+        source: canonical text. JSON text for `json_schema` (key order kept: it is the order of generation), a JSON
+            array for `choice`, the pattern for `regex`, the grammar's text for `grammar`, empty for `json_object`.
+        whitespace: JSON kinds only. What may stand between JSON tokens: None is the backend's default (any
+            whitespace), "" is none at all, anything else is a regex.
+    """
+
+    kind: ConstraintKind
+    source: str
+    whitespace: str | None = None
+
+    @cached_property
+    def key(self) -> str:
+        """Canonical key: equal for equal constraints, in every process. 32 hex digits."""
+        text = "\x1f".join((self.kind, self.source, "\x1e" if self.whitespace is None else self.whitespace))
+        return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+
+    @classmethod
+    def json_schema(
+        cls,
+        schema: Mapping[str, Any] | bool | str,
+        *,
+        whitespace: str | None = None,
+        additional_properties: bool = True,
+        limits: Limits = DEFAULT_LIMITS,
+        param: str = "json_schema",
+    ) -> Constraint:
+        """Output is JSON text that validates against `schema` (an object, or the same as a JSON string).
+
+        Args:
+            additional_properties: False closes every object that doesn't say `additionalProperties` itself.
+
+        Raises:
+            InvalidConstraint: not JSON, not a schema (with a JSON pointer), a remote `$ref`.
+            ConstraintTooLarge: over one of `limits`.
+        """
+        document = schema_checks.parse(schema, limits, param)
+        if not additional_properties:
+            document = schema_checks.close_objects(document)
+        source = json.dumps(document, ensure_ascii=False, separators=(",", ":"))
+        _check_text(source, "JSON schema", limits, param)
+        return cls("json_schema", source, _whitespace(whitespace, limits, param))
+
+    @classmethod
+    def json_object(
+        cls, *, whitespace: str | None = None, limits: Limits = DEFAULT_LIMITS, param: str = "json_object"
+    ) -> Constraint:
+        """Output is any JSON object."""
+        return cls("json_object", "", _whitespace(whitespace, limits, param))
+
+    @classmethod
+    def regex(cls, pattern: str, *, limits: Limits = DEFAULT_LIMITS, param: str = "regex") -> Constraint:
+        """The whole output matches `pattern` (as `re.fullmatch` would have it)."""
+        _check_text(pattern, "regex", limits, param)
+        if not pattern:
+            raise InvalidConstraint("the regex is empty: only the empty output would match", param=param)
+        limits.check_regex(pattern, param)
+        return cls("regex", pattern)
+
+    @classmethod
+    def choice(cls, choices: Sequence[str], *, limits: Limits = DEFAULT_LIMITS, param: str = "choice") -> Constraint:
+        """The output is one of `choices`, exactly."""
+        if isinstance(choices, str) or not isinstance(choices, Sequence):
+            raise InvalidConstraint("choice takes a list of strings", param=param)
+        if not choices:
+            raise InvalidConstraint("choice is empty: give at least one string", param=param)
+        if len(choices) > limits.max_choices:
+            raise ConstraintTooLarge(
+                f"choice has {len(choices)} entries; the limit is {limits.max_choices}", param=param
+            )
+        for index, option in enumerate(choices):
+            if not isinstance(option, str) or not option:
+                raise InvalidConstraint("every choice is a non-empty string", param=param, pointer=f"/{index}")
+        source = json.dumps(list(dict.fromkeys(choices)), ensure_ascii=False, separators=(",", ":"))
+        for index, option in enumerate(choices):
+            _check_text(option, "choice", limits, param, pointer=f"/{index}")
+        _check_text(source, "choice", limits, param)
+        return cls("choice", source)
+
+    @classmethod
+    def grammar(cls, text: str, *, limits: Limits = DEFAULT_LIMITS, param: str = "grammar") -> Constraint:
+        """The whole output is a sentence of the grammar: Lark, or GBNF/EBNF with a `root` rule, whichever it is."""
+        _check_text(text, "grammar", limits, param)
+        if not text.strip():
+            raise InvalidConstraint("the grammar is empty: give at least one rule", param=param)
+        limits.check_grammar(text, param)
+        return cls("grammar", text)
+
+    @property
+    def choices(self) -> list[str]:
+        """The options of a `choice` constraint."""
+        options: list[str] = json.loads(self.source)
+        return options
+
+
+def _check_text(text: object, what: str, limits: Limits, param: str, pointer: str | None = None) -> None:
+    if not isinstance(text, str):
+        raise InvalidConstraint(f"the {what} must be a string, not {type(text).__name__}", param=param, pointer=pointer)
+    if "\x00" in text:
+        raise InvalidConstraint(
+            f"the {what} holds a NUL character, which no backend can take", param=param, pointer=pointer
+        )
+    try:
+        size = len(text.encode("utf-8"))
+    except UnicodeEncodeError as error:
+        raise InvalidConstraint(
+            f"the {what} is not valid Unicode: {bounded(error)}", param=param, pointer=pointer
+        ) from None
+    if size > limits.max_constraint_bytes:
+        raise ConstraintTooLarge(
+            f"the {what} is {size} bytes long; the limit is {limits.max_constraint_bytes}",
+            param=param,
+            pointer=pointer,
+        )
+
+
+def _whitespace(pattern: str | None, limits: Limits, param: str) -> str | None:
+    if pattern is not None:
+        _check_text(pattern, "whitespace pattern", limits, param)
+        limits.check_regex(pattern, param)
+    return pattern

@@ -1,0 +1,142 @@
+"""Every exception that `guided` raises, in one tree.
+
+GuidedError
+├── InvalidRequest              the user's: HTTP 400; names `param` and, where there is one, a JSON pointer
+│   └── InvalidConstraint       the constraint is not one (schema, regex, grammar, choice)
+│       ├── ConstraintTooLarge  it is one, and over a stated limit
+│       └── UnsupportedConstraint   it is one, and this backend can't enforce it: names both
+├── CompileTimeout              the constraint took too long to compile: retryable, never cached as invalid
+└── InternalError               ours: HTTP 500, FINISHED_INTERNAL_ERROR
+    ├── BackendError            a grammar library raised, or lied
+    │   ├── DeadEnd             no token is allowed and the constraint is not satisfied
+    │   └── TokenRejected       a token was refused that the mask allowed
+    ├── MaskTimeout             a mask did not come within the fill limit
+    ├── WorkerDied              the process that held the matcher is gone
+    └── PoolUnavailable         no worker is up: HTTP 503
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "BackendError",
+    "CompileTimeout",
+    "ConstraintTooLarge",
+    "DeadEnd",
+    "GuidedError",
+    "InternalError",
+    "InvalidConstraint",
+    "InvalidRequest",
+    "MaskTimeout",
+    "PoolUnavailable",
+    "TokenRejected",
+    "UnsupportedConstraint",
+    "WorkerDied",
+    "bounded",
+    "from_wire",
+    "to_wire",
+]
+
+MAX_ECHO = 300
+"""Characters of a user's input that a message repeats at the most."""
+
+
+def bounded(text: object, limit: int = MAX_ECHO) -> str:
+    """`text` as a string that is safe to print and at most `limit` characters long (lone surrogates escaped)."""
+    printable = str(text).encode("utf-8", "backslashreplace").decode("utf-8").replace("\x00", "\\x00")
+    return printable if len(printable) <= limit else printable[: limit - 1] + "…"
+
+
+class GuidedError(Exception):
+    """Root of the tree. `str(error)` is what a user reads: what, where, and what would work."""
+
+    code = "guided_error"
+    status = 500
+
+    def __init__(self, message: str, *, param: str | None = None, pointer: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        """The request field that is at fault, as the user spelled it."""
+        self.pointer = pointer
+        """RFC 6901 JSON pointer into the constraint, where it has an inside."""
+
+    def __str__(self) -> str:
+        return self.message if self.pointer is None else f"{self.message} (at {self.pointer or '/'!r})"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Keyword arguments don't survive Exception's own pickling; Ray and process pools pickle errors.
+        return from_wire, (to_wire(self),)
+
+
+class InvalidRequest(GuidedError):
+    code = "invalid_request"
+    status = 400
+
+
+class InvalidConstraint(InvalidRequest):
+    code = "invalid_constraint"
+
+
+class ConstraintTooLarge(InvalidConstraint):
+    code = "constraint_too_large"
+
+
+class UnsupportedConstraint(InvalidConstraint):
+    code = "unsupported_constraint"
+
+
+class CompileTimeout(GuidedError):
+    code = "constraint_compile_timeout"
+    status = 400
+
+
+class InternalError(GuidedError):
+    code = "internal_error"
+
+
+class BackendError(InternalError):
+    code = "backend_error"
+
+
+class DeadEnd(BackendError):
+    code = "dead_end"
+
+
+class TokenRejected(BackendError):
+    code = "token_rejected"
+
+
+class MaskTimeout(InternalError):
+    code = "mask_timeout"
+
+
+class WorkerDied(InternalError):
+    code = "worker_died"
+
+
+class PoolUnavailable(InternalError):
+    code = "pool_unavailable"
+    status = 503
+
+
+Wire = tuple[str, str, str | None, str | None]
+
+
+def _by_code(root: type[GuidedError]) -> dict[str, type[GuidedError]]:
+    found = {root.code: root}
+    for child in root.__subclasses__():
+        found.update(_by_code(child))
+    return found
+
+
+def to_wire(error: BaseException) -> Wire:
+    """The error as four strings, for messages between processes (no pickle)."""
+    if isinstance(error, GuidedError):
+        return error.code, error.message, error.param, error.pointer
+    return BackendError.code, bounded(f"{type(error).__name__}: {error}"), None, None
+
+
+def from_wire(wire: Wire) -> GuidedError:
+    """The error that `to_wire` packed; an unknown code becomes an `InternalError`."""
+    code, message, param, pointer = wire
+    return _by_code(GuidedError).get(code, InternalError)(message, param=param, pointer=pointer)

@@ -1,0 +1,133 @@
+"""MaskPool: where mask workers live. `InlinePool` (here) keeps one in the caller; `actors.RayPool` many, elsewhere.
+
+A pool compiles, places sequences, carries the step's messages and says what became of every row. It knows nothing of
+requests, batches or logits: that is `LogitPostProcessor`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from guided.constraint import Constraint
+from guided.errors import GuidedError
+from guided.vocabulary import Vocabulary
+
+__all__ = ["Fill", "Grammar", "MaskPool", "PoolStatus", "Row", "WorkerStatus"]
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """A compiled grammar, ready to be opened in this pool."""
+
+    key: str
+    """`backend:constraint key`: equal for equal constraints on the same backend."""
+    backend: str
+    constraint: Constraint
+    cache_key: tuple[str, ...]
+    """Under which the pool's cache counts its users (`guided.grammar_cache`)."""
+    compile_seconds: float = 0.0
+    """Seconds the compilation took."""
+
+
+@dataclass(slots=True)
+class Fill:
+    """One row to be filled: the mask after `start + len(tokens)` output tokens of an open sequence."""
+
+    sequence_id: int
+    start: int
+    tokens: Sequence[int]
+
+
+@dataclass(slots=True)
+class Row:
+    """What became of a `Fill`."""
+
+    state: Literal["ready", "needs_history", "failed", "late"]
+    seconds: float = 0.0
+    """Accept and fill in the worker, seconds."""
+    error: GuidedError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStatus:
+    """One worker, for `/health`."""
+
+    index: int
+    incarnation: int
+    state: Literal["starting", "up", "restarting", "down"]
+    pid: int | None
+    node: str | None
+    open_sequences: int
+    restarts: int
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStatus:
+    """The pool, for `/health` and the metrics."""
+
+    name: str
+    workers: list[WorkerStatus] = field(default_factory=list)
+    compiling: int = 0
+    """Constraints that are being compiled or wait for it."""
+
+    @property
+    def healthy(self) -> bool:
+        """At least one worker is up."""
+        return any(worker.state == "up" for worker in self.workers)
+
+
+class MaskPool(Protocol):
+    """Workers, and the way to them. All methods but `status` are called from one thread, the engine's."""
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """What the masks are over."""
+
+    def compile(self, constraint: Constraint, backends: Sequence[str]) -> Future[Grammar]:
+        """Compile by the first of `backends` that can enforce all of `constraint`, and make it available to workers.
+
+        The future ends with `InvalidConstraint`, `UnsupportedConstraint` (the last backend's, where none can),
+        `CompileTimeout`, `PoolUnavailable` or `BackendError`. Equal constraints share one compilation.
+        """
+
+    def release(self, grammar: Grammar) -> None:
+        """One request less uses `grammar` (each `compile` counts one): at none, it may be evicted."""
+
+    def open(self, sequence_id: int, grammar: Grammar, parent_id: int | None = None) -> None:
+        """Place a new sequence: on the least loaded worker, or on `parent_id`'s. It stays there (sticky).
+
+        Raises:
+            PoolUnavailable: no worker is up.
+        """
+
+    def free(self, sequence_ids: Collection[int]) -> None:
+        """Close matchers. Unknown ids are ignored."""
+
+    def submit(self, fills: Sequence[Fill]) -> None:
+        """Send one step's work; returns in microseconds. One `collect` follows before the next `submit`."""
+
+    def collect(self, bitmask: NDArray[np.int32], timeout: float) -> list[Row]:
+        """Wait for the step's rows, `timeout` seconds at the most.
+
+        Args:
+            bitmask: int32 `[>= len(fills), words]`; row i receives fill i's mask where its state is `ready`, and is
+                untouched otherwise.
+
+        Returns:
+            One `Row` a fill, in order. `late`: not decided in time; its place is not reused before the worker answered.
+        """
+
+    def failures(self) -> dict[int, GuidedError]:
+        """Open sequences that were lost since the last call (their worker died), each reported once."""
+
+    def status(self) -> PoolStatus:
+        """A snapshot; from any thread."""
+
+    def shutdown(self) -> None:
+        """Stop the workers and give everything back. Idempotent."""

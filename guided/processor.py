@@ -1,0 +1,250 @@
+"""LogitPostProcessor: what an engine calls. `initialize` once a request, `prepare`/`apply` once a step, `free` at the end.
+
+    processor.prepare(rows)        # before the forward pass: tokens go out, masks are computed elsewhere
+    logits = model(...)            # meanwhile
+    report = processor.apply(logits)   # wait for what is missing, write -inf over the forbidden logits
+
+The shape is vLLM's RFC 5423. It sees a small dataclass for a row, never the engine's own structures.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from guided.backends import candidates
+from guided.bitmask import apply_bitmask, words
+from guided.constraint import Constraint
+from guided.errors import BackendError, GuidedError, MaskTimeout
+from guided.pool import Fill, Grammar, MaskPool, Row
+from guided.vocabulary import Vocabulary
+
+__all__ = ["ApplyReport", "GuidedRow", "LogitPostProcessor"]
+
+
+@dataclass(slots=True)
+class GuidedRow:
+    """One constrained row of a step's batch."""
+
+    request_id: str
+    sequence_id: int
+    """Unique within the engine's life: it names the matcher."""
+    token_ids: Sequence[int]
+    """All output tokens so far, by reference: read in `prepare`, not kept."""
+    logits_row: int
+    """Which row of the logits is this sequence's; no two rows share one."""
+    parent_id: int | None = None
+    """The sequence that this one was forked from, on its first step: its matcher is copied where it still is there."""
+
+
+@dataclass(slots=True)
+class ApplyReport:
+    """What `apply` did besides masking."""
+
+    failed: dict[int, GuidedError] = field(default_factory=dict)
+    """By sequence id: no valid mask exists; its logits row is untouched and must not be sampled."""
+    late: list[int] = field(default_factory=list)
+    """Sequence ids whose mask is still being computed; must not be sampled in this step."""
+    wait_seconds: float = 0.0
+    """How long `apply` blocked for masks: together with `prepare`, the exposed mask time."""
+    mask_seconds: float = 0.0
+    """What the workers spent on this step's rows, summed."""
+    kernel_seconds: float = 0.0
+    """Writing -inf: device work."""
+
+
+@dataclass(slots=True)
+class _Request:
+    future: Future[Grammar]
+    sequences: set[int] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class _Sequence:
+    request_id: str
+    sent: int = 0
+    """Output tokens the worker was told of."""
+
+
+class LogitPostProcessor:
+    """Masks the constrained rows of a batch, step after step. Used from one thread.
+
+    Args:
+        pool: where masks are computed; handed in, and not shut down here.
+        fill_limit: seconds `apply` waits for a mask before its sequence fails with `MaskTimeout`.
+    """
+
+    def __init__(self, pool: MaskPool, fill_limit: float = 5.0) -> None:
+        self._pool = pool
+        self._fill_limit = fill_limit
+        self._requests: dict[str, _Request] = {}
+        self._sequences: dict[int, _Sequence] = {}
+        self._rows: Sequence[GuidedRow] = ()
+        self._fills: list[Fill] = []
+        self._unplaced: dict[int, GuidedError] = {}
+        self._bitmask: NDArray[np.int32] = np.empty((0, words(pool.vocabulary.padded_vocab_size)), np.int32)
+        self._prepared = False
+        self._leaving: list[Future[Grammar]] = []
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """What the masks are over."""
+        return self._pool.vocabulary
+
+    def initialize(self, request_id: str, constraint: Constraint, backend: str = "auto") -> Future[Grammar]:
+        """Have `constraint` compiled for a request. The request can be prepared once the future is done.
+
+        Args:
+            backend: "auto", or the name of one backend.
+
+        Returns:
+            A future of the compiled grammar; it ends with `InvalidConstraint`, `UnsupportedConstraint`,
+            `CompileTimeout`, `PoolUnavailable` or `BackendError`.
+
+        Raises:
+            UnsupportedConstraint: the named backend doesn't have this kind of constraint.
+            InvalidRequest: there is no backend of that name.
+        """
+        if request_id in self._requests:
+            raise ValueError(f"request {request_id!r} is already initialized")
+        future = self._pool.compile(constraint, candidates(constraint.kind, backend))
+        self._requests[request_id] = _Request(future)
+        return future
+
+    def prepare(self, rows: Sequence[GuidedRow]) -> None:
+        """Send one step's rows to the workers; returns in microseconds. `apply` follows."""
+        if self._prepared:
+            raise RuntimeError("prepare() was called twice without apply() between")
+        self._prepared = True
+        self._unplaced = {}
+        placed: list[GuidedRow] = []
+        fills: list[Fill] = []
+        for row in rows:
+            sequence = self._sequences.get(row.sequence_id) or self._open(row)
+            if sequence is None:
+                continue
+            token_ids = row.token_ids
+            start = min(sequence.sent, len(token_ids))
+            fills.append(Fill(row.sequence_id, start, token_ids[start:]))
+            sequence.sent = len(token_ids)
+            placed.append(row)
+        self._rows, self._fills = placed, fills
+        if fills:
+            self._pool.submit(fills)
+
+    def _open(self, row: GuidedRow) -> _Sequence | None:
+        request = self._requests[row.request_id]
+        try:
+            self._pool.open(row.sequence_id, request.future.result(timeout=0), row.parent_id)
+        except GuidedError as error:
+            self._unplaced[row.sequence_id] = error
+            return None
+        request.sequences.add(row.sequence_id)
+        sequence = self._sequences[row.sequence_id] = _Sequence(row.request_id)
+        return sequence
+
+    def apply(self, logits: torch.Tensor) -> ApplyReport:
+        """Mask the prepared rows, in place.
+
+        Args:
+            logits: float `[rows, padded_vocab_size]` on any device; only prepared rows are written.
+
+        Never raises for a row: a row without a valid mask is in `failed` or `late`, and is not masked.
+        """
+        if not self._prepared:
+            raise RuntimeError("apply() without prepare()")
+        self._prepared = False
+        report = ApplyReport(failed=self._unplaced)
+        if not self._fills:
+            return report
+        started = time.perf_counter()
+        results = self._collect()
+        report.wait_seconds = time.perf_counter() - started
+        ready = self._judge(results, report)
+        started = time.perf_counter()
+        masks = self._bitmask[: len(results)] if len(ready) == len(results) else self._bitmask[ready]
+        apply_bitmask(logits, masks, [self._rows[index].logits_row for index in ready])
+        report.kernel_seconds = time.perf_counter() - started
+        self._rows, self._fills = (), []
+        return report
+
+    def _collect(self) -> list[Row]:
+        """Collect the step; rows whose worker lacks their history are sent once more, with all of it."""
+        if len(self._fills) > len(self._bitmask):
+            self._bitmask = np.empty((2 * len(self._fills), self._bitmask.shape[1]), np.int32)
+        deadline = time.monotonic() + self._fill_limit
+        results = self._pool.collect(self._bitmask[: len(self._fills)], self._fill_limit)
+        again = [index for index, result in enumerate(results) if result.state == "needs_history"]
+        if again:
+            self._pool.submit([Fill(row.sequence_id, 0, row.token_ids) for row in (self._rows[i] for i in again)])
+            masks = np.empty((len(again), self._bitmask.shape[1]), np.int32)
+            retried = self._pool.collect(masks, max(0.0, deadline - time.monotonic()))
+            for index, mask, result in zip(again, masks, retried, strict=True):
+                results[index] = result
+                if result.state == "ready":
+                    self._bitmask[index] = mask
+        return results
+
+    def _judge(self, results: Iterable[Row], report: ApplyReport) -> list[int]:
+        """Sort rows into ready (returned, by index) and failed."""
+        ready: list[int] = []
+        for index, result in enumerate(results):
+            report.mask_seconds += result.seconds
+            if result.state == "ready":
+                ready.append(index)
+                continue
+            sequence_id = self._rows[index].sequence_id
+            if result.state == "late":
+                error: GuidedError = MaskTimeout(f"no mask within {self._fill_limit:g} s")
+            else:
+                error = result.error or BackendError("the worker lost this sequence's history twice")
+            report.failed[sequence_id] = error
+            self._close([sequence_id])
+        return ready
+
+    def failures(self) -> dict[str, GuidedError]:
+        """Requests whose matcher was lost between steps (its worker died), each reported once."""
+        if self._leaving:
+            self._release()
+        lost: dict[str, GuidedError] = {}
+        for sequence_id, error in self._pool.failures().items():
+            sequence = self._sequences.get(sequence_id)
+            if sequence is not None:
+                lost[sequence.request_id] = error
+        return lost
+
+    def free(self, request_id: str) -> None:
+        """The request is over, for whatever reason: close its matchers and let go of its grammar. Idempotent."""
+        request = self._requests.pop(request_id, None)
+        if request is None:
+            return
+        self._close(list(request.sequences))
+        self._leaving.append(request.future)
+        self._release()
+
+    def _release(self) -> None:
+        """Let go of grammars that nobody uses; those still being compiled when their request ended wait for it."""
+        waiting: list[Future[Grammar]] = []
+        for future in self._leaving:
+            if not future.done():
+                waiting.append(future)
+            elif future.exception() is None:
+                self._pool.release(future.result())
+        self._leaving = waiting
+
+    def free_sequence(self, sequence_id: int) -> None:
+        """One sequence of a request is over; the others go on. Idempotent."""
+        self._close([sequence_id])
+
+    def _close(self, sequence_ids: Collection[int]) -> None:
+        self._pool.free(sequence_ids)
+        for sequence_id in sequence_ids:
+            sequence = self._sequences.pop(sequence_id, None)
+            if sequence is not None and sequence.request_id in self._requests:
+                self._requests[sequence.request_id].sequences.discard(sequence_id)
