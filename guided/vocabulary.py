@@ -1,0 +1,265 @@
+"""Vocabulary: what the tokens of a tokenizer are, as bytes. The only thing that `guided` knows of a tokenizer.
+
+Every grammar library works on token bytes; how each tokenizer family spells them is `token_bytes.py`'s business.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import msgspec
+from tokenizers import Tokenizer
+
+from guided.errors import InvalidRequest
+from guided.token_bytes import TokenBytes, from_huggingface, from_sentencepiece, from_tekken
+
+__all__ = ["Vocabulary"]
+
+
+@dataclass(frozen=True, eq=False)
+class Vocabulary:
+    """The tokens of a tokenizer, as bytes, and which of them are special. Frozen; equal where the fingerprint is.
+
+    The bytes of an output are the concatenated bytes of its tokens. SentencePiece tokenizers prepend a dummy space to
+    what they encode and strip one from what they decode; a vocabulary does neither: `▁yes` is b" yes" wherever it
+    stands, so a constraint for `yes` starts with the piece `yes`, not with `▁yes`.
+
+    Args:
+        token_bytes: index = token id. b"" for ids without bytes: special tokens, and holes in the numbering.
+        stop_token_ids: tokens that end an output; allowed exactly where the constraint is satisfied, never as text.
+        special_token_ids: tokens that are no text (bos, pad, role markers, ...); never allowed unless they stop.
+        padded_vocab_size: width of the model's logits. Usually >= vocab_size; where it is smaller, the ids beyond it
+            can't be sampled and are not permitted.
+        tokenizer_json: a Hugging Face `tokenizer.json`, for canonical `encode`; empty where there is none.
+    """
+
+    token_bytes: tuple[bytes, ...]
+    stop_token_ids: tuple[int, ...]
+    special_token_ids: frozenset[int]
+    padded_vocab_size: int
+    tokenizer_json: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.stop_token_ids:
+            raise InvalidRequest(
+                "the vocabulary has no stop token: say which ids end an output", param="stop_token_ids"
+            )
+        beyond = [token for token in self.stop_token_ids if not 0 <= token < self.padded_vocab_size]
+        if beyond:
+            raise InvalidRequest(
+                f"stop tokens {beyond} are not among the {self.padded_vocab_size} logits", param="stop_token_ids"
+            )
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids that the tokenizer has (holes included)."""
+        return len(self.token_bytes)
+
+    @cached_property
+    def text_token_ids(self) -> tuple[int, ...]:
+        """Tokens that may stand for text, ascending: they have bytes and a logit, and are neither special nor stop."""
+        never = self.special_token_ids.union(self.stop_token_ids)
+        tokens = self.token_bytes[: self.padded_vocab_size]
+        return tuple(token for token, content in enumerate(tokens) if content and token not in never)
+
+    @cached_property
+    def permitted_token_ids(self) -> tuple[int, ...]:
+        """All that a mask may ever allow, ascending: text tokens and stop tokens."""
+        return tuple(sorted({*self.text_token_ids, *self.stop_token_ids}))
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Equal for equal vocabularies, in every process. 32 hex digits."""
+        ids = (self.stop_token_ids, sorted(self.special_token_ids), self.padded_vocab_size)
+        packed = msgspec.msgpack.encode((self.token_bytes, ids))
+        return hashlib.sha256(packed).hexdigest()[:32]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Vocabulary) and self.fingerprint == other.fingerprint
+
+    def __hash__(self) -> int:
+        return hash(self.fingerprint)
+
+    def __repr__(self) -> str:
+        return f"Vocabulary({self.vocab_size} tokens, {self.padded_vocab_size} logits, {self.fingerprint[:8]})"
+
+    def decode(self, token_ids: Iterable[int]) -> bytes:
+        """The concatenated bytes of tokens; special and unknown ones have none."""
+        size = self.vocab_size
+        return b"".join(self.token_bytes[token] for token in token_ids if 0 <= token < size)
+
+    def encode(self, text: str | bytes) -> list[int]:
+        """Text tokens whose bytes are exactly `text`: as the tokenizer would have them where it is known, else greedily
+        the longest first.
+
+        Raises:
+            InvalidRequest: no sequence of text tokens spells `text`.
+        """
+        data = text.encode("utf-8") if isinstance(text, str) else text
+        if not data:
+            return []
+        valid = data[: _valid_utf8(data)]
+        tokens = self._encode_canonically(valid.decode("utf-8")) if valid else []
+        return tokens + self._encode_greedily(data[len(self.decode(tokens)) :])
+
+    def _encode_canonically(self, text: str) -> list[int]:
+        """The tokenizer's own tokens, if they spell `text` exactly (no dummy space, no normalisation); else none."""
+        if self._tokenizer is None:
+            return []
+        wanted = text.encode("utf-8")
+        # A leading control character takes the dummy space away from the text.
+        for lead in ("", "\x02"):
+            tokens: list[int] = self._tokenizer.encode(lead + text, add_special_tokens=False).ids
+            while tokens and len(self.decode(tokens)) > len(wanted):
+                del tokens[0]
+            if self.decode(tokens) == wanted and self._text_tokens.issuperset(tokens):
+                return tokens
+        return []
+
+    def _encode_greedily(self, data: bytes) -> list[int]:
+        tokens: list[int] = []
+        start, longest, by_bytes = 0, self._longest, self._by_bytes
+        while start < len(data):
+            for end in range(min(len(data), start + longest), start, -1):
+                token = by_bytes.get(data[start:end])
+                if token is not None:
+                    tokens.append(token)
+                    start = end
+                    break
+            else:
+                raise InvalidRequest(f"no token of the vocabulary spells {data[start : start + 4]!r}")
+        return tokens
+
+    @cached_property
+    def _text_tokens(self) -> frozenset[int]:
+        return frozenset(self.text_token_ids)
+
+    @cached_property
+    def _by_bytes(self) -> dict[bytes, int]:
+        # Of two tokens with the same bytes the later one: SentencePiece's byte pieces come before its characters.
+        return {self.token_bytes[token]: token for token in self.text_token_ids}
+
+    @cached_property
+    def _longest(self) -> int:
+        return max(map(len, self._by_bytes), default=0)
+
+    @cached_property
+    def _tokenizer(self) -> Tokenizer | None:
+        return Tokenizer.from_str(self.tokenizer_json) if self.tokenizer_json else None
+
+    def to_bytes(self) -> bytes:
+        """Everything, as msgpack; `from_bytes` undoes it in any process."""
+        return msgspec.msgpack.encode(
+            _Wire(
+                list(self.token_bytes),
+                list(self.stop_token_ids),
+                sorted(self.special_token_ids),
+                self.padded_vocab_size,
+                self.tokenizer_json,
+            )
+        )
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Vocabulary:
+        """What `to_bytes` packed. Raises `msgspec.MsgspecError` on anything else."""
+        wire = msgspec.msgpack.decode(data, type=_Wire)
+        return cls(
+            tuple(wire.token_bytes),
+            tuple(wire.stop_token_ids),
+            frozenset(wire.special_token_ids),
+            wire.padded_vocab_size,
+            wire.tokenizer_json,
+        )
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Vocabulary.from_bytes, (self.to_bytes(),)
+
+    @classmethod
+    def from_tokenizer(
+        cls,
+        tokenizer: Any,
+        padded_vocab_size: int | None = None,
+        stop_token_ids: Sequence[int] | None = None,
+    ) -> Vocabulary:
+        """The vocabulary of a Hugging Face fast tokenizer, a `tokenizers.Tokenizer`, or transformers' wrapper of
+        mistral_common (duck-typed: neither is imported).
+
+        Args:
+            padded_vocab_size: width of the model's logits; the tokenizer's size where None.
+            stop_token_ids: the tokenizer's `eos_token_id` where None.
+
+        Raises:
+            InvalidRequest: the tokenizer has no stop token, or is of a family whose tokens have no bytes of their own
+                (WordPiece, slow tokenizers).
+        """
+        if stop_token_ids is None:
+            eos = getattr(tokenizer, "eos_token_id", None)
+            stop_token_ids = () if eos is None else (eos,)
+        instruct = getattr(getattr(tokenizer, "tokenizer", None), "instruct_tokenizer", None)
+        if instruct is not None:
+            path = os.fspath(instruct.tokenizer.file_path)
+            read = cls.from_tekken if path.endswith(".json") else cls.from_sentencepiece
+            return read(path, padded_vocab_size, stop_token_ids)
+        backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
+        if not isinstance(backend, Tokenizer):
+            raise InvalidRequest(
+                f"{type(tokenizer).__name__} is no fast tokenizer: a tokenizer.json or a tekken.json is needed",
+                param="tokenizer",
+            )
+        tokens = from_huggingface(backend)
+        special = tokens.special.union(getattr(tokenizer, "all_special_ids", ()))
+        return cls._of(TokenBytes(tokens.contents, special), stop_token_ids, padded_vocab_size, backend.to_str())
+
+    @classmethod
+    def from_tekken(
+        cls,
+        path: str | os.PathLike[str],
+        padded_vocab_size: int | None = None,
+        stop_token_ids: Sequence[int] = (2,),
+    ) -> Vocabulary:
+        """The vocabulary in a `tekken.json` (Mistral's tiktoken-like format). 2 is `</s>` in all of them."""
+        return cls._of(from_tekken(path), stop_token_ids, padded_vocab_size)
+
+    @classmethod
+    def from_sentencepiece(
+        cls,
+        path: str | os.PathLike[str],
+        padded_vocab_size: int | None = None,
+        stop_token_ids: Sequence[int] = (2,),
+    ) -> Vocabulary:
+        """The vocabulary in a SentencePiece model file (needs the `sentencepiece` package). 2 is `</s>` in most."""
+        return cls._of(from_sentencepiece(path), stop_token_ids, padded_vocab_size)
+
+    @classmethod
+    def _of(
+        cls,
+        tokens: TokenBytes,
+        stop_token_ids: Sequence[int],
+        padded_vocab_size: int | None,
+        tokenizer_json: str = "",
+    ) -> Vocabulary:
+        contents = tuple(b"" if token in tokens.special else content for token, content in enumerate(tokens.contents))
+        padded = len(contents) if padded_vocab_size is None else padded_vocab_size
+        return cls(contents, tuple(dict.fromkeys(stop_token_ids)), tokens.special, padded, tokenizer_json)
+
+
+class _Wire(msgspec.Struct, array_like=True, gc=False):
+    token_bytes: list[bytes]
+    stop_token_ids: list[int]
+    special_token_ids: list[int]
+    padded_vocab_size: int
+    tokenizer_json: str
+
+
+def _valid_utf8(data: bytes) -> int:
+    """Length of the longest prefix of `data` that is UTF-8."""
+    try:
+        data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        return error.start
+    return len(data)
