@@ -1,4 +1,7 @@
-"""The token bitmask: int32 `[rows, ceil(padded_vocab_size / 32)]`, bit 1 = allowed. Token t is bit t % 32 of word t // 32."""
+"""The token bitmask: int32 `[rows, ceil(padded_vocab_size / 32)]`, bit 1 = allowed.
+
+Token t is bit `t % 32` of word `t // 32`.
+"""
 
 from __future__ import annotations
 

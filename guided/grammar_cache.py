@@ -1,4 +1,4 @@
-"""Which constraints are compiled or being compiled: equal ones share one compilation, unused ones are kept within a bound.
+"""Which constraints are compiled or being compiled: equal ones share one compilation, unused ones stay within a bound.
 
 Failures are remembered where they are the user's (`InvalidConstraint`); a timeout or a failure of ours never is.
 """

@@ -1,7 +1,7 @@
 """The contract between the worker and a grammar library. Four adapters keep it; one test suite runs against all.
 
-A `Backend` compiles a `Constraint` for one `Vocabulary` into a `CompiledGrammar` (immutable, shared by sequences), which
-makes `Matcher`s (one sequence's mutable state). Adapters raise only errors of `guided.errors`.
+A `Backend` compiles a `Constraint` for one `Vocabulary` into a `CompiledGrammar` (immutable, shared by sequences),
+which makes `Matcher`s (one sequence's mutable state). Adapters raise only errors of `guided.errors`.
 """
 
 from __future__ import annotations

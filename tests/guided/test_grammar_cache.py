@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import pytest
+
+from guided.constraint import Constraint
+from guided.errors import CompileTimeout, GuidedError, InvalidConstraint
+from guided.grammar_cache import GrammarCache, cache_key
+from guided.pool import Grammar
+
+MEGABYTE = 1 << 20
+
+
+def compile_into(cache: GrammarCache, text: str, nbytes: int = MEGABYTE) -> Grammar:
+    constraint = Constraint.choice([text])
+    key = cache_key(constraint, ["llguidance"])
+    future, new = cache.acquire(key)
+    if new:
+        grammar = Grammar(f"llguidance:{constraint.key}", "llguidance", constraint, key)
+        cache.weigh(grammar, nbytes)
+        future.set_result(grammar)
+    return future.result(0)
+
+
+def fail_into(cache: GrammarCache, error: GuidedError) -> None:
+    future, new = cache.acquire(("bad",))
+    assert new
+    future.set_exception(error)
+
+
+def test_equal_constraints_share_one_compilation() -> None:
+    cache = GrammarCache()
+    assert compile_into(cache, "a") is compile_into(cache, "a")
+    assert (cache.hits, cache.misses) == (1, 1)
+
+
+def test_the_order_of_backends_is_part_of_the_key() -> None:
+    constraint = Constraint.choice(["a"])
+    assert cache_key(constraint, ["x", "y"]) != cache_key(constraint, ["y", "x"])
+
+
+def test_what_is_in_use_is_never_evicted_and_the_rest_is_bounded_oldest_first() -> None:
+    cache = GrammarCache(max_bytes=2 * MEGABYTE)
+    grammars = [compile_into(cache, text) for text in "abcd"]
+    assert cache.release(grammars[0]) == []
+    assert cache.release(grammars[1]) == []
+    assert cache.release(grammars[2]) == [grammars[0].key]
+    assert cache.in_use() == [grammars[3]]
+    assert compile_into(cache, "b") is grammars[1]
+
+
+def test_the_same_grammar_under_two_keys_is_evicted_with_the_last() -> None:
+    cache = GrammarCache(max_bytes=0)
+    constraint = Constraint.choice(["a"])
+    grammars = []
+    for names in (["auto", "llguidance"], ["llguidance"]):
+        key = cache_key(constraint, names)
+        future, _ = cache.acquire(key)
+        grammars.append(Grammar("llguidance:a", "llguidance", constraint, key))
+        cache.weigh(grammars[-1], MEGABYTE)
+        future.set_result(grammars[-1])
+    assert cache.release(grammars[0]) == []
+    assert cache.release(grammars[1]) == ["llguidance:a"]
+
+
+def test_invalid_is_remembered_and_a_timeout_is_not() -> None:
+    cache = GrammarCache()
+    fail_into(cache, InvalidConstraint("no"))
+    _, new = cache.acquire(("bad",))
+    assert not new
+    cache = GrammarCache()
+    fail_into(cache, CompileTimeout("later"))
+    _, new = cache.acquire(("bad",))
+    assert new
+
+
+@pytest.mark.parametrize("count", [200])
+def test_refusals_are_bounded_too(count: int) -> None:
+    cache = GrammarCache(max_bytes=100 * 4096)
+    for index in range(count):
+        future, _ = cache.acquire((str(index),))
+        future.set_exception(InvalidConstraint("no"))
+    cache.release(compile_into(cache, "a", 4096))
+    assert len(cache) <= 101
