@@ -1,19 +1,44 @@
-"""What a constraint may be at the most. Checked before any grammar library sees it.
+"""What a constraint may be at the most. Checked before any grammar library sees it, in time linear in its length.
 
 Sizes that are refused here are those at which some library of the four was seen to hang, to crash or to take
-gigabytes (advisories CVE-2025-48942, -48943, -48944, -57809, -58446); ordinary schemas are orders of magnitude smaller.
+gigabytes (advisories CVE-2025-48942, -48943, -48944, -57809, -58446, CVE-2026-25048); ordinary constraints are orders
+of magnitude smaller. Syntax is not judged here: text that is no regex or grammar is measured as far as it goes.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from guided.errors import ConstraintTooLarge
 
 __all__ = ["DEFAULT_LIMITS", "Limits"]
 
-_REPETITION = re.compile(r"\{(\d{1,20})(?:,(\d{0,20}))?\}")
+# All scanners are possessive, and what may be left unclosed may end at the end of the text: no backtracking.
+_REGEX_TOKEN = re.compile(
+    r"\\(?:[xuUpPN]\{[^{}]*+\}|.)"  # an escape
+    r"|\[\^?\]?(?:[^\]\\]++|\\.)*+\]?"  # a character class: brackets, braces and parentheses are characters in it
+    r"|(?P<bracket>[()])"
+    r"|\{(?P<least>[0-9]*+)(?:,(?P<most>[0-9]*+))?\}",
+    re.DOTALL,
+)
+_REPETITION = r"|\{\s*+(?P<least>[0-9]*+)\s*+(?:,\s*+(?P<most>[0-9]*+)\s*+)?\}"
+_EBNF_TOKEN = re.compile(
+    r"#[^\n]*+"
+    r'|"(?:[^"\\\n]++|\\.)*+"?'
+    r"|\[(?:[^\]\\\n]++|\\.)*+\]?"
+    r"|(?P<bracket>[()])" + _REPETITION
+)
+_LARK_TOKEN = re.compile(
+    r"//[^\n]*+"
+    r'|"(?:[^"\\\n]++|\\.)*+"?'
+    r"|/(?P<regex>(?:[^/\\\n]++|\\.)++)/?"
+    r"|(?P<bracket>[()\[\]])"
+    r"|~\s*+(?P<from>[0-9]++)(?:\s*+\.\.\s*+(?P<to>[0-9]++))?" + _REPETITION
+)
+_EBNF_RULE = re.compile(r"::=")
+_LARK_RULE = re.compile(r"^[ \t]*+[?!]?[\w-]++(?:\.[0-9]++)?(?:\[[^\]\n]*+\])?[ \t]*+:", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -26,49 +51,71 @@ class Limits:
     max_choices: int = 10_000
     max_enum: int = 10_000
     max_repetition: int = 10_000
-    """Largest bound in `{m,n}` of a regex or grammar, and of minLength, maxItems and the like."""
+    """Largest bound in `{m,n}` of a regex or grammar (nested ones multiplied), and of minLength, minItems and the like.
+
+    Upper bounds of a schema (maxLength, maxItems) are not limited: real ones say 65,535 or a million for "large".
+    """
     max_grammar_rules: int = 5_000
 
-    def check_regex(self, pattern: str, param: str) -> None:
-        """Refuse repetition bounds and bracket nesting over the limits."""
-        self._check_repetition(pattern, param)
-        self._check_nesting(pattern, param)
+    def check_regex(self, pattern: str, param: str, pointer: str | None = None) -> None:
+        """Refuse repetition bounds and group nesting over the limits.
+
+        Raises:
+            ConstraintTooLarge: with `param`, and `pointer` where the pattern is part of a schema.
+        """
+        self._measure(_REGEX_TOKEN.finditer(pattern), param, pointer)
 
     def check_grammar(self, text: str, param: str) -> None:
-        """Refuse rule counts, repetition bounds and bracket nesting over the limits."""
-        rules = sum(1 for line in text.splitlines() if line.lstrip()[:1].isalpha())
+        """Refuse rule counts, repetition bounds and bracket nesting over the limits. EBNF has `::=`, Lark hasn't.
+
+        Raises:
+            ConstraintTooLarge: with `param`.
+        """
+        ebnf = "::=" in text
+        rules = sum(1 for _ in (_EBNF_RULE if ebnf else _LARK_RULE).finditer(text))
         if rules > self.max_grammar_rules:
             raise ConstraintTooLarge(
                 f"the grammar has {rules} rules; the limit is {self.max_grammar_rules}", param=param
             )
-        self._check_repetition(text, param)
-        self._check_nesting(text, param)
+        self._measure((_EBNF_TOKEN if ebnf else _LARK_TOKEN).finditer(text), param, None)
 
-    def _check_repetition(self, text: str, param: str) -> None:
-        for found in _REPETITION.finditer(text):
-            bound = max(int(number or 0) for number in found.groups(default="0"))
-            if bound > self.max_repetition:
-                raise ConstraintTooLarge(
-                    f"the repetition {found[0]!r} goes beyond the limit of {self.max_repetition}", param=param
-                )
+    def _measure(self, tokens: Iterable[re.Match[str]], param: str, pointer: str | None) -> None:
+        repeated = [1]
+        """For each open bracket, the largest product of repetitions inside it so far."""
+        closed = 1
+        """The same of the group that was closed right before."""
+        end = 0
+        for token in tokens:
+            parts = token.groupdict()
+            after = closed if token.start() == end else 1
+            closed, end = 1, token.end()
+            if parts.get("regex"):
+                self.check_regex(parts["regex"], param, pointer)
+            elif parts["bracket"] in ("(", "["):
+                repeated.append(1)
+                if len(repeated) - 1 > self.max_nesting:
+                    raise ConstraintTooLarge(
+                        f"brackets are nested deeper than {self.max_nesting} levels", param=param, pointer=pointer
+                    )
+            elif parts["bracket"] is not None:
+                if len(repeated) > 1:
+                    closed = repeated.pop()
+                repeated[-1] = max(repeated[-1], closed)
+            elif bounds := [number for name in ("least", "most", "from", "to") if (number := parts.get(name))]:
+                times = max(int(number) if len(number) < 10 else 10**9 for number in bounds)
+                product = max(times, 1) * after
+                repeated[-1] = max(repeated[-1], product)
+                if product > self.max_repetition:
+                    what = f"the repetition {_short(token[0])}" if after == 1 else "nested repetitions, multiplied,"
+                    raise ConstraintTooLarge(
+                        f"{what} goes beyond the limit of {self.max_repetition}".replace(", goes", ", go"),
+                        param=param,
+                        pointer=pointer,
+                    )
 
-    def _check_nesting(self, text: str, param: str) -> None:
-        depth = deepest = 0
-        escaped = False
-        for character in text:
-            if escaped:
-                escaped = False
-            elif character == "\\":
-                escaped = True
-            elif character == "(":
-                depth += 1
-                deepest = max(deepest, depth)
-            elif character == ")":
-                depth = max(0, depth - 1)
-        if deepest > self.max_nesting:
-            raise ConstraintTooLarge(
-                f"brackets are nested {deepest} deep; the limit is {self.max_nesting}", param=param
-            )
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= 40 else f"{text[:39]}…")
 
 
 DEFAULT_LIMITS = Limits()

@@ -1,0 +1,106 @@
+"""A dialect's meta-schema, one keyword at a time.
+
+The official meta-schemas (as `jsonschema` ships them) recurse into subschemas, and a validator recurses with them: a
+schema of 60 levels would be near the interpreter's stack limit. So they are taken apart: the meta-schema of a keyword,
+with every "and here is a schema again" cut down to "an object or a boolean". Who walks the schema asks for each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any
+
+from jsonschema import Draft202012Validator
+from jsonschema.exceptions import best_match
+from jsonschema.validators import validator_for
+from jsonschema_specifications import REGISTRY  # type: ignore[import-untyped]
+
+from guided.errors import bounded
+from guided.pointer import pointer
+
+__all__ = ["Dialect", "Fault"]
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Why a keyword's value is not valid, and where inside of it (a JSON pointer, empty for the value itself)."""
+
+    message: str
+    inside: str
+
+
+class Dialect:
+    """One version of JSON Schema. Get it with `Dialect.of`.
+
+    Args:
+        validator: the dialect's class of the `jsonschema` package.
+    """
+
+    def __init__(self, validator: Any) -> None:
+        self._validator = validator
+        self._validators: dict[str, Any] = {}
+
+    @classmethod
+    def of(cls, document: dict[str, Any]) -> Dialect:
+        """The dialect that `$schema` names; 2020-12 where it names none that is known."""
+        named = document.get("$schema")
+        known = {"$schema": named} if isinstance(named, str) else {}
+        return _dialect(validator_for(known, default=Draft202012Validator))
+
+    @property
+    def uri(self) -> str:
+        """The meta-schema's identifier."""
+        meta = self._validator.META_SCHEMA
+        return str(meta.get("$id") or meta["id"])
+
+    def fault(self, keyword: str, value: Any) -> Fault | None:
+        """What is wrong with `value` as the value of `keyword`; None where nothing is, or the keyword is unknown."""
+        if keyword not in self._keywords:
+            return None
+        validator = self._validators.get(keyword)
+        if validator is None:
+            # No format checker: Python's `re` would judge regexes, and not survive some of them.
+            validator = self._validators[keyword] = self._validator(self._keywords[keyword])
+        error = best_match(validator.iter_errors(value))
+        if error is None:
+            return None
+        return Fault(bounded(error.message), pointer(error.absolute_path))
+
+    @cached_property
+    def _keywords(self) -> dict[str, Any]:
+        meta = self._validator.META_SCHEMA
+        is_schema = {"type": meta["type"]}
+        found: dict[str, Any] = {}
+        for vocabulary in [*_vocabularies(meta), meta]:
+            surroundings = {
+                name: vocabulary[name] for name in ("$id", "id", "$schema", "$anchor") if name in vocabulary
+            }
+            for name in ("$defs", "definitions"):
+                if name in vocabulary:
+                    surroundings[name] = _cut(vocabulary[name], is_schema)
+            for keyword, rule in vocabulary.get("properties", {}).items():
+                found[keyword] = {**surroundings, "allOf": [_cut(rule, is_schema)]}
+        return found
+
+
+@lru_cache(maxsize=16)
+def _dialect(validator: Any) -> Dialect:
+    return Dialect(validator)
+
+
+def _vocabularies(meta: dict[str, Any]) -> list[dict[str, Any]]:
+    """The meta-schemas that `meta` is put together from (2019-09 and later)."""
+    base = str(meta.get("$id", "")).rpartition("/")[0]
+    return [REGISTRY.contents(f"{base}/{part['$ref']}") for part in meta.get("allOf", []) if "$ref" in part]
+
+
+def _cut(rule: Any, is_schema: dict[str, Any]) -> Any:
+    """`rule` with references to the meta-schema as a whole replaced by `is_schema`."""
+    if isinstance(rule, list):
+        return [_cut(part, is_schema) for part in rule]
+    if not isinstance(rule, dict):
+        return rule
+    if rule.get("$ref") == "#" or "$dynamicRef" in rule or "$recursiveRef" in rule:
+        return is_schema
+    return {name: _cut(part, is_schema) for name, part in rule.items()}

@@ -1,0 +1,17 @@
+"""JSON pointers (RFC 6901)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+__all__ = ["escape", "pointer"]
+
+
+def escape(token: str) -> str:
+    """One reference token, as it stands between two slashes."""
+    return token.replace("~", "~0").replace("/", "~1") if "~" in token or "/" in token else token
+
+
+def pointer(path: Iterable[str | int]) -> str:
+    """The pointer of a path of keys and indices; empty for the document itself."""
+    return "".join(f"/{escape(str(token))}" for token in path)

@@ -1,0 +1,273 @@
+"""A JSON Schema's subschemas and how they hang together: who applies whom, to the same value or to a part of it.
+
+Subschemas are found by position (JSON Schema core 2020-12, section 10, and the keywords of older drafts), so a property
+that is called "items" or an enum value with a "$ref" in it is never mistaken for one. Nothing recurses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+from urllib.parse import unquote
+
+import referencing
+import referencing.exceptions
+import referencing.jsonschema
+
+from guided.errors import InvalidConstraint, bounded
+from guided.metaschema import Dialect
+from guided.pointer import escape
+
+__all__ = ["Node", "Position", "SchemaGraph"]
+
+_SAME_ONE = ("if", "then", "else", "not")
+_SAME_MANY = ("allOf", "anyOf", "oneOf", "extends", "disallow", "type")
+_SAME_NAMED = ("dependentSchemas", "dependencies")
+_PART_ONE = (
+    "additionalItems",
+    "additionalProperties",
+    "contains",
+    "contentSchema",
+    "items",
+    "propertyNames",
+    "unevaluatedItems",
+    "unevaluatedProperties",
+)
+_PART_MANY = ("items", "prefixItems")
+_PART_NAMED = ("properties", "patternProperties")
+_KEPT_NAMED = ("$defs", "definitions")
+_REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
+_DECLARING = ("properties", "patternProperties")
+
+
+class Position(NamedTuple):
+    """What stands where a schema is expected (anything, until it is checked), and its JSON pointer."""
+
+    schema: Any
+    pointer: str
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """One object subschema."""
+
+    schema: dict[str, Any]
+    pointer: str
+    parent: Node | None
+    same: list[tuple[str, Node]] = field(default_factory=list)
+    """(keyword, subschema) applied to the same value: `allOf`, `$ref`, `then`, ..."""
+    parts: list[Node] = field(default_factory=list)
+    """Applied to a part of the value: a property's, an item's."""
+
+
+class SchemaGraph:
+    """All subschemas of a document. Get it with `SchemaGraph.build`."""
+
+    def __init__(self, document: dict[str, Any], check: Callable[[Position], None], param: str) -> None:
+        self._document = document
+        self._check = check
+        self._param = param
+        self._nodes: dict[int, Node] = {}
+        """By `id` of the subschema; parents before children."""
+
+    @classmethod
+    def build(cls, document: dict[str, Any], check: Callable[[Position], None], param: str) -> SchemaGraph:
+        """The graph of `document`.
+
+        Args:
+            check: called for each position before what is inside is looked at; raises where no schema stands there.
+            param: for errors.
+
+        Raises:
+            InvalidConstraint: a reference leads out of the document, or nowhere.
+        """
+        graph = cls(document, check, param)
+        graph._add(document, "", None)
+        graph._resolve()
+        return graph
+
+    def nodes(self) -> Iterator[Node]:
+        """Every object subschema, `$defs` that nothing refers to included."""
+        return iter(self._nodes.values())
+
+    def reachable(self) -> Iterator[Node]:
+        """The subschemas that take part in validation, the root first."""
+        return _closure([self._nodes[id(self._document)]])
+
+    def refuse_endless_references(self, param: str) -> None:
+        """Refuse a schema that applies itself to the same value: validation would never end.
+
+        Raises:
+            InvalidConstraint: with the pointer of a subschema in the loop.
+        """
+        done: set[int] = set()
+        for root in self.nodes():
+            on_path: set[int] = set()
+            stack: list[tuple[Node, bool]] = [(root, False)]
+            while stack:
+                node, leaving = stack.pop()
+                if leaving:
+                    on_path.discard(id(node))
+                    done.add(id(node))
+                elif id(node) in on_path:
+                    raise InvalidConstraint(
+                        "the schema refers back to itself for the same value, which never ends: put something "
+                        "between, as 'properties' or 'items'",
+                        param=param,
+                        pointer=node.pointer,
+                    )
+                elif id(node) not in done:
+                    on_path.add(id(node))
+                    stack.append((node, True))
+                    stack.extend((child, False) for _, child in node.same)
+
+    def partial_descriptions(self) -> set[int]:
+        """`id`s of the subschemas that are not all there is on their object (see `json_schema.close_objects`)."""
+        declaring = self._declaring()
+        marked: list[Node] = []
+        passed_on: dict[int, list[Node]] = {}
+        conditions: list[Node] = []
+        for node in self.nodes():
+            children = [child for _, child in node.same]
+            keywords = {keyword for keyword, _ in node.same}
+            conditions += [child for keyword, child in node.same if keyword in ("if", "not", "disallow")]
+            alone = len(keywords) == 1 and not any(name in node.schema for name in _DECLARING)
+            alternatives = keywords <= {"anyOf", "oneOf", *_REFERENCES} or len(children) == 1
+            if alone and alternatives and not keywords & {"if", "then", "else", "not", *_SAME_NAMED}:
+                passed_on[id(node)] = children
+                continue
+            passed_on[id(node)] = children
+            marked += children
+            if any(id(child) in declaring for child in children):
+                marked.append(node)
+        marked += _closure(conditions)
+        partial: set[int] = set()
+        while marked:
+            node = marked.pop()
+            if id(node) not in partial:
+                partial.add(id(node))
+                marked += passed_on[id(node)]
+        return partial
+
+    def _declaring(self) -> set[int]:
+        """`id`s of the subschemas that declare properties, themselves or through what they apply to the same value."""
+        appliers: dict[int, list[Node]] = {}
+        for node in self.nodes():
+            for _, child in node.same:
+                appliers.setdefault(id(child), []).append(node)
+        todo = [node for node in self.nodes() if any(name in node.schema for name in _DECLARING)]
+        found: set[int] = set()
+        while todo:
+            node = todo.pop()
+            if id(node) not in found:
+                found.add(id(node))
+                todo += appliers.get(id(node), [])
+        return found
+
+    def _add(self, schema: Any, pointer: str, parent: Node | None) -> None:
+        """Add a subschema and everything inside it."""
+        todo: list[tuple[Any, str, Node | None, str, bool]] = [(schema, pointer, parent, "", False)]
+        while todo:
+            schema, pointer, parent, keyword, same = todo.pop()
+            node = self._nodes.get(id(schema)) if isinstance(schema, dict) else None
+            if node is None:
+                self._check(Position(schema, pointer))
+                if not isinstance(schema, dict):
+                    continue
+                node = self._nodes[id(schema)] = Node(schema, pointer, parent)
+                inside = [
+                    (child, f"{pointer}/{where}", node, name, same_value)
+                    for name, where, child, same_value in _children(schema)
+                ]
+                todo.extend(reversed(inside))
+            if parent is not None and keyword not in _KEPT_NAMED and keyword:
+                if same:
+                    parent.same.append((keyword, node))
+                else:
+                    parent.parts.append(node)
+
+    def _resolve(self) -> None:
+        """Turn references into edges; what they lead to may stand where no schema was expected, and is added."""
+        specification = referencing.jsonschema.specification_with(Dialect.of(self._document).uri)
+        root = specification.create_resource(self._document)
+        start = referencing.Registry().with_resource("", root).crawl().resolver_with_root(root)
+        resolvers: dict[int, Any] = {}
+        todo = list(self._nodes.values())
+        while todo:
+            known = len(self._nodes)
+            for node in todo:
+                above = start if node.parent is None else resolvers.get(id(node.parent), start)
+                resolver = above.in_subresource(specification.create_resource(node.schema))
+                resolvers[id(node)] = resolver
+                for keyword in _REFERENCES:
+                    if isinstance(node.schema.get(keyword), str):
+                        self._link(node, keyword, resolver)
+            todo = list(self._nodes.values())[known:]
+
+    def _link(self, node: Node, keyword: str, resolver: Any) -> None:
+        reference = node.schema[keyword]
+        where = f"{node.pointer}/{keyword}"
+        try:
+            target = resolver.lookup(reference).contents
+        except referencing.exceptions.Unresolvable as error:
+            raise self._dangling(reference, where, resolver, error) from None
+        except (ValueError, TypeError, LookupError, AttributeError):
+            raise self._dangling(reference, where, resolver, None) from None
+        if id(target) not in self._nodes:
+            # "#/components/schemas/X" and the like: JSON pointers may lead anywhere in the document
+            self._add(target, unquote(reference.partition("#")[2]), None)
+        if isinstance(target, dict):
+            node.same.append((keyword, self._nodes[id(target)]))
+
+    def _dangling(self, reference: str, where: str, resolver: Any, error: Exception | None) -> InvalidConstraint:
+        told = bounded(reference, 120)
+        if (
+            reference.startswith("#") or type(error) is not referencing.exceptions.Unresolvable
+        ):  # a subclass: found no place
+            message = f"the reference {told!r} leads to nothing in this document"
+        else:
+            message = (
+                f"the reference {told!r} leads out of the document, and nothing is fetched: put the schema under "
+                "'$defs' and refer to it as '#/$defs/...'"
+            )
+            if reference.startswith("/") and _leads_somewhere(f"#{reference}", resolver):
+                message = f"the reference {told!r} is no JSON pointer; did you mean '#{told}'?"
+        return InvalidConstraint(message, param=self._param, pointer=where)
+
+
+def _leads_somewhere(reference: str, resolver: Any) -> bool:
+    try:
+        resolver.lookup(reference)
+    except (referencing.exceptions.Unresolvable, ValueError, TypeError, LookupError, AttributeError):
+        return False
+    return True
+
+
+def _closure(start: list[Node]) -> Iterator[Node]:
+    """`start` and all that takes part in validating against them, each once, in document order as far as it goes."""
+    seen: set[int] = set()
+    todo = list(reversed(start))
+    while todo:
+        node = todo.pop()
+        if id(node) not in seen:
+            seen.add(id(node))
+            yield node
+            todo.extend(reversed([*(child for _, child in node.same), *node.parts]))
+
+
+def _children(schema: dict[str, Any]) -> Iterator[tuple[str, str, Any, bool]]:
+    """(keyword, pointer below `schema`, subschema, applies to the same value) of everything inside, in its order."""
+    for keyword, value in schema.items():
+        name = escape(keyword)
+        if isinstance(value, dict):
+            if keyword in _SAME_ONE or keyword in _PART_ONE or keyword in ("extends",):
+                yield keyword, name, value, keyword not in _PART_ONE
+            elif keyword in _SAME_NAMED or keyword in _PART_NAMED or keyword in _KEPT_NAMED:
+                for key, child in value.items():
+                    if keyword != "dependencies" or isinstance(child, dict | bool):
+                        yield keyword, f"{name}/{escape(key)}", child, keyword in _SAME_NAMED
+        elif isinstance(value, list) and (keyword in _SAME_MANY or keyword in _PART_MANY):
+            for index, child in enumerate(value):
+                if keyword not in ("type", "disallow") or isinstance(child, dict):
+                    yield keyword, f"{name}/{index}", child, keyword in _SAME_MANY
