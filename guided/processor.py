@@ -1,4 +1,4 @@
-"""LogitPostProcessor: what an engine calls. `initialize` per request, `prepare` and `apply` per step, `free` at the end.
+"""LogitPostProcessor, what an engine calls: `initialize` per request, `prepare` and `apply` per step, `free` at the end.
 
     processor.prepare(rows)        # before the forward pass: tokens go out, masks are computed elsewhere
     logits = model(...)            # meanwhile
