@@ -1,0 +1,101 @@
+"""Token ids to text, as they come. Works on token bytes, so that text is exactly what a constraint was enforced on."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from typing import Any
+
+from guided.vocabulary import Vocabulary
+
+__all__ = ["Detokenizer", "TokenTexts"]
+
+_utf8 = codecs.getincrementaldecoder("utf-8")
+
+
+class TokenTexts:
+    """What each token id adds to the text, as bytes; one for an engine.
+
+    Args:
+        vocabulary: bytes of ordinary tokens.
+        tokenizer: a transformers tokenizer; asked for the text of special tokens, which have no bytes.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, tokenizer: Any) -> None:
+        ordinary = list(vocabulary.token_bytes)
+        ordinary += [b""] * (vocabulary.padded_vocab_size - len(ordinary))
+        self.without_special = ordinary
+        self.with_special = list(ordinary)
+        for token in vocabulary.special_token_ids | set(vocabulary.stop_token_ids):
+            text = tokenizer.convert_ids_to_tokens(token) if token < len(tokenizer) else None
+            self.without_special[token] = b""
+            self.with_special[token] = (text or "").encode("utf-8")
+
+    def of(self, token_id: int) -> str:
+        """The text of one token alone, special ones included; bytes that are no text on their own are replaced."""
+        return self.with_special[token_id].decode("utf-8", "replace")
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """The bytes of one token, special ones included."""
+        return self.with_special[token_id]
+
+
+class Detokenizer:
+    """One sequence's text.
+
+    A character is out once all of its bytes are; bytes that are no UTF-8 become U+FFFD. With stop strings, the end of
+    the text that may turn out to begin one is held back.
+
+    Args:
+        stop: strings that end the text.
+        include_stop: keep the stop string in the text.
+    """
+
+    def __init__(
+        self,
+        texts: TokenTexts,
+        *,
+        skip_special_tokens: bool = True,
+        stop: Sequence[str] = (),
+        include_stop: bool = False,
+    ) -> None:
+        self._pieces = texts.without_special if skip_special_tokens else texts.with_special
+        self._decoder = _utf8("replace")
+        self._stop = tuple(stop)
+        self._include_stop = include_stop
+        self._longest = max(map(len, self._stop), default=0)
+        self._done = 0
+        self.text = ""
+        """All text there is so far, held-back text included."""
+
+    def feed(self, token_ids: Sequence[int], count: int) -> None:
+        """Take in the first `count` of `token_ids` (those fed before are skipped)."""
+        if count > self._done:
+            pieces = self._pieces
+            fresh = b"".join([pieces[token] for token in token_ids[self._done : count]])
+            self._done = count
+            self.text += self._decoder.decode(fresh)
+
+    def flush(self) -> None:
+        """No more tokens come: incomplete characters become U+FFFD."""
+        self.text += self._decoder.decode(b"", final=True)
+
+    def cut_at_stop(self, fed_before: int) -> str | None:
+        """Look for stop strings that end after the first `fed_before` characters; cut the text at the earliest.
+
+        Returns:
+            The stop string that was found.
+        """
+        begin = max(0, fed_before - self._longest + 1)
+        found = [(at, text) for text in self._stop if (at := self.text.find(text, begin)) >= 0]
+        if not found:
+            return None
+        at, stop = min(found, key=lambda hit: hit[0] + len(hit[1]))
+        self.text = self.text[: at + len(stop) if self._include_stop else at]
+        return stop
+
+    def visible(self, finished: bool) -> str:
+        """The text that will not change any more."""
+        if finished or self._include_stop or self._longest <= 1:
+            return self.text
+        return self.text[: -(self._longest - 1)]

@@ -1,0 +1,114 @@
+"""The KV cache: keys and values of all layers in blocks of token slots, and how many blocks there are."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+
+from engine.config import EngineConfig
+
+__all__ = ["KVCache", "LayerShapes", "block_bytes", "plan_blocks"]
+
+
+@dataclass(frozen=True)
+class LayerShapes:
+    """What one attention layer stores for a token."""
+
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+
+
+class KVCache:
+    """Keys and values of all layers: `[num_blocks * block_size, kv_heads, dim]` each, zeroed.
+
+    Args:
+        layers: by the layer index that the model gives its attention modules.
+    """
+
+    def __init__(
+        self,
+        layers: dict[int, LayerShapes],
+        *,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        slots = num_blocks * block_size
+
+        def empty(heads: int, dim: int) -> torch.Tensor:
+            return torch.zeros(slots, heads, dim, dtype=dtype, device=device)
+
+        self._keys = {index: empty(shape.kv_heads, shape.key_dim) for index, shape in layers.items()}
+        self._values = {index: empty(shape.kv_heads, shape.value_dim) for index, shape in layers.items()}
+
+    def write(self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        self._keys[layer].index_copy_(0, slots, key)
+        self._values[layer].index_copy_(0, slots, value)
+
+    def gather(self, layer: int, tables: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._gather(self._keys[layer], tables), self._gather(self._values[layer], tables)
+
+    def _gather(self, cache: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
+        _, heads, dim = cache.shape
+        rows, blocks = tables.shape
+        picked = cache.view(self.num_blocks, -1).index_select(0, tables.reshape(-1))
+        return picked.view(rows, blocks * self.block_size, heads, dim).transpose(1, 2)
+
+    def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
+        """Copy whole blocks, (source, target), in all layers. All sources are read before any target is written."""
+        source, target = torch.tensor(pairs, device=next(iter(self._keys.values())).device).unbind(1)
+        for cache in (*self._keys.values(), *self._values.values()):
+            blocks = cache.view(self.num_blocks, -1)
+            blocks.index_copy_(0, target, blocks.index_select(0, source))
+
+
+def block_bytes(layers: dict[int, LayerShapes], block_size: int, dtype: torch.dtype) -> int:
+    """Memory of one block, over all layers, in bytes."""
+    per_token = sum(shape.kv_heads * (shape.key_dim + shape.value_dim) for shape in layers.values())
+    return per_token * block_size * dtype.itemsize
+
+
+def plan_blocks(
+    config: EngineConfig,
+    layers: dict[int, LayerShapes],
+    *,
+    max_model_len: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> int:
+    """How many blocks the cache gets: as the config says, else what a share of the free memory holds.
+
+    The share is 85 % on a GPU (the model is there already) and a quarter, at most 4 GiB, of main memory; never more
+    than `max_num_seqs` sequences of `max_model_len` tokens can use.
+
+    Raises:
+        ValueError: one sequence of `max_model_len` tokens wouldn't fit, so that it could never be finished.
+    """
+    one = -(-max_model_len // config.block_size)
+    block = block_bytes(layers, config.block_size, dtype)
+    if config.num_blocks is not None:
+        blocks = config.num_blocks
+    else:
+        budget = config.kv_cache_bytes if config.kv_cache_bytes is not None else _free_memory_share(device)
+        blocks = min(budget // block, one * config.max_num_seqs)
+    if blocks < one:
+        raise ValueError(
+            f"the KV cache has {blocks} blocks of {config.block_size} tokens ({blocks * block / 2**20:.1f} MiB); one "
+            f"sequence of max_model_len {max_model_len} needs {one} ({one * block / 2**20:.1f} MiB): raise "
+            "kv_cache_bytes or lower max_model_len"
+        )
+    return int(blocks)
+
+
+def _free_memory_share(device: torch.device) -> int:
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free * 0.85)
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(free // 4, 4 << 30)

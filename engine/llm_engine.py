@@ -1,0 +1,347 @@
+"""LLMEngine: one step after another. Synchronous and single-threaded; `AsyncLLM` gives it a thread of its own."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence as Tokens
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import torch
+
+from engine.admission import Admission
+from engine.block_manager import BlockManager
+from engine.config import EngineConfig
+from engine.kv_cache import KVCache, plan_blocks
+from engine.model_loader import LoadedModel
+from engine.model_runner import ModelRunner
+from engine.outputs import RequestOutput
+from engine.sampler import Sampler, SamplerOutput
+from engine.sampling_metadata import SamplingMetadata
+from engine.sampling_params import SamplingParams
+from engine.scheduler import ScheduledBatch, Scheduler
+from engine.sequence import Sequence, SequenceGroup, SequenceStatus
+from guided.errors import BackendError, GuidedError, InternalError, bounded
+from guided.pool import Grammar, MaskPool
+from guided.processor import ApplyReport, GuidedRow, LogitPostProcessor
+
+__all__ = ["EngineStats", "LLMEngine"]
+
+
+@dataclass
+class EngineStats:
+    """Counters since the start. Written by the engine's thread only; times are seconds."""
+
+    steps: int = 0
+    prompt_tokens: int = 0
+    """Tokens of prefills, those after preemptions included."""
+    generated_tokens: int = 0
+    step_seconds: float = 0.0
+    prepare_seconds: float = 0.0
+    wait_seconds: float = 0.0
+    """Waiting for masks in `apply`: with `prepare_seconds` and `kernel_seconds` the exposed mask time."""
+    kernel_seconds: float = 0.0
+    mask_seconds: float = 0.0
+    """What the workers spent: exposed or hidden."""
+    failures: dict[str, int] = field(default_factory=dict)
+    """Groups that ended with an error, by its code."""
+
+
+class LLMEngine:
+    """Requests in, a step at a time, outputs out.
+
+    Args:
+        model: what runs.
+        pool: where masks are computed; handed in, and not shut down here. None: constrained requests are refused.
+    """
+
+    def __init__(self, model: LoadedModel, config: EngineConfig | None = None, pool: MaskPool | None = None) -> None:
+        self.config = config = config or EngineConfig()
+        self.model = model
+        self.max_model_len = min(config.max_model_len or model.max_model_len, model.max_model_len)
+        num_blocks = plan_blocks(
+            config, model.layers, max_model_len=self.max_model_len, dtype=model.dtype, device=model.device
+        )
+        self.blocks = BlockManager(
+            num_blocks,
+            config.block_size,
+            max_seqs=config.max_num_seqs,
+            max_blocks=-(-self.max_model_len // config.block_size),
+        )
+        cache = KVCache(
+            model.layers,
+            num_blocks=num_blocks,
+            block_size=config.block_size,
+            dtype=model.dtype,
+            device=model.device,
+        )
+        self.scheduler = Scheduler(
+            self.blocks,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=max(config.max_num_batched_tokens, self.max_model_len + config.max_num_seqs),
+        )
+        self.runner = ModelRunner(model, cache, self.blocks)
+        self.sampler = Sampler(model.vocabulary.stop_token_ids)
+        self.processor = None if pool is None else LogitPostProcessor(pool)
+        self.stats = EngineStats()
+        self.groups: dict[str, SequenceGroup] = {}
+        """Requests that have not finished, by id."""
+        self.awake = threading.Event()
+        """Set when something has happened that a step should see; cleared by whoever waits for it."""
+        self._admission = Admission(model, config, self.max_model_len)
+        self._metadata: SamplingMetadata | None = None
+        self._compiled: deque[tuple[SequenceGroup, Future[Grammar]]] = deque()
+        self._changed: dict[SequenceGroup, None] = {}
+
+    # -- requests
+
+    def add_request(
+        self, request_id: str, prompt: str | Tokens[int], params: SamplingParams, *, stream: bool = True
+    ) -> SequenceGroup:
+        """Take a request in.
+
+        Args:
+            prompt: text (the tokenizer adds its special tokens) or token ids.
+            stream: report it after every step, not only at its end.
+
+        A prompt too long for the context is taken in and ends `FINISHED_IGNORED`.
+
+        Raises:
+            InvalidRequest: something about it can't be served; nothing was taken in.
+        """
+        if request_id in self.groups:
+            raise ValueError(f"request {request_id!r} is running already")
+        group = self._admission.admit(request_id, prompt, params, stream=stream)
+        if group.is_finished:
+            self._changed[group] = None
+        elif params.constraint is None:
+            self._enter(group)
+            self._changed[group] = None
+        else:
+            self._compile(group)
+        self.awake.set()
+        return group
+
+    def _enter(self, group: SequenceGroup) -> None:
+        self.groups[group.request_id] = group
+        self.scheduler.add(group)
+
+    def _compile(self, group: SequenceGroup) -> None:
+        params = group.params
+        assert params.constraint is not None
+        if self.processor is None:
+            raise InternalError("this engine was built without a mask pool: it takes no constraints")
+        future = self.processor.initialize(group.request_id, params.constraint, params.backend)
+        group.set_status(SequenceStatus.WAITING_FOR_GRAMMAR)
+        self._enter(group)
+
+        def done(compiled: Future[Grammar]) -> None:  # on whatever thread the pool completes its futures
+            self._compiled.append((group, compiled))
+            self.awake.set()
+
+        future.add_done_callback(done)
+
+    def abort_request(self, request_id: str) -> None:
+        """End a request now, `FINISHED_ABORTED`. One that is not there is ignored."""
+        group = self.groups.get(request_id)
+        if group is not None:
+            self._end(group, SequenceStatus.FINISHED_ABORTED)
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Some request is not over, or is over and was not reported yet."""
+        return bool(self.groups or self._changed)
+
+    # -- the step
+
+    def step(self) -> list[RequestOutput]:
+        """Do one step, and say what has changed: of streaming requests everything, of the others their end.
+
+        Where nobody can run (all wait for their grammar, or there is nobody), it returns at once; `awake` is set when
+        it is worth calling again.
+        """
+        started = time.perf_counter()
+        batch = self.schedule()
+        if not batch.is_empty:
+            with torch.inference_mode():
+                metadata = self._metadata = SamplingMetadata.for_batch(batch, self.model.device, self._metadata)
+                if self.config.overlap:
+                    self.prepare(metadata)
+                hidden = self.execute(batch)
+                logits = self.compute_logits(hidden, metadata)
+                if not self.config.overlap:
+                    self.prepare(metadata)
+                report = self.apply(logits, metadata)
+                sampled, skipped = self.sample(logits, metadata, report)
+            self.append(sampled, metadata, skipped)
+            self.stats.steps += 1
+            self.stats.step_seconds += time.perf_counter() - started
+        changed, self._changed = self._changed, {}
+        return [RequestOutput.from_seq_group(group) for group in changed if group.stream or group.is_finished]
+
+    def schedule(self) -> ScheduledBatch:
+        """Let in whose grammar is there, end who lost their matcher, and decide who runs."""
+        while self._compiled:
+            self._let_in(*self._compiled.popleft())
+        if self.processor is not None:
+            for request_id, error in self.processor.failures().items():
+                if request_id in self.groups:
+                    self._fail(self.groups[request_id], error)
+        batch = self.scheduler.schedule()
+        self.stats.prompt_tokens += sum(prefill.num_tokens for prefill in batch.prefills)
+        return batch
+
+    def _let_in(self, group: SequenceGroup, compiled: Future[Grammar]) -> None:
+        if group.is_finished:
+            return
+        try:
+            group.backend = compiled.result().backend
+        except GuidedError as error:
+            self._fail(group, error)
+        except Exception as error:
+            self._fail(group, BackendError(f"compiling failed: {type(error).__name__}: {bounded(error)}"))
+        else:
+            group.set_status(SequenceStatus.WAITING)
+            self._changed[group] = None
+
+    def prepare(self, metadata: SamplingMetadata) -> None:
+        """Have the masks of the constrained rows computed elsewhere."""
+        if not metadata.guided:
+            return
+        assert self.processor is not None
+        started = time.perf_counter()
+        rows: list[GuidedRow] = []
+        for row in metadata.guided:
+            sequence = metadata.sequences[row]
+            rows.append(GuidedRow(sequence.group.request_id, sequence.seq_id, sequence.data.output_token_ids, row))
+        self.processor.prepare(rows)
+        self.stats.prepare_seconds += time.perf_counter() - started
+
+    def execute(self, batch: ScheduledBatch) -> torch.Tensor:
+        """The forward pass: hidden states `[tokens, hidden]`."""
+        return self.runner.execute(batch)
+
+    def compute_logits(self, hidden: torch.Tensor, metadata: SamplingMetadata) -> torch.Tensor:
+        """Logits of the sampled rows, float32 `[rows, vocab]`, with bias and penalties: all but the mask."""
+        return self.sampler.adjust(self.runner.compute_logits(hidden, metadata), metadata)
+
+    def apply(self, logits: torch.Tensor, metadata: SamplingMetadata) -> ApplyReport:
+        """Wait for the masks and apply them, in place."""
+        if not metadata.guided:
+            return _NOTHING_MASKED
+        assert self.processor is not None
+        report = self.processor.apply(logits)
+        self.stats.wait_seconds += report.wait_seconds
+        self.stats.kernel_seconds += report.kernel_seconds
+        self.stats.mask_seconds += report.mask_seconds
+        return report
+
+    def sample(
+        self, logits: torch.Tensor, metadata: SamplingMetadata, report: ApplyReport
+    ) -> tuple[SamplerOutput, frozenset[int]]:
+        """Sample every row that may be: returns the tokens, and the rows that were skipped.
+
+        Rows whose mask failed or is late are not sampled. The groups of failed ones end here; a late one is run again
+        in the next step, on the same token and slot.
+        """
+        skipped: frozenset[int] = frozenset()
+        if report.failed or report.late:
+            late = set(report.late)
+            excluded: list[int] = []
+            for row in metadata.guided:
+                sequence = metadata.sequences[row]
+                error = report.failed.get(sequence.seq_id)
+                if error is not None:
+                    self._fail(sequence.group, error)
+                if error is not None or sequence.seq_id in late:
+                    excluded.append(row)
+            skipped = frozenset(excluded)
+        sampled = self.sampler.sample(logits, metadata, skipped)
+        for row in sampled.broken:
+            self._fail(metadata.sequences[row].group, InternalError("no token of this step has a finite logit"))
+        return sampled, skipped
+
+    def append(self, sampled: SamplerOutput, metadata: SamplingMetadata, skipped: frozenset[int]) -> None:
+        """Append the tokens, and end what is complete."""
+        running, changed, now = SequenceStatus.RUNNING, self._changed, time.monotonic()
+        any_ended = False
+        for row, (sequence, token) in enumerate(zip(metadata.sequences, sampled.token_ids, strict=True)):
+            if sequence.status is not running or row in skipped:
+                continue
+            sequence.append(token)
+            group = sequence.group
+            changed[group] = None
+            if group.first_token_time is None:
+                group.first_token_time = now
+            if token in sequence.stop_ids or sequence.length >= sequence.max_length:
+                _end_by_token(sequence, token)
+                any_ended = True
+            self.stats.generated_tokens += 1
+        for row, entries in sampled.logprobs.items():
+            if row not in skipped:
+                metadata.sequences[row].add_logprobs(sampled.token_ids[row], entries)
+        for row in metadata.stop_checked:
+            any_ended |= _end_by_stop_string(metadata.sequences[row])
+        if any_ended:
+            self._drop_ended(metadata)
+
+    def _drop_ended(self, metadata: SamplingMetadata) -> None:
+        self.scheduler.drop_finished()
+        for sequence in metadata.sequences:
+            if sequence.status.is_finished and sequence.group.request_id in self.groups:
+                if sequence.group.is_finished:
+                    self._forget(sequence.group)
+                elif self.processor is not None:
+                    self.processor.free_sequence(sequence.seq_id)
+
+    # -- ends
+
+    def _fail(self, group: SequenceGroup, error: GuidedError) -> None:
+        self.stats.failures[error.code] = self.stats.failures.get(error.code, 0) + 1
+        self._end(group, SequenceStatus.FINISHED_INTERNAL_ERROR, error)
+
+    def _end(self, group: SequenceGroup, status: SequenceStatus, error: GuidedError | None = None) -> None:
+        for sequence in group.sequences:
+            sequence.finish(status, error)
+        self._changed[group] = None
+        self._forget(group)
+
+    def _forget(self, group: SequenceGroup) -> None:
+        """The group has ended, for whatever reason: nothing of it stays."""
+        group.finished_time = time.monotonic()
+        self.scheduler.remove(group)
+        if self.groups.pop(group.request_id, None) is not None and self.processor is not None:
+            self.processor.free(group.request_id)
+
+
+_NOTHING_MASKED = ApplyReport()
+
+
+def _end_by_token(sequence: Sequence, token: int) -> None:
+    """It has sampled a stop token, or has all the tokens it may have."""
+    if token in sequence.stop_ids:
+        sequence.finish(SequenceStatus.FINISHED_STOPPED)
+        sequence.ended_by_stop_token = True
+        sequence.stop_reason = token if token in sequence.params.stop_token_ids else None
+    else:
+        sequence.finish(SequenceStatus.FINISHED_LENGTH_CAPPED)
+
+
+def _end_by_stop_string(sequence: Sequence) -> bool:
+    """End it if its newest token completes a stop string; True if so. A stop string goes before the length cap."""
+    if sequence.status not in (SequenceStatus.RUNNING, SequenceStatus.FINISHED_LENGTH_CAPPED):
+        return False
+    detokenizer = sequence.detokenizer
+    before = len(detokenizer.text)
+    detokenizer.feed(sequence.data.output_token_ids, sequence.num_output_tokens)
+    if sequence.num_output_tokens <= sequence.params.min_tokens:
+        return False
+    stop = detokenizer.cut_at_stop(before)
+    if stop is None:
+        return False
+    sequence.status = SequenceStatus.FINISHED_STOPPED
+    sequence.stop_reason = stop
+    sequence.text_complete = True
+    return True

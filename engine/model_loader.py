@@ -1,0 +1,203 @@
+"""Load a causal language model and its tokenizer through transformers, and refuse, by name, what can't be served."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from engine.attention import ATTENTION, PagedContext, UnsupportedModelError, register
+from engine.kv_cache import LayerShapes
+from guided.vocabulary import Vocabulary
+
+__all__ = ["LoadedModel", "load_model", "prepare_model"]
+
+_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_SAME = {torch.float32: 0.9999, torch.bfloat16: 0.99, torch.float16: 0.99}
+"""Correlation of the probe's logits with eager attention's, at the least."""
+
+
+@dataclass
+class LoadedModel:
+    """A model that was probed, and what the engine needs to know of it."""
+
+    name: str
+    config: Any
+    """transformers' config of the language model."""
+    body: torch.nn.Module
+    """The model without its head: token ids to hidden states `[1, tokens, hidden]`."""
+    head: torch.nn.Module
+    """Hidden states to logits `[rows, padded_vocab_size]`."""
+    layers: dict[int, LayerShapes]
+    tokenizer: Any
+    vocabulary: Vocabulary
+    max_model_len: int
+    """Longest context, in tokens."""
+    dtype: torch.dtype
+    device: torch.device
+
+
+def load_model(
+    model: str,
+    *,
+    tokenizer: str | None = None,
+    dtype: str = "auto",
+    device: str = "auto",
+    revision: str | None = None,
+) -> LoadedModel:
+    """Load from a local directory or the hub.
+
+    Args:
+        tokenizer: where the tokenizer is, if not with the model.
+        dtype: float32, bfloat16, float16; `auto` is the checkpoint's own.
+        device: `cpu`, `cuda`, `cuda:1`, ...; `auto` is cuda where there is one.
+
+    Raises:
+        UnsupportedModelError: the engine can't serve this architecture; the message says why.
+        OSError: there is no such model.
+    """
+    if dtype != "auto" and dtype not in _DTYPES:
+        raise ValueError(f"dtype is {dtype!r}; it must be one of auto, {', '.join(_DTYPES)}")
+    register()
+    config = AutoConfig.from_pretrained(model, revision=revision)
+    _check_config(config)
+    place = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
+    loaded = AutoModelForCausalLM.from_pretrained(
+        model,
+        config=config,
+        revision=revision,
+        dtype=_DTYPES.get(dtype, "auto"),
+        attn_implementation=ATTENTION,
+    )
+    text = AutoTokenizer.from_pretrained(tokenizer or model, revision=None if tokenizer else revision)
+    return prepare_model(loaded.to(place), text, name=model)
+
+
+def prepare_model(model: Any, tokenizer: Any, *, name: str = "model") -> LoadedModel:
+    """Make a transformers `...ForCausalLM` servable: check it, give it the paged attention and run a probe.
+
+    Raises:
+        UnsupportedModelError: see `load_model`.
+    """
+    register()
+    config = model.config.get_text_config(decoder=True)
+    _check_config(model.config)
+    model = model.eval().requires_grad_(False)
+    layers = _probe(model)
+    head = model.get_output_embeddings()
+    return LoadedModel(
+        name=name,
+        config=config,
+        body=getattr(model, model.base_model_prefix),
+        head=head,
+        layers=layers,
+        tokenizer=tokenizer,
+        vocabulary=Vocabulary.from_tokenizer(
+            tokenizer, padded_vocab_size=head.weight.shape[0], stop_token_ids=_stop_tokens(model, tokenizer)
+        ),
+        max_model_len=_context_length(config, tokenizer),
+        dtype=head.weight.dtype,
+        device=head.weight.device,
+    )
+
+
+def _check_config(config: Any) -> None:
+    """Refuse what is known from the configuration alone, before weights are read."""
+    architecture = (getattr(config, "architectures", None) or [type(config).__name__])[0]
+    model_class = AutoModelForCausalLM._model_mapping.get(type(config), None)
+    if model_class is None or getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(f"{architecture} is no causal language model that transformers can build")
+    if isinstance(model_class, tuple):
+        model_class = model_class[0]
+    if not getattr(model_class, "_supports_attention_backend", False):
+        raise UnsupportedModelError(
+            f"{architecture} can't be served: its transformers code takes no attention backend of ours"
+        )
+    text = config.get_text_config(decoder=True)
+    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if getattr(text, name, None) is not None:
+            raise UnsupportedModelError(f"{architecture} can't be served: {name} (soft caps) is not supported")
+    others = sorted(set(getattr(text, "layer_types", None) or ()) - _LAYER_TYPES)
+    if others:
+        raise UnsupportedModelError(f"{architecture} can't be served: it has {', '.join(others)} layers")
+    rope = (getattr(text, "rope_parameters", None) or {}).get("rope_type")
+    if rope in ("dynamic", "longrope"):
+        raise UnsupportedModelError(
+            f"{architecture} can't be served: {rope} RoPE depends on the longest sequence of a batch"
+        )
+
+
+@dataclass
+class _Recorder:
+    """A `KVStore` that keeps nothing but the shapes."""
+
+    layers: dict[int, LayerShapes] = field(default_factory=dict)
+
+    def write(self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        if layer in self.layers:
+            raise UnsupportedModelError(f"two attention modules of the model call themselves layer {layer}")
+        self.layers[layer] = LayerShapes(key.shape[1], key.shape[2], value.shape[2])
+
+    def gather(self, layer: int, tables: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        raise AssertionError("the probe decodes nothing")
+
+
+def _probe(model: Any) -> dict[int, LayerShapes]:
+    """Run two short sequences flattened in one row, and compare with eager attention, one by one.
+
+    It shows what no flag says: that the model hands our context through, that nothing mixes the sequences, that
+    attention is all there is between tokens, and that one linear head is all there is after the hidden states.
+    """
+    name = type(model).__name__
+    body, head = getattr(model, model.base_model_prefix), model.get_output_embeddings()
+    device = head.weight.device
+    size = model.config.get_text_config(decoder=True).vocab_size
+    prompts = [torch.arange(1, 10, device=device) * 7 % size, torch.arange(1, 6, device=device) * 11 % size]
+    first, total = len(prompts[0]), sum(map(len, prompts))
+    recorder = _Recorder()
+    nothing = torch.zeros(0, dtype=torch.int64, device=device)
+    context = PagedContext(recorder, nothing, [(0, first), (first, total)], nothing, nothing)
+    positions = torch.cat([torch.arange(len(prompt), device=device) for prompt in prompts])
+    model.set_attn_implementation(ATTENTION)
+    with torch.inference_mode():
+        try:
+            hidden = body(
+                input_ids=torch.cat(prompts)[None], position_ids=positions[None], use_cache=False, paged=context
+            ).last_hidden_state
+        except TypeError as error:
+            raise UnsupportedModelError(f"{name} can't be served: {error}") from error
+        ours = head(hidden)[0].float()
+        model.set_attn_implementation("eager")
+        theirs = torch.cat([model(input_ids=prompt[None], use_cache=False).logits[0] for prompt in prompts]).float()
+        model.set_attn_implementation(ATTENTION)
+    if not recorder.layers:
+        raise UnsupportedModelError(f"{name} can't be served: it never calls an attention backend")
+    pairs = torch.stack([ours.flatten(), theirs.flatten()])
+    alike = ours.shape == theirs.shape and torch.corrcoef(pairs.double())[0, 1] >= _SAME[head.weight.dtype]
+    if not alike or not torch.allclose(ours.std(), theirs.std(), rtol=0.05):
+        raise UnsupportedModelError(
+            f"{name} can't be served: with paged attention its logits are not those of its eager attention"
+        )
+    return dict(sorted(recorder.layers.items()))
+
+
+def _stop_tokens(model: Any, tokenizer: Any) -> list[int]:
+    """Tokens that end an output: the generation config's, else the config's, and the tokenizer's."""
+    found: list[int] = []
+    generation = getattr(model, "generation_config", None)
+    for source in (generation, model.config.get_text_config(decoder=True), tokenizer):
+        ids = getattr(source, "eos_token_id", None)
+        for token in ids if isinstance(ids, list) else [ids]:
+            if token is not None and token not in found:
+                found.append(int(token))
+    return found
+
+
+def _context_length(config: Any, tokenizer: Any) -> int:
+    length = getattr(config, "max_position_embeddings", None)
+    if length is None:
+        length = min(getattr(tokenizer, "model_max_length", 2048), 1 << 20)
+    return cast(int, length)

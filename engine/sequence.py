@@ -1,0 +1,219 @@
+"""The engine's nouns: a request is a `SequenceGroup` of n `Sequence`s, which start from one prompt."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import time
+from dataclasses import dataclass, field
+from enum import Enum
+
+import torch
+
+from engine.detokenizer import Detokenizer
+from engine.sampling_params import SamplingParams
+from guided.errors import GuidedError
+
+__all__ = [
+    "Logprob",
+    "Sequence",
+    "SequenceData",
+    "SequenceGroup",
+    "SequenceGroupMetadata",
+    "SequenceStatus",
+    "Uniforms",
+    "sequence_seed",
+]
+
+_sequence_ids = itertools.count()
+
+
+class SequenceStatus(Enum):
+    """Where a sequence stands. The value of a finished one is its `finish_reason`."""
+
+    WAITING = "waiting"
+    WAITING_FOR_GRAMMAR = "waiting_for_grammar"
+    RUNNING = "running"
+    FINISHED_STOPPED = "stop"
+    FINISHED_LENGTH_CAPPED = "length"
+    FINISHED_ABORTED = "abort"
+    FINISHED_IGNORED = "ignored"
+    FINISHED_INTERNAL_ERROR = "error"
+
+    @property
+    def is_finished(self) -> bool:
+        return self not in _UNFINISHED
+
+
+_UNFINISHED = {SequenceStatus.WAITING, SequenceStatus.WAITING_FOR_GRAMMAR, SequenceStatus.RUNNING}
+
+
+@dataclass(slots=True)
+class Logprob:
+    """One token's log-probability (natural, of the model's own distribution) and rank (1 is the most likely)."""
+
+    logprob: float
+    rank: int
+
+
+@dataclass(slots=True)
+class SequenceData:
+    """Token ids of one sequence."""
+
+    prompt_token_ids: list[int]
+    output_token_ids: list[int] = field(default_factory=list)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Prompt and output."""
+        return self.prompt_token_ids + self.output_token_ids
+
+
+class Uniforms:
+    """A sequence's own stream of random numbers in [0, 1), drawn from its own generator some at a time.
+
+    Who else is in the batch, and how often the sequence was preempted, changes nothing about it.
+    """
+
+    _DRAW = 32
+
+    def __init__(self, seed: int) -> None:
+        self._generator = torch.Generator().manual_seed(seed)
+        self._drawn: list[float] = []
+
+    def next(self) -> float:
+        """The next number."""
+        if not self._drawn:
+            numbers = torch.rand(self._DRAW, generator=self._generator, dtype=torch.float64)
+            self._drawn = numbers.flip(0).tolist()
+        return self._drawn.pop()
+
+
+class Sequence:
+    """One output in the making.
+
+    Args:
+        index: which of its group's n.
+        max_length: prompt and output tokens together, at the most.
+        stop_ids: tokens that end it.
+        seed: of its `Uniforms`.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        params: SamplingParams,
+        prompt_token_ids: list[int],
+        *,
+        max_length: int,
+        stop_ids: frozenset[int],
+        seed: int,
+        detokenizer: Detokenizer,
+    ) -> None:
+        self.seq_id = next(_sequence_ids)
+        self.index = index
+        self.params = params
+        self.data = SequenceData(prompt_token_ids)
+        self.status = SequenceStatus.WAITING
+        self.max_length = max_length
+        self.stop_ids = stop_ids
+        self.detokenizer = detokenizer
+        self.uniforms = Uniforms(seed)
+        self.length = len(prompt_token_ids)
+        """Prompt and output tokens, counted."""
+        self.last_token = prompt_token_ids[-1] if prompt_token_ids else -1
+        self.cumulative_logprob = 0.0
+        self.logprobs: list[dict[int, Logprob]] = []
+        self.stop_reason: str | int | None = None
+        """The stop string or stop token that ended it; None for the model's own stop tokens."""
+        self.ended_by_stop_token = False
+        self.text_complete = False
+        """`detokenizer.text` is final."""
+        self.error: GuidedError | None = None
+        self.group: SequenceGroup
+
+    @property
+    def num_output_tokens(self) -> int:
+        return self.length - len(self.data.prompt_token_ids)
+
+    def append(self, token_id: int) -> None:
+        """Add a sampled token."""
+        self.data.output_token_ids.append(token_id)
+        self.last_token = token_id
+        self.length += 1
+
+    def add_logprobs(self, token_id: int, entries: dict[int, Logprob]) -> None:
+        """Add what was asked for at the newest token."""
+        self.logprobs.append(entries)
+        self.cumulative_logprob += entries[token_id].logprob
+
+    def finish(self, status: SequenceStatus, error: GuidedError | None = None) -> None:
+        """End it; what has ended stays as it is."""
+        if not self.status.is_finished:
+            self.status = status
+            self.error = error
+
+
+@dataclass(eq=False)
+class SequenceGroup:
+    """One request: n sequences from one prompt."""
+
+    request_id: str
+    params: SamplingParams
+    sequences: list[Sequence]
+    prompt: str | None = None
+    stream: bool = True
+    """Report after every step, not only at the end."""
+    backend: str | None = None
+    """Which grammar library enforces the constraint; known once it is compiled."""
+    arrival_time: float = field(default_factory=time.monotonic)
+    first_token_time: float | None = None
+    finished_time: float | None = None
+    num_preemptions: int = 0
+
+    def __post_init__(self) -> None:
+        for sequence in self.sequences:
+            sequence.group = self
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        return self.sequences[0].data.prompt_token_ids
+
+    @property
+    def is_finished(self) -> bool:
+        return all(sequence.status.is_finished for sequence in self.sequences)
+
+    @property
+    def waits_for_grammar(self) -> bool:
+        return self.sequences[0].status is SequenceStatus.WAITING_FOR_GRAMMAR
+
+    def unfinished(self) -> list[Sequence]:
+        """Its sequences that are still to do."""
+        return [sequence for sequence in self.sequences if not sequence.status.is_finished]
+
+    def set_status(self, status: SequenceStatus) -> None:
+        """Move all unfinished sequences to an unfinished status."""
+        for sequence in self.unfinished():
+            sequence.status = status
+
+
+@dataclass(slots=True)
+class SequenceGroupMetadata:
+    """One prefill: sequences of one group that hold the same tokens, run through the model once.
+
+    All n of a group at first; a single one when it comes back from a preemption.
+    """
+
+    group: SequenceGroup
+    sequences: list[Sequence]
+
+    @property
+    def num_tokens(self) -> int:
+        return self.sequences[0].length
+
+
+def sequence_seed(engine_seed: int, request_id: str, seed: int | None, index: int) -> int:
+    """A 63-bit seed for sequence `index`: from the request's own seed, or from the engine's and the request's id."""
+    root = f"seed {seed}" if seed is not None else f"request {engine_seed} {request_id}"
+    digest = hashlib.blake2b(f"{root} {index}".encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
