@@ -1,0 +1,369 @@
+"""Regular expressions: what a user's pattern means, in terms that every grammar library understands alike.
+
+The four libraries have four dialects: `\\d` is ASCII here and Unicode there, `.` matches a newline or doesn't, anchors
+are refused, honoured or ignored. So a pattern is read with Python's own parser (its meaning is `re.fullmatch`'s: that
+was promised), turned into a small tree, and written out in the subset that all of them agree on: literals, classes of
+code point ranges, groups, alternatives, repetitions. What that subset can't say is refused by name.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from guided.errors import InvalidConstraint, UnsupportedConstraint, bounded
+
+__all__ = [
+    "EMPTY",
+    "Chars",
+    "Choice",
+    "Node",
+    "Repeat",
+    "Sequence",
+    "canonical",
+    "choice",
+    "complement",
+    "literal",
+    "parse",
+    "ranges_of",
+    "render",
+    "repeat",
+    "sequence",
+]
+
+Ranges = tuple[tuple[int, int], ...]
+"""Code points, as inclusive ranges: ascending, disjoint, not adjacent."""
+
+UNIVERSE: Ranges = ((0, 0xD7FF), (0xE000, 0x10FFFF))
+"""Every code point that UTF-8 has."""
+
+_BIG = 30_000
+"""Code points above which a class counts as big for libraries that enumerate its members."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chars:
+    """One character out of `ranges`."""
+
+    ranges: Ranges
+
+
+@dataclass(frozen=True, slots=True)
+class Sequence:
+    """One after the other; empty: the empty string."""
+
+    items: tuple[Node, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Any one of two or more."""
+
+    options: tuple[Node, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Repeat:
+    """`low` to `high` times (None: without end)."""
+
+    item: Node
+    low: int
+    high: int | None
+
+
+Node = Chars | Sequence | Choice | Repeat
+EMPTY = Sequence(())
+
+
+def canonical(pattern: str, *, small_classes: bool = False, param: str = "regex") -> str:
+    """`pattern` in the common subset, matching exactly what `re.fullmatch(pattern, ...)` does (on valid Unicode).
+
+    Args:
+        small_classes: cut classes that are neither small nor nearly everything (`\\w`) down to ASCII, for libraries
+            that enumerate their members. The result then matches less than `pattern`, never more.
+
+    Raises:
+        InvalidConstraint: not a regular expression, or one that matches nothing.
+        UnsupportedConstraint: lookaround, backreferences, possessive or atomic groups, word boundaries, anchors in the
+            middle.
+    """
+    node = parse(pattern, param=param)
+    return render(_cut(node) if small_classes else node)
+
+
+def literal(text: str) -> Node:
+    """Exactly `text`."""
+    return sequence(Chars(((ord(character), ord(character)),)) for character in text)
+
+
+def parse(pattern: str, *, param: str = "regex") -> Node:
+    """The tree of `pattern`. Raises as `canonical` does."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # "possible nested set": it means what `re` takes it to mean
+            parsed = _sre.parse(pattern)
+    except re.error as error:
+        raise InvalidConstraint(f"the regex {bounded(pattern, 120)!r} is malformed: {error}", param=param) from None
+    except (OverflowError, RecursionError) as error:
+        raise InvalidConstraint(f"the regex {bounded(pattern, 120)!r} is too large: {error}", param=param) from None
+    return _Reader(pattern, param).sequence(parsed, parsed.state.flags, start=True, end=True)
+
+
+_sre: Any = importlib.import_module("re._parser")
+"""Python's own parser: private, and unchanged in shape since it was written; the alternative is a second opinion."""
+
+
+class _Reader:
+    """Turns the parser's `(operation, argument)` lists into nodes."""
+
+    def __init__(self, pattern: str, param: str) -> None:
+        self._pattern = pattern
+        self._param = param
+
+    def sequence(self, parsed: Any, flags: int, *, start: bool, end: bool) -> Node:
+        """`start`, `end`: nothing can come before it, after it: anchors say nothing there, and are dropped."""
+        items = list(parsed)
+        nodes: list[Node] = []
+        for index, (operation, argument) in enumerate(items):
+            first = start and all(node == EMPTY for node in nodes)
+            last = end and all(str(later) == "AT" for later, _ in items[index + 1 :])
+            nodes.append(self._item(str(operation), argument, flags, start=first, end=last))
+        return sequence(nodes)
+
+    def _item(self, operation: str, argument: Any, flags: int, *, start: bool, end: bool) -> Node:
+        match operation:
+            case "LITERAL" | "NOT_LITERAL" | "IN" | "ANY":
+                return self._chars(operation, argument, flags)
+            case "AT":
+                return self._anchor(str(argument), start=start, end=end)
+            case "BRANCH":
+                return choice(self.sequence(option, flags, start=start, end=end) for option in argument[1])
+            case "SUBPATTERN":
+                _group, added, removed, inner = argument
+                return self.sequence(inner, (flags | added) & ~removed, start=start, end=end)
+            case "MAX_REPEAT" | "MIN_REPEAT":  # greedy or lazy: the language is the same
+                low, high, inner = argument
+                once = high == 1
+                node = self.sequence(inner, flags, start=start and once, end=end and once)
+                return repeat(node, int(low), None if high is _sre.MAXREPEAT else int(high))
+        names = {
+            "ASSERT": "lookaround",
+            "ASSERT_NOT": "negative lookaround",
+            "GROUPREF": "a backreference",
+            "GROUPREF_EXISTS": "a conditional group",
+            "ATOMIC_GROUP": "an atomic group",
+            "POSSESSIVE_REPEAT": "a possessive quantifier",
+        }
+        raise self._unsupported(names.get(operation, operation))
+
+    def _anchor(self, where: str, *, start: bool, end: bool) -> Node:
+        if where in ("AT_BEGINNING", "AT_BEGINNING_STRING"):
+            if start:
+                return EMPTY
+        elif where in ("AT_END", "AT_END_STRING"):
+            if end:
+                return EMPTY
+        else:
+            raise self._unsupported("a word boundary")
+        raise self._unsupported("an anchor in the middle")
+
+    def _chars(self, operation: str, argument: Any, flags: int) -> Node:
+        if operation == "ANY":
+            ranges = UNIVERSE if flags & re.DOTALL else complement(((10, 10),))
+        elif operation == "IN":
+            ranges = self._class(argument, flags)
+        else:
+            ranges = ranges_of([(argument, argument)])
+            if flags & re.IGNORECASE:
+                ranges = self._fold(ranges, negated=operation == "NOT_LITERAL")
+            if operation == "NOT_LITERAL":
+                ranges = complement(ranges)
+        if not ranges:
+            raise InvalidConstraint(
+                f"the regex {bounded(self._pattern, 120)!r} holds a class that no character is in", param=self._param
+            )
+        return Chars(ranges)
+
+    def _class(self, members: list[tuple[Any, Any]], flags: int) -> Ranges:
+        found: list[tuple[int, int]] = []
+        negated = False
+        for operation, argument in members:
+            match str(operation):
+                case "NEGATE":
+                    negated = True
+                case "LITERAL":
+                    found.append((argument, argument))
+                case "RANGE":
+                    found.append((argument[0], argument[1]))
+                case "CATEGORY":
+                    found.extend(_category(str(argument), bool(flags & re.ASCII)))
+        ranges = ranges_of(found)
+        if flags & re.IGNORECASE:
+            ranges = self._fold(ranges, negated=negated)
+        return complement(ranges) if negated else ranges
+
+    def _fold(self, ranges: Ranges, *, negated: bool) -> Ranges:
+        """With the characters that IGNORECASE takes to be the same."""
+        if sum(high - low + 1 for low, high in ranges) > _BIG:
+            raise self._unsupported("a large character class under IGNORECASE")
+        found = list(ranges)
+        for low, high in ranges:
+            for code in range(low, high + 1):
+                found.extend((other, other) for other in _same_letter(code))
+        if negated and any(high > 127 for _, high in ranges):
+            raise self._unsupported("a negated class beyond ASCII under IGNORECASE")
+        return ranges_of(found)
+
+    def _unsupported(self, what: str) -> UnsupportedConstraint:
+        return UnsupportedConstraint(
+            f"the regex {bounded(self._pattern, 120)!r} holds {what}, which no token mask can follow:"
+            " rewrite it without",
+            param=self._param,
+        )
+
+
+def _same_letter(code: int) -> Iterable[int]:
+    character = chr(code)
+    # Python's own extra cases: the Kelvin sign is a k, the long s an s, and the two Turkish i's are i's.
+    extra = {"k": "\u212a", "s": "\u017f", "i": "\u0130\u0131"}.get(character.lower(), "")
+    for other in {character.lower(), character.upper(), *extra}:
+        if len(other) == 1 and re.fullmatch(re.escape(character), other, re.IGNORECASE):
+            yield ord(other)
+
+
+@cache
+def _category(name: str, ascii_only: bool) -> Ranges:
+    """`\\d`, `\\w`, `\\s` and their opposites, exactly as this Python's `re` has them."""
+    if "_NOT_" in name:
+        return complement(_category(name.replace("_NOT_", "_"), ascii_only))
+    letter = {"CATEGORY_DIGIT": r"\d", "CATEGORY_SPACE": r"\s", "CATEGORY_WORD": r"\w"}[name]
+    if ascii_only:
+        members = re.finditer(letter, "".join(map(chr, range(128))))
+    else:
+        members = re.finditer(letter, "".join(chr(code) for low, high in UNIVERSE for code in range(low, high + 1)))
+    return ranges_of((ord(found[0]), ord(found[0])) for found in members)
+
+
+def ranges_of(pairs: Iterable[tuple[int, int]]) -> Ranges:
+    """Sorted, merged, without surrogates."""
+    merged: list[tuple[int, int]] = []
+    for low, high in sorted(pairs):
+        if merged and low <= merged[-1][1] + 1:
+            merged[-1] = (merged[-1][0], max(high, merged[-1][1]))
+        else:
+            merged.append((low, high))
+    return _intersection(tuple(merged), UNIVERSE)
+
+
+def _intersection(left: Ranges, right: Ranges) -> Ranges:
+    pairs = ((max(a, c), min(b, d)) for a, b in left for c, d in right)
+    return tuple(pair for pair in pairs if pair[0] <= pair[1])
+
+
+def complement(ranges: Ranges) -> Ranges:
+    """Every other code point."""
+    gaps: list[tuple[int, int]] = []
+    start = 0
+    for low, high in ranges:
+        if low > start:
+            gaps.append((start, low - 1))
+        start = high + 1
+    gaps.append((start, 0x10FFFF))
+    return _intersection(tuple(gap for gap in gaps if gap[0] <= gap[1]), UNIVERSE)
+
+
+def _count(ranges: Ranges) -> int:
+    return sum(high - low + 1 for low, high in ranges)
+
+
+def _cut(node: Node) -> Node:
+    """Big classes cut down to ASCII, unless nothing were left of them."""
+    match node:
+        case Chars(ranges):
+            if min(_count(ranges), _count(complement(ranges))) <= _BIG:
+                return node
+            return Chars(_intersection(ranges, ((0, 127),)) or ranges)
+        case Sequence(items):
+            return Sequence(tuple(map(_cut, items)))
+        case Choice(options):
+            return Choice(tuple(map(_cut, options)))
+        case Repeat(item, low, high):
+            return Repeat(_cut(item), low, high)
+
+
+def sequence(items: Iterable[Node]) -> Node:
+    """`items`, one after the other."""
+    flat: list[Node] = []
+    for item in items:
+        flat.extend(item.items if isinstance(item, Sequence) else [item])
+    return flat[0] if len(flat) == 1 else Sequence(tuple(flat))
+
+
+def choice(options: Iterable[Node]) -> Node:
+    """Any one of `options`."""
+    distinct = tuple(dict.fromkeys(options))
+    some = tuple(option for option in distinct if option != EMPTY)
+    if len(some) < len(distinct):  # an empty alternative is said as an option: not every library reads `a|`
+        return repeat(choice(some), 0, 1) if some else EMPTY
+    return some[0] if len(some) == 1 else Choice(some)
+
+
+def repeat(item: Node, low: int, high: int | None) -> Node:
+    """`item`, `low` to `high` times, as simple as it can be said."""
+    if item == EMPTY or high == 0:
+        return EMPTY
+    return item if (low, high) == (1, 1) else Repeat(item, low, high)
+
+
+def render(node: Node) -> str:
+    """`node` as a pattern in the common subset."""
+    match node:
+        case Chars(ranges):
+            return _render_chars(ranges)
+        case Sequence(items):
+            return "".join(f"(?:{render(item)})" if isinstance(item, Choice) else render(item) for item in items)
+        case Choice(options):
+            return "|".join(map(render, options))
+        case Repeat(item, low, high):
+            inner = render(item) if isinstance(item, Chars) and item.ranges != UNIVERSE else f"(?:{render(item)})"
+            match low, high:
+                case 0, None:
+                    return inner + "*"
+                case 1, None:
+                    return inner + "+"
+                case 0, 1:
+                    return inner + "?"
+                case _, None:
+                    return f"{inner}{{{low},}}"
+            return f"{inner}{{{low}}}" if low == high else f"{inner}{{{low},{high}}}"
+
+
+def _render_chars(ranges: Ranges) -> str:
+    if len(ranges) == 1 and ranges[0][0] == ranges[0][1]:
+        return _escape(ranges[0][0], r"\.^$*+?{}[]|()")
+    if ranges == UNIVERSE:
+        return r"(?:[^\n]|\n)"
+    rest = complement(ranges)
+    inner, sign = (rest, "^") if _count(rest) < _count(ranges) else (ranges, "")
+    return f"[{sign}{''.join(_render_range(low, high) for low, high in inner)}]"
+
+
+def _render_range(low: int, high: int) -> str:
+    first, last = _escape(low, r"\[]^-&~|"), _escape(high, r"\[]^-&~|")
+    if low == high:
+        return first
+    return first + last if high == low + 1 else f"{first}-{last}"
+
+
+def _escape(code: int, special: str) -> str:
+    character = chr(code)
+    if character in special:
+        return "\\" + character
+    if code < 32 or code == 127:
+        return {9: r"\t", 10: r"\n", 13: r"\r"}.get(code, f"\\x{code:02x}")
+    return character

@@ -1,0 +1,90 @@
+"""Patterns mean in every library what `re.fullmatch` makes of them."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from guided.errors import InvalidConstraint, UnsupportedConstraint
+from guided.regex import canonical
+
+ATOMS = ["a", "b", "é", "日", r"\d", r"\w", r"\s", r"\D", r"\W", r"\S", ".", "[a-c]", "[^a]", r"[^\W\d]", r"[\]\-^&~]"]
+ATOMS += [r"\.", r"\x41", r"\u00e9", r"\n", "/", "-", r"[\s\S]", "(?i:k)", "(?i:[a-f]x)", "(?s:.)", "(?P<name>ab)", '"']
+
+patterns = st.recursive(
+    st.sampled_from(ATOMS),
+    lambda inner: st.one_of(
+        st.lists(inner, min_size=1, max_size=3).map("".join),
+        st.lists(inner, min_size=1, max_size=3).map(lambda options: "(?:" + "|".join(options) + ")"),
+        st.lists(inner, min_size=1, max_size=2).map(lambda options: "(" + "|".join([*options, ""]) + ")"),
+        st.tuples(inner, st.sampled_from(["*", "+", "?", "{2}", "{0,2}", "{1,}", "*?", "??"])).map(
+            lambda pair: f"(?:{pair[0]}){pair[1]}"
+        ),
+    ),
+    max_leaves=6,
+)
+texts = st.text(alphabet='abcxkKAé日\u0661 \n\t\x1c_.-]/"\u212a\u0301', max_size=6)
+
+
+@given(patterns, texts)
+@settings(max_examples=400, deadline=None)
+def test_the_common_subset_matches_the_same_texts(pattern: str, text: str) -> None:
+    assert bool(re.fullmatch(canonical(pattern), text)) == bool(re.fullmatch(pattern, text))
+
+
+@given(patterns, texts)
+@settings(max_examples=200, deadline=None)
+def test_small_classes_match_no_more(pattern: str, text: str) -> None:
+    if "^" not in pattern and re.fullmatch(canonical(pattern, small_classes=True), text):
+        assert re.fullmatch(pattern, text)
+
+
+@given(patterns, st.data())
+@settings(max_examples=200, deadline=None)
+def test_what_the_common_subset_generates_matches(pattern: str, data: st.DataObject) -> None:
+    text = data.draw(st.from_regex(re.compile(canonical(pattern)), fullmatch=True))
+    if not any(0xD800 <= ord(character) < 0xE000 for character in text):
+        assert re.fullmatch(pattern, text)
+
+
+@pytest.mark.parametrize("pattern", ["^a$", r"\Aa\Z", "(^a)$", "(?:^a$)", "(^|^)a", "(?m)^a$"])
+def test_anchors_at_the_ends_say_nothing(pattern: str) -> None:
+    assert canonical(pattern) == "a"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "named"),
+    [
+        ("(?=a)a", "lookaround"),
+        ("a(?!b)", "lookaround"),
+        ("(?<=a)b", "lookaround"),
+        (r"(a)\1", "backreference"),
+        ("(?P<x>a)(?P=x)", "backreference"),
+        ("(a)?(?(1)b|c)", "conditional"),
+        (r"\bword\b", "word boundary"),
+        ("a^b", "anchor"),
+        ("(a$)b", "anchor"),
+        ("(^a)*", "anchor"),
+        ("a*+", "possessive"),
+        ("(?>a)", "atomic"),
+    ],
+)
+def test_what_no_mask_can_follow_is_refused_by_name(pattern: str, named: str) -> None:
+    with pytest.raises(UnsupportedConstraint, match=named):
+        canonical(pattern)
+
+
+@pytest.mark.parametrize("pattern", ["(", "[", "a{2,1}", "*", r"\q", r"[^\s\S]", "a{99999999999}"])
+def test_a_malformed_pattern_is_the_users(pattern: str) -> None:
+    with pytest.raises(InvalidConstraint) as caught:
+        canonical(pattern)
+    assert not isinstance(caught.value, UnsupportedConstraint)
+
+
+def test_classes_for_libraries_that_enumerate() -> None:
+    assert canonical(r"\w+", small_classes=True) == "[0-9A-Z_a-z]+"
+    assert canonical("[一-龥]", small_classes=True) == "[一-龥]"
+    assert canonical('[^"]', small_classes=True) == '[^"]'
