@@ -97,31 +97,44 @@ class LLMEngine:
 
     # -- requests
 
-    def add_request(
+    def admit(
         self, request_id: str, prompt: str | Tokens[int], params: SamplingParams, *, stream: bool = True
     ) -> SequenceGroup:
-        """Take a request in.
+        """Check a request and tokenise its prompt; nothing is taken in yet. May be called from any thread.
 
         Args:
             prompt: text (the tokenizer adds its special tokens) or token ids.
             stream: report it after every step, not only at its end.
 
-        A prompt too long for the context is taken in and ends `FINISHED_IGNORED`.
+        Raises:
+            InvalidRequest: something about it can't be served.
+        """
+        return self._admission.admit(request_id, prompt, params, stream=stream)
+
+    def submit(self, group: SequenceGroup) -> None:
+        """Take an admitted request in. One whose prompt is too long for the context ended `FINISHED_IGNORED` already.
 
         Raises:
-            InvalidRequest: something about it can't be served; nothing was taken in.
+            InvalidRequest: its backend can't do its constraint.
+            ValueError: a request of this id is running.
         """
-        if request_id in self.groups:
-            raise ValueError(f"request {request_id!r} is running already")
-        group = self._admission.admit(request_id, prompt, params, stream=stream)
+        if group.request_id in self.groups:
+            raise ValueError(f"request {group.request_id!r} is running already")
         if group.is_finished:
             self._changed[group] = None
-        elif params.constraint is None:
+        elif group.params.constraint is None:
             self._enter(group)
             self._changed[group] = None
         else:
             self._compile(group)
         self.awake.set()
+
+    def add_request(
+        self, request_id: str, prompt: str | Tokens[int], params: SamplingParams, *, stream: bool = True
+    ) -> SequenceGroup:
+        """`admit` and `submit` in one."""
+        group = self.admit(request_id, prompt, params, stream=stream)
+        self.submit(group)
         return group
 
     def _enter(self, group: SequenceGroup) -> None:
@@ -153,6 +166,11 @@ class LLMEngine:
     def has_unfinished(self) -> bool:
         """Some request is not over, or is over and was not reported yet."""
         return bool(self.groups or self._changed)
+
+    @property
+    def has_work(self) -> bool:
+        """A step would do something now. If not, `awake` is set once one would."""
+        return bool(self._changed or self._compiled or self.scheduler.has_work)
 
     # -- the step
 

@@ -1,0 +1,257 @@
+"""AsyncLLM: the engine on a thread of its own, streams of outputs for asyncio. What the server runs on."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import uuid
+from collections import deque
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from engine.config import EngineConfig
+from engine.llm import PoolChoice, open_pool
+from engine.llm_engine import EngineStats, LLMEngine
+from engine.model_loader import LoadedModel, load_model
+from engine.outputs import RequestOutput
+from engine.sampling_params import SamplingParams
+from engine.sequence import SequenceGroup
+from guided.errors import GuidedError, InternalError, bounded
+from guided.pool import MaskPool, PoolStatus
+
+__all__ = ["AsyncLLM", "EngineHealth"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineHealth:
+    """A snapshot of the engine, for `/health` and the metrics."""
+
+    alive: bool
+    """The loop runs."""
+    error: str | None
+    """What ended the loop."""
+    pool: PoolStatus
+    num_running: int
+    """Sequences."""
+    num_waiting: int
+    """Groups that could run, and preempted sequences."""
+    num_waiting_for_grammar: int
+    """Groups."""
+    kv_cache_usage: float
+    """Share of the blocks that are taken."""
+    num_preemptions: int
+    stats: EngineStats
+
+    @property
+    def healthy(self) -> bool:
+        """Everything that is asked for can be served."""
+        return self.alive and self.pool.healthy
+
+
+class _Stream:
+    """One consumer's side of a request. Outputs are snapshots: one that was not fetched in time is replaced."""
+
+    def __init__(self, group: SequenceGroup) -> None:
+        self.group = group
+        self.loop = asyncio.get_running_loop()
+        self._latest: RequestOutput | None = None
+        self._error: BaseException | None = None
+        self._ready = asyncio.Event()
+
+    def put(self, output: RequestOutput | BaseException) -> None:
+        """On the consumer's loop."""
+        if isinstance(output, RequestOutput):
+            self._latest = output
+        else:
+            self._error = output
+        self._ready.set()
+
+    async def get(self) -> RequestOutput:
+        while self._latest is None:
+            if self._error is not None:
+                raise self._error
+            self._ready.clear()
+            await self._ready.wait()
+        output, self._latest = self._latest, None
+        return output
+
+
+class AsyncLLM:
+    """An engine, its model and its pool, behind asyncio. Arguments as `LLM`'s.
+
+    The engine's thread starts here and ends with `shutdown`. If it dies of an error, every stream raises, and
+    `health().alive` is False from then on.
+    """
+
+    def __init__(
+        self,
+        model: str | LoadedModel,
+        pool: PoolChoice | MaskPool = "inline",
+        config: EngineConfig | None = None,
+        *,
+        pool_options: Mapping[str, Any] | None = None,
+        **load_options: Any,
+    ) -> None:
+        self.model = load_model(model, **load_options) if isinstance(model, str) else model
+        self._own_pool = open_pool(pool, self.model.vocabulary, pool_options) if isinstance(pool, str) else None
+        self.pool: MaskPool = self._own_pool or pool  # type: ignore[assignment]  # a MaskPool where it is no name
+        self.engine = LLMEngine(self.model, config, self.pool)
+        self.tokenizer = self.model.tokenizer
+        self.max_model_len = self.engine.max_model_len
+        self._inbox: deque[_Stream | str] = deque()
+        """From other threads: streams whose requests are to be submitted, ids of requests to be aborted."""
+        self._streams: dict[str, _Stream] = {}
+        self._gate = threading.Lock()
+        """Between a late sender and the end: what is in the inbox after `_ended` is set, nobody reads."""
+        self._ended = False
+        self._closing = False
+        self._death: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    # -- on the consumer's side
+
+    async def generate(
+        self, prompt: str | Sequence[int], params: SamplingParams, request_id: str | None = None
+    ) -> AsyncIterator[RequestOutput]:
+        """Run one request. Yields snapshots: the first, with nothing in its outputs yet or something already, once the
+        request is admitted (its constraint is compiled); the last has `finished`.
+
+        What goes wrong before the request is admitted is raised; what goes wrong later is the last snapshot's `error`.
+        Leaving the iteration early, or cancelling it, aborts the request.
+
+        Raises:
+            GuidedError: the user's mistake, or ours, before anything was generated.
+            InternalError: the engine's thread has died.
+        """
+        group = self.engine.admit(request_id or uuid.uuid4().hex, prompt, params)
+        stream = _Stream(group)
+        admitted = finished = False
+        self._send(stream)
+        try:
+            while not finished:
+                output = await stream.get()
+                finished = output.finished
+                if finished and output.error is not None and not admitted:
+                    raise output.error
+                admitted = True
+                yield output
+        finally:
+            if not finished:
+                self._send(group.request_id)
+
+    def abort(self, request_id: str) -> None:
+        """End a request; its stream ends with `finish_reason` abort. From any thread."""
+        self._send(request_id)
+
+    def _send(self, item: _Stream | str) -> None:
+        with self._gate:
+            if not self._ended:
+                self._inbox.append(item)
+                self.engine.awake.set()
+            elif isinstance(item, _Stream):
+                raise self._gone()
+
+    def health(self) -> EngineHealth:
+        """From any thread."""
+        scheduler, blocks = self.engine.scheduler, self.engine.blocks
+        waiting = list(scheduler.waiting)
+        for_grammar = sum(group.waits_for_grammar for group in waiting)
+        return EngineHealth(
+            alive=self._death is None and self._thread.is_alive(),
+            error=None if self._death is None else bounded(f"{type(self._death).__name__}: {self._death}"),
+            pool=self.pool.status(),
+            num_running=len(scheduler.running),
+            num_waiting=len(waiting) - for_grammar + len(scheduler.preempted),
+            num_waiting_for_grammar=for_grammar,
+            kv_cache_usage=1.0 - blocks.num_free / blocks.num_blocks,
+            num_preemptions=scheduler.num_preemptions,
+            stats=self.engine.stats,
+        )
+
+    def shutdown(self) -> None:
+        """End all requests, the thread, and the pool if it is this object's own. Idempotent."""
+        self._closing = True
+        self.engine.awake.set()
+        self._thread.join()
+        if self._own_pool is not None:
+            self._own_pool.shutdown()
+
+    # -- on the engine's thread
+
+    def _run(self) -> None:
+        try:
+            while not self._closing:
+                self.engine.awake.clear()
+                while self._inbox:
+                    self._take(self._inbox.popleft())
+                if self.engine.has_work:
+                    self._deliver(self.engine.step())
+                else:
+                    self.engine.awake.wait()
+        except BaseException as error:
+            self._death = error
+            logger.exception("the engine's thread has died")
+        self._end_all()
+
+    def _take(self, item: _Stream | str) -> None:
+        if isinstance(item, str):
+            self.engine.abort_request(item)
+            return
+        request_id = item.group.request_id
+        try:
+            if request_id in self._streams:
+                raise ValueError(f"request {request_id!r} is running already")
+            self._streams[request_id] = item
+            self.engine.submit(item.group)
+        except Exception as error:  # one request's error never ends the loop
+            if self._streams.get(request_id) is item:
+                del self._streams[request_id]
+            known = isinstance(error, GuidedError | ValueError)
+            self._post({item.loop: [(item, error if known else InternalError(bounded(repr(error))))]})
+
+    def _deliver(self, outputs: list[RequestOutput]) -> None:
+        """One call into each event loop a step, however many streams have something."""
+        posts: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, RequestOutput | BaseException]]] = {}
+        for output in outputs:
+            stream = self._streams.get(output.request_id)
+            if stream is None:
+                continue
+            if output.finished:
+                del self._streams[output.request_id]
+            posts.setdefault(stream.loop, []).append((stream, output))
+        self._post(posts)
+
+    def _post(
+        self, posts: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, RequestOutput | BaseException]]]
+    ) -> None:
+        for loop, items in posts.items():
+            try:
+                loop.call_soon_threadsafe(_put_all, items)
+            except RuntimeError:  # that event loop is closed: nobody listens
+                for stream, _ in items:
+                    self.engine.abort_request(stream.group.request_id)
+
+    def _end_all(self) -> None:
+        """No stream stays open."""
+        with self._gate:
+            self._ended = True
+        left = list(self._streams.values())
+        left += [item for item in self._inbox if isinstance(item, _Stream)]
+        self._inbox.clear()
+        self._streams.clear()
+        for stream in left:
+            self._post({stream.loop: [(stream, self._gone())]})
+
+    def _gone(self) -> InternalError:
+        why = "is shutting down" if self._death is None else f"has died: {bounded(self._death)}"
+        return InternalError(f"the engine {why}")
+
+
+def _put_all(items: list[tuple[_Stream, RequestOutput | BaseException]]) -> None:
+    for stream, output in items:
+        stream.put(output)

@@ -1,0 +1,76 @@
+"""Fixtures that several packages' tests share: a tiny tokenizer and tiny models, made here, nothing downloaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+CORPUS = [
+    "The quick brown fox jumps over the lazy dog, and then it writes a letter to its friend.",
+    '{"name": "Ada", "age": 36, "tags": ["math", "engines"], "address": {"city": "London"}, "ok": true, "x": null}',
+    "Zwölf Boxkämpfer jagen Viktor quer über den großen Sylter Deich.",
+    "Le cœur déçu mais l'âme plutôt naïve, Louÿs rêva de crapaüter en canoë.",
+    "敏捷的棕色狐狸跳过了懒狗。 いろはにほへと ちりぬるを。 안녕하세요 세계. Привет, мир! שלום עולם",
+    "Emoji: 😀 🎉 👩‍👩‍👧 🇫🇷 and symbols ≤ ∑ → ½.",
+]
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """A byte-level BPE of 600 tokens: any UTF-8 text, most characters beyond ASCII in several tokens."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = ["<|begin|>", "<|end|>", "<|pad|>", "<|user|>", "<|assistant|>", "<|system|>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=600,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(CORPUS * 3, trainer)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<|begin|>",
+        eos_token="<|end|>",
+        pad_token="<|pad|>",
+        additional_special_tokens=special[3:],
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+@pytest.fixture(scope="session")
+def tiny_llama_dir(tiny_tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A randomly initialised Llama with `tiny_tokenizer`, saved as Hugging Face has it; logits padded to 640.
+
+    Weights are large enough that its best tokens differ clearly and its outputs wander.
+    """
+    path = tmp_path_factory.mktemp("tiny-llama")
+    torch.manual_seed(7)
+    config = LlamaConfig(
+        vocab_size=640,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        bos_token_id=tiny_tokenizer.bos_token_id,
+        eos_token_id=tiny_tokenizer.eos_token_id,
+        pad_token_id=tiny_tokenizer.pad_token_id,
+        initializer_range=0.3,
+    )
+    model = LlamaForCausalLM(config)
+    model.save_pretrained(path)
+    tiny_tokenizer.save_pretrained(path)
+    return path
