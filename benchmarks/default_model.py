@@ -1,0 +1,221 @@
+"""How good the embedded default model is: `python -m benchmarks.default_model`.
+
+Held-out requests: generated prompts about people, orders, events and products whose names, numbers, dates, codes and
+addresses training never saw, each with the JSON Schema of the expected answer. Counted are the answers that end by
+themselves (`stop`), and those whose values are all those of the prompt.
+
+Mixed requests: all kinds of constraints over prompts that are unlike the training text. Counted is `stop`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.config import EngineConfig
+from engine.default_model import checkpoint_path
+from engine.default_model.corpus import evaluation_example
+from engine.default_model.exchange import schema_of
+from engine.llm import LLM
+from engine.sampling_params import SamplingParams
+from guided.backends import BACKENDS
+
+RESULTS = Path(__file__).parent / "results" / "default_model.json"
+
+
+@dataclass(frozen=True)
+class Request:
+    """A chat prompt with its constraint, and for held-out requests the expected value."""
+
+    messages: list[dict[str, str]]
+    kind: str
+    source: Any
+    expected: Any = None
+
+
+@dataclass(frozen=True)
+class Answer:
+    text: str
+    finish_reason: str
+    tokens: int
+
+
+def held_out_requests(count: int, seed: int) -> list[Request]:
+    requests = []
+    for index in range(count):
+        one = evaluation_example(index, seed)
+        requests.append(Request(one.messages(), "json_schema", schema_of(one.expected), one.expected))
+    return requests
+
+
+def object_schema(properties: dict[str, Any], required: list[str] | None = None) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": required or [*properties]}
+
+
+def mixed_requests() -> list[Request]:
+    """Requests as a visitor might send them, of every kind of constraint."""
+    text = "Maria Lindqvist, 41, is a nurse from Uppsala. Write to maria@lindqvist.se or call 555-0142."
+    string, integer = {"type": "string"}, {"type": "integer"}
+    schemas: list[tuple[str, dict[str, Any]]] = [
+        (text, object_schema({"name": string, "age": integer, "email": {"type": "string", "format": "email"}})),
+        (text, object_schema({"person": object_schema({"name": string, "job": string}), "phone": string})),
+        (text, object_schema({"name": string, "nickname": {"type": ["string", "null"]}}, ["name"])),
+        ("Plan a trip to Lisbon.", object_schema({"city": string, "days": {"type": "array", "items": string}})),
+        ("Rate the film Solaris.", object_schema({"film": string, "stars": {"enum": [1, 2, 3, 4, 5]}})),
+        ("A recipe for pancakes", object_schema({"title": string, "ingredients": {"type": "array", "items": string}})),
+        ("The server db-7 is down since 04:12.", object_schema({"host": string, "up": {"type": "boolean"}})),
+        ("Ticket 8841: login fails, urgent", object_schema({"id": integer, "priority": {"enum": ["low", "high"]}})),
+        ("Where is Berlin?", object_schema({"lat": {"type": "number"}, "lon": {"type": "number"}})),
+        ("Two users: ann (admin), tom (guest)", {"type": "array", "items": object_schema({"u": string, "r": string})}),
+    ]
+    regexes = [
+        ("When does it start? It starts on 2026-03-14.", r"\d{4}-\d{2}-\d{2}"),
+        (text + " What is the phone number?", r"\d{3}-\d{4}"),
+        (text + " Email?", r"[a-z0-9._]+@[a-z0-9.]+\.[a-z]{2,3}"),
+        ("Order QX-4417 has shipped. Order number?", r"[A-Z]{2}-\d+"),
+        ("What is the name? Her name is Olga Brandt.", r"[A-Z][a-z]+ [A-Z][a-z]+"),
+        ("Say something nice.", r"[A-Za-z ,]+\."),
+        ("How much is it? It is 49.99 dollars.", r"\$?\d+\.\d\d"),
+        ("IP of the router?", r"(\d{1,3}\.){3}\d{1,3}"),
+    ]
+    choices = [
+        ("I love this phone! Sentiment?", ["positive", "negative"]),
+        ("The sky is clear and the sun is out. Weather?", ["sunny", "rainy", "snowy"]),
+        ("Is Paris the capital of France?", ["yes", "no"]),
+        ("Which color is the car? The car is green.", ["red", "green", "blue"]),
+        ("Route this ticket: my invoice is wrong.", ["billing", "technical support", "sales"]),
+    ]
+    number = "NUMBER: /[0-9]+/\n"
+    grammars = [
+        ("3 plus 4 times 2", "start: NUMBER (OP NUMBER)*\nOP: /[-+*\\/]/\n" + number),
+        ("Formula: (1 plus 2) times 5", 'start: term (("+" | "*") term)*\nterm: NUMBER | "(" start ")"\n' + number),
+        ("List apple, plum and fig.", 'start: WORD (", " WORD)*\nWORD: /[a-z]+/\n'),
+        ("Select name from users", 'start: "SELECT " COL (", " COL)* " FROM " COL\nCOL: /[a-z_]+/\n'),
+        ("Greet Tom.", 'start: ("Hello" | "Hi") ", " NAME "!"\nNAME: /[A-Z][a-z]+/\n'),
+    ]
+    pairs: list[tuple[str, str, Any]] = [(p, "json_schema", s) for p, s in schemas]
+    pairs += [(p, "json_object", True) for p in (text, "Give me a random event as JSON.", "What is the weather?")]
+    pairs += [(p, "regex", r) for p, r in regexes]
+    pairs += [(p, "choice", c) for p, c in choices]
+    pairs += [(p, "grammar", g) for p, g in grammars]
+    return [Request([{"role": "user", "content": p}], kind, source) for p, kind, source in pairs]
+
+
+def params_of(request: Request, max_tokens: int, backend: str) -> SamplingParams:
+    constraint = {request.kind: request.source}
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, backend=backend, **constraint)
+
+
+def answers_of(llm: LLM, requests: list[Request], max_tokens: int, backend: str) -> list[Answer]:
+    """Greedy answers to all requests; one that failed counts as not ended."""
+    params = [params_of(r, max_tokens, backend) for r in requests]
+    answers = []
+    for output in llm.chat([r.messages for r in requests], params):
+        [one] = output.outputs
+        answers.append(Answer(one.text, one.finish_reason or "none", len(one.token_ids)))
+    return answers
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    """The values in a JSON document, without keys and structure."""
+    if isinstance(value, dict):
+        for inner in value.values():
+            yield from leaves(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from leaves(inner)
+    else:
+        yield value
+
+
+def parsed(answer: Answer) -> Any:
+    try:
+        return json.loads(answer.text)
+    except ValueError:
+        return None
+
+
+def right_leaves(got: Any, expected: Any) -> int:
+    """How many leaves of `expected` stand at the same place in `got`."""
+    if isinstance(expected, dict):
+        return sum(right_leaves(got.get(k), v) for k, v in expected.items()) if isinstance(got, dict) else 0
+    if isinstance(expected, list):
+        return sum(map(right_leaves, got, expected)) if isinstance(got, list) else 0
+    return int(got == expected and type(got) is type(expected))
+
+
+def figures_of(requests: list[Request], answers: list[Answer]) -> dict[str, Any]:
+    """Shares of 1 for `stop`, and for all values right; and of single values."""
+    figures: dict[str, Any] = {
+        "requests": len(requests),
+        "ends by itself": sum(a.finish_reason == "stop" for a in answers) / len(answers),
+    }
+    if requests[0].expected is not None:
+        pairs = [(parsed(a), r.expected) for a, r in zip(answers, requests, strict=True)]
+        figures["all values right"] = sum(got == expected for got, expected in pairs) / len(pairs)
+        single = sum(len(list(leaves(expected))) for _, expected in pairs)
+        figures["single values right"] = sum(right_leaves(got, expected) for got, expected in pairs) / single
+    return figures
+
+
+def show(requests: list[Request], answers: list[Answer], count: int) -> None:
+    """Print some answers, the wrong ones first."""
+    pairs = sorted(zip(requests, answers, strict=True), key=lambda p: parsed(p[1]) == p[0].expected)
+    for request, answer in pairs[:count]:
+        print(f"\n{request.messages[-1]['content']}\n  {request.kind} -> [{answer.finish_reason}] {answer.text}")
+        if request.expected is not None:
+            print("  expected     ", json.dumps(request.expected, ensure_ascii=False))
+
+
+def table(report: dict[str, dict[str, Any]]) -> str:
+    """Requests by column, figures by row."""
+    rows = ["requests", "ends by itself", "all values right", "single values right", "tokens", "seconds"]
+    lines = [f"{'':22}" + "".join(f"{name:>22}" for name in report)]
+    for row in rows:
+        cells = []
+        for figures in report.values():
+            value = figures.get(row, "")
+            share = isinstance(value, float) and row != "seconds"
+            cells.append(f"{value:.1%}" if share else f"{value}")
+        lines.append(f"{row:22}" + "".join(f"{cell:>22}" for cell in cells))
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.default_model", description="The default model's merit."
+    )
+    parser.add_argument("--model", type=Path, default=checkpoint_path(), help="checkpoint directory")
+    parser.add_argument("--count", type=int, default=200, help="held-out requests")
+    parser.add_argument("--max-tokens", type=int, default=200, help="for one answer")
+    parser.add_argument("--seed", type=int, default=1, help="of the held-out requests")
+    parser.add_argument("--backends", nargs="+", default=["llguidance"], help="for the mixed requests")
+    parser.add_argument("--show", type=int, default=0, help="print this many answers of each kind, wrong ones first")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="where the figures go")
+    args = parser.parse_args(argv)
+    runs = [("held out", held_out_requests(args.count, args.seed), "llguidance")]
+    for backend in args.backends:
+        able = [r for r in mixed_requests() if r.kind in BACKENDS[backend].kinds]
+        runs.append((f"mixed, {backend}", able, backend))
+    report: dict[str, dict[str, Any]] = {}
+    with LLM(str(args.model), config=EngineConfig(max_num_seqs=32)) as llm:
+        for name, requests, backend in runs:
+            started = time.perf_counter()
+            answers = answers_of(llm, requests, args.max_tokens, backend)
+            report[name] = figures_of(requests, answers) | {
+                "tokens": sum(a.tokens for a in answers),
+                "seconds": round(time.perf_counter() - started, 1),
+            }
+            show(requests, answers, args.show)
+    print(f"\n{table(report)}")
+    args.output.parent.mkdir(exist_ok=True)
+    args.output.write_text(json.dumps({"max_tokens": args.max_tokens, "seed": args.seed, **report}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""One exchange with the model: what was said, and the answer."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["Example", "dumped", "schema_of"]
+
+
+@dataclass
+class Example:
+    """One exchange. `turns` alternates user and assistant texts and ends with the user's."""
+
+    turns: list[str]
+    answer: str
+    system: str | None = None
+    chat: bool = True
+    expected: Any = field(default=None)
+
+    def messages(self) -> list[dict[str, str]]:
+        """The prompt as chat messages."""
+        roles = ("user", "assistant")
+        messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(self.turns)]
+        return [{"role": "system", "content": self.system}, *messages] if self.system else messages
+
+
+def dumped(value: Any, style: str, spaces: random.Random | None = None) -> str:
+    """JSON in one of three styles; with `spaces`, blanks and newlines are strewn in, at most three at a place."""
+    if spaces is not None:
+        text = json.dumps(value, ensure_ascii=False)
+
+        def wider(match: re.Match[str]) -> str:
+            more = "".join(spaces.choice("  \n") for _ in range(spaces.randint(1, 3)))
+            return match[0] if match[0].startswith('"') or spaces.random() < 0.6 else match[0] + more
+
+        return re.sub(r'"[^"]*"|, |: |[\[{]|(?<=[^\s,:])(?=[\]}])', wider, text)
+    if style == "compact":
+        return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    return json.dumps(value, ensure_ascii=False, indent=2 if style == "indented" else None)
+
+
+def schema_of(value: Any, keyword: str = "object") -> dict[str, Any]:
+    """The strict JSON Schema of a value: every key required, nothing else allowed."""
+    if isinstance(value, dict):
+        properties = {k: schema_of(v) for k, v in value.items()}
+        return {"type": keyword, "properties": properties, "required": list(value), "additionalProperties": False}
+    if isinstance(value, list):
+        return {"type": "array", "items": schema_of(value[0]) if value else {}}
+    names = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null"}
+    return {"type": names[type(value)]}

@@ -1,0 +1,278 @@
+"""Train the embedded default model from nothing: `python -m engine.default_model.train --help`.
+
+Text comes from `corpus`, so nothing is downloaded. The stream of batches is a pure function of the seed; the state is
+saved as training goes, and a run that is started again in the same directory goes on where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import random
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from tqdm import tqdm
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from engine.default_model import checkpoint_path
+from engine.default_model.corpus import evaluation_example, example
+from engine.default_model.exchange import Example
+from engine.default_model.tokenizer import build, load
+
+__all__ = ["main"]
+
+MAX_LENGTH = 1024
+IGNORED = -100
+
+
+@dataclass(frozen=True)
+class Batch:
+    """`input_ids` and `labels`, int64 `[rows, length]`; labels are shifted, and IGNORED outside the answers."""
+
+    input_ids: Tensor
+    labels: Tensor
+
+
+def encode(tokenizer: PreTrainedTokenizerFast, one: Example) -> tuple[list[int], int]:
+    """The token ids of prompt and answer with the end token, and how many of them are the prompt's."""
+    if one.chat:
+        text = tokenizer.apply_chat_template(one.messages(), tokenize=False, add_generation_prompt=True)
+        prompt = tokenizer.encode(text, add_special_tokens=False)
+    else:
+        prompt = tokenizer.encode(one.turns[0])
+    answer = tokenizer.encode(one.answer, add_special_tokens=False)
+    return [*prompt, *answer, tokenizer.eos_token_id], len(prompt)
+
+
+def collate(rows: list[tuple[list[int], int]]) -> Batch:
+    """Pad on the right (attention is causal, so padding needs no mask) and shift."""
+    width = max(len(ids) for ids, _ in rows) - 1
+    input_ids = torch.zeros((len(rows), width), dtype=torch.int64)
+    labels = torch.full((len(rows), width), IGNORED)
+    for row, (ids, prompt) in enumerate(rows):
+        input_ids[row, : len(ids) - 1] = torch.tensor(ids[:-1])
+        labels[row, prompt - 1 : len(ids) - 1] = torch.tensor(ids[prompt:])
+    return Batch(input_ids, labels)
+
+
+def pool(tokenizer: PreTrainedTokenizerFast, number: int, seed: int, size: int, tokens: int) -> list[Batch]:
+    """The `number`-th pool of `size` examples, cut into batches of like lengths of at most `tokens` tokens each."""
+    rows = [encode(tokenizer, example(number * size + i, seed)) for i in range(size)]
+    rows = sorted((r for r in rows if len(r[0]) <= MAX_LENGTH), key=lambda r: len(r[0]))
+    batches: list[Batch] = []
+    start = 0
+    for end in range(1, len(rows) + 1):
+        if end == len(rows) or (end + 1 - start) * len(rows[end][0]) > tokens:
+            batches.append(collate(rows[start:end]))
+            start = end
+    random.Random(f"{seed}:{number}").shuffle(batches)
+    return batches
+
+
+def loss_of(model: LlamaForCausalLM, batch: Batch, bfloat16: bool) -> tuple[Tensor, Tensor]:
+    """Mean cross entropy of the answers' tokens, and whether each was the likeliest."""
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bfloat16):
+        hidden = model.model(input_ids=batch.input_ids, use_cache=False).last_hidden_state
+        answers = batch.labels != IGNORED
+        logits = model.lm_head(hidden[answers]).float()
+    labels = batch.labels[answers]
+    return cross_entropy(logits, labels), logits.argmax(-1) == labels
+
+
+def new_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=2048,
+        rope_theta=10000.0,
+        tie_word_embeddings=True,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return LlamaForCausalLM(config)
+
+
+def optimizers_of(model: LlamaForCausalLM, args: argparse.Namespace) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices of the layers, AdamW for embeddings and norms."""
+    matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and ".layers." in n]
+    others = [p for n, p in model.named_parameters() if not (p.ndim == 2 and ".layers." in n)]
+    adamw = torch.optim.AdamW(others, lr=args.lr, betas=(0.9, 0.98), weight_decay=0.0)
+    muon = torch.optim.Muon(matrices, lr=args.lr, weight_decay=0.05, adjust_lr_fn="match_rms_adamw")
+    return [muon, adamw]
+
+
+def learning_rate(step: int, args: argparse.Namespace) -> float:
+    """Warm up, stay, and fall to nothing over the last `--decay` steps."""
+    share: float = min(1.0, (step + 1) / args.warmup, max(0.0, (args.steps - step) / args.decay))
+    return share * float(args.lr)
+
+
+def export(model: LlamaForCausalLM, weights: dict[str, Tensor], tokenizer: PreTrainedTokenizerFast, to: Path) -> None:
+    """Write the averaged weights in bfloat16 with config and tokenizer; each file is replaced at once or not at all."""
+    copy = LlamaForCausalLM(model.config)
+    copy.load_state_dict(weights, strict=False)
+    copy.tie_weights()
+    copy = copy.to(torch.bfloat16)
+    copy.generation_config.do_sample = False
+    to.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=to.parent) as folder:
+        copy.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        for file in Path(folder).iterdir():
+            file.chmod(0o644)
+            os.replace(file, to / file.name)
+
+
+@torch.no_grad()
+def evaluate(model: LlamaForCausalLM, batches: list[Batch], bfloat16: bool) -> dict[str, float]:
+    model.eval()
+    results = [loss_of(model, batch, bfloat16) for batch in batches]
+    model.train()
+    right = torch.cat([r for _, r in results]).float()
+    return {
+        "held_out_loss": sum(float(loss) for loss, _ in results) / len(results),
+        "held_out_accuracy": float(right.mean()),
+    }
+
+
+@dataclass
+class Run:
+    """What a training run carries from step to step, and saves."""
+
+    model: LlamaForCausalLM
+    optimizers: list[torch.optim.Optimizer]
+    average: dict[str, Tensor]
+    step: int = 0
+    pool: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+
+    def save(self, path: Path) -> None:
+        state = {
+            "model": self.model.state_dict(),
+            "optimizers": [o.state_dict() for o in self.optimizers],
+            "average": self.average,
+            "counters": (self.step, self.pool, self.tokens, self.seconds),
+        }
+        torch.save(state, path.with_suffix(".new"))
+        os.replace(path.with_suffix(".new"), path)
+
+    def restore(self, path: Path) -> None:
+        state: dict[str, Any] = torch.load(path)
+        self.model.load_state_dict(state["model"])
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        self.average = state["average"]
+        self.step, self.pool, self.tokens, self.seconds = state["counters"]
+
+    def advance(self, batch: Batch, args: argparse.Namespace) -> float:
+        """One optimizer step; the weights' running average follows."""
+        rate = learning_rate(self.step, args)
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+        loss, _ = loss_of(self.model, batch, args.bfloat16)
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        keep = min(0.99, self.step / (self.step + 10))
+        for name, weight in self.model.named_parameters():
+            self.average[name].lerp_(weight.detach(), 1 - keep)
+        self.step += 1
+        self.tokens += int((batch.input_ids != 0).sum())
+        return float(loss.detach())
+
+
+def held_out_batches(tokenizer: PreTrainedTokenizerFast) -> list[Batch]:
+    rows = [encode(tokenizer, evaluation_example(i, seed=2)) for i in range(64)]
+    rows.sort(key=lambda r: len(r[0]))
+    return [collate(rows[i : i + 16]) for i in range(0, 64, 16)]
+
+
+def pools(tokenizer: PreTrainedTokenizerFast, first: int, args: argparse.Namespace) -> Iterator[list[Batch]]:
+    for number in itertools.count(first):
+        yield pool(tokenizer, number, args.seed, args.pool_size, args.batch_tokens)
+
+
+def train(args: argparse.Namespace) -> None:
+    torch.set_num_threads(args.threads)
+    transformers.utils.logging.disable_progress_bar()
+    work: Path = args.work
+    work.mkdir(parents=True, exist_ok=True)
+    if not (work / "tokenizer").exists():
+        build(seed=args.seed).save_pretrained(work / "tokenizer")
+    tokenizer = load(work / "tokenizer")
+    model = new_model(tokenizer, args.seed)
+    average = {n: p.detach().clone() for n, p in model.named_parameters()}
+    run = Run(model, optimizers_of(model, args), average)
+    if (work / "state.pt").exists():
+        run.restore(work / "state.pt")
+    held_out = held_out_batches(tokenizer)
+    started = time.monotonic() - run.seconds
+    saved = time.monotonic()
+    with tqdm(total=args.steps, initial=run.step, unit="step", mininterval=5) as progress:
+        for batches in pools(tokenizer, run.pool, args):
+            for batch in batches[: args.steps - run.step]:
+                loss = run.advance(batch, args)
+                progress.update()
+                progress.set_postfix(loss=f"{loss:.3f}", tokens=f"{run.tokens / 1e6:.1f}M", refresh=False)
+            run.pool += 1
+            run.seconds = time.monotonic() - started
+            done = run.step >= args.steps
+            if done or run.pool % 4 == 0:
+                figures = evaluate(run.model, held_out, args.bfloat16)
+                row = {"step": run.step, "tokens": run.tokens, "seconds": round(run.seconds), "loss": loss, **figures}
+                with (work / "log.jsonl").open("a") as log:
+                    log.write(json.dumps(row) + "\n")
+            if done or time.monotonic() - saved > args.save_every:
+                run.save(work / "state.pt")
+                export(run.model, run.average, tokenizer, args.out)
+                saved = time.monotonic()
+            if done:
+                return
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Parse the command line and train."""
+    parser = argparse.ArgumentParser(
+        prog="python -m engine.default_model.train",
+        description="Train the embedded default model from nothing. To end a run sooner, stop it and start it again "
+        "in the same --work directory with fewer --steps.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--work", type=Path, default=Path("default-model-training"), help="state, log and tokenizer")
+    parser.add_argument("--out", type=Path, default=checkpoint_path(), help="where the checkpoint goes")
+    parser.add_argument("--steps", type=int, default=6000, help="optimizer steps in all")
+    parser.add_argument("--decay", type=int, default=1200, help="last steps, over which the learning rate falls to 0")
+    parser.add_argument("--warmup", type=int, default=60, help="steps over which the learning rate rises")
+    parser.add_argument("--lr", type=float, default=3e-3, help="peak learning rate")
+    parser.add_argument("--batch-tokens", type=int, default=4096, help="most tokens in a batch, padding included")
+    parser.add_argument("--pool-size", type=int, default=512, help="examples that are sorted by length together")
+    parser.add_argument("--save-every", type=float, default=300.0, help="seconds between two checkpoints")
+    parser.add_argument("--seed", type=int, default=0, help="of the corpus, the tokenizer and the first weights")
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads")
+    parser.add_argument("--bfloat16", action=argparse.BooleanOptionalAction, default=True, help="autocast matrices")
+    train(parser.parse_args(argv))
+
+
+if __name__ == "__main__":
+    main()
