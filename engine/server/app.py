@@ -1,0 +1,36 @@
+"""The HTTP application: routes, errors, gate, documentation, around one engine."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+
+from fastapi import FastAPI
+from fastapi_offline import FastAPIOffline
+
+from engine.async_llm import AsyncLLM
+from engine.server import chat, completions, health, metrics, models, tokenization
+from engine.server.context import ServerContext, ServerSettings
+from engine.server.errors import install_handlers
+from engine.server.gate import Gate
+
+__all__ = ["create_app"]
+
+DESCRIPTION = """
+An OpenAI-compatible server with guided decoding. Give a generation one of `json_schema`, `json_object`, `regex`,
+`choice` and `grammar` (or OpenAI's `response_format`, vLLM's `structured_outputs`, the older `guided_*` names) and the
+output satisfies it. `guided` in the answer says which backend enforced it.
+"""
+
+
+def create_app(engine: AsyncLLM, settings: ServerSettings) -> FastAPI:
+    """The application. The engine is the caller's: shut it down after the application.
+
+    The documentation pages carry their own scripts and styles, so that they work without a way to the internet.
+    """
+    app = FastAPIOffline(title="guided", version=version("guided"), description=DESCRIPTION)
+    app.state.context = ServerContext.build(engine, settings)
+    app.add_middleware(Gate, api_key=settings.api_key, max_body_bytes=settings.max_body_bytes)
+    install_handlers(app)
+    for routes in (chat, completions, tokenization, models, health, metrics):
+        app.include_router(routes.router)
+    return app

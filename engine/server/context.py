@@ -1,0 +1,105 @@
+"""What the routes share: the engine, the settings, the metrics, and how many requests are in flight."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from fastapi import Depends, Request
+
+from engine.async_llm import AsyncLLM
+from engine.detokenizer import TokenTexts
+from engine.server.errors import ModelNotFound, QueueFull, ShuttingDown
+from engine.server.metrics import Metrics
+from guided.backends import AUTO
+from guided.errors import bounded
+from guided.vocabulary import Vocabulary
+
+__all__ = ["Context", "ServerContext", "ServerSettings"]
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """What the server, as opposed to the engine, is told.
+
+    Args:
+        model_names: names that requests may use; answers carry the first.
+        api_key: None lets everybody in.
+        backend: grammar backend of requests that name none.
+        max_requests: generations in flight, running and waiting, before further ones get 429. Each prompt counts.
+        max_body_bytes: of a request; beyond it 413.
+    """
+
+    model_names: tuple[str, ...]
+    api_key: str | None = field(default=None, repr=False)
+    backend: str = AUTO
+    max_requests: int = 1024
+    max_body_bytes: int = 4 << 20
+
+
+@dataclass
+class ServerContext:
+    engine: AsyncLLM
+    settings: ServerSettings
+    metrics: Metrics
+    texts: TokenTexts
+    created: int = field(default_factory=lambda: int(time.time()))
+    in_flight: int = 0
+    shutting_down: bool = False
+
+    @classmethod
+    def build(cls, engine: AsyncLLM, settings: ServerSettings) -> ServerContext:
+        texts = TokenTexts(engine.model.vocabulary, engine.tokenizer)
+        return cls(engine, settings, Metrics(engine), texts)
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        return self.engine.model.vocabulary
+
+    @property
+    def model_name(self) -> str:
+        return self.settings.model_names[0]
+
+    def check_model(self, name: str | None) -> None:
+        """Refuse a model that isn't served here; no name is the one that is.
+
+        Raises:
+            ModelNotFound
+        """
+        if name is not None and name not in self.settings.model_names:
+            served = ", ".join(self.settings.model_names)
+            raise ModelNotFound(
+                f"The model {bounded(name, 100)!r} does not exist; served here: {served}", param="model"
+            )
+
+    @contextmanager
+    def admit(self, count: int) -> Iterator[None]:
+        """Hold `count` places among the generations in flight.
+
+        Raises:
+            QueueFull: there are not so many left.
+            ShuttingDown: none are given out any more.
+        """
+        if self.shutting_down:
+            raise ShuttingDown("the server is shutting down")
+        if self.in_flight + count > self.settings.max_requests:
+            raise QueueFull(
+                f"{self.in_flight} requests are in flight and the limit is {self.settings.max_requests}: try again"
+            )
+        self.in_flight += count
+        try:
+            yield
+        finally:
+            self.in_flight -= count
+
+
+def _context(request: Request) -> ServerContext:
+    found: ServerContext = request.app.state.context
+    return found
+
+
+Context = Annotated[ServerContext, Depends(_context)]
+"""Parameter type of a route that needs the context."""

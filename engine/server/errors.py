@@ -1,0 +1,161 @@
+"""Errors as OpenAI's clients read them: `{"error": {"message", "type", "param", "code"}}`, plus `pointer`.
+
+`pointer` is an RFC 6901 JSON pointer into the schema, null elsewhere. What the same request would meet again carries
+`x-should-retry: false`, which the OpenAI clients obey.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from engine.server.protocol import REFUSED
+from guided.errors import (
+    GuidedError,
+    InternalError,
+    InvalidRequest,
+    PoolUnavailable,
+    WorkerDied,
+    bounded,
+)
+
+__all__ = [
+    "BodyTooLarge",
+    "ModelNotFound",
+    "QueueFull",
+    "ShuttingDown",
+    "Unauthorized",
+    "error_body",
+    "error_headers",
+    "install_handlers",
+]
+
+logger = logging.getLogger("guided.server")
+
+RETRY_AFTER_SECONDS = 1
+
+
+class Unauthorized(InvalidRequest):
+    code = "invalid_api_key"
+    status = 401
+
+
+class ModelNotFound(InvalidRequest):
+    code = "model_not_found"
+    status = 404
+
+
+class BodyTooLarge(InvalidRequest):
+    code = "body_too_large"
+    status = 413
+
+
+class QueueFull(InvalidRequest):
+    code = "queue_full"
+    status = 429
+
+
+class ShuttingDown(InternalError):
+    code = "shutting_down"
+    status = 503
+
+
+def error_body(error: GuidedError) -> dict[str, Any]:
+    """The answer's body, and the payload of a stream's error event."""
+    return _body(error.status, str(error), error.param, error.code, error.pointer)
+
+
+def error_headers(error: GuidedError) -> dict[str, str]:
+    """Whether and when to try again; a 401's challenge."""
+    headers = {}
+    if error.status in (429, 503):
+        headers["retry-after"] = str(RETRY_AFTER_SECONDS)
+    elif not isinstance(error, WorkerDied | PoolUnavailable):
+        headers["x-should-retry"] = "false"
+    if error.status == 401:
+        headers["www-authenticate"] = "Bearer"
+    return headers
+
+
+def install_handlers(app: FastAPI) -> None:
+    """Give every error of the app this shape."""
+    app.add_exception_handler(GuidedError, _on_guided_error)
+    app.add_exception_handler(RequestValidationError, _on_shape_error)
+    app.add_exception_handler(HTTPException, _on_http_exception)
+    app.add_exception_handler(Exception, _on_surprise)
+
+
+def _body(status: int, message: str, param: str | None, code: str, pointer: str | None = None) -> dict[str, Any]:
+    kind = "server_error" if status >= 500 else "rate_limit_error" if status == 429 else "invalid_request_error"
+    fields = {"message": message, "type": kind, "param": param, "code": code, "pointer": pointer}
+    return {"error": fields}
+
+
+async def _on_guided_error(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, GuidedError)
+    if error.status >= 500:
+        logger.warning("%s %s: %s: %s", request.method, request.url.path, error.code, error)
+    return JSONResponse(error_body(error), status_code=error.status, headers=error_headers(error))
+
+
+async def _on_shape_error(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestValidationError)
+    message, param, code = _describe(error.errors())
+    return JSONResponse(_body(400, message, param, code), 400, headers={"x-should-retry": "false"})
+
+
+async def _on_http_exception(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)
+    headers = {"x-should-retry": "false", **(error.headers or {})}
+    code = {404: "not_found", 405: "method_not_allowed", 413: BodyTooLarge.code}.get(
+        error.status_code, "invalid_request"
+    )
+    body = _body(error.status_code, bounded(error.detail), None, code)
+    return JSONResponse(body, error.status_code, headers=headers)
+
+
+async def _on_surprise(request: Request, error: Exception) -> JSONResponse:
+    # Starlette raises it again after this answer, so that the server's log has the traceback.
+    headers = {"x-should-retry": "false"}
+    if (request_id := request.scope.get("state", {}).get("request_id")) is not None:
+        headers["x-request-id"] = request_id
+    body = _body(500, "the server failed on this request; its log says why", None, "internal_error")
+    return JSONResponse(body, 500, headers=headers)
+
+
+def _describe(errors: Sequence[Any]) -> tuple[str, str | None, str]:
+    """Message, param and code of a body that is not of its shape: the first unknown field, else the first error."""
+    first = next((each for each in errors if each["type"] == "extra_forbidden"), errors[0])
+    param = _path(first["loc"])
+    if first["type"] == "json_invalid":
+        return f"the body is not JSON: {first['ctx']['error']} at character {first['loc'][-1]}", None, "invalid_json"
+    if first["type"] == "extra_forbidden":
+        name = str(first["loc"][-1])
+        if name in REFUSED:
+            return f"{bounded(param)}: {REFUSED[name][0]}", bounded(param), "unsupported_parameter"
+        return f"Unknown parameter: '{bounded(param)}'", bounded(param), "unknown_parameter"
+    if first["type"] == "missing" and param:
+        return f"Missing required parameter: '{param}'", param, "missing_required_parameter"
+    if not param:
+        return "the body must be a JSON object (content-type: application/json)", None, "invalid_request"
+    return f"Invalid '{param}': {bounded(first['msg'])}", param, "invalid_type"
+
+
+_TAGS = {"str", "int", "float", "bool", "dict", "list", "none", "any"}
+
+
+def _path(location: Sequence[str | int]) -> str:
+    """`("body", "messages", 0, "content", "str")` as OpenAI writes it: `messages[0].content`."""
+    path = ""
+    for part in location[1:]:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif part not in _TAGS and "[" not in part:  # pydantic names the union's member that it tried
+            path += f".{part}" if path else part
+    return path

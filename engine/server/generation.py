@@ -1,0 +1,193 @@
+"""One HTTP request's generations: admitted together, merged into one stream, ended together."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
+from typing import TypeVar
+
+from fastapi import Request
+
+from engine.outputs import RequestOutput
+from engine.sampling_params import SamplingParams
+from engine.server.constraints import Asked
+from engine.server.context import ServerContext
+from engine.server.errors import ShuttingDown
+from engine.server.protocol import GuidedInfo, Usage
+from guided.errors import GuidedError, InternalError
+
+__all__ = ["ClientGone", "Job", "Outputs", "guided_headers", "running", "unless_gone", "usage_of"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one HTTP request has the engine do: one request a prompt, all with the same parameters."""
+
+    request_id: str
+    prompts: Sequence[list[int]]
+    params: SamplingParams
+    asked: Asked
+    stream: bool
+
+    @property
+    def num_choices(self) -> int:
+        return len(self.prompts) * self.params.n
+
+
+@dataclass
+class Outputs:
+    """A job that was admitted: its constraint is compiled."""
+
+    guided: GuidedInfo | None
+    stream: AsyncIterator[tuple[int, RequestOutput]]
+    """(which prompt, its output so far), until all are finished. Raises what ended a request otherwise."""
+
+
+class ClientGone(Exception):
+    """Nobody waits for the answer any more."""
+
+
+@asynccontextmanager
+async def running(context: ServerContext, job: Job) -> AsyncIterator[Outputs]:
+    """Start the job and wait until it is admitted; at the end whatever still runs of it is aborted.
+
+    Raises:
+        GuidedError: it was refused (what the compilation says included), or fails later, from the stream.
+    """
+    with context.admit(len(job.prompts)):
+        ids = [job.request_id if len(job.prompts) == 1 else f"{job.request_id}-{i}" for i in range(len(job.prompts))]
+        streams = [
+            context.metrics.observed(context.engine.generate(prompt, job.params, request_id), job.params)
+            for prompt, request_id in zip(job.prompts, ids, strict=True)
+        ]
+        checked = None
+        try:
+            first = await _all_first(streams, job)
+            backend = first[0].backend
+            constraint = job.asked.constraint
+            info = None
+            if constraint is not None and backend is not None:
+                info = GuidedInfo(kind=constraint.kind, backend=backend)
+            checked = _checked(context, _merged(first, streams), job)
+            yield Outputs(info, checked)
+        finally:
+            if checked is not None:
+                await checked.aclose()
+            for stream in streams:
+                await stream.aclose()  # aborts what still runs
+
+
+async def unless_gone(request: Request, work: Awaitable[T]) -> T:
+    """Await `work`, and cancel it when the client disconnects.
+
+    Raises:
+        ClientGone: it did.
+    """
+    task = asyncio.ensure_future(work)
+    watch = asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientGone
+    finally:
+        watch.cancel()
+        task.cancel()
+        await asyncio.gather(watch, task, return_exceptions=True)
+
+
+def usage_of(finished: Sequence[RequestOutput]) -> Usage:
+    """Tokens in and out. Prompts are counted once, whatever n is."""
+    prompt = sum(len(output.prompt_token_ids) for output in finished)
+    completion = sum(len(each.token_ids) for output in finished for each in output.outputs)
+    return Usage(prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion)
+
+
+def guided_headers(info: GuidedInfo | None) -> dict[str, str]:
+    """The backend as a header too, for those who don't read bodies."""
+    return {} if info is None else {"x-guided-backend": info.backend}
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _all_first(streams: Sequence[AsyncIterator[RequestOutput]], job: Job) -> list[RequestOutput]:
+    """The admissions of all; where one is refused, the others' are given up."""
+    tasks = [asyncio.ensure_future(_first(stream, job)) for stream in streams]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _first(stream: AsyncIterator[RequestOutput], job: Job) -> RequestOutput:
+    try:
+        return await anext(stream)
+    except GuidedError as error:
+        raise job.asked.respell(error) from None
+    except StopAsyncIteration:
+        raise InternalError("the engine ended the request before it began") from None
+
+
+async def _merged(
+    first: Sequence[RequestOutput], streams: Sequence[AsyncIterator[RequestOutput]]
+) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    for number, output in enumerate(first):
+        yield number, output
+    if len(streams) == 1:
+        async for output in streams[0]:
+            yield 0, output
+        return
+    queue: asyncio.Queue[tuple[int, RequestOutput | BaseException | None]] = asyncio.Queue()
+
+    async def pump(number: int, stream: AsyncIterator[RequestOutput]) -> None:
+        try:
+            async for output in stream:
+                queue.put_nowait((number, output))
+        except Exception as error:
+            queue.put_nowait((number, error))
+        else:
+            queue.put_nowait((number, None))
+
+    pumps = [asyncio.create_task(pump(number, stream)) for number, stream in enumerate(streams)]
+    try:
+        open_streams = len(streams)
+        while open_streams:
+            number, item = await queue.get()
+            if isinstance(item, BaseException):
+                raise item
+            if item is None:
+                open_streams -= 1
+            else:
+                yield number, item
+    finally:
+        for task in pumps:
+            task.cancel()
+        await asyncio.gather(*pumps, return_exceptions=True)
+
+
+async def _checked(
+    context: ServerContext, outputs: AsyncGenerator[tuple[int, RequestOutput], None], job: Job
+) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    """Pass outputs on; raise where one ended by a failure."""
+    async with aclosing(outputs):
+        async for number, output in outputs:
+            for completion in output.outputs:
+                error = completion.error or output.error
+                if error is not None:
+                    raise job.asked.respell(error)
+                if completion.finish_reason == "abort":
+                    if context.shutting_down:
+                        raise ShuttingDown("the server is shutting down")
+                    raise InternalError("the generation was aborted")
+                if completion.finish_reason == "error":
+                    raise InternalError("the generation failed")
+            yield number, output

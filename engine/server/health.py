@@ -1,0 +1,71 @@
+"""GET /health: 200 while requests can be served, 503 when not, and what the mask pool looks like either way."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from fastapi import APIRouter, Response
+from pydantic import BaseModel
+
+from engine.server.context import Context
+
+__all__ = ["router"]
+
+router = APIRouter(tags=["operation"])
+
+
+class MaskActor(BaseModel):
+    """One worker of the mask pool; with the inline pool the only one, in the server's own process."""
+
+    index: int
+    state: Literal["starting", "up", "restarting", "down"]
+    pid: int | None
+    node: str | None
+    incarnation: int
+    restarts: int
+    open_sequences: int
+
+
+class PoolHealth(BaseModel):
+    name: str
+    compiling: int
+    actors: list[MaskActor]
+
+
+class Health(BaseModel):
+    status: Literal["ok", "unavailable"]
+    reason: str | None = None
+    pool: PoolHealth
+
+
+@router.get("/health", responses={503: {"model": Health}})
+async def health(response: Response, context: Context) -> Health:
+    """Whether the engine runs and at least one mask actor is up."""
+    engine = context.engine.health()
+    pool = engine.pool
+    reason = None
+    if context.shutting_down:
+        reason = "shutting down"
+    elif not engine.alive:
+        reason = f"the engine has died: {engine.error}"
+    elif not pool.healthy:
+        reason = "no mask actor is up"
+    if reason is not None:
+        response.status_code = 503
+    actors = [
+        MaskActor(
+            index=worker.index,
+            state=worker.state,
+            pid=worker.pid,
+            node=worker.node,
+            incarnation=worker.incarnation,
+            restarts=worker.restarts,
+            open_sequences=worker.open_sequences,
+        )
+        for worker in pool.workers
+    ]
+    return Health(
+        status="ok" if reason is None else "unavailable",
+        reason=reason,
+        pool=PoolHealth(name=pool.name, compiling=pool.compiling, actors=actors),
+    )

@@ -1,0 +1,185 @@
+"""GET /metrics, for Prometheus. Requests' own figures are observed here; the engine's are read when they are asked for.
+
+Names follow vLLM's habits (`time_to_first_token_seconds`, `num_requests_running`, ...) with the prefix `guided_`;
+`docs/server.md` lists them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Iterator
+
+from fastapi import APIRouter, Request, Response
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from engine.async_llm import AsyncLLM
+from engine.outputs import RequestOutput
+from engine.sampling_params import SamplingParams
+from guided.errors import GuidedError
+
+__all__ = ["Metrics", "router"]
+
+router = APIRouter(tags=["operation"])
+
+_LATENCY = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200)
+_STEP = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
+_COMPILE = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50)
+
+
+@router.get("/metrics", include_in_schema=True)
+async def metrics(request: Request) -> Response:
+    """Prometheus' text format."""
+    registry: CollectorRegistry = request.app.state.context.metrics.registry
+    return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
+
+class Metrics:
+    """What this server counts. One registry an app, so that a process may hold several."""
+
+    def __init__(self, engine: AsyncLLM) -> None:
+        self.registry = registry = CollectorRegistry()
+        self._first_token = Histogram(
+            "guided_time_to_first_token_seconds",
+            "From the request's arrival to its first token.",
+            buckets=_LATENCY,
+            registry=registry,
+        )
+        self._inter_token = Histogram(
+            "guided_inter_token_latency_seconds",
+            "Between one token and the next.",
+            buckets=_STEP,
+            registry=registry,
+        )
+        self._end_to_end = Histogram(
+            "guided_e2e_request_latency_seconds",
+            "From the request's arrival to its end.",
+            buckets=_LATENCY,
+            registry=registry,
+        )
+        self._grammar_wait = Histogram(
+            "guided_grammar_wait_seconds",
+            "What a constrained request waited for its grammar: compilation, and the queue before it.",
+            ["backend", "kind"],
+            buckets=_COMPILE,
+            registry=registry,
+        )
+        self._compile = Histogram(
+            "guided_grammar_compile_seconds",
+            "Compilations, without those that came from the cache.",
+            ["backend", "kind"],
+            buckets=_COMPILE,
+            registry=registry,
+        )
+        self._cache_hits = Counter(
+            "guided_grammar_cache_hits",
+            "Constrained requests whose grammar was compiled already.",
+            ["backend", "kind"],
+            registry=registry,
+        )
+        self._prompt_tokens = Counter("guided_prompt_tokens", "Prompt tokens of admitted requests.", registry=registry)
+        self._generation_tokens = Counter("guided_generation_tokens", "Generated tokens.", registry=registry)
+        self._finished = Counter(
+            "guided_request_success", "Sequences that ended well, by reason.", ["finished_reason"], registry=registry
+        )
+        self._failures = Counter(
+            "guided_request_failures",
+            "Requests that ended with an error, by its code; those that were refused at admission included.",
+            ["code"],
+            registry=registry,
+        )
+        registry.register(_EngineCollector(engine))
+
+    def refused(self, error: GuidedError) -> None:
+        """A request that the engine never saw."""
+        self._failures.labels(error.code).inc()
+
+    async def observed(
+        self, outputs: AsyncGenerator[RequestOutput, None], params: SamplingParams
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Pass a request's outputs on, and measure them as they come."""
+        timer = _Timer(self, params)
+        try:
+            async for output in outputs:
+                timer.see(output)
+                yield output
+        except GuidedError as error:
+            self._failures.labels(error.code).inc()
+            raise
+        finally:
+            await outputs.aclose()
+
+
+class _Timer:
+    """One request's times and counts, from its outputs."""
+
+    def __init__(self, metrics: Metrics, params: SamplingParams) -> None:
+        self._metrics = metrics
+        self._constraint = params.constraint
+        self._arrived = self._latest = time.perf_counter()
+        self._admitted = False
+        self._tokens = 0
+
+    def see(self, output: RequestOutput) -> None:
+        metrics, now = self._metrics, time.perf_counter()
+        if not self._admitted:
+            self._admitted = True
+            metrics._prompt_tokens.inc(len(output.prompt_token_ids))
+            if self._constraint is not None and output.backend is not None:
+                metrics._grammar_wait.labels(output.backend, self._constraint.kind).observe(now - self._arrived)
+        count = sum(len(each.token_ids) for each in output.outputs)
+        if count > self._tokens:
+            metrics._generation_tokens.inc(count - self._tokens)
+            if self._tokens == 0:
+                metrics._first_token.observe(now - self._arrived)
+            else:
+                metrics._inter_token.observe(now - self._latest)
+            self._tokens, self._latest = count, now
+        if output.finished:
+            metrics._end_to_end.observe(now - self._arrived)
+            if output.error is not None:
+                metrics._failures.labels(output.error.code).inc()
+            for each in output.outputs:
+                if each.error is None and each.finish_reason is not None:
+                    metrics._finished.labels(each.finish_reason).inc()
+
+
+class _EngineCollector(Collector):
+    """The engine's and the pool's own counters, as they stand when the page is asked for."""
+
+    def __init__(self, engine: AsyncLLM) -> None:
+        self._engine = engine
+
+    def collect(self) -> Iterator[Metric]:
+        health = self._engine.health()
+        stats, workers = health.stats, health.pool.workers
+        gauges = (
+            ("num_requests_running", "Sequences that run.", health.num_running),
+            ("num_requests_waiting", "Requests that wait to run.", health.num_waiting),
+            ("num_requests_waiting_for_grammar", "Requests whose grammar is compiled.", health.num_waiting_for_grammar),
+            ("kv_cache_usage_perc", "Share of the KV cache in use, 0 to 1.", health.kv_cache_usage),
+            ("grammar_compiling", "Constraints that are compiled or queue for it.", health.pool.compiling),
+            ("mask_actors_up", "Mask actors that are up.", sum(worker.state == "up" for worker in workers)),
+            ("mask_actors", "Mask actors there should be.", len(workers)),
+            ("mask_open_sequences", "Matchers that are open.", sum(worker.open_sequences for worker in workers)),
+        )
+        exposed = stats.prepare_seconds + stats.wait_seconds + stats.kernel_seconds
+        counters = (
+            ("num_preemptions", "Sequences preempted.", health.num_preemptions),
+            ("engine_steps", "Steps of the engine.", stats.steps),
+            ("engine_step_seconds", "Seconds spent in steps.", stats.step_seconds),
+            ("mask_exposed_seconds", "Mask time that the forward pass did not hide.", exposed),
+            ("mask_wait_seconds", "Part of the exposed: waiting for masks.", stats.wait_seconds),
+            ("mask_seconds", "Seconds that workers spent on masks, exposed or hidden.", stats.mask_seconds),
+            ("mask_actor_restarts", "Mask actors replaced.", sum(worker.restarts for worker in workers)),
+        )
+        for name, text, value in gauges:
+            yield GaugeMetricFamily(f"guided_{name}", text, value=value)
+        for name, text, value in counters:
+            yield CounterMetricFamily(f"guided_{name}", text, value=value)
+        failures = CounterMetricFamily("guided_engine_failures", "Groups that ended with an error.", labels=["code"])
+        for code, count in list(stats.failures.items()):
+            failures.add_metric([code], count)
+        yield failures

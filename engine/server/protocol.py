@@ -1,0 +1,358 @@
+"""Request and response bodies of the HTTP API: their shape. What a constraint means is checked in `guided.constraint`.
+
+The shapes are OpenAI's, plus vLLM's sampling fields, plus every spelling of a constraint. A field that is not here is
+refused with 400 (`extra="forbid"`): a server that ignores it would answer with something else than was asked for.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+__all__ = [
+    "REFUSED",
+    "ChatChoice",
+    "ChatLogprob",
+    "ChatLogprobs",
+    "ChatRequest",
+    "ChatResponse",
+    "ChatTopLogprob",
+    "Completion",
+    "CompletionChoice",
+    "CompletionLogprobs",
+    "CompletionRequest",
+    "DetokenizeRequest",
+    "DetokenizeResponse",
+    "GenerationRequest",
+    "GuidedInfo",
+    "JsonSchemaFormat",
+    "Message",
+    "ModelCard",
+    "ModelList",
+    "ResponseFormat",
+    "ResponseMessage",
+    "StreamOptions",
+    "StructuredOutputs",
+    "TokenizeRequest",
+    "TokenizeResponse",
+    "Usage",
+]
+
+REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "tools": ("tool calling is not supported; ask for the call's JSON with json_schema", ([],)),
+    "tool_choice": ("tool calling is not supported", ("none", "auto")),
+    "functions": ("tool calling is not supported", ([],)),
+    "function_call": ("tool calling is not supported", ("none", "auto")),
+    "tool_calls": ("tool calling is not supported", ([],)),
+    "tool_call_id": ("tool calling is not supported", ()),
+    "modalities": ("the only modality is text", (["text"],)),
+    "audio": ("audio is not supported", ()),
+    "refusal": ("refusals are not supported", ()),
+    "annotations": ("annotations are not supported", ([],)),
+    "suffix": ("the models served here don't fill in the middle", ("",)),
+    "reasoning_effort": ("reasoning is not supported", ("none",)),
+    "verbosity": ("verbosity is not supported", ()),
+    "web_search_options": ("web search is not supported", ()),
+    "chat_template": ("a request can't bring its own chat template", ()),
+    "prompt_embeds": ("prompt embeddings are not supported", ()),
+    "truncate_prompt_tokens": ("prompts are not truncated: send a shorter one", ()),
+    "logits_processors": ("logits processors can't be sent with a request", ([],)),
+}
+"""Known fields that are refused: name -> why, and the values (beside null) that ask for nothing and so are taken."""
+
+
+class Body(BaseModel):
+    """Strict: no unknown fields, no "3" for 3. Refused fields pass where their value asks for nothing."""
+
+    model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_neutral(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        known = cls.model_fields
+
+        def is_neutral(name: str, value: Any) -> bool:
+            return name in REFUSED and name not in known and (value is None or value in REFUSED[name][1])
+
+        return {name: value for name, value in data.items() if not is_neutral(name, value)}
+
+
+class JsonSchemaFormat(Body):
+    """OpenAI's `response_format.json_schema`. The schema is always enforced, `strict` or not."""
+
+    name: str
+    description: str | None = None
+    schema_: dict[str, Any] | bool | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    """OpenAI's `response_format`."""
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(Body):
+    """vLLM's `structured_outputs`: exactly one of the constraint fields."""
+
+    json_: dict[str, Any] | str | bool | None = Field(default=None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: Any = None
+    whitespace_pattern: str | None = None
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+
+
+class StreamOptions(Body):
+    include_usage: bool = False
+    include_obfuscation: bool | None = Field(default=None, description="Taken; nothing is obfuscated.")
+
+
+class GenerationRequest(Body):
+    """What chat and text completions share."""
+
+    model: str | None = Field(default=None, description="Name of the served model; see /v1/models.")
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+
+    # What the output has to satisfy: one of these. Ours ...
+    json_schema: dict[str, Any] | str | bool | None = Field(
+        default=None, description="A JSON schema, as an object or as JSON text."
+    )
+    json_object: bool | None = Field(default=None, description="Any JSON object.")
+    regex: str | None = Field(default=None, description="The whole output matches.")
+    choice: list[str] | None = Field(default=None, description="The output is one of these.")
+    grammar: str | None = Field(default=None, description="Lark, or GBNF/EBNF with a root rule.")
+    backend: str | None = Field(default=None, description="auto, llguidance, xgrammar, outlines or lm-format-enforcer.")
+    whitespace_pattern: str | None = Field(
+        default=None, description="JSON kinds: regex of what may stand between JSON tokens."
+    )
+    # ... OpenAI's, vLLM's ...
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    # ... and vLLM's older names.
+    guided_json: dict[str, Any] | str | bool | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_decoding_backend: str | None = None
+    guided_whitespace_pattern: str | None = None
+
+    # How it is sampled.
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    min_tokens: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    best_of: int | None = None
+    use_beam_search: bool | None = None
+    prompt_logprobs: int | None = None
+
+    # Taken, and without effect on the output.
+    user: Any = None
+    metadata: Any = None
+    store: Any = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+    prediction: Any = None
+    parallel_tool_calls: Any = None
+
+
+class TextPart(Body):
+    type: Literal["text"]
+    text: str
+
+
+class Message(Body):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+
+    @property
+    def text(self) -> str:
+        """The content as one string; parts are joined by newlines."""
+        if isinstance(self.content, list):
+            return "\n".join(part.text for part in self.content)
+        return self.content or ""
+
+    def for_template(self) -> dict[str, str]:
+        """As chat templates expect it. `developer` is OpenAI's newer word for `system`."""
+        message = {"role": "system" if self.role == "developer" else self.role, "content": self.text}
+        return message if self.name is None else {**message, "name": self.name}
+
+
+TemplateValue = str | int | float | bool | None
+
+
+class ChatRequest(GenerationRequest):
+    """Body of `POST /v1/chat/completions`."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = None
+    max_tokens: int | None = Field(default=None, description="Default: what remains of the context.")
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, TemplateValue] | None = None
+
+
+class CompletionRequest(GenerationRequest):
+    """Body of `POST /v1/completions`."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    max_tokens: int | None = Field(
+        default=None, description="Default: 16, as OpenAI's; with a constraint, what remains of the context."
+    )
+    logprobs: int | None = None
+    echo: bool = False
+    add_special_tokens: bool = True
+
+
+class TokenizeRequest(Body):
+    """Body of `POST /tokenize`: a prompt, or chat messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool | None = Field(default=None, description="Default: for a prompt, not for messages.")
+    add_generation_prompt: bool = True
+    return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def _one_of(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give either prompt or messages")
+        return self
+
+
+class DetokenizeRequest(Body):
+    model: str | None = None
+    tokens: list[int]
+
+
+class GuidedInfo(BaseModel):
+    """How the output was constrained; null in the answer where it was not."""
+
+    kind: str
+    backend: str
+
+
+class Usage(BaseModel):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    total_tokens: int = 0
+
+
+class ChatTopLogprob(BaseModel):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class ChatLogprob(ChatTopLogprob):
+    top_logprobs: list[ChatTopLogprob]
+
+
+class ChatLogprobs(BaseModel):
+    content: list[ChatLogprob]
+    refusal: None = None
+
+
+class ResponseMessage(BaseModel):
+    role: Literal["assistant"] = "assistant"
+    content: str
+    refusal: None = None
+
+
+class ChatChoice(BaseModel):
+    index: int
+    message: ResponseMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: str
+    stop_reason: int | str | None = None
+
+
+class ChatResponse(BaseModel):
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    system_fingerprint: str | None = None
+    guided: GuidedInfo | None = None
+
+
+class CompletionLogprobs(BaseModel):
+    """OpenAI's older shape. `text_offset` counts characters from the start of the choice's text."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]] | None
+    text_offset: list[int]
+
+
+class CompletionChoice(BaseModel):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: str | None
+    stop_reason: int | str | None = None
+
+
+class Completion(BaseModel):
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | None
+    system_fingerprint: str | None = None
+    guided: GuidedInfo | None = None
+
+
+class ModelCard(BaseModel):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "guided"
+    root: str
+    max_model_len: int
+
+
+class ModelList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class TokenizeResponse(BaseModel):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeResponse(BaseModel):
+    prompt: str

@@ -1,0 +1,88 @@
+"""A request's fields -> `SamplingParams`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from engine.sampling_params import SamplingParams
+from engine.server.constraints import Asked
+from engine.server.protocol import GenerationRequest
+from guided.errors import InvalidRequest, bounded
+
+__all__ = ["check_length", "sampling_params"]
+
+_SAME_NAME = (
+    "n",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "min_tokens",
+    "stop",
+    "stop_token_ids",
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "best_of",
+    "use_beam_search",
+    "prompt_logprobs",
+)
+
+
+def sampling_params(
+    request: GenerationRequest, asked: Asked, *, max_tokens: int | None, logprobs: int | None
+) -> SamplingParams:
+    """Build and check them; what is null is left at its default.
+
+    Raises:
+        InvalidRequest: `param` names the field.
+    """
+    given: dict[str, Any] = {name: getattr(request, name) for name in _SAME_NAME}
+    given = {name: value for name, value in given.items() if value is not None}
+    return SamplingParams(
+        **given,
+        max_tokens=max_tokens,
+        logprobs=logprobs,
+        logit_bias=_logit_bias(request.logit_bias),
+        constraint=asked.constraint,
+        backend=asked.backend,
+    )
+
+
+def check_length(
+    prompt_tokens: int, max_tokens: int | None, max_model_len: int, *, prompt_param: str, max_tokens_param: str
+) -> None:
+    """Refuse a prompt that fills the context, and more output than remains of it.
+
+    Raises:
+        InvalidRequest
+    """
+    if prompt_tokens >= max_model_len:
+        raise InvalidRequest(
+            f"the prompt has {prompt_tokens} tokens and the context of this model is {max_model_len} tokens long",
+            param=prompt_param,
+        )
+    if max_tokens is not None and prompt_tokens + max_tokens > max_model_len:
+        raise InvalidRequest(
+            f"{max_tokens_param} is {max_tokens}, but after a prompt of {prompt_tokens} tokens only"
+            f" {max_model_len - prompt_tokens} of the context's {max_model_len} remain",
+            param=max_tokens_param,
+        )
+
+
+def _logit_bias(given: Mapping[str, float] | None) -> dict[int, float] | None:
+    """JSON's keys are strings."""
+    if given is None:
+        return None
+    bias = {}
+    for key, value in given.items():
+        if not key.isascii() or not key.isdecimal() or len(key) > 9:
+            raise InvalidRequest(f"logit_bias: {bounded(key, 40)!r} is no token id", param="logit_bias")
+        bias[int(key)] = value
+    return bias

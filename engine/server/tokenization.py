@@ -1,0 +1,52 @@
+"""POST /tokenize and /detokenize."""
+
+from __future__ import annotations
+
+import asyncio
+
+from fastapi import APIRouter
+
+from engine.server.context import Context, ServerContext
+from engine.server.prompts import render_chat
+from engine.server.protocol import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
+from guided.errors import InvalidRequest
+
+__all__ = ["router"]
+
+router = APIRouter(tags=["tokenization"])
+
+
+@router.post("/tokenize")
+async def tokenize(body: TokenizeRequest, context: Context) -> TokenizeResponse:
+    """Token ids of a prompt, or of chat messages under the chat template."""
+    context.check_model(body.model)
+    tokens = await asyncio.to_thread(_tokens, body, context)
+    texts = context.texts
+    return TokenizeResponse(
+        count=len(tokens),
+        max_model_len=context.engine.max_model_len,
+        tokens=tokens,
+        token_strs=[texts.of(token) for token in tokens] if body.return_token_strs else None,
+    )
+
+
+@router.post("/detokenize")
+async def detokenize(body: DetokenizeRequest, context: Context) -> DetokenizeResponse:
+    """The text of token ids, special tokens included."""
+    context.check_model(body.model)
+    texts, size = context.texts, context.vocabulary.padded_vocab_size
+    wrong = next((token for token in body.tokens if not 0 <= token < size), None)
+    if wrong is not None:
+        raise InvalidRequest(f"{wrong} is no token id of this model", param="tokens")
+    return DetokenizeResponse(prompt=b"".join(map(texts.bytes_of, body.tokens)).decode("utf-8", "replace"))
+
+
+def _tokens(body: TokenizeRequest, context: ServerContext) -> list[int]:
+    tokenizer = context.engine.tokenizer
+    if body.messages is not None:
+        text = render_chat(tokenizer, body.messages, add_generation_prompt=body.add_generation_prompt)
+    else:
+        text = body.prompt or ""
+    special = body.messages is None if body.add_special_tokens is None else body.add_special_tokens
+    tokens: list[int] = tokenizer.encode(text, add_special_tokens=special)
+    return tokens
