@@ -7,7 +7,7 @@ import logging
 import threading
 import uuid
 from collections import deque
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,7 +117,7 @@ class AsyncLLM:
 
     async def generate(
         self, prompt: str | Sequence[int], params: SamplingParams, request_id: str | None = None
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Run one request. Yields snapshots: the first, with nothing in its outputs yet or something already, once the
         request is admitted (its constraint is compiled); the last has `finished`.
 
