@@ -20,16 +20,21 @@ from guided.errors import InvalidConstraint, UnsupportedConstraint, bounded
 
 __all__ = [
     "EMPTY",
+    "UNIVERSE",
     "Chars",
     "Choice",
     "Node",
+    "Ranges",
+    "Reference",
     "Repeat",
     "Sequence",
     "canonical",
     "choice",
     "complement",
+    "intersection",
     "literal",
     "parse",
+    "parse_search",
     "ranges_of",
     "render",
     "repeat",
@@ -76,7 +81,14 @@ class Repeat:
     high: int | None
 
 
-Node = Chars | Sequence | Choice | Repeat
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """Whatever rule `name` says. In grammars only (`grammar.py`): a regex has none."""
+
+    name: str
+
+
+Node = Chars | Sequence | Choice | Repeat | Reference
 EMPTY = Sequence(())
 
 
@@ -103,15 +115,51 @@ def literal(text: str) -> Node:
 
 def parse(pattern: str, *, param: str = "regex") -> Node:
     """The tree of `pattern`. Raises as `canonical` does."""
+    parsed = _parsed(pattern, param)
+    return _Reader(pattern, param).sequence(parsed, parsed.state.flags, start=True, end=True)
+
+
+def parse_search(pattern: str, *, param: str = "regex") -> Node:
+    """The tree of all texts that `pattern` is found in: JSON Schema's reading, where only `^` and `$` tie it down.
+
+    Raises as `canonical` does.
+    """
+    parsed = _parsed(pattern, param)
+    return _search(parsed, parsed.state.flags, _Reader(pattern, param))
+
+
+def _search(parsed: Any, flags: int, reader: _Reader) -> Node:
+    items = list(parsed)
+    if len(items) == 1 and str(items[0][0]) == "BRANCH":
+        return choice(_search(option, flags, reader) for option in items[0][1][1])
+    start, end = _tied(parsed, 0, "AT_BEGINNING"), _tied(parsed, -1, "AT_END")
+    node = reader.sequence(parsed, flags, start=start, end=end)
+    anything = Repeat(Chars(UNIVERSE), 0, None)
+    return sequence([EMPTY if start else anything, node, EMPTY if end else anything])
+
+
+def _tied(parsed: Any, edge: int, anchor: str) -> bool:
+    """Every way through `parsed` has `anchor` at its first (0) or last (-1) place."""
+    items = list(parsed)
+    if not items:
+        return False
+    operation, argument = str(items[edge][0]), items[edge][1]
+    if operation == "AT":
+        return str(argument) in (anchor, f"{anchor}_STRING")
+    if operation == "BRANCH":
+        return all(_tied(option, edge, anchor) for option in argument[1])
+    return operation == "SUBPATTERN" and _tied(argument[3], edge, anchor)
+
+
+def _parsed(pattern: str, param: str) -> Any:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # "possible nested set": it means what `re` takes it to mean
-            parsed = _sre.parse(pattern)
+            return _sre.parse(pattern)
     except re.error as error:
         raise InvalidConstraint(f"the regex {bounded(pattern, 120)!r} is malformed: {error}", param=param) from None
     except (OverflowError, RecursionError) as error:
         raise InvalidConstraint(f"the regex {bounded(pattern, 120)!r} is too large: {error}", param=param) from None
-    return _Reader(pattern, param).sequence(parsed, parsed.state.flags, start=True, end=True)
 
 
 _sre: Any = importlib.import_module("re._parser")
@@ -257,10 +305,10 @@ def ranges_of(pairs: Iterable[tuple[int, int]]) -> Ranges:
             merged[-1] = (merged[-1][0], max(high, merged[-1][1]))
         else:
             merged.append((low, high))
-    return _intersection(tuple(merged), UNIVERSE)
+    return intersection(tuple(merged), UNIVERSE)
 
 
-def _intersection(left: Ranges, right: Ranges) -> Ranges:
+def intersection(left: Ranges, right: Ranges) -> Ranges:
     pairs = ((max(a, c), min(b, d)) for a, b in left for c, d in right)
     return tuple(pair for pair in pairs if pair[0] <= pair[1])
 
@@ -274,7 +322,7 @@ def complement(ranges: Ranges) -> Ranges:
             gaps.append((start, low - 1))
         start = high + 1
     gaps.append((start, 0x10FFFF))
-    return _intersection(tuple(gap for gap in gaps if gap[0] <= gap[1]), UNIVERSE)
+    return intersection(tuple(gap for gap in gaps if gap[0] <= gap[1]), UNIVERSE)
 
 
 def _count(ranges: Ranges) -> int:
@@ -287,13 +335,15 @@ def _cut(node: Node) -> Node:
         case Chars(ranges):
             if min(_count(ranges), _count(complement(ranges))) <= _BIG:
                 return node
-            return Chars(_intersection(ranges, ((0, 127),)) or ranges)
+            return Chars(intersection(ranges, ((0, 127),)) or ranges)
         case Sequence(items):
             return Sequence(tuple(map(_cut, items)))
         case Choice(options):
             return Choice(tuple(map(_cut, options)))
         case Repeat(item, low, high):
             return Repeat(_cut(item), low, high)
+        case Reference():
+            return node
 
 
 def sequence(items: Iterable[Node]) -> Node:
@@ -341,6 +391,8 @@ def render(node: Node) -> str:
                 case _, None:
                     return f"{inner}{{{low},}}"
             return f"{inner}{{{low}}}" if low == high else f"{inner}{{{low},{high}}}"
+        case Reference(name):
+            raise ValueError(f"rule {name} in a regex")
 
 
 def _render_chars(ranges: Ranges) -> str:

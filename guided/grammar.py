@@ -1,0 +1,387 @@
+"""Grammars: telling Lark from GBNF/EBNF, and turning GBNF into Lark for libraries that speak only that.
+
+The two differ in more than looks. GBNF (llama.cpp's) is a grammar over characters. Lark has a lexer, and llguidance's
+takes the longest lexeme: `word "x"` with `word ::= [a-z]+` would never see its `x`. So a GBNF rule may become a lexeme
+only where that loses nothing, which is where the set of all lexemes is *prefix-free*: no lexeme's text is the beginning
+of another's. A grammar without recursion becomes one single regex; in others, what is regular and prefix-free (a quoted
+string, a keyword) becomes a lexeme, and the rest stays as it was, one character a lexeme.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from functools import cache
+from typing import Literal
+
+import interegular
+from lark import Lark, Token, Tree
+from lark.exceptions import UnexpectedInput
+
+from guided.errors import InvalidConstraint, UnsupportedConstraint, bounded
+from guided.regex import (
+    EMPTY,
+    UNIVERSE,
+    Chars,
+    Choice,
+    Node,
+    Ranges,
+    Reference,
+    Repeat,
+    Sequence,
+    choice,
+    complement,
+    intersection,
+    literal,
+    ranges_of,
+    render,
+    repeat,
+    sequence,
+)
+
+__all__ = ["ROOT", "parse_gbnf", "syntax", "to_lark"]
+
+ROOT = "root"
+"""The rule that a GBNF text starts from."""
+
+_GBNF_RULE = re.compile(r"^[ \t]*[A-Za-z0-9_][\w-]*\s*::=", re.MULTILINE)
+
+_GBNF = r"""
+start: rule+
+rule: HEAD alternatives
+alternatives: branch ("|" branch)*
+branch: item*
+item: atom QUANTIFIER*
+?atom: STRING | CLASS | NAME | ANY | "(" alternatives ")"
+HEAD.2: /[A-Za-z0-9_][\w-]*\s*::=/
+NAME: /[A-Za-z0-9_][\w-]*/
+STRING: /"(\\.|[^"\\])*"/s
+CLASS: /\[(\\.|[^\]\\])*\]/s
+ANY: "."
+QUANTIFIER: /[*+?]|\{\s*\d+\s*(,\s*\d*\s*)?\}/
+%ignore /\s+/
+%ignore /#[^\n]*/
+"""
+
+_LARK_TOKEN = re.compile(
+    r"""(?P<skip>//[^\n]*|\#[^\n]*|"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\\n])+/)|(?P<special><[^<>\s]+>)""", re.DOTALL
+)
+
+_MAX_NODES = 2_000
+"""Nodes up to which a rule is folded into one regex, repetitions counted out."""
+
+_MAX_PIECES = 8
+"""Items of a sequence up to which every stretch of it is tried as a lexeme."""
+
+Rules = dict[str, Node]
+
+
+def syntax(text: str) -> Literal["lark", "gbnf"]:
+    """Which of the two `text` is: GBNF/EBNF says `name ::= …` at the start of a line, Lark never does."""
+    return "gbnf" if _GBNF_RULE.search(text) else "lark"
+
+
+def to_lark(text: str, *, param: str = "grammar") -> str:
+    """`text` as Lark for llguidance: as it is where it is Lark already, converted where it is GBNF.
+
+    Raises:
+        InvalidConstraint: GBNF with a syntax error, an undefined rule, or no `root`.
+        UnsupportedConstraint: Lark that refers to special tokens, which guided output never holds.
+    """
+    if syntax(text) == "gbnf":
+        return _Converter(parse_gbnf(text, param=param)).lark()
+    for found in _LARK_TOKEN.finditer(text):
+        if found["special"]:
+            raise UnsupportedConstraint(
+                f"the grammar refers to the special token {bounded(found['special'], 60)}:"
+                " guided output never holds special tokens",
+                param=param,
+            )
+    return text
+
+
+def parse_gbnf(text: str, *, param: str = "grammar") -> Rules:
+    """The rules that `root` reaches, by name, `root` among them. Raises as `to_lark` does."""
+    try:
+        tree = _gbnf_parser().parse(text)
+    except UnexpectedInput as error:
+        where = f"line {error.line}, column {error.column}"
+        near = bounded(error.get_context(text, 20).splitlines()[0].strip(), 60) if error.line > 0 else ""
+        raise InvalidConstraint(f"the grammar is malformed at {where}, near {near!r}", param=param) from None
+    rules: Rules = {}
+    for rule in tree.children:
+        assert isinstance(rule, Tree)
+        head, body = rule.children
+        name = str(head).removesuffix("::=").strip()
+        if name in rules:
+            raise InvalidConstraint(f"the grammar defines rule {bounded(name, 60)!r} twice", param=param)
+        rules[name] = _node(body, param)
+    for name, rule_body in rules.items():
+        for missing in sorted({*_references(rule_body)} - rules.keys()):
+            raise InvalidConstraint(
+                f"rule {bounded(name, 60)!r} of the grammar refers to {bounded(missing, 60)!r}, which it lacks",
+                param=param,
+            )
+    if ROOT not in rules:
+        raise InvalidConstraint(f"the grammar has no rule {ROOT!r} to start from", param=param)
+    return {name: rules[name] for name in _reachable(rules)}
+
+
+@cache
+def _gbnf_parser() -> Lark:
+    return Lark(_GBNF, parser="lalr", maybe_placeholders=False)
+
+
+def _node(tree: Tree[Token] | Token, param: str) -> Node:
+    if isinstance(tree, Token):
+        match tree.type:
+            case "STRING":
+                return literal("".join(map(chr, _codes(tree[1:-1], param))))
+            case "CLASS":
+                return _char_class(tree[1:-1], param)
+            case "ANY":
+                return Chars(UNIVERSE)
+        return Reference(str(tree))
+    match tree.data:
+        case "alternatives":
+            return choice(_node(child, param) for child in tree.children)
+        case "branch":
+            return sequence(_node(child, param) for child in tree.children)
+    item = _node(tree.children[0], param)
+    for quantifier in tree.children[1:]:
+        item = repeat(item, *_bounds(str(quantifier), param))
+    return item
+
+
+def _bounds(quantifier: str, param: str) -> tuple[int, int | None]:
+    if quantifier in "*+?":
+        return {"*": (0, None), "+": (1, None), "?": (0, 1)}[quantifier]
+    bounds = re.findall(r"\d+", quantifier)
+    low, high = int(bounds[0]), int(bounds[-1]) if "," not in quantifier or len(bounds) == 2 else None
+    if high is not None and high < low:
+        raise InvalidConstraint(f"the repetition {quantifier} of the grammar ends before it begins", param=param)
+    return low, high
+
+
+def _char_class(text: str, param: str) -> Node:
+    negated = text.startswith("^")
+    pairs: list[tuple[int, int]] = []
+    tokens = list(_characters(text[negated:], param))
+    index = 0
+    while index < len(tokens):
+        low = tokens[index][0]
+        if index + 2 < len(tokens) and tokens[index + 1] == (ord("-"), False):
+            pairs.append((low, tokens[index + 2][0]))
+            index += 3
+        else:
+            pairs.append((low, low))
+            index += 1
+    if any(high < low for low, high in pairs):
+        raise InvalidConstraint(
+            f"the character class [{bounded(text, 60)}] of the grammar is out of order", param=param
+        )
+    ranges = complement(ranges_of(pairs)) if negated else ranges_of(pairs)
+    if not ranges:
+        raise InvalidConstraint(f"no character is in the class [{bounded(text, 60)}] of the grammar", param=param)
+    return Chars(ranges)
+
+
+def _codes(text: str, param: str) -> Iterator[int]:
+    for code, _ in _characters(text, param):
+        yield code
+
+
+def _characters(text: str, param: str) -> Iterator[tuple[int, bool]]:
+    """Code points of a literal's or a class's inside, and whether each was escaped."""
+    index = 0
+    while index < len(text):
+        if text[index] != "\\":
+            yield ord(text[index]), False
+            index += 1
+            continue
+        letter = text[index + 1]
+        width = {"x": 2, "u": 4, "U": 8}.get(letter, 0)
+        digits = text[index + 2 : index + 2 + width]
+        if width and re.fullmatch(rf"[0-9A-Fa-f]{{{width}}}", digits):
+            code = int(digits, 16)
+        elif letter in "nrt":
+            code = ord({"n": "\n", "r": "\r", "t": "\t"}[letter])
+        elif not letter.isalnum():
+            code = ord(letter)
+        else:
+            code = -1
+        if code < 0 or code > 0x10FFFF or 0xD800 <= code < 0xE000:
+            raise InvalidConstraint(
+                f"the grammar holds an unknown escape, \\{bounded(letter + digits, 12)}", param=param
+            )
+        yield code, True
+        index += 2 + width
+
+
+def _references(node: Node) -> Iterator[str]:
+    match node:
+        case Reference(name):
+            yield name
+        case Sequence(inner) | Choice(inner):
+            for item in inner:
+                yield from _references(item)
+        case Repeat(item):
+            yield from _references(item)
+
+
+def _reachable(rules: Rules) -> list[str]:
+    found = [ROOT]
+    for name in found:
+        found.extend(sorted({*_references(rules[name])}.difference(found)))
+    return found
+
+
+class _Converter:
+    """GBNF rules to Lark text."""
+
+    def __init__(self, rules: Rules) -> None:
+        self._rules = rules
+        self._regular: dict[str, Node | None] = {}
+        for name in rules:
+            self._expand_rule(name, ())
+        self._apart: set[Node] = set()
+        """Regular nodes that are no lexeme: their parts may be."""
+
+    def lark(self) -> str:
+        whole = self._regular[ROOT]
+        if whole is not None:
+            return f"start: WHOLE\nWHOLE: {_slashed(whole)}\n" if whole != EMPTY else 'start: ""\n'
+        while True:
+            lexemes: dict[Node, str] = {}
+            names = {name: "start" if name == ROOT else f"r{index}" for index, name in enumerate(self._rules)}
+            lines = [f"{names[name]}: {self._emit(body, lexemes, names)}" for name, body in self._rules.items()]
+            clashing = self._clashing(list(lexemes))
+            if not clashing:
+                break
+            self._apart |= clashing
+        lines += [f"{name}: {_slashed(node)}" for node, name in lexemes.items()]
+        return "\n".join(lines) + "\n"
+
+    def _emit(self, node: Node, lexemes: dict[Node, str], names: dict[str, str]) -> str:
+        if (lexeme := self._lexeme(node)) is not None:
+            return lexemes.setdefault(lexeme, f"T{len(lexemes)}")
+        match node:
+            case Reference(name):
+                return names[name]
+            case Choice(options):
+                return "(" + " | ".join(self._emit(option, lexemes, names) for option in options) + ")"
+            case Repeat(item, low, high):
+                bounds = f"{{{low},{'' if high is None else high}}}"
+                return f"({self._emit(item, lexemes, names)}){bounds}"
+            case Sequence(items):
+                return " ".join(self._emit(piece, lexemes, names) for piece in self._pieces(items)) or '""'
+        raise AssertionError(node)
+
+    def _pieces(self, items: tuple[Node, ...]) -> Iterator[Node]:
+        """`items`, with the longest stretches that are lexemes put together."""
+        start = 0
+        while start < len(items):
+            longest = min(len(items), start + _MAX_PIECES)
+            ends = (end for end in range(longest, start + 1, -1) if items[start:end] != items)
+            end = next((end for end in ends if self._lexeme(Sequence(items[start:end])) is not None), start + 1)
+            yield items[start] if end == start + 1 else Sequence(items[start:end])
+            start = end
+
+    def _lexeme(self, node: Node) -> Node | None:
+        """`node` without references, if it is regular and may be a lexeme (one character always may)."""
+        expanded = self._expand(node, ())
+        if expanded is None or isinstance(expanded, Chars):
+            return expanded
+        return expanded if expanded not in self._apart and _prefix_free(expanded) else None
+
+    def _clashing(self, lexemes: list[Node]) -> set[Node]:
+        """Lexemes of several characters that begin or continue another one."""
+        firsts = [_first(lexeme) for lexeme in lexemes]
+        clashing: set[Node] = set()
+        for index, left in enumerate(lexemes):
+            for other in range(index):
+                right = lexemes[other]
+                if isinstance(left, Chars) and isinstance(right, Chars):
+                    continue
+                if intersection(firsts[index], firsts[other]) and not _prefix_free(choice((left, right))):
+                    clashing.add(max(left, right, key=_size))
+        return clashing
+
+    def _expand_rule(self, name: str, within: tuple[str, ...]) -> Node | None:
+        if name in within:
+            return None
+        if name not in self._regular:
+            self._regular[name] = self._expand(self._rules[name], (*within, name))
+        return self._regular[name]
+
+    def _expand(self, node: Node, within: tuple[str, ...]) -> Node | None:
+        """`node` with every reference replaced by what it refers to; None where that is recursive or too large."""
+        expanded: Node | None
+        match node:
+            case Chars():
+                return node
+            case Reference(name):
+                return self._expand_rule(name, within)
+            case Sequence(inner) | Choice(inner):
+                items = [self._expand(item, within) for item in inner]
+                some = [item for item in items if item is not None]
+                if len(some) < len(items):
+                    return None
+                expanded = sequence(some) if isinstance(node, Sequence) else choice(some)
+            case Repeat(item, low, high):
+                once = self._expand(item, within)
+                expanded = None if once is None else repeat(once, low, high)
+        return expanded if expanded is None or _size(expanded) <= _MAX_NODES else None
+
+
+@cache
+def _size(node: Node) -> int:
+    match node:
+        case Sequence(inner) | Choice(inner):
+            return 1 + sum(map(_size, inner))
+        case Repeat(item, low, high):
+            return _size(item) * max(low, high or 1, 1)
+    return 1
+
+
+def _first(node: Node) -> Ranges:
+    """The characters that a text of `node` (regular) may begin with."""
+    match node:
+        case Chars(ranges):
+            return ranges
+        case Choice(options):
+            return ranges_of(pair for option in options for pair in _first(option))
+        case Repeat(item):
+            return _first(item)
+        case Sequence(items):
+            pairs: list[tuple[int, int]] = []
+            for item in items:
+                pairs.extend(_first(item))
+                if not _nullable(item):
+                    break
+            return ranges_of(pairs)
+    raise AssertionError(node)
+
+
+def _nullable(node: Node) -> bool:
+    match node:
+        case Sequence(items):
+            return all(map(_nullable, items))
+        case Choice(options):
+            return any(map(_nullable, options))
+        case Repeat(item, low, _):
+            return low == 0 or _nullable(item)
+    return False
+
+
+@cache
+def _prefix_free(node: Node) -> bool:
+    """No text of `node` (regular) is the beginning of another one; the empty text begins all."""
+    if _nullable(node) or _size(node) > _MAX_NODES:
+        return False
+    machine = interegular.parse_pattern(render(node)).to_fsm().reduce()
+    return not any(machine.islive(target) for final in machine.finals for target in machine.map.get(final, {}).values())
+
+
+def _slashed(node: Node) -> str:
+    return "/" + render(node).replace("/", r"\/") + "/"

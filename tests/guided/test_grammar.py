@@ -1,0 +1,227 @@
+"""Telling Lark from GBNF, and a conversion that accepts the same sentences."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from guided.backends.llguidance import LLGuidanceBackend
+from guided.constraint import Constraint
+from guided.errors import InvalidConstraint, TokenRejected, UnsupportedConstraint
+from guided.grammar import syntax, to_lark
+from guided.vocabulary import Vocabulary
+
+JSON_GBNF = r"""
+# llama.cpp's own example, in short
+root   ::= object
+value  ::= object | array | string | number | ("true" | "false" | "null") ws
+
+object ::=
+  "{" ws (
+            string ":" ws value
+    ("," ws string ":" ws value)*
+  )? "}" ws
+
+array  ::= "[" ws ( value
+    ("," ws value)* )? "]" ws  # comment at the end
+
+string ::=
+  "\"" (
+    [^"\\\x7F\x00-\x1F] |
+    "\\" (["\\bfnrt] | "u" [0-9a-fA-F]{4})
+  )* "\"" ws
+
+number ::= ("-"? ([0-9] | [1-9] [0-9]{0,15})) ("." [0-9]+)? ([eE] [-+]? [0-9] [1-9]{0,15})? ws
+ws ::= | " " | "\n" [ \t]{0,20}
+"""
+
+# One token a byte: what is accepted is the grammar's doing, not the tokenizer's.
+BYTES = Vocabulary((*(bytes([byte]) for byte in range(256)), b""), (256,), frozenset({256}), 257)
+BACKEND = LLGuidanceBackend(BYTES)
+
+
+def accepts(grammar: str, text: str) -> bool:
+    try:
+        matcher = BACKEND.compile(Constraint.grammar(grammar)).matcher()
+    except InvalidConstraint as refusal:
+        if "nothing satisfies" in str(refusal):
+            return False
+        raise
+    try:
+        matcher.accept_tokens(list(text.encode()))
+    except TokenRejected:
+        return False
+    return matcher.is_accepting()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('root ::= "a"', "gbnf"),
+        ('# comment\n\n  root::= "a"\n', "gbnf"),
+        ('my-rule ::= "a"\nroot ::= my-rule', "gbnf"),
+        ('start: "a"', "lark"),
+        ('%llguidance {}\nstart: "x ::= y"', "lark"),
+        ("start: A\nA: /[a-z]+/ // root ::= no", "lark"),
+    ],
+)
+def test_syntax(text: str, expected: str) -> None:
+    assert syntax(text) == expected
+
+
+def test_lark_is_left_alone() -> None:
+    text = 'start: "<s>" /<x>/ // <s>\n# <t>\n'
+    assert to_lark(text) == text
+
+
+@pytest.mark.parametrize("text", ["start: <s>", 'start: "a" <|end|> "b"', "start: A <[12]>\nA: /x/"])
+def test_special_tokens_are_refused_by_name(text: str) -> None:
+    with pytest.raises(UnsupportedConstraint, match=r"special token <"):
+        to_lark(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('rot ::= "a"', "no rule 'root'"),
+        ("root ::= missing", "'missing'"),
+        ('root ::= "a" )', "line 1, column 14"),
+        ('root ::= "a', "line 1"),
+        ('root ::= "a"\nroot ::= "b"', "twice"),
+        (r'root ::= "\q"', "escape"),
+        (r'root ::= "\ud800"', "escape"),
+        ("root ::= [z-a]", "out of order"),
+        ("root ::= []", "no character"),
+        ('root ::= "a"{3,2}', "ends before"),
+        ('root ::= "a"{,2}', "malformed"),
+    ],
+)
+def test_malformed_gbnf_is_the_users(text: str, said: str) -> None:
+    with pytest.raises(InvalidConstraint, match="grammar") as caught:
+        to_lark(text)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("grammar", "good", "bad"),
+    [
+        ('root ::= [a-z]+ "x"', ["ax", "xx", "abcx"], ["x", "abc", "xa"]),
+        ('word ::= [a-z]+\nroot ::= word "x" root | "."', [".", "abxx.", "xx."], ["x.", "ab."]),
+        ('root ::= "ab" | [a-z] [a-z] "c"', ["ab", "abc", "xyc"], ["xy", "abd"]),
+        ('root ::= "a" root "b" | "ab" | [a-z] [a-z] "c"', ["ab", "aabb", "aabcb", "zzc"], ["abb", "aab"]),
+        (r'root ::= "\x41\u00e9\U0001F600\n\t\"\\" [\]\-^a]', ['Aé😀\n\t"\\]', 'Aé😀\n\t"\\-', 'Aé😀\n\t"\\^'], ["A"]),
+        ("root ::= [^a-z\\n] .", ["A\n", "é😀"], ["ab", "\nx", "A"]),
+        ('root ::= "a"{2} "b"{1,} "c"{0,1} "d"?', ["aab", "aabbbcd"], ["ab", "aabccd", "aac"]),
+        ('root ::= "a"? | "b"', ["", "a", "b"], ["ab"]),
+        ('root ::= "x" | "(" root ")" |', ["", "x", "((x))", "()"], ["(", "x)"]),
+        ("root ::= a\na ::= b\nb ::= a | [0-9]", ["7"], ["77"]),
+        ('root ::= "/" [/] "//"', ["////"], ["///"]),
+        ('Root-1 ::= "q"\nroot ::= Root-1 Root-1\n  Root-1', ["qqq"], ["qq"]),
+        ('root ::= expr\nexpr ::= expr "+" num | num\nnum ::= [0-9]+', ["1+22+3", "7"], ["1+", "+1"]),
+        ('root ::= "" "a"', ["a"], [""]),
+    ],
+)
+def test_sentences(grammar: str, good: list[str], bad: list[str]) -> None:
+    assert [text for text in good if not accepts(grammar, text)] == []
+    assert [text for text in bad if accepts(grammar, text)] == []
+
+
+def test_json_grammar() -> None:
+    for text in ['{"a": [1, 2.5e3, true, {"b\\u00e9\\n": null}]}', "{}", '{"é": "true"}']:
+        assert accepts(JSON_GBNF, text)
+    for text in ['{"a": }', "[1]", '{"a": tru}', '{"a": 1', '{"a\n": 1}']:
+        assert not accepts(JSON_GBNF, text)
+
+
+def test_regular_parts_become_lexemes() -> None:
+    """What makes it fast: a quoted string is one lexeme, and a grammar without recursion is one regex."""
+    lark = to_lark(JSON_GBNF)
+    assert any(line.endswith('*"/') and line.startswith("T") for line in lark.splitlines())
+    assert to_lark('root ::= [a-z]+ tail\ntail ::= "x" | "y"').splitlines()[0] == "start: WHOLE"
+
+
+# A random grammar, as a tree: a tuple of a kind and its parts, written as GBNF and recognised by the plainest means.
+RULES = ("root", "one", "two")
+LEAVES = st.one_of(
+    st.text("abx", min_size=0, max_size=3).map(lambda text: ("literal", text)),
+    st.sampled_from([("class", "ab"), ("class", "bx"), ("not", "a"), ("not", "xb")]),
+    st.sampled_from([("rule", name) for name in RULES[1:]]),
+)
+BODIES = st.recursive(
+    LEAVES,
+    lambda inner: st.one_of(
+        st.lists(inner, min_size=1, max_size=3).map(lambda parts: ("all", *parts)),
+        st.lists(inner, min_size=2, max_size=3).map(lambda parts: ("any", *parts)),
+        st.tuples(inner, st.sampled_from([(0, 1), (0, 2), (1, 2), (2, 2), (0, 99), (1, 99)])).map(
+            lambda pair: ("repeat", pair[0], *pair[1])
+        ),
+    ),
+    max_leaves=5,
+)
+
+
+def gbnf(node: tuple) -> str:  # type: ignore[type-arg]
+    match node:
+        case "literal", text:
+            return f'"{text}"'
+        case "class", members:
+            return f"[{members}]"
+        case "not", members:
+            return f"[^{members}]"
+        case "rule", name:
+            return str(name)
+        case "all", *parts:
+            return "(" + " ".join(map(gbnf, parts)) + ")"
+        case "any", *parts:
+            return "(" + " | ".join(map(gbnf, parts)) + ")"
+        case "repeat", inner, low, high:
+            sign = {(0, 1): "?", (0, 99): "*", (1, 99): "+", (2, 2): "{2}"}.get((low, high), f"{{{low},{high}}}")
+            return gbnf(inner) + sign
+    raise AssertionError(node)
+
+
+def recognised(bodies: dict, text: str) -> bool:  # type: ignore[type-arg]
+    """Whether `root` derives `text`: which spans each part derives, grown until nothing new is found."""
+    spans: dict[str, set[tuple[int, int]]] = {name: set() for name in bodies}
+
+    def ends(node: tuple, start: int) -> set[int]:  # type: ignore[type-arg]
+        match node:
+            case "literal", wanted:
+                return {start + len(wanted)} if text.startswith(wanted, start) else set()
+            case "class", members:
+                return {start + 1} if text[start : start + 1] and text[start] in members else set()
+            case "not", members:
+                return {start + 1} if text[start : start + 1] and text[start] not in members else set()
+            case "rule", name:
+                return {end for begin, end in spans[name] if begin == start}
+            case "all", *parts:
+                found = {start}
+                for part in parts:
+                    found = {end for middle in found for end in ends(part, middle)}
+                return found
+            case "any", *parts:
+                return {end for part in parts for end in ends(part, start)}
+            case "repeat", inner, low, high:
+                found, frontier = ({start} if low == 0 else set()), {start}
+                for times in range(1, min(high, low + len(text) + 1) + 1):
+                    frontier = {end for middle in frontier for end in ends(inner, middle)}
+                    found |= frontier if times >= low else set()
+                return found
+        raise AssertionError(node)
+
+    while True:
+        grown = {
+            name: {(i, end) for i in range(len(text) + 1) for end in ends(body, i)} for name, body in bodies.items()
+        }
+        if grown == spans:
+            return (0, len(text)) in spans["root"]
+        spans = grown
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.tuples(BODIES, BODIES, BODIES), st.lists(st.text("abx", max_size=6), min_size=1, max_size=8, unique=True))
+def test_the_same_sentences_are_accepted(bodies: tuple[tuple, ...], texts: list[str]) -> None:  # type: ignore[type-arg]
+    rules = dict(zip(RULES, bodies, strict=True))
+    source = "\n".join(f"{name} ::= {gbnf(body)}" for name, body in rules.items())
+    assert {text for text in texts if accepts(source, text)} == {text for text in texts if recognised(rules, text)}
