@@ -9,6 +9,9 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+# Tiny models gain nothing by threads, and lose a lot where the cores are busy: OpenMP's barriers spin.
+torch.set_num_threads(1)
+
 CORPUS = [
     "The quick brown fox jumps over the lazy dog, and then it writes a letter to its friend.",
     '{"name": "Ada", "age": 36, "tags": ["math", "engines"], "address": {"city": "London"}, "ok": true, "x": null}',

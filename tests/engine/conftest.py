@@ -1,0 +1,63 @@
+"""The tiny model, loaded once for all tests of the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.config import EngineConfig
+from engine.llm_engine import LLMEngine
+from engine.model_loader import LoadedModel, load_model
+from engine.outputs import RequestOutput
+from engine.sampling_params import SamplingParams
+from guided.inline import InlinePool
+from guided.pool import MaskPool
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tiny_llama_dir: Path) -> LoadedModel:
+    return load_model(str(tiny_llama_dir), dtype="float32", device="cpu")
+
+
+@pytest.fixture
+def make_engine(tiny_model: LoadedModel) -> Callable[..., LLMEngine]:
+    """An engine over the tiny model; keywords are `EngineConfig`'s, and `pool`."""
+
+    def make(pool: MaskPool | None = None, **config: Any) -> LLMEngine:
+        config.setdefault("max_model_len", 128)
+        return LLMEngine(tiny_model, EngineConfig(**config), pool or InlinePool(tiny_model.vocabulary))
+
+    return make
+
+
+def run(engine: LLMEngine, requests: dict[str, tuple[Any, SamplingParams]]) -> dict[str, RequestOutput]:
+    """All requests to their ends, together."""
+    for name, (prompt, params) in requests.items():
+        engine.add_request(name, prompt, params)
+    return finish(engine)
+
+
+def finish(engine: LLMEngine, steps: int = 2000) -> dict[str, RequestOutput]:
+    """Step until nothing is left; the last output of each request."""
+    last: dict[str, RequestOutput] = {}
+    for _ in range(steps):
+        if not engine.has_unfinished:
+            break
+        for output in engine.step():
+            last[output.request_id] = output
+    assert not engine.has_unfinished
+    assert engine.blocks.num_free == engine.blocks.num_blocks, "all blocks are back"
+    return last
+
+
+@pytest.fixture(scope="session", name="run")
+def _run() -> Callable[..., dict[str, RequestOutput]]:
+    return run
+
+
+@pytest.fixture(scope="session", name="finish")
+def _finish() -> Callable[..., dict[str, RequestOutput]]:
+    return finish

@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+
+from engine.block_manager import BlockManager
+
+BLOCK = 4
+
+
+def manager(num_blocks: int = 8, max_seqs: int = 8, max_blocks: int = 8) -> BlockManager:
+    return BlockManager(num_blocks, BLOCK, max_seqs=max_seqs, max_blocks=max_blocks)
+
+
+def test_sequences_of_one_prompt_share_its_blocks_until_one_writes() -> None:
+    blocks = manager()
+    blocks.allocate([1, 2, 3], 6)
+    assert blocks.num_free == 6
+    assert blocks.blocks(1) == blocks.blocks(2) == blocks.blocks(3)
+    shared = blocks.blocks(1)[1]
+
+    first = blocks.append_slot(1, 6)
+    assert first is not None
+    assert first[0] == shared
+    assert blocks.blocks(1) == [blocks.blocks(2)[0], first[1]]
+    assert blocks.append_slot(2, 6) is not None
+    assert blocks.append_slot(3, 6) is None, "the last one has the block for itself"
+    assert blocks.blocks(3)[1] == shared
+    assert list(blocks.tables[blocks.row(1), :2]) == blocks.blocks(1)
+
+    for sequence in (1, 2, 3):
+        blocks.free(sequence)
+    assert blocks.num_free == 8
+
+
+def test_a_block_that_is_full_is_followed_by_a_new_one() -> None:
+    blocks = manager()
+    blocks.allocate([1], BLOCK)
+    assert blocks.needs_block(1, BLOCK)
+    assert blocks.append_slot(1, BLOCK) is None
+    assert len(blocks.blocks(1)) == 2
+    assert not blocks.needs_block(1, BLOCK + 1)
+    assert blocks.append_slot(1, BLOCK) is None, "asked again for the same position it changes nothing"
+    assert len(blocks.blocks(1)) == 2
+
+
+def test_it_raises_where_nothing_is_free_and_changes_nothing() -> None:
+    blocks = manager(num_blocks=2)
+    blocks.allocate([1], 2 * BLOCK)
+    with pytest.raises(MemoryError):
+        blocks.append_slot(1, 2 * BLOCK)
+    with pytest.raises(MemoryError):
+        blocks.allocate([2], 1)
+    assert len(blocks.blocks(1)) == 2
+    blocks.free(1)
+    assert blocks.num_free == 2
+
+
+class Blocks(RuleBasedStateMachine):
+    """Any order of allocating, forking, growing and freeing: counts are right, nothing leaks, nobody shares a write."""
+
+    sequences = Bundle("sequences")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = manager(num_blocks=12, max_seqs=64, max_blocks=12)
+        self.lengths: dict[int, int] = {}
+        self.next_id = 0
+
+    def new(self) -> int:
+        self.next_id += 1
+        return self.next_id
+
+    @rule(target=sequences, tokens=st.integers(1, 20), others=st.integers(0, 2))
+    def allocate(self, tokens: int, others: int) -> int:
+        ids = [self.new() for _ in range(1 + others)]
+        try:
+            self.blocks.allocate(ids, tokens)
+        except MemoryError:
+            assert self.blocks.blocks_for(tokens) > self.blocks.num_free
+        else:
+            self.lengths.update(dict.fromkeys(ids, tokens))
+        return ids[0]
+
+    @rule(target=sequences, parent=sequences)
+    def fork(self, parent: int) -> int:
+        child = self.new()
+        if parent in self.lengths and len(self.lengths) < 64:
+            self.blocks.fork(parent, child)
+            self.lengths[child] = self.lengths[parent]
+        return child
+
+    @rule(sequence=sequences)
+    def grow(self, sequence: int) -> None:
+        if sequence not in self.lengths or self.lengths[sequence] >= 12 * BLOCK:
+            return
+        position = self.lengths[sequence]
+        before, free = self.blocks.blocks(sequence), self.blocks.num_free
+        needed = self.blocks.needs_block(sequence, position)
+        try:
+            copy = self.blocks.append_slot(sequence, position)
+        except MemoryError:
+            assert needed
+            assert free == 0
+            return
+        self.lengths[sequence] += 1
+        assert self.blocks.num_free == free - needed
+        if copy is not None:
+            assert copy == (before[-1], self.blocks.blocks(sequence)[-1])
+        written = self.blocks.blocks(sequence)[position // BLOCK]
+        assert all(written not in self.blocks.blocks(other) for other in self.lengths if other != sequence)
+
+    @rule(sequence=consumes(sequences))
+    def free(self, sequence: int) -> None:
+        self.blocks.free(sequence)
+        self.lengths.pop(sequence, None)
+
+    @invariant()
+    def nothing_leaks(self) -> None:
+        held = Counter(block for sequence in self.lengths for block in self.blocks.blocks(sequence))
+        assert len(held) + self.blocks.num_free == self.blocks.num_blocks
+        assert all(self.blocks._count[block] == count for block, count in held.items())
+        for sequence, tokens in self.lengths.items():
+            mine = self.blocks.blocks(sequence)
+            assert len(mine) == len(set(mine)) == self.blocks.blocks_for(tokens)
+            assert list(self.blocks.tables[self.blocks.row(sequence), : len(mine)]) == mine
+
+
+TestBlocks = Blocks.TestCase
+TestBlocks.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

@@ -1,0 +1,210 @@
+"""The engine with constraints: both step loops, suppression, and failures that end one group."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from faulty_pool import FaultyPool
+
+from engine.llm_engine import LLMEngine
+from engine.model_loader import LoadedModel
+from engine.outputs import RequestOutput
+from engine.sampling_params import SamplingParams
+from engine.sequence import SequenceStatus
+from guided.errors import BackendError, InternalError, InvalidConstraint, WorkerDied
+from guided.processor import ApplyReport, LogitPostProcessor
+
+MakeEngine = Callable[..., LLMEngine]
+Run = Callable[..., dict[str, RequestOutput]]
+PROMPT = "Zwölf Boxkämpfer"
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 6}, "ok": {"type": "boolean"}},
+    "required": ["name", "ok"],
+    "additionalProperties": False,
+}
+
+
+def mixed(**others: Any) -> dict[str, tuple[Any, SamplingParams]]:
+    """Guided and free requests, greedy and random, one and several outputs."""
+    fields: dict[str, dict[str, Any]] = {
+        "schema": {"json_schema": SCHEMA, "whitespace_pattern": "", "n": 2},
+        "regex": {"regex": "[0-9]{3}-[a-f]{4,9}", "temperature": 0.0},
+        "choice": {"choice": ["yes", "no", "naïve"], "seed": 1},
+        "grammar": {"grammar": 'start: "(" start ")" | "x"', "temperature": 0.0},
+        "free": {"temperature": 0.0},
+        "random": {"seed": 3},
+    }
+    return {
+        name: (PROMPT, SamplingParams(**{"max_tokens": 40, "seed": 7, **params, **others}))
+        for name, params in fields.items()
+    }
+
+
+def tokens(found: dict[str, RequestOutput]) -> dict[str, list[list[int]]]:
+    return {name: [one.token_ids for one in output.outputs] for name, output in found.items()}
+
+
+def test_overlapped_is_the_same_as_the_plain_loop(make_engine: MakeEngine, run: Run) -> None:
+    plain = run(make_engine(overlap=False), mixed())
+    overlapped = run(make_engine(overlap=True), mixed())
+    assert tokens(overlapped) == tokens(plain)
+    for output in overlapped["schema"].outputs:
+        assert output.finish_reason == "stop"
+        assert set(json.loads(output.text)) == {"name", "ok"}
+    assert re.fullmatch("[0-9]{3}-[a-f]{4,9}", overlapped["regex"].outputs[0].text)
+    assert overlapped["choice"].outputs[0].text in ("yes", "no", "naïve")
+    assert overlapped["regex"].backend == "llguidance"
+    assert overlapped["free"].backend is None
+
+
+def test_preemption_changes_nothing(make_engine: MakeEngine, run: Run) -> None:
+    roomy = run(make_engine(), mixed(min_tokens=20))
+    engine = make_engine(block_size=4, num_blocks=18, max_model_len=72)
+    assert tokens(run(engine, mixed(min_tokens=20))) == tokens(roomy)
+    assert engine.scheduler.num_preemptions
+
+
+def test_free_requests_are_the_same_without_guided_ones(make_engine: MakeEngine, run: Run) -> None:
+    together = tokens(run(make_engine(), mixed()))
+    alone = tokens(run(make_engine(), {name: mixed()[name] for name in ("free", "random")}))
+    assert alone == {name: together[name] for name in alone}
+
+
+@pytest.mark.parametrize("params", [{"min_tokens": 30}, {"ignore_eos": True}, {"logit_bias": {1: -100.0}}])
+def test_where_only_stop_tokens_are_legal_suppression_yields(
+    make_engine: MakeEngine, run: Run, params: dict[str, Any]
+) -> None:
+    engine = make_engine()
+    assert engine.model.vocabulary.stop_token_ids == (1,)
+    for temperature in (0.0, 1.0):
+        request = SamplingParams(regex="abc", temperature=temperature, max_tokens=40, **params)
+        output = run(engine, {"r": (PROMPT, request)})["r"].outputs[0]
+        assert (output.text, output.finish_reason) == ("abc", "stop")
+
+
+def test_min_tokens_keeps_an_open_constraint_going(make_engine: MakeEngine, run: Run) -> None:
+    request = SamplingParams(regex="[a-z]*", temperature=0.0, max_tokens=40, min_tokens=12, logit_bias={1: 100.0})
+    output = run(make_engine(), {"r": (PROMPT, request)})["r"].outputs[0]
+    assert (len(output.token_ids), output.finish_reason) == (13, "stop")
+    assert re.fullmatch("[a-z]+", output.text)
+
+
+def test_a_constraint_that_does_not_compile_ends_its_request_only(make_engine: MakeEngine, run: Run) -> None:
+    requests = {"bad": (PROMPT, SamplingParams(grammar="start: (", max_tokens=5)), **mixed()}
+    found = run(make_engine(), requests)
+    assert isinstance(found["bad"].error, InvalidConstraint)
+    assert found["bad"].outputs[0].finish_reason == "error"
+    assert all(output.error is None for name, output in found.items() if name != "bad")
+
+
+def statuses(engine: LLMEngine) -> dict[str, set[SequenceStatus]]:
+    return {name: {one.status for one in group.sequences} for name, group in engine.groups.items()}
+
+
+def test_others_run_while_a_grammar_is_compiled(make_engine: MakeEngine, tiny_model: LoadedModel, finish: Run) -> None:
+    pool = FaultyPool(tiny_model.vocabulary)
+    pool.hold_compiles = True
+    engine = make_engine(pool)
+    for name, (prompt, params) in mixed().items():
+        engine.add_request(name, prompt, params)
+    seen: dict[str, RequestOutput] = {}
+    while engine.has_work:
+        seen.update((output.request_id, output) for output in engine.step())
+    assert {name for name, output in seen.items() if output.finished} == {"free", "random"}
+    assert set(statuses(engine)) == {"schema", "regex", "choice", "grammar"}
+    assert all(found == {SequenceStatus.WAITING_FOR_GRAMMAR} for found in statuses(engine).values())
+    engine.awake.clear()
+    engine.abort_request("grammar")
+    pool.finish_compiles()
+    assert engine.awake.is_set()
+    assert engine.has_work
+    first = engine.step()
+    assert {output.request_id for output in first} == {"schema", "regex", "choice", "grammar"}
+    found = finish(engine)
+    assert all(output.outputs[0].finish_reason == "stop" for output in found.values())
+    assert pool.released == 4, "the aborted one lets go of its grammar too"
+
+
+def test_a_failing_row_ends_its_group_and_nobody_else(
+    make_engine: MakeEngine, tiny_model: LoadedModel, run: Run
+) -> None:
+    expected = tokens(run(make_engine(), mixed()))
+    pool = FaultyPool(tiny_model.vocabulary)
+    engine = make_engine(pool)
+    # The second of the schema's two: opened second.
+    pool.fails = lambda sequence_id, position: position == 3 and sequence_id == pool.opened[1]
+    found = run(engine, mixed())
+    failed = found.pop("schema")
+    assert isinstance(failed.error, BackendError)
+    assert [output.finish_reason for output in failed.outputs] == ["error", "error"]
+    assert [len(output.token_ids) for output in failed.outputs] == [3, 3], "nothing after the failure"
+    del expected["schema"]
+    assert tokens(found) == expected
+    assert set(pool.opened) <= pool.freed
+    assert engine.stats.failures == {"backend_error": 1}
+
+
+def test_a_lost_matcher_ends_its_group_also_between_steps(
+    make_engine: MakeEngine, tiny_model: LoadedModel, finish: Run
+) -> None:
+    pool = FaultyPool(tiny_model.vocabulary)
+    engine = make_engine(pool)
+    for name, (prompt, params) in mixed().items():
+        engine.add_request(name, prompt, params)
+    engine.step()
+    pool.lose(engine.groups["regex"].sequences[0].seq_id)
+    found = finish(engine)
+    assert isinstance(found["regex"].error, WorkerDied)
+    assert [name for name, output in found.items() if output.error] == ["regex"]
+
+
+class LateProcessor(LogitPostProcessor):
+    """Says of every row, every other step, that its mask isn't there yet."""
+
+    step = 0
+
+    def apply(self, logits: Any) -> ApplyReport:
+        rows = [row.sequence_id for row in self._rows]
+        masked = [row.logits_row for row in self._rows]
+        report = super().apply(logits)
+        self.step += 1
+        if self.step % 2:
+            report.late = rows
+            logits[masked] = 0.0  # whoever samples it all the same is found out
+        return report
+
+
+def test_a_late_row_is_sampled_later_and_the_same(make_engine: MakeEngine, tiny_model: LoadedModel, run: Run) -> None:
+    expected = run(make_engine(), mixed())
+    pool = FaultyPool(tiny_model.vocabulary)
+    engine = make_engine(pool)
+    engine.processor = LateProcessor(pool)
+    assert tokens(run(engine, mixed())) == tokens(expected)
+
+
+def test_a_mask_that_forbids_everything_is_an_error_and_no_token(
+    make_engine: MakeEngine, tiny_model: LoadedModel, run: Run
+) -> None:
+    class EmptyPool(FaultyPool):
+        def collect(self, bitmask: Any, timeout: float) -> Any:
+            rows = super().collect(bitmask, timeout)
+            bitmask[:] = 0
+            return rows
+
+    found = run(make_engine(EmptyPool(tiny_model.vocabulary)), mixed())
+    for name, output in found.items():
+        if name not in ("free", "random"):
+            assert isinstance(output.error, InternalError)
+            assert output.outputs[0].token_ids == []
+
+
+def test_without_a_pool_constraints_are_refused(tiny_model: LoadedModel, run: Run) -> None:
+    engine = LLMEngine(tiny_model)
+    with pytest.raises(InternalError, match="without a mask pool"):
+        engine.add_request("r", PROMPT, SamplingParams(regex="a"))
+    assert run(engine, {"free": (PROMPT, SamplingParams(max_tokens=3))})["free"].finished

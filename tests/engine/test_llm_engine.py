@@ -1,0 +1,217 @@
+"""The engine on unconstrained requests: ends, limits, repeatability."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from engine.llm_engine import LLMEngine
+from engine.outputs import RequestOutput
+from engine.sampling_params import SamplingParams
+from guided.errors import InvalidRequest
+
+MakeEngine = Callable[..., LLMEngine]
+Run = Callable[..., dict[str, RequestOutput]]
+PROMPT = "The quick brown fox"
+
+
+def greedy(**params: Any) -> SamplingParams:
+    params.setdefault("max_tokens", 30)
+    return SamplingParams(temperature=0.0, **params)
+
+
+def one(make_engine: MakeEngine, run: Run, params: SamplingParams, prompt: Any = PROMPT) -> RequestOutput:
+    return run(make_engine(), {"r": (prompt, params)})["r"]
+
+
+def test_it_ends_at_max_tokens_or_at_the_context(make_engine: MakeEngine, run: Run) -> None:
+    output = one(make_engine, run, greedy(ignore_eos=True))
+    assert output.outputs[0].finish_reason == "length"
+    assert len(output.outputs[0].token_ids) == 30
+    rest = one(make_engine, run, greedy(max_tokens=None, ignore_eos=True))
+    assert len(rest.outputs[0].token_ids) == 128 - len(rest.prompt_token_ids)
+    assert rest.outputs[0].token_ids[:30] == output.outputs[0].token_ids
+
+
+def test_a_stop_token_ends_it_and_is_no_text(make_engine: MakeEngine, run: Run) -> None:
+    free = one(make_engine, run, greedy(ignore_eos=True)).outputs[0]
+    stop = free.token_ids[7]
+    assert stop not in free.token_ids[:7]
+    stopped = one(make_engine, run, greedy(stop_token_ids=[stop])).outputs[0]
+    assert (stopped.finish_reason, stopped.stop_reason) == ("stop", stop)
+    assert stopped.token_ids == free.token_ids[:8]
+    kept = one(make_engine, run, greedy(stop_token_ids=[stop], include_stop_str_in_output=True)).outputs[0]
+    assert kept.text.startswith(stopped.text)
+    assert len(kept.text) > len(stopped.text)
+
+
+def test_the_model_s_own_stop_token_has_no_stop_reason(make_engine: MakeEngine, run: Run) -> None:
+    eos = make_engine().model.vocabulary.stop_token_ids[0]
+    output = one(make_engine, run, greedy(logit_bias={eos: 100})).outputs[0]
+    assert (output.finish_reason, output.stop_reason) == ("stop", None)
+    assert (output.text, output.token_ids) == ("", [eos])
+    spelled = greedy(logit_bias={eos: 100}, include_stop_str_in_output=True, skip_special_tokens=False)
+    assert one(make_engine, run, spelled).outputs[0].text == "<|end|>"
+
+
+def test_min_tokens_and_ignore_eos_hold_it_off(make_engine: MakeEngine, run: Run) -> None:
+    eos = make_engine().model.vocabulary.stop_token_ids[0]
+    held = one(make_engine, run, greedy(logit_bias={eos: 100}, min_tokens=5)).outputs[0]
+    assert (held.finish_reason, len(held.token_ids)) == ("stop", 6)
+    never = one(make_engine, run, greedy(logit_bias={eos: 100}, ignore_eos=True)).outputs[0]
+    assert (never.finish_reason, eos in never.token_ids) == ("length", False)
+
+
+@pytest.mark.parametrize("include", [False, True])
+def test_stop_strings(make_engine: MakeEngine, run: Run, include: bool) -> None:
+    free = one(make_engine, run, greedy()).outputs[0]
+    stop = free.text[9:11]
+    at = free.text.index(stop)
+    output = one(make_engine, run, greedy(stop=[stop, "never there"], include_stop_str_in_output=include)).outputs[0]
+    assert (output.finish_reason, output.stop_reason) == ("stop", stop)
+    assert output.text == free.text[: at + len(stop) * include]
+    assert free.token_ids[: len(output.token_ids)] == output.token_ids
+    later = one(make_engine, run, greedy(stop=stop, min_tokens=25)).outputs[0]
+    assert len(later.token_ids) > 25
+
+
+def test_what_is_streamed_only_grows_and_ends_as_the_whole(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    engine.add_request("r", PROMPT, greedy(max_tokens=60, stop=["\x00\x00\x00\x00"]))
+    seen: list[RequestOutput] = []
+    while engine.has_unfinished:
+        seen += engine.step()
+    texts = [output.outputs[0].text for output in seen]
+    assert all(later.startswith(earlier) for earlier, later in itertools.pairwise(texts))
+    assert [output.finished for output in seen] == [False] * (len(seen) - 1) + [True]
+    assert [len(output.outputs[0].token_ids) for output in seen] == list(range(1, 61))
+    tokenizer = engine.model.tokenizer
+    assert texts[-1] == tokenizer.decode(seen[-1].outputs[0].token_ids, skip_special_tokens=True)
+
+
+def test_logprobs_come_with_every_token(make_engine: MakeEngine, run: Run) -> None:
+    output = one(make_engine, run, greedy(logprobs=3)).outputs[0]
+    assert output.logprobs is not None
+    assert len(output.logprobs) == len(output.token_ids)
+    for token, entries in zip(output.token_ids, output.logprobs, strict=True):
+        assert entries[token].rank == 1, "greedy takes the best"
+        assert len(entries) == 3
+    total = sum(entries[token].logprob for token, entries in zip(output.token_ids, output.logprobs, strict=True))
+    assert output.cumulative_logprob == pytest.approx(total)
+    assert one(make_engine, run, greedy()).outputs[0].cumulative_logprob is None
+
+
+def test_penalties_and_bias_change_what_they_should(make_engine: MakeEngine, run: Run) -> None:
+    wanted = 57
+    output = one(make_engine, run, greedy(logit_bias={wanted: 100})).outputs[0]
+    assert set(output.token_ids) == {wanted}
+    varied = one(make_engine, run, greedy(logit_bias={wanted: 3}, repetition_penalty=50.0)).outputs[0]
+    assert len(set(varied.token_ids)) == len(varied.token_ids)
+
+
+def test_seeded_sampling_repeats_whoever_else_is_there(make_engine: MakeEngine, run: Run) -> None:
+    """Also preempted, and beside n outputs, which differ from each other."""
+    mine = SamplingParams(seed=42, temperature=1.2, top_p=0.95, max_tokens=40, n=2, ignore_eos=True)
+    alone = run(make_engine(), {"mine": (PROMPT, mine)})["mine"]
+    others = {
+        f"other {index}": (PROMPT[index:], SamplingParams(temperature=0.9, max_tokens=40, ignore_eos=True))
+        for index in range(5)
+    }
+    engine = make_engine(block_size=4, num_blocks=40)
+    crowded = run(engine, {**others, "mine": (PROMPT, mine)})["mine"]
+    assert engine.scheduler.num_preemptions
+    assert [o.token_ids for o in crowded.outputs] == [o.token_ids for o in alone.outputs]
+    assert alone.outputs[0].token_ids != alone.outputs[1].token_ids
+    again = run(make_engine(), {"another id": (PROMPT, mine)})["another id"]
+    assert [o.token_ids for o in again.outputs] == [o.token_ids for o in alone.outputs]
+
+
+def test_without_a_seed_the_engine_s_and_the_id_count(make_engine: MakeEngine, run: Run) -> None:
+    params = SamplingParams(max_tokens=20, temperature=1.5)
+
+    def tokens(name: str, seed: int) -> list[int]:
+        return run(make_engine(seed=seed), {name: (PROMPT, params)})[name].outputs[0].token_ids
+
+    assert tokens("a", 0) == tokens("a", 0)
+    assert tokens("a", 0) != tokens("b", 0)
+    assert tokens("a", 0) != tokens("a", 1)
+
+
+def test_a_prompt_too_long_is_ignored_and_says_why(make_engine: MakeEngine, run: Run) -> None:
+    engine = make_engine()
+    found = run(engine, {"long": ([5] * 128, greedy(max_tokens=1, n=2)), "short": ([5] * 127, greedy(max_tokens=1))})
+    assert found["long"].finished
+    assert [output.finish_reason for output in found["long"].outputs] == ["length", "length"]
+    error = found["long"].error
+    assert isinstance(error, InvalidRequest)
+    assert error.param == "prompt"
+    assert "128 tokens" in str(error)
+    assert len(found["short"].outputs[0].token_ids) == 1
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "param"),
+    [
+        ([5] * 100, {"max_tokens": 29}, "max_tokens"),
+        ([], {}, "prompt"),
+        ([640], {}, "prompt"),
+        ([-1], {}, "prompt"),
+        ([5], {"n": 65}, "n"),
+        ([5], {"logit_bias": {640: 1.0}}, "logit_bias"),
+        ([5], {"stop_token_ids": [640]}, "stop_token_ids"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_by_name(
+    make_engine: MakeEngine, prompt: list[int], params: dict[str, Any], param: str
+) -> None:
+    engine = make_engine()
+    with pytest.raises(InvalidRequest) as refusal:
+        engine.add_request("r", prompt, SamplingParams(**params))
+    assert refusal.value.param == param
+    assert not engine.has_unfinished
+
+
+def test_abort_in_every_state(make_engine: MakeEngine, finish: Run) -> None:
+    engine = make_engine(max_num_seqs=2)
+    for name in ("running", "stays", "waiting"):
+        engine.add_request(name, PROMPT, greedy(ignore_eos=True))
+    for _ in range(5):
+        engine.step()
+    for name in ("running", "waiting", "not there"):
+        engine.abort_request(name)
+    found = finish(engine)
+    assert {name: output.outputs[0].finish_reason for name, output in found.items()} == {
+        "running": "abort",
+        "waiting": "abort",
+        "stays": "length",
+    }
+    assert len(found["running"].outputs[0].token_ids) == 5
+    engine.add_request("running", PROMPT, greedy())  # the id is free again
+    assert finish(engine)["running"].finished
+
+
+def test_one_id_runs_once(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    engine.add_request("r", PROMPT, greedy())
+    with pytest.raises(ValueError, match="running already"):
+        engine.add_request("r", PROMPT, greedy())
+
+
+def test_who_does_not_stream_is_reported_at_the_end(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    engine.add_request("r", PROMPT, greedy(), stream=False)
+    outputs = []
+    while engine.has_unfinished:
+        outputs += engine.step()
+    assert [output.finished for output in outputs] == [True]
+
+
+def test_a_cache_too_small_for_one_sequence_is_refused(make_engine: MakeEngine) -> None:
+    with pytest.raises(ValueError, match="max_model_len 128 needs 8"):
+        make_engine(num_blocks=7)
+    with pytest.raises(ValueError, match="kv_cache_bytes"):
+        make_engine(kv_cache_bytes=1000)
+    assert make_engine(max_num_seqs=3).blocks.num_blocks == 24, "no more than all sequences can use"

@@ -1,0 +1,228 @@
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+from engine.detokenizer import Detokenizer, TokenTexts
+from engine.sampler import SUPPRESSED, Sampler
+from engine.sampling_metadata import SamplingMetadata
+from engine.sampling_params import SamplingParams
+from engine.scheduler import ScheduledBatch
+from engine.sequence import Sequence, SequenceGroup, sequence_seed
+from guided.vocabulary import Vocabulary
+
+VOCAB = 12
+EOS = 0
+TEXTS = TokenTexts(Vocabulary((b"", b"a"), (EOS,), frozenset({0}), 2), tokenizer=[])
+
+
+def sequence(prompt: tuple[int, ...] = (1,), output: tuple[int, ...] = (), seed: int = 5, **params: Any) -> Sequence:
+    it = Sequence(
+        0,
+        SamplingParams(**params),
+        list(prompt),
+        max_length=1000,
+        stop_ids=frozenset({EOS}),
+        seed=seed,
+        detokenizer=Detokenizer(TEXTS),
+    )
+    SequenceGroup("r", it.params, [it])
+    for token in output:
+        it.append(token)
+    return it
+
+
+def metadata(*sequences: Sequence) -> SamplingMetadata:
+    return SamplingMetadata.for_batch(ScheduledBatch(decodes=list(sequences)), torch.device("cpu"), None)
+
+
+def logits_of(*rows: list[float]) -> torch.Tensor:
+    return torch.tensor([row + [-50.0] * (VOCAB - len(row)) for row in rows])
+
+
+def adjusted(it: Sequence, row: list[float]) -> list[float]:
+    found: list[float] = Sampler([EOS]).adjust(logits_of(row), metadata(it))[0, : len(row)].tolist()
+    return found
+
+
+def drawn(count: int, row: list[float], **params: Any) -> Counter[int]:
+    it = sequence(**params)
+    sampler, meta, logits = Sampler([EOS]), metadata(it), logits_of(row)
+    return Counter(sampler.sample(logits.clone(), meta).token_ids[0] for _ in range(count))
+
+
+# -- adjust
+
+
+def test_bias_is_added() -> None:
+    assert adjusted(sequence(logit_bias={1: 2.5, 2: -1}), [0.0, 1.0, 2.0]) == [0.0, 3.5, 1.0]
+
+
+def test_penalties_are_ctrl_s_and_openai_s() -> None:
+    row = [1.0, 2.0, -2.0, 4.0]
+    params = {"repetition_penalty": 2.0, "frequency_penalty": 0.5, "presence_penalty": 0.25}
+    it = sequence(prompt=(2,), output=(1, 1, 3), **params)
+    assert adjusted(it, row) == [1.0, 2.0 / 2 - 2 * 0.5 - 0.25, -4.0, 4.0 / 2 - 0.5 - 0.25]
+
+
+def test_penalties_count_what_comes_while_the_batch_stays() -> None:
+    it = sequence(frequency_penalty=1.0)
+    sampler, meta = Sampler([EOS]), metadata(it)
+    seen = []
+    for token in (3, 3, 4):
+        seen.append(sampler.adjust(logits_of([0.0] * 5), meta)[0, :5].tolist())
+        it.append(token)
+    assert seen == [[0.0] * 5, [0.0, 0.0, 0.0, -1.0, 0.0], [0.0, 0.0, 0.0, -2.0, 0.0]]
+    found = sampler.adjust(logits_of([0.0] * 5, [0.0] * 5), metadata(sequence(), it))[:, :5].tolist()
+    assert found == [[0.0] * 5, [0.0, 0.0, 0.0, -2.0, -1.0]], "a new batch is counted anew"
+
+
+def test_min_tokens_suppresses_stop_tokens_until_there_are_enough() -> None:
+    assert adjusted(sequence(min_tokens=2, output=(3,)), [9.0, 1.0]) == [pytest.approx(SUPPRESSED), 1.0]
+    assert adjusted(sequence(min_tokens=2, output=(3, 3)), [9.0, 1.0]) == [9.0, 1.0]
+
+
+def test_ignore_eos_suppresses_the_model_s_stop_tokens() -> None:
+    assert adjusted(sequence(ignore_eos=True), [9.0, 1.0]) == [pytest.approx(SUPPRESSED), 1.0]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1e-5, 1.0, 100.0])
+def test_the_mask_wins_over_all_suppression(temperature: float) -> None:
+    """Where only a stop token is legal it is taken, however it was suppressed, biased and penalised."""
+    it = sequence(
+        temperature=temperature,
+        min_tokens=10,
+        ignore_eos=True,
+        logit_bias={EOS: -100},
+        repetition_penalty=100.0,
+        prompt=(EOS,),
+        top_p=0.5,
+        min_p=0.5,
+        top_k=3,
+    )
+    sampler, meta = Sampler([EOS]), metadata(it)
+    logits = sampler.adjust(logits_of([1.0, 2.0, 3.0]), meta)
+    logits[0, 1:] = float("-inf")
+    output = sampler.sample(logits, meta)
+    assert output.token_ids == [EOS]
+    assert not output.broken
+
+
+# -- sample
+
+
+def test_greedy_is_the_best() -> None:
+    assert drawn(3, [1.0, 3.0, 2.0], temperature=0.0) == {1: 3}
+
+
+def test_frequencies_are_the_softmax_s() -> None:
+    count, row = 20_000, [0.0, 1.0, 2.0, -1.0]
+    found = drawn(count, row, temperature=1.7)
+    expected = (torch.tensor(row) / 1.7).softmax(0)
+    for token, share in enumerate(expected.tolist()):
+        sigma = (count * share * (1 - share)) ** 0.5
+        assert abs(found[token] - count * share) < 4.5 * sigma
+
+
+def test_top_k_top_p_and_min_p_leave_out_the_tail() -> None:
+    row = [3.0, 2.5, 2.0, 1.0, 0.0, -3.0]
+    assert set(drawn(400, row, top_k=2)) == {0, 1}
+    assert set(drawn(400, row, top_k=1)) == {0}
+    shares = torch.tensor(row).softmax(0).cumsum(0).tolist()
+    assert set(drawn(2000, row, top_p=(shares[1] + shares[2]) / 2)) == {0, 1, 2}
+    assert set(drawn(400, row, top_p=1e-6)) == {0}
+    assert set(drawn(2000, row, min_p=0.5)) == {0, 1}, "e^-0.5 is more than a half, e^-1 is less"
+    assert set(drawn(2000, row, top_k=3, top_p=0.99, min_p=0.5)) == {0, 1}
+
+
+def test_truncation_is_each_row_s_own() -> None:
+    rows = [sequence(seed=index, top_k=k) for index, k in enumerate([1, 2, 0, -1])]
+    rows += [sequence(temperature=0.0)]
+    sampler, meta = Sampler([EOS]), metadata(*rows)
+    logits = logits_of(*[[1.0, 1.1, 1.2, 1.3]] * 5)
+    found = [sampler.sample(logits.clone(), meta).token_ids for _ in range(300)]
+    seen = [set(column) for column in zip(*found, strict=True)]
+    assert seen == [{3}, {2, 3}, {0, 1, 2, 3}, {0, 1, 2, 3}, {3}]
+
+
+def test_a_forbidden_token_is_never_drawn() -> None:
+    row = [float("-inf"), 0.0, float("-inf"), 0.0] + [float("-inf")] * (VOCAB - 4)
+    assert set(drawn(2000, row)) == {1, 3}
+
+
+def test_a_row_that_is_all_forbidden_is_broken_and_no_token() -> None:
+    rows = [sequence(), sequence(temperature=0.0), sequence(), sequence()]
+    logits = logits_of(*[[1.0, 2.0]] * 4)
+    logits[:2] = float("-inf")
+    logits[2] = float("nan")
+    assert Sampler([EOS]).sample(logits, metadata(*rows)).broken == [0, 1, 2]
+    assert Sampler([EOS]).sample(logits, metadata(*rows), skip={0, 2}).broken == [1]
+
+
+def test_randomness_is_a_sequence_s_own() -> None:
+    """Alone, in company, skipped for some steps: the numbers it draws are the same."""
+    row = [0.0] * VOCAB
+    alone = sequence(seed=9)
+    expected = [Sampler([EOS]).sample(logits_of(row), metadata(alone)).token_ids[0] for _ in range(40)]
+    mine, others = sequence(seed=9), [sequence(seed=index) for index in range(3)]
+    found = []
+    for step in range(60):
+        company = others[: step % 4]
+        rows = metadata(*company, mine)
+        skip = {len(company)} if step % 3 == 2 else set()
+        tokens = Sampler([EOS]).sample(logits_of(*[row] * (len(company) + 1)), rows, skip).token_ids
+        if not skip:
+            found.append(tokens[-1])
+    assert found == expected
+    assert len(set(found)) > 5
+
+
+def test_seeds_differ_by_request_index_and_seed() -> None:
+    seeds = {sequence_seed(0, "a", None, 0), sequence_seed(1, "a", None, 0), sequence_seed(0, "b", None, 0)}
+    seeds |= {sequence_seed(0, "a", None, 1), sequence_seed(0, "a", 7, 0), sequence_seed(0, "a", 7, 1)}
+    assert len(seeds) == 6
+    assert sequence_seed(0, "a", 7, 0) == sequence_seed(3, "b", 7, 0), "a request's own seed is all that counts"
+
+
+# -- logprobs
+
+
+def test_logprobs_are_of_the_raw_logits() -> None:
+    it = sequence(temperature=0.0, logprobs=2, logit_bias={0: 100})
+    plain = sequence(temperature=0.0)
+    row = [0.0, 1.0, 2.0, 3.0]
+    sampler, meta = Sampler([EOS]), metadata(plain, it)
+    logits = sampler.adjust(logits_of(row, row), meta)
+    logits[1, 1:] = float("-inf")
+    output = sampler.sample(logits, meta)
+    assert output.token_ids == [3, 0]
+    expected = logits_of(row).log_softmax(-1)[0].tolist()
+    entries = output.logprobs[1]
+    assert list(output.logprobs) == [1]
+    assert [(token, entry.rank) for token, entry in entries.items()] == [(0, 4), (3, 1), (2, 2)]
+    assert all(entry.logprob == pytest.approx(expected[token]) for token, entry in entries.items())
+
+
+def test_logprobs_zero_is_the_sampled_token_alone() -> None:
+    it = sequence(temperature=0.0, logprobs=0)
+    sampler, meta = Sampler([EOS]), metadata(it)
+    output = sampler.sample(sampler.adjust(logits_of([0.0, 2.0]), meta), meta)
+    assert list(output.logprobs[0]) == [1]
+
+
+# -- metadata
+
+
+def test_rows_are_sorted_by_kind_of_sampling() -> None:
+    rows = [sequence(), sequence(temperature=0.0), sequence(top_k=4), sequence(regex="a+")]
+    rows.append(sequence(temperature=0.5))
+    rows[4].params = SamplingParams(seed=3)
+    meta = metadata(*rows)
+    assert (meta.greedy, meta.random, meta.seeded, meta.guided) == ([1], [0, 2, 3], [4], [3])
+    again = SamplingMetadata.for_batch(ScheduledBatch(decodes=list(rows)), torch.device("cpu"), meta)
+    assert again is meta
+    fewer = SamplingMetadata.for_batch(ScheduledBatch(decodes=rows[1:]), torch.device("cpu"), meta)
+    assert (fewer.greedy, fewer.guided) == ([0], [2])

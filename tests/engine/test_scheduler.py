@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+from engine.block_manager import BlockManager
+from engine.detokenizer import Detokenizer, TokenTexts
+from engine.sampling_params import SamplingParams
+from engine.scheduler import ScheduledBatch, Scheduler
+from engine.sequence import Sequence, SequenceGroup, SequenceStatus
+from guided.vocabulary import Vocabulary
+
+BLOCK = 4
+TEXTS = TokenTexts(Vocabulary((b"", b"a"), (0,), frozenset({0}), 2), tokenizer=[])
+
+
+def group(name: str, tokens: int, n: int = 1) -> SequenceGroup:
+    params = SamplingParams(n=n)
+    sequences = [
+        Sequence(
+            index, params, [1] * tokens, max_length=64, stop_ids=frozenset(), seed=0, detokenizer=Detokenizer(TEXTS)
+        )
+        for index in range(n)
+    ]
+    return SequenceGroup(name, params, sequences)
+
+
+def scheduler(num_blocks: int = 16, max_num_seqs: int = 8, max_num_batched_tokens: int = 100) -> Scheduler:
+    blocks = BlockManager(num_blocks, BLOCK, max_seqs=max_num_seqs, max_blocks=16)
+    return Scheduler(blocks, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
+
+
+def names(batch: ScheduledBatch) -> tuple[list[str], list[str]]:
+    return (
+        [prefill.group.request_id for prefill in batch.prefills],
+        [sequence.group.request_id for sequence in batch.decodes],
+    )
+
+
+def sample(batch: ScheduledBatch) -> None:
+    """What the engine does after a step."""
+    for sequence in [s for prefill in batch.prefills for s in prefill.sequences] + batch.decodes:
+        sequence.append(1)
+
+
+def test_prompts_first_then_one_token_each_and_newcomers_join() -> None:
+    it = scheduler()
+    it.add(group("a", 5))
+    it.add(group("b", 3))
+    batch = it.schedule()
+    assert names(batch) == (["a", "b"], [])
+    sample(batch)
+    it.add(group("c", 2))
+    batch = it.schedule()
+    assert names(batch) == (["c"], ["a", "b"])
+    assert all(s.status is SequenceStatus.RUNNING for s in it.running)
+
+
+def test_sequences_and_tokens_of_a_step_are_limited_and_the_order_is_kept() -> None:
+    it = scheduler(max_num_seqs=3, max_num_batched_tokens=20)
+    for name, tokens, n in (("a", 12, 1), ("b", 9, 1), ("c", 1, 2)):
+        it.add(group(name, tokens, n))
+    batch = it.schedule()
+    assert names(batch) == (["a"], []), "b is over the tokens, and c doesn't overtake it"
+    sample(batch)
+    batch = it.schedule()
+    assert names(batch) == (["b"], ["a"]), "c's two are over the sequences"
+
+
+def test_who_waits_for_a_grammar_is_skipped_and_keeps_the_turn() -> None:
+    it = scheduler(max_num_seqs=2)
+    waiting, second, third = group("waiting", 4), group("second", 4), group("third", 4)
+    waiting.set_status(SequenceStatus.WAITING_FOR_GRAMMAR)
+    for one in (waiting, second, third):
+        it.add(one)
+    assert it.has_work
+    batch = it.schedule()
+    assert names(batch) == (["second", "third"], [])
+    sample(batch)
+    it.add(group("late", 4))
+    waiting.set_status(SequenceStatus.WAITING)
+    it.remove(second)
+    assert names(it.schedule()) == (["waiting"], ["third"])
+
+
+def test_alone_and_waiting_for_a_grammar_is_no_work() -> None:
+    it = scheduler()
+    waiting = group("waiting", 4)
+    waiting.set_status(SequenceStatus.WAITING_FOR_GRAMMAR)
+    it.add(waiting)
+    assert not it.has_work
+    assert it.schedule().is_empty
+
+
+def run_out_of_blocks() -> tuple[Scheduler, list[SequenceGroup]]:
+    it = scheduler(num_blocks=6)
+    groups = [group("old", 8), group("new", 7)]
+    for one in groups:
+        it.add(one)
+    sample(it.schedule())
+    return it, groups
+
+
+def test_the_newest_is_preempted_and_comes_back_before_anybody_new() -> None:
+    it, (old, new) = run_out_of_blocks()
+    it.add(group("newest", 1))
+    preempted_at: int | None = None
+    for step in range(12):
+        batch = it.schedule()
+        sample(batch)
+        if it.preempted:
+            preempted_at = step
+            break
+    assert preempted_at is not None
+    assert [sequence.group for sequence in it.preempted] == [new]
+    assert new.num_preemptions == it.num_preemptions == 1
+    assert names(batch) == ([], ["old"]), "nobody is let in in a step that had to preempt"
+    it.remove(old)
+    batch = it.schedule()
+    assert names(batch)[0] == ["new", "newest"]
+    assert batch.prefills[0].num_tokens == new.sequences[0].length, "prompt and output are prefilled again"
+
+
+def test_every_order_of_ends_gives_all_blocks_back() -> None:
+    it, groups = run_out_of_blocks()
+    for _ in range(6):
+        sample(it.schedule())
+    for one in reversed(groups):
+        it.remove(one)
+    assert it.blocks.num_free == it.blocks.num_blocks
+    assert not it.has_work
+
+
+def test_a_group_of_n_is_prefilled_once_and_copies_what_it_shares() -> None:
+    it = scheduler()
+    it.add(group("many", 6, n=3))
+    batch = it.schedule()
+    assert len(batch.prefills) == 1
+    assert len(batch.prefills[0].sequences) == 3
+    assert it.blocks.num_free == 14
+    sample(batch)
+    batch = it.schedule()
+    assert len(batch.decodes) == 3
+    assert len(batch.copies) == 2
+    assert len({source for source, _ in batch.copies}) == 1
+
+
+def test_a_finished_sequence_leaves_its_group_running() -> None:
+    it = scheduler()
+    many = group("many", 6, n=2)
+    it.add(many)
+    sample(it.schedule())
+    many.sequences[0].finish(SequenceStatus.FINISHED_STOPPED)
+    it.drop_finished()
+    assert it.schedule().decodes == [many.sequences[1]]

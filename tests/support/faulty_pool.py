@@ -1,0 +1,86 @@
+"""A mask pool that fails when it is told to. Real masks otherwise: it is an `InlinePool` with a hand in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
+
+import numpy as np
+from numpy.typing import NDArray
+
+from guided.constraint import Constraint
+from guided.errors import BackendError, GuidedError, WorkerDied
+from guided.inline import InlinePool
+from guided.pool import Fill, Grammar, MaskPool, PoolStatus, Row
+from guided.vocabulary import Vocabulary
+
+
+class FaultyPool:
+    """`fails(sequence_id, position)` says which rows fail; `lose` loses an open sequence between two steps; with
+    `hold_compiles` the futures of `compile` stay open until `finish_compiles`."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.inner: MaskPool = InlinePool(vocabulary)
+        self.vocabulary = vocabulary
+        self.fails: Callable[[int, int], bool] = lambda sequence_id, position: False
+        self.hold_compiles = False
+        self.opened: list[int] = []
+        self.freed: set[int] = set()
+        self.released = 0
+        self._held: list[tuple[Future[Grammar], Future[Grammar]]] = []
+        self._lost: dict[int, GuidedError] = {}
+        self._fills: Sequence[Fill] = ()
+
+    def compile(self, constraint: Constraint, backends: Sequence[str]) -> Future[Grammar]:
+        real = self.inner.compile(constraint, backends)
+        if not self.hold_compiles:
+            return real
+        held: Future[Grammar] = Future()
+        self._held.append((held, real))
+        return held
+
+    def finish_compiles(self) -> None:
+        for held, real in self._held:
+            error = real.exception()
+            if error is None:
+                held.set_result(real.result())
+            else:
+                held.set_exception(error)
+        self._held.clear()
+
+    def release(self, grammar: Grammar) -> None:
+        self.released += 1
+        self.inner.release(grammar)
+
+    def open(self, sequence_id: int, grammar: Grammar, parent_id: int | None = None) -> None:
+        self.opened.append(sequence_id)
+        self.inner.open(sequence_id, grammar, parent_id)
+
+    def free(self, sequence_ids: Collection[int]) -> None:
+        self.freed.update(sequence_ids)
+        self.inner.free(sequence_ids)
+
+    def submit(self, fills: Sequence[Fill]) -> None:
+        self._fills = fills
+        self.inner.submit(fills)
+
+    def collect(self, bitmask: NDArray[np.int32], timeout: float) -> list[Row]:
+        rows = self.inner.collect(bitmask, timeout)
+        for index, fill in enumerate(self._fills):
+            if self.fails(fill.sequence_id, fill.start + len(fill.tokens)):
+                bitmask[index] = -1  # everything allowed: whoever uses it all the same is found out
+                rows[index] = Row("failed", error=BackendError("told to fail"))
+        return rows
+
+    def lose(self, sequence_id: int) -> None:
+        self._lost[sequence_id] = WorkerDied("told to die")
+
+    def failures(self) -> dict[int, GuidedError]:
+        lost, self._lost = self._lost, {}
+        return lost
+
+    def status(self) -> PoolStatus:
+        return self.inner.status()
+
+    def shutdown(self) -> None:
+        self.inner.shutdown()
