@@ -1,4 +1,4 @@
-"""LogitPostProcessor, what an engine calls: `initialize` per request, `prepare` and `apply` per step, `free` at the end.
+"""LogitPostProcessor, what an engine calls: `initialize` per request, `prepare` and `apply` per step, then `free`.
 
     processor.prepare(rows)        # before the forward pass: tokens go out, masks are computed elsewhere
     logits = model(...)            # meanwhile
@@ -13,9 +13,9 @@ import time
 from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from guided.backends import candidates
@@ -24,6 +24,9 @@ from guided.constraint import Constraint
 from guided.errors import BackendError, GuidedError, MaskTimeout
 from guided.pool import Fill, Grammar, MaskPool, Row
 from guided.vocabulary import Vocabulary
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["ApplyReport", "GuidedRow", "LogitPostProcessor"]
 
