@@ -215,7 +215,8 @@ class LLMEngine:
         if group.is_finished:
             return
         try:
-            group.backend = compiled.result().backend
+            grammar = compiled.result()
+            group.backend, group.compile_seconds = grammar.backend, grammar.compile_seconds
         except GuidedError as error:
             self._fail(group, error)
         except Exception as error:

@@ -58,6 +58,8 @@ class RequestOutput:
     finished: bool
     backend: str | None = None
     """Which grammar library enforces the constraint."""
+    compile_seconds: float = 0.0
+    """Seconds its compilation took; 0 where it came from the cache."""
     error: GuidedError | None = None
     """Why it ended, where that was no fault of its outputs' own."""
 
@@ -73,6 +75,7 @@ class RequestOutput:
             outputs,
             group.is_finished,
             group.backend,
+            group.compile_seconds,
             error,
         )
 

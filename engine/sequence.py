@@ -166,6 +166,8 @@ class SequenceGroup:
     """Report after every step, not only at the end."""
     backend: str | None = None
     """Which grammar library enforces the constraint; known once it is compiled."""
+    compile_seconds: float = 0.0
+    """Seconds the compilation took; 0 where it came from the cache."""
     arrival_time: float = field(default_factory=time.monotonic)
     first_token_time: float | None = None
     finished_time: float | None = None

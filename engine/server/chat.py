@@ -16,7 +16,7 @@ from engine.server.constraints import asked
 from engine.server.context import Context, ServerContext
 from engine.server.generation import ClientGone, Job, Outputs, guided_headers, running, unless_gone, usage_of
 from engine.server.logprobs import chat_logprobs
-from engine.server.prompts import chat_prompt, render_chat
+from engine.server.prompts import encode, render_chat
 from engine.server.protocol import ChatChoice, ChatRequest, ChatResponse, GuidedInfo, ResponseMessage, Usage
 from engine.server.sampling import check_length, sampling_params
 from engine.server.streaming import EventStream, events
@@ -42,7 +42,7 @@ async def create_chat_completion(body: ChatRequest, request: Request, context: C
             chunks = _ChatChunks(context, body, job, outputs.guided, int(time.time()))
             if body.stream:
                 include_usage = body.stream_options is not None and body.stream_options.include_usage
-                content = events(outputs, job, chunks, include_usage)
+                content = events(outputs, job, chunks, context.metrics, include_usage)
                 return EventStream(content, stack.pop_all(), guided_headers(outputs.guided))
             finished = await unless_gone(request, _last(outputs))
         except ClientGone:
@@ -56,7 +56,9 @@ def _job(body: ChatRequest, context: ServerContext) -> Job:
     wanted = asked(body, context.settings.backend)
     max_tokens, max_tokens_param = _max_tokens(body)
     try:
-        params = sampling_params(body, wanted, max_tokens=max_tokens, logprobs=_logprobs(body))
+        params = sampling_params(
+            body, wanted, max_tokens=max_tokens, logprobs=_logprobs(body), defaults=context.settings.sampling_defaults
+        )
     except InvalidRequest as error:
         error.param = {"max_tokens": max_tokens_param, "logprobs": "top_logprobs"}.get(error.param or "", error.param)
         raise
@@ -67,7 +69,8 @@ def _job(body: ChatRequest, context: ServerContext) -> Job:
         continue_final_message=body.continue_final_message,
         variables=body.chat_template_kwargs,
     )
-    prompt = chat_prompt(context.engine.tokenizer, text)
+    # The template wrote the special tokens already.
+    prompt = encode(context.engine.tokenizer, text, add_special_tokens=False, param="messages")
     check_length(
         len(prompt),
         max_tokens,

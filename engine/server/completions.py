@@ -45,7 +45,7 @@ async def create_completion(body: CompletionRequest, request: Request, context: 
             chunks = _TextChunks(context, body, job, outputs.guided, int(time.time()))
             if body.stream:
                 include_usage = body.stream_options is not None and body.stream_options.include_usage
-                content = events(outputs, job, chunks, include_usage)
+                content = events(outputs, job, chunks, context.metrics, include_usage)
                 return EventStream(content, stack.pop_all(), guided_headers(outputs.guided))
             finished = await unless_gone(request, _last(outputs))
         except ClientGone:
@@ -77,7 +77,9 @@ def _job(body: CompletionRequest, context: ServerContext) -> Job:
     max_tokens = body.max_tokens
     if max_tokens is None and wanted.constraint is None:
         max_tokens = max(1, min(OPENAI_MAX_TOKENS, engine.max_model_len - longest))
-    params = sampling_params(body, wanted, max_tokens=max_tokens, logprobs=body.logprobs)
+    params = sampling_params(
+        body, wanted, max_tokens=max_tokens, logprobs=body.logprobs, defaults=context.settings.sampling_defaults
+    )
     check_length(longest, max_tokens, engine.max_model_len, prompt_param="prompt", max_tokens_param="max_tokens")
     return Job(f"cmpl-{uuid.uuid4().hex}", prompts, params, wanted, body.stream)
 

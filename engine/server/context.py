@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import Depends, Request
 
@@ -31,6 +31,7 @@ class ServerSettings:
         backend: grammar backend of requests that name none.
         max_requests: generations in flight, running and waiting, before further ones get 429. Each prompt counts.
         max_body_bytes: of a request; beyond it 413.
+        sampling_defaults: fields of `SamplingParams` for what requests leave out.
     """
 
     model_names: tuple[str, ...]
@@ -38,6 +39,7 @@ class ServerSettings:
     backend: str = AUTO
     max_requests: int = 1024
     max_body_bytes: int = 4 << 20
+    sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass

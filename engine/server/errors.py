@@ -99,6 +99,7 @@ def _body(status: int, message: str, param: str | None, code: str, pointer: str 
 
 async def _on_guided_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, GuidedError)
+    request.app.state.context.metrics.failed(error.code)
     if error.status >= 500:
         logger.warning("%s %s: %s: %s", request.method, request.url.path, error.code, error)
     return JSONResponse(error_body(error), status_code=error.status, headers=error_headers(error))
@@ -107,6 +108,7 @@ async def _on_guided_error(request: Request, error: Exception) -> JSONResponse:
 async def _on_shape_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
     message, param, code = _describe(error.errors())
+    request.app.state.context.metrics.failed(code)
     return JSONResponse(_body(400, message, param, code), 400, headers={"x-should-retry": "false"})
 
 

@@ -178,16 +178,28 @@ async def _checked(
     context: ServerContext, outputs: AsyncGenerator[tuple[int, RequestOutput], None], job: Job
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     """Pass outputs on; raise where one ended by a failure."""
-    async with aclosing(outputs):
+    async with aclosing(_unless_shut_down(context, outputs)) as outputs:
         async for number, output in outputs:
             for completion in output.outputs:
                 error = completion.error or output.error
                 if error is not None:
                     raise job.asked.respell(error)
                 if completion.finish_reason == "abort":
-                    if context.shutting_down:
-                        raise ShuttingDown("the server is shutting down")
                     raise InternalError("the generation was aborted")
                 if completion.finish_reason == "error":
                     raise InternalError("the generation failed")
             yield number, output
+
+
+async def _unless_shut_down(
+    context: ServerContext, outputs: AsyncGenerator[tuple[int, RequestOutput], None]
+) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    """A generation that ends because the server does is a 503: elsewhere, or later, it would go through."""
+    try:
+        async with aclosing(outputs):
+            async for each in outputs:
+                yield each
+    except InternalError as error:
+        if context.shutting_down:
+            raise ShuttingDown("the server is shutting down") from error
+        raise

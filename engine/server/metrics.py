@@ -18,7 +18,6 @@ from prometheus_client.registry import Collector
 from engine.async_llm import AsyncLLM
 from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
-from guided.errors import GuidedError
 
 __all__ = ["Metrics", "router"]
 
@@ -86,15 +85,23 @@ class Metrics:
         )
         self._failures = Counter(
             "guided_request_failures",
-            "Requests that ended with an error, by its code; those that were refused at admission included.",
+            "Requests that were answered with an error or whose stream ended with one, by its code.",
             ["code"],
             registry=registry,
         )
         registry.register(_EngineCollector(engine))
 
-    def refused(self, error: GuidedError) -> None:
-        """A request that the engine never saw."""
-        self._failures.labels(error.code).inc()
+    def failed(self, code: str) -> None:
+        """A request was answered with an error, or its stream ended with one."""
+        self._failures.labels(code).inc()
+
+    def compiled(self, backend: str, kind: str, compile_seconds: float, wait_seconds: float) -> None:
+        """A constrained request was admitted; no compile seconds is a cache hit."""
+        self._grammar_wait.labels(backend, kind).observe(wait_seconds)
+        if compile_seconds > 0:
+            self._compile.labels(backend, kind).observe(compile_seconds)
+        else:
+            self._cache_hits.labels(backend, kind).inc()
 
     async def observed(
         self, outputs: AsyncGenerator[RequestOutput, None], params: SamplingParams
@@ -105,9 +112,6 @@ class Metrics:
             async for output in outputs:
                 timer.see(output)
                 yield output
-        except GuidedError as error:
-            self._failures.labels(error.code).inc()
-            raise
         finally:
             await outputs.aclose()
 
@@ -128,7 +132,7 @@ class _Timer:
             self._admitted = True
             metrics._prompt_tokens.inc(len(output.prompt_token_ids))
             if self._constraint is not None and output.backend is not None:
-                metrics._grammar_wait.labels(output.backend, self._constraint.kind).observe(now - self._arrived)
+                metrics.compiled(output.backend, self._constraint.kind, output.compile_seconds, now - self._arrived)
         count = sum(len(each.token_ids) for each in output.outputs)
         if count > self._tokens:
             metrics._generation_tokens.inc(count - self._tokens)
@@ -139,8 +143,6 @@ class _Timer:
             self._tokens, self._latest = count, now
         if output.finished:
             metrics._end_to_end.observe(now - self._arrived)
-            if output.error is not None:
-                metrics._failures.labels(output.error.code).inc()
             for each in output.outputs:
                 if each.error is None and each.finish_reason is not None:
                     metrics._finished.labels(each.finish_reason).inc()

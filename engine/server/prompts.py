@@ -10,7 +10,7 @@ from jinja2 import TemplateError
 from engine.server.protocol import Message
 from guided.errors import InvalidRequest, bounded
 
-__all__ = ["chat_prompt", "render_chat", "text_prompts"]
+__all__ = ["encode", "render_chat", "text_prompts"]
 
 _RESERVED = frozenset(
     {
@@ -69,9 +69,17 @@ def render_chat(
     return text
 
 
-def chat_prompt(tokenizer: Any, text: str) -> list[int]:
-    """Token ids of a rendered chat; the template wrote the special tokens already."""
-    ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
+def encode(tokenizer: Any, text: str, *, add_special_tokens: bool, param: str) -> list[int]:
+    """Token ids of a text.
+
+    Raises:
+        InvalidRequest: JSON can spell lone surrogates; they are no text.
+    """
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(f"{param} is not valid Unicode: {bounded(error)}", param=param) from None
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=add_special_tokens)
     return ids
 
 
@@ -99,7 +107,11 @@ def text_prompts(
     encoded = []
     for number, one in enumerate(many):
         where = "prompt" if len(many) == 1 else f"prompt[{number}]"
-        ids = tokenizer.encode(one, add_special_tokens=add_special_tokens) if isinstance(one, str) else list(one)
+        ids = (
+            encode(tokenizer, one, add_special_tokens=add_special_tokens, param="prompt")
+            if isinstance(one, str)
+            else list(one)
+        )
         if not ids:
             raise InvalidRequest(f"{where} is empty: the model needs at least one token", param="prompt")
         wrong = next((token for token in ids if not 0 <= token < vocab_size), None)

@@ -36,9 +36,14 @@ _SAME_NAME = (
 
 
 def sampling_params(
-    request: GenerationRequest, asked: Asked, *, max_tokens: int | None, logprobs: int | None
+    request: GenerationRequest,
+    asked: Asked,
+    *,
+    max_tokens: int | None,
+    logprobs: int | None,
+    defaults: Mapping[str, Any],
 ) -> SamplingParams:
-    """Build and check them; what is null is left at its default.
+    """Build and check them. What is null is the model's default, else OpenAI's.
 
     Raises:
         InvalidRequest: `param` names the field.
@@ -46,7 +51,7 @@ def sampling_params(
     given: dict[str, Any] = {name: getattr(request, name) for name in _SAME_NAME}
     given = {name: value for name, value in given.items() if value is not None}
     return SamplingParams(
-        **given,
+        **{**defaults, **given},
         max_tokens=max_tokens,
         logprobs=logprobs,
         logit_bias=_logit_bias(request.logit_bias),

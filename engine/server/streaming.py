@@ -18,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 from engine.outputs import CompletionOutput, RequestOutput
 from engine.server.errors import error_body
 from engine.server.generation import Job, Outputs, usage_of
+from engine.server.metrics import Metrics
 from engine.server.protocol import Usage
 from guided.errors import GuidedError, InternalError
 
@@ -57,7 +58,9 @@ class EventStream(StreamingResponse):
             await super().__call__(scope, receive, send)
 
 
-async def events(outputs: Outputs, job: Job, chunks: Chunks, include_usage: bool) -> AsyncIterator[bytes]:
+async def events(
+    outputs: Outputs, job: Job, chunks: Chunks, metrics: Metrics, include_usage: bool
+) -> AsyncIterator[bytes]:
     """The whole stream, event by event."""
     finished: dict[int, RequestOutput] = {}
     try:
@@ -74,6 +77,7 @@ async def events(outputs: Outputs, job: Job, chunks: Chunks, include_usage: bool
             yield _event(chunks.usage(usage_of(list(finished.values()))))
         yield DONE
     except GuidedError as error:
+        metrics.failed(error.code)
         if error.status >= 500:
             logger.warning("%s: %s: %s", job.request_id, error.code, error)
         yield _event(error_body(error))

@@ -7,7 +7,7 @@ import asyncio
 from fastapi import APIRouter
 
 from engine.server.context import Context, ServerContext
-from engine.server.prompts import render_chat
+from engine.server.prompts import encode, render_chat
 from engine.server.protocol import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
 from guided.errors import InvalidRequest
 
@@ -48,5 +48,4 @@ def _tokens(body: TokenizeRequest, context: ServerContext) -> list[int]:
     else:
         text = body.prompt or ""
     special = body.messages is None if body.add_special_tokens is None else body.add_special_tokens
-    tokens: list[int] = tokenizer.encode(text, add_special_tokens=special)
-    return tokens
+    return encode(tokenizer, text, add_special_tokens=special, param="prompt" if body.messages is None else "messages")

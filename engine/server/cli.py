@@ -1,0 +1,134 @@
+"""The `guided` command."""
+
+from __future__ import annotations
+
+import os
+from enum import StrEnum
+from importlib.metadata import version
+from typing import Annotated
+
+import typer
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    help="Guided decoding: an OpenAI-compatible server whose outputs satisfy a schema, regex, grammar or choice.",
+)
+
+
+class Pool(StrEnum):
+    RAY = "ray"
+    INLINE = "inline"
+
+
+class LogLevel(StrEnum):
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(version("guided"))
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    show: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Options that come before a command."""
+
+
+@app.command()
+def serve(
+    model: Annotated[
+        str | None,
+        typer.Argument(help="A local directory, or a name on the Hugging Face hub. Default: the embedded model."),
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 picks a free one.", min=0, max=65535)] = 8000,
+    pool: Annotated[
+        Pool, typer.Option(help="Where masks are computed: Ray actors, or this process (no isolation).")
+    ] = Pool.RAY,
+    ray_address: Annotated[
+        str | None,
+        typer.Option(help="Join this Ray cluster ('auto' finds a local one). Default: start a light one."),
+    ] = None,
+    num_actors: Annotated[int | None, typer.Option(help="Mask actors. Default: by the CPUs.", min=1)] = None,
+    backend: Annotated[
+        str,
+        typer.Option(
+            help="Grammar library for requests that name none: auto, llguidance, xgrammar, outlines,"
+            " lm-format-enforcer."
+        ),
+    ] = "auto",
+    max_num_seqs: Annotated[int, typer.Option(help="Sequences in one step, at the most.", min=1)] = 64,
+    max_model_len: Annotated[
+        int | None, typer.Option(help="Context length in tokens. Default: the model's own.", min=2)
+    ] = None,
+    max_requests: Annotated[
+        int, typer.Option(help="Generations running and waiting before further requests get 429.", min=1)
+    ] = 1024,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto (the checkpoint's), float32, bfloat16 or float16.")] = "auto",
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            envvar="GUIDED_API_KEY",
+            show_envvar=True,
+            help="Key that requests must carry. The environment variable keeps it out of process lists.",
+        ),
+    ] = None,
+    served_model_name: Annotated[
+        str | None, typer.Option(help="Name that requests use for the model. Default: MODEL.")
+    ] = None,
+    log_level: Annotated[LogLevel, typer.Option(help="How much to log.")] = LogLevel.INFO,
+) -> None:
+    """Serve a model over HTTP, OpenAI-compatible, with guided decoding.
+
+    Without MODEL, a small embedded model is served, to try things with. Ends on Ctrl-C or SIGTERM.
+    """
+    # Heavy (torch, transformers): not for --help.
+    from engine.attention import UnsupportedModelError
+    from engine.server.process import ServeOptions
+    from engine.server.process import serve as run
+    from guided.backends import resolve
+    from guided.errors import GuidedError
+
+    try:
+        options = ServeOptions(
+            model=model,
+            host=host,
+            port=port,
+            pool=pool.value,
+            ray_address=ray_address,
+            num_actors=num_actors,
+            backend=resolve(backend),
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            max_requests=max_requests,
+            device=device,
+            dtype=dtype,
+            api_key=api_key or None,
+            served_model_name=served_model_name,
+            log_level=log_level.value,
+        )
+        run(options)
+    except (OSError, ValueError, UnsupportedModelError, GuidedError) as error:
+        if os.environ.get("GUIDED_TRACEBACK"):
+            raise
+        typer.secho(f"guided serve: {error}", fg=typer.colors.RED, err=True)
+        raise typer.Exit(1) from None
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app()

@@ -1,0 +1,201 @@
+"""One server process, put together: socket, model, pool, application, signals; and taken apart again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import json
+import shlex
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import uvicorn
+
+from engine.async_llm import AsyncLLM
+from engine.config import EngineConfig
+from engine.default_model import checkpoint_path
+from engine.server.app import create_app
+from engine.server.context import ServerContext, ServerSettings
+from engine.server.defaults import sampling_defaults
+
+__all__ = ["DEFAULT_MODEL", "ServeOptions", "serve", "start_engine"]
+
+DEFAULT_MODEL = "guided-default"
+"""The name that the embedded model is served under."""
+
+GRACE_SECONDS = 10.0
+"""How long running generations may take to end by themselves once the server was told to stop."""
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """The command line of `guided serve`, and the arguments of the Ray Serve application.
+
+    Args:
+        model: local directory or hub name; None is the embedded model.
+    """
+
+    model: str | None = None
+    host: str = "127.0.0.1"
+    port: int = 8000
+    pool: Literal["ray", "inline"] = "ray"
+    ray_address: str | None = None
+    num_actors: int | None = None
+    backend: str = "auto"
+    max_num_seqs: int = 64
+    max_model_len: int | None = None
+    max_requests: int = 1024
+    device: str = "auto"
+    dtype: str = "auto"
+    api_key: str | None = None
+    served_model_name: str | None = None
+    log_level: str = "info"
+
+    @property
+    def settings(self) -> ServerSettings:
+        path = self.model or str(checkpoint_path())
+        names = [self.served_model_name or self.model or DEFAULT_MODEL]
+        return ServerSettings(
+            model_names=tuple(names),
+            api_key=self.api_key,
+            backend=self.backend,
+            max_requests=self.max_requests,
+            sampling_defaults=sampling_defaults(path),
+        )
+
+
+def start_engine(options: ServeOptions) -> AsyncLLM:
+    """Load the model, start the pool and the engine's thread. The caller shuts it down.
+
+    Raises:
+        OSError: there is no such model.
+        UnsupportedModelError, GuidedError: it can't be served, the pool can't be started.
+    """
+    pool_options: dict[str, Any] = {}
+    if options.pool == "ray":
+        if options.ray_address is not None:
+            pool_options["address"] = options.ray_address
+        if options.num_actors is not None:
+            pool_options["num_actors"] = options.num_actors
+    return AsyncLLM(
+        options.model or str(checkpoint_path()),
+        options.pool,
+        EngineConfig(max_num_seqs=options.max_num_seqs, max_model_len=options.max_model_len),
+        pool_options=pool_options,
+        device=options.device,
+        dtype=options.dtype,
+    )
+
+
+def serve(options: ServeOptions) -> None:
+    """Serve until SIGINT or SIGTERM; leave no process behind.
+
+    Raises:
+        OSError: the address is taken, or there is no such model.
+        UnsupportedModelError, GuidedError: see `start_engine`.
+    """
+    with _signals_end_it(), _bound(options.host, options.port) as listener:
+        _say(options, "loading the model and starting the mask pool …")
+        engine = start_engine(options)
+        try:
+            app = create_app(engine, options.settings)
+            config = uvicorn.Config(app, log_level=options.log_level, timeout_graceful_shutdown=5)
+            _Server(config, app.state.context, options).run(sockets=[listener])
+        finally:
+            engine.shutdown()
+
+
+class _Server(uvicorn.Server):
+    """Says what to try when it is up; lets running generations end when it is told to stop, then ends them."""
+
+    def __init__(self, config: uvicorn.Config, context: ServerContext, options: ServeOptions) -> None:
+        super().__init__(config)
+        self._context = context
+        self._options = options
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started and sockets:
+            host, port = sockets[0].getsockname()[:2]
+            _say(self._options, _greeting(f"http://{f'[{host}]' if ':' in host else host}:{port}", self._options))
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._context.shutting_down = True  # new requests and /health get 503
+        deadline = asyncio.get_running_loop().time() + GRACE_SECONDS
+        while self._context.in_flight and not self.force_exit and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(0.05)
+        await asyncio.to_thread(self._context.engine.shutdown)  # streams that are left end with an error event
+        await super().shutdown(sockets)
+
+
+@contextlib.contextmanager
+def _signals_end_it() -> Iterator[None]:
+    """SIGTERM unwinds the stack like SIGINT does, also before and after uvicorn has its own handlers."""
+
+    def on_sigterm(number: int, frame: object) -> None:
+        raise SystemExit(0)
+
+    previous = signal.signal(signal.SIGTERM, on_sigterm)
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+@contextlib.contextmanager
+def _bound(host: str, port: int) -> Iterator[socket.socket]:
+    """The address, taken before the model is loaded, so that it being in use is known at once. Not yet listening."""
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, kind, protocol) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(address)
+        except OSError as error:
+            raise OSError(f"can't listen on {host} port {port}: {error.strerror}; choose another --port") from None
+        yield listener
+
+
+def _say(options: ServeOptions, text: str) -> None:
+    if options.log_level in ("debug", "info", "warning"):
+        print(text, file=sys.stderr, flush=True)
+
+
+def _greeting(url: str, options: ServeOptions) -> str:
+    lines = ["", f"guided serves {options.settings.model_names[0]} on {url}", ""]
+    if options.api_key is None and not _is_loopback(options.host):
+        lines += [f"WARNING: everybody who can reach {options.host} can use it: set --api-key or GUIDED_API_KEY", ""]
+    lines += ["Try:", "", _curl(url, options, "/v1/chat/completions", _CHAT), ""]
+    lines += [_curl(url, options, "/v1/completions", _COMPLETION), ""]
+    lines += [f"Documentation, to try from the browser:  {url}/docs", f"State of the mask pool:  curl {url}/health", ""]
+    return "\n".join(lines)
+
+
+_CHAT = {
+    "messages": [{"role": "user", "content": "Maria Keller is 34 years old and lives in Lisbon."}],
+    "json_schema": {
+        "type": "object",
+        "properties": {"name": {"type": "string"}, "age": {"type": "integer"}, "city": {"type": "string"}},
+        "required": ["name", "age", "city"],
+        "additionalProperties": False,
+    },
+}
+_COMPLETION = {"prompt": "A date: ", "regex": "20[0-9]{2}-(0[1-9]|1[0-2])-[0-3][0-9]"}
+
+
+def _curl(url: str, options: ServeOptions, path: str, body: dict[str, Any]) -> str:
+    key = "" if options.api_key is None else " -H 'authorization: Bearer '\"$GUIDED_API_KEY\""
+    return f"  curl -s {url}{path}{key} -H 'content-type: application/json' \\\n    -d {shlex.quote(json.dumps(body))}"
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

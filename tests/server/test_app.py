@@ -1,0 +1,442 @@
+"""The application around a real engine and a tiny random model: what goes in, what comes out, what is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+from starlette.testclient import TestClient
+
+from engine.async_llm import AsyncLLM
+from engine.sampling_params import SamplingParams
+
+Make = Callable[..., TestClient]
+
+HELLO = {"messages": [{"role": "user", "content": "hello"}], "temperature": 0, "max_tokens": 8}
+SCHEMA = {
+    "type": "object",
+    "properties": {"ok": {"type": "boolean"}},
+    "required": ["ok"],
+    "additionalProperties": False,
+}
+
+
+def post(client: TestClient, path: str = "/v1/chat/completions", **body: Any) -> httpx.Response:
+    return client.post(path, json={**HELLO, **body} if "chat" in path else body)
+
+
+def sse(text: str) -> list[Any]:
+    events = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+    return [event if event == "[DONE]" else json.loads(event) for event in events]
+
+
+def error_of(answer: httpx.Response) -> dict[str, Any]:
+    error: dict[str, Any] = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code", "pointer"}
+    assert error["message"]
+    return error
+
+
+class TestChat:
+    def test_an_answer_has_openais_shape(self, client: TestClient) -> None:
+        answer = post(client).json()
+        assert answer["object"] == "chat.completion"
+        assert answer["model"] == "tiny"
+        [choice] = answer["choices"]
+        assert choice["message"]["role"] == "assistant"
+        assert choice["finish_reason"] in ("stop", "length")
+        usage = answer["usage"]
+        assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+        assert answer["guided"] is None
+
+    @pytest.mark.parametrize(
+        "fields",
+        [
+            {"json_schema": SCHEMA},
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}},
+            {"structured_outputs": {"json": SCHEMA}},
+            {"guided_json": json.dumps(SCHEMA)},
+        ],
+    )
+    def test_every_spelling_constrains_the_output(self, client: TestClient, fields: dict[str, Any]) -> None:
+        answer = post(client, max_tokens=200, whitespace_pattern="", **fields)
+        assert answer.status_code == 200
+        assert answer.headers["x-guided-backend"] == "llguidance"
+        assert answer.json()["guided"] == {"kind": "json_schema", "backend": "llguidance"}
+        assert json.loads(answer.json()["choices"][0]["message"]["content"]) in ({"ok": True}, {"ok": False})
+
+    def test_n_outputs_with_seeds_of_their_own(self, client: TestClient) -> None:
+        answer = post(client, n=4, temperature=2.0, seed=1, max_tokens=12).json()
+        assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+        assert len({choice["message"]["content"] for choice in answer["choices"]}) > 1
+
+    def test_stream_is_the_answer_in_pieces(self, client: TestClient) -> None:
+        whole = post(client, choice=["yes, indeed", "no, never"], max_tokens=None).json()
+        streamed = post(
+            client,
+            choice=["yes, indeed", "no, never"],
+            max_tokens=None,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+        assert streamed.headers["content-type"].startswith("text/event-stream")
+        assert streamed.headers["x-guided-backend"] == whole["guided"]["backend"]
+        *chunks, last, done = sse(streamed.text)
+        assert done == "[DONE]"
+        assert last["choices"] == []
+        assert last["usage"] == whole["usage"]
+        assert all(chunk["usage"] is None for chunk in chunks)
+        assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+        assert chunks[0]["guided"] == whole["guided"]
+        assert (
+            "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
+            == (whole["choices"][0]["message"]["content"])
+        )
+        assert [chunk["choices"][0]["finish_reason"] for chunk in chunks[-2:]] == [None, "stop"]
+        assert len({chunk["id"] for chunk in chunks}) == 1
+
+    def test_logprobs(self, client: TestClient) -> None:
+        choice = post(client, logprobs=True, top_logprobs=3, max_tokens=5, ignore_eos=True).json()["choices"][0]
+        content = choice["logprobs"]["content"]
+        assert len(content) == 5
+        for token in content:
+            assert len(token["top_logprobs"]) == 3
+            assert token["top_logprobs"][0]["logprob"] == token["logprob"]  # greedy
+            assert -9999.0 <= token["logprob"] <= 0
+        spelled = b"".join(bytes(token["bytes"]) for token in content)
+        assert spelled.decode("utf-8", "replace") == choice["message"]["content"]
+
+    def test_streamed_logprobs_are_the_whole_ones(self, client: TestClient) -> None:
+        whole = post(client, logprobs=True, top_logprobs=2).json()["choices"][0]["logprobs"]["content"]
+        chunks = sse(post(client, logprobs=True, top_logprobs=2, stream=True).text)[:-1]
+        pieces = [chunk["choices"][0]["logprobs"] for chunk in chunks]
+        streamed = [token for piece in pieces if piece for token in piece["content"]]
+        assert [token["token"] for token in streamed] == [token["token"] for token in whole]
+
+    def test_masked_alternatives_are_no_minus_infinity(self, client: TestClient) -> None:
+        text = post(client, regex="zq", logprobs=True, top_logprobs=20, max_tokens=None).text
+        assert "Infinity" not in text
+        assert min(map(float, re.findall(r'"logprob":(-?[0-9.e+-]+)', text))) >= -9999.0
+
+    def test_parts_of_a_message_are_one_text(self, client: TestClient) -> None:
+        parts = [{"type": "text", "text": "hello"}]
+        assert (
+            post(client, messages=[{"role": "user", "content": parts}]).json()["choices"]
+            == post(client).json()["choices"]
+        )
+
+
+class TestCompletions:
+    def test_many_prompts_times_n(self, client: TestClient) -> None:
+        answer = post(client, "/v1/completions", prompt=["a", "b"], n=2, regex="[0-9]{3}", temperature=1, seed=3).json()
+        assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+        assert all(re.fullmatch("[0-9]{3}", choice["text"]) for choice in answer["choices"])
+
+    def test_many_prompts_streamed(self, client: TestClient) -> None:
+        body = {"prompt": ["a", "b", "c"], "regex": "[0-9]{5}", "temperature": 0}
+        whole = post(client, "/v1/completions", **body).json()
+        texts = dict.fromkeys(range(3), "")
+        for event in sse(post(client, "/v1/completions", stream=True, **body).text)[:-1]:
+            texts[event["choices"][0]["index"]] += event["choices"][0]["text"]
+        assert texts == {choice["index"]: choice["text"] for choice in whole["choices"]}
+
+    def test_default_length_is_openais_unless_constrained(self, client: TestClient) -> None:
+        plain = post(client, "/v1/completions", prompt="a", ignore_eos=True, temperature=0).json()
+        assert plain["usage"]["completion_tokens"] == 16
+        guided = post(client, "/v1/completions", prompt="a", regex="[0-9]{40}", temperature=0).json()
+        assert (guided["choices"][0]["finish_reason"], len(guided["choices"][0]["text"])) == ("stop", 40)
+
+    def test_echo(self, client: TestClient) -> None:
+        answer = post(client, "/v1/completions", prompt="the fox ", echo=True, choice=["runs"]).json()
+        assert answer["choices"][0]["text"] == "the fox runs"
+
+    def test_stop_string_ends_and_is_named(self, client: TestClient) -> None:
+        whole = post(client, "/v1/completions", prompt="the fox", temperature=0, max_tokens=12, ignore_eos=True).json()
+        text = whole["choices"][0]["text"]
+        stop = text[len(text) // 2]
+        cut = post(client, "/v1/completions", prompt="the fox", temperature=0, max_tokens=12, stop=[stop]).json()
+        assert cut["choices"][0]["text"] == text[: text.index(stop)]
+        assert (cut["choices"][0]["finish_reason"], cut["choices"][0]["stop_reason"]) == ("stop", stop)
+
+    def test_logprobs_in_the_older_shape(self, client: TestClient) -> None:
+        body = {"prompt": "a", "max_tokens": 4, "ignore_eos": True, "temperature": 0}
+        found = post(client, "/v1/completions", logprobs=2, **body).json()["choices"][0]["logprobs"]
+        assert [len(found[name]) for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")] == [4] * 4
+        assert all(2 <= len(top) <= 3 for top in found["top_logprobs"])
+        assert found["text_offset"][0] == 0
+
+    def test_token_ids_and_text_are_the_same_prompt(self, client: TestClient) -> None:
+        tokens = client.post("/tokenize", json={"prompt": "the quick"}).json()["tokens"]
+        body = {"max_tokens": 8, "temperature": 0}
+        assert (
+            post(client, "/v1/completions", prompt=tokens, **body).json()["choices"]
+            == post(client, "/v1/completions", prompt="the quick", **body).json()["choices"]
+        )
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("fields", "param"),
+        [
+            ({"nonesuch": 1}, "nonesuch"),
+            ({"tools": [{"type": "function"}]}, "tools"),
+            ({"temperature": "1"}, "temperature"),
+            ({"temperature": -1}, "temperature"),
+            ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages[0]"),
+            ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
+            ({"messages": []}, "messages"),
+            ({"max_tokens": 0}, "max_tokens"),
+            ({"max_tokens": 100_000}, "max_tokens"),
+            ({"max_tokens": None, "max_completion_tokens": 0}, "max_completion_tokens"),
+            ({"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens"),
+            ({"n": 1000}, "n"),
+            ({"n": 0}, "n"),
+            ({"best_of": 3}, "best_of"),
+            ({"use_beam_search": True}, "use_beam_search"),
+            ({"top_logprobs": 3}, "top_logprobs"),
+            ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+            ({"logit_bias": {"x": 1}}, "logit_bias"),
+            ({"logit_bias": {"99999999": 1}}, "logit_bias"),
+            ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
+            ({"messages": [{"role": "user", "content": "word " * 3000}]}, "messages"),
+            ({"choice": []}, "choice"),
+            ({"regex": "a\x00b"}, "regex"),
+            ({"regex": "("}, "regex"),
+            ({"structured_outputs": {"regex": "[z-a]"}}, "structured_outputs.regex"),
+            ({"grammar": "root ::= nothing_defined_here"}, "grammar"),
+            ({"guided_grammar": "start: %%%"}, "guided_grammar"),
+            ({"regex": "a", "choice": ["b"]}, "choice"),
+            ({"regex": "a", "stop": "b"}, "stop"),
+            ({"grammar": 'root ::= "a"', "backend": "outlines"}, "backend"),
+            ({"backend": "nonesuch", "regex": "a"}, "backend"),
+            ({"choice": ["x" * 1_000_000]}, "choice"),
+        ],
+    )
+    def test_bad_input_is_a_400_that_names_the_field(
+        self, client: TestClient, fields: dict[str, Any], param: str
+    ) -> None:
+        for stream in (False, True):
+            answer = post(client, **{**fields, "stream": stream})
+            assert answer.status_code == 400, answer.text[:500]
+            error = error_of(answer)
+            assert error["type"] == "invalid_request_error"
+            assert error["param"] is not None
+            assert error["param"].startswith(param)
+            assert len(error["message"]) < 1000
+            assert answer.headers["x-should-retry"] == "false"
+
+    @pytest.mark.parametrize(
+        ("schema", "pointer"),
+        [
+            ({"type": "object", "properties": {"a": {"type": "stsring"}}}, "/properties/a/type"),
+            ({"$ref": "http://example.com/schema.json"}, "/$ref"),
+        ],
+    )
+    def test_bad_schema_has_a_pointer(self, client: TestClient, schema: Any, pointer: str) -> None:
+        form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+        error = error_of(post(client, response_format=form))
+        assert (error["param"], error["pointer"]) == ("response_format", pointer)
+
+    def test_deep_schema(self, client: TestClient) -> None:
+        schema: dict[str, Any] = {}
+        for _ in range(200):
+            schema = {"type": "array", "items": schema}
+        assert error_of(post(client, json_schema=schema))["code"] == "constraint_too_large"
+
+    @pytest.mark.parametrize(
+        "body",
+        [b"{", b"[]", b"", b"null", b'"x"', b"[" * 100_000, b'{"messages": ' + b"9" * 5000 + b"}", b"\xff\xfe"],
+    )
+    def test_bodies_that_are_no_request(self, client: TestClient, body: bytes) -> None:
+        answer = client.post("/v1/chat/completions", content=body, headers={"content-type": "application/json"})
+        assert answer.status_code == 400
+        assert error_of(answer)["type"] == "invalid_request_error"
+
+    @pytest.mark.parametrize(
+        "text",
+        ['{"json_schema": {"const": NaN}, "messages": [{"role": "user", "content": "x"}]}', '{"prompt": "\\ud800"}'],
+    )
+    def test_json_that_is_no_unicode_or_no_number(self, client: TestClient, text: str) -> None:
+        path = "/v1/completions" if "prompt" in text else "/v1/chat/completions"
+        answer = client.post(path, content=text, headers={"content-type": "application/json"})
+        assert answer.status_code == 400
+        assert error_of(answer)["param"] in ("json_schema", "prompt")
+
+    def test_unknown_model(self, client: TestClient) -> None:
+        answer = post(client, model="gpt-17")
+        assert answer.status_code == 404
+        assert (error_of(answer)["code"], error_of(answer)["param"]) == ("model_not_found", "model")
+        assert "tiny" in error_of(answer)["message"]
+        assert post(client, model="also-tiny").status_code == 200
+
+    def test_unknown_path_and_method(self, client: TestClient) -> None:
+        assert error_of(client.get("/v1/nonesuch"))["code"] == "not_found"
+        assert error_of(client.get("/v1/completions"))["code"] == "method_not_allowed"
+
+    @pytest.mark.parametrize("chunked", [False, True])
+    def test_body_too_large(self, client_with: Make, chunked: bool) -> None:
+        client = client_with(max_body_bytes=10_000)
+        body = json.dumps({**HELLO, "user": "x" * 20_000}).encode()
+
+        def pieces() -> Iterator[bytes]:
+            for start in range(0, len(body), 1000):
+                yield body[start : start + 1000]
+
+        answer = client.post(
+            "/v1/chat/completions",
+            content=pieces() if chunked else body,
+            headers={"content-type": "application/json"},
+        )
+        assert answer.status_code == 413
+        assert error_of(answer)["code"] == "body_too_large"
+        assert "10000" in error_of(answer)["message"]
+
+    def test_api_key(self, client_with: Make) -> None:
+        client = client_with(api_key="secret")
+        for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "secret"}):
+            answer = client.post("/v1/chat/completions", json=HELLO, headers=headers)
+            assert answer.status_code == 401
+            assert error_of(answer)["code"] == "invalid_api_key"
+            assert "secret" not in answer.text
+        assert client.post("/tokenize", json={"prompt": "a"}).status_code == 401
+        key = {"authorization": "Bearer secret"}
+        assert client.post("/v1/chat/completions", json=HELLO, headers=key).status_code == 200
+        for path in ("/health", "/metrics", "/version", "/docs"):
+            assert client.get(path).status_code == 200
+
+    def test_full_queue(self, client_with: Make) -> None:
+        client = client_with(max_requests=2)
+        answer = post(client, "/v1/completions", prompt=["a", "b", "c"])
+        assert answer.status_code == 400  # it never fits
+        client.app.state.context.in_flight = 2  # type: ignore[attr-defined]
+        answer = post(client)
+        assert (answer.status_code, error_of(answer)["code"]) == (429, "queue_full")
+        assert int(answer.headers["retry-after"]) >= 1
+        assert "x-should-retry" not in answer.headers
+        client.app.state.context.in_flight = 0  # type: ignore[attr-defined]
+        assert post(client).status_code == 200
+        assert client.app.state.context.in_flight == 0  # type: ignore[attr-defined]
+
+    def test_shutting_down(self, client: TestClient) -> None:
+        client.app.state.context.shutting_down = True  # type: ignore[attr-defined]
+        assert post(client).status_code == 503
+        assert client.get("/health").status_code == 503
+
+
+class TestFailures:
+    """What ends in the engine: here made to happen where a request is handed to it."""
+
+    @pytest.fixture
+    def failing(self, client: TestClient, monkeypatch: pytest.MonkeyPatch) -> TestClient:
+        """The matcher of every second token's mask raises."""
+        engine: AsyncLLM = client.app.state.context.engine  # type: ignore[attr-defined]
+        worker = engine.pool._worker  # type: ignore[attr-defined]
+        original, calls = worker._write, []
+
+        def write(*arguments: Any) -> None:
+            calls.append(arguments)
+            if len(calls) > 3:
+                raise RuntimeError("the grammar library is out of sorts")
+            original(*arguments)
+
+        monkeypatch.setattr(worker, "_write", write)
+        return client
+
+    def test_a_failed_mask_is_a_500(self, failing: TestClient) -> None:
+        answer = post(failing, regex="[0-9]{30}", max_tokens=None)
+        assert answer.status_code == 500
+        assert (error_of(answer)["type"], error_of(answer)["code"]) == ("server_error", "backend_error")
+        assert answer.headers["x-should-retry"] == "false"
+        assert "x-request-id" in answer.headers
+
+    def test_a_failed_mask_mid_stream_is_an_event_and_the_end(self, failing: TestClient) -> None:
+        answer = post(failing, regex="[0-9]{30}", max_tokens=None, stream=True)
+        assert answer.status_code == 200
+        *chunks, last = sse(answer.text)
+        assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
+        assert last["error"]["code"] == "backend_error"
+
+    def test_others_are_unharmed(self, failing: TestClient) -> None:
+        assert post(failing, regex="[0-9]{30}", max_tokens=None).status_code == 500
+        assert post(failing).status_code == 200
+
+    def test_a_surprise_is_a_500_in_shape(self, client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+        def surprise(*_: Any, **__: Any) -> None:
+            raise ZeroDivisionError("secret detail")
+
+        monkeypatch.setattr(SamplingParams, "__post_init__", surprise)
+        answer = post(client)
+        assert answer.status_code == 500
+        assert error_of(answer)["code"] == "internal_error"
+        assert "secret" not in answer.text
+        assert answer.headers["x-request-id"]
+
+
+class TestOthers:
+    def test_request_ids(self, client: TestClient) -> None:
+        assert client.get("/version", headers={"x-request-id": "my-id.1"}).headers["x-request-id"] == "my-id.1"
+        ids = {client.get("/version", headers={"x-request-id": "bad id"}).headers["x-request-id"] for _ in range(2)}
+        assert len(ids) == 2
+        assert client.get("/nonesuch").headers["x-request-id"]
+
+    def test_models(self, client: TestClient) -> None:
+        assert [card["id"] for card in client.get("/v1/models").json()["data"]] == ["tiny", "also-tiny"]
+        assert client.get("/v1/models/tiny").json()["max_model_len"] == 512
+        assert client.get("/v1/models/nonesuch").status_code == 404
+
+    def test_tokenize_and_back(self, client: TestClient) -> None:
+        text = "The quick 狐狸 😀 ök"
+        tokens = client.post("/tokenize", json={"prompt": text, "return_token_strs": True}).json()
+        assert tokens["count"] == len(tokens["tokens"]) == len(tokens["token_strs"])
+        assert client.post("/detokenize", json={"tokens": tokens["tokens"]}).json() == {"prompt": text}
+        chat = client.post("/tokenize", json={"messages": [{"role": "user", "content": "hi"}]}).json()["tokens"]
+        assert client.post("/detokenize", json={"tokens": chat}).json() == {"prompt": "<|user|>hi<|end|><|assistant|>"}
+        assert client.post("/detokenize", json={"tokens": [10**6]}).status_code == 400
+        assert client.post("/tokenize", json={}).status_code == 400
+
+    def test_health(self, client: TestClient) -> None:
+        health = client.get("/health").json()
+        assert health["status"] == "ok"
+        [actor] = health["pool"]["actors"]
+        assert (health["pool"]["name"], actor["state"]) == ("inline", "up")
+        assert actor["pid"] > 0
+
+    def test_metrics(self, client: TestClient) -> None:
+        post(client, regex="[0-9]{3}", max_tokens=None)
+        post(client, regex="(")
+        text = client.get("/metrics").text
+        for line in (
+            r"guided_time_to_first_token_seconds_count 1.0",
+            r"guided_inter_token_latency_seconds_count [1-9]",
+            r"guided_e2e_request_latency_seconds_count 1.0",
+            r"guided_grammar_wait_seconds_count{backend=\"llguidance\",kind=\"regex\"} 1.0",
+            r"guided_grammar_compile_seconds_count{backend=\"llguidance\",kind=\"regex\"} ",
+            r"guided_request_success_total{finished_reason=\"stop\"} 1.0",
+            r"guided_request_failures_total{code=\"invalid_constraint\"} 1.0",
+            r"guided_generation_tokens_total [1-9]",
+            r"guided_num_requests_running 0.0",
+            r"guided_kv_cache_usage_perc ",
+            r"guided_mask_actors_up 1.0",
+            r"guided_mask_exposed_seconds_total ",
+        ):
+            assert re.search("^" + line, text, re.MULTILINE), line
+
+    def test_documentation_needs_no_other_host(self, client: TestClient) -> None:
+        page = client.get("/docs").text
+        assert "http://" not in page
+        assert "https://" not in page
+        for asset in re.findall(r'(?:src|href)="([^"]+)"', page):
+            assert client.get(asset).status_code == 200
+        schema = client.get("/openapi.json").json()
+        assert "/v1/chat/completions" in schema["paths"]
+        assert "json_schema" in schema["components"]["schemas"]["ChatRequest"]["properties"]
+
+    def test_a_model_without_a_chat_template(self, client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(client.app.state.context.engine.tokenizer, "chat_template", None)  # type: ignore[attr-defined]
+        error = error_of(post(client))
+        assert error["param"] == "messages"
+        assert "/v1/completions" in error["message"]
