@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from engine.config import EngineConfig
+from engine.llm import LLM
+from engine.model_loader import LoadedModel
+from engine.sampling_params import SamplingParams
+from guided.errors import InvalidConstraint, InvalidRequest
+from guided.inline import InlinePool
+
+PROMPTS = ["The quick", "brown fox", "jumps"]
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_llama_dir: Path) -> LLM:
+    return LLM(str(tiny_llama_dir), config=EngineConfig(max_model_len=128), dtype="float32", device="cpu")
+
+
+def test_many_prompts_in_order(llm: LLM) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=6)
+    many = llm.generate(PROMPTS, params, use_tqdm=False)
+    assert [output.prompt for output in many] == PROMPTS
+    for prompt, output in zip(PROMPTS, many, strict=True):
+        [alone] = llm.generate(prompt, params, use_tqdm=False)
+        [by_ids] = llm.generate(llm.tokenizer.encode(prompt), params, use_tqdm=False)
+        assert output.outputs[0].token_ids == alone.outputs[0].token_ids == by_ids.outputs[0].token_ids
+
+
+def test_each_its_own_parameters_and_errors_stay_with_their_prompt(llm: LLM) -> None:
+    params = [
+        SamplingParams(json_object=True, max_tokens=60, whitespace_pattern="", seed=1),
+        SamplingParams(grammar="start: (", max_tokens=5),
+        SamplingParams(choice=["a", "b"]),
+    ]
+    found = llm.generate(PROMPTS, params, use_tqdm=False)
+    if found[0].outputs[0].finish_reason == "stop":
+        assert isinstance(json.loads(found[0].outputs[0].text), dict)
+    assert isinstance(found[1].error, InvalidConstraint)
+    assert found[2].outputs[0].text in ("a", "b")
+
+
+def test_one_bad_request_and_none_is_run(llm: LLM) -> None:
+    with pytest.raises(InvalidRequest, match="max_tokens"):
+        llm.generate(PROMPTS, [SamplingParams(), SamplingParams(max_tokens=500), SamplingParams()], use_tqdm=False)
+    assert not llm.engine.has_unfinished
+    with pytest.raises(ValueError, match="3 prompts and 1"):
+        llm.generate(PROMPTS, [SamplingParams()])
+
+
+def test_the_progress_bar_counts_prompts(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    llm.generate(PROMPTS, SamplingParams(max_tokens=3))
+    shown = capsys.readouterr().err
+    assert "3/3" in shown
+    assert "tokens/s" in shown
+
+
+def test_chat_goes_through_the_template(llm: LLM) -> None:
+    conversation = [{"role": "user", "content": "hello"}]
+    params = SamplingParams(temperature=0.0, max_tokens=4)
+    [one] = llm.chat(conversation, params, use_tqdm=False)
+    assert llm.tokenizer.decode(one.prompt_token_ids) == "<|user|>hello<|end|><|assistant|>"
+    two = llm.chat([conversation, conversation], params, use_tqdm=False)
+    assert [output.outputs[0].token_ids for output in two] == [one.outputs[0].token_ids] * 2
+
+
+def test_a_pool_is_handed_in_or_made(tiny_model: LoadedModel) -> None:
+    pool = InlinePool(tiny_model.vocabulary)
+    assert LLM(tiny_model, pool).pool is pool
+    with pytest.raises(ValueError, match="pool is 'elsewhere'"):
+        LLM(tiny_model, "elsewhere")  # type: ignore[arg-type]
+    with LLM(tiny_model) as made:
+        assert made.pool.status().name == "inline"

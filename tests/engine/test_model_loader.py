@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    Gemma2Config,
+    GptOssConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MambaConfig,
+    PreTrainedTokenizerFast,
+    T5Config,
+)
+
+from engine.attention import UnsupportedModelError
+from engine.model_loader import LoadedModel, load_model, prepare_model
+
+TINY: dict[str, Any] = {
+    "vocab_size": 640,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+
+
+def test_a_directory_is_loaded_and_described(tiny_model: LoadedModel) -> None:
+    assert tiny_model.dtype == torch.float32
+    assert tiny_model.max_model_len == 512
+    assert tiny_model.vocabulary.padded_vocab_size == 640
+    assert tiny_model.vocabulary.stop_token_ids == (tiny_model.tokenizer.eos_token_id,)
+    assert {(s.kv_heads, s.key_dim, s.value_dim) for s in tiny_model.layers.values()} == {(2, 16, 16)}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_the_dtype_is_as_asked(tiny_llama_dir: Path, dtype: str) -> None:
+    assert load_model(str(tiny_llama_dir), dtype=dtype, device="cpu").dtype == getattr(torch, dtype)
+
+
+def test_an_unknown_dtype_is_refused(tiny_llama_dir: Path) -> None:
+    with pytest.raises(ValueError, match="dtype is 'int3'"):
+        load_model(str(tiny_llama_dir), dtype="int3")
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (Gemma2Config(**TINY), "soft caps"),
+        (BloomConfig(vocab_size=640, hidden_size=32, n_layer=1, n_head=2), "attention backend"),
+        (MambaConfig(vocab_size=640, hidden_size=32, num_hidden_layers=1), "attention backend"),
+        (T5Config(vocab_size=640), "no causal language model"),
+        (LlamaConfig(**TINY, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}), "RoPE"),
+    ],
+    ids=lambda value: type(value).__name__ if not isinstance(value, str) else "",
+)
+def test_what_cannot_be_served_is_refused_by_name(config: Any, reason: str, tmp_path: Path) -> None:
+    config.architectures = [type(config).__name__.replace("Config", "ForCausalLM")]
+    config.save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match=reason):
+        load_model(str(tmp_path))
+
+
+def test_what_a_model_passes_to_its_attention_is_known_or_refused(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    model = AutoModelForCausalLM.from_config(GptOssConfig(**TINY, num_local_experts=2, num_experts_per_tok=1))
+    with pytest.raises(UnsupportedModelError, match="s_aux"):
+        prepare_model(model.float(), tiny_tokenizer)
+
+
+def test_a_model_that_scales_its_logits_is_found_out(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    """No flag says so: the probe sees that the head is not all there is after the hidden states."""
+
+    class Scaled(LlamaForCausalLM):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            output = super().forward(*args, **kwargs)
+            output.logits = output.logits * 3.0
+            return output
+
+    config = LlamaConfig(**TINY)
+    plain = LlamaForCausalLM(config)
+    scaled = Scaled(config)
+    scaled.load_state_dict(plain.state_dict())
+    prepare_model(copy.deepcopy(plain), tiny_tokenizer)
+    with pytest.raises(UnsupportedModelError, match="logits are not those"):
+        prepare_model(scaled, tiny_tokenizer)
