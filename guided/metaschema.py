@@ -54,6 +54,10 @@ class Dialect:
         meta = self._validator.META_SCHEMA
         return str(meta.get("$id") or meta["id"])
 
+    def validator(self, document: dict[str, Any]) -> Any:
+        """A `jsonschema` validator for instances of `document`; formats are not checked."""
+        return self._validator(document)
+
     def fault(self, keyword: str, value: Any) -> Fault | None:
         """What is wrong with `value` as the value of `keyword`; None where nothing is, or the keyword is unknown."""
         if keyword not in self._keywords:

@@ -1,0 +1,227 @@
+"""xgrammar: fast masks, slow compilations (a second on average, some never end: compile where it may be killed).
+
+What to know of it: it ignores what it doesn't know (`xgrammar_schema.py` keeps such schemas from it), sets bits of
+special tokens when nearly everything is allowed (the worker clears them), and logs to stderr what it is given wrong (so
+tokens are looked at before it sees them).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from bisect import bisect_right
+from collections.abc import Sequence
+from functools import cached_property
+from types import TracebackType
+from typing import Any, ClassVar
+
+import numpy as np
+import xgrammar
+from numpy.typing import NDArray
+
+from guided import regex
+from guided.backends.xgrammar_schema import lower
+from guided.constraint import KINDS, Constraint, ConstraintKind
+from guided.errors import BackendError, InvalidConstraint, TokenRejected, UnsupportedConstraint, bounded
+from guided.grammar import parse_gbnf, syntax
+from guided.vocabulary import Vocabulary
+
+__all__ = ["XGrammarBackend"]
+
+_SOURCE_LINE = re.compile(r"^\[[\d:]+\] \S+?:\d+: ")
+
+
+class XGrammarBackend:
+    """One tokenizer and one compiler, single-threaded and without a cache (`grammar_cache.py` is ours)."""
+
+    name: ClassVar[str] = "xgrammar"
+    kinds: ClassVar[frozenset[ConstraintKind]] = frozenset(KINDS)
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        with _native:
+            self._tokenizer = xgrammar.TokenizerInfo(
+                list(vocabulary.token_bytes[: vocabulary.padded_vocab_size]),
+                xgrammar.VocabType.RAW,
+                vocab_size=vocabulary.padded_vocab_size,
+                stop_token_ids=list(vocabulary.stop_token_ids),
+            )
+            self._compiler = xgrammar.GrammarCompiler(self._tokenizer, max_threads=1, cache_enabled=False)
+        self._tokens = _Tokens(vocabulary)
+
+    def compile(self, constraint: Constraint) -> XGrammarGrammar:
+        """See `Backend.compile`."""
+        try:
+            return XGrammarGrammar(self._tokens, self._compile(constraint))
+        except RuntimeError as error:
+            # What is malformed was found before (schemas, regexes, GBNF): the rest is what xgrammar can't do.
+            malformed = constraint.kind == "grammar" and syntax(constraint.source) == "lark"
+            refusal = InvalidConstraint if malformed else UnsupportedConstraint
+            raise refusal(f"xgrammar refuses the {constraint.kind}: {_message(error)}", param=constraint.kind) from None
+
+    def load(self, constraint: Constraint, dumped: bytes) -> XGrammarGrammar:
+        """See `Backend.load`."""
+        if not dumped:
+            return self.compile(constraint)
+        with _native:
+            compiled = xgrammar.CompiledGrammar.deserialize_json(dumped.decode("utf-8"), self._tokenizer)
+        return XGrammarGrammar(self._tokens, compiled)
+
+    def _compile(self, constraint: Constraint) -> Any:
+        match constraint.kind:
+            case "json_schema":
+                return self._compile_schema(lower(json.loads(constraint.source)), constraint.whitespace)
+            case "json_object":
+                return self._compile_schema('{"type": "object"}', constraint.whitespace)
+            case "regex":
+                return self._compiler.compile_regex(regex.canonical(constraint.source))
+            case "choice":
+                options = " | ".join(_ebnf_string(option) for option in constraint.choices)
+                return self._compiler.compile_grammar(f"root ::= {options}")
+            case "grammar":
+                if syntax(constraint.source) == "lark":
+                    return self._compiler.compile_lark(constraint.source)
+                parse_gbnf(constraint.source)
+                return self._compiler.compile_grammar(constraint.source)
+
+    def _compile_schema(self, schema: str, whitespace: str | None) -> Any:
+        if whitespace:
+            raise UnsupportedConstraint(
+                f"xgrammar can't enforce the whitespace pattern {bounded(whitespace, 60)!r}: only none at all or any",
+                param="whitespace_pattern",
+            )
+        # Not strict: an object is open unless its schema says otherwise.
+        if whitespace is None:
+            return self._compiler.compile_json_schema(schema, any_whitespace=True, strict_mode=False)
+        return self._compiler.compile_json_schema(
+            schema, any_whitespace=False, separators=(",", ":"), strict_mode=False
+        )
+
+
+class XGrammarGrammar:
+    """A compiled grammar; it does not hold the vocabulary."""
+
+    def __init__(self, tokens: _Tokens, compiled: Any) -> None:
+        self._tokens = tokens
+        self._compiled = compiled
+        self.nbytes = int(compiled.memory_size_bytes)
+
+    def matcher(self) -> XGrammarMatcher:
+        """See `CompiledGrammar.matcher`."""
+        with _native:
+            return XGrammarMatcher(self._tokens, xgrammar.GrammarMatcher(self._compiled))
+
+    def dump(self) -> bytes:
+        """xgrammar's own JSON, without the tokenizer."""
+        with _native:
+            return str(self._compiled.serialize_json()).encode("utf-8")
+
+
+class XGrammarMatcher:
+    """One sequence. xgrammar sees stop tokens too: they count in its rollback."""
+
+    def __init__(self, tokens: _Tokens, matcher: Any) -> None:
+        self._tokens = tokens
+        self._matcher = matcher
+
+    def accept_tokens(self, token_ids: Sequence[int]) -> None:
+        """See `Matcher.accept_tokens`."""
+        for token in token_ids:
+            if not self._tokens.known(token):
+                raise TokenRejected(f"token {token} is special or outside the vocabulary")
+            with _native:
+                accepted = self._matcher.accept_token(token)
+            if not accepted:
+                raise TokenRejected(f"token {token} is not allowed here")
+
+    def fill_bitmask(self, row: NDArray[np.int32]) -> None:
+        """See `Matcher.fill_bitmask`. Written in place, without a copy."""
+        with _native:
+            if not self._matcher.fill_next_token_bitmask(row):
+                row.fill(-1)  # "needn't be applied"
+
+    def rollback(self, count: int) -> None:
+        """See `Matcher.rollback`."""
+        if count:
+            with _native:
+                self._matcher.rollback(count)
+
+    def fork(self) -> XGrammarMatcher:
+        """See `Matcher.fork`."""
+        with _native:
+            return XGrammarMatcher(self._tokens, self._matcher.fork())
+
+    def is_accepting(self) -> bool:
+        """See `Matcher.is_accepting`."""
+        with _native:
+            return bool(self._matcher.is_completed())
+
+    def is_terminated(self) -> bool:
+        """See `Matcher.is_terminated`."""
+        with _native:
+            return bool(self._matcher.is_terminated())
+
+    def forced_tokens(self) -> list[int]:
+        """See `Matcher.forced_tokens`. Less the tokens at the end that what follows could make longer."""
+        with _native:
+            if self._matcher.is_terminated():
+                return []
+            text = str(self._matcher.find_jump_forward_string())
+            tokens = self._tokens.certain(text) if text else []
+            if tokens:
+                trial = self._matcher.fork()
+                if not all(trial.accept_token(token) for token in tokens):
+                    return []
+        return tokens
+
+
+class _Tokens:
+    """What the matchers of one vocabulary share."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._known = frozenset(vocabulary.permitted_token_ids)
+
+    def known(self, token: int) -> bool:
+        """It is text, or it stops."""
+        return token in self._known
+
+    def certain(self, text: str) -> list[int]:
+        """The tokens that `text` begins with, whatever comes after it."""
+        rest, found = text.encode("utf-8"), []
+        for token in self._vocabulary.encode(text):
+            place = bisect_right(self._sorted, rest)
+            if place < len(self._sorted) and self._sorted[place].startswith(rest):
+                break  # a longer token could stand here
+            found.append(token)
+            rest = rest[len(self._vocabulary.token_bytes[token]) :]
+        return found
+
+    @cached_property
+    def _sorted(self) -> list[bytes]:
+        return sorted({self._vocabulary.token_bytes[token] for token in self._vocabulary.text_token_ids})
+
+
+class _Native:
+    """Whatever the library raises becomes a `BackendError`."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is not None and isinstance(error, Exception) and not isinstance(error, BackendError):
+            raise BackendError(f"xgrammar: {_message(error)}") from error
+
+
+_native = _Native()
+
+
+def _message(error: BaseException) -> str:
+    return bounded(_SOURCE_LINE.sub("", str(error)).strip())
+
+
+def _ebnf_string(text: str) -> str:
+    """`text` as a quoted string of a GBNF grammar."""
+    special = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\r": "\\r", "\t": "\\t"}
+    return '"' + "".join(special.get(c, c if c >= " " else f"\\x{ord(c):02x}") for c in text) + '"'

@@ -1,0 +1,344 @@
+"""What of JSON Schema xgrammar enforces, and the schema said so that it does.
+
+xgrammar 0.2.8 reads a subschema by its first keyword of `$ref`, `const`, `enum`, `anyOf`, `oneOf`, `allOf`, `type` and
+ignores what stands next to it, `not`, `if`, `uniqueItems`, `contains`, names in `required` that are not in
+`properties`, and more, with a warning on stderr at most. So it gets the schema's normal form, and every keyword that it
+would ignore is refused by name. Some are said in other words; where that leaves out valid values (never: lets in
+invalid ones) it says "narrowed" below.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from typing import Any
+
+from jsonschema import Draft202012Validator
+
+from guided import json_pattern, regex
+from guided.errors import GuidedError, InvalidConstraint, UnsupportedConstraint, bounded
+from guided.keywords import ALL_TYPES, Schema
+from guided.normal_form import NormalForm, normalise
+from guided.pointer import escape
+
+__all__ = ["lower"]
+
+_FORMATS = frozenset(
+    (
+        *("date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"),
+        *("uri-reference", "uri-template", "json-pointer", "relative-json-pointer"),
+    )
+)
+_OBJECT = frozenset(
+    (
+        *("properties", "patternProperties", "additionalProperties", "propertyNames"),
+        *("required", "minProperties", "maxProperties"),
+    )
+)
+_INT64 = 2**63 - 1024
+"""Bounds beyond are refused: xgrammar's own check is off by what a double can't hold."""
+_COUNT = 2**31 - 1
+_LARGEST_MULTIPLE = 1024
+_WIDEST_MULTIPLES = 10_000
+
+
+def lower(schema: Schema) -> str:
+    """`schema` as JSON text that xgrammar enforces all of.
+
+    Raises:
+        UnsupportedConstraint: the keyword and where.
+        InvalidConstraint: nothing matches, or a pattern is malformed.
+    """
+    form = normalise(schema)
+    if form.root is False:
+        raise InvalidConstraint("nothing matches the schema", param="json_schema", pointer="")
+    lowering = _Lowering(form)
+    root = lowering.schema(form.root)
+    definitions = {name: lowering.schema(definition) for name, definition in form.definitions.items()}
+    return json.dumps({**root, "$defs": definitions} if definitions else root, ensure_ascii=False)
+
+
+class _Lowering:
+    def __init__(self, form: NormalForm) -> None:
+        self._form = form
+
+    def schema(self, schema: Schema) -> dict[str, Any]:
+        if schema is False:
+            raise UnsupportedConstraint("xgrammar can't enforce a schema that is false", param="json_schema")
+        if schema is True or schema == {}:
+            return {}
+        for keyword in ("allOf", "oneOf", "not", "if", "dependentRequired", "dependentSchemas"):
+            if keyword in schema:
+                raise self._refusal(schema, keyword)
+        if "$ref" in schema:
+            return {"$ref": schema["$ref"]}
+        if "const" in schema or "enum" in schema:
+            return self._finite(schema)
+        if "anyOf" in schema:
+            return {"anyOf": [self.schema(part) for part in schema["anyOf"]]}
+        return self._typed(schema)
+
+    def _refusal(self, schema: Schema, keyword: str, why: str = "") -> UnsupportedConstraint:
+        reasons = {
+            "oneOf": " with alternatives that may overlap",
+            "allOf": " with parts that can't be merged",
+        }
+        return UnsupportedConstraint(
+            f"xgrammar can't enforce {keyword!r}{why or reasons.get(keyword, '')}",
+            param="json_schema",
+            pointer=f"{self._form.pointer(schema)}/{escape(keyword)}",
+        )
+
+    def _finite(self, schema: dict[str, Any]) -> dict[str, Any]:
+        values = [schema["const"]] if "const" in schema else schema["enum"]
+        for value in values:
+            if not _is_kept(value):
+                raise self._refusal(schema, "const" if "const" in schema else "enum", f" with {bounded(value, 40)}")
+        return {"enum": values}
+
+    def _typed(self, schema: dict[str, Any]) -> dict[str, Any]:
+        named = schema.get("type")
+        if named is None:
+            # Narrowed: who writes "properties" without "type" means an object.
+            named = "object" if schema.keys() <= _OBJECT else [*ALL_TYPES]
+        types = [named] if isinstance(named, str) else named
+        parts = [self._one_type(kind, schema) for kind in types]
+        return parts[0] if len(parts) == 1 else {"anyOf": parts}
+
+    def _one_type(self, kind: str, schema: dict[str, Any]) -> dict[str, Any]:
+        match kind:
+            case "string":
+                return self._string(schema)
+            case "number" | "integer":
+                return self._number(kind, schema)
+            case "array":
+                return self._array(schema)
+            case "object":
+                return self._object(schema)
+        return {"type": kind}
+
+    # ---- strings and numbers -------------------------------------------------------------------------------------
+
+    def _string(self, schema: dict[str, Any]) -> dict[str, Any]:
+        least, most = schema.get("minLength", 0), schema.get("maxLength")
+        lengths = {"minLength": int(least)} if least else {}
+        if most is not None and most < _COUNT:
+            lengths["maxLength"] = int(most)
+        if "format" in schema:
+            if schema["format"] not in _FORMATS:
+                raise self._refusal(schema, "format", f" {bounded(schema['format'], 60)!r}")
+            beside = "pattern" if "pattern" in schema else next(iter(lengths), None)
+            if beside is not None:
+                raise self._refusal(schema, beside, " next to 'format'")
+            return {"type": "string", "format": schema["format"]}
+        if "pattern" in schema:
+            pattern = self._pattern(schema, "pattern", schema["pattern"], int(least), most)
+            return {"type": "string", "pattern": pattern}
+        return {"type": "string", **lengths}
+
+    def _pattern(
+        self, schema: dict[str, Any], keyword: str, pattern: str, least: int = 0, most: int | None = None
+    ) -> str:
+        try:
+            node = json_pattern.fit(json_pattern.read(pattern), least, most)
+            return f"^{_group(json_pattern.in_json(node, escapes=False))}$"
+        except GuidedError as error:
+            where = f"{self._form.pointer(schema)}/{escape(keyword)}"
+            raise type(error)(error.message, param="json_schema", pointer=where) from None
+
+    def _number(self, kind: str, schema: dict[str, Any]) -> dict[str, Any]:
+        multiple = schema.get("multipleOf")
+        if multiple is not None and kind == "number" and multiple == int(multiple):
+            kind = "integer"  # narrowed: 5.0 is a multiple of 5 too
+        bounds: dict[str, Any] = {
+            keyword: schema[keyword]
+            for keyword in ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
+            if keyword in schema
+        }
+        if kind == "integer":
+            return self._integer(schema, bounds, multiple)
+        if multiple is not None:
+            raise self._refusal(schema, "multipleOf", " of numbers that are not integers")
+        for keyword, bound in bounds.items():
+            if abs(bound) > 1e15 or (bound and abs(bound) < 1e-6):
+                raise self._refusal(schema, keyword, f" {bound}: bounds are enforced from 1e-6 to 1e15")
+        return {"type": "number", **bounds}
+
+    def _integer(self, schema: dict[str, Any], bounds: dict[str, Any], multiple: Any) -> dict[str, Any]:
+        inclusive: dict[str, int] = {}
+        for keyword, bound in bounds.items():
+            match keyword:
+                case "minimum":
+                    inclusive["minimum"] = math.ceil(bound)
+                case "exclusiveMinimum":
+                    inclusive["minimum"] = math.floor(bound) + 1
+                case "maximum":
+                    inclusive["maximum"] = math.floor(bound)
+                case "exclusiveMaximum":
+                    inclusive["maximum"] = math.ceil(bound) - 1
+            if abs(bound) > _INT64:
+                raise self._refusal(schema, keyword, f" {bound}: it is beyond 64 bits")
+        if len(inclusive) == 2 and inclusive["minimum"] > inclusive["maximum"]:
+            raise InvalidConstraint(
+                "no integer is within the bounds", param="json_schema", pointer=self._form.pointer(schema)
+            )
+        if multiple is None or 1 / multiple == int(1 / multiple):
+            return {"type": "integer", **inclusive}
+        unbounded = not inclusive or (
+            len(inclusive) == 2 and inclusive["maximum"] - inclusive["minimum"] < _WIDEST_MULTIPLES
+        )
+        if multiple != int(multiple) or multiple > _LARGEST_MULTIPLE or not unbounded:
+            raise self._refusal(schema, "multipleOf", f" {multiple} with these bounds")
+        return {"type": "integer", **inclusive, "multipleOf": int(multiple)}
+
+    # ---- arrays --------------------------------------------------------------------------------------------------
+
+    def _array(self, schema: dict[str, Any]) -> dict[str, Any]:
+        least, most = schema.get("minItems", 0), schema.get("maxItems")
+        if "contains" in schema:
+            raise self._refusal(schema, "contains")
+        if schema.get("uniqueItems") and (most is None or most > 1):
+            raise self._refusal(schema, "uniqueItems")
+        lowered: dict[str, Any] = {"type": "array"}
+        prefix, items = schema.get("prefixItems", []), schema.get("items", True)
+        closed = next((index for index, item in enumerate(prefix) if item is False), None)
+        if most is not None and most < len(prefix):
+            closed = most if closed is None else min(closed, most)
+        if closed is not None:
+            prefix, items, most = prefix[:closed], False, None
+        if items is False and not prefix:
+            return {"type": "array", "maxItems": 0}
+        if prefix:  # narrowed: xgrammar has all of a tuple's items, though the last ones may be missing
+            lowered["prefixItems"] = [self.schema(item) for item in prefix]
+        lowered["items"] = False if items is False else self.schema(items)
+        if least > len(prefix):
+            lowered["minItems"] = int(least)
+        if most is not None and most < _COUNT and items is not False:
+            lowered["maxItems"] = int(most)
+        return lowered
+
+    # ---- objects -------------------------------------------------------------------------------------------------
+
+    def _object(self, schema: dict[str, Any]) -> dict[str, Any]:
+        lowered: dict[str, Any] = {"type": "object"}
+        rest = schema.get("additionalProperties", True)
+        patterns = self._pattern_properties(schema, rest)
+        properties = self._properties(schema, patterns, rest)
+        names = schema.get("propertyNames", True)
+        if names is not True:
+            patterns, rest = self._property_names(schema, patterns, properties, rest)
+            names = schema["propertyNames"] if rest is not False and not patterns else True
+        if patterns:
+            lowered["patternProperties"] = patterns
+            rest = False  # narrowed: xgrammar would let any value under a name that matches
+        forbidden = [name for name, value in properties.items() if value is None]
+        if forbidden and rest is not False:
+            raise self._refusal(schema, "properties", f" that forbid {bounded(forbidden[0], 60)!r} of an open object")
+        if allowed := {name: value for name, value in properties.items() if value is not None}:
+            lowered["properties"] = allowed
+        if names is not True:
+            lowered["propertyNames"] = self.schema(names)
+        if rest is not True:
+            lowered["additionalProperties"] = False if rest is False else self.schema(rest)
+        if required := schema.get("required"):
+            lowered["required"] = required
+        for keyword in ("minProperties", "maxProperties"):
+            if keyword in schema:
+                lowered[keyword] = int(min(schema[keyword], _COUNT))
+        return lowered
+
+    def _properties(
+        self, schema: dict[str, Any], patterns: dict[str, Any], rest: Schema
+    ) -> dict[str, dict[str, Any] | None]:
+        """Each named property's schema; None where it must not be there."""
+        declared: dict[str, Schema] = dict(schema.get("properties", {}))
+        raw = schema.get("patternProperties", {})
+        for name in schema.get("required", ()):
+            if name not in declared:  # only where there are patterns: see `NormalForm`
+                matching = [value for pattern, value in raw.items() if self._matches(schema, pattern, name)]
+                if len(matching) > 1:
+                    raise self._refusal(schema, "required", f" {bounded(name, 60)!r}, which several patterns match")
+                declared[name] = matching[0] if matching else rest
+                if declared[name] is False:
+                    raise InvalidConstraint(
+                        f"{bounded(name, 60)!r} is required and not allowed",
+                        param="json_schema",
+                        pointer=f"{self._form.pointer(schema)}/required",
+                    )
+            elif any(self._matches(schema, p, name) and raw[p] not in (True, {}, declared[name]) for p in raw):
+                raise self._refusal(schema, "patternProperties", f" that match {bounded(name, 60)!r} too")
+        for name in declared:
+            if any(self._matches(schema, p, name) and raw[p] not in (True, {}, declared[name]) for p in raw):
+                raise self._refusal(schema, "patternProperties", f" that match {bounded(name, 60)!r} too")
+        return {name: None if value is False else self.schema(value) for name, value in declared.items()}
+
+    def _pattern_properties(self, schema: dict[str, Any], rest: Schema) -> dict[str, Any]:
+        raw: dict[str, Schema] = schema.get("patternProperties", {})
+        if all(value in (True, {}) for value in raw.values()) and rest is True:
+            return {}  # any value under any name
+        kept = {pattern: value for pattern, value in raw.items() if value is not False}
+        if len(kept) < len(raw) and (rest is not False or kept):
+            raise self._refusal(schema, "patternProperties", " that forbid names")
+        if len({json.dumps(value, sort_keys=True) for value in kept.values()}) > 1 and not _disjoint(list(kept)):
+            raise self._refusal(schema, "patternProperties", " that may overlap")
+        return {self._pattern(schema, "patternProperties", p): self.schema(value) for p, value in kept.items()}
+
+    def _property_names(
+        self, schema: dict[str, Any], patterns: dict[str, Any], properties: dict[str, Any], rest: Schema
+    ) -> tuple[dict[str, Any], Schema]:
+        """`propertyNames` said as `patternProperties` where xgrammar would ignore one of the two."""
+        names = schema["propertyNames"]
+        if rest is False and not patterns:
+            self._check_names(schema, properties)
+            return patterns, rest
+        if patterns or names is False:
+            raise self._refusal(
+                schema, "propertyNames", " next to 'patternProperties'" if patterns else " that is false"
+            )
+        self._check_names(schema, properties)
+        if rest is True:
+            return patterns, rest
+        if isinstance(names, dict) and names.keys() <= {"pattern", "type"} and "pattern" in names:
+            return {self._pattern(schema, "propertyNames", names["pattern"]): self.schema(rest)}, False
+        raise self._refusal(schema, "propertyNames", " next to 'additionalProperties'")
+
+    def _check_names(self, schema: dict[str, Any], properties: dict[str, Any]) -> None:
+        validator = Draft202012Validator({"$defs": self._form.definitions, "allOf": [schema["propertyNames"]]})
+        for name in properties:
+            if not validator.is_valid(name):
+                raise self._refusal(schema, "propertyNames", f" that forbids the property {bounded(name, 60)!r}")
+
+    def _matches(self, schema: dict[str, Any], pattern: str, name: str) -> bool:
+        self._pattern(schema, "patternProperties", pattern)  # what Python's `re` can't read is refused
+        return re.search(pattern, name) is not None
+
+
+def _group(node: regex.Node) -> str:
+    text = regex.render(node)
+    return f"(?:{text})" if isinstance(node, regex.Choice) else text
+
+
+def _disjoint(patterns: list[str]) -> bool:
+    """No name matches two of `patterns`: they begin with different literals."""
+    prefixes = []
+    for pattern in patterns:
+        found = re.match(r"\^([\w -]+)(?![*?{|])", pattern)
+        if found is None or "|" in pattern:
+            return False
+        prefixes.append(found[1])
+    return not any(
+        one != other and (other.startswith(one) or one == other)
+        for index, one in enumerate(prefixes)
+        for place, other in enumerate(prefixes)
+        if index != place
+    ) and len(set(prefixes)) == len(prefixes)
+
+
+def _is_kept(value: Any) -> bool:
+    """xgrammar writes `value` as something equal to it (its integers have 64 bits)."""
+    if isinstance(value, list):
+        return all(map(_is_kept, value))
+    if isinstance(value, dict):
+        return all(map(_is_kept, value.values()))
+    return not isinstance(value, int) or isinstance(value, bool) or abs(value) < _INT64

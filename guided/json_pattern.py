@@ -1,0 +1,109 @@
+"""`pattern` of JSON Schema, as what a grammar library has to generate: the text between two quotes of a JSON string.
+
+A pattern speaks of the string, a grammar of its JSON text, where `"`, `\\` and control characters are escaped.
+Libraries that paste a pattern between quotes let `.` end the string. So the pattern is read (`regex.parse_search`: it
+may match anywhere in the string) and its characters are said as JSON says them.
+"""
+
+from __future__ import annotations
+
+from guided import regex
+from guided.errors import InvalidConstraint, UnsupportedConstraint
+from guided.regex import Chars, Choice, Node, Repeat, Sequence
+
+__all__ = ["fit", "in_json", "read", "width"]
+
+_ESCAPED = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t", "\r": "\\r", "\b": "\\b", "\f": "\\f"}
+PLAIN = regex.complement(regex.ranges_of([(0, 0x1F), (0x22, 0x22), (0x5C, 0x5C), (0x7F, 0x7F)]))
+"""Characters that stand for themselves in JSON strings (DEL left out: some libraries escape it)."""
+
+
+def read(pattern: str) -> Node:
+    """Every string that `pattern` is found in.
+
+    Raises:
+        InvalidConstraint: it is no regular expression.
+        UnsupportedConstraint: lookaround, backreferences, anchors in the middle, ...
+    """
+    return regex.parse_search(pattern, param="json_schema")
+
+
+def in_json(node: Node, *, escapes: bool) -> Node:
+    """`node` as JSON text between quotes.
+
+    Args:
+        escapes: say characters that need it with their short escapes; else leave them out (for libraries that know by
+            themselves that they are inside of a JSON string, and take no backslash there). Matches less, never more.
+
+    Raises:
+        UnsupportedConstraint: nothing is left without the characters that were left out.
+    """
+    match node:
+        case Chars(ranges):
+            plain = regex.intersection(ranges, PLAIN)
+            options: list[Node] = [Chars(plain)] if plain else []
+            if escapes:
+                options += [
+                    regex.literal(escape)
+                    for character, escape in _ESCAPED.items()
+                    if regex.intersection(ranges, ((ord(character), ord(character)),))
+                ]
+            if not options:
+                raise UnsupportedConstraint("the pattern needs a character that is escaped in JSON strings")
+            return regex.choice(options)
+        case Sequence(items):
+            return regex.sequence(in_json(item, escapes=escapes) for item in items)
+        case Choice(alternatives):
+            return regex.choice(in_json(option, escapes=escapes) for option in alternatives)
+        case Repeat(item, low, high):
+            return regex.repeat(in_json(item, escapes=escapes), low, high)
+    raise TypeError(f"{type(node).__name__} in a pattern")
+
+
+def width(node: Node) -> tuple[int, int | None]:
+    """Characters that a match has at the least and at the most (None: without end)."""
+    match node:
+        case Chars():
+            return 1, 1
+        case Sequence(items):
+            widths = [width(item) for item in items]
+            return sum(low for low, _ in widths), _total([high for _, high in widths])
+        case Choice(options):
+            widths = [width(option) for option in options]
+            highs = [high for _, high in widths]
+            return min(low for low, _ in widths), None if None in highs else max(high or 0 for high in highs)
+        case Repeat(item, low, high):
+            least, most = width(item)
+            return least * low, None if most is None or high is None else most * high
+    raise TypeError(f"{type(node).__name__} in a pattern")
+
+
+def fit(node: Node, least: int, most: int | None) -> Node:
+    """`node`, between `least` and `most` characters long.
+
+    Exact where the lengths say nothing new, or where one repeated character is all that varies.
+
+    Raises:
+        UnsupportedConstraint: it can't be said.
+        InvalidConstraint: no match is that long.
+    """
+    low, high = width(node)
+    if low >= least and (most is None or (high is not None and high <= most)):
+        return node
+    if (most is not None and low > most) or (high is not None and high < least):
+        raise InvalidConstraint("no match of the pattern is as long as minLength and maxLength say")
+    items: list[Node] = list(node.items) if isinstance(node, Sequence) else [node]
+    loose = [index for index, item in enumerate(items) if len(set(width(item))) == 2]
+    if len(loose) == 1:
+        item = items[loose[0]]
+        if isinstance(item, Repeat) and isinstance(item.item, Chars):
+            fixed = low - item.low
+            longest = item.high if most is None else min(x for x in (item.high, most - fixed) if x is not None)
+            items[loose[0]] = regex.repeat(item.item, max(item.low, least - fixed), longest)
+            return regex.sequence(items)
+    raise UnsupportedConstraint("a pattern together with minLength or maxLength that it doesn't imply")
+
+
+def _total(highs: list[int | None]) -> int | None:
+    known = [high for high in highs if high is not None]
+    return sum(known) if len(known) == len(highs) else None

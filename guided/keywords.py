@@ -1,0 +1,136 @@
+"""Tables of JSON Schema keywords: which type each is about, and what several of them come to.
+
+Works on single subschemas in the normal form's terms (`normal_form.py`); applicators are not looked into.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["ALL_TYPES", "GREATEST", "LEAST", "OF_TYPE", "Schema", "clean", "common_types", "types_of"]
+
+Schema = dict[str, Any] | bool
+
+ALL_TYPES = ("null", "boolean", "object", "array", "number", "string")
+_STRING = ("minLength", "maxLength", "pattern", "format", "contentEncoding", "contentMediaType", "contentSchema")
+_NUMBER = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+_ARRAY = (
+    *("items", "prefixItems", "minItems", "maxItems", "uniqueItems", "unevaluatedItems"),
+    *("contains", "minContains", "maxContains"),
+)
+_OBJECT = (
+    *("properties", "patternProperties", "additionalProperties", "propertyNames", "unevaluatedProperties"),
+    *("required", "minProperties", "maxProperties", "dependentRequired", "dependentSchemas"),
+)
+OF_TYPE = {"string": _STRING, "number": _NUMBER, "array": _ARRAY, "object": _OBJECT}
+GREATEST = {"minLength", "minItems", "minProperties", "minimum", "exclusiveMinimum"}
+LEAST = {"maxLength", "maxItems", "maxProperties", "maximum", "exclusiveMaximum"}
+_NO_OPS: dict[str, Any] = {
+    "minLength": 0,
+    "minItems": 0,
+    "minProperties": 0,
+    "uniqueItems": False,
+    "required": [],
+    "properties": {},
+    "patternProperties": {},
+    "prefixItems": [],
+    "additionalProperties": True,
+    "items": True,
+    "dependentRequired": {},
+    "dependentSchemas": {},
+    "propertyNames": True,
+    "unevaluatedProperties": True,
+    "unevaluatedItems": True,
+    "contentSchema": True,
+}
+
+
+def types_of(schema: Schema) -> frozenset[str]:
+    """The types that a subschema in normal form names; all where it names none. "number" includes "integer"."""
+    named = schema.get("type", ALL_TYPES) if isinstance(schema, dict) else ALL_TYPES
+    return frozenset([named] if isinstance(named, str) else named)
+
+
+def clean(schema: dict[str, Any]) -> Schema:
+    """Without what says nothing; False where nothing can match."""
+    types = _types(schema)
+    kept = dict(schema)
+    for kind, keywords in OF_TYPE.items():
+        if kind not in types and not (kind == "number" and "integer" in types):
+            for keyword in keywords:
+                kept.pop(keyword, None)
+    _name_required(kept)
+    for keyword, nothing in _NO_OPS.items():
+        value = kept.get(keyword)
+        if value is nothing or (nothing is True and value == {}) or (value == nothing and type(value) is type(nothing)):
+            kept.pop(keyword, None)
+    _narrow_bounds(kept)
+    types = [kind for kind in types if _possible(kind, kept)]
+    if not types:
+        return False
+    if "type" in kept or len(types) < len(ALL_TYPES):
+        kept["type"] = types[0] if len(types) == 1 else types
+    if "type" in kept and set(types) == set(ALL_TYPES):
+        del kept["type"]
+    if len(types) < len(_types(schema)):
+        return clean(kept)
+    if "contains" in kept and kept.get("minContains") == 0 and "maxContains" not in kept:
+        del kept["contains"]
+    if types == ["boolean"]:
+        return kept if set(kept) - {"type"} else {"type": "boolean"}
+    return kept
+
+
+def _name_required(schema: dict[str, Any]) -> None:
+    """Put every required name into `properties`."""
+    missing = [name for name in schema.get("required", ()) if name not in schema.get("properties", {})]
+    if missing and not schema.get("patternProperties"):
+        rest = schema.get("additionalProperties", True)
+        schema["properties"] = {**schema.get("properties", {}), **dict.fromkeys(missing, rest)}
+
+
+def _narrow_bounds(schema: dict[str, Any]) -> None:
+    """One bound a side: of an inclusive and an exclusive one the stricter."""
+    for inclusive, exclusive, sign in (("minimum", "exclusiveMinimum", 1), ("maximum", "exclusiveMaximum", -1)):
+        if inclusive in schema and exclusive in schema:
+            looser = inclusive if schema[exclusive] * sign >= schema[inclusive] * sign else exclusive
+            del schema[looser]
+
+
+def _possible(kind: str, schema: dict[str, Any]) -> bool:
+    """Some value of type `kind` may match (False is a proof that none does)."""
+    if kind == "string":
+        return bool(schema.get("minLength", 0) <= schema.get("maxLength", float("inf")))
+    if kind in ("number", "integer"):
+        low = schema.get("minimum", schema.get("exclusiveMinimum", float("-inf")))
+        high = schema.get("maximum", schema.get("exclusiveMaximum", float("inf")))
+        strict = "exclusiveMinimum" in schema or "exclusiveMaximum" in schema
+        return bool(low < high or (low == high and not strict))
+    if kind == "array":
+        items: list[Schema] = schema.get("prefixItems", [])
+        least, most = schema.get("minItems", 0), schema.get("maxItems", float("inf"))
+        forbidden = next((index for index, item in enumerate(items) if item is False), None)
+        if forbidden is None and schema.get("items") is False:
+            forbidden = len(items)
+        return bool(least <= most and (forbidden is None or least <= forbidden))
+    if kind == "object":
+        properties = schema.get("properties", {})
+        if any(properties.get(name) is False for name in schema.get("required", ())):
+            return False
+        most = schema.get("maxProperties", float("inf"))
+        return bool(schema.get("minProperties", 0) <= most and len(schema.get("required", ())) <= most)
+    return True
+
+
+def _types(schema: dict[str, Any]) -> list[str]:
+    named = schema.get("type", ALL_TYPES)
+    found = [named] if isinstance(named, str) else [kind for kind in named if isinstance(kind, str)]
+    if "any" in found:  # draft 3
+        return list(ALL_TYPES)
+    return [kind for kind in found if kind != "integer" or "number" not in found]
+
+
+def common_types(left: dict[str, Any], right: dict[str, Any]) -> list[str]:
+    mine, theirs = _types(left), _types(right)
+    common = [kind for kind in mine if kind in theirs or (kind == "integer" and "number" in theirs)]
+    return common + [kind for kind in theirs if kind == "integer" and "number" in mine]

@@ -1,0 +1,455 @@
+"""A JSON Schema in normal form: the same meaning in fewer words, for libraries that read keywords one at a time.
+
+Grammar libraries look at the first keyword they know in a subschema and ignore its neighbours: `{"type": "object",
+"properties": ..., "anyOf": ...}` loses one half or the other without a word. Here neighbours, `allOf` and `$ref` with
+siblings are merged into one subschema where that is exact, so that an adapter can tell at one look whether its library
+enforces all of it, and refuse what is left by name.
+
+In normal form (draft 2020-12, whatever the dialect was):
+
+- annotations and unknown keywords are gone, and so is what cannot matter (a `minLength` on an integer);
+- `$ref` is "#/$defs/<name>" and stands alone; so do `anyOf`, `oneOf`, `enum` and `const`;
+- a `oneOf` whose alternatives exclude each other is an `anyOf`;
+- every name in `required` is in `properties`; tuples are `prefixItems`; exclusive bounds are numbers;
+- `allOf` is left only where merging was not exact (`not`, `if`, two patterns, recursion, ...).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from math import lcm
+from typing import Any
+
+from jsonschema import Draft202012Validator
+
+from guided.errors import InvalidConstraint, UnsupportedConstraint
+from guided.keywords import GREATEST, LEAST, OF_TYPE, Schema, clean, common_types, types_of
+from guided.metaschema import Dialect
+from guided.schema_graph import Node, SchemaGraph
+
+__all__ = ["NormalForm", "normalise"]
+
+_MAX_MERGES = 20_000
+_MAX_ALTERNATIVES = 64
+
+
+class _Inexact(Exception):
+    """These two can't be merged without changing what they mean."""
+
+
+@dataclass(slots=True)
+class NormalForm:
+    """A schema in normal form; `root` refers to `definitions` as "#/$defs/<name>"."""
+
+    root: Schema
+    definitions: dict[str, Schema] = field(default_factory=dict)
+    _origins: dict[int, tuple[Schema, str]] = field(default_factory=dict)
+    """By `id`; the subschema itself keeps the `id` from being used again."""
+
+    def pointer(self, schema: Schema) -> str:
+        """JSON pointer of where `schema` came from in the user's document; "" where that is not known."""
+        return self._origins.get(id(schema), (None, ""))[1]
+
+    def note(self, schema: Schema, pointer: str) -> None:
+        """`schema` came from `pointer`; what was noted first stays."""
+        self._origins.setdefault(id(schema), (schema, pointer))
+
+    def target(self, schema: dict[str, Any]) -> Schema:
+        """What a `$ref` in normal form refers to."""
+        return self.definitions[schema["$ref"].removeprefix("#/$defs/")]
+
+    def document(self) -> Schema:
+        """One schema document."""
+        if isinstance(self.root, bool) or not self.definitions:
+            return self.root
+        return {**self.root, "$defs": self.definitions}
+
+
+def normalise(schema: Schema) -> NormalForm:
+    """The normal form of a schema that `json_schema.parse` returned.
+
+    Raises:
+        InvalidConstraint: a pattern that had to be matched is no regular expression.
+        UnsupportedConstraint: the schema is too deeply recursive.
+    """
+    if isinstance(schema, bool):
+        return NormalForm(schema)
+    try:
+        return _Normaliser(schema).run()
+    except re.error as error:
+        raise InvalidConstraint(f"a pattern is malformed: {error}", param="json_schema") from None
+    except RecursionError:
+        raise UnsupportedConstraint("the schema is too deeply recursive", param="json_schema") from None
+
+
+class _Normaliser:
+    def __init__(self, document: dict[str, Any]) -> None:
+        self._document = document
+        self._graph = SchemaGraph.build(document, lambda _: None, "json_schema")
+        self._nodes = {id(node.schema): node for node in self._graph.nodes()}
+        uri = Dialect.of(document).uri
+        self._siblings_of_ref_count = "2020-12" in uri or "2019-09" in uri
+        self._validator = Dialect.of(document).validator(document)
+        self._names: dict[int, str] = {}
+        self._building: set[str] = set()
+        self._unfolding: set[str] = set()
+        self._merges = 0
+        self._form = NormalForm(True)
+
+    def run(self) -> NormalForm:
+        self._form.root = self._normal(self._document)
+        while pending := [id_ for id_, name in self._names.items() if name not in self._form.definitions]:
+            self._definition(self._names[pending[0]])
+        return self._form
+
+    # ---- one subschema -------------------------------------------------------------------------------------------
+
+    def _normal(self, schema: Any) -> Schema:
+        if not isinstance(schema, dict):
+            return bool(schema)
+        node = self._nodes[id(schema)]
+        result = self._conjunction(list(self._conjuncts(node)), schema)
+        if isinstance(result, dict):
+            self._form.note(result, node.pointer)
+        return result
+
+    def _conjuncts(self, node: Node) -> Iterator[Schema]:
+        """What `node` demands, each demand in normal form."""
+        schema = node.schema
+        alone = "$ref" in schema and not self._siblings_of_ref_count
+        if ("enum" in schema or "const" in schema) and not alone:
+            yield self._finite(schema)
+            return
+        for keyword, target in node.same:
+            if keyword in ("$ref", "$dynamicRef", "$recursiveRef"):
+                yield {"$ref": f"#/$defs/{self._name(target)}"}
+        if alone:
+            return
+        yield self._own(schema)
+        for keyword in ("allOf", "extends"):
+            parts = schema.get(keyword, [])
+            for part in parts if isinstance(parts, list) else [parts]:
+                yield self._normal(part)
+        for keyword in ("anyOf", "oneOf"):
+            if keyword in schema:
+                yield self._alternatives(keyword, [self._normal(part) for part in schema[keyword]], schema[keyword])
+
+    def _conjunction(self, conjuncts: list[Schema], schema: dict[str, Any]) -> Schema:
+        """All of `conjuncts` as one subschema; what can't be merged stays under `allOf`."""
+        merged: Schema = True
+        apart: list[Schema] = []
+        for conjunct in conjuncts:
+            try:
+                merged = self._merge(merged, conjunct)
+            except _Inexact:
+                apart.append(conjunct)
+        if merged is False or any(part is False for part in apart):
+            return False
+        merged = self._close_unevaluated(merged, schema)
+        if apart:
+            return {"allOf": [merged, *apart]}
+        return merged
+
+    def _close_unevaluated(self, merged: Schema, schema: dict[str, Any]) -> Schema:
+        """`unevaluatedProperties: false` next to merged applicators: what the merged alternatives leave open is closed.
+
+        The alternatives are closed one by one: a value that needs two of them at once is left out (a subset).
+        """
+        if isinstance(merged, dict) and "anyOf" in merged:
+            return {"anyOf": [self._close_unevaluated(part, schema) for part in merged["anyOf"]]}
+        if not isinstance(merged, dict) or "$ref" in merged:
+            return merged
+        for keyword, standing in (("unevaluatedProperties", "additionalProperties"), ("unevaluatedItems", "items")):
+            if keyword in schema:
+                value = self._normal(schema[keyword])
+                if value is not True and standing not in merged:
+                    merged = {**merged, standing: value}
+        return merged
+
+    def _own(self, schema: dict[str, Any]) -> Schema:
+        """The keywords that `schema` has itself, without applicators to the same value and finite values."""
+        own: dict[str, Any] = {}
+        draft4 = {name: schema.get(name) for name in ("exclusiveMinimum", "exclusiveMaximum")}
+        for keyword, value in schema.items():
+            if keyword == "type":
+                own["type"] = value
+            elif keyword in ("minimum", "maximum"):
+                exclusive = f"exclusive{keyword.capitalize()}"
+                own[exclusive if draft4[exclusive] is True else keyword] = value
+            elif keyword in draft4 and isinstance(value, bool):
+                continue
+            elif keyword in ("properties", "patternProperties", "dependentSchemas"):
+                own[keyword] = {key: self._normal(child) for key, child in value.items()}
+            elif keyword in ("unevaluatedProperties", "unevaluatedItems"):
+                continue  # `_close_unevaluated`
+            elif keyword in ("additionalProperties", "propertyNames", "contains"):
+                own[keyword] = self._normal(value)
+            elif keyword in ("not", "if"):
+                own[keyword] = self._normal(value)
+                own |= {
+                    name: self._normal(schema[name]) for name in ("then", "else") if keyword == "if" and name in schema
+                }
+            elif keyword == "disallow":
+                own["not"] = {"type": value}
+            elif keyword == "dependencies":
+                self._split_dependencies(value, own)
+            elif keyword not in ("items", "prefixItems") and any(keyword in keywords for keywords in OF_TYPE.values()):
+                own[keyword] = value
+        self._own_items(schema, own)
+        return clean(own)
+
+    def _split_dependencies(self, dependencies: dict[str, Any], own: dict[str, Any]) -> None:
+        """`dependencies`, until draft 7: names or a schema; draft 3 has a single name."""
+        for key, value in dependencies.items():
+            if isinstance(value, list | str):
+                own.setdefault("dependentRequired", {})[key] = [value] if isinstance(value, str) else value
+            else:
+                own.setdefault("dependentSchemas", {})[key] = self._normal(value)
+
+    def _own_items(self, schema: dict[str, Any], own: dict[str, Any]) -> None:
+        items = schema.get("items", True)
+        if isinstance(items, list):  # a tuple, until 2019-09
+            own["prefixItems"] = [self._normal(part) for part in items]
+            own["items"] = self._normal(schema.get("additionalItems", True))
+        else:
+            own["prefixItems"] = [self._normal(part) for part in schema.get("prefixItems", [])]
+            own["items"] = self._normal(items)
+
+    def _finite(self, schema: dict[str, Any]) -> Schema:
+        """`enum` or `const`, less the values that its neighbours forbid."""
+        values = [schema["const"]] if "const" in schema else schema["enum"]
+        validator = self._validator.evolve(schema={name: value for name, value in schema.items() if name != "const"})
+        return self._values([value for value in values if validator.is_valid(value)])
+
+    def _values(self, values: list[Any]) -> Schema:
+        if not values:
+            return False
+        return {"const": values[0]} if len(values) == 1 else {"enum": values}
+
+    def _alternatives(self, keyword: str, parts: list[Schema], raw: list[Any]) -> Schema:
+        possible = [part for part in parts if part is not False]
+        if not possible:
+            return False
+        if keyword == "anyOf" and any(part is True or part == {} for part in possible):
+            return True
+        if len(possible) == 1:
+            return possible[0]
+        if keyword == "oneOf" and not self._exclusive(possible):
+            return {"oneOf": possible}
+        flat: list[Schema] = []
+        for part in possible:
+            flat += part["anyOf"] if isinstance(part, dict) and part.keys() == {"anyOf"} else [part]
+        return {"anyOf": flat}
+
+    # ---- definitions ---------------------------------------------------------------------------------------------
+
+    def _name(self, target: Node) -> str:
+        return self._names.setdefault(id(target.schema), f"d{len(self._names)}")
+
+    def _definition(self, name: str) -> Schema:
+        if name not in self._form.definitions:
+            if name in self._building:
+                raise _Inexact  # recursive: it can't be merged into itself
+            self._building.add(name)
+            try:
+                target = next(id_ for id_, named in self._names.items() if named == name)
+                self._form.definitions[name] = self._normal(self._nodes[target].schema)
+            finally:
+                self._building.discard(name)
+        return self._form.definitions[name]
+
+    # ---- two subschemas ------------------------------------------------------------------------------------------
+
+    def _merge(self, left: Schema, right: Schema) -> Schema:
+        """What both allow. Raises `_Inexact` where that can't be said in one subschema."""
+        if left is False or right is False:
+            return False
+        if left is True or left == {} or left == right:
+            return right
+        if right is True or right == {}:
+            return left
+        self._merges += 1
+        if self._merges > _MAX_MERGES:
+            raise _Inexact
+        for one, other in ((left, right), (right, left)):
+            if "$ref" in one:
+                return self._merge_into(one["$ref"].removeprefix("#/$defs/"), other)
+        for one, other in ((left, right), (right, left)):
+            if "const" in one or "enum" in one:
+                return self._filter(one, other)
+            if one.keys() & {"allOf", "oneOf"}:
+                raise _Inexact
+        for one, other in ((left, right), (right, left)):
+            if "anyOf" in one:
+                if len(one["anyOf"]) * len(other.get("anyOf", [0])) > _MAX_ALTERNATIVES:
+                    raise _Inexact
+                return self._alternatives("anyOf", [self._merge(part, other) for part in one["anyOf"]], [])
+        result = clean(self._merge_keywords(left, right))
+        if isinstance(result, dict):
+            self._form.note(result, self._form.pointer(left) or self._form.pointer(right))
+        return result
+
+    def _merge_into(self, name: str, other: Schema) -> Schema:
+        if name in self._unfolding:
+            raise _Inexact  # recursive: unfolding would not end
+        self._unfolding.add(name)
+        try:
+            return self._merge(self._definition(name), other)
+        finally:
+            self._unfolding.discard(name)
+
+    def _filter(self, finite: dict[str, Any], other: dict[str, Any]) -> Schema:
+        needed = _references(other)
+        for name in needed:
+            self._definition(name)
+            if name in self._building:
+                raise _Inexact
+            needed.extend(found for found in _references(self._form.definitions[name]) if found not in needed)
+        validator = Draft202012Validator({**other, "$defs": {name: self._form.definitions[name] for name in needed}})
+        values = [finite["const"]] if "const" in finite else finite["enum"]
+        return self._values([value for value in values if validator.is_valid(value)])
+
+    def _merge_keywords(self, left: dict[str, Any], right: dict[str, Any]) -> dict[str, Any]:
+        merged: dict[str, Any] = {}
+        merged |= self._merge_objects(left, right)
+        merged |= self._merge_items(left, right)
+        done = {"properties", "patternProperties", "additionalProperties", "items", "prefixItems"}
+        for keyword in [*left, *(name for name in right if name not in left)]:
+            if keyword in done:
+                continue
+            if keyword not in left or keyword not in right or left[keyword] == right[keyword]:
+                if keyword in ("then", "else", "if") and "if" in left and "if" in right:
+                    raise _Inexact
+                merged[keyword] = left.get(keyword, right.get(keyword))
+                continue
+            one, other = left[keyword], right[keyword]
+            if keyword == "type":
+                merged["type"] = common_types(left, right)
+            elif keyword in GREATEST:
+                merged[keyword] = max(one, other)
+            elif keyword in LEAST:
+                merged[keyword] = min(one, other)
+            elif keyword == "required":
+                merged[keyword] = [*one, *(name for name in other if name not in one)]
+            elif keyword == "uniqueItems":
+                merged[keyword] = one or other
+            elif keyword == "propertyNames":
+                merged[keyword] = self._merge(one, other)
+            elif keyword == "multipleOf" and isinstance(one, int) and isinstance(other, int):
+                merged[keyword] = lcm(one, other)
+            else:
+                raise _Inexact
+        return merged
+
+    def _merge_objects(self, left: dict[str, Any], right: dict[str, Any]) -> dict[str, Any]:
+        if not (set(_DECLARATIONS) & left.keys() and set(_DECLARATIONS) & right.keys()):
+            return {name: source[name] for source in (left, right) for name in _DECLARATIONS if name in source}
+        patterns = [side.get("patternProperties", {}) for side in (left, right)]
+        open_ended = all(side.get("additionalProperties", True) is True for side in (left, right))
+        if any(patterns) and not open_ended and patterns[0] != patterns[1]:
+            raise _Inexact
+        mine, theirs = left.get("properties", {}), right.get("properties", {})
+        merged: dict[str, Any] = {"properties": {}}
+        for name in [*mine, *(name for name in theirs if name not in mine)]:
+            sides = [side.get("properties", {}).get(name, _additional(side, name)) for side in (left, right)]
+            merged["properties"][name] = self._merge(*sides)
+        named = dict(patterns[0])
+        for pattern, schema in patterns[1].items():
+            named[pattern] = self._merge(named[pattern], schema) if pattern in named else schema
+        merged["patternProperties"] = named
+        merged["additionalProperties"] = self._merge(
+            left.get("additionalProperties", True), right.get("additionalProperties", True)
+        )
+        return merged
+
+    def _merge_items(self, left: dict[str, Any], right: dict[str, Any]) -> dict[str, Any]:
+        mine, theirs = left.get("prefixItems", []), right.get("prefixItems", [])
+        rest_mine, rest_theirs = left.get("items", True), right.get("items", True)
+        prefix = [
+            self._merge(
+                mine[index] if index < len(mine) else rest_mine,
+                theirs[index] if index < len(theirs) else rest_theirs,
+            )
+            for index in range(max(len(mine), len(theirs)))
+        ]
+        return {"prefixItems": prefix, "items": self._merge(rest_mine, rest_theirs)}
+
+    # ---- alternatives that exclude each other --------------------------------------------------------------------
+
+    def _exclusive(self, parts: Sequence[Schema]) -> bool:
+        """No value matches two of `parts`: provably."""
+        known = [self._resolved(part) for part in parts]
+        return all(
+            self._disjoint(known[first], known[second], 4)
+            for first in range(len(known))
+            for second in range(first + 1, len(known))
+        )
+
+    def _resolved(self, schema: Schema) -> Schema:
+        for _ in range(32):
+            if not isinstance(schema, dict) or "$ref" not in schema:
+                return schema
+            try:
+                schema = self._definition(schema["$ref"].removeprefix("#/$defs/"))
+            except _Inexact:
+                return True
+        return True
+
+    def _disjoint(self, left: Schema, right: Schema, depth: int) -> bool:
+        left, right = self._resolved(left), self._resolved(right)
+        if left is False or right is False:
+            return True
+        if isinstance(left, bool) or isinstance(right, bool) or depth == 0:
+            return False
+        for one, other in ((left, right), (right, left)):
+            if "anyOf" in one:
+                return all(self._disjoint(part, other, depth - 1) for part in one["anyOf"])
+            if "allOf" in one:
+                return any(self._disjoint(part, other, depth - 1) for part in one["allOf"])
+            if "const" in one or "enum" in one:
+                try:
+                    return self._filter(one, other) is False
+                except _Inexact:
+                    return False
+        if not common_types(left, right):
+            return True
+        if types_of(left) != {"object"} and types_of(right) != {"object"}:
+            return False
+        shared = set(left.get("required", ())) & set(right.get("required", ()))
+        mine, theirs = left.get("properties", {}), right.get("properties", {})
+        if any(self._disjoint(mine[name], theirs[name], depth - 1) for name in shared):
+            return True
+        return any(
+            one.get("additionalProperties") is False
+            and not one.get("patternProperties")
+            and any(name not in one.get("properties", {}) for name in other.get("required", ()))
+            for one, other in ((left, right), (right, left))
+        )
+
+
+_DECLARATIONS = ("properties", "patternProperties", "additionalProperties")
+
+
+def _additional(schema: dict[str, Any], name: str) -> Schema:
+    """What `schema` says of a property that it does not name."""
+    if schema.get("patternProperties"):
+        raise _Inexact  # would have to know whether a pattern matches `name`, in the library's dialect
+    value: Schema = schema.get("additionalProperties", True)
+    return value
+
+
+def _references(schema: Schema) -> list[str]:
+    """Names of the definitions that a subschema in normal form refers to."""
+    found: list[str] = []
+    todo: list[Any] = [schema]
+    while todo:
+        value = todo.pop()
+        if isinstance(value, dict):
+            if isinstance(value.get("$ref"), str):
+                found.append(value["$ref"].removeprefix("#/$defs/"))
+            todo.extend(child for key, child in value.items() if key not in ("enum", "const"))
+        elif isinstance(value, list):
+            todo.extend(value)
+    return found
