@@ -20,12 +20,13 @@ from guided import regex
 from guided.constraint import KINDS, Constraint, ConstraintKind
 from guided.errors import BackendError, InvalidConstraint, TokenRejected, UnsupportedConstraint, bounded
 from guided.grammar import to_lark
+from guided.json_schema import walk_keywords
 from guided.vocabulary import Vocabulary
 
 __all__ = ["LLGuidanceBackend"]
 
 _ESCAPES = 'bfnrt"\\'
-"""Letters that may follow a backslash in JSON strings. Without `u`: where a schema names properties, llguidance lets
+"""Letters that may follow a backslash in JSON strings where a schema names properties. Without `u`: llguidance lets
 additional keys be spelled with escapes, so that `{"\\u0061": ...}` would slip by what is said of `a`."""
 
 
@@ -114,10 +115,8 @@ class LLGuidanceMatcher:
             del text[-1]
         if self._terminated and token_ids:
             raise TokenRejected("the sequence is over: a stop token was accepted")
-        if any(
-            not 0 <= token < self._vocabulary.padded_vocab_size or token in self._vocabulary.stop_token_ids
-            for token in text
-        ):
+        size, stops = self._vocabulary.padded_vocab_size, self._vocabulary.stop_token_ids
+        if any(not 0 <= token < size or token in stops for token in text):
             raise TokenRejected("a stop token before the end, or an id outside the vocabulary")
         if text:
             with _native:
@@ -204,7 +203,9 @@ def _json_source(schema: dict[str, Any] | bool, whitespace: str | None) -> str:
             raise InvalidConstraint("the schema is `false`: nothing satisfies it", param="json_schema", pointer="")
         schema = {}
     # Options that a schema brings along ("x-guidance") could switch enforcement off: ours override them.
-    options: dict[str, Any] = {"lenient": False, "coerce_one_of": False, "json_allowed_escapes": _ESCAPES}
+    options: dict[str, Any] = {"lenient": False, "coerce_one_of": False, "json_allowed_escapes": None}
+    if any(keyword in ("properties", "patternProperties") for _, keyword, _, _ in walk_keywords(schema)):
+        options["json_allowed_escapes"] = _ESCAPES
     options |= {"item_separator": ",", "key_separator": ":", "json_allow_general_unicode_escapes": False}
     options |= {"whitespace_flexible": whitespace != "", "whitespace_pattern": None}
     if whitespace:

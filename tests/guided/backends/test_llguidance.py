@@ -1,0 +1,131 @@
+"""What is llguidance's own: errors that it reports as masks, escapes that slip by."""
+
+from __future__ import annotations
+
+import json
+
+import llguidance
+import numpy as np
+import pytest
+
+from guided.backends.base import Matcher
+from guided.backends.llguidance import LLGuidanceBackend
+from guided.bitmask import allowed_ids, words
+from guided.constraint import Constraint
+from guided.errors import BackendError, InvalidConstraint, TokenRejected, UnsupportedConstraint
+from guided.messages import FillRow, OpenSequence, RowStatus, StepRequest
+from guided.vocabulary import Vocabulary
+from guided.worker import MaskWorker
+
+AMBIGUOUS = Constraint.grammar('start: s\ns: "a" | "b" | s s | s s s')
+"""Its masks cost more with every character: some time they are over the limit."""
+
+LIMITS = llguidance.LLParserLimits(step_max_items=3000)
+
+
+def fill_until_failure(matcher: Matcher, vocabulary: Vocabulary) -> int:
+    """Masks until one fails; none before it may be the end-of-sequence-only mask of an error state."""
+    row = np.zeros(words(vocabulary.padded_vocab_size), dtype=np.int32)
+    tokens = vocabulary.encode("ab" * 200)
+    for position, token in enumerate(tokens):
+        matcher.fill_bitmask(row)
+        assert len(allowed_ids(row)) > 1, position
+        matcher.accept_tokens([token])
+    raise AssertionError("it did not fail")
+
+
+def test_an_error_state_is_an_error_and_never_a_mask(vocabulary: Vocabulary) -> None:
+    matcher = LLGuidanceBackend(vocabulary, LIMITS).compile(AMBIGUOUS).matcher()
+    with pytest.raises(BackendError, match="Too many items"):
+        fill_until_failure(matcher, vocabulary)
+    # It stays in that state, whatever is asked of it.
+    row = np.zeros(words(vocabulary.padded_vocab_size), dtype=np.int32)
+    for ask in (
+        lambda: matcher.fill_bitmask(row),
+        lambda: matcher.accept_tokens([20]),
+        lambda: matcher.rollback(1),
+        lambda: matcher.is_accepting(),
+        lambda: matcher.forced_tokens(),
+        lambda: matcher.fork().fill_bitmask(row),
+    ):
+        with pytest.raises(BackendError):
+            ask()
+
+
+def test_an_error_state_fails_the_row_and_no_other(vocabulary: Vocabulary) -> None:
+    worker = MaskWorker(vocabulary)
+    backend = LLGuidanceBackend(vocabulary, LIMITS)
+    worker.install("expensive", backend.compile(AMBIGUOUS))
+    worker.install("plain", backend.compile(Constraint.regex("[ab]+")))
+    bitmask = np.zeros((2, words(vocabulary.padded_vocab_size)), dtype=np.int32)
+    tokens = vocabulary.encode("ab" * 200)
+    opens = [OpenSequence(1, "expensive"), OpenSequence(2, "plain")]
+    for step in range(len(tokens)):
+        fills = [FillRow(1, 0, 0, tokens[:step]), FillRow(2, 1, 0, tokens[:step])]
+        failed, ready = worker.handle(StepRequest(0, step, fills, opens if step == 0 else []), bitmask)
+        assert ready.status == RowStatus.READY
+        if failed.status == RowStatus.FAILED:
+            assert failed.error is not None
+            assert failed.error[0] == BackendError.code
+            return
+        assert len(allowed_ids(bitmask[0])) > 1
+    raise AssertionError("it did not fail")
+
+
+def test_limits_while_compiling(vocabulary: Vocabulary) -> None:
+    backend = LLGuidanceBackend(vocabulary, llguidance.LLParserLimits(max_grammar_size=20))
+    with pytest.raises(UnsupportedConstraint, match="grammar"):
+        backend.compile(Constraint.json_schema({"type": "object", "properties": {str(i): {} for i in range(50)}}))
+
+
+@pytest.mark.parametrize(
+    ("schema", "text"),
+    [
+        ({"type": "object", "properties": {"a": {"type": "integer"}}}, r'{"\u0061":"x"}'),
+        ({"type": "object", "patternProperties": {"^a": {"type": "integer"}}}, r'{"\u0061":"x"}'),
+        ({"type": "object", "properties": {"a\tb": {"type": "integer"}}}, r'{"a\u0009b":"x"}'),
+        ({"items": {"properties": {"a": {"type": "integer"}}}}, r'[{"\u0061":"x"}]'),
+    ],
+    ids=json.dumps,
+)
+def test_no_key_slips_by_in_escapes(vocabulary: Vocabulary, schema: dict[str, object], text: str) -> None:
+    matcher = LLGuidanceBackend(vocabulary).compile(Constraint.json_schema(schema)).matcher()
+    with pytest.raises(TokenRejected):
+        matcher.accept_tokens(vocabulary.encode(text))
+
+
+def test_a_schema_cannot_switch_enforcement_off(vocabulary: Vocabulary) -> None:
+    schema = {"x-guidance": {"lenient": True, "coerce_one_of": True}, "type": "string", "not": {"const": "a"}}
+    with pytest.raises(UnsupportedConstraint, match="not"):
+        LLGuidanceBackend(vocabulary).compile(Constraint.json_schema(schema))
+
+
+def test_what_nothing_satisfies_is_invalid(vocabulary: Vocabulary) -> None:
+    backend = LLGuidanceBackend(vocabulary)
+    for constraint in (
+        Constraint("json_schema", "false"),
+        Constraint("json_schema", '{"type":"object","required":["b"],"properties":{"b":false}}'),
+    ):
+        with pytest.raises(InvalidConstraint) as caught:
+            backend.compile(constraint)
+        assert not isinstance(caught.value, UnsupportedConstraint)
+    assert backend.compile(Constraint("json_schema", "true")).nbytes > 0
+
+
+def test_whitespace_pattern(vocabulary: Vocabulary) -> None:
+    spaced = LLGuidanceBackend(vocabulary).compile(Constraint.json_object(whitespace="[ ]{0,2}"))
+    for text, good in (('{"a": 1}', True), ('{"a":  1}', True), ('{"a":   1}', False), ('{"a":\n1}', False)):
+        matcher = spaced.matcher()
+        if good:
+            matcher.accept_tokens(vocabulary.encode(text))
+            assert matcher.is_accepting()
+        else:
+            with pytest.raises(TokenRejected):
+                matcher.accept_tokens(vocabulary.encode(text))
+
+
+def test_ten_thousand_choices(vocabulary: Vocabulary) -> None:
+    choices = [f"option number {index} (of many)" for index in range(10_000)]
+    matcher = LLGuidanceBackend(vocabulary).compile(Constraint.choice(choices)).matcher()
+    matcher.accept_tokens(vocabulary.encode(choices[4242]))
+    assert matcher.is_accepting()
