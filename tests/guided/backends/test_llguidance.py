@@ -20,7 +20,7 @@ from guided.worker import MaskWorker
 AMBIGUOUS = Constraint.grammar('start: s\ns: "a" | "b" | s s | s s s')
 """Its masks cost more with every character: some time they are over the limit."""
 
-LIMITS = llguidance.LLParserLimits(step_max_items=3000)
+LIMITS = llguidance.LLParserLimits(step_max_items=400)
 
 
 def fill_until_failure(matcher: Matcher, vocabulary: Vocabulary) -> int:
