@@ -11,11 +11,29 @@ from guided import regex
 from guided.errors import InvalidConstraint, UnsupportedConstraint
 from guided.regex import Chars, Choice, Node, Repeat, Sequence
 
-__all__ = ["fit", "in_json", "read", "width"]
+__all__ = ["FORMATS", "fit", "in_json", "read", "width"]
 
 _ESCAPED = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t", "\r": "\\r", "\b": "\\b", "\f": "\\f"}
 PLAIN = regex.complement(regex.ranges_of([(0, 0x1F), (0x22, 0x22), (0x5C, 0x5C), (0x7F, 0x7F)]))
 """Characters that stand for themselves in JSON strings (DEL left out: some libraries escape it)."""
+
+_DATE = "[0-9]{4}-(0[1-9]|1[0-2])-(0[1-9]|1[0-9]|2[0-8])"
+_TIME = "([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\\.[0-9]{1,6})?(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
+_LABEL = "[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
+_BYTE = "(25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
+FORMATS = {
+    "date": f"^{_DATE}$",
+    "time": f"^{_TIME}$",
+    "date-time": f"^{_DATE}T{_TIME}$",
+    "duration": "^P([0-9]+W|([0-9]+D)(T([0-9]+H)([0-9]+M)?([0-9]+S)?)?|T([0-9]+H)([0-9]+M)?([0-9]+S)?)$",
+    "email": f"^[A-Za-z0-9_+-]+(\\.[A-Za-z0-9_+-]+)*@{_LABEL}(\\.{_LABEL})+$",
+    "hostname": f"^{_LABEL}(\\.{_LABEL})*$",
+    "ipv4": f"^({_BYTE}\\.){{3}}{_BYTE}$",
+    "uri": f"^https?://{_LABEL}(\\.{_LABEL})*(:[0-9]{{1,5}})?(/[A-Za-z0-9._~-]*)*(\\?[A-Za-z0-9._~=&-]*)?(#[A-Za-z0-9._~-]*)?$",
+    "uuid": "^[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}$",
+}
+"""`format` as a pattern, for libraries whose own goes wrong. Each matches valid values only, though not all of them: no
+29th to 31st of a month, no exotic spellings of addresses."""
 
 
 def read(pattern: str) -> Node:

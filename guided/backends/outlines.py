@@ -1,0 +1,215 @@
+"""outlines-core: one automaton over tokens, built ahead (a second on average, one in five over ten, gigabytes at worst:
+compile where it may be killed); afterwards a step is a look-up.
+
+What to know of it: it knows one end-of-sequence token only, so stop tokens are the adapter's. Masks are made from lists
+of token ids, which takes a while where much is allowed, so the latest are kept, for all sequences of a grammar.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, ClassVar
+
+import numpy as np
+import outlines_core
+from numpy.typing import NDArray
+
+from guided import regex
+from guided.backends.outlines_schema import to_regex
+from guided.bitmask import pack
+from guided.constraint import Constraint, ConstraintKind
+from guided.errors import BackendError, TokenRejected, UnsupportedConstraint, bounded
+from guided.vocabulary import Vocabulary
+
+__all__ = ["OutlinesBackend"]
+
+_MASK_CACHE_BYTES = 16 << 20
+"""Masks that a grammar keeps, in bytes: 1,024 states of a vocabulary of 131,072 tokens."""
+_MAX_FORCED = 64
+
+
+class OutlinesBackend:
+    """One vocabulary in outlines' own form, shared by all grammars."""
+
+    name: ClassVar[str] = "outlines"
+    kinds: ClassVar[frozenset[ConstraintKind]] = frozenset({"json_schema", "regex", "choice"})
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        tokens: dict[bytes, list[int]] = {}
+        for token in vocabulary.text_token_ids:
+            tokens.setdefault(vocabulary.token_bytes[token], []).append(token)
+        with _native:
+            self._tokens = outlines_core.Vocabulary(vocabulary.stop_token_ids[0], tokens)
+
+    def compile(self, constraint: Constraint) -> OutlinesGrammar:
+        """See `Backend.compile`."""
+        pattern = self._pattern(constraint)
+        try:
+            index = outlines_core.Index(pattern, self._tokens)
+        except ValueError as error:
+            raise UnsupportedConstraint(
+                f"outlines refuses the {constraint.kind}: {bounded(error)}", param=constraint.kind
+            ) from None
+        return OutlinesGrammar(self._vocabulary, index)
+
+    def load(self, constraint: Constraint, dumped: bytes) -> OutlinesGrammar:
+        """See `Backend.load`."""
+        if not dumped:
+            return self.compile(constraint)
+        with _native:
+            return OutlinesGrammar(self._vocabulary, outlines_core.Index.from_binary(dumped))
+
+    def _pattern(self, constraint: Constraint) -> str:
+        """The constraint as one regex."""
+        match constraint.kind:
+            case "json_schema":
+                return to_regex(json.loads(constraint.source), constraint.whitespace)
+            case "regex":
+                return regex.canonical(constraint.source)
+            case "choice":
+                return regex.render(regex.choice(map(regex.literal, constraint.choices)))
+        raise UnsupportedConstraint(
+            f"backend 'outlines' does not support {constraint.kind!r} constraints", param=constraint.kind
+        )
+
+
+class OutlinesGrammar:
+    """An automaton over tokens, and the masks that were made of its states."""
+
+    def __init__(self, vocabulary: Vocabulary, index: Any) -> None:
+        self._vocabulary = vocabulary
+        self._index = index
+        self._masks: OrderedDict[int, NDArray[np.int32]] = OrderedDict()
+        self._dumped = self._dump()
+        self.nbytes = 5 * len(self._dumped) + _MASK_CACHE_BYTES
+        """An estimate. Transitions are about 4 bytes when serialised and about 16 in a hash table."""
+
+    def matcher(self) -> OutlinesMatcher:
+        """See `CompiledGrammar.matcher`."""
+        return OutlinesMatcher(self, [int(self._index.get_initial_state())])
+
+    def dump(self) -> bytes:
+        """The automaton, in outlines' own serialisation."""
+        return self._dumped
+
+    def _dump(self) -> bytes:
+        with _native:
+            _, (binary,) = self._index.__reduce__()
+        return bytes(binary)
+
+    def next_state(self, state: int, token: int) -> int | None:
+        """Where `token` leads; None where it is not allowed."""
+        if not 0 <= token < self._vocabulary.padded_vocab_size:
+            return None
+        with _native:
+            reached: int | None = self._index.get_next_state(state, token)
+        return reached
+
+    def is_final(self, state: int) -> bool:
+        """The constraint is satisfied in `state`."""
+        with _native:
+            return bool(self._index.is_final_state(state))
+
+    def is_stop(self, token: int) -> bool:
+        """`token` ends an output."""
+        return token in self._vocabulary.stop_token_ids
+
+    def allowed(self, state: int) -> list[int]:
+        """Token ids that lead on from `state`, the library's own end-of-sequence included."""
+        with _native:
+            return list(self._index.get_allowed_tokens(state) or ())
+
+    def mask(self, state: int) -> NDArray[np.int32]:
+        """What `state` allows, int32 `[words]`; not to be written to."""
+        row = self._masks.get(state)
+        if row is None:
+            row = pack(self.allowed(state), self._vocabulary.padded_vocab_size)
+            self._masks[state] = row
+            while len(self._masks) * row.nbytes > _MASK_CACHE_BYTES and len(self._masks) > 1:
+                self._masks.popitem(last=False)
+        else:
+            self._masks.move_to_end(state)
+        return row
+
+
+class OutlinesMatcher:
+    """One sequence: the states it went through."""
+
+    def __init__(self, grammar: OutlinesGrammar, states: list[int], terminated: bool = False) -> None:
+        self._grammar = grammar
+        self._states = states
+        self._terminated = terminated
+
+    def accept_tokens(self, token_ids: Sequence[int]) -> None:
+        """See `Matcher.accept_tokens`."""
+        for token in token_ids:
+            if self._terminated:
+                raise TokenRejected("the sequence is over: a stop token was accepted")
+            if self._grammar.is_stop(token):
+                if not self.is_accepting():
+                    raise TokenRejected(f"stop token {token} is not allowed here: the constraint is not satisfied")
+                self._terminated = True
+                continue
+            state = self._grammar.next_state(self._states[-1], token)
+            if state is None:
+                raise TokenRejected(f"token {token} is not allowed here")
+            self._states.append(state)
+
+    def fill_bitmask(self, row: NDArray[np.int32]) -> None:
+        """See `Matcher.fill_bitmask`."""
+        row[:] = self._grammar.mask(self._states[-1])
+
+    def rollback(self, count: int) -> None:
+        """See `Matcher.rollback`."""
+        if count and self._terminated:
+            self._terminated = False
+            count -= 1
+        if count >= len(self._states):
+            raise BackendError(f"can't take back {count} of {len(self._states) - 1} tokens")
+        if count:
+            del self._states[-count:]
+
+    def fork(self) -> OutlinesMatcher:
+        """See `Matcher.fork`."""
+        return OutlinesMatcher(self._grammar, list(self._states), self._terminated)
+
+    def is_accepting(self) -> bool:
+        """See `Matcher.is_accepting`."""
+        return self._grammar.is_final(self._states[-1])
+
+    def is_terminated(self) -> bool:
+        """See `Matcher.is_terminated`."""
+        return self._terminated
+
+    def forced_tokens(self) -> list[int]:
+        """See `Matcher.forced_tokens`: as long as a single token is allowed."""
+        forced: list[int] = []
+        state = self._states[-1]
+        while not self._terminated and len(forced) < _MAX_FORCED and not self._grammar.is_final(state):
+            allowed = self._grammar.allowed(state)
+            reached = self._grammar.next_state(state, allowed[0]) if len(allowed) == 1 else None
+            if reached is None:
+                break
+            forced.append(allowed[0])
+            state = reached
+        return forced
+
+
+class _Native:
+    """Whatever the library raises becomes a `BackendError`."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is not None and isinstance(error, Exception):
+            raise BackendError(f"outlines: {bounded(error)}") from error
+
+
+_native = _Native()

@@ -1,0 +1,69 @@
+"""Ranges of numbers as regular expressions: JSON's spelling of the integers, or numbers, between two bounds."""
+
+from __future__ import annotations
+
+__all__ = ["integers", "numbers"]
+
+
+def integers(low: int | None, high: int | None) -> str:
+    """A regex for the integers from `low` to `high`, both included (None: without end). Empty where there are none."""
+    parts: list[str] = []
+    if low is None or low < 0:
+        nearest = 1 if high is None or high >= 0 else -high
+        parts += [f"-(?:{part})" for part in _naturals(nearest, None if low is None else -low)]
+    if high is None or high >= 0:
+        parts += _naturals(max(0, 0 if low is None else low), high)
+    return "|".join(parts)
+
+
+def numbers(low: int, high: int | None, *, above: bool, below: bool) -> str:
+    """A regex for numbers from `low` >= 0 to `high` (None: without end), written without an exponent.
+
+    Args:
+        above, below: without the bound itself.
+    """
+    parts = []
+    last = None if high is None else high - 1
+    first = low + 1 if above else low
+    if last is None or first <= last:
+        parts.append(rf"(?:{integers(first, last)})(?:\.[0-9]+)?")
+    if above and (high is None or high > low):
+        parts.append(rf"{low}\.[0-9]*[1-9][0-9]*")
+    if high is not None and not below and (high > low or not above):
+        parts.append(rf"{high}(?:\.0+)?")
+    return "|".join(parts)
+
+
+def _naturals(low: int, high: int | None) -> list[str]:
+    """Regexes that together match `low` to `high`, both >= 0, without leading zeros."""
+    if high is not None and low > high:
+        return []
+    if high is None:
+        digits = len(str(low))
+        return [*_naturals(low, 10**digits - 1), f"[1-9][0-9]{{{digits},}}"]
+    if len(str(low)) < len(str(high)):
+        middle = 10 ** len(str(low)) - 1
+        return [*_naturals(low, middle), *_naturals(middle + 1, high)]
+    return _same_length(str(low), str(high))
+
+
+def _same_length(low: str, high: str) -> list[str]:
+    """Numbers of one length: the common beginning, then the digits that differ."""
+    rest = len(low) - 1
+    if rest < 0:
+        return [""]
+    first, last = int(low[0]), int(high[0])
+    if first == last:
+        return [low[0] + part for part in _same_length(low[1:], high[1:])]
+    parts = []
+    if low[1:] != "0" * rest:
+        parts += [low[0] + part for part in _same_length(low[1:], "9" * rest)]
+        first += 1
+    top = []
+    if high[1:] != "9" * rest:
+        top = [high[0] + part for part in _same_length("0" * rest, high[1:])]
+        last -= 1
+    if first <= last:
+        digit = str(first) if first == last else f"[{first}-{last}]"
+        parts.append(digit + (f"[0-9]{{{rest}}}" if rest > 1 else "[0-9]" * rest))
+    return parts + top
