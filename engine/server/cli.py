@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import socket
 from enum import StrEnum
 from importlib.metadata import version
-from typing import Annotated
+from typing import Annotated, Any, NoReturn
 
 import typer
+
+from engine.server.listener import listener_on
 
 __all__ = ["app", "main"]
 
@@ -90,43 +93,58 @@ def serve(
     served_model_name: Annotated[
         str | None, typer.Option(help="Name that requests use for the model. Default: MODEL.")
     ] = None,
+    grace_seconds: Annotated[
+        float, typer.Option(help="How long running generations may take to end when it is told to stop.", min=0)
+    ] = 10.0,
     log_level: Annotated[LogLevel, typer.Option(help="How much to log.")] = LogLevel.INFO,
 ) -> None:
     """Serve a model over HTTP, OpenAI-compatible, with guided decoding.
 
     Without MODEL, a small embedded model is served, to try things with. Ends on Ctrl-C or SIGTERM.
     """
+    try:
+        with listener_on(host, port) as listener:
+            _serve(
+                listener,
+                model=model,
+                host=host,
+                pool=pool.value,
+                ray_address=ray_address,
+                num_actors=num_actors,
+                backend=backend,
+                max_num_seqs=max_num_seqs,
+                max_model_len=max_model_len,
+                max_requests=max_requests,
+                device=device,
+                dtype=dtype,
+                api_key=api_key or None,
+                served_model_name=served_model_name,
+                grace_seconds=grace_seconds,
+                log_level=log_level.value,
+            )
+    except OSError as error:
+        _give_up(error)
+
+
+def _serve(listener: socket.socket, *, backend: str, **options: Any) -> None:
     # Heavy (torch, transformers): not for --help.
     from engine.attention import UnsupportedModelError
-    from engine.server.process import ServeOptions
-    from engine.server.process import serve as run
+    from engine.server.process import ServeOptions, serve
     from guided.backends import resolve
     from guided.errors import GuidedError
 
     try:
-        options = ServeOptions(
-            model=model,
-            host=host,
-            port=port,
-            pool=pool.value,
-            ray_address=ray_address,
-            num_actors=num_actors,
-            backend=resolve(backend),
-            max_num_seqs=max_num_seqs,
-            max_model_len=max_model_len,
-            max_requests=max_requests,
-            device=device,
-            dtype=dtype,
-            api_key=api_key or None,
-            served_model_name=served_model_name,
-            log_level=log_level.value,
-        )
-        run(options)
-    except (OSError, ValueError, UnsupportedModelError, GuidedError) as error:
-        if os.environ.get("GUIDED_TRACEBACK"):
-            raise
-        typer.secho(f"guided serve: {error}", fg=typer.colors.RED, err=True)
-        raise typer.Exit(1) from None
+        serve(ServeOptions(backend=resolve(backend, param="--backend"), **options), listener)
+    except (ValueError, UnsupportedModelError, GuidedError) as error:
+        _give_up(error)
+
+
+def _give_up(error: Exception) -> NoReturn:
+    """One line for what the user can mend; GUIDED_TRACEBACK=1 shows where it came from."""
+    if os.environ.get("GUIDED_TRACEBACK"):
+        raise error
+    typer.secho(f"guided serve: {error}", fg=typer.colors.RED, err=True)
+    raise typer.Exit(1) from None
 
 
 def main() -> None:

@@ -10,11 +10,14 @@ import shlex
 import signal
 import socket
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import uvicorn
+from transformers.utils.logging import disable_progress_bar
 
 from engine.async_llm import AsyncLLM
 from engine.config import EngineConfig
@@ -28,9 +31,6 @@ __all__ = ["DEFAULT_MODEL", "ServeOptions", "serve", "start_engine"]
 DEFAULT_MODEL = "guided-default"
 """The name that the embedded model is served under."""
 
-GRACE_SECONDS = 10.0
-"""How long running generations may take to end by themselves once the server was told to stop."""
-
 
 @dataclass(frozen=True)
 class ServeOptions:
@@ -38,11 +38,11 @@ class ServeOptions:
 
     Args:
         model: local directory or hub name; None is the embedded model.
+        grace_seconds: how long running generations may take to end by themselves once the server was told to stop.
     """
 
     model: str | None = None
     host: str = "127.0.0.1"
-    port: int = 8000
     pool: Literal["ray", "inline"] = "ray"
     ray_address: str | None = None
     num_actors: int | None = None
@@ -54,6 +54,7 @@ class ServeOptions:
     dtype: str = "auto"
     api_key: str | None = None
     served_model_name: str | None = None
+    grace_seconds: float = 10.0
     log_level: str = "info"
 
     @property
@@ -76,6 +77,11 @@ def start_engine(options: ServeOptions) -> AsyncLLM:
         OSError: there is no such model.
         UnsupportedModelError, GuidedError: it can't be served, the pool can't be started.
     """
+    model = options.model or str(checkpoint_path())
+    if model.startswith((".", "/", "~")) and not Path(model).is_dir():  # hub names don't
+        raise OSError(f"there is no model directory {model}")
+    if not sys.stderr.isatty():
+        disable_progress_bar()
     pool_options: dict[str, Any] = {}
     if options.pool == "ray":
         if options.ray_address is not None:
@@ -83,7 +89,7 @@ def start_engine(options: ServeOptions) -> AsyncLLM:
         if options.num_actors is not None:
             pool_options["num_actors"] = options.num_actors
     return AsyncLLM(
-        options.model or str(checkpoint_path()),
+        model,
         options.pool,
         EngineConfig(max_num_seqs=options.max_num_seqs, max_model_len=options.max_model_len),
         pool_options=pool_options,
@@ -92,14 +98,14 @@ def start_engine(options: ServeOptions) -> AsyncLLM:
     )
 
 
-def serve(options: ServeOptions) -> None:
-    """Serve until SIGINT or SIGTERM; leave no process behind.
+def serve(options: ServeOptions, listener: socket.socket) -> None:
+    """Serve on a bound socket until SIGINT or SIGTERM; leave no process behind.
 
     Raises:
-        OSError: the address is taken, or there is no such model.
+        OSError: there is no such model.
         UnsupportedModelError, GuidedError: see `start_engine`.
     """
-    with _signals_end_it(), _bound(options.host, options.port) as listener:
+    with _signals_end_it():
         _say(options, "loading the model and starting the mask pool …")
         engine = start_engine(options)
         try:
@@ -126,8 +132,8 @@ class _Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._context.shutting_down = True  # new requests and /health get 503
-        deadline = asyncio.get_running_loop().time() + GRACE_SECONDS
-        while self._context.in_flight and not self.force_exit and asyncio.get_running_loop().time() < deadline:
+        deadline = time.monotonic() + self._options.grace_seconds
+        while self._context.in_flight and not self.force_exit and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
         await asyncio.to_thread(self._context.engine.shutdown)  # streams that are left end with an error event
         await super().shutdown(sockets)
@@ -147,19 +153,6 @@ def _signals_end_it() -> Iterator[None]:
         raise SystemExit(130) from None
     finally:
         signal.signal(signal.SIGTERM, previous)
-
-
-@contextlib.contextmanager
-def _bound(host: str, port: int) -> Iterator[socket.socket]:
-    """The address, taken before the model is loaded, so that it being in use is known at once. Not yet listening."""
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    with socket.socket(family, kind, protocol) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind(address)
-        except OSError as error:
-            raise OSError(f"can't listen on {host} port {port}: {error.strerror}; choose another --port") from None
-        yield listener
 
 
 def _say(options: ServeOptions, text: str) -> None:

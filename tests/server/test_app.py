@@ -9,10 +9,11 @@ from typing import Any
 
 import httpx
 import pytest
+from serving import sse, wait_until
 from starlette.testclient import TestClient
 
-from engine.async_llm import AsyncLLM
 from engine.sampling_params import SamplingParams
+from engine.server.context import ServerContext
 
 Make = Callable[..., TestClient]
 
@@ -27,11 +28,6 @@ SCHEMA = {
 
 def post(client: TestClient, path: str = "/v1/chat/completions", **body: Any) -> httpx.Response:
     return client.post(path, json={**HELLO, **body} if "chat" in path else body)
-
-
-def sse(text: str) -> list[Any]:
-    events = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
-    return [event if event == "[DONE]" else json.loads(event) for event in events]
 
 
 def error_of(answer: httpx.Response) -> dict[str, Any]:
@@ -332,14 +328,17 @@ class TestFailures:
 
     @pytest.fixture
     def failing(self, client: TestClient, monkeypatch: pytest.MonkeyPatch) -> TestClient:
-        """The matcher of every second token's mask raises."""
-        engine: AsyncLLM = client.app.state.context.engine  # type: ignore[attr-defined]
-        worker = engine.pool._worker  # type: ignore[attr-defined]
+        """The fourth mask raises, once the first tokens have reached their request."""
+        context: ServerContext = client.app.state.context  # type: ignore[attr-defined]
+        worker = context.engine.pool._worker  # type: ignore[attr-defined]
         original, calls = worker._write, []
 
         def write(*arguments: Any) -> None:
             calls.append(arguments)
             if len(calls) > 3:
+                wait_until(
+                    lambda: (context.metrics.registry.get_sample_value("guided_generation_tokens_total") or 0) > 0
+                )
                 raise RuntimeError("the grammar library is out of sorts")
             original(*arguments)
 

@@ -1,0 +1,68 @@
+# Everything a newcomer needs: `make serve` and `make test`. Linux, Python 3.11 or later.
+#
+#   PYTHON=python3.12   the interpreter that .venv is made with
+#   VENV=DIR            another place for the virtual environment
+#   TORCH='torch==...'  your own torch (a CUDA build, a wheel's path), instead of the pinned one; where pip finds it is
+#                       pip's usual configuration. A .venv that has a torch already keeps it: TORCH=installed
+#   ARGS='--port 9000'  arguments of `guided serve`
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?=
+ARGS ?=
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+
+.PHONY: serve test lint bench install install-dev clean help
+.DEFAULT_GOAL := help
+
+help:  ## Say what there is
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /  make \1\t/' | expand -t 22
+
+serve: $(VENV)/.installed  ## Install what serving needs, and serve the embedded model on http://127.0.0.1:8000
+	@exec $(BIN)/guided serve $(ARGS)
+
+test: lint  ## Lint, type-check and run all tests
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.installed-dev  ## Check style, types and who may import whom
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(VENV)/.installed-dev  ## Memory and tokens/s of the default server (results as a table, and as JSON)
+	$(BIN)/python benchmarks/serving_startup.py $(ARGS)
+
+install: $(VENV)/.installed  ## What `guided serve` needs, into .venv
+
+install-dev: $(VENV)/.installed-dev  ## What the tests need too, into .venv
+
+clean:  ## Remove .venv
+	rm -rf $(VENV)
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "guided needs Python 3.11 or later: make PYTHON=/path/to/python3.11 ..." >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV) \
+	  || { rm -rf $(VENV); echo "no virtual environment could be made: on Debian and Ubuntu, install python3-venv" >&2; exit 1; }
+
+# The pins, less torch's where the user brings one; the build backend first, so that building needs nothing unpinned.
+define install
+	@echo "installing into $(VENV): $(1) (the first time this takes some minutes)"
+	@if [ -n "$(TORCH)" ]; then sed '/^torch==/d; /^triton==/d' constraints.txt; else cat constraints.txt; fi \
+	  > $(VENV)/constraints.txt
+	@if [ -n "$(TORCH)" ] && [ "$(TORCH)" != installed ]; then $(PIP) install "$(TORCH)"; fi
+	@$(PIP) install -c $(VENV)/constraints.txt hatchling editables
+	@$(PIP) install -c $(VENV)/constraints.txt --no-build-isolation -e '.[$(1)]'
+	@touch $@
+endef
+
+$(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(call install,server$(comma)ray)
+
+$(VENV)/.installed-dev: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(call install,dev)
+	@touch $(VENV)/.installed
+
+comma := ,

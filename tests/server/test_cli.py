@@ -1,0 +1,80 @@
+"""The command line: what it says of itself, and what it says when it can't start."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from engine.server.cli import app
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, list(arguments), env={"TERMINAL_WIDTH": "120", "COLUMNS": "120"})
+    assert result.exception is None or isinstance(result.exception, SystemExit)
+    return result.exit_code, result.output
+
+
+def test_help_names_every_option_with_its_default() -> None:
+    code, text = run("serve", "--help")
+    assert code == 0
+    for option in (
+        "--host",
+        "--port",
+        "--pool",
+        "--ray-address",
+        "--num-actors",
+        "--backend",
+        "--max-num-seqs",
+        "--max-model-len",
+        "--device",
+        "--dtype",
+        "--api-key",
+        "GUIDED_API_KEY",
+        "127.0.0.1",
+        "8000",
+    ):
+        assert option in text
+    assert "serve" in run("--help")[1]
+
+
+def test_help_is_quick_for_it_imports_nothing_heavy() -> None:
+    code = (
+        "import sys, engine.server.cli; print(sorted({'torch', 'ray', 'transformers', 'fastapi'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_version() -> None:
+    assert run("--version") == (0, "0.1.0\n")
+
+
+def test_a_taken_port() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        code, text = run("serve", "--port", port)
+    assert code == 1
+    assert f"can't listen on 127.0.0.1 port {port}" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("./nonesuch",), "nonesuch"),
+        (("--backend", "nonesuch"), "llguidance"),
+        (("--dtype", "float3"), "float32"),
+    ],
+)
+def test_what_cant_be_served(arguments: tuple[str, ...], says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    code, text = run("serve", "--port", "0", "--pool", "inline", *arguments)
+    assert code == 1
+    assert "guided serve:" in text
+    assert says in text
+    assert "Traceback" not in text

@@ -1,0 +1,169 @@
+"""`guided serve` as users meet it: the real process, the official `openai` client. Masks inline: the faster start."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import signal
+import subprocess
+from typing import Any, ClassVar, Literal
+
+import httpx
+import openai
+import psutil
+import pytest
+from pydantic import BaseModel
+from serving import ServerProcess, serving, wait_until
+
+MODEL = "guided-default"
+ABOUT = "Extract name, age and city as JSON. Maria Keller is 34 years old and lives in Lisbon."
+
+
+class Person(BaseModel):
+    name: str
+    age: int
+    city: str
+
+
+class Order(BaseModel):
+    """Nested, with a reference, as pydantic writes them."""
+
+    customer: Person
+    state: Literal["open", "shipped"]
+
+
+@pytest.fixture(scope="module")
+def client(inline_server: ServerProcess) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{inline_server.url}/v1", api_key="none", max_retries=0)
+
+
+def user(text: str) -> list[openai.types.chat.ChatCompletionMessageParam]:
+    return [{"role": "user", "content": text}]
+
+
+class TestOpenAIClient:
+    @pytest.mark.parametrize("model", [Person, Order])
+    def test_parse(self, client: openai.OpenAI, model: type[BaseModel]) -> None:
+        answer = client.chat.completions.parse(model=MODEL, messages=user(ABOUT), response_format=model)
+        assert isinstance(answer.choices[0].message.parsed, model)
+        assert answer.choices[0].finish_reason == "stop"
+        assert answer.guided["backend"] == "llguidance"  # type: ignore[attr-defined]
+
+    def test_parse_streamed(self, client: openai.OpenAI) -> None:
+        with client.chat.completions.stream(model=MODEL, messages=user(ABOUT), response_format=Person) as stream:
+            kinds = {event.type for event in stream}
+            answer = stream.get_final_completion()
+        assert {"chunk", "content.delta", "content.done"} <= kinds
+        assert isinstance(answer.choices[0].message.parsed, Person)
+
+    def test_streaming(self, client: openai.OpenAI) -> None:
+        whole = client.chat.completions.create(model=MODEL, messages=user(ABOUT), temperature=0, max_tokens=30)
+        chunks = list(
+            client.chat.completions.create(
+                model=MODEL,
+                messages=user(ABOUT),
+                temperature=0,
+                max_tokens=30,
+                stream=True,
+                stream_options={"include_usage": True},
+            )
+        )
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+        assert text == whole.choices[0].message.content
+        assert chunks[-1].choices == []
+        assert chunks[-1].usage == whole.usage
+
+    def test_regex_and_choice_through_extra_body(self, client: openai.OpenAI) -> None:
+        pattern = "20[0-9]{2}-(0[1-9]|1[0-2])-[0-3][0-9]"
+        dated = client.completions.create(model=MODEL, prompt="A date: ", extra_body={"regex": pattern})
+        assert re.fullmatch(pattern, dated.choices[0].text)
+        choices = ["red", "green", "blue"]
+        chosen = client.chat.completions.create(
+            model=MODEL, messages=user("Which?"), extra_body={"structured_outputs": {"choice": choices}}
+        )
+        assert chosen.choices[0].message.content in choices
+
+    def test_bad_schema(self, client: openai.OpenAI) -> None:
+        schema = {"type": "object", "properties": {"a": {"type": "strng"}}}
+        form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+        with pytest.raises(openai.BadRequestError) as raised:
+            client.chat.completions.create(model=MODEL, messages=user("x"), response_format=form)  # type: ignore[call-overload]
+        assert raised.value.param == "response_format"
+        assert raised.value.body["pointer"] == "/properties/a/type"  # type: ignore[index]
+        assert "strng" in str(raised.value)
+
+    def test_length_makes_parse_raise(self, client: openai.OpenAI) -> None:
+        with pytest.raises(openai.LengthFinishReasonError):
+            client.chat.completions.parse(model=MODEL, messages=user(ABOUT), response_format=Person, max_tokens=3)
+
+    def test_models(self, client: openai.OpenAI) -> None:
+        assert [model.id for model in client.models.list()] == [MODEL]
+        with pytest.raises(openai.NotFoundError):
+            client.chat.completions.create(model="gpt-17", messages=user("x"))
+
+    def test_logprobs_n_and_usage(self, client: openai.OpenAI) -> None:
+        answer = client.chat.completions.create(
+            model=MODEL, messages=user("hi"), n=2, logprobs=True, top_logprobs=2, max_tokens=4, temperature=1.5
+        )
+        assert [choice.index for choice in answer.choices] == [0, 1]
+        assert answer.usage is not None
+        logprobs = [choice.logprobs for choice in answer.choices]
+        assert sum(len(each.content or []) for each in logprobs if each) == answer.usage.completion_tokens
+
+
+class TestDisconnect:
+    LONG: ClassVar[dict[str, Any]] = {"prompt": "a", "max_tokens": 1900, "ignore_eos": True, "temperature": 0}
+
+    def test_of_a_stream_aborts_it(self, inline_server: ServerProcess) -> None:
+        before = inline_server.metric("guided_generation_tokens_total")
+        with httpx.stream("POST", f"{inline_server.url}/v1/completions", json={**self.LONG, "stream": True}) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            assert inline_server.metric("guided_num_requests_running") == 1
+        self._ends(inline_server, before)
+
+    def test_of_an_answer_aborts_it(self, inline_server: ServerProcess) -> None:
+        before = inline_server.metric("guided_generation_tokens_total")
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{inline_server.url}/v1/completions", json=self.LONG, timeout=0.3)
+        self._ends(inline_server, before)
+
+    def _ends(self, server: ServerProcess, tokens_before: float) -> None:
+        wait_until(lambda: server.metric("guided_num_requests_running") == 0)
+        assert server.metric("guided_generation_tokens_total") - tokens_before < 1900
+
+
+def test_greeting_holds_lines_that_work(inline_server: ServerProcess) -> None:
+    """What it prints when it is up can be pasted into a shell."""
+    greeting = "".join(inline_server.log)
+    commands = re.findall(r"^  (curl .*\\\n.*)$", greeting, re.MULTILINE)
+    assert len(commands) == 2
+    for command in commands:
+        assert shlex.split(command)[0] == "curl"
+        ran = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=True)
+        assert '"finish_reason":"stop"' in ran.stdout, ran.stdout
+    assert f"{inline_server.url}/docs" in greeting
+
+
+def test_sigterm_lets_answers_end_and_leaves_nothing() -> None:
+    with serving("--pool", "inline", "--grace-seconds", "30") as server:
+        body = {"prompt": "a", "max_tokens": 300, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            server.process.send_signal(signal.SIGTERM)
+            assert [line for line in lines if line][-1] == "data: [DONE]"
+        assert server.stop() == 0
+
+
+def test_sigterm_ends_streams_when_the_grace_is_over() -> None:
+    with serving("--pool", "inline", "--grace-seconds", "0") as server:
+        body = {"prompt": "a", "max_tokens": 1900, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            server.process.send_signal(signal.SIGTERM)
+            last = [line for line in lines if line][-1]
+        assert '"code":"shutting_down"' in last
+        assert server.stop() == 0
+        assert not psutil.pid_exists(server.process.pid)

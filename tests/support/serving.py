@@ -1,0 +1,100 @@
+"""A real `guided serve` process, and reading its streams."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+
+@dataclass
+class ServerProcess:
+    """A `guided serve` process, and what it wrote."""
+
+    process: subprocess.Popen[str]
+    url: str = ""
+    log: list[str] = field(default_factory=list)
+
+    def health(self) -> dict[str, Any]:
+        answer: dict[str, Any] = httpx.get(f"{self.url}/health", timeout=10).json()
+        return answer
+
+    def metric(self, name: str) -> float:
+        """The sum of a metric over its labels."""
+        text = httpx.get(f"{self.url}/metrics", timeout=10).text
+        lines = re.findall(rf"^{name}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE)
+        assert lines, f"no metric {name}"
+        return sum(map(float, lines))
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        """Ask it to end; its exit status."""
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+        try:
+            return self.process.wait(60)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+            raise
+
+
+@contextlib.contextmanager
+def serving(*arguments: str, **environment: str) -> Iterator[ServerProcess]:
+    """Run `guided serve` on a free port until the block ends."""
+    command = [sys.executable, "-c", "from engine.server.cli import main; main()", "serve", "--port", "0", *arguments]
+    process = subprocess.Popen(
+        command,
+        stderr=subprocess.STDOUT,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **environment},
+    )
+    server = ServerProcess(process)
+    ready = threading.Event()
+
+    def read() -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            server.log.append(line)
+            found = re.search(r"^guided serves .* on (http://\S+)", line)
+            if found:
+                server.url = found[1]
+                ready.set()
+        ready.set()
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    try:
+        assert ready.wait(180), "it doesn't start: " + "".join(server.log)
+        assert server.url, "it ended: " + "".join(server.log)
+        yield server
+    finally:
+        server.stop()
+        reader.join(10)
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def sse(text: str) -> list[Any]:
+    """The events of a stream: parsed, or the string that stands in for one ("[DONE]")."""
+    events = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+    return [event if event == "[DONE]" else json.loads(event) for event in events]
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 30) -> None:
+    """Poll; fails the test when it doesn't come true."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it didn't happen"
+        time.sleep(0.02)
