@@ -1,0 +1,132 @@
+"""JSON's syntax (RFC 8259) one character at a time: an automaton with a stack, for libraries that don't quite keep it.
+
+A state is a pair of strings, hashable and shared: the open brackets, and what is being read. Whitespace before and
+after the document is not part of it.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+__all__ = ["START", "State", "complete", "in_number", "in_string", "step"]
+
+State = tuple[str, str]
+"""(open brackets, mode). Modes: `value`, `item` (value or `]`), `key`, `member` (key or `}`), `colon`, `after` (a
+value); `text` and `name` (in a value's, a key's string), with `\\`, `u`, `u0` ... appended within an escape; number
+modes, by what was read last: `-`, `0`, `1` (digits), `.`, `.1`, `e`, `e+`, `e1`; a literal's remaining letters after
+`=`."""
+
+START: State = ("", "value")
+
+_SPACE = " \t\n\r"
+_DIGITS = "0123456789"
+_NUMBERS = {
+    "-": {"0": "0", **dict.fromkeys("123456789", "1")},
+    "0": {".": ".", "e": "e", "E": "e"},
+    "1": {**dict.fromkeys(_DIGITS, "1"), ".": ".", "e": "e", "E": "e"},
+    ".": dict.fromkeys(_DIGITS, ".1"),
+    ".1": {**dict.fromkeys(_DIGITS, ".1"), "e": "e", "E": "e"},
+    "e": {**dict.fromkeys(_DIGITS, "e1"), "+": "e+", "-": "e+"},
+    "e+": dict.fromkeys(_DIGITS, "e1"),
+    "e1": dict.fromkeys(_DIGITS, "e1"),
+}
+_WHOLE = ("0", "1", ".1", "e1")
+_LITERALS = {"t": "=rue", "f": "=alse", "n": "=ull"}
+
+
+def complete(state: State) -> bool:
+    """A whole document was read (a number might still go on)."""
+    brackets, mode = state
+    return not brackets and (mode == "after" or mode in _WHOLE)
+
+
+def in_string(state: State) -> bool:
+    """Within a string, and not within an escape."""
+    return state[1] in ("text", "name")
+
+
+def in_number(state: State) -> bool:
+    """Within a number, or right behind its last digit."""
+    return state[1] in _NUMBERS
+
+
+@lru_cache(maxsize=1 << 16)
+def step(state: State, character: str, spaces: bool = True) -> State | None:
+    """The state after `character`; None where it can't stand. `spaces`: whitespace between tokens is allowed.
+
+    Escaped surrogates are refused: alone they are no text, and in pairs they count as two where lengths are counted.
+    """
+    brackets, mode = state
+    if mode.startswith(("text", "name")):
+        mode_after = _in_string(mode, character)
+        return None if mode_after is None else (brackets, mode_after)
+    if mode.startswith("="):
+        return (
+            (brackets, mode.replace(character, "", 1) if mode != "=" + character else "after")
+            if (mode[1] == character)
+            else None
+        )
+    if mode in _NUMBERS:
+        following = _NUMBERS[mode].get(character)
+        if following is not None:
+            return brackets, following
+        return step((brackets, "after"), character, spaces) if mode in _WHOLE else None
+    if character in _SPACE:
+        return state if spaces and brackets else None
+    return _structure(brackets, mode, character)
+
+
+def _structure(brackets: str, mode: str, character: str) -> State | None:
+    closes = brackets[:-1], "after"
+    match mode:
+        case "value" | "item":
+            if character == "]" and mode == "item":
+                return closes
+            return _value(brackets, character)
+        case "key" | "member":
+            if character == "}" and mode == "member":
+                return closes
+            return (brackets, "name") if character == '"' else None
+        case "colon":
+            return (brackets, "value") if character == ":" else None
+    match brackets[-1:], character:
+        case "[", ",":
+            return brackets, "value"
+        case "{", ",":
+            return brackets, "key"
+        case ("[", "]") | ("{", "}"):
+            return closes
+    return None
+
+
+def _value(brackets: str, character: str) -> State | None:
+    match character:
+        case "{":
+            return brackets + "{", "member"
+        case "[":
+            return brackets + "[", "item"
+        case '"':
+            return brackets, "text"
+        case "-" | "0":
+            return brackets, character
+    if character in _DIGITS:
+        return brackets, "1"
+    literal = _LITERALS.get(character)
+    return None if literal is None else (brackets, literal)
+
+
+def _in_string(mode: str, character: str) -> str | None:
+    kind, escape = mode[:4], mode[4:]
+    if not escape:
+        if character == '"':
+            return "after" if kind == "text" else "colon"
+        if character == "\\":
+            return kind + "\\"
+        return kind if character >= " " else None
+    if escape == "\\":
+        if character == "u":
+            return kind + "u"
+        return kind if character in '"\\/bfnrt' else None
+    if character not in "0123456789abcdefABCDEF" or (escape in ("ud", "uD") and character in "89abcdefABCDEF"):
+        return None
+    return kind if len(escape) == 4 else mode + character
