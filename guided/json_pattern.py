@@ -11,14 +11,16 @@ from guided import regex
 from guided.errors import InvalidConstraint, UnsupportedConstraint
 from guided.regex import Chars, Choice, Node, Repeat, Sequence
 
-__all__ = ["FORMATS", "fit", "in_json", "read", "width"]
+__all__ = ["FORMATS", "PLAIN", "fit", "in_json", "read", "width"]
 
 _ESCAPED = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t", "\r": "\\r", "\b": "\\b", "\f": "\\f"}
 PLAIN = regex.complement(regex.ranges_of([(0, 0x1F), (0x22, 0x22), (0x5C, 0x5C), (0x7F, 0x7F)]))
 """Characters that stand for themselves in JSON strings (DEL left out: some libraries escape it)."""
 
-_DATE = "[0-9]{4}-(0[1-9]|1[0-2])-(0[1-9]|1[0-9]|2[0-8])"
-_TIME = "([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\\.[0-9]{1,6})?(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
+_DAY = "((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)|02-(0[1-9]|1[0-9]|2[0-8]))"
+_LEAP = "([1-9][0-9](0[48]|[2468][048]|[13579][26])|([2468][048]|[13579][26])00)"
+_DATE = f"([1-9][0-9]{{3}}-{_DAY}|{_LEAP}-02-29)"
+_TIME = "([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\\.[0-9]+)?(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
 _LABEL = "[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
 _BYTE = "(25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
 FORMATS = {
@@ -33,7 +35,7 @@ FORMATS = {
     "uuid": "^[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}$",
 }
 """`format` as a pattern, for libraries whose own goes wrong. Each matches valid values only, though not all of them: no
-29th to 31st of a month, no exotic spellings of addresses."""
+leap seconds, no years before 1000, no exotic spellings of addresses."""
 
 
 def read(pattern: str) -> Node:

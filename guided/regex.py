@@ -33,6 +33,8 @@ __all__ = [
     "complement",
     "intersection",
     "literal",
+    "nonempty",
+    "nullable",
     "parse",
     "parse_search",
     "ranges_of",
@@ -368,6 +370,42 @@ def repeat(item: Node, low: int, high: int | None) -> Node:
     if item == EMPTY or high == 0:
         return EMPTY
     return item if (low, high) == (1, 1) else Repeat(item, low, high)
+
+
+def nullable(node: Node) -> bool:
+    """The empty text matches `node`."""
+    match node:
+        case Sequence(items):
+            return all(map(nullable, items))
+        case Choice(options):
+            return any(map(nullable, options))
+        case Repeat(item, low, _):
+            return low == 0 or nullable(item)
+    return False
+
+
+def nonempty(node: Node) -> Node | None:
+    """What `node` matches, less the empty text; None where nothing is left."""
+    match node:
+        case Sequence(items) if items:
+            rest = Sequence(items[1:])
+            first = nonempty(items[0])
+            with_first = [] if first is None else [sequence([first, rest])]
+            later = nonempty(rest) if nullable(items[0]) else None
+            options = [*with_first, *([] if later is None else [later])]
+            return choice(options) if options else None
+        case Sequence():
+            return None
+        case Choice(alternatives):
+            options = [option for option in map(nonempty, alternatives) if option is not None]
+            return choice(options) if options else None
+        case Repeat(item, low, high):
+            once = nonempty(item)
+            if once is None:
+                return None
+            fewer = max(low - 1, 0) if not nullable(item) else 0
+            return sequence([once, repeat(item, fewer, None if high is None else high - 1)])
+    return node
 
 
 def render(node: Node) -> str:

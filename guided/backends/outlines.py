@@ -1,8 +1,13 @@
 """outlines-core: one automaton over tokens, built ahead (a second on average, one in five over ten, gigabytes at worst:
 compile where it may be killed); afterwards a step is a look-up.
 
-What to know of it: it knows one end-of-sequence token only, so stop tokens are the adapter's. Masks are made from lists
-of token ids, which takes a while where much is allowed, so the latest are kept, for all sequences of a grammar.
+What to know of it:
+
+- Its automata prefer the first alternative (`yes|yes please` allows `yes` only), unless the pattern ends with `$`; and
+  a pattern that ends with `$` may not match the empty text. So that is said apart.
+- It knows one end-of-sequence token only, so stop tokens are the adapter's.
+- Masks are made from lists of token ids, which takes a while where much is allowed, so the latest are kept, for all
+  sequences of a grammar.
 """
 
 from __future__ import annotations
@@ -47,31 +52,38 @@ class OutlinesBackend:
 
     def compile(self, constraint: Constraint) -> OutlinesGrammar:
         """See `Backend.compile`."""
-        pattern = self._pattern(constraint)
+        pattern, empty = self._pattern(constraint)
         try:
-            index = outlines_core.Index(pattern, self._tokens)
+            index = outlines_core.Index(f"(?:{pattern})$", self._tokens)
         except ValueError as error:
             raise UnsupportedConstraint(
                 f"outlines refuses the {constraint.kind}: {bounded(error)}", param=constraint.kind
             ) from None
-        return OutlinesGrammar(self._vocabulary, index)
+        return OutlinesGrammar(self._vocabulary, index, empty)
 
     def load(self, constraint: Constraint, dumped: bytes) -> OutlinesGrammar:
         """See `Backend.load`."""
         if not dumped:
             return self.compile(constraint)
         with _native:
-            return OutlinesGrammar(self._vocabulary, outlines_core.Index.from_binary(dumped))
+            index = outlines_core.Index.from_binary(dumped[1:])
+        return OutlinesGrammar(self._vocabulary, index, dumped[:1] == b"\x01")
 
-    def _pattern(self, constraint: Constraint) -> str:
-        """The constraint as one regex."""
+    def _pattern(self, constraint: Constraint) -> tuple[str, bool]:
+        """The constraint as one regex that doesn't match the empty text; and whether the constraint does."""
         match constraint.kind:
             case "json_schema":
-                return to_regex(json.loads(constraint.source), constraint.whitespace)
+                return to_regex(json.loads(constraint.source), constraint.whitespace), False
             case "regex":
-                return regex.canonical(constraint.source)
+                node = regex.parse(constraint.source)
+                rest = regex.nonempty(node)
+                if rest is None:
+                    raise UnsupportedConstraint(
+                        "outlines can't do a regex that only the empty text matches", param="regex"
+                    )
+                return regex.render(rest), regex.nullable(node)
             case "choice":
-                return regex.render(regex.choice(map(regex.literal, constraint.choices)))
+                return regex.render(regex.choice(map(regex.literal, constraint.choices))), False
         raise UnsupportedConstraint(
             f"backend 'outlines' does not support {constraint.kind!r} constraints", param=constraint.kind
         )
@@ -80,9 +92,11 @@ class OutlinesBackend:
 class OutlinesGrammar:
     """An automaton over tokens, and the masks that were made of its states."""
 
-    def __init__(self, vocabulary: Vocabulary, index: Any) -> None:
+    def __init__(self, vocabulary: Vocabulary, index: Any, empty: bool) -> None:
         self._vocabulary = vocabulary
         self._index = index
+        self.empty = empty
+        """The empty output satisfies the constraint."""
         self._masks: OrderedDict[int, NDArray[np.int32]] = OrderedDict()
         self._dumped = self._dump()
         self.nbytes = 5 * len(self._dumped) + _MASK_CACHE_BYTES
@@ -93,13 +107,13 @@ class OutlinesGrammar:
         return OutlinesMatcher(self, [int(self._index.get_initial_state())])
 
     def dump(self) -> bytes:
-        """The automaton, in outlines' own serialisation."""
+        """Whether the empty text matches (one byte), then the automaton in outlines' own serialisation."""
         return self._dumped
 
     def _dump(self) -> bytes:
         with _native:
             _, (binary,) = self._index.__reduce__()
-        return bytes(binary)
+        return bytes([self.empty]) + bytes(binary)
 
     def next_state(self, state: int, token: int) -> int | None:
         """Where `token` leads; None where it is not allowed."""
@@ -179,7 +193,7 @@ class OutlinesMatcher:
 
     def is_accepting(self) -> bool:
         """See `Matcher.is_accepting`."""
-        return self._grammar.is_final(self._states[-1])
+        return self._grammar.is_final(self._states[-1]) or (self._grammar.empty and len(self._states) == 1)
 
     def is_terminated(self) -> bool:
         """See `Matcher.is_terminated`."""
@@ -189,7 +203,9 @@ class OutlinesMatcher:
         """See `Matcher.forced_tokens`: as long as a single token is allowed."""
         forced: list[int] = []
         state = self._states[-1]
-        while not self._terminated and len(forced) < _MAX_FORCED and not self._grammar.is_final(state):
+        if self._terminated or self.is_accepting():
+            return forced
+        while len(forced) < _MAX_FORCED and not self._grammar.is_final(state):
             allowed = self._grammar.allowed(state)
             reached = self._grammar.next_state(state, allowed[0]) if len(allowed) == 1 else None
             if reached is None:

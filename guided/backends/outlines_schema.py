@@ -32,6 +32,8 @@ _ANY: dict[str, Any] = {"anyOf": [{}]}
 _MARK = 7_310_000_000_000_000
 """The first of the numbers that stand for a regex of ours while outlines builds the whole."""
 _MAX_SUBSCHEMAS = 5_000
+_NUMBER = r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?"
+"""outlines' own wants a sign in every exponent."""
 
 
 def to_regex(schema: Schema, whitespace: str | None) -> str:
@@ -188,7 +190,7 @@ class _Lowering:
         low = schema.get("minimum", schema.get("exclusiveMinimum"))
         high = schema.get("maximum", schema.get("exclusiveMaximum"))
         if low is None and high is None:
-            return {"type": "number"}
+            return self._mark(_NUMBER)
         if low is None or low < 0 or low != int(low) or (high is not None and high != int(high)):
             bounds = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
             keyword = next(keyword for keyword in bounds if keyword in schema)

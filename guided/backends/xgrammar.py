@@ -1,8 +1,11 @@
 """xgrammar: fast masks, slow compilations (a second on average, some never end: compile where it may be killed).
 
-What to know of it: it ignores what it doesn't know (`xgrammar_schema.py` keeps such schemas from it), sets bits of
-special tokens when nearly everything is allowed (the worker clears them), and logs to stderr what it is given wrong (so
-tokens are looked at before it sees them).
+What to know of it:
+
+- It ignores what it doesn't know: `xgrammar_schema.py` keeps such schemas from it.
+- Where it allows "any character" it allows UTF-8's spelling of surrogates, which is no UTF-8: masked here.
+- It sets bits of special tokens when nearly everything is allowed: the worker clears them.
+- It logs to stderr what it is given wrong: tokens are looked at before it sees them.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from numpy.typing import NDArray
 
 from guided import regex
 from guided.backends.xgrammar_schema import lower
+from guided.bitmask import pack
 from guided.constraint import KINDS, Constraint, ConstraintKind
 from guided.errors import BackendError, InvalidConstraint, TokenRejected, UnsupportedConstraint, bounded
 from guided.grammar import parse_gbnf, syntax
@@ -108,7 +112,7 @@ class XGrammarGrammar:
     def matcher(self) -> XGrammarMatcher:
         """See `CompiledGrammar.matcher`."""
         with _native:
-            return XGrammarMatcher(self._tokens, xgrammar.GrammarMatcher(self._compiled))
+            return XGrammarMatcher(self._tokens, xgrammar.GrammarMatcher(self._compiled), [])
 
     def dump(self) -> bytes:
         """xgrammar's own JSON, without the tokenizer."""
@@ -119,9 +123,10 @@ class XGrammarGrammar:
 class XGrammarMatcher:
     """One sequence. xgrammar sees stop tokens too: they count in its rollback."""
 
-    def __init__(self, tokens: _Tokens, matcher: Any) -> None:
+    def __init__(self, tokens: _Tokens, matcher: Any, accepted: list[int]) -> None:
         self._tokens = tokens
         self._matcher = matcher
+        self._accepted = accepted
 
     def accept_tokens(self, token_ids: Sequence[int]) -> None:
         """See `Matcher.accept_tokens`."""
@@ -129,26 +134,29 @@ class XGrammarMatcher:
             if not self._tokens.known(token):
                 raise TokenRejected(f"token {token} is special or outside the vocabulary")
             with _native:
-                accepted = self._matcher.accept_token(token)
+                accepted = self._tokens.follows(token, self._accepted) and self._matcher.accept_token(token)
             if not accepted:
                 raise TokenRejected(f"token {token} is not allowed here")
+            self._accepted.append(token)
 
     def fill_bitmask(self, row: NDArray[np.int32]) -> None:
         """See `Matcher.fill_bitmask`. Written in place, without a copy."""
         with _native:
             if not self._matcher.fill_next_token_bitmask(row):
                 row.fill(-1)  # "needn't be applied"
+        self._tokens.clear_surrogates(row, self._accepted)
 
     def rollback(self, count: int) -> None:
         """See `Matcher.rollback`."""
         if count:
             with _native:
                 self._matcher.rollback(count)
+            del self._accepted[-count:]
 
     def fork(self) -> XGrammarMatcher:
         """See `Matcher.fork`."""
         with _native:
-            return XGrammarMatcher(self._tokens, self._matcher.fork())
+            return XGrammarMatcher(self._tokens, self._matcher.fork(), list(self._accepted))
 
     def is_accepting(self) -> bool:
         """See `Matcher.is_accepting`."""
@@ -165,7 +173,10 @@ class XGrammarMatcher:
         with _native:
             if self._matcher.is_terminated():
                 return []
-            text = str(self._matcher.find_jump_forward_string())
+            try:
+                text = str(self._matcher.find_jump_forward_string())
+            except UnicodeDecodeError:  # within a character
+                return []
             tokens = self._tokens.certain(text) if text else []
             if tokens:
                 trial = self._matcher.fork()
@@ -180,10 +191,30 @@ class _Tokens:
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
         self._known = frozenset(vocabulary.permitted_token_ids)
+        texts = [(token, vocabulary.token_bytes[token]) for token in vocabulary.text_token_ids]
+        width = vocabulary.padded_vocab_size
+        # U+D800 to U+DFFF would be spelled ED A0 to ED BF, and a third byte.
+        surrogates = re.compile(rb"\xed[\xa0-\xbf]")
+        self._never = frozenset(token for token, text in texts if surrogates.search(text))
+        self._opening = frozenset(token for token, text in texts if text.endswith(b"\xed"))
+        self._second = frozenset(token for token, text in texts if 0xA0 <= text[0] <= 0xBF)
+        self._keep_always = ~pack(self._never, width) if self._never else None
+        self._keep_after_opening = ~pack(self._second, width)
 
     def known(self, token: int) -> bool:
         """It is text, or it stops."""
         return token in self._known
+
+    def follows(self, token: int, accepted: list[int]) -> bool:
+        """`token` after `accepted` does not spell a surrogate."""
+        return token not in self._never and not (accepted and accepted[-1] in self._opening and token in self._second)
+
+    def clear_surrogates(self, row: NDArray[np.int32], accepted: list[int]) -> None:
+        """Forbid what does not `follows`, in place."""
+        if self._keep_always is not None:
+            np.bitwise_and(row, self._keep_always, out=row)
+        if accepted and accepted[-1] in self._opening:
+            np.bitwise_and(row, self._keep_after_opening, out=row)
 
     def certain(self, text: str) -> list[int]:
         """The tokens that `text` begins with, whatever comes after it."""

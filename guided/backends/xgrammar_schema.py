@@ -21,15 +21,26 @@ from guided.errors import GuidedError, InvalidConstraint, UnsupportedConstraint,
 from guided.keywords import ALL_TYPES, Schema
 from guided.normal_form import NormalForm, normalise
 from guided.pointer import escape
+from guided.regex import Chars
 
 __all__ = ["lower"]
 
-_FORMATS = frozenset(
-    (
-        *("date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"),
-        *("uri-reference", "uri-template", "json-pointer", "relative-json-pointer"),
-    )
-)
+_FORMATS: dict[str, tuple[int, int | None]] = {
+    "duration": (3, None),
+    "email": (3, None),
+    "hostname": (1, None),
+    "ipv4": (7, 15),
+    "ipv6": (2, 45),
+    "uuid": (36, 36),
+    "uri": (2, None),
+    "uri-reference": (0, None),
+    "uri-template": (0, None),
+    "json-pointer": (0, None),
+    "relative-json-pointer": (1, None),
+}
+"""`format`s that xgrammar enforces, and how long their values are. Its dates let in the 31st of February: those with a
+date are said as patterns."""
+_OWN_FORMATS = ("date", "time", "date-time")
 _OBJECT = frozenset(
     (
         *("properties", "patternProperties", "additionalProperties", "propertyNames"),
@@ -39,6 +50,7 @@ _OBJECT = frozenset(
 _INT64 = 2**63 - 1024
 """Bounds beyond are refused: xgrammar's own check is off by what a double can't hold."""
 _COUNT = 2**31 - 1
+_PLAIN = regex.render(Chars(json_pattern.PLAIN))
 _LARGEST_MULTIPLE = 1024
 _WIDEST_MULTIPLES = 10_000
 
@@ -121,21 +133,33 @@ class _Lowering:
     # ---- strings and numbers -------------------------------------------------------------------------------------
 
     def _string(self, schema: dict[str, Any]) -> dict[str, Any]:
-        least, most = schema.get("minLength", 0), schema.get("maxLength")
-        lengths = {"minLength": int(least)} if least else {}
-        if most is not None and most < _COUNT:
-            lengths["maxLength"] = int(most)
+        least, most = int(schema.get("minLength", 0)), schema.get("maxLength")
+        if most is not None:
+            most = int(most) if most < _COUNT else None
         if "format" in schema:
-            if schema["format"] not in _FORMATS:
-                raise self._refusal(schema, "format", f" {bounded(schema['format'], 60)!r}")
-            beside = "pattern" if "pattern" in schema else next(iter(lengths), None)
-            if beside is not None:
-                raise self._refusal(schema, beside, " next to 'format'")
-            return {"type": "string", "format": schema["format"]}
+            return self._format(schema, least, most)
         if "pattern" in schema:
-            pattern = self._pattern(schema, "pattern", schema["pattern"], int(least), most)
+            return {"type": "string", "pattern": self._pattern(schema, "pattern", schema["pattern"], least, most)}
+        if not least and most is None:
+            return {"type": "string"}
+        # xgrammar's own strings of a certain length may hold control characters, which JSON strings may not.
+        return {"type": "string", "pattern": f"^{_PLAIN}{{{least},{'' if most is None else most}}}$"}
+
+    def _format(self, schema: dict[str, Any], least: int, most: int | None) -> dict[str, Any]:
+        name = schema["format"]
+        if "pattern" in schema:
+            raise self._refusal(schema, "pattern", " next to 'format'")
+        if name in _OWN_FORMATS:
+            pattern = self._pattern(schema, "format", json_pattern.FORMATS[name], least, most)
             return {"type": "string", "pattern": pattern}
-        return {"type": "string", **lengths}
+        if name not in _FORMATS:
+            raise self._refusal(schema, "format", f" {bounded(name, 60)!r}")
+        low, high = _FORMATS[name]
+        if low < least:
+            raise self._refusal(schema, "minLength", " next to 'format'")
+        if most is not None and (high is None or most < high):
+            raise self._refusal(schema, "maxLength", " next to 'format'")
+        return {"type": "string", "format": name}
 
     def _pattern(
         self, schema: dict[str, Any], keyword: str, pattern: str, least: int = 0, most: int | None = None
@@ -232,10 +256,10 @@ class _Lowering:
         if patterns:
             lowered["patternProperties"] = patterns
             rest = False  # narrowed: xgrammar would let any value under a name that matches
-        forbidden = [name for name, value in properties.items() if value is None]
-        if forbidden and rest is not False:
-            raise self._refusal(schema, "properties", f" that forbid {bounded(forbidden[0], 60)!r} of an open object")
-        if allowed := {name: value for name, value in properties.items() if value is not None}:
+        allowed = {name: value for name, value in properties.items() if value is not None}
+        if len(allowed) < len(properties):
+            rest, names = False, True  # narrowed: a name is kept out by letting in those that are named
+        if allowed:
             lowered["properties"] = allowed
         if names is not True:
             lowered["propertyNames"] = self.schema(names)
