@@ -1,0 +1,157 @@
+"""This process's connection to Ray: a light local cluster of its own, or one that is there already.
+
+One a process, shared by its pools. Ray starts processes that die with the thread that started them, so all of it
+happens on a thread that lives until the last pool is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import subprocess
+import tempfile
+import threading
+
+import ray
+
+from guided.errors import PoolUnavailable, bounded
+
+__all__ = ["Cluster", "ScratchDirectory"]
+
+_OBJECT_STORE_BYTES = 80 << 20
+_START_SECONDS = 120.0
+_ENVIRONMENT = {
+    # Ray ends a driver whose GCS is gone for 60 s. Steps don't pass through it: outlive it.
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "86400",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # Started by `uv run`, Ray would rebuild the environment for every actor.
+    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+}
+_log = logging.getLogger(__name__)
+
+
+class ScratchDirectory:
+    """A short, private (0700) directory that is gone when this process is, killed or not."""
+
+    def __init__(self) -> None:
+        self.path = tempfile.mkdtemp(prefix="guided-")
+        # A shell that waits for the end of its input: it survives this process, and costs next to nothing. Twice,
+        # because a cluster that is going down may still write.
+        script = 'read -r _; for wait in 0 1 3 5; do sleep "$wait"; rm -rf -- "$1"; done'
+        self._janitor = subprocess.Popen(
+            ["/bin/sh", "-c", script, "guided-janitor", self.path],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            cwd="/",
+        )
+
+    def remove(self) -> None:
+        """Remove it now. Idempotent."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        self._janitor.kill()
+        self._janitor.communicate()
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+class Cluster:
+    """Ray, connected. Get it with `join`, give it back with `leave`."""
+
+    _lock = threading.Lock()
+    _current: Cluster | None = None
+
+    def __init__(self, address: str | None) -> None:
+        self._address = address
+        self._scratch: ScratchDirectory | None = None
+        self._users = 0
+        self._ready = threading.Event()
+        self._leaving = threading.Event()
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._live, name="ray-home", daemon=True)
+
+    @classmethod
+    def join(cls, address: str | None = None) -> Cluster:
+        """Connect: to the cluster this process is in already; else to `address`; else to a local one, started here.
+
+        Raises:
+            PoolUnavailable: Ray can't be reached or started; says why.
+        """
+        with cls._lock:
+            cluster = cls._current
+            if cluster is None:
+                cluster = cls(address)
+                cluster._start()
+                cls._current = cluster
+            cluster._users += 1
+            return cluster
+
+    def leave(self) -> None:
+        """One user less; the last one disconnects, and ends the cluster if it was started here."""
+        with Cluster._lock:
+            self._users -= 1
+            if self._users == 0 and Cluster._current is self:
+                Cluster._current = None
+                self._leaving.set()
+                self._thread.join()
+
+    @property
+    def node_id(self) -> str:
+        """Ray's id of this process's node."""
+        return str(ray.get_runtime_context().get_node_id())
+
+    @property
+    def host(self) -> str:
+        """The address that other nodes reach this one at."""
+        return str(ray.util.get_node_ip_address())
+
+    def _start(self) -> None:
+        self._thread.start()
+        if not self._ready.wait(_START_SECONDS):
+            raise PoolUnavailable(f"Ray didn't start within {_START_SECONDS:g} s")
+        if self._error is not None:
+            where = f"join the Ray cluster at {self._address}" if self._address else "start a local Ray"
+            raise PoolUnavailable(f"can't {where}: {bounded(self._error)}") from self._error
+
+    def _live(self) -> None:
+        already = ray.is_initialized()
+        try:
+            if not already:
+                self._connect()
+        except Exception as error:
+            self._error = error
+            self._clean_up()
+            return
+        finally:
+            self._ready.set()
+        self._leaving.wait()
+        if not already:
+            ray.shutdown()
+            self._clean_up()
+
+    def _connect(self) -> None:
+        for name, value in _ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
+        if self._address is not None:
+            ray.init(address=self._address, **quiet)
+            return
+        self._scratch = ScratchDirectory()
+        ray.init(
+            # "local" also where RAY_ADDRESS is set: a cluster is joined when one is named, not by accident.
+            address="local",
+            include_dashboard=False,
+            object_store_memory=_OBJECT_STORE_BYTES,
+            # The actors take no CPUs, and Ray keeps an idle process ready for every CPU it has.
+            num_cpus=0,
+            num_gpus=0,
+            _temp_dir=self._scratch.path,
+            **quiet,
+        )
+
+    def _clean_up(self) -> None:
+        with contextlib.suppress(Exception):
+            if self._scratch is not None:
+                self._scratch.remove()

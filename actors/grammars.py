@@ -1,0 +1,290 @@
+"""Grammars of a pool: compiled once by the compile actor, installed on every mask actor, forgotten when unused.
+
+One thread does it all, so that neither the engine's thread nor a callback of Ray's ever waits for Ray.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError
+
+from actors.compile_process import Outcome
+from actors.mask_actor import ORDERED, Installable
+from guided.compilation import grammar_key
+from guided.constraint import Constraint
+from guided.errors import BackendError, GuidedError, PoolUnavailable, bounded, from_wire
+from guided.grammar_cache import CacheKey, GrammarCache, cache_key
+from guided.pool import Grammar
+
+__all__ = ["Grammars", "Home"]
+
+_GRACE_SECONDS = 1.0
+"""How long a grammar that some worker has waits for workers that are slow to load it."""
+_HOMELESS_SECONDS = 30.0
+"""How long a compiled grammar waits for a worker while none is up."""
+_TICK_SECONDS = 0.5
+_PULSE_SECONDS = 60.0
+"""How long the compile actor may take to answer a ping; it may be starting."""
+_log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False, slots=True)
+class Home:
+    """A mask actor as the grammars see it."""
+
+    actor: Any
+    """Ray's handle of a `MaskActor`."""
+    installed: set[str] = field(default_factory=set)
+
+
+@dataclass(eq=False, slots=True)
+class _Stored:
+    """A compiled grammar: what every worker, now or later, loads."""
+
+    installable: Installable
+    dumped: ray.ObjectRef
+    homes: dict[Home, Future[None]] = field(default_factory=dict)
+
+
+@dataclass(eq=False, slots=True)
+class _Arrival:
+    """A compiled grammar whose future waits for the workers that are to have it."""
+
+    grammar: Grammar
+    stored: _Stored
+    since: float
+    """`time.monotonic()` when it was compiled."""
+
+
+class Grammars:
+    """Compiles, caches, installs.
+
+    Args:
+        start_compiler: makes a `CompileActor` and returns Ray's handle of it.
+        max_cache_bytes: what grammars that nobody uses may weigh together.
+    """
+
+    def __init__(self, start_compiler: Callable[[], Any], max_cache_bytes: int) -> None:
+        self._start_compiler = start_compiler
+        self._compiler = start_compiler()
+        self._cache = GrammarCache(max_cache_bytes)
+        self._cache_lock = threading.Lock()
+        self._pending: dict[CacheKey, Future[Grammar]] = {}
+        self._closed = False
+        # From here on: the thread's own.
+        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._stored: dict[str, _Stored] = {}
+        self._homes: set[Home] = set()
+        self._arrivals: list[_Arrival] = []
+        self._pulse: tuple[Future[Any], float] | None = None
+        self._thread = threading.Thread(target=self._run, name="grammars", daemon=True)
+        self._thread.start()
+
+    @property
+    def compiling(self) -> int:
+        """Constraints that are being compiled or installed, or wait for it."""
+        return len(self._pending)
+
+    def compile(self, constraint: Constraint, backends: Sequence[str]) -> Future[Grammar]:
+        """See `MaskPool.compile`. Returns at once."""
+        key = cache_key(constraint, backends)
+        with self._cache_lock:
+            if self._closed:
+                raise PoolUnavailable("the pool is shut down")
+            future, new = self._cache.acquire(key)
+            if new:
+                future.set_running_or_notify_cancel()  # it is shared: nobody may cancel it
+                self._pending[key] = future
+        if new:
+            self._tasks.put(partial(self._compile, key, constraint, list(backends)))
+        return future
+
+    def release(self, grammar: Grammar) -> None:
+        """See `MaskPool.release`. Returns at once."""
+        with self._cache_lock:
+            evicted = self._cache.release(grammar)
+        if evicted:
+            self._tasks.put(partial(self._uninstall, evicted))
+
+    def settle(self, home: Home, timeout: float) -> None:
+        """A new worker: from now on it gets every grammar; returns when it has those in use.
+
+        Raises:
+            PoolUnavailable: it didn't load them in time.
+        """
+        settled: Future[list[Future[None]]] = Future()
+        self._tasks.put(partial(self._settle, home, settled))
+        started = time.monotonic()
+        needed = settled.result(timeout)
+        _, missing = wait(needed, max(0.0, timeout - (time.monotonic() - started)))
+        if missing:
+            raise PoolUnavailable(f"{len(missing)} of {len(needed)} grammars were not loaded within {timeout:g} s")
+
+    def leave(self, home: Home) -> None:
+        """That worker is gone."""
+        self._tasks.put(partial(self._leave, home))
+
+    def close(self) -> None:
+        """Stop; what is still being compiled ends with `PoolUnavailable`. Idempotent."""
+        with self._cache_lock:
+            self._closed = True
+        self._tasks.put(None)
+        self._thread.join()
+        for key in list(self._pending):
+            self._fail(key, PoolUnavailable("the pool was shut down"))
+        with contextlib.suppress(Exception):
+            ray.kill(self._compiler)
+
+    def compile_pids(self) -> list[int]:
+        """The processes that compile. Asks the compile actor: takes milliseconds."""
+        pids: list[int] = ray.get(self._compiler.pids.remote(), timeout=_PULSE_SECONDS)
+        return pids
+
+    def _run(self) -> None:
+        while True:
+            try:
+                task = self._tasks.get(timeout=_TICK_SECONDS if self._pending else None)
+            except queue.Empty:
+                self._watch_compiler()
+                self._check_arrivals()
+                continue
+            if task is None:
+                return
+            try:
+                task()
+            except Exception:
+                _log.exception("a grammar task failed")
+
+    def _compile(self, key: CacheKey, constraint: Constraint, backends: list[str], last: bool = False) -> None:
+        compiler = self._compiler
+        outcome, dumped = compiler.compile.options(num_returns=2).remote(constraint, backends)
+        again = None if last else partial(self._compile_again, key, constraint, backends, compiler)
+        self._when_done(outcome.future(), partial(self._compiled, key, constraint, dumped, again))
+
+    def _compile_again(self, key: CacheKey, constraint: Constraint, backends: list[str], lost: Any) -> None:
+        """The compile actor died, with all it was asked. Nothing says that this constraint did it: once more."""
+        if self._compiler is lost:
+            _log.error("the compile actor died: it is started again")
+            self._compiler = self._start_compiler()
+            self._pulse = None
+        self._compile(key, constraint, backends, last=True)
+
+    def _compiled(
+        self,
+        key: CacheKey,
+        constraint: Constraint,
+        dumped: ray.ObjectRef,
+        again: Callable[[], None] | None,
+        done: Future[Outcome],
+    ) -> None:
+        try:
+            outcome = done.result()
+        except Exception as error:
+            if again is not None and isinstance(error, RayActorError):
+                again()
+            else:
+                self._fail(key, PoolUnavailable(f"the compile actor failed: {bounded(error)}"))
+            return
+        if outcome.error is not None:
+            self._fail(key, from_wire(outcome.error))
+            return
+        name = grammar_key(outcome.backend, constraint)
+        grammar = Grammar(name, outcome.backend, constraint, key, outcome.seconds)
+        with self._cache_lock:
+            self._cache.weigh(grammar, outcome.nbytes)
+        stored = self._stored.get(name)
+        if stored is None:
+            stored = self._stored[name] = _Stored(Installable(name, outcome.backend, constraint), dumped)
+        for home in self._homes:
+            self._install(stored, home)
+        self._arrivals.append(_Arrival(grammar, stored, time.monotonic()))
+        self._check_arrivals()
+
+    def _install(self, stored: _Stored, home: Home) -> Future[None]:
+        if home not in stored.homes:
+            loaded: Future[None] = _in_order(home.actor.install, stored.installable, stored.dumped).future()
+            stored.homes[home] = loaded
+            self._when_done(loaded, partial(self._installed, stored, home))
+        return stored.homes[home]
+
+    def _installed(self, stored: _Stored, home: Home, done: Future[None]) -> None:
+        if done.exception() is None:
+            home.installed.add(stored.installable.key)
+        else:
+            _log.warning("%s was not loaded: %s", stored.installable.key, done.exception())
+        self._check_arrivals()
+
+    def _uninstall(self, keys: list[str]) -> None:
+        for key in keys:
+            self._stored.pop(key, None)
+        for home in self._homes:
+            home.installed.difference_update(keys)
+            _in_order(home.actor.uninstall, keys)
+
+    def _settle(self, home: Home, settled: Future[list[Future[None]]]) -> None:
+        self._homes.add(home)
+        with self._cache_lock:
+            needed = {grammar.key for grammar in self._cache.in_use()}
+        needed.update(arrival.grammar.key for arrival in self._arrivals)
+        first = [self._install(stored, home) for key, stored in self._stored.items() if key in needed]
+        for stored in self._stored.values():
+            self._install(stored, home)
+        settled.set_result(first)
+
+    def _leave(self, home: Home) -> None:
+        self._homes.discard(home)
+        for stored in self._stored.values():
+            stored.homes.pop(home, None)
+        self._check_arrivals()
+
+    def _check_arrivals(self) -> None:
+        waiting: list[_Arrival] = []
+        now = time.monotonic()
+        for arrival in self._arrivals:
+            age = now - arrival.since
+            loads = [arrival.stored.homes[home] for home in self._homes if home in arrival.stored.homes]
+            loaded = any(load.done() and load.exception() is None for load in loads)
+            if loaded and (age > _GRACE_SECONDS or all(load.done() for load in loads)):
+                self._pending.pop(arrival.grammar.cache_key).set_result(arrival.grammar)
+            elif loads and all(load.done() for load in loads):
+                error = BackendError(f"no worker could load the grammar: {bounded(loads[0].exception())}")
+                self._fail(arrival.grammar.cache_key, error)
+            elif age > _HOMELESS_SECONDS:
+                self._fail(arrival.grammar.cache_key, PoolUnavailable("no mask worker is up"))
+            else:
+                waiting.append(arrival)
+        self._arrivals = waiting
+
+    def _fail(self, key: CacheKey, error: GuidedError) -> None:
+        self._pending.pop(key).set_exception(error)
+
+    def _watch_compiler(self) -> None:
+        """A compile actor that doesn't answer is killed; what it was asked fails then, and is asked of the next one."""
+        now = time.monotonic()
+        if self._pulse is None:
+            self._pulse = self._compiler.pids.remote().future(), now
+        elif self._pulse[0].done():
+            self._pulse = None
+        elif now - self._pulse[1] > _PULSE_SECONDS:
+            _log.error("the compile actor doesn't answer")
+            ray.kill(self._compiler)
+            self._pulse = None
+
+    def _when_done(self, future: Future[Any], task: Callable[[Future[Any]], None]) -> None:
+        future.add_done_callback(lambda done: self._tasks.put(partial(task, done)))
+
+
+def _in_order(method: Any, *arguments: Any) -> Any:
+    """Call a method of a `MaskActor` after those that were called this way before."""
+    return method.options(concurrency_group=ORDERED).remote(*arguments)

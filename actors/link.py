@@ -1,0 +1,150 @@
+"""Link: the engine thread's end of one actor incarnation. Dies with it; the next incarnation gets another."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+import zmq
+from numpy.typing import NDArray
+
+from actors.channel import Channel
+from actors.leases import Lease, Leases
+from actors.mask_actor import Place
+from actors.segment import Segment
+from guided.messages import FillRow, OpenSequence, RowResult, StepAnswer, StepRequest, decoder, encode
+
+__all__ = ["Link", "Wired"]
+
+_decode = decoder(StepAnswer).decode
+
+
+@dataclass(frozen=True, slots=True)
+class Wired:
+    """What a supervisor hands over when an incarnation is up."""
+
+    index: int
+    """Which of the pool's actors."""
+    incarnation: int
+    place: Place
+    channel: Channel
+    segment: Segment
+    shared: bool
+    installed: set[str]
+    """Keys of the grammars it has; grows and shrinks while it lives."""
+
+
+@dataclass(slots=True)
+class _Outbox:
+    """The message that is being put together."""
+
+    fills: list[FillRow] = field(default_factory=list)
+    opens: list[OpenSequence] = field(default_factory=list)
+    frees: list[int] = field(default_factory=list)
+    leases: list[Lease] = field(default_factory=list)
+
+
+class Link:
+    """Sends steps, receives answers, keeps the leases of one incarnation. Used from the engine's thread only."""
+
+    def __init__(self, wired: Wired) -> None:
+        self.index = wired.index
+        self.incarnation = wired.incarnation
+        self.place = wired.place
+        self.installed = wired.installed
+        self.leases = Leases(wired.segment.name.rows)
+        self.sequences: set[int] = set()
+        """Ids of the sequences that are placed here."""
+        self.waiting_since = 0.0
+        """`time.monotonic()` of the oldest fill without an answer; 0 where there is none. Read by other threads."""
+        self.closed = False
+        self._channel = wired.channel
+        self._segment = wired.segment
+        self._shared = wired.shared
+        self._outbox = _Outbox()
+
+    @property
+    def socket(self) -> zmq.Socket[bytes]:
+        """To poll for answers."""
+        return self._channel.socket
+
+    @property
+    def has_mail(self) -> bool:
+        """Whether there is something to send."""
+        outbox = self._outbox
+        return bool(outbox.fills or outbox.frees)
+
+    def fill(self, lease: Lease, opening: OpenSequence | None) -> None:
+        """Put a fill into the next message, with what opens its sequence where that isn't known to be open there."""
+        self._outbox.fills.append(FillRow(lease.sequence, lease.row, lease.start, lease.tokens))
+        self._outbox.leases.append(lease)
+        if opening is not None:
+            self._outbox.opens.append(opening)
+
+    def free(self, sequence: int) -> None:
+        """Put a free into the next message."""
+        self._outbox.frees.append(sequence)
+
+    def send(self, step: int) -> list[Lease]:
+        """Send the message that was put together; never blocks.
+
+        Returns:
+            The leases of fills that didn't go out (the actor doesn't read, or is gone); none where all did.
+        """
+        outbox = self._outbox
+        message = encode(StepRequest(self.incarnation, step, outbox.fills, outbox.opens, outbox.frees))
+        if self._channel.send(message):
+            self._outbox = _Outbox()
+            self._note_waiting()
+            return []
+        # What it was to free stays in the next message.
+        self._outbox = _Outbox(frees=outbox.frees)
+        for lease in outbox.leases:
+            self.leases.unsent(lease)
+        return outbox.leases
+
+    def receive(self) -> Iterator[list[RowResult]]:
+        """The answers that are there, message by message; another incarnation's, and garbled ones, are dropped."""
+        while (message := self._channel.receive()) is not None:
+            try:
+                answer: StepAnswer = _decode(message)
+            except msgspec.MsgspecError:
+                continue
+            if answer.incarnation == self.incarnation:
+                yield answer.results
+        self._note_waiting()
+
+    def read(self, lease: Lease, row: NDArray[np.int32]) -> bool:
+        """Copy the mask of an answered lease into `row`, `[words]`; False where the answer holds no such mask."""
+        if self._shared:
+            row[:] = self._segment.rows[lease.row]
+            return True
+        mask = lease.result.mask if lease.result is not None else b""
+        if len(mask) != row.nbytes:
+            return False
+        row[:] = np.frombuffer(mask, np.int32)
+        return True
+
+    def overdue(self, seconds: float) -> bool:
+        """Whether the actor owes an answer for longer than `seconds`."""
+        since = self.waiting_since
+        return since > 0.0 and time.monotonic() - since > seconds
+
+    def busy_with(self) -> int | None:
+        """The sequence whose row the actor is filling, or hangs in."""
+        row = int(self._segment.busy[0])
+        lease = self.leases.lent(row) if self._shared else self.leases.oldest
+        return lease.sequence if lease is not None else None
+
+    def close(self) -> None:
+        """Give up connection and memory. Idempotent."""
+        self.closed = True
+        self._channel.close()
+        self._segment.close()
+
+    def _note_waiting(self) -> None:
+        oldest = self.leases.oldest
+        self.waiting_since = oldest.sent if oldest is not None else 0.0

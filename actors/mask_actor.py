@@ -1,0 +1,112 @@
+"""MaskActor: a mask worker's home, as Ray sees it. What is rare goes through Ray, a step never does."""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import threading
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import ray
+import zmq
+
+from actors.channel import Address, connect
+from actors.owner import Owner, exit_with
+from actors.segment import Rows, SegmentName, attach
+from actors.step_loop import StepLoop
+from guided.backends import BACKENDS, Backends
+from guided.constraint import Constraint
+from guided.vocabulary import Vocabulary
+from guided.worker import MaskWorker
+
+__all__ = ["ORDERED", "Installable", "MaskActor", "Place"]
+
+ORDERED = "grammars"
+"""The concurrency group whose calls run one after the other, in the order of the calls."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where an actor runs."""
+
+    pid: int
+    node_id: str
+    host: str
+
+
+@dataclass(frozen=True, slots=True)
+class Installable:
+    """A compiled grammar on its way to a worker; what was dumped travels beside it."""
+
+    key: str
+    backend: str
+    constraint: Constraint
+
+
+class MaskActor:
+    """Hosts one `MaskWorker`. Every method may be called again with the same arguments: a call through Ray may be
+    reported as failed though it ran.
+
+    Args:
+        owner: the engine's process; this one ends with it.
+    """
+
+    def __init__(self, owner: Owner) -> None:
+        exit_with(owner)
+        self._node_id = str(ray.get_runtime_context().get_node_id())
+        vocabulary: Vocabulary = ray.get(owner.vocabulary)
+        self._backends = Backends(vocabulary)
+        # The others, which take seconds and hundreds of megabytes, when they are first needed.
+        self._backends[next(iter(BACKENDS))]
+        self._worker = MaskWorker(vocabulary)
+        self._installed: set[str] = set()
+        self._installing = threading.Lock()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._incarnation: int | None = None
+
+    def place(self) -> Place:
+        """Where this is; also the sign that it is alive."""
+        return Place(os.getpid(), self._node_id, platform.node())
+
+    def attach(self, incarnation: int, address: Address, segment: SegmentName, shared: bool) -> bool:
+        """Connect to the engine and serve steps from now on.
+
+        Args:
+            shared: write into the engine's `segment`; else rows travel over the connection.
+
+        Returns:
+            Whether it does. False: that memory can't be reached from here (nothing was started).
+        """
+        if self._incarnation == incarnation:
+            return True
+        rows = attach(segment) if shared else Rows.private(segment.rows, segment.words)
+        if rows is None:
+            return False
+        socket = connect(self._context, address)
+        StepLoop(incarnation, self._worker, socket, rows, shared).start()
+        self._incarnation = incarnation
+        return True
+
+    def install(self, grammar: Installable, dumped: bytes) -> None:
+        """Load a compiled grammar and make it available to the step loop; loading happens beside that."""
+        with self._installing:
+            if grammar.key in self._installed:
+                return
+            loaded = self._backends[grammar.backend].load(grammar.constraint, dumped)
+            self._worker.install(grammar.key, loaded)
+            self._installed.add(grammar.key)
+
+    def uninstall(self, keys: Sequence[str]) -> None:
+        """Drop grammars that nobody uses any more; open matchers keep what they need."""
+        with self._installing:
+            for key in keys:
+                self._installed.discard(key)
+                self._worker.uninstall(key)
+
+    def installed(self) -> Collection[str]:
+        """Keys of the grammars that are available."""
+        return sorted(self._installed)

@@ -1,0 +1,171 @@
+"""RayPool: mask workers in Ray actors, at in-process speed.
+
+Ray places, starts and ends the actors and carries what is rare and large (the vocabulary, compiled grammars). ZeroMQ
+carries the steps: one message an actor a step. Shared memory carries the bitmasks.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import threading
+import weakref
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, Literal
+
+import numpy as np
+import ray
+from numpy.typing import NDArray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from actors.channel import Transport
+from actors.cluster import Cluster, ScratchDirectory
+from actors.compiler import CompileActor, CompileLimits
+from actors.grammars import Grammars
+from actors.owner import Owner
+from actors.rotation import Rotation
+from actors.supervisor import Plan, Supervisor
+from guided.bitmask import words
+from guided.constraint import Constraint
+from guided.errors import GuidedError
+from guided.pool import Fill, Grammar, PoolStatus, Row
+from guided.vocabulary import Vocabulary
+
+__all__ = ["RayPool"]
+
+
+class RayPool:
+    """A `MaskPool` of Ray actors. Ready to use when it is constructed.
+
+    Args:
+        vocabulary: what the masks are over.
+        num_actors: mask actors; each serves its sequences one row after the other.
+        address: of a Ray cluster to join; None uses the one that this process is in, else starts a local one.
+        compile_limits: what one compilation may take.
+        mask_limit: seconds after which an actor that owes a mask is taken for hung and ended; the sequence whose mask
+            it was fails with `MaskTimeout`, the others are opened elsewhere.
+        rows: masks that can be under way at each actor; more wait for a later step.
+        max_cache_bytes: what compiled grammars that nobody uses may weigh together.
+        transport: "tcp" sends masks through authenticated TCP even on this node; "auto" does where memory can't be
+            shared.
+        spread: place actors on all nodes of the cluster rather than on this one.
+
+    Raises:
+        PoolUnavailable: Ray can't be reached or started, or an actor didn't start; says why.
+    """
+
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        num_actors: int = 2,
+        address: str | None = None,
+        *,
+        compile_limits: CompileLimits | None = None,
+        mask_limit: float = 10.0,
+        rows: int = 1024,
+        max_cache_bytes: int = 256 << 20,
+        transport: Literal["auto", "tcp"] = "auto",
+        spread: bool = False,
+    ) -> None:
+        self._vocabulary = vocabulary
+        self._lock = threading.Lock()
+        self._closed = False
+        self._rotation = Rotation()
+        self._supervisors: list[Supervisor] = []
+        self._cluster = Cluster.join(address)
+        self._scratch = ScratchDirectory()
+        self._transport = Transport(self._scratch.path, self._cluster.host)
+        try:
+            owner = Owner.me(vocabulary)
+            start_compiler = partial(_start_compiler, owner, compile_limits or CompileLimits())
+            self._grammars = Grammars(start_compiler, max_cache_bytes)
+            plan = Plan(
+                cluster=self._cluster,
+                transport=self._transport,
+                grammars=self._grammars,
+                owner=owner,
+                rows=rows,
+                words=words(vocabulary.padded_vocab_size),
+                mask_limit=mask_limit,
+                tcp=transport == "tcp",
+                spread=spread,
+            )
+            incarnations = itertools.count(1)
+            for index in range(num_actors):
+                supervisor = Supervisor(index, plan, incarnations.__next__, self._rotation.announce)
+                self._supervisors.append(supervisor)
+            for supervisor in self._supervisors:
+                supervisor.wait_started()
+        except BaseException:
+            self.shutdown()
+            raise
+        self._at_exit = weakref.WeakMethod(self.shutdown)
+        atexit.register(_shut_down, self._at_exit)
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        return self._vocabulary
+
+    def compile(self, constraint: Constraint, backends: Sequence[str]) -> Future[Grammar]:
+        return self._grammars.compile(constraint, backends)
+
+    def release(self, grammar: Grammar) -> None:
+        self._grammars.release(grammar)
+
+    def open(self, sequence_id: int, grammar: Grammar, parent_id: int | None = None) -> None:
+        with self._lock:
+            self._rotation.open(sequence_id, grammar, parent_id)
+
+    def free(self, sequence_ids: Collection[int]) -> None:
+        with self._lock:
+            self._rotation.free(sequence_ids)
+
+    def submit(self, fills: Sequence[Fill]) -> None:
+        with self._lock:
+            self._rotation.submit(fills)
+
+    def collect(self, bitmask: NDArray[np.int32], timeout: float) -> list[Row]:
+        with self._lock:
+            return self._rotation.collect(bitmask, timeout)
+
+    def failures(self) -> dict[int, GuidedError]:
+        with self._lock:
+            return self._rotation.failures()
+
+    def status(self) -> PoolStatus:
+        workers = [supervisor.status() for supervisor in self._supervisors]
+        return PoolStatus("ray", workers, self._grammars.compiling)
+
+    def compile_pids(self) -> list[int]:
+        """The processes that compile. Asks the compile actor: takes milliseconds."""
+        return self._grammars.compile_pids()
+
+    def shutdown(self) -> None:
+        """End the actors and give everything back: processes, sockets, memory, files. Idempotent; from any thread."""
+        self._rotation.interrupt()
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            for supervisor in self._supervisors:
+                supervisor.stop()
+            for supervisor in self._supervisors:
+                supervisor.join()
+            self._grammars.close()
+            self._rotation.close()
+            self._transport.close()
+            self._scratch.remove()
+            self._cluster.leave()
+
+
+def _start_compiler(owner: Owner, limits: CompileLimits) -> Any:
+    here = NodeAffinitySchedulingStrategy(owner.node_id, soft=True)
+    return ray.remote(CompileActor).options(num_cpus=0, scheduling_strategy=here).remote(owner, limits)
+
+
+def _shut_down(pool: weakref.WeakMethod[Callable[[], None]]) -> None:
+    shutdown = pool()
+    if shutdown is not None:
+        shutdown()

@@ -1,0 +1,150 @@
+"""The step loop inside an actor: a request comes in, the worker fills rows, what is decided goes out.
+
+A thread of its own, so that a step never waits for a call through Ray; while it fills, a timer sees to it that rows
+which are ready don't wait for a slow one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import threading
+import time
+
+import msgspec
+import zmq
+
+from actors.segment import IDLE, Rows
+from guided.messages import RowResult, RowStatus, StepAnswer, StepRequest, decoder, encode
+from guided.worker import MaskWorker
+
+__all__ = ["StepLoop"]
+
+_FLUSH_SECONDS = 0.001
+"""How old a result may get before it is sent without waiting for the step's other rows."""
+_log = logging.getLogger(__name__)
+
+
+class StepLoop:
+    """Serves one incarnation's step messages until its connection is lost.
+
+    Args:
+        worker: owned by this loop's thread; grammars may be installed from others.
+        socket: connected to the engine; used by this loop's threads only.
+        rows: the shared segment, or the actor's own memory where `shared` is False: then a row travels in its answer.
+    """
+
+    def __init__(
+        self, incarnation: int, worker: MaskWorker, socket: zmq.Socket[bytes], rows: Rows, shared: bool
+    ) -> None:
+        self._incarnation = incarnation
+        self._worker = worker
+        self._socket = socket
+        self._rows = rows
+        self._shared = shared
+        self._decode = decoder(StepRequest).decode
+        self._lock = threading.Lock()
+        self._step = 0
+        self._results: list[RowResult] = []
+        self._oldest = 0.0
+        self._timer = _Timer(_FLUSH_SECONDS)
+
+    def start(self) -> None:
+        """Serve, on a daemon thread."""
+        threading.Thread(target=self._flush_late, name="mask-flush", daemon=True).start()
+        threading.Thread(target=self._serve, name="mask-steps", daemon=True).start()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                message = self._socket.recv()
+            except zmq.ZMQError:
+                _log.exception("the step channel broke: this incarnation is over")
+                os._exit(1)
+            try:
+                request: StepRequest = self._decode(message)
+            except msgspec.MsgspecError as error:
+                _log.error("dropped a message of %d bytes that is no step request: %s", len(message), error)
+                continue
+            if request.incarnation == self._incarnation:
+                self._handle(request)
+
+    def _handle(self, request: StepRequest) -> None:
+        self._step = request.step
+        order = [fill.row for fill in request.fills]
+        order.append(IDLE)
+        busy = self._rows.busy
+        busy[0] = order[0]
+        self._timer.start()
+        try:
+            for done, result in enumerate(self._worker.handle(request, self._rows.masks), 1):
+                busy[0] = order[done]
+                self._add(result)
+        except Exception:
+            # The worker promises not to raise. Without an answer the engine would wait for ever: let it see a death.
+            _log.exception("the mask worker broke its promise")
+            os._exit(1)
+        self._timer.stop()
+        with self._lock:
+            self._flush()
+
+    def _add(self, result: RowResult) -> None:
+        if not self._shared and result.status is RowStatus.READY:
+            result = msgspec.structs.replace(result, mask=self._rows.masks[result.row].tobytes())
+        now = time.perf_counter()
+        with self._lock:
+            if not self._results:
+                self._oldest = now
+            self._results.append(result)
+            if now - self._oldest > _FLUSH_SECONDS:
+                self._flush()
+
+    def _flush(self) -> None:
+        """Send what is decided; the lock is held."""
+        if not self._results:
+            return
+        answer = encode(StepAnswer(self._incarnation, self._step, self._results))
+        self._results = []
+        try:
+            self._socket.send(answer, zmq.NOBLOCK)
+        except zmq.Again:
+            _log.error("the engine doesn't read its answers: this incarnation is over")
+            os._exit(1)
+
+    def _flush_late(self) -> None:
+        """Send for a step thread that is busy with a slow row (where the grammar library lets other threads run)."""
+        while True:
+            self._timer.wait()
+            with self._lock:
+                self._flush()
+
+
+class _Timer:
+    """Ticks while it runs; a thread can wait for the ticks. Costs its owner a microsecond to start and to stop, and
+    wakes nobody where it is stopped before the first tick.
+
+    timerfd_create(2), which the standard library has from Python 3.13 on.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        # PyDLL keeps the GIL: the call takes less time than giving it away.
+        libc = ctypes.PyDLL(None, use_errno=True)
+        self._set = libc.timerfd_settime
+        self._fd: int = libc.timerfd_create(time.CLOCK_MONOTONIC, os.O_CLOEXEC)
+        if self._fd < 0:
+            raise OSError(ctypes.get_errno(), "timerfd_create")
+        nanoseconds = int(seconds * 1e9)
+        # struct itimerspec: interval and first expiration, each in seconds and nanoseconds
+        self._on = (ctypes.c_long * 4)(0, nanoseconds, 0, nanoseconds)
+        self._off = (ctypes.c_long * 4)()
+
+    def start(self) -> None:
+        self._set(self._fd, 0, self._on, None)
+
+    def stop(self) -> None:
+        self._set(self._fd, 0, self._off, None)
+
+    def wait(self) -> None:
+        """Block until the next tick."""
+        os.read(self._fd, 8)
