@@ -99,38 +99,44 @@ def paged_attention(
     Raises:
         UnsupportedModelError: the model passes a keyword that this function doesn't know.
     """
-    unknown = [name for name in others.keys() - _HARMLESS if others[name] is not None]
-    if unknown or attention_mask is not None:
-        name = ", ".join(sorted(unknown)) or "attention_mask"
-        raise UnsupportedModelError(f"{type(module).__name__} passes {name} to its attention, which can't be honoured")
+    if attention_mask is not None or not _HARMLESS.issuperset(others):
+        _refuse_unknown(module, attention_mask, others)
     layer: int = module.layer_idx  # type: ignore[assignment]
-    query, keys, values = query[0], key[0].transpose(0, 1), value[0].transpose(0, 1)
-    paged.store.write(layer, paged.slots, keys, values)
+    paged.store.write(layer, paged.slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
+    if not paged.prefills:
+        return _decode(query, paged, layer, scaling, sliding_window, key.shape), None
     parts = [
-        _prefill(query[:, start:end], key[0, :, start:end], value[0, :, start:end], scaling, sliding_window)
+        _prefill(query[..., start:end, :], key[..., start:end, :], value[..., start:end, :], scaling, sliding_window)
         for start, end in paged.prefills
     ]
-    if len(paged.lengths):
-        kv_bytes = keys[0].numel() * keys.element_size()
-        first = paged.prefills[-1][1] if paged.prefills else 0
-        parts.append(_decode(query[:, first:], paged, layer, scaling, sliding_window, kv_bytes))
-    return (parts[0] if len(parts) == 1 else torch.cat(parts)).unsqueeze(0), None
+    first = paged.prefills[-1][1]
+    if first < query.shape[2]:
+        parts.append(_decode(query[:, :, first:], paged, layer, scaling, sliding_window, key.shape))
+    return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)), None
+
+
+def _refuse_unknown(module: torch.nn.Module, attention_mask: torch.Tensor | None, others: dict[str, Any]) -> None:
+    unknown = sorted(name for name in others.keys() - _HARMLESS if others[name] is not None)
+    if attention_mask is not None:
+        unknown.append("attention_mask")
+    if unknown:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} passes {', '.join(unknown)} to its attention, which can't be honoured"
+        )
 
 
 def _prefill(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None, window: int | None
 ) -> torch.Tensor:
-    """One sequence's tokens among themselves: `[heads, tokens, dim]` in, `[tokens, heads, dim]` out."""
-    tokens, groups = query.shape[1], query.shape[0] // key.shape[0]
+    """One sequence's tokens among themselves: `[1, heads, tokens, dim]` in, `[1, tokens, heads, dim]` out."""
+    tokens, groups = query.shape[2], query.shape[1] // key.shape[1]
     if groups > 1:
-        key, value = key.repeat_interleave(groups, 0), value.repeat_interleave(groups, 0)
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     mask = None
     if window is not None and window < tokens:
         mask = torch.ones(tokens, tokens, dtype=torch.bool, device=query.device).tril_().triu_(1 - window)
-    attended = F.scaled_dot_product_attention(
-        query[None], key[None], value[None], attn_mask=mask, is_causal=mask is None, scale=scaling
-    )
-    return attended[0].transpose(0, 1)
+    attended = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None, scale=scaling)
+    return attended.transpose(1, 2)
 
 
 def _decode(
@@ -139,27 +145,28 @@ def _decode(
     layer: int,
     scaling: float | None,
     window: int | None,
-    kv_bytes: int,
+    key_shape: torch.Size,
 ) -> torch.Tensor:
-    """One token of each sequence over its blocks: query `[heads, decodes, dim]`, returns `[decodes, heads, dim]`.
+    """One token of each sequence over its blocks: query `[1, heads, decodes, dim]`, returns `[1, decodes, heads, dim]`.
 
-    `kv_bytes`: of one token's keys. Rows go together as far as `_GATHER_BYTES` reach: all of them, ordinarily.
+    Rows go together as far as `_GATHER_BYTES` reach: all of them, ordinarily.
     """
-    heads, decodes, dim = query.shape
-    mask = paged.decode_mask(window, query.dtype)
+    _, heads, decodes, dim = query.shape
+    kv_heads, key_dim = key_shape[1], key_shape[3]
+    # The query heads that share a key head stand where a query's tokens would: nothing is repeated.
+    grouped = query.transpose(1, 2).reshape(decodes, kv_heads, heads // kv_heads, dim)
+    mask, tables = paged.decode_mask(window, query.dtype), paged.tables
+    chunk = _GATHER_BYTES // (mask.shape[-1] * kv_heads * key_dim * query.element_size()) or 1
+    if decodes <= chunk:
+        keys, values = paged.store.gather(layer, tables)
+        attended = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scaling)
+        return attended.reshape(1, decodes, heads, -1)
     parts: list[torch.Tensor] = []
-    slots = mask.shape[-1]
-    chunk = max(1, _GATHER_BYTES // (slots * kv_bytes))
     for start in range(0, decodes, chunk):
-        keys, values = paged.store.gather(layer, paged.tables[start : start + chunk])
-        kv_heads = keys.shape[1]
-        # The query heads that share a key head stand where a query's tokens would: nothing is repeated.
-        grouped = query[:, start : start + chunk].transpose(0, 1).reshape(-1, kv_heads, heads // kv_heads, dim)
-        attended = F.scaled_dot_product_attention(
-            grouped, keys, values, attn_mask=mask[start : start + chunk], scale=scaling
-        )
-        parts.append(attended.reshape(len(grouped), heads, -1))
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+        rows = slice(start, start + chunk)
+        keys, values = paged.store.gather(layer, tables[rows])
+        parts.append(F.scaled_dot_product_attention(grouped[rows], keys, values, attn_mask=mask[rows], scale=scaling))
+    return torch.cat(parts).reshape(1, decodes, heads, -1)
 
 
 def register() -> None:

@@ -37,42 +37,34 @@ class ModelRunner:
         self._blocks = blocks
 
     def prepare_inputs(self, batch: ScheduledBatch) -> ModelInput:
-        """Token ids, positions and slots of a batch. No Python loop over decoding sequences beyond reading them."""
-        size, tables = self._cache.block_size, self._blocks.tables
-        token_ids: list[int] = []
-        positions: list[np.ndarray] = []
-        slots: list[np.ndarray] = []
-        prefills: list[tuple[int, int]] = []
-        for prefill in batch.prefills:
-            sequence = prefill.sequences[0]
-            start = len(token_ids)
-            token_ids += sequence.data.token_ids
-            prefills.append((start, len(token_ids)))
-            at = np.arange(sequence.length)
-            positions.append(at)
-            slots.append(tables[self._blocks.row(sequence.seq_id), at // size] * size + at % size)
+        """Token ids, positions and slots of a batch: one array, one transfer, and the decodes' block tables."""
+        size, tables, row_of = self._cache.block_size, self._blocks.tables, self._blocks.row
         decodes = batch.decodes
-        row_of = self._blocks.row
-        token_ids += [sequence.last_token for sequence in decodes]
-        lengths = np.array([sequence.length for sequence in decodes], dtype=np.int64)
-        rows = np.array([row_of(sequence.seq_id) for sequence in decodes], dtype=np.int64)
-        at = lengths - 1
-        positions.append(at)
-        slots.append(tables[rows, at // size] * size + at % size)
-        width = int(at.max()) // size + 1 if decodes else 0
-        context = PagedContext(
-            self._cache,
-            self._to_device(np.concatenate(slots)),
-            prefills,
-            self._to_device(tables[rows, :width]),
-            self._to_device(lengths),
-            size,
-        )
-        return ModelInput(
-            self._to_device(np.array(token_ids, dtype=np.int64))[None],
-            self._to_device(np.concatenate(positions))[None],
-            context,
-        )
+        num_prefilled = sum(prefill.num_tokens for prefill in batch.prefills)
+        packed = np.empty((3, num_prefilled + len(decodes)), dtype=np.int64)
+        token_ids, positions, slots = packed
+        prefills: list[tuple[int, int]] = []
+        end = 0
+        for prefill in batch.prefills:
+            sequence, start = prefill.sequences[0], end
+            end += sequence.length
+            prefills.append((start, end))
+            token_ids[start:end] = sequence.data.token_ids
+            positions[start:end] = at = np.arange(sequence.length)
+            slots[start:end] = tables[row_of(sequence.seq_id), at // size] * size + at % size
+        rows = [row_of(sequence.seq_id) for sequence in decodes]
+        width = 0
+        if decodes:
+            token_ids[end:] = [sequence.last_token for sequence in decodes]
+            positions[end:] = lengths = [sequence.length - 1 for sequence in decodes]
+            block, offset = np.divmod(positions[end:], size)
+            slots[end:] = tables[rows, block] * size + offset
+            width = max(lengths) // size + 1
+        device = self._model.device
+        tokens_at, positions_at, slots_at = torch.from_numpy(packed).to(device, non_blocking=True)
+        tables_at = torch.from_numpy(tables[rows, :width]).to(device, non_blocking=True)
+        context = PagedContext(self._cache, slots_at, prefills, tables_at, positions_at[end:] + 1, size)
+        return ModelInput(tokens_at[None], positions_at[None], context)
 
     def execute(self, batch: ScheduledBatch) -> torch.Tensor:
         """The forward pass: hidden states `[tokens, hidden]`, in the order of `ModelInput.token_ids`."""
@@ -93,6 +85,3 @@ class ModelRunner:
         """Logits of the sampled rows: float32 `[rows, padded_vocab_size]`."""
         logits: torch.Tensor = self._model.head(self.prepare_logits(hidden, metadata))
         return logits.float()
-
-    def _to_device(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(self._model.device, non_blocking=True)

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from engine.distribution import Distribution
 from engine.penalties import Penalties
 from engine.sampling_metadata import SamplingMetadata
-from engine.sampling_params import SamplingParams
 from engine.sequence import Logprob, Sequence
 
 __all__ = ["SUPPRESSED", "Sampler", "SamplerOutput"]
@@ -47,7 +47,9 @@ class Sampler:
 
     def __init__(self, eos_ids: Collection[int]) -> None:
         self._eos = sorted(eos_ids)
+        self._eos_ids: torch.Tensor | None = None
         self._penalties: Penalties | None = None
+        self._distribution: Distribution | None = None
         self._raw: torch.Tensor | None = None
 
     def adjust(self, logits: torch.Tensor, metadata: SamplingMetadata) -> torch.Tensor:
@@ -65,19 +67,18 @@ class Sampler:
         return logits
 
     def _suppress(self, logits: torch.Tensor, metadata: SamplingMetadata) -> None:
-        rows: list[int] = []
-        tokens: list[int] = []
+        if metadata.without_eos:
+            if self._eos_ids is None:
+                self._eos_ids = torch.tensor(self._eos, device=logits.device)
+            if len(metadata.without_eos) == len(logits):
+                logits.index_fill_(1, self._eos_ids, SUPPRESSED)
+            else:
+                rows = torch.tensor(metadata.without_eos, device=logits.device)
+                logits[rows[:, None], self._eos_ids] = SUPPRESSED
         for row in metadata.with_min_tokens:
             sequence = metadata.sequences[row]
             if sequence.num_output_tokens < sequence.params.min_tokens:
-                stops = sequence.stop_ids.union(self._eos)
-                rows += [row] * len(stops)
-                tokens += stops
-        for row in metadata.without_eos:
-            rows += [row] * len(self._eos)
-            tokens += self._eos
-        if rows:
-            logits[torch.tensor(rows, device=logits.device), torch.tensor(tokens, device=logits.device)] = SUPPRESSED
+                logits[row, torch.tensor([*sequence.stop_ids, *self._eos], device=logits.device)] = SUPPRESSED
 
     def sample(self, logits: torch.Tensor, metadata: SamplingMetadata, skip: Collection[int] = ()) -> SamplerOutput:
         """Draw one token a row.
@@ -86,33 +87,31 @@ class Sampler:
             logits: float32 `[rows, vocab]`, adjusted and masked.
             skip: rows that are not sampled now: their generators stay where they are.
         """
-        chosen = logits.argmax(-1)
+        best, chosen = logits.max(-1)
         if not metadata.is_all_greedy:
-            rows = [row for row in sorted(metadata.random + metadata.seeded) if row not in skip]
-            if rows:
-                picked = logits if len(rows) == len(logits) else logits[rows]
-                chosen[rows] = self._draw(picked, [metadata.sequences[row] for row in rows])
-        finite = logits.gather(1, chosen[:, None]).isfinite()
+            best, chosen = self._draw(logits, chosen, metadata, skip)
         output = SamplerOutput(chosen.tolist())
+        finite = best.isfinite()
         if not finite.all():
-            output.broken = [row for row in (~finite[:, 0]).nonzero()[:, 0].tolist() if row not in skip]
+            output.broken = [row for row in (~finite).nonzero()[:, 0].tolist() if row not in skip]
         if metadata.with_logprobs:
             output.logprobs = self._logprobs(chosen, metadata)
         return output
 
-    def _draw(self, logits: torch.Tensor, sequences: list[Sequence]) -> torch.Tensor:
-        """One random token a row by the inverse of the distribution function: one uniform number each."""
-        device = logits.device
-        params = [sequence.params for sequence in sequences]
-        temperatures = torch.tensor([p.temperature for p in params], dtype=torch.float32, device=device)
-        logits = logits / temperatures[:, None]
-        if any(p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0 for p in params):
-            logits = _truncate(logits, params)
-        uniforms = torch.tensor([s.uniforms.next() for s in sequences], dtype=torch.float64, device=device)
-        cumulated = logits.softmax(-1).cumsum(-1, dtype=torch.float64)
-        # A hair less than the total, so that rounding never leads past the last token that has a probability.
-        targets = uniforms[:, None] * (cumulated[:, -1:] * (1 - 2**-40))
-        return torch.searchsorted(cumulated, targets, right=True)[:, 0].clamp_(max=logits.shape[1] - 1)
+    def _draw(
+        self, logits: torch.Tensor, greedy: torch.Tensor, metadata: SamplingMetadata, skip: Collection[int]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The chosen tokens' logits, and the tokens: random where the row is random, `greedy` elsewhere."""
+        plan = self._distribution
+        if plan is None or plan.metadata is not metadata:
+            plan = self._distribution = Distribution(metadata)
+        sequences = metadata.sequences
+        uniforms = [0.5 if row in skip else sequences[row].uniforms.next() for row in plan.rows]
+        if len(plan.rows) == len(logits):
+            chosen = plan.draw(logits, uniforms)
+        else:
+            chosen = greedy.index_copy(0, plan.index, plan.draw(logits[plan.index], uniforms))
+        return logits.gather(1, chosen[:, None])[:, 0], chosen
 
     def _logprobs(self, chosen: torch.Tensor, metadata: SamplingMetadata) -> dict[int, dict[int, Logprob]]:
         raw, rows = self._raw, metadata.with_logprobs
@@ -137,25 +136,3 @@ def _add_bias(logits: torch.Tensor, sequence: Sequence) -> None:
     bias = sequence.params.logit_bias or {}
     tokens = torch.tensor(list(bias), dtype=torch.int64, device=logits.device)
     logits[tokens] += torch.tensor(list(bias.values()), dtype=logits.dtype, device=logits.device)
-
-
-def _truncate(logits: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
-    """Forbid what min_p, top_k and top_p leave out; `logits` `[rows, vocab]` after temperature."""
-    device, vocab = logits.device, logits.shape[1]
-    if any(p.min_p > 0.0 for p in params):
-        floors = torch.tensor([p.min_p for p in params], device=device).log()[:, None]
-        logits = logits.masked_fill(logits < logits.max(-1, keepdim=True).values + floors, float("-inf"))
-    if all(p.top_k <= 0 and p.top_p >= 1.0 for p in params):
-        return logits
-    ks = [p.top_k if 0 < p.top_k < vocab else vocab for p in params]
-    # As many of the best as anybody needs; all of them, sorted, for a row that has top_p only.
-    values, ids = logits.topk(max(ks), dim=-1)
-    beyond = torch.arange(values.shape[1], device=device) >= torch.tensor(ks, device=device)[:, None]
-    values = values.masked_fill(beyond, float("-inf"))
-    if any(p.top_p < 1.0 for p in params):
-        mass = values.softmax(-1)
-        before = mass.cumsum(-1) - mass
-        limits = torch.tensor([p.top_p for p in params], device=device)[:, None]
-        # A token stays while those before it have less than top_p together: the first always does.
-        values = values.masked_fill((before >= limits) & (limits < 1.0), float("-inf"))
-    return torch.full_like(logits, float("-inf")).scatter_(1, ids, values)

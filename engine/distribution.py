@@ -1,0 +1,65 @@
+"""The distribution that random rows are drawn from: temperature, min_p, top_k, top_p."""
+
+from __future__ import annotations
+
+import torch
+
+from engine.sampling_metadata import SamplingMetadata
+
+__all__ = ["Distribution"]
+
+
+class Distribution:
+    """The random rows of a batch and their parameters as tensors; serves as long as the batch stays the same."""
+
+    def __init__(self, metadata: SamplingMetadata) -> None:
+        self.metadata = metadata
+        self.rows = sorted(metadata.random + metadata.seeded)
+        device = metadata.device
+        self.index = torch.tensor(self.rows, device=device)
+        params = [metadata.sequences[row].params for row in self.rows]
+
+        def column(values: list[float]) -> torch.Tensor:
+            return torch.tensor(values, dtype=torch.float32, device=device)[:, None]
+
+        self._temperatures = column([p.temperature for p in params])
+        self._ks = [p.top_k for p in params]
+        self._top_p = column([p.top_p for p in params]) if any(p.top_p < 1.0 for p in params) else None
+        self._log_min_p = column([p.min_p for p in params]).log_() if any(p.min_p > 0.0 for p in params) else None
+
+    def draw(self, logits: torch.Tensor, uniforms: list[float]) -> torch.Tensor:
+        """One token a row, by the inverse of the distribution function.
+
+        Args:
+            logits: float32 `[len(rows), vocab]`.
+            uniforms: one number in [0, 1) a row.
+
+        Returns:
+            int64 `[len(rows)]`.
+        """
+        logits = self._truncated(logits / self._temperatures)
+        cumulated = logits.softmax(-1).cumsum(-1, dtype=torch.float64)
+        # A hair less than the total, so that rounding never leads past the last token that has a probability.
+        targets = torch.tensor(uniforms, dtype=torch.float64, device=logits.device)[:, None]
+        targets = targets * (cumulated[:, -1:] * (1 - 2**-40))
+        return torch.searchsorted(cumulated, targets, right=True)[:, 0].clamp_(max=logits.shape[1] - 1)
+
+    def _truncated(self, logits: torch.Tensor) -> torch.Tensor:
+        """Forbid what min_p, top_k and top_p leave out."""
+        if self._log_min_p is not None:
+            floor = logits.max(-1, keepdim=True).values + self._log_min_p
+            logits = logits.masked_fill(logits < floor, float("-inf"))
+        if self._top_p is None and all(k <= 0 for k in self._ks):
+            return logits
+        vocab = logits.shape[1]
+        ks = [k if 0 < k < vocab else vocab for k in self._ks]
+        # As many of the best as anybody needs; all of them, sorted, for a row that has top_p only.
+        values, ids = logits.topk(max(ks), dim=-1)
+        beyond = torch.arange(values.shape[1], device=logits.device) >= torch.tensor(ks, device=logits.device)[:, None]
+        values = values.masked_fill(beyond, float("-inf"))
+        if self._top_p is not None:
+            mass = values.softmax(-1)
+            before = mass.cumsum(-1) - mass
+            # A token stays while those before it have less than top_p together: the first always does.
+            values = values.masked_fill((before >= self._top_p) & (self._top_p < 1.0), float("-inf"))
+        return torch.full_like(logits, float("-inf")).scatter_(1, ids, values)

@@ -1,0 +1,126 @@
+"""The attention function against one written down plainly, and the KV cache's arithmetic."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine import attention
+from engine.attention import PagedContext, UnsupportedModelError, paged_attention
+from engine.config import EngineConfig
+from engine.kv_cache import KVCache, LayerShapes, block_bytes, plan_blocks
+
+BLOCK, HEADS, KV_HEADS, DIM = 4, 6, 2, 8
+CPU = torch.device("cpu")
+LAYER: Any = SimpleNamespace(layer_idx=0)
+
+
+def cache(num_blocks: int = 32) -> KVCache:
+    shapes = {0: LayerShapes(KV_HEADS, DIM, DIM)}
+    return KVCache(shapes, num_blocks=num_blocks, block_size=BLOCK, dtype=torch.float32, device=CPU)
+
+
+def plainly(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, window: int | None) -> torch.Tensor:
+    """The last `len(query)` tokens over all: query `[n, heads, dim]`, keys `[m, kv_heads, dim]`."""
+    total, asked = len(keys), len(query)
+    out = torch.zeros_like(query)
+    for row in range(asked):
+        at = total - asked + row
+        first = 0 if window is None else max(0, at - window + 1)
+        for head in range(HEADS):
+            k, v = (t[first : at + 1, head // (HEADS // KV_HEADS)] for t in (keys, values))
+            out[row, head] = (k @ query[row, head] / math.sqrt(DIM)).softmax(0) @ v
+    return out
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    prefills=st.lists(st.integers(1, 9), max_size=3),
+    decodes=st.lists(st.integers(1, 17), max_size=4),
+    window=st.sampled_from([None, 1, 3, 50]),
+    seed=st.integers(0, 99),
+    one_by_one=st.booleans(),
+)
+def test_prefills_and_decodes_in_one_row(
+    prefills: list[int], decodes: list[int], window: int | None, seed: int, one_by_one: bool
+) -> None:
+    if not prefills and not decodes:
+        return
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    store, width = cache(), max([-(-length // BLOCK) for length in decodes], default=0)
+    tables = torch.randperm(32, generator=generator)[: width * len(decodes)].view(len(decodes), width)
+    free = torch.randperm(32, generator=generator)  # prefills may overlap decodes' padding only: give them the rest
+    rest = [block for block in free.tolist() if block not in set(tables.flatten().tolist())]
+    expected, slots, spans, keys, values, queries = [], [], [], [], [], []
+    end = 0
+    for length in prefills:
+        k, v, q = random(length, KV_HEADS, DIM), random(length, KV_HEADS, DIM), random(length, HEADS, DIM)
+        mine = [rest.pop() for _ in range(-(-length // BLOCK))]
+        slots += [mine[at // BLOCK] * BLOCK + at % BLOCK for at in range(length)]
+        spans.append((end, end + length))
+        end += length
+        keys.append(k), values.append(v), queries.append(q)
+        expected.append(plainly(q, k, v, window))
+    for row, length in zip(tables, decodes, strict=True):
+        k, v, q = random(length, KV_HEADS, DIM), random(length, KV_HEADS, DIM), random(1, HEADS, DIM)
+        where = torch.tensor([row[at // BLOCK] * BLOCK + at % BLOCK for at in range(length)])
+        store.write(0, where[:-1], k[:-1], v[:-1])
+        slots.append(int(where[-1]))
+        keys.append(k[-1:]), values.append(v[-1:]), queries.append(q)
+        expected.append(plainly(q, k, v, window))
+    context = PagedContext(store, torch.tensor(slots), spans, tables, torch.tensor(decodes, dtype=torch.int64), BLOCK)
+
+    def flat(parts: list[torch.Tensor]) -> torch.Tensor:
+        return torch.cat(parts).transpose(0, 1)[None]
+
+    with pytest.MonkeyPatch.context() as patch:
+        if one_by_one:
+            patch.setattr(attention, "_GATHER_BYTES", 1)
+        found, _ = paged_attention(
+            LAYER, flat(queries), flat(keys), flat(values), None,
+            paged=context, scaling=DIM**-0.5, sliding_window=window, position_ids=object(),
+        )  # fmt: skip
+    torch.testing.assert_close(found[0], torch.cat(expected), rtol=1e-5, atol=1e-5)
+
+
+def test_an_unknown_keyword_is_refused_by_name() -> None:
+    one = torch.zeros(1, HEADS, 1, DIM)
+    context = PagedContext(cache(), torch.zeros(1, dtype=torch.int64), [(0, 1)], torch.zeros(0, 0), torch.zeros(0))
+    for keyword in ("softcap", "s_aux"):
+        with pytest.raises(UnsupportedModelError, match=keyword):
+            paged_attention(LAYER, one, one[:, :2], one[:, :2], None, paged=context, **{keyword: 1.0})
+    paged_attention(LAYER, one, one[:, :2], one[:, :2], None, paged=context, softcap=None)
+
+
+def test_all_sources_are_read_before_any_target_is_written() -> None:
+    store = cache(4)
+    slots = torch.arange(4 * BLOCK)
+    content = torch.arange(4.0).repeat_interleave(BLOCK)[:, None, None].expand(-1, KV_HEADS, DIM)
+    store.write(0, slots, content, content)
+    store.copy_blocks([(0, 1), (1, 2)])
+    keys, values = store.gather(0, torch.tensor([[0, 1, 2, 3]]))
+    assert keys[0, 0, ::BLOCK, 0].tolist() == values[0, 1, ::BLOCK, 3].tolist() == [0, 0, 1, 3]
+
+
+def test_the_cache_is_sized_from_a_number_a_budget_or_the_need() -> None:
+    layers = {0: LayerShapes(2, 8, 8), 1: LayerShapes(2, 8, 4)}
+    assert block_bytes(layers, 16, torch.float16) == 16 * (2 * 16 + 2 * 12) * 2
+
+    def plan(**config: Any) -> int:
+        return plan_blocks(EngineConfig(**config), layers, max_model_len=64, dtype=torch.float16, device=CPU)
+
+    assert plan(num_blocks=7) == 7
+    assert plan(kv_cache_bytes=10 * 1792 + 5) == 10
+    assert plan(max_num_seqs=3) == 12
+    with pytest.raises(ValueError, match="needs 4"):
+        plan(num_blocks=3)
