@@ -3,7 +3,7 @@
 What to know of it:
 
 - It ignores what it doesn't know: `xgrammar_schema.py` keeps such schemas from it.
-- Where it allows "any character" it allows UTF-8's spelling of surrogates, which is no UTF-8: masked here.
+- Where it allows "any character" it allows overlong spellings and surrogates, which are no UTF-8: masked here.
 - It sets bits of special tokens when nearly everything is allowed: the worker clears them.
 - It logs to stderr what it is given wrong: tokens are looked at before it sees them.
 """
@@ -32,6 +32,9 @@ from guided.vocabulary import Vocabulary
 
 __all__ = ["XGrammarBackend"]
 
+_FORBIDDEN_SECOND = {0xE0: (0x80, 0x9F), 0xED: (0xA0, 0xBF), 0xF0: (0x80, 0x8F)}
+"""First byte of a character -> second bytes (first, last) that UTF-8 does not have after it (RFC 3629, section 4)."""
+_NOT_UTF8 = re.compile(rb"\xe0[\x80-\x9f]|\xed[\xa0-\xbf]|\xf0[\x80-\x8f]")
 _SOURCE_LINE = re.compile(r"^\[[\d:]+\] \S+?:\d+: ")
 
 
@@ -144,7 +147,7 @@ class XGrammarMatcher:
         with _native:
             if not self._matcher.fill_next_token_bitmask(row):
                 row.fill(-1)  # "needn't be applied"
-        self._tokens.clear_surrogates(row, self._accepted)
+        self._tokens.keep_utf8(row, self._accepted)
 
     def rollback(self, count: int) -> None:
         """See `Matcher.rollback`."""
@@ -193,28 +196,31 @@ class _Tokens:
         self._known = frozenset(vocabulary.permitted_token_ids)
         texts = [(token, vocabulary.token_bytes[token]) for token in vocabulary.text_token_ids]
         width = vocabulary.padded_vocab_size
-        # U+D800 to U+DFFF would be spelled ED A0 to ED BF, and a third byte.
-        surrogates = re.compile(rb"\xed[\xa0-\xbf]")
-        self._never = frozenset(token for token, text in texts if surrogates.search(text))
-        self._opening = frozenset(token for token, text in texts if text.endswith(b"\xed"))
-        self._second = frozenset(token for token, text in texts if 0xA0 <= text[0] <= 0xBF)
+        self._never = frozenset(token for token, text in texts if _NOT_UTF8.search(text))
         self._keep_always = ~pack(self._never, width) if self._never else None
-        self._keep_after_opening = ~pack(self._second, width)
+        self._leads = {token: text[-1] for token, text in texts if text[-1] in _FORBIDDEN_SECOND}
+        self._seconds = {
+            lead: frozenset(token for token, text in texts if low <= text[0] <= high)
+            for lead, (low, high) in _FORBIDDEN_SECOND.items()
+        }
+        self._keep_after = {lead: ~pack(tokens, width) for lead, tokens in self._seconds.items()}
 
     def known(self, token: int) -> bool:
         """It is text, or it stops."""
         return token in self._known
 
     def follows(self, token: int, accepted: list[int]) -> bool:
-        """`token` after `accepted` does not spell a surrogate."""
-        return token not in self._never and not (accepted and accepted[-1] in self._opening and token in self._second)
+        """`token` after `accepted` can be UTF-8."""
+        lead = self._leads.get(accepted[-1]) if accepted else None
+        return token not in self._never and (lead is None or token not in self._seconds[lead])
 
-    def clear_surrogates(self, row: NDArray[np.int32], accepted: list[int]) -> None:
-        """Forbid what does not `follows`, in place."""
+    def keep_utf8(self, row: NDArray[np.int32], accepted: list[int]) -> None:
+        """Forbid what does not follow, in place."""
         if self._keep_always is not None:
             np.bitwise_and(row, self._keep_always, out=row)
-        if accepted and accepted[-1] in self._opening:
-            np.bitwise_and(row, self._keep_after_opening, out=row)
+        lead = self._leads.get(accepted[-1]) if accepted else None
+        if lead is not None:
+            np.bitwise_and(row, self._keep_after[lead], out=row)
 
     def certain(self, text: str) -> list[int]:
         """The tokens that `text` begins with, whatever comes after it."""
