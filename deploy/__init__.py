@@ -1,0 +1,1 @@
+"""What an operator needs: the Ray Serve application and its configuration."""

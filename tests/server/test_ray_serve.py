@@ -1,0 +1,119 @@
+"""The Ray Serve application, really run: `serve run` with the shipped configuration, on a cluster of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+import yaml
+from serving import sse, wait_until
+
+ROOT = Path(__file__).parents[2]
+
+CLUSTER = """
+import sys, ray
+ray.init(address="local", num_cpus=2, include_dashboard=False, object_store_memory=80 << 20, log_to_driver=False,
+         _temp_dir=sys.argv[1])
+print("address", ray.get_runtime_context().gcs_address, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture(scope="module")
+def ray_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A Ray cluster of its own, in a process of its own."""
+    temporary = str(tmp_path_factory.mktemp("r"))
+    environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "token"}
+    environment.pop("RAY_ADDRESS", None)
+    with subprocess.Popen(
+        [sys.executable, "-c", CLUSTER, temporary],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=environment,
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        line = next((line for line in process.stdout if line.startswith("address ")), None)
+        assert line is not None, "Ray didn't start"
+        yield line.split()[1]
+        process.stdin.close()
+        process.wait(60)
+
+
+@pytest.fixture(scope="module")
+def url(ray_address: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """`serve run`, with the shipped configuration on a free port, until it serves."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    config = yaml.safe_load((ROOT / "deploy" / "serve.yaml").read_text())
+    assert (config["http_options"]["host"], config["http_options"]["port"]) == ("127.0.0.1", 8000)
+    config["http_options"]["port"] = port
+    config["applications"][0]["args"]["num_actors"] = 1
+    directory = tmp_path_factory.mktemp("serve")
+    (directory / "serve.yaml").write_text(yaml.safe_dump(config))
+    log = directory / "log"
+    with (
+        log.open("w") as output,
+        subprocess.Popen(
+            [Path(sys.executable).with_name("serve"), "run", "--address", ray_address, str(directory / "serve.yaml")],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            cwd=ROOT,
+            # A local Ray asks for a token; with an explicit address, clients send theirs only when told to.
+            env={**os.environ, "RAY_AUTH_MODE": "token", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        ) as process,
+    ):
+
+        def is_up() -> bool:
+            assert process.poll() is None, log.read_text()
+            assert "Traceback" not in log.read_text(), log.read_text()
+            try:
+                return httpx.get(f"http://127.0.0.1:{port}/health", timeout=5).status_code == 200
+            except httpx.TransportError:
+                return False
+
+        try:
+            wait_until(is_up, 150)
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.send_signal(signal.SIGINT)
+            process.wait(60)
+
+
+def test_the_pool_is_in_the_cluster_that_serve_runs_on(url: str) -> None:
+    health = httpx.get(f"{url}/health").json()
+    assert (health["status"], health["pool"]["name"]) == ("ok", "ray")
+    assert [actor["state"] for actor in health["pool"]["actors"]] == ["up"]
+    assert health["pool"]["actors"][0]["pid"] != 0
+
+
+def test_guided_answers(url: str) -> None:
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+    pattern = "20[0-9]{2}-(0[1-9]|1[0-2])"
+    answer = client.completions.create(model="guided-default", prompt="A date: ", extra_body={"regex": pattern})
+    assert re.fullmatch(pattern, answer.choices[0].text)
+    with pytest.raises(openai.BadRequestError) as raised:
+        client.completions.create(model="guided-default", prompt="A date: ", extra_body={"regex": "("})
+    assert raised.value.param == "regex"
+
+
+def test_streams(url: str) -> None:
+    body = {"messages": [{"role": "user", "content": "yes or no?"}], "choice": ["yes", "no"], "stream": True}
+    events = sse(httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).text)
+    assert events[-1] == "[DONE]"
+    text = "".join(event["choices"][0]["delta"].get("content", "") for event in events[:-1])
+    assert text in ("yes", "no")
+    assert json.dumps(events[0]["guided"]) == '{"kind": "choice", "backend": "llguidance"}'
