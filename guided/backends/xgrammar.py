@@ -35,6 +35,9 @@ __all__ = ["XGrammarBackend"]
 _FORBIDDEN_SECOND = {0xE0: (0x80, 0x9F), 0xED: (0xA0, 0xBF), 0xF0: (0x80, 0x8F)}
 """First byte of a character -> second bytes (first, last) that UTF-8 does not have after it (RFC 3629, section 4)."""
 _NOT_UTF8 = re.compile(rb"\xe0[\x80-\x9f]|\xed[\xa0-\xbf]|\xf0[\x80-\x8f]")
+_ESCAPE_RULE = re.compile(r"^basic_escape ::= .*$", re.MULTILINE)
+_PLAIN_ESCAPE = r"basic_escape ::= (([\"\\bfnrt]))"
+"""Escapes in strings without `\\u0061` and `\\/`: letters that have another spelling."""
 _SOURCE_LINE = re.compile(r"^\[[\d:]+\] \S+?:\d+: ")
 
 
@@ -76,7 +79,8 @@ class XGrammarBackend:
     def _compile(self, constraint: Constraint) -> Any:
         match constraint.kind:
             case "json_schema":
-                return self._compile_schema(lower(json.loads(constraint.source)), constraint.whitespace)
+                schema, plain_names = lower(json.loads(constraint.source))
+                return self._compile_schema(schema, constraint.whitespace, plain_names=plain_names)
             case "json_object":
                 return self._compile_schema('{"type": "object"}', constraint.whitespace)
             case "regex":
@@ -90,18 +94,23 @@ class XGrammarBackend:
                 parse_gbnf(constraint.source)
                 return self._compiler.compile_grammar(constraint.source)
 
-    def _compile_schema(self, schema: str, whitespace: str | None) -> Any:
+    def _compile_schema(self, schema: str, whitespace: str | None, *, plain_names: bool = False) -> Any:
         if whitespace:
             raise UnsupportedConstraint(
                 f"xgrammar can't enforce the whitespace pattern {bounded(whitespace, 60)!r}: only none at all or any",
                 param="whitespace_pattern",
             )
         # Not strict: an object is open unless its schema says otherwise.
-        if whitespace is None:
-            return self._compiler.compile_json_schema(schema, any_whitespace=True, strict_mode=False)
-        return self._compiler.compile_json_schema(
-            schema, any_whitespace=False, separators=(",", ":"), strict_mode=False
-        )
+        style: dict[str, Any] = {"any_whitespace": True, "strict_mode": False}
+        if whitespace is not None:
+            style |= {"any_whitespace": False, "separators": (",", ":")}
+        if not plain_names:
+            return self._compiler.compile_json_schema(schema, **style)
+        text = str(xgrammar.Grammar.from_json_schema(schema, **style))
+        text, changed = _ESCAPE_RULE.subn(lambda _: _PLAIN_ESCAPE, text)
+        if changed != 1:
+            raise BackendError("xgrammar's grammar of JSON is not the one that is known here")
+        return self._compiler.compile_grammar(text)
 
 
 class XGrammarGrammar:

@@ -55,8 +55,10 @@ _LARGEST_MULTIPLE = 1024
 _WIDEST_MULTIPLES = 10_000
 
 
-def lower(schema: Schema) -> str:
-    """`schema` as JSON text that xgrammar enforces all of.
+def lower(schema: Schema) -> tuple[str, bool]:
+    """`schema` as JSON text that xgrammar enforces all of; and whether names may not be spelled with escapes.
+
+    Where a schema names properties and leaves others open, xgrammar takes `{"\\u0061": ...}` for another than `a`.
 
     Raises:
         UnsupportedConstraint: the keyword and where.
@@ -68,12 +70,15 @@ def lower(schema: Schema) -> str:
     lowering = _Lowering(form)
     root = lowering.schema(form.root)
     definitions = {name: lowering.schema(definition) for name, definition in form.definitions.items()}
-    return json.dumps({**root, "$defs": definitions} if definitions else root, ensure_ascii=False)
+    text = json.dumps({**root, "$defs": definitions} if definitions else root, ensure_ascii=False)
+    return text, lowering.open_names
 
 
 class _Lowering:
     def __init__(self, form: NormalForm) -> None:
         self._form = form
+        self.open_names = False
+        """Some object has named properties and may have others."""
 
     def schema(self, schema: Schema) -> dict[str, Any]:
         if schema is False:
@@ -263,6 +268,7 @@ class _Lowering:
             lowered["properties"] = allowed
         if names is not True:
             lowered["propertyNames"] = self.schema(names)
+        self.open_names = self.open_names or bool(allowed and (rest is not False or patterns))
         if rest is not True:
             lowered["additionalProperties"] = False if rest is False else self.schema(rest)
         if required := schema.get("required"):
