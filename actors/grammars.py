@@ -101,7 +101,9 @@ class Grammars:
         key = cache_key(constraint, backends)
         with self._cache_lock:
             if self._closed:
-                raise PoolUnavailable("the pool is shut down")
+                refused: Future[Grammar] = Future()
+                refused.set_exception(PoolUnavailable("the pool is shut down"))
+                return refused
             future, new = self._cache.acquire(key)
             if new:
                 future.set_running_or_notify_cancel()  # it is shared: nobody may cancel it

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import itertools
+import os
 import threading
 import weakref
 from collections.abc import Callable, Collection, Sequence
@@ -41,7 +42,7 @@ class RayPool:
 
     Args:
         vocabulary: what the masks are over.
-        num_actors: mask actors; each serves its sequences one row after the other.
+        num_actors: mask actors; each serves its sequences one row after the other. None: by the CPUs, at least 2.
         address: of a Ray cluster to join; None uses the one that this process is in, else starts a local one.
         compile_limits: what one compilation may take.
         mask_limit: seconds after which an actor that owes a mask is taken for hung and ended; the sequence whose mask
@@ -59,7 +60,7 @@ class RayPool:
     def __init__(
         self,
         vocabulary: Vocabulary,
-        num_actors: int = 2,
+        num_actors: int | None = None,
         address: str | None = None,
         *,
         compile_limits: CompileLimits | None = None,
@@ -93,7 +94,7 @@ class RayPool:
                 spread=spread,
             )
             incarnations = itertools.count(1)
-            for index in range(num_actors):
+            for index in range(num_actors or _by_cpus()):
                 supervisor = Supervisor(index, plan, incarnations.__next__, self._rotation.announce)
                 self._supervisors.append(supervisor)
             for supervisor in self._supervisors:
@@ -158,6 +159,10 @@ class RayPool:
             self._transport.close()
             self._scratch.remove()
             self._cluster.leave()
+
+
+def _by_cpus() -> int:
+    return max(2, min(8, (os.cpu_count() or 1) // 4))
 
 
 def _start_compiler(owner: Owner, limits: CompileLimits) -> Any:

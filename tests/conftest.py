@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -77,3 +78,13 @@ def tiny_llama_dir(tiny_tokenizer: PreTrainedTokenizerFast, tmp_path_factory: py
     model.save_pretrained(path)
     tiny_tokenizer.save_pretrained(path)
     return path
+
+
+@pytest.fixture(scope="session")
+def local_ray() -> Iterator[None]:
+    """A local Ray, started once: pools that are made while it is there share it."""
+    from actors.cluster import Cluster
+
+    cluster = Cluster.join()
+    yield
+    cluster.leave()

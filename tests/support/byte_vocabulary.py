@@ -1,0 +1,29 @@
+"""A vocabulary of bytes: what a mask allows can be read off."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from guided.bitmask import allowed_ids, words
+from guided.vocabulary import Vocabulary
+
+STOP = 0
+BYTES = Vocabulary(
+    token_bytes=(b"</s>", *(bytes([byte]) for byte in range(256)), b"<pad>"),
+    stop_token_ids=(STOP,),
+    special_token_ids=frozenset({STOP, 257}),
+    padded_vocab_size=264,
+)
+"""Token `byte + 1` is the byte; 0 stops; 257 is padding; 258 to 263 are logits without a token."""
+WORDS = words(BYTES.padded_vocab_size)
+
+
+def tokens(text: str) -> list[int]:
+    """The tokens of `text`."""
+    return [byte + 1 for byte in text.encode()]
+
+
+def allowed(row: NDArray[np.int32]) -> str:
+    """What a mask allows, as text, `.` standing for the stop token; ASCII is enough here."""
+    return "".join("." if token == STOP else chr(token - 1) for token in allowed_ids(row).tolist())
