@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.config import EngineConfig
-from engine.llm import PoolChoice, open_pool
+from engine.llm import PoolChoice, open_pool, set_threads
 from engine.llm_engine import EngineStats, LLMEngine
 from engine.model_loader import LoadedModel, load_model
 from engine.outputs import RequestOutput
@@ -97,6 +97,7 @@ class AsyncLLM:
         **load_options: Any,
     ) -> None:
         self.model = load_model(model, **load_options) if isinstance(model, str) else model
+        set_threads(self.model, config)
         self._own_pool = open_pool(pool, self.model.vocabulary, pool_options) if isinstance(pool, str) else None
         self.pool: MaskPool = self._own_pool or pool  # type: ignore[assignment]  # a MaskPool where it is no name
         self.engine = LLMEngine(self.model, config, self.pool)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal
 
+import torch
 from tqdm import tqdm
 
 from engine.config import EngineConfig
@@ -20,7 +21,7 @@ from guided.inline import InlinePool
 from guided.pool import MaskPool
 from guided.vocabulary import Vocabulary
 
-__all__ = ["LLM", "PoolChoice", "open_pool"]
+__all__ = ["LLM", "PoolChoice", "open_pool", "set_threads"]
 
 PoolChoice = Literal["inline", "ray"]
 
@@ -41,6 +42,19 @@ def open_pool(choice: PoolChoice, vocabulary: Vocabulary, options: Mapping[str, 
         pool: MaskPool = RayPool(vocabulary, **(options or {}))
         return pool
     raise ValueError(f"pool is {choice!r}; it must be inline, ray, or a MaskPool")
+
+
+SMALL_MODEL = 50_000_000
+"""Parameters below which a second CPU thread is not worth its barriers."""
+
+
+def set_threads(model: LoadedModel, config: EngineConfig | None) -> None:
+    """Limit torch's CPU threads, in this process, as the config says. Before the engine's thread starts."""
+    threads = config.cpu_threads if config is not None else None
+    if threads is None and sum(parameter.numel() for parameter in model.body.parameters()) < SMALL_MODEL:
+        threads = 1
+    if threads is not None and model.device.type == "cpu":
+        torch.set_num_threads(threads)
 
 
 class LLM:
@@ -69,6 +83,7 @@ class LLM:
         **load_options: Any,
     ) -> None:
         loaded = load_model(model, **load_options) if isinstance(model, str) else model
+        set_threads(loaded, config)
         self._own_pool = open_pool(pool, loaded.vocabulary, pool_options) if isinstance(pool, str) else None
         self.pool: MaskPool = self._own_pool or pool  # type: ignore[assignment]  # a MaskPool where it is no name
         self.engine = LLMEngine(loaded, config, self.pool)
