@@ -3,7 +3,7 @@
 #   PYTHON=python3.12   the interpreter that .venv is made with
 #   VENV=DIR            another place for the virtual environment
 #   TORCH='torch==...'  your own torch (a CUDA build, a wheel's path), instead of the pinned one; where pip finds it is
-#                       pip's usual configuration. A .venv that has a torch already keeps it: TORCH=installed
+#                       pip's usual configuration. A .venv that has a torch already keeps it: TORCH=keep
 #   ARGS='--port 9000'  arguments of `guided serve`
 
 PYTHON ?= python3
@@ -52,7 +52,7 @@ define install
 	@echo "installing into $(VENV): $(1) (the first time this takes some minutes)"
 	@if [ -n "$(TORCH)" ]; then sed '/^torch==/d; /^triton==/d' constraints.txt; else cat constraints.txt; fi \
 	  > $(VENV)/constraints.txt
-	@if [ -n "$(TORCH)" ] && [ "$(TORCH)" != installed ]; then $(PIP) install "$(TORCH)"; fi
+	@if [ -n "$(TORCH)" ] && [ "$(TORCH)" != keep ]; then $(PIP) install "$(TORCH)"; fi
 	@$(PIP) install -c $(VENV)/constraints.txt hatchling editables
 	@$(PIP) install -c $(VENV)/constraints.txt --no-build-isolation -e '.[$(1)]'
 	@touch $@

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from importlib.metadata import version
 
-from fastapi import FastAPI
+from fastapi import Depends, FastAPI
+from fastapi.security import HTTPBearer
 from fastapi_offline import FastAPIOffline
 
 from engine.async_llm import AsyncLLM
@@ -27,7 +28,9 @@ def create_app(engine: AsyncLLM, settings: ServerSettings) -> FastAPI:
 
     The documentation pages carry their own scripts and styles, so that they work without a way to the internet.
     """
-    app = FastAPIOffline(title="guided", version=version("guided"), description=DESCRIPTION)
+    # The gate checks the key; this only tells the documentation page to ask for it.
+    key = [] if settings.api_key is None else [Depends(HTTPBearer(auto_error=False))]
+    app = FastAPIOffline(title="guided", version=version("guided"), description=DESCRIPTION, dependencies=key)
     app.state.context = ServerContext.build(engine, settings)
     app.add_middleware(Gate, api_key=settings.api_key, max_body_bytes=settings.max_body_bytes)
     install_handlers(app)

@@ -25,6 +25,7 @@ from engine.default_model import checkpoint_path
 from engine.server.app import create_app
 from engine.server.context import ServerContext, ServerSettings
 from engine.server.defaults import sampling_defaults
+from engine.server.protocol import CHAT_EXAMPLE, COMPLETION_EXAMPLE
 
 __all__ = ["DEFAULT_MODEL", "ServeOptions", "serve", "start_engine"]
 
@@ -164,22 +165,10 @@ def _greeting(url: str, options: ServeOptions) -> str:
     lines = ["", f"guided serves {options.settings.model_names[0]} on {url}", ""]
     if options.api_key is None and not _is_loopback(options.host):
         lines += [f"WARNING: everybody who can reach {options.host} can use it: set --api-key or GUIDED_API_KEY", ""]
-    lines += ["Try:", "", _curl(url, options, "/v1/chat/completions", _CHAT), ""]
-    lines += [_curl(url, options, "/v1/completions", _COMPLETION), ""]
+    lines += ["Try:", "", _curl(url, options, "/v1/chat/completions", CHAT_EXAMPLE), ""]
+    lines += [_curl(url, options, "/v1/completions", COMPLETION_EXAMPLE), ""]
     lines += [f"Documentation, to try from the browser:  {url}/docs", f"State of the mask pool:  curl {url}/health", ""]
     return "\n".join(lines)
-
-
-_CHAT = {
-    "messages": [{"role": "user", "content": "Maria Keller is 34 years old and lives in Lisbon."}],
-    "json_schema": {
-        "type": "object",
-        "properties": {"name": {"type": "string"}, "age": {"type": "integer"}, "city": {"type": "string"}},
-        "required": ["name", "age", "city"],
-        "additionalProperties": False,
-    },
-}
-_COMPLETION = {"prompt": "A date: ", "regex": "20[0-9]{2}-(0[1-9]|1[0-2])-[0-3][0-9]"}
 
 
 def _curl(url: str, options: ServeOptions, path: str, body: dict[str, Any]) -> str:

@@ -11,6 +11,8 @@ from typing import Any, ClassVar, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 __all__ = [
+    "CHAT_EXAMPLE",
+    "COMPLETION_EXAMPLE",
     "REFUSED",
     "ChatChoice",
     "ChatLogprob",
@@ -60,6 +62,19 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "logits_processors": ("logits processors can't be sent with a request", ([],)),
 }
 """Known fields that are refused: name -> why, and the values (beside null) that ask for nothing and so are taken."""
+
+
+CHAT_EXAMPLE: dict[str, Any] = {
+    "messages": [{"role": "user", "content": "Maria Keller is 34 years old and lives in Lisbon."}],
+    "json_schema": {
+        "type": "object",
+        "properties": {"name": {"type": "string"}, "age": {"type": "integer"}, "city": {"type": "string"}},
+        "required": ["name", "age", "city"],
+        "additionalProperties": False,
+    },
+}
+COMPLETION_EXAMPLE: dict[str, Any] = {"prompt": "A date: ", "regex": "20[0-9]{2}-(0[1-9]|1[0-2])-[0-3][0-9]"}
+"""What the documentation page offers to try, and `guided serve` prints."""
 
 
 class Body(BaseModel):
@@ -208,6 +223,8 @@ TemplateValue = str | int | float | bool | None
 class ChatRequest(GenerationRequest):
     """Body of `POST /v1/chat/completions`."""
 
+    model_config: ClassVar[ConfigDict] = ConfigDict(json_schema_extra={"examples": [CHAT_EXAMPLE]})
+
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: int | None = None
     max_tokens: int | None = Field(default=None, description="Default: what remains of the context.")
@@ -220,6 +237,8 @@ class ChatRequest(GenerationRequest):
 
 class CompletionRequest(GenerationRequest):
     """Body of `POST /v1/completions`."""
+
+    model_config: ClassVar[ConfigDict] = ConfigDict(json_schema_extra={"examples": [COMPLETION_EXAMPLE]})
 
     prompt: str | list[str] | list[int] | list[list[int]]
     max_tokens: int | None = Field(

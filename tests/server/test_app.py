@@ -432,7 +432,11 @@ class TestOthers:
             assert client.get(asset).status_code == 200
         schema = client.get("/openapi.json").json()
         assert "/v1/chat/completions" in schema["paths"]
-        assert "json_schema" in schema["components"]["schemas"]["ChatRequest"]["properties"]
+        models = schema["components"]["schemas"]
+        assert "json_schema" in models["ChatRequest"]["properties"]
+        for path, model in (("/v1/chat/completions", "ChatRequest"), ("/v1/completions", "CompletionRequest")):
+            [example] = models[model]["examples"]
+            assert client.post(path, json=example).status_code == 200
 
     def test_a_model_without_a_chat_template(self, client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(client.app.state.context.engine.tokenizer, "chat_template", None)  # type: ignore[attr-defined]
