@@ -1,0 +1,205 @@
+"""A vocabulary for libraries that think in characters: its tokens as texts, in a prefix tree and as columns.
+
+Tokens of byte-level tokenizers may begin or end within a character. One that ends within (`tail`) is held until the
+rest comes; one that begins within is only of use then.
+
+Characters beyond ASCII that a grammar doesn't name are all alike to it: they are looked up as one, `OTHER`, which keeps
+alphabets and trees small.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from guided import json_syntax
+from guided.vocabulary import Vocabulary
+
+__all__ = ["OTHER", "CharacterTokens", "Columns", "Node", "StringTokens", "TokenText", "cut"]
+
+OTHER = "\ue000"
+"""Stands for any character beyond ASCII that a grammar doesn't name (a private-use one: no text has it by accident)."""
+
+Ids = NDArray[np.int64]
+
+
+class TokenText(NamedTuple):
+    """A token that begins at a character."""
+
+    token: int
+    text: str
+    """Its whole characters."""
+    tail: bytes
+    """The first bytes of one more."""
+
+
+class Node:
+    """A node of a prefix tree: the tokens that end here, and where further characters lead."""
+
+    __slots__ = ("children", "tails", "tokens")
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.children: dict[str, Node] = {}
+        self.tails: dict[bytes, list[int]] = {}
+
+    def add(self, token: int, text: Iterable[str], tail: bytes = b"") -> None:
+        """Put a token into the tree below."""
+        node = self
+        for character in text:
+            if character not in node.children:
+                node.children[character] = Node()
+            node = node.children[character]
+        (node.tails.setdefault(tail, []) if tail else node.tokens).append(token)
+
+
+class Columns:
+    """Texts as columns of characters, the longest text first: column i holds the i-th characters of all that have one.
+
+    An automaton given as a table is run over all texts at once, one column a step.
+    """
+
+    def __init__(self, texts: list[str]) -> None:
+        self.order = np.array(sorted(range(len(texts)), key=lambda index: -len(texts[index])), dtype=np.int64)
+        """Positions in `texts`, in the order of `run`'s answer."""
+        ordered = [texts[index] for index in self.order]
+        self.alphabet = sorted({character for text in ordered for character in text})
+        number = {character: index for index, character in enumerate(self.alphabet)}
+        self._count = len(ordered)
+        self._columns: list[NDArray[np.int32]] = []
+        while ordered and len(ordered[0]) > len(self._columns):
+            at = len(self._columns)
+            column = []
+            for text in ordered:
+                if len(text) <= at:
+                    break
+                column.append(number[text[at]])
+            self._columns.append(np.array(column, dtype=np.int32))
+
+    def run(self, table: NDArray[np.int32], symbols: NDArray[np.int32], start: int) -> NDArray[np.int32]:
+        """The state after each text, in `order`.
+
+        Args:
+            table: int32 `[states, symbols]`, the next state; a state from which nothing leads on leads to itself.
+            symbols: int32 `[len(alphabet)]`, each character's column of `table`.
+        """
+        states = np.full(self._count, start, dtype=np.int32)
+        for column in self._columns:
+            states[: len(column)] = table[states[: len(column)], symbols[column]]
+        return states
+
+
+class CharacterTokens:
+    """The text tokens of a vocabulary, as characters."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.vocabulary = vocabulary
+        self.texts: list[TokenText] = []
+        self.continuing: list[int] = []
+        """Tokens that begin within a character."""
+        for token in vocabulary.text_token_ids:
+            content = vocabulary.token_bytes[token]
+            if 0x80 <= content[0] < 0xC0:
+                self.continuing.append(token)
+            elif (parts := cut(content)) is not None:
+                self.texts.append(TokenText(token, *parts))
+        self._trees: dict[frozenset[str], Node] = {}
+
+    def tree(self, named: frozenset[str]) -> Node:
+        """The prefix tree for a grammar that names the characters `named` beyond ASCII. The last few are kept."""
+        if named not in self._trees:
+            root = Node()
+            for token, text, tail in self.texts:
+                root.add(token, text if text.isascii() else symbols(text, named), tail)
+            while len(self._trees) >= 4:
+                del self._trees[next(iter(self._trees))]
+            self._trees[named] = root
+        return self._trees[named]
+
+    def prepare(self) -> None:
+        """Build what most grammars need, now rather than at the first of them."""
+        self.tree(frozenset())
+        _ = self.strings, self.columns
+
+    @cached_property
+    def columns(self) -> Columns:
+        """All of `texts`, as columns."""
+        return Columns([text for _, text, _ in self.texts])
+
+    @cached_property
+    def strings(self) -> StringTokens:
+        """The tokens that may follow within a JSON string."""
+        return StringTokens(self.texts)
+
+
+class StringTokens:
+    """Tokens by what they are within a JSON string: content of it, or content, the closing quote, and what follows.
+
+    Attributes (int64 arrays, one entry a token):
+        tokens: their ids.
+        lengths: how many characters each adds to the string; an escape is one, a character that is cut counts.
+        rests: what follows the quote, as a position in `rest_texts`; -1 where the string stays open.
+        plain: positions of those without an escape; `contents` holds their contents as columns.
+    """
+
+    def __init__(self, texts: list[TokenText]) -> None:
+        self.rest_texts = [""]
+        numbers = {"": 0}
+        rows: list[tuple[int, int, int]] = []
+        plain: list[tuple[int, str]] = []
+        self.tails: dict[int, bytes] = {}
+        """Position -> the first bytes of one more character."""
+        for token, text, tail in texts:
+            parts = _split(text)
+            if parts is None or (tail and parts[2] is not None):
+                continue
+            content, length, rest = parts
+            if rest is not None and rest not in numbers:
+                numbers[rest] = len(self.rest_texts)
+                self.rest_texts.append(rest)
+            if "\\" not in content:
+                plain.append((len(rows), content))
+            if tail:
+                self.tails[len(rows)] = tail
+            rows.append((token, length + bool(tail), -1 if rest is None else numbers[rest]))
+        table = np.array(rows, dtype=np.int64).reshape(-1, 3)
+        self.tokens, self.lengths, self.rests = (table[:, column].copy() for column in range(3))
+        self.contents = Columns([content for _, content in plain])
+        self.plain = np.array([position for position, _ in plain], dtype=np.int64)[self.contents.order]
+        self.longest = int(self.lengths.max(initial=0))
+
+
+def symbols(text: str, named: Collection[str]) -> str:
+    """`text` as a grammar sees it that names `named` beyond ASCII."""
+    return "".join(character if character < "\x80" or character in named else OTHER for character in text)
+
+
+def cut(content: bytes) -> tuple[str, bytes] | None:
+    """Whole characters, and the first bytes of one more; None where `content` is no UTF-8 even so."""
+    try:
+        return content.decode("utf-8"), b""
+    except UnicodeDecodeError as error:
+        if error.reason != "unexpected end of data":
+            return None
+        return content[: error.start].decode("utf-8"), content[error.start :]
+
+
+def _split(text: str) -> tuple[str, int, str | None] | None:
+    """(content, its length, what follows the closing quote or None where it stays open); None: no string has it."""
+    if '"' not in text and "\\" not in text and min(text, default=" ") >= " ":
+        return text, len(text), None
+    state: json_syntax.State | None = ("", "text")
+    length = 0
+    for index, character in enumerate(text):
+        assert state is not None
+        length += json_syntax.in_string(state) and character != '"'
+        state = json_syntax.step(state, character)
+        if state is None:
+            return None
+        if json_syntax.complete(state):
+            return text[:index], length, text[index + 1 :]
+    return text, length, None

@@ -1,0 +1,220 @@
+"""lm-format-enforcer's parsers as automata over characters: what follows a state, where it is final, its tokens.
+
+Three of them: `JsonAutomaton` drives `JsonSchemaParser` (and JSON's own syntax beside it), `RegexAutomaton` the machine
+that `RegexParser` builds, `ChoiceAutomaton` a prefix tree of the choices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from typing import Any, Protocol
+
+import numpy as np
+from interegular.fsm import anything_else
+from lmformatenforcer import CharacterLevelParserConfig, RegexParser
+from numpy.typing import NDArray
+
+from guided.backends.character_tokens import OTHER, CharacterTokens, Columns, Ids, Node
+from guided.errors import InvalidConstraint
+
+__all__ = ["Automaton", "ChoiceAutomaton", "Machine", "RegexAutomaton", "begins", "config", "tree_tokens"]
+
+
+class Automaton(Protocol):
+    """A constraint over characters. States are opaque and immutable."""
+
+    start: Any
+    named: frozenset[str]
+    """Characters beyond ASCII that it tells from others."""
+
+    def step(self, state: Any, character: str) -> Any | None:
+        """The state after `character` (any, or `OTHER`); None where it can't stand."""
+
+    def final(self, state: Any) -> bool:
+        """The text so far satisfies the constraint."""
+
+    def tokens(self, state: Any) -> Ids:
+        """Tokens that may follow, of those that begin at a character (in any order, repeated perhaps)."""
+
+    def following(self, state: Any) -> Iterable[str]:
+        """Characters that may follow."""
+
+    def key(self, state: Any) -> Hashable | None:
+        """Equal for states with the same tokens; None where that can't be told."""
+
+
+def config(named: Iterable[str] = ()) -> CharacterLevelParserConfig:
+    """The library's settings: what "any character" is, and no bounds that the schema doesn't set."""
+    alphabet = "".join(map(chr, [9, 10, 13, *range(32, 128)])) + OTHER + "".join(sorted(named))
+    return CharacterLevelParserConfig(
+        alphabet=alphabet, max_consecutive_whitespaces=12, force_json_field_order=False, max_json_array_length=0
+    )
+
+
+def begins(automaton: Automaton, state: Any, cut: bytes) -> bool:
+    """Whether a character that starts with the bytes `cut` may follow."""
+    named = [character for character in automaton.named if character.encode().startswith(cut)]
+    if any(automaton.step(state, character) is not None for character in named):
+        return True
+    width = 2 if cut[0] < 0xE0 else 3 if cut[0] < 0xF0 else 4
+    # E0, F0 and F4 are followed by fewer than 64 bytes each; naming all those characters is not worth telling apart.
+    return len(named) < 64 ** (width - len(cut)) and automaton.step(state, OTHER) is not None
+
+
+def tree_tokens(automaton: Automaton, state: Any, tree: Node) -> Iterator[int]:
+    """Tokens of `tree` that may follow `state`, by following both."""
+    pending = [(tree, state)]
+    while pending:
+        node, at = pending.pop()
+        yield from node.tokens
+        for tail, tokens in node.tails.items():
+            if begins(automaton, at, tail):
+                yield from tokens
+        if not node.children:
+            continue
+        for character in automaton.following(at):
+            child = node.children.get(character)
+            if child is not None and (after := automaton.step(at, character)) is not None:
+                pending.append((child, after))
+
+
+class ChoiceAutomaton:
+    """One of several texts. A state is a node of their prefix tree."""
+
+    def __init__(self, choices: Iterable[str], tokens: CharacterTokens) -> None:
+        self.start = Node()
+        for index, choice in enumerate(choices):
+            self.start.add(index, choice)
+        self.named = frozenset(character for choice in choices for character in choice if character >= "\x80")
+        self._tree = tokens.tree(self.named)
+
+    def step(self, state: Node, character: str) -> Node | None:
+        """See `Automaton`."""
+        return state.children.get(character)
+
+    def final(self, state: Node) -> bool:
+        """See `Automaton`."""
+        return bool(state.tokens)
+
+    def tokens(self, state: Node) -> Ids:
+        """See `Automaton`."""
+        return np.fromiter(tree_tokens(self, state, self._tree), dtype=np.int64)
+
+    def following(self, state: Node) -> Iterable[str]:
+        """See `Automaton`."""
+        return state.children
+
+    def key(self, state: Node) -> Hashable | None:
+        """See `Automaton`. Nodes are kept alive by the tree that they are in."""
+        return id(state)
+
+
+class Machine:
+    """A regex as a table, int32 `[states + 1, symbols]`. The last state is the dead one; what leads nowhere is dead.
+
+    Args:
+        pattern: in the common subset (`guided.regex`), a full match.
+        usable: which characters a text may hold at all.
+
+    Raises:
+        InvalidConstraint: it matches no text.
+    """
+
+    def __init__(self, pattern: str, usable: Callable[[str], bool] = lambda _: True) -> None:
+        self.parser = RegexParser(pattern, config())
+        self.fsm = self.parser.context.pattern
+        self._drop_dead_ends(usable)
+        states = {state: index for index, state in enumerate(self.fsm.map)}
+        self.dead = len(states)
+        self.table = np.full((len(states) + 1, 1 + max(self.fsm.alphabet.values(), default=0)), self.dead, np.int32)
+        for state, transitions in self.fsm.map.items():
+            for symbol, target in transitions.items():
+                self.table[states[state], symbol] = states[target]
+        self.start = states[self.fsm.initial]
+        self.numbers = states
+        self.finals = np.zeros(len(states) + 1, dtype=bool)
+        self.finals[[states[state] for state in self.fsm.finals if state in states]] = True
+        self.characters: frozenset[str] = frozenset(c for c in self.fsm.alphabet if c is not anything_else)
+
+    def symbol(self, character: str) -> int:
+        """The column of a character."""
+        known = character in self.characters and character != OTHER
+        return int(self.fsm.alphabet[character if known else anything_else])
+
+    def symbols(self, columns: Columns) -> NDArray[np.int32]:
+        """The columns of an alphabet."""
+        return np.array([self.symbol(character) for character in columns.alphabet], dtype=np.int32)
+
+    def _drop_dead_ends(self, usable: Callable[[str], bool]) -> None:
+        fsm = self.fsm
+        may = {
+            symbol: any(c is anything_else or usable(c) for c in characters)
+            for symbol, characters in fsm.alphabet.by_transition.items()
+        }
+        into: dict[Any, set[Any]] = {}
+        for state, transitions in fsm.map.items():
+            for symbol, target in transitions.items():
+                if may[symbol]:
+                    into.setdefault(target, set()).add(state)
+        live, pending = set(fsm.finals), list(fsm.finals)
+        while pending:
+            fresh = into.get(pending.pop(), set()) - live
+            live |= fresh
+            pending.extend(fresh)
+        if fsm.initial not in live:
+            raise InvalidConstraint("no text that can be generated matches the regex")
+        for state in [state for state in fsm.map if state not in live]:
+            del fsm.map[state]
+        for state in live:
+            transitions = fsm.map.setdefault(state, {})
+            for symbol in [symbol for symbol, target in transitions.items() if target not in live or not may[symbol]]:
+                del transitions[symbol]
+
+
+class RegexAutomaton:
+    """A regex. A state is a row of its machine's table."""
+
+    def __init__(self, pattern: str, tokens: CharacterTokens) -> None:
+        self._machine = Machine(pattern)
+        self.start = self._machine.start
+        self.named = frozenset(character for character in self._machine.characters if character >= "\x80")
+        self._columns = tokens.columns
+        self._symbols = self._machine.symbols(self._columns)
+        texts = [tokens.texts[index] for index in self._columns.order]
+        self._ids = np.array([token for token, _, _ in texts], dtype=np.int64)
+        self._whole = np.array([not tail for _, _, tail in texts], dtype=bool)
+        self._cut = [(index, tail) for index, (_, _, tail) in enumerate(texts) if tail]
+
+    def step(self, state: int, character: str) -> int | None:
+        """See `Automaton`."""
+        after = int(self._machine.table[state, self._machine.symbol(character)])
+        return None if after == self._machine.dead else after
+
+    def final(self, state: int) -> bool:
+        """See `Automaton`."""
+        return bool(self._machine.finals[state])
+
+    def tokens(self, state: int) -> Ids:
+        """See `Automaton`. All tokens at once, a column of characters a step."""
+        ends = self._columns.run(self._machine.table, self._symbols, state)
+        live = ends != self._machine.dead
+        allowed = [self._ids[live & self._whole]]
+        may: dict[tuple[int, bytes], bool] = {}
+        for index, tail in self._cut:
+            if live[index]:
+                at = int(ends[index]), tail
+                if at not in may:
+                    may[at] = begins(self, *at)
+                if may[at]:
+                    allowed.append(self._ids[index : index + 1])
+        return np.concatenate(allowed)
+
+    def following(self, state: int) -> Iterable[str]:
+        """See `Automaton`."""
+        for symbol in np.flatnonzero(self._machine.table[state] != self._machine.dead):
+            for character in self._machine.fsm.alphabet.by_transition[int(symbol)]:
+                yield OTHER if character is anything_else else character
+
+    def key(self, state: int) -> Hashable | None:
+        """See `Automaton`."""
+        return state

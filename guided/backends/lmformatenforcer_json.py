@@ -1,0 +1,306 @@
+"""lm-format-enforcer's `JsonSchemaParser` as an automaton, held to JSON's syntax.
+
+By itself the parser takes trailing commas, `1.e5`, raw tabs in strings and 1e-5 for an integer; `json_syntax` runs
+beside it and both have to agree. Within strings, where nearly every token may follow, tokens are not tried one by one.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Hashable, Iterable
+from typing import Any
+
+import numpy as np
+from lmformatenforcer import CharacterLevelParser, JsonSchemaParser, RegexParser
+from lmformatenforcer.characterlevelparser import ForceStopParser, SequenceParser, StringParser, UnionParser
+from lmformatenforcer.external.jsonschemaobject import JsonSchemaObject
+from lmformatenforcer.jsonschemaparser import (
+    ListParsingState,
+    NumberParsingState,
+    ObjectParsingStage,
+    ObjectParsingState,
+    StringParsingState,
+)
+
+from guided import json_syntax
+from guided.backends.character_tokens import OTHER, CharacterTokens, Ids
+from guided.backends.lmformatenforcer_automata import Machine, config, tree_tokens
+from guided.backends.lmformatenforcer_schema import Prepared
+
+__all__ = ["JsonAutomaton", "JsonState"]
+
+
+class JsonState:
+    """Where the schema's parser and JSON's syntax are."""
+
+    __slots__ = ("allowed", "parser", "syntax")
+
+    def __init__(self, parser: CharacterLevelParser, syntax: json_syntax.State) -> None:
+        self.parser = parser
+        self.syntax = syntax
+        self.allowed = frozenset(parser.get_allowed_characters())
+
+
+class JsonAutomaton:
+    """A JSON Schema.
+
+    Args:
+        prepared: the schema as the library can enforce it.
+        spaces: whitespace may stand between JSON tokens.
+    """
+
+    def __init__(self, prepared: Prepared, tokens: CharacterTokens, spaces: bool) -> None:
+        self._spaces = spaces
+        self._strings = tokens.strings
+        self._machines = {pattern: Machine(pattern, _may_stand_in_a_string) for pattern in prepared.patterns}
+        characters = frozenset().union(*prepared.literals, *(machine.characters for machine in self._machines.values()))
+        self.named = frozenset(character for character in characters if character >= "\x80")
+        self._symbols = {
+            pattern: machine.symbols(self._strings.contents) for pattern, machine in self._machines.items()
+        }
+        self._tree = tokens.tree(self.named)
+        self.start = JsonState(self._parser(prepared.schema), json_syntax.START)
+
+    def _parser(self, schema: dict[str, Any]) -> JsonSchemaParser:
+        settings = config(self.named)
+        context = JsonSchemaParser._Context()
+        context.model_class = JsonSchemaObject(**copy.deepcopy(schema))
+        context.alphabet_without_quotes = settings.alphabet.replace('"', "")
+        # The library's own cache is shared by all parsers of the process, and holds machines with dead ends.
+        context.regex_parser_cache = {}
+        for pattern, machine in self._machines.items():
+            machine.parser.config = settings
+            context.regex_parser_cache[pattern] = machine.parser
+        return JsonSchemaParser(context, settings)
+
+    def step(self, state: JsonState, character: str) -> JsonState | None:
+        """See `Automaton`."""
+        symbol = character if character < "\x80" or character in self.named else OTHER
+        if symbol not in state.allowed:
+            return None
+        syntax = json_syntax.step(state.syntax, character, self._spaces)
+        if syntax is None or (symbol in ".eE" and json_syntax.in_number(state.syntax) and _whole(state.parser, symbol)):
+            return None
+        after = JsonState(state.parser.add_character(symbol), syntax)
+        # The library may go on to a state in which it allows nothing: that is a wrong turn, not an answer.
+        return after if after.allowed or self.final(after) else None
+
+    def final(self, state: JsonState) -> bool:
+        """See `Automaton`."""
+        return json_syntax.complete(state.syntax) and bool(state.parser.can_end())
+
+    def following(self, state: JsonState) -> Iterable[str]:
+        """See `Automaton`."""
+        return [c for c in state.allowed if json_syntax.step(state.syntax, c, self._spaces) is not None]
+
+    def tokens(self, state: JsonState) -> Ids:
+        """See `Automaton`."""
+        options = _options(state.parser)
+        if len(options) > 1:
+            return np.concatenate([self.tokens(JsonState(option, state.syntax)) for option in options])
+        string = _open_string(state.parser) if json_syntax.in_string(state.syntax) else None
+        if string is not None:
+            return self._in_string(state, string)
+        return np.fromiter(tree_tokens(self, state, self._tree), dtype=np.int64)
+
+    def _in_string(self, state: JsonState, string: StringParsingState) -> Ids:
+        """Within a string that is free or follows a pattern: content tokens by length or by the pattern's table,
+        closing ones by what follows the quote."""
+        strings = self._strings
+        if string.regex_parser is None:
+            low, high = _room(string)
+            inside = (strings.rests < 0) & (strings.lengths <= high)
+            closing = (strings.rests >= 0) & (strings.lengths <= high) & (strings.lengths >= low)
+            return self._with_rests(
+                state, strings.tokens[inside], closing, "a" * low if low <= strings.longest else None
+            )
+        machine, symbols = self._machines[string.pattern], self._symbols[string.pattern]
+        ends = strings.contents.run(machine.table, symbols, machine.numbers[string.regex_parser.current_state])
+        live = ends != machine.dead
+        for index in np.flatnonzero(live):
+            tail = strings.tails.get(int(strings.plain[index]))
+            if tail is not None:
+                live[index] = self._may_continue(machine, int(ends[index]), tail)
+        inside = np.zeros(len(strings.tokens), dtype=bool)
+        inside[strings.plain[live]] = True
+        closing = np.zeros(len(strings.tokens), dtype=bool)
+        closing[strings.plain[machine.finals[ends]]] = True
+        inside &= strings.rests < 0
+        closing &= strings.rests >= 0
+        return self._with_rests(state, strings.tokens[inside], closing, self._content_to_final(machine, string))
+
+    def _with_rests(self, state: JsonState, inside: Ids, closing: Any, content: str | None) -> Ids:
+        """`inside`, and those of `closing` whose text behind the quote may stand; `content` leads to where it ends."""
+        strings = self._strings
+        after: JsonState | None = state if content is not None else None
+        for character in (content or "") + '"':
+            after = self.step(after, character) if after is not None else None
+        if after is None:
+            return inside
+        allowed = np.zeros(len(strings.rest_texts), dtype=bool)
+        for number in set(strings.rests[closing].tolist()):
+            allowed[number] = self._spells(after, strings.rest_texts[number])
+        closing = closing & np.where(strings.rests >= 0, allowed[strings.rests], False)
+        return np.concatenate([inside, strings.tokens[closing]])
+
+    def _spells(self, state: JsonState | None, text: str) -> bool:
+        for character in text:
+            if state is None:
+                return False
+            state = self.step(state, character)
+        return state is not None
+
+    def _may_continue(self, machine: Machine, state: int, cut: bytes) -> bool:
+        following = machine.table[state]
+        if any(c.encode().startswith(cut) and following[machine.symbol(c)] != machine.dead for c in self.named):
+            return True
+        return bool(following[machine.symbol(OTHER)] != machine.dead)
+
+    def _content_to_final(self, machine: Machine, string: StringParsingState) -> str | None:
+        """The shortest text from here to where the pattern is satisfied; None where it is longer than any token."""
+        start = machine.numbers[string.regex_parser.current_state]
+        seen, pending = {start}, [(start, "")]
+        for state, text in pending:
+            if machine.finals[state]:
+                return text
+            if len(text) >= self._strings.longest:
+                break
+            for symbol in np.flatnonzero(machine.table[state] != machine.dead):
+                after = int(machine.table[state, symbol])
+                if after not in seen:
+                    seen.add(after)
+                    pending.append((after, text + self._one_of(machine, int(symbol))))
+        return None
+
+    def _one_of(self, machine: Machine, symbol: int) -> str:
+        characters = [c for c in machine.fsm.alphabet.by_transition[symbol] if isinstance(c, str)]
+        usable = [c for c in characters if _may_stand_in_a_string(c)]
+        return (
+            usable[0]
+            if usable
+            else next(c for c in config().alphabet if machine.symbol(c) == symbol and c not in '"\\')
+        )
+
+    def key(self, state: JsonState) -> Hashable | None:
+        """See `Automaton`."""
+        key = _key(state.parser)
+        return None if key is None else (key, state.syntax)
+
+
+def _may_stand_in_a_string(character: str) -> bool:
+    return character >= " " and character not in '"\\'
+
+
+def _options(parser: CharacterLevelParser) -> list[CharacterLevelParser]:
+    """What a union is a union of: the tokens that may follow it are those that may follow any of them."""
+    if isinstance(parser, UnionParser):
+        return list(parser.parsers)
+    if (
+        isinstance(parser, JsonSchemaParser)
+        and parser.object_stack
+        and isinstance(parser.object_stack[-1], UnionParser)
+    ):
+        options = []
+        for option in parser.object_stack[-1].parsers:
+            stack = [*parser.object_stack[:-1], option]
+            split = JsonSchemaParser(parser.context, parser.config, stack, parser.num_consecutive_whitespaces)
+            split.last_parsed_string = parser.last_parsed_string
+            split.last_non_whitespace_character = parser.last_non_whitespace_character
+            options.append(split)
+        return options
+    return [parser]
+
+
+def _top(parser: CharacterLevelParser) -> Iterable[CharacterLevelParser]:
+    """The parsers that read the current value."""
+    if isinstance(parser, UnionParser):
+        for option in parser.parsers:
+            yield from _top(option)
+    elif isinstance(parser, JsonSchemaParser):
+        if parser.object_stack:
+            yield from _top(parser.object_stack[-1])
+    else:
+        yield parser
+
+
+def _whole(parser: CharacterLevelParser, symbol: str) -> bool:
+    """Only integers are being read that would take `symbol` (the library lets them have fractions and exponents)."""
+    takers = [top for top in _top(parser) if symbol in top.get_allowed_characters()]
+    return all(isinstance(top, NumberParsingState) and not top.allow_floating_point for top in takers)
+
+
+def _open_string(parser: CharacterLevelParser) -> StringParsingState | None:
+    """The string that is being read, if it is free or follows a pattern."""
+    if not isinstance(parser, JsonSchemaParser) or not parser.object_stack:
+        return None
+    top = parser.object_stack[-1]
+    if not isinstance(top, StringParsingState) or top.allowed_strings:
+        return None
+    return top if top.seen_opening_quote and not top.seen_closing_quote else None
+
+
+def _room(string: StringParsingState) -> tuple[int, int]:
+    """How many more characters the string needs, and may have."""
+    length = len(string.parsed_string)
+    high = np.iinfo(np.int64).max if string.max_length is None else string.max_length - length
+    return max(0, (string.min_length or 0) - length), high
+
+
+def _key(parser: CharacterLevelParser) -> Hashable | None:
+    """What decides which tokens may follow. Schema objects count by identity: whoever keeps a key keeps its parser."""
+    match parser:
+        case JsonSchemaParser():
+            stack = tuple(map(_key, parser.object_stack))
+            naming = any(
+                isinstance(item, ObjectParsingState)
+                and item.current_stage == ObjectParsingStage.PARSING_KEY_VALUE_SEPARATOR
+                for item in parser.object_stack
+            )
+            last = parser.last_parsed_string if naming else None
+            spaces = parser.num_consecutive_whitespaces
+            return None if None in stack else (stack, spaces, last, parser.last_non_whitespace_character == "[")
+        case UnionParser() | SequenceParser():
+            parts = tuple(map(_key, parser.parsers))
+            return None if None in parts else (type(parser).__name__, parts)
+        case ObjectParsingState():
+            if parser.is_dictionary:
+                keys: Hashable = None if parser.schema_object.required else ()
+            else:
+                keys = frozenset(parser.existing_keys)
+            return None if keys is None else ("object", id(parser.schema_object), parser.current_stage, keys)
+        case ListParsingState():
+            bounded = parser.min_items is not None or parser.max_items is not None
+            seen = parser.num_items_seen if bounded else min(1, parser.num_items_seen)
+            return ("list", id(parser.list_member_type), seen, parser.seen_list_opener, parser.seen_list_closer)
+        case StringParsingState():
+            return _string_key(parser)
+        case NumberParsingState():
+            text = parser.parsed_string
+            tail = text if len(text) <= 2 else ("long", text[-1])
+            seen = (
+                parser.seen_decimal_point,
+                parser.seen_exponent,
+                parser.seen_digit,
+                parser.seen_whitespace_after_digits,
+            )
+            return ("number", parser.allow_floating_point, tail, seen)
+        case RegexParser():
+            return ("regex", id(parser.context), parser.current_state)
+        case StringParser():
+            return ("text", parser.target_str)
+        case ForceStopParser():
+            return ("stop", parser.allow_whitespace)
+    return None
+
+
+def _string_key(string: StringParsingState) -> Hashable | None:
+    seen = (string.seen_opening_quote, string.seen_closing_quote, string.require_closing_quote)
+    if string.allowed_strings:
+        if len(string.allowed_strings) > 256:
+            return None
+        return ("enum", frozenset(string.allowed_strings), string.parsed_string, seen)
+    if string.regex_parser is not None:
+        return ("pattern", _key(string.regex_parser), seen)
+    bounded = string.min_length is not None or string.max_length is not None
+    length = len(string.parsed_string) if bounded else bool(string.parsed_string)
+    return ("string", string.min_length, string.max_length, length, seen)
