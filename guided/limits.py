@@ -84,34 +84,43 @@ class Limits:
         """For each open bracket, the largest product of repetitions inside it so far."""
         closed = 1
         """The same of the group that was closed right before."""
-        end = 0
+        end = -1
+        """Where that group ended."""
         for token in tokens:
-            parts = token.groupdict()
-            after = closed if token.start() == end else 1
-            closed, end = 1, token.end()
-            if parts.get("regex"):
-                self.check_regex(parts["regex"], param, pointer)
-            elif parts["bracket"] in ("(", "["):
-                repeated.append(1)
-                if len(repeated) - 1 > self.max_nesting:
-                    raise ConstraintTooLarge(
-                        f"brackets are nested deeper than {self.max_nesting} levels", param=param, pointer=pointer
-                    )
-            elif parts["bracket"] is not None:
-                if len(repeated) > 1:
-                    closed = repeated.pop()
-                repeated[-1] = max(repeated[-1], closed)
-            elif bounds := [number for name in ("least", "most", "from", "to") if (number := parts.get(name))]:
-                times = max(int(number) if len(number) < 10 else 10**9 for number in bounds)
-                product = max(times, 1) * after
+            kind = token.lastgroup
+            if kind is None:
+                continue
+            if kind == "regex":
+                self.check_regex(token["regex"], param, pointer)
+            elif kind == "bracket":
+                if token["bracket"] in "([":
+                    repeated.append(1)
+                    if len(repeated) - 1 > self.max_nesting:
+                        raise ConstraintTooLarge(
+                            f"brackets are nested deeper than {self.max_nesting} levels", param=param, pointer=pointer
+                        )
+                else:
+                    closed, end = (repeated.pop() if len(repeated) > 1 else 1), token.end()
+                    repeated[-1] = max(repeated[-1], closed)
+            else:
+                inner = closed if token.start() == end else 1
+                product = _bound(token) * inner
                 repeated[-1] = max(repeated[-1], product)
                 if product > self.max_repetition:
-                    what = f"the repetition {_short(token[0])}" if after == 1 else "nested repetitions, multiplied,"
-                    raise ConstraintTooLarge(
-                        f"{what} goes beyond the limit of {self.max_repetition}".replace(", goes", ", go"),
-                        param=param,
-                        pointer=pointer,
+                    what = (
+                        f"the repetition {_short(token[0])} goes"
+                        if inner == 1
+                        else "nested repetitions go, multiplied,"
                     )
+                    raise ConstraintTooLarge(
+                        f"{what} beyond the limit of {self.max_repetition}", param=param, pointer=pointer
+                    )
+
+
+def _bound(token: re.Match[str]) -> int:
+    """The largest number in a repetition, 1 at the least."""
+    numbers = [number for number in token.groups() if number and number.isdecimal()]
+    return max([1, *(int(number) if len(number) < 10 else 10**9 for number in numbers)])
 
 
 def _short(text: str) -> str:

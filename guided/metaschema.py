@@ -22,6 +22,9 @@ from guided.pointer import pointer
 __all__ = ["Dialect", "Fault"]
 
 
+_ANNOTATIONS = ("title", "description", "default", "format", "$comment")
+
+
 @dataclass(frozen=True, slots=True)
 class Fault:
     """Why a keyword's value is not valid, and where inside of it (a JSON pointer, empty for the value itself)."""
@@ -40,6 +43,8 @@ class Dialect:
     def __init__(self, validator: Any) -> None:
         self._validator = validator
         self._validators: dict[str, Any] = {}
+        self._types: set[str] = set()
+        """Names of types that were found valid."""
 
     @classmethod
     def of(cls, document: dict[str, Any]) -> Dialect:
@@ -60,7 +65,9 @@ class Dialect:
 
     def fault(self, keyword: str, value: Any) -> Fault | None:
         """What is wrong with `value` as the value of `keyword`; None where nothing is, or the keyword is unknown."""
-        if keyword not in self._keywords:
+        if keyword not in self._keywords or isinstance(value, self._enough.get(keyword, ())):
+            return None
+        if keyword == "type" and isinstance(value, str) and value in self._types:
             return None
         validator = self._validators.get(keyword)
         if validator is None:
@@ -68,8 +75,23 @@ class Dialect:
             validator = self._validators[keyword] = self._validator(self._keywords[keyword])
         error = best_match(validator.iter_errors(value))
         if error is None:
+            if keyword == "type" and isinstance(value, str):
+                self._types.add(value)
             return None
         return Fault(bounded(error.message), pointer(error.absolute_path))
+
+    @cached_property
+    def _enough(self) -> dict[str, type]:
+        """Keywords whose value only has to be a string or an object: most of a schema, told without a validator."""
+        enough: dict[str, type] = {}
+        for keyword, wrapped in self._keywords.items():
+            rule = wrapped["allOf"][0]
+            said = {name: value for name, value in rule.items() if name not in _ANNOTATIONS} if rule else {}
+            if said == {"type": "string"}:
+                enough[keyword] = str
+            elif said == {"type": "object"}:
+                enough[keyword] = dict
+        return enough
 
     @cached_property
     def _keywords(self) -> dict[str, Any]:
@@ -84,7 +106,7 @@ class Dialect:
                 if name in vocabulary:
                     surroundings[name] = _cut(vocabulary[name], is_schema)
             for keyword, rule in vocabulary.get("properties", {}).items():
-                found[keyword] = {**surroundings, "allOf": [_cut(rule, is_schema)]}
+                found[keyword] = {**surroundings, "allOf": [{} if rule is True else _cut(rule, is_schema)]}
         return found
 
 

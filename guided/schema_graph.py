@@ -142,13 +142,13 @@ class SchemaGraph:
             if any(id(child) in declaring for child in children):
                 marked.append(node)
         marked += _closure(conditions)
-        partial: set[int] = set()
+        partial: dict[int, Node] = {}
         while marked:
             node = marked.pop()
             if id(node) not in partial:
-                partial.add(id(node))
+                partial[id(node)] = node
                 marked += passed_on[id(node)]
-        return partial
+        return {id(node.schema) for node in partial.values()}
 
     def _declaring(self) -> set[int]:
         """`id`s of the subschemas that declare properties, themselves or through what they apply to the same value."""

@@ -1,0 +1,366 @@
+"""What is refused as a JSON Schema, with what pointer; what is not; and what may be closed."""
+
+from __future__ import annotations
+
+import copy
+import gzip
+import json
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import jsonschema
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from guided.errors import ConstraintTooLarge, InvalidConstraint
+from guided.json_schema import close_objects, parse, walk_keywords
+from guided.limits import DEFAULT_LIMITS, Limits
+
+DATA = Path(__file__).parents[3] / "shared" / "data" / "maskbench-dev.jsonl.gz"
+
+
+def check(schema: Any, limits: Limits = DEFAULT_LIMITS) -> dict[str, Any] | bool:
+    return parse(schema, limits, "json_schema")
+
+
+def refusal(schema: Any, limits: Limits = DEFAULT_LIMITS) -> InvalidConstraint:
+    with pytest.raises(InvalidConstraint) as caught:
+        check(schema, limits)
+    assert caught.value.param == "json_schema"
+    assert len(str(caught.value)) < 1000
+    return caught.value
+
+
+@pytest.mark.parametrize("schema", [{}, True, {"type": "object"}, '{"type": "string"}', "true", MappingProxyType({})])
+def test_objects_booleans_and_their_texts_are_schemas(schema: Any) -> None:
+    expected = json.loads(schema) if isinstance(schema, str) else schema
+    assert check(schema) == (dict(expected) if isinstance(expected, MappingProxyType) else expected)
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ("{", "not valid JSON"),
+        ("", "not valid JSON"),
+        ('"string"', "not a string"),
+        ("[]", "not an array"),
+        ("null", "not null"),
+        ("1", "not a number"),
+        (None, "not null"),
+        ([], "not an array"),
+        (3.5, "not a number"),
+        (False, "nothing matches"),
+        ('{"a": 1, "a": 2}', "'a' stands twice"),
+        ('{"minimum": NaN}', "NaN is not JSON"),
+        ('{"minimum": -Infinity}', "-Infinity is not JSON"),
+        ('{"minimum": 1e999}', "inf is not a JSON number"),
+        ('{"minimum": ' + "9" * 5000 + "}", "not valid JSON"),
+        ({"minimum": float("nan")}, "nan is not a JSON number"),
+        ({"enum": [{1, 2}]}, "set is not a JSON value"),
+        ({1: 2}, "key 1 is not a string"),
+        ({"title": "\x00"}, "NUL"),
+        ({"properties": {"a\x00": True}}, "NUL"),
+        ('{"title": "\\u0000"}', "NUL"),
+        ({"title": "\ud800"}, "lone surrogate"),
+        ('{"title": "\\ud800"}', "lone surrogate"),
+    ],
+)
+def test_what_is_no_json_document(schema: Any, message: str) -> None:
+    assert message in str(refusal(schema))
+
+
+@pytest.mark.parametrize(
+    ("schema", "pointer", "message"),
+    [
+        ({"properties": {"reason": {"type": "stsring"}}}, "/properties/reason/type", "did you mean 'string'?"),
+        ({"type": 1}, "/type", "'type'"),
+        ({"type": ["string", "strnig"]}, "/type/1", "strnig"),
+        ({"type": []}, "/type", "non-empty"),
+        ({"enum": []}, "/enum", "nothing matches"),
+        ({"required": "a"}, "/required", "array"),
+        ({"required": ["a", "a"]}, "/required", "'required'"),
+        ({"properties": []}, "/properties", "object"),
+        ({"properties": {"a": 1}}, "/properties/a", "not of type"),
+        ({"items": "no schema"}, "/items", "'items'"),
+        ({"items": [{}]}, "/items", "'items'"),  # a tuple is prefixItems since 2020-12
+        ({"prefixItems": {}}, "/prefixItems", "array"),
+        ({"minItems": -1}, "/minItems", "minimum"),
+        ({"minItems": 1.5}, "/minItems", "integer"),
+        ({"multipleOf": 0}, "/multipleOf", "0"),
+        ({"anyOf": []}, "/anyOf", "non-empty"),
+        ({"anyOf": [{"type": "x"}]}, "/anyOf/0/type", "'x'"),
+        ({"additionalProperties": {"items": {"maxLength": "1"}}}, "/additionalProperties/items/maxLength", "integer"),
+        ({"$defs": {"a/b~c": {"type": 0}}}, "/$defs/a~1b~0c/type", "0"),
+        ({"if": {"then": 1}}, "/if/then", "'then'"),
+        ({"not": {"exclusiveMinimum": True}}, "/not/exclusiveMinimum", "number"),
+        ({"pattern": 1}, "/pattern", "string"),
+        ({"minLength": 5, "maxLength": 3}, "/minLength", "greater than"),
+        ({"minItems": 5, "maxItems": 3}, "/minItems", "greater than"),
+        ({"items": {"minimum": 2, "maximum": 1.5}}, "/items/minimum", "greater than"),
+        ({"allOf": [True, False]}, "/allOf/1", "nothing matches"),
+    ],
+)
+def test_what_is_no_schema_says_where(schema: Any, pointer: str, message: str) -> None:
+    error = refusal(schema)
+    assert error.pointer == pointer
+    assert message in error.message
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$schema": "http://json-schema.org/draft-04/schema#", "minimum": 1, "exclusiveMinimum": True},
+        {"$schema": "http://json-schema.org/draft-07/schema#", "items": [{"type": "string"}]},
+        {"$schema": "http://json-schema.org/draft-06/schema", "contains": True},
+        {"$schema": "https://json-schema.org/draft/2019-09/schema", "items": [True], "$recursiveAnchor": True},
+        {"$schema": "http://json-schema.org/draft-03/schema#", "properties": {"a": {"required": True, "type": "any"}}},
+        {"$schema": "https://example.com/unknown", "prefixItems": [{}]},
+        {"enum": ["type", {"type": "nonsense"}], "default": {"$ref": "nowhere"}, "examples": [{"items": 1}]},
+        {"const": {"$ref": "http://example.com/", "properties": 1}},
+        {"properties": {"items": {}, "$ref": {}, "enum": {"type": "string"}, "not": True}},
+        {"x-unknown": {"type": "nonsense", "$ref": "nowhere"}},
+        {"type": "string", "maxLength": 10**9},
+        {"type": "array", "maxItems": 1_000_000},
+        {"type": "string", "pattern": "("},  # syntax is judged where it is compiled
+        {"not": {"minLength": 5, "maxLength": 3}},
+    ],
+)
+def test_what_is_a_schema(schema: Any) -> None:
+    before = copy.deepcopy(schema)
+    assert check(schema) == check(json.dumps(schema)) == before
+    assert schema == before
+
+
+def test_dialects_differ_in_what_they_allow() -> None:
+    tuple_items = {"items": [{}]}
+    check({"$schema": "http://json-schema.org/draft-07/schema#", **tuple_items})
+    assert refusal({"$schema": "https://json-schema.org/draft/2020-12/schema", **tuple_items}).pointer == "/items"
+    assert refusal({"$schema": "http://json-schema.org/draft-06/schema#", "contains": 1}).pointer == "/contains"
+    check({"$schema": "http://json-schema.org/draft-04/schema#", "contains": 1})  # which doesn't know the keyword
+
+
+@pytest.mark.parametrize(
+    ("schema", "pointer", "message"),
+    [
+        ({"$ref": "http://example.com/a.json"}, "/$ref", "nothing is fetched"),
+        ({"properties": {"a": {"$ref": "other.json#/b"}}}, "/properties/a/$ref", "nothing is fetched"),
+        ({"$ref": "file:///etc/passwd"}, "/$ref", "nothing is fetched"),
+        ({"$ref": "https://json-schema.org/draft/2020-12/schema"}, "/$ref", "nothing is fetched"),
+        ({"$ref": "#/$defs/a"}, "/$ref", "leads to nothing"),
+        ({"$ref": "#anchor"}, "/$ref", "leads to nothing"),
+        ({"$ref": "#/required/x", "required": []}, "/$ref", "leads to nothing"),
+        ({"$ref": "#/x"}, "/$ref", "leads to nothing"),
+        ({"$ref": "/$defs/Name", "$defs": {"Name": {}}}, "/$ref", "did you mean '#/$defs/Name'?"),
+        ({"$ref": "#/required", "required": ["a"]}, "/required", "not an array"),
+        ({"$ref": "#/x-other/a", "x-other": {"a": {"type": "nonsense"}}}, "/x-other/a/type", "nonsense"),
+        ({"$ref": "#"}, "", "never ends"),
+        ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}, None, "never ends"),
+        ({"anyOf": [{"type": "string"}, {"$ref": "#"}]}, None, "never ends"),
+        ({"$defs": {"a": {"allOf": [{"not": {"$ref": "#/$defs/a"}}]}}}, None, "never ends"),
+    ],
+)
+def test_references_that_lead_nowhere(schema: Any, pointer: str | None, message: str) -> None:
+    error = refusal(schema)
+    assert message in error.message
+    if pointer is not None:
+        assert error.pointer == pointer
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": {"next": {"$ref": "#"}}},
+        {"$ref": "#/$defs/a", "$defs": {"a": {"items": {"$ref": "#/$defs/a"}}}},
+        {"$ref": "#here", "$defs": {"a": {"$anchor": "here", "type": "string"}}},
+        {"$id": "https://example.com/root", "$ref": "a", "$defs": {"a": {"$id": "a", "type": "string"}}},
+        {"$id": "https://example.com/root", "$ref": "root#/$defs/a", "$defs": {"a": {}}},
+        {"$ref": "#/components/schemas/A~1b%25", "components": {"schemas": {"A/b%": {"type": "string"}}}},
+        {"$ref": "#/allOf/0", "allOf": [{"type": "string"}]},
+        {"allOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/a"}], "$defs": {"a": {}}},
+        {"$dynamicRef": "#node", "$defs": {"n": {"$dynamicAnchor": "node"}}},
+        {"$schema": "http://json-schema.org/draft-07/schema#", "$ref": "#x", "definitions": {"a": {"$id": "#x"}}},
+    ],
+)
+def test_references_that_lead_somewhere(schema: Any) -> None:
+    assert check(schema) == schema
+
+
+class TestSizes:
+    def test_nesting_of_text_is_found_before_it_is_parsed(self) -> None:
+        for text in ("[" * 100_000, '{"a":' * 100_000, '{"items":' * 65 + "{}" + "}" * 65):
+            assert "deeper than 64" in str(refusal(text))
+        check('{"title": "' + "[" * 1000 + '"}')
+        check('{"title": "\\"' + "[" * 1000 + '"}')
+
+    def test_nesting_of_objects_is_found_without_recursion(self) -> None:
+        schema: dict[str, Any] = {}
+        for _ in range(5000):
+            schema = {"items": schema}
+        assert "deeper than 64" in str(refusal(schema))
+        loop: dict[str, Any] = {}
+        loop["items"] = loop
+        assert "deeper than 64" in str(refusal(loop))
+
+    def test_as_deep_as_it_may_be(self) -> None:
+        for keyword in ("items", "not", "additionalProperties"):
+            schema: dict[str, Any] = {"type": "string"}
+            for _ in range(DEFAULT_LIMITS.max_nesting - 1):
+                schema = {keyword: schema}
+            check(schema)
+            refusal({keyword: schema})
+
+    def test_bytes(self) -> None:
+        small = Limits(max_constraint_bytes=1000)
+        assert isinstance(refusal({"title": "x" * 1000}, small), ConstraintTooLarge)
+        assert isinstance(refusal('{"title":"' + "x" * 1000 + '"}', small), ConstraintTooLarge)
+        shared: Any = []
+        for _ in range(40):  # 2**40 values, if one would visit them all
+            shared = [shared, shared]
+        assert isinstance(refusal({"enum": shared}), ConstraintTooLarge)
+
+    @pytest.mark.parametrize(
+        ("schema", "pointer"),
+        [
+            ({"properties": {"a": {"enum": list(range(10_001))}}}, "/properties/a/enum"),
+            ({"items": {"minLength": 10_001}}, "/items/minLength"),
+            ({"minItems": 10**30}, "/minItems"),
+            ({"pattern": "a{10001}"}, "/pattern"),
+            ({"patternProperties": {"a{10001}": {}}}, "/patternProperties/a{10001}"),
+            ({"pattern": "(" * 500}, "/pattern"),
+        ],
+    )
+    def test_counts(self, schema: Any, pointer: str) -> None:
+        error = refusal(schema)
+        assert isinstance(error, ConstraintTooLarge)
+        assert error.pointer == pointer
+
+
+class TestWalk:
+    def test_pointers_keywords_values_and_subschemas(self) -> None:
+        schema = {
+            "type": "object",
+            "properties": {"a/b": {"enum": [{"type": "x"}]}, "c": {"$ref": "#/$defs/d"}},
+            "$defs": {"d": {"minLength": 1}, "unused": {"maxLength": 2}},
+            "default": {"pattern": "x"},
+        }
+        visited = {pointer: value for pointer, _, value, _ in walk_keywords(schema)}
+        assert visited["/type"] == "object"
+        assert visited["/properties/a~1b/enum"] == [{"type": "x"}]
+        assert visited["/properties/c/$ref"] == "#/$defs/d"
+        assert visited["/$defs/d/minLength"] == 1
+        assert not any("unused" in pointer or pointer.startswith("/default/") for pointer in visited)
+        for pointer, keyword, value, subschema in walk_keywords(schema):
+            assert subschema[keyword] is value
+            assert pointer.endswith(f"/{keyword}")
+
+    def test_recursion_is_visited_once(self) -> None:
+        schema = {"properties": {"next": {"$ref": "#"}, "other": {"$ref": "#/properties/next"}}}
+        assert len(list(walk_keywords(schema))) == 3
+        assert list(walk_keywords(True)) == []
+
+
+class TestCloseObjects:
+    @pytest.mark.parametrize(
+        "schema",
+        [
+            {"properties": {"a": {"type": "object", "properties": {"b": {}}}}},
+            {"$ref": "#/$defs/a", "$defs": {"a": {"properties": {"x": {}}}}},
+            {"anyOf": [{"properties": {"a": {}}}, {"type": "string"}]},
+            {"allOf": [{"properties": {"a": {}}}]},
+            {"properties": {"a": {}, "b": {}}, "anyOf": [{"required": ["a"]}, {"required": ["b"]}]},
+        ],
+    )
+    def test_objects_that_declare_properties_are_closed(self, schema: Any) -> None:
+        closed = close_objects(schema)
+        assert closed != schema
+        validator = jsonschema.Draft202012Validator(closed)
+        assert not validator.is_valid({"a": 1, "unheard of": 1})
+
+    @pytest.mark.parametrize(
+        "schema",
+        [
+            {"type": "object"},
+            {"properties": {"a": {}}, "additionalProperties": True},
+            {"properties": {"a": {}}, "additionalProperties": {"type": "string"}},
+            {"properties": {"a": {}}, "unevaluatedProperties": False},
+            {"allOf": [{"properties": {"a": {}}}, {"properties": {"b": {}}}]},
+            {"properties": {"a": {}}, "allOf": [{"properties": {"b": {}}}]},
+            {"properties": {"a": {}}, "anyOf": [{"properties": {"b": {}}}, {"properties": {"c": {}}}]},
+            {"properties": {"a": {}}, "$ref": "#/$defs/b", "$defs": {"b": {"properties": {"b": {}}}}},
+            {"if": {"properties": {"a": {"properties": {"b": {}}}}}, "then": {"properties": {"c": {}}}},
+            {"not": {"properties": {"a": {}}}},
+            True,
+        ],
+    )
+    def test_parts_of_descriptions_are_left_open(self, schema: Any) -> None:
+        assert close_objects(schema) == schema
+
+    def test_what_both_parts_of_an_all_of_declare_stays_allowed(self) -> None:
+        schema = {
+            "allOf": [{"$ref": "#/$defs/a"}, {"properties": {"b": {}}}],
+            "$defs": {"a": {"properties": {"a": {}}}},
+        }
+        assert jsonschema.Draft202012Validator(close_objects(schema)).is_valid({"a": 1, "b": 2})
+
+    def test_the_callers_schema_is_not_touched(self) -> None:
+        schema = {"properties": {"a": {}}}
+        close_objects(schema)
+        assert schema == {"properties": {"a": {}}}
+
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-5, 5) | st.text("ab#/$~", max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("ab", max_size=2), inner, max_size=3),
+    max_leaves=8,
+)
+_KEYWORDS = st.sampled_from(
+    [
+        *(
+            "type",
+            "properties",
+            "items",
+            "anyOf",
+            "allOf",
+            "$ref",
+            "required",
+            "enum",
+            "const",
+            "pattern",
+            "$defs",
+            "not",
+        ),
+        *("minLength", "maxLength", "dependencies", "if", "then", "prefixItems", "$id", "$anchor", "$schema", "id"),
+    ]
+)
+_SCHEMAS = st.recursive(
+    _JSON,
+    lambda inner: st.dictionaries(_KEYWORDS, inner | st.lists(inner, max_size=2) | st.dictionaries(_KEYWORDS, inner)),
+    max_leaves=12,
+)
+
+
+@given(_SCHEMAS)
+def test_anything_is_accepted_or_refused_and_nothing_else(schema: Any) -> None:
+    try:
+        document = check(schema)
+    except InvalidConstraint:
+        return
+    list(walk_keywords(document))
+    if isinstance(close_objects(document), dict):
+        check(close_objects(document))
+
+
+@pytest.mark.skipif(not DATA.exists(), reason="shared/data is not here")
+def test_of_real_schemas_only_the_one_with_a_remote_reference_is_refused() -> None:
+    refused = []
+    with gzip.open(DATA) as lines:
+        entries = [json.loads(line) for line in lines]
+    for entry in entries:
+        try:
+            check(entry["schema"])
+        except InvalidConstraint as error:
+            refused.append((entry["id"], error.pointer))
+    assert len(entries) == 1125
+    assert refused == [("JsonSchemaStore---swagger-2.0", "/definitions/schema/properties/title/$ref")]
