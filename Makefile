@@ -13,7 +13,7 @@ ARGS ?=
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: serve test lint bench install install-dev clean help
+.PHONY: serve test lint bench install install-dev constraints clean help
 .DEFAULT_GOAL := help
 
 help:  ## Say what there is
@@ -37,6 +37,10 @@ bench: $(VENV)/.installed-dev  ## Memory and tokens/s of the default server (res
 install: $(VENV)/.installed  ## What `guided serve` needs, into .venv
 
 install-dev: $(VENV)/.installed-dev  ## What the tests need too, into .venv
+
+constraints: $(VENV)/.installed-dev  ## Pin what .venv holds now: after a deliberate upgrade, once the tests pass
+	{ sed '/^[^#]/d' constraints.txt; $(PIP) freeze --all --exclude pip --exclude wheel --exclude guided --exclude-editable \
+	  | sed '/^[#-]/d; / @ /d; s/+[a-z0-9.]*$$//'; } > $(VENV)/pins && mv $(VENV)/pins constraints.txt
 
 clean:  ## Remove .venv
 	rm -rf $(VENV)
