@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface
 
 __all__ = ["ATTENTION", "KVStore", "PagedContext", "UnsupportedModelError", "register"]
 
@@ -170,6 +170,9 @@ def _decode(
 
 
 def register() -> None:
-    """Make `ATTENTION` known to transformers, with no mask of its own. Idempotent."""
+    """Make `ATTENTION` known to transformers. Idempotent.
+
+    It gets no entry in `AttentionMaskInterface`: for an implementation without one transformers makes no mask at all,
+    and saves itself the search for packed sequences in the positions, which costs as much as a layer's attention.
+    """
     AttentionInterface.register(ATTENTION, paged_attention)
-    AttentionMaskInterface.register(ATTENTION, lambda *args, **kwargs: None)
