@@ -46,6 +46,15 @@ def parse(schema: Mapping[str, Any] | bool | str, limits: Limits, param: str) ->
             something outside the document or to nothing, an endless `$ref` loop, or nothing could ever match.
         ConstraintTooLarge: over one of `limits`.
     """
+    try:
+        return _parse(schema, limits, param)
+    except InvalidConstraint as error:
+        if error.pointer is not None:
+            error.pointer = bounded(error.pointer)
+        raise
+
+
+def _parse(schema: Mapping[str, Any] | bool | str, limits: Limits, param: str) -> dict[str, Any] | bool:
     document = _loads(schema, limits, param) if isinstance(schema, str) else schema
     if isinstance(document, Mapping) and not isinstance(document, dict):
         document = dict(document)
@@ -180,9 +189,8 @@ def _check_string(text: str, pointer: str, param: str) -> None:
 
 
 def _too_deep(limits: Limits, param: str, pointer: str | None) -> ConstraintTooLarge:
-    where = None if pointer is None else bounded(pointer)
     return ConstraintTooLarge(
-        f"the JSON schema is nested deeper than {limits.max_nesting} levels", param=param, pointer=where
+        f"the JSON schema is nested deeper than {limits.max_nesting} levels", param=param, pointer=pointer
     )
 
 

@@ -1,0 +1,221 @@
+"""Constraints: canonical, equal where they are equal, and refused before anything native sees them."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import pickle
+import random
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from guided.constraint import Constraint
+from guided.errors import ConstraintTooLarge, InvalidConstraint
+from guided.limits import DEFAULT_LIMITS, Limits
+
+HOSTILE = Path(__file__).parents[3] / "shared" / "data" / "hostile-inputs.json"
+
+
+class TestCanonical:
+    def test_equal_constraints_have_equal_keys_in_every_process(self) -> None:
+        schema = {"type": "object", "properties": {"b": {}, "a": {"const": "é"}}}
+        one = Constraint.json_schema(schema)
+        other = Constraint.json_schema(json.dumps(schema, indent=3))
+        assert one == other
+        assert one.key == other.key == pickle.loads(pickle.dumps(one)).key
+        assert hash(one) == hash(other)
+        assert len(one.key) == 32
+
+    def test_the_order_of_properties_is_part_of_the_constraint(self) -> None:
+        one = Constraint.json_schema({"properties": {"a": {}, "b": {}}})
+        assert one.key != Constraint.json_schema({"properties": {"b": {}, "a": {}}}).key
+
+    def test_all_that_differs_has_different_keys(self) -> None:
+        constraints = [
+            Constraint.json_schema({"type": "object"}),
+            Constraint.json_schema({"type": "object"}, whitespace=""),
+            Constraint.json_schema({"type": "object"}, whitespace="[ ]?"),
+            Constraint.json_schema({"type": "object", "properties": {"a": {}}}),
+            Constraint.json_schema({"type": "object", "properties": {"a": {}}}, additional_properties=False),
+            Constraint.json_object(),
+            Constraint.json_object(whitespace=""),
+            Constraint.regex("a"),
+            Constraint.grammar("a"),
+            Constraint.choice(["a"]),
+            Constraint.choice(["a", "b"]),
+            Constraint.choice(["b", "a"]),
+        ]
+        assert len({constraint.key for constraint in constraints}) == len(set(constraints)) == len(constraints)
+
+    def test_choices_come_back_once_each_and_in_order(self) -> None:
+        options = ["b", "a", "b", 'quo"te\\', "é\n"]
+        assert Constraint.choice(options).choices == ["b", "a", 'quo"te\\', "é\n"]
+
+    def test_additional_properties(self) -> None:
+        schema = {"properties": {"a": {}}}
+        closed = json.loads(Constraint.json_schema(schema, additional_properties=False).source)
+        assert closed["additionalProperties"] is False
+        assert "additionalProperties" not in json.loads(Constraint.json_schema(schema).source)
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("pattern", "message"),
+        [
+            ("", "empty"),
+            ("a\x00b", "NUL"),
+            ("\ud800", "not valid Unicode"),
+            (None, "must be a string, not NoneType"),
+            (b"a", "must be a string, not bytes"),
+            ("a{10001}", "limit of 10000"),
+            ("(" * 65, "nested deeper than 64"),
+        ],
+    )
+    def test_regexes(self, pattern: Any, message: str) -> None:
+        with pytest.raises(InvalidConstraint, match=message) as caught:
+            Constraint.regex(pattern, param="guided_regex")
+        assert caught.value.param == "guided_regex"
+
+    @pytest.mark.parametrize("text", ["", " \n\t ", "root ::= \x00", "root ::= " + "(" * 30_000, 7])
+    def test_grammars(self, text: Any) -> None:
+        with pytest.raises(InvalidConstraint) as caught:
+            Constraint.grammar(text)
+        assert caught.value.param == "grammar"
+
+    @pytest.mark.parametrize(
+        ("choices", "pointer"),
+        [
+            ([], None),
+            ("yes", None),
+            ({"a": 1}, None),
+            (None, None),
+            ([""], "/0"),
+            (["a", 1], "/1"),
+            (["a", None], "/1"),
+            (["a", "b\x00"], "/1"),
+            (["\ud800"], "/0"),
+        ],
+    )
+    def test_choices(self, choices: Any, pointer: str | None) -> None:
+        with pytest.raises(InvalidConstraint) as caught:
+            Constraint.choice(choices)
+        assert (caught.value.param, caught.value.pointer) == ("choice", pointer)
+
+    @pytest.mark.parametrize("whitespace", ["a{10001}", "\x00", "(" * 100, 3])
+    def test_whitespace_patterns(self, whitespace: Any) -> None:
+        for make in (functools.partial(Constraint.json_schema, {}), Constraint.json_object):
+            with pytest.raises(InvalidConstraint):
+                make(whitespace=whitespace)
+
+    def test_sizes(self) -> None:
+        small = Limits(max_constraint_bytes=20, max_choices=3)
+        for make in (
+            lambda: Constraint.regex("é" * 11, limits=small),
+            lambda: Constraint.grammar("x" * 21, limits=small),
+            lambda: Constraint.choice(["abcdefgh", "ijklmnop"], limits=small),
+            lambda: Constraint.choice(list("abcd"), limits=small),
+            lambda: Constraint.json_schema({"title": "x" * 30}, limits=small),
+        ):
+            with pytest.raises(ConstraintTooLarge, match="limit"):
+                make()
+        Constraint.regex("é" * 10, limits=small)
+
+    def test_what_is_echoed_is_bounded(self) -> None:
+        with pytest.raises(InvalidConstraint) as caught:
+            Constraint.json_schema({"properties": {"k" * 100_000: {"type": "t" * 100_000}}})
+        assert len(caught.value.message) < 1000
+
+
+# ---- inputs that killed, hung or fooled servers ----------------------------------------------------------------------
+
+AT_ADMISSION = frozenset(
+    [
+        "vllm-cve-2025-48942",
+        "vllm-57725-ref-self-cycle",
+        "xgr-774-ref-2",
+        "xgr-774-ref-3",
+        "allof-true-false",
+        "enum-empty",
+        "type-empty-list",
+        "type-int",
+        "minlen-gt-maxlen",
+        "xgr-suite-schema-0",
+        "xgr-suite-schema-3",
+        "xgr-suite-schema-4",
+        "xgr-suite-schema-6",
+        "xgr-suite-schema-13",
+        "vllm-54003-nested-oneof",
+        "llamacpp-25283-deep-object",
+        "llamacpp-25308-deep-pattern",
+        "pyjsonschema-1538-regex-format",
+        "xgr-nul-in-pattern",
+        "vllm-15210-nul-range",
+        "xgr-850-inner-nul",
+        "huge-repeat",
+        "huge-repeat-literal",
+        "regex-lone-surrogate",
+        "deep-group-regex",
+        "xgr-cve-2026-25048-30k-parens",
+        "grammar-blank",
+        "xgr-648-substring-rules",
+        "vllm-20195-empty",
+        "choice-empty-string",
+        "choice-nonstring",
+        "choice-not-list",
+    ]
+)
+"""What is refused here. All others go to a backend's compilation, in a process that may be killed."""
+
+
+def hostile() -> list[dict[str, Any]]:
+    if not HOSTILE.exists():
+        return []
+    entries: list[dict[str, Any]] = json.loads(HOSTILE.read_text())["entries"]
+    return [entry for entry in entries if entry["scope"] == "spec"]
+
+
+def payload(entry: dict[str, Any]) -> Any:
+    if "generator_py" not in entry:
+        return entry["payload"]
+    modules: dict[str, ModuleType] = {"functools": functools, "itertools": itertools, "json": json, "random": random}
+    return eval(entry["generator_py"], {**modules})
+
+
+def admit(entry: dict[str, Any]) -> Constraint:
+    make = {
+        "json_schema": Constraint.json_schema,
+        "regex": Constraint.regex,
+        "grammar": Constraint.grammar,
+        "choice": Constraint.choice,
+    }
+    return make[entry["kind"]](payload(entry))  # type: ignore[operator,no-any-return]
+
+
+@pytest.mark.skipif(not HOSTILE.exists(), reason="shared/data is not here")
+class TestHostileInputs:
+    @pytest.mark.timeout(30)
+    @pytest.mark.parametrize("entry", hostile(), ids=lambda entry: str(entry["id"]))
+    def test_it_is_decided_at_once(self, entry: dict[str, Any]) -> None:
+        if entry["id"] in AT_ADMISSION:
+            with pytest.raises(InvalidConstraint) as caught:
+                admit(entry)
+            assert len(str(caught.value)) < 1000
+            assert "\x00" not in str(caught.value)
+            str(caught.value).encode()
+        else:
+            assert len(admit(entry).source.encode()) <= DEFAULT_LIMITS.max_constraint_bytes
+
+    def test_nothing_is_refused_here_that_should_be_accepted(self) -> None:
+        wrong = [
+            entry["id"]
+            for entry in hostile()
+            if entry["id"] in AT_ADMISSION and entry["expected"] == "accept" and not entry["bounded"]
+        ]
+        assert wrong == []
+
+    def test_the_list_is_about_inputs_that_exist(self) -> None:
+        assert {entry["id"] for entry in hostile()} >= AT_ADMISSION
