@@ -32,16 +32,31 @@ _ENVIRONMENT = {
 _log = logging.getLogger(__name__)
 
 
+# Waits for the end of its input, that is, of the process that holds the other end. Then ends those of Ray's processes
+# that have their logs in the directory (its agents otherwise wait for as long as the GCS may be gone: a day), and
+# removes it; several times, because what is going down may still write.
+_JANITOR = r"""
+read -r _
+for pause in 0 1 3 5; do
+    sleep "$pause"
+    for process in /proc/[0-9]*; do
+        case "$(cat "$process/comm" 2>/dev/null)" in
+        ray::*) ls -l "$process/fd" 2>/dev/null | grep -qF -- "$1/" && kill -9 "${process#/proc/}" ;;
+        esac
+    done
+    rm -rf -- "$1"
+done
+"""
+
+
 class ScratchDirectory:
     """A short, private (0700) directory that is gone when this process is, killed or not."""
 
     def __init__(self) -> None:
         self.path = tempfile.mkdtemp(prefix="guided-")
-        # A shell that waits for the end of its input: it survives this process, and costs next to nothing. Twice,
-        # because a cluster that is going down may still write.
-        script = 'read -r _; for wait in 0 1 3 5; do sleep "$wait"; rm -rf -- "$1"; done'
+        # A shell: it survives this process, and costs next to nothing.
         self._janitor = subprocess.Popen(
-            ["/bin/sh", "-c", script, "guided-janitor", self.path],
+            ["/bin/sh", "-c", _JANITOR, "guided-janitor", self.path],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

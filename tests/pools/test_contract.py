@@ -191,12 +191,12 @@ def test_what_cant_be_compiled_says_so(
 
 
 def test_the_next_backend_is_tried_where_the_first_refuses(host: Host) -> None:
-    refused = Constraint.json_schema({"not": {"type": "string"}})
-    with pytest.raises(UnsupportedConstraint):
-        host.compile(refused)
-    constraint = Constraint.json_schema({"type": "integer"})
-    assert host.compile(constraint, ("llguidance", "outlines")).backend == "llguidance"
-    assert host.compile(constraint, ("outlines", "llguidance")).backend == "outlines"
+    constraint = Constraint.json_schema({"type": "object", "properties": {"a": {"type": "null"}}, "minProperties": 1})
+    with pytest.raises(UnsupportedConstraint, match="minProperties"):
+        host.compile(constraint, ("llguidance", "outlines"))
+    grammar = host.compile(constraint, ("llguidance", "outlines", "xgrammar"))
+    assert grammar.backend == "xgrammar"
+    assert "{" in host.mask(host.open(grammar), 0)
 
 
 def test_a_sequence_that_was_never_opened_has_no_mask(host: Host) -> None:

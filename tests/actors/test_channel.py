@@ -1,0 +1,124 @@
+"""The step channel: one connection an incarnation, never blocking, never replayed."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import zmq
+from thread_actor import Wire
+
+from actors.channel import Channel, Transport, connect
+from guided.errors import InternalError
+
+
+def received(socket: zmq.Socket[bytes]) -> bytes:
+    assert socket.poll(10_000)
+    return socket.recv()
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["ipc", "tcp"])
+def test_messages_go_both_ways(transport: Transport, shared: bool) -> None:
+    wire = Wire(transport, shared=shared)
+    assert wire.channel.receive() is None
+    assert wire.channel.send(b"there")
+    assert received(wire.socket) == b"there"
+    wire.socket.send(b"and back")
+    assert received(wire.channel.socket) == b"and back"
+    wire.close()
+    wire.link.close()
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["ipc", "tcp"])
+def test_the_end_of_the_other_side_is_noticed_and_nothing_blocks(transport: Transport, shared: bool) -> None:
+    wire = Wire(transport, shared=shared)
+    assert not wire.channel.is_disconnected()
+    wire.close()
+    assert wire.channel.monitor.poll(10_000)
+    assert wire.channel.is_disconnected()
+    assert not wire.channel.send(b"to nobody")
+    wire.link.close()
+    wire.link.close()
+
+
+def test_a_peer_that_doesnt_read_is_noticed_and_not_waited_for(transport: Transport) -> None:
+    wire = Wire(transport)
+    sent = 0
+    while wire.channel.send(b"x" * 10_000):
+        sent += 1
+        assert sent < 100_000
+    wire.close()
+    wire.link.close()
+
+
+def test_a_replacement_gets_nothing_that_was_meant_for_its_predecessor(transport: Transport) -> None:
+    first = Wire(transport)
+    for _ in range(10):
+        assert first.channel.send(b"for the first")
+    first.close()
+    second = Wire(transport)
+    assert second.channel.address != first.channel.address
+    assert second.channel.send(b"for the second")
+    assert received(second.socket) == b"for the second"
+    assert not second.socket.poll(50)
+    for wire in (first, second):
+        wire.link.close()
+    second.close()
+
+
+def test_a_connected_socket_has_no_file_that_another_could_connect_to(transport: Transport) -> None:
+    wire = Wire(transport)
+    assert not Path(wire.channel.address.endpoint.removeprefix("ipc://")).exists()
+    wire.close()
+    wire.link.close()
+
+
+def test_a_channel_nobody_connects_to(transport: Transport) -> None:
+    channel = transport.ipc()
+    assert not channel.wait_connected(0.05)
+    assert not channel.send(b"x")
+    channel.close()
+
+
+def _knocks(channel: Channel, public: bytes, secret: bytes) -> bool:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    socket = context.socket(zmq.PAIR)
+    socket.linger = 0
+    socket.curve_serverkey = channel.address.server_key
+    socket.curve_publickey, socket.curve_secretkey = public, secret
+    socket.connect(channel.address.endpoint)
+    let_in = channel.wait_connected(0.3)
+    socket.close()
+    context.term()
+    return let_in
+
+
+def test_tcp_lets_in_only_the_client_whose_key_was_handed_out(transport: Transport) -> None:
+    channel = transport.tcp()
+    stranger = zmq.curve_keypair()
+    assert not _knocks(channel, *stranger)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    socket = connect(context, channel.address)
+    assert channel.wait_connected(10)
+    socket.close()
+    context.term()
+    channel.close()
+    other = transport.tcp()
+    assert not _knocks(other, channel.address.client_key, channel.address.client_secret)  # its channel is over
+    other.close()
+
+
+def test_keys_are_not_printed(transport: Transport) -> None:
+    channel = transport.tcp()
+    assert str(channel.address.client_secret) not in repr(channel.address)
+    channel.close()
+
+
+def test_a_path_that_doesnt_fit_a_socket_address_is_refused(tmp_path: Path) -> None:
+    transport = Transport(str(tmp_path / ("d" * 100)), "127.0.0.1")
+    with pytest.raises(InternalError, match="107"):
+        transport.ipc()
+    started = time.monotonic()
+    transport.close()
+    assert time.monotonic() - started < 60
