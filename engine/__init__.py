@@ -1,1 +1,43 @@
+"""engine: a vLLM-style engine that hosts guided decoding, on transformers' modeling code.
 
+Names are imported when they are first used, so that `guided --help` doesn't wait for torch and transformers.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from engine.async_llm import AsyncLLM
+    from engine.config import EngineConfig
+    from engine.llm import LLM
+    from engine.llm_engine import LLMEngine
+    from engine.outputs import CompletionOutput, RequestOutput
+    from engine.sampling_params import SamplingParams
+
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "CompletionOutput",
+    "EngineConfig",
+    "LLMEngine",
+    "RequestOutput",
+    "SamplingParams",
+]
+
+_HOMES = {
+    "LLM": "llm",
+    "AsyncLLM": "async_llm",
+    "CompletionOutput": "outputs",
+    "EngineConfig": "config",
+    "LLMEngine": "llm_engine",
+    "RequestOutput": "outputs",
+    "SamplingParams": "sampling_params",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"engine.{_HOMES[name]}"), name)

@@ -135,3 +135,11 @@ def test_half_precision_runs(pair: Pair) -> None:
     )
     assert agree >= 3
     assert all(output.outputs[0].finish_reason in ("length", "stop") for output in found)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_on_cuda(pair: Pair) -> None:
+    many = prompts(6)
+    on_gpu = prepare_model(copy.deepcopy(pair.reference).cuda(), pair.loaded.tokenizer)
+    found = LLM(on_gpu, config=EngineConfig(block_size=8, num_blocks=400)).generate(many, greedy(), use_tqdm=False)
+    check(pair, many, [[one.token_ids for one in output.outputs] for output in found])

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+import engine
 from engine.config import EngineConfig
 from engine.llm import LLM
 from engine.model_loader import LoadedModel
@@ -74,3 +75,9 @@ def test_a_pool_is_handed_in_or_made(tiny_model: LoadedModel) -> None:
         LLM(tiny_model, "elsewhere")  # type: ignore[arg-type]
     with LLM(tiny_model) as made:
         assert made.pool.status().name == "inline"
+
+
+def test_the_package_exports_what_it_says() -> None:
+    assert all(getattr(engine, name).__name__ == name for name in engine.__all__)
+    with pytest.raises(AttributeError, match="Nothing"):
+        engine.Nothing  # noqa: B018
