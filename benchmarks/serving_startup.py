@@ -127,8 +127,8 @@ def throughput(url: str, concurrencies: list[int], repeat: int, seconds: float) 
     rows = []
     for concurrency in concurrencies:
         runs: dict[str, list[float]] = {way: [] for way in WAYS}
-        for way, fields in WAYS.items():  # compile, warm up
-            asyncio.run(tokens_per_second(url, concurrency, fields, 0.0))
+        for fields in WAYS.values():  # compile, warm up
+            asyncio.run(tokens_per_second(url, concurrency, fields, 0.5))
         for _ in range(repeat):
             for way, fields in WAYS.items():
                 runs[way].append(asyncio.run(tokens_per_second(url, concurrency, fields, seconds)))

@@ -1,7 +1,7 @@
 """GET /metrics, for Prometheus. Requests' own figures are observed here; the engine's are read when they are asked for.
 
 Names follow vLLM's habits (`time_to_first_token_seconds`, `num_requests_running`, ...) with the prefix `guided_`;
-`docs/server.md` lists them.
+`docs/http.md` lists them.
 """
 
 from __future__ import annotations
