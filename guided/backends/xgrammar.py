@@ -23,7 +23,7 @@ import xgrammar
 from numpy.typing import NDArray
 
 from guided import regex
-from guided.backends.xgrammar_schema import lower
+from guided.backends.xgrammar_schema import Lowered, lower
 from guided.bitmask import pack
 from guided.constraint import KINDS, Constraint, ConstraintKind
 from guided.errors import BackendError, InvalidConstraint, TokenRejected, UnsupportedConstraint, bounded
@@ -35,9 +35,14 @@ __all__ = ["XGrammarBackend"]
 _FORBIDDEN_SECOND = {0xE0: (0x80, 0x9F), 0xED: (0xA0, 0xBF), 0xF0: (0x80, 0x8F)}
 """First byte of a character -> second bytes (first, last) that UTF-8 does not have after it (RFC 3629, section 4)."""
 _NOT_UTF8 = re.compile(rb"\xe0[\x80-\x9f]|\xed[\xa0-\xbf]|\xf0[\x80-\x8f]")
-_ESCAPE_RULE = re.compile(r"^basic_escape ::= .*$", re.MULTILINE)
-_PLAIN_ESCAPE = r"basic_escape ::= (([\"\\bfnrt]))"
-"""Escapes in strings without `\\u0061` and `\\/`: letters that have another spelling."""
+_ESCAPES = re.compile(r"^basic_escape ::= .*$", re.MULTILINE)
+"""The rule for what follows a backslash ..."""
+_PLAIN_ESCAPES = r"basic_escape ::= ([\"\\bfnrt])"
+"""... and without `u0061` and `/`: letters that have another spelling."""
+_CHARACTERS = re.compile(r' ::= \(\(\[\^\\"\\\\\\r\\n\]\)\)$', re.MULTILINE)
+"""The rules for one character of a string with a length ..."""
+_ONE_CHARACTER = r' ::= ([^\0-\x1f\"\\]) | ("\\" [\"\\bfnrt])'
+"""... as JSON has them."""
 _SOURCE_LINE = re.compile(r"^\[[\d:]+\] \S+?:\d+: ")
 
 
@@ -79,10 +84,9 @@ class XGrammarBackend:
     def _compile(self, constraint: Constraint) -> Any:
         match constraint.kind:
             case "json_schema":
-                schema, plain_names = lower(json.loads(constraint.source))
-                return self._compile_schema(schema, constraint.whitespace, plain_names=plain_names)
+                return self._compile_schema(lower(json.loads(constraint.source)), constraint.whitespace)
             case "json_object":
-                return self._compile_schema('{"type": "object"}', constraint.whitespace)
+                return self._compile_schema(lower({"type": "object"}), constraint.whitespace)
             case "regex":
                 return self._compiler.compile_regex(regex.canonical(constraint.source))
             case "choice":
@@ -94,7 +98,7 @@ class XGrammarBackend:
                 parse_gbnf(constraint.source)
                 return self._compiler.compile_grammar(constraint.source)
 
-    def _compile_schema(self, schema: str, whitespace: str | None, *, plain_names: bool = False) -> Any:
+    def _compile_schema(self, schema: Lowered, whitespace: str | None) -> Any:
         if whitespace:
             raise UnsupportedConstraint(
                 f"xgrammar can't enforce the whitespace pattern {bounded(whitespace, 60)!r}: only none at all or any",
@@ -104,13 +108,21 @@ class XGrammarBackend:
         style: dict[str, Any] = {"any_whitespace": True, "strict_mode": False}
         if whitespace is not None:
             style |= {"any_whitespace": False, "separators": (",", ":")}
-        if not plain_names:
-            return self._compiler.compile_json_schema(schema, **style)
-        text = str(xgrammar.Grammar.from_json_schema(schema, **style))
-        text, changed = _ESCAPE_RULE.subn(lambda _: _PLAIN_ESCAPE, text)
-        if changed != 1:
+        grammar = xgrammar.Grammar.from_json_schema(schema.text, **style)
+        if schema.open_names or schema.lengths:
+            grammar = xgrammar.Grammar.from_ebnf(_mended(str(grammar), schema))
+        return self._compiler.compile_grammar(grammar)
+
+
+def _mended(grammar: str, schema: Lowered) -> str:
+    """xgrammar's grammar of a schema, as text, without its two mistakes (see `Lowered`)."""
+    mistakes = [(_ESCAPES, _PLAIN_ESCAPES)] if schema.open_names else []
+    mistakes += [(_CHARACTERS, _ONE_CHARACTER)] if schema.lengths else []
+    for rule, right in mistakes:
+        if not rule.search(grammar):
             raise BackendError("xgrammar's grammar of JSON is not the one that is known here")
-        return self._compiler.compile_grammar(text)
+        grammar = right.join(rule.split(grammar))
+    return grammar
 
 
 class XGrammarGrammar:

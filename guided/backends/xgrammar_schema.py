@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from dataclasses import dataclass
 from typing import Any
 
 from jsonschema import Draft202012Validator
@@ -21,9 +22,8 @@ from guided.errors import GuidedError, InvalidConstraint, UnsupportedConstraint,
 from guided.keywords import ALL_TYPES, Schema
 from guided.normal_form import NormalForm, normalise
 from guided.pointer import escape
-from guided.regex import Chars
 
-__all__ = ["lower"]
+__all__ = ["Lowered", "lower"]
 
 _FORMATS: dict[str, tuple[int, int | None]] = {
     "duration": (3, None),
@@ -50,15 +50,24 @@ _OBJECT = frozenset(
 _INT64 = 2**63 - 1024
 """Bounds beyond are refused: xgrammar's own check is off by what a double can't hold."""
 _COUNT = 2**31 - 1
-_PLAIN = regex.render(Chars(json_pattern.PLAIN))
 _LARGEST_MULTIPLE = 1024
 _WIDEST_MULTIPLES = 10_000
 
 
-def lower(schema: Schema) -> tuple[str, bool]:
-    """`schema` as JSON text that xgrammar enforces all of; and whether names may not be spelled with escapes.
+@dataclass(frozen=True, slots=True)
+class Lowered:
+    """A schema that xgrammar enforces all of, but for two things that its grammar has to be mended for."""
 
-    Where a schema names properties and leaves others open, xgrammar takes `{"\\u0061": ...}` for another than `a`.
+    text: str
+    """JSON."""
+    open_names: bool
+    """Some object has named properties and may have others: xgrammar takes `{"\\u0061": ...}` for another than `a`."""
+    lengths: bool
+    """Some string has a minLength or a maxLength: xgrammar lets control characters into those, and no escapes."""
+
+
+def lower(schema: Schema) -> Lowered:
+    """`schema`, said so that xgrammar enforces it.
 
     Raises:
         UnsupportedConstraint: the keyword and where.
@@ -71,14 +80,15 @@ def lower(schema: Schema) -> tuple[str, bool]:
     root = lowering.schema(form.root)
     definitions = {name: lowering.schema(definition) for name, definition in form.definitions.items()}
     text = json.dumps({**root, "$defs": definitions} if definitions else root, ensure_ascii=False)
-    return text, lowering.open_names
+    return Lowered(text, lowering.open_names, lowering.lengths)
 
 
 class _Lowering:
     def __init__(self, form: NormalForm) -> None:
         self._form = form
         self.open_names = False
-        """Some object has named properties and may have others."""
+        self.lengths = False
+        """These two: see `Lowered`."""
 
     def schema(self, schema: Schema) -> dict[str, Any]:
         if schema is False:
@@ -144,19 +154,20 @@ class _Lowering:
         if "format" in schema:
             return self._format(schema, least, most)
         if "pattern" in schema:
-            return {"type": "string", "pattern": self._pattern(schema, "pattern", schema["pattern"], least, most)}
-        if not least and most is None:
-            return {"type": "string"}
-        # xgrammar's own strings of a certain length may hold control characters, which JSON strings may not.
-        return {"type": "string", "pattern": f"^{_PLAIN}{{{least},{'' if most is None else most}}}$"}
+            return self._patterned(schema, "pattern", schema["pattern"], least, most)
+        return self._free(least, most)
+
+    def _free(self, least: int, most: int | None) -> dict[str, Any]:
+        lengths = {**({"minLength": least} if least else {}), **({} if most is None else {"maxLength": most})}
+        self.lengths = self.lengths or bool(lengths)
+        return {"type": "string", **lengths}
 
     def _format(self, schema: dict[str, Any], least: int, most: int | None) -> dict[str, Any]:
         name = schema["format"]
         if "pattern" in schema:
             raise self._refusal(schema, "pattern", " next to 'format'")
         if name in _OWN_FORMATS:
-            pattern = self._pattern(schema, "format", json_pattern.FORMATS[name], least, most)
-            return {"type": "string", "pattern": pattern}
+            return self._patterned(schema, "format", json_pattern.FORMATS[name], least, most)
         if name not in _FORMATS:
             raise self._refusal(schema, "format", f" {bounded(name, 60)!r}")
         low, high = _FORMATS[name]
@@ -166,12 +177,17 @@ class _Lowering:
             raise self._refusal(schema, "maxLength", " next to 'format'")
         return {"type": "string", "format": name}
 
-    def _pattern(
+    def _patterned(
+        self, schema: dict[str, Any], keyword: str, pattern: str, least: int, most: int | None
+    ) -> dict[str, Any]:
+        return {"type": "string", "pattern": _whole(self._read(schema, keyword, pattern, least, most))}
+
+    def _read(
         self, schema: dict[str, Any], keyword: str, pattern: str, least: int = 0, most: int | None = None
-    ) -> str:
+    ) -> regex.Node:
+        """`pattern` as JSON text without escapes. What can't be read or said is refused at `keyword`."""
         try:
-            node = json_pattern.fit(json_pattern.read(pattern), least, most)
-            return f"^{_group(json_pattern.in_json(node, escapes=False))}$"
+            return json_pattern.in_json(json_pattern.fit(json_pattern.read(pattern), least, most), escapes=False)
         except GuidedError as error:
             where = f"{self._form.pointer(schema)}/{escape(keyword)}"
             raise type(error)(error.message, param="json_schema", pointer=where) from None
@@ -312,7 +328,10 @@ class _Lowering:
             raise self._refusal(schema, "patternProperties", " that forbid names")
         if len({json.dumps(value, sort_keys=True) for value in kept.values()}) > 1 and not _disjoint(list(kept)):
             raise self._refusal(schema, "patternProperties", " that may overlap")
-        return {self._pattern(schema, "patternProperties", p): self.schema(value) for p, value in kept.items()}
+        return {
+            _whole(self._read(schema, "patternProperties", pattern)): self.schema(value)
+            for pattern, value in kept.items()
+        }
 
     def _property_names(
         self, schema: dict[str, Any], patterns: dict[str, Any], properties: dict[str, Any], rest: Schema
@@ -330,7 +349,7 @@ class _Lowering:
         if rest is True:
             return patterns, rest
         if isinstance(names, dict) and names.keys() <= {"pattern", "type"} and "pattern" in names:
-            return {self._pattern(schema, "propertyNames", names["pattern"]): self.schema(rest)}, False
+            return {_whole(self._read(schema, "propertyNames", names["pattern"])): self.schema(rest)}, False
         raise self._refusal(schema, "propertyNames", " next to 'additionalProperties'")
 
     def _check_names(self, schema: dict[str, Any], properties: dict[str, Any]) -> None:
@@ -340,13 +359,13 @@ class _Lowering:
                 raise self._refusal(schema, "propertyNames", f" that forbids the property {bounded(name, 60)!r}")
 
     def _matches(self, schema: dict[str, Any], pattern: str, name: str) -> bool:
-        self._pattern(schema, "patternProperties", pattern)  # what Python's `re` can't read is refused
+        self._read(schema, "patternProperties", pattern)  # what Python's `re` can't read is refused
         return re.search(pattern, name) is not None
 
 
-def _group(node: regex.Node) -> str:
+def _whole(node: regex.Node) -> str:
     text = regex.render(node)
-    return f"(?:{text})" if isinstance(node, regex.Choice) else text
+    return f"^(?:{text})$" if isinstance(node, regex.Choice) else f"^{text}$"
 
 
 def _disjoint(patterns: list[str]) -> bool:
