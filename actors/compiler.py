@@ -73,12 +73,16 @@ class Compiler:
 
     def __init__(self, vocabulary: Vocabulary, limits: CompileLimits) -> None:
         self._limits = limits
-        self._jobs: queue.SimpleQueue[tuple[Job, Future[Outcome]]] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[Job, Future[Outcome]] | None] = queue.SimpleQueue()
         self._children: dict[int, _Child] = {}
         packed = vocabulary.to_bytes()
-        for index in range(limits.processes):
-            # A child dies with the thread that started it: these live as long as the process.
-            threading.Thread(target=self._keep, args=(index, packed), name=f"compile-{index}", daemon=True).start()
+        # A child dies with the thread that started it: these threads live as long as the children are needed.
+        self._threads = [
+            threading.Thread(target=self._keep, args=(index, packed), name=f"compile-{index}", daemon=True)
+            for index in range(limits.processes)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def submit(self, job: Job) -> Future[Outcome]:
         """Compile when a child is free. The future never raises: an `Outcome` holds the error."""
@@ -91,8 +95,16 @@ class Compiler:
         """The children that are there."""
         return [child.pid for child in list(self._children.values())]
 
+    def close(self) -> None:
+        """End the children that have nothing to do, and those that are busy when they are done."""
+        for _ in self._threads:
+            self._jobs.put(None)
+        for thread in self._threads:
+            thread.join()
+
     def _keep(self, index: int, vocabulary: bytes) -> None:
-        while True:
+        closing = False
+        while not closing:
             child = _Child()
             self._children[index] = child
             try:
@@ -102,17 +114,20 @@ class Compiler:
                 child.kill()
                 time.sleep(1.0)
                 continue
-            self._feed(child)
+            closing = self._feed(child)
             child.kill()
 
-    def _feed(self, child: _Child) -> None:
-        """Give `child` jobs until it is spoiled."""
+    def _feed(self, child: _Child) -> bool:
+        """Give `child` jobs until it is spoiled; True where there will be none any more."""
         healthy = True
         while healthy:
-            job, future = self._jobs.get()
+            task = self._jobs.get()
+            if task is None:
+                return True
             if not child.alive:
-                self._jobs.put((job, future))
-                return
+                self._jobs.put(task)
+                return False
+            job, future = task
             try:
                 outcome = child.run(job, self._limits)
                 # What a compilation leaves behind must not count against the next one.
@@ -120,6 +135,7 @@ class Compiler:
             except GuidedError as error:
                 outcome, healthy = Outcome(error=to_wire(error)), False
             future.set_result(outcome)
+        return False
 
 
 class _Child:

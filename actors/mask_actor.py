@@ -8,6 +8,7 @@ import platform
 import threading
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import ray
 import zmq
@@ -87,7 +88,7 @@ class MaskActor:
         if rows is None:
             return False
         socket = connect(self._context, address)
-        StepLoop(incarnation, self._worker, socket, rows, shared).start()
+        StepLoop(incarnation, self._worker, socket, rows, shared, partial(os._exit, 1)).start()
         self._incarnation = incarnation
         return True
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 import time
+import weakref
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -88,6 +89,8 @@ class Rotation:
         self._interrupted = False
         self._poller = zmq.Poller()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        # Not before nobody can write to it any more.
+        weakref.finalize(self, os.close, self._wake)
         self._poller.register(self._wake, zmq.POLLIN)
 
     def announce(self, news: Up | Down) -> None:
@@ -178,7 +181,6 @@ class Rotation:
             self._end(Down(link, error, hung=False), None)
         for sequence in self._sequences.values():
             sequence.error = sequence.error or error
-        self._poller.unregister(self._wake)
 
     # placing
 

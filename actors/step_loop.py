@@ -11,6 +11,7 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Callable
 
 import msgspec
 import zmq
@@ -33,16 +34,24 @@ class StepLoop:
         worker: owned by this loop's thread; grammars may be installed from others.
         socket: connected to the engine; used by this loop's threads only.
         rows: the shared segment, or the actor's own memory where `shared` is False: then a row travels in its answer.
+        give_up: called when this incarnation is over; ends the process.
     """
 
     def __init__(
-        self, incarnation: int, worker: MaskWorker, socket: zmq.Socket[bytes], rows: Rows, shared: bool
+        self,
+        incarnation: int,
+        worker: MaskWorker,
+        socket: zmq.Socket[bytes],
+        rows: Rows,
+        shared: bool,
+        give_up: Callable[[], object],
     ) -> None:
         self._incarnation = incarnation
         self._worker = worker
         self._socket = socket
         self._rows = rows
         self._shared = shared
+        self._give_up = give_up
         self._decode = decoder(StepRequest).decode
         self._lock = threading.Lock()
         self._step = 0
@@ -51,17 +60,22 @@ class StepLoop:
         self._timer = _Timer(_FLUSH_SECONDS)
 
     def start(self) -> None:
-        """Serve, on a daemon thread."""
-        threading.Thread(target=self._flush_late, name="mask-flush", daemon=True).start()
-        threading.Thread(target=self._serve, name="mask-steps", daemon=True).start()
+        """Serve, on daemon threads."""
+        for name, loop in (("mask-flush", self._flush_late), ("mask-steps", self._serve)):
+            threading.Thread(target=self._live, args=(loop,), name=name, daemon=True).start()
+
+    def _live(self, loop: Callable[[], None]) -> None:
+        try:
+            loop()
+        except Exception:
+            # The connection broke, or the worker raised, which it promises not to. An actor that stays without
+            # answering would be waited for; its end is noticed.
+            _log.exception("this incarnation is over")
+            self._give_up()
 
     def _serve(self) -> None:
         while True:
-            try:
-                message = self._socket.recv()
-            except zmq.ZMQError:
-                _log.exception("the step channel broke: this incarnation is over")
-                os._exit(1)
+            message = self._socket.recv()
             try:
                 request: StepRequest = self._decode(message)
             except msgspec.MsgspecError as error:
@@ -77,14 +91,9 @@ class StepLoop:
         busy = self._rows.busy
         busy[0] = order[0]
         self._timer.start()
-        try:
-            for done, result in enumerate(self._worker.handle(request, self._rows.masks), 1):
-                busy[0] = order[done]
-                self._add(result)
-        except Exception:
-            # The worker promises not to raise. Without an answer the engine would wait for ever: let it see a death.
-            _log.exception("the mask worker broke its promise")
-            os._exit(1)
+        for done, result in enumerate(self._worker.handle(request, self._rows.masks), 1):
+            busy[0] = order[done]
+            self._add(result)
         self._timer.stop()
         with self._lock:
             self._flush()
@@ -101,16 +110,12 @@ class StepLoop:
                 self._flush()
 
     def _flush(self) -> None:
-        """Send what is decided; the lock is held."""
+        """Send what is decided; the lock is held. Raises where the engine doesn't read, or is gone."""
         if not self._results:
             return
         answer = encode(StepAnswer(self._incarnation, self._step, self._results))
         self._results = []
-        try:
-            self._socket.send(answer, zmq.NOBLOCK)
-        except zmq.Again:
-            _log.error("the engine doesn't read its answers: this incarnation is over")
-            os._exit(1)
+        self._socket.send(answer, zmq.NOBLOCK)
 
     def _flush_late(self) -> None:
         """Send for a step thread that is busy with a slow row (where the grammar library lets other threads run)."""

@@ -61,4 +61,21 @@ class ThreadActor:
         mapped = attach(self.wire.segment.name) if shared else Rows.private(rows, WORDS)
         assert mapped is not None
         self.rows = mapped
-        StepLoop(self.wire.incarnation, self.worker, self.wire.socket, mapped, shared).start()
+        StepLoop(self.wire.incarnation, self.worker, self.wire.socket, mapped, shared, self._give_up).start()
+        _living.append(self)
+
+    def close(self) -> None:
+        """End the loop; it must not be in a mask."""
+        self.wire.context.term()
+
+    def _give_up(self) -> None:
+        self.wire.socket.close(linger=0)
+
+
+def close_all() -> None:
+    """End the actors that a test left."""
+    while _living:
+        _living.pop().close()
+
+
+_living: list[ThreadActor] = []

@@ -1,0 +1,131 @@
+"""Compile processes: warm, watched, killed where they take too much, replaced. No Ray."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from byte_vocabulary import BYTES
+
+from actors.compile_process import Job
+from actors.compiler import CompileLimits, Compiler
+from guided.backends import Backends
+from guided.constraint import Constraint
+from guided.errors import (
+    BackendError,
+    CompileTimeout,
+    ConstraintTooLarge,
+    GuidedError,
+    InvalidConstraint,
+    UnsupportedConstraint,
+    from_wire,
+)
+
+WAIT = 120.0
+QUICK = Job(Constraint.regex("ab+c"), ["llguidance"])
+ENDLESS = Job(Constraint.regex("(a|b)*a(a|b){20}"), ["outlines"])
+"""A deterministic automaton of two million states: minutes, and gigabytes."""
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Iterator[Compiler]:
+    compiler = Compiler(BYTES, CompileLimits(processes=1, seconds=2.0))
+    yield compiler
+    compiler.close()
+
+
+def error_of(compiler: Compiler, job: Job) -> GuidedError:
+    outcome = compiler.submit(job).result(WAIT)
+    assert outcome.error is not None
+    return from_wire(outcome.error)
+
+
+def test_a_grammar_comes_back_as_another_process_can_load_it(compiler: Compiler) -> None:
+    outcome = compiler.submit(QUICK).result(WAIT)
+    assert outcome.error is None
+    assert outcome.backend == "llguidance"
+    assert outcome.seconds > 0
+    assert outcome.nbytes > 0
+    Backends(BYTES)["llguidance"].load(QUICK.constraint, outcome.dumped).matcher()
+
+
+def test_what_takes_too_long_is_killed_and_the_next_one_served(compiler: Compiler) -> None:
+    compiler.submit(QUICK).result(WAIT)
+    (before,) = compiler.pids
+    started = time.monotonic()
+    assert isinstance(error_of(compiler, ENDLESS), CompileTimeout)
+    assert time.monotonic() - started < 30
+    assert compiler.submit(QUICK).result(WAIT).error is None
+    assert not psutil.pid_exists(before)
+
+
+def test_a_process_that_dies_is_a_failure_of_ours_and_is_replaced(compiler: Compiler) -> None:
+    compiler.submit(QUICK).result(WAIT)
+    (pid,) = compiler.pids
+    future = compiler.submit(ENDLESS)
+    time.sleep(0.5)  # it has begun
+    os.kill(pid, signal.SIGKILL)
+    wire = future.result(WAIT).error
+    assert wire is not None
+    error = from_wire(wire)
+    assert type(error) is BackendError
+    assert "SIGKILL" in str(error)
+    assert compiler.submit(QUICK).result(WAIT).error is None
+
+
+def test_a_process_that_died_while_idle_is_noticed_before_it_gets_a_job(compiler: Compiler) -> None:
+    compiler.submit(QUICK).result(WAIT)
+    (pid,) = compiler.pids
+    os.kill(pid, signal.SIGKILL)
+    while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        pass
+    assert compiler.submit(QUICK).result(WAIT).error is None
+
+
+def test_the_users_mistakes_cost_no_process(compiler: Compiler) -> None:
+    compiler.submit(QUICK).result(WAIT)
+    before = compiler.pids
+    assert type(error_of(compiler, Job(Constraint.regex("a(b"), ["llguidance"]))) is InvalidConstraint
+    schema = Constraint.json_schema({"type": "array", "uniqueItems": True})
+    assert type(error_of(compiler, Job(schema, ["llguidance", "outlines"]))) is UnsupportedConstraint
+    assert compiler.submit(QUICK).result(WAIT).error is None
+    assert compiler.pids == before
+
+
+def test_what_takes_too_much_memory_is_killed() -> None:
+    compiler = Compiler(BYTES, CompileLimits(processes=1, seconds=60.0, memory_bytes=64 << 20))
+    error = error_of(compiler, ENDLESS)
+    assert type(error) is ConstraintTooLarge
+    assert "64 MiB" in str(error)
+    compiler.close()
+
+
+def test_children_die_with_the_process_that_started_them() -> None:
+    code = (
+        "import time\n"
+        "from byte_vocabulary import BYTES\n"
+        "from actors.compiler import CompileLimits, Compiler\n"
+        "from actors.compile_process import Job\n"
+        "from guided.constraint import Constraint\n"
+        "compiler = Compiler(BYTES, CompileLimits(processes=1))\n"
+        "compiler.submit(Job(Constraint.regex('a'), ['llguidance'])).result()\n"
+        "compiler.submit(Job(Constraint.regex('(a|b)*a(a|b){20}'), ['outlines']))\n"
+        "print(compiler.pids[0], flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    here = Path(__file__).parents
+    environment = {**os.environ, "PYTHONPATH": f"{here[2]}{os.pathsep}{here[1] / 'support'}"}
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment)
+    assert parent.stdout is not None
+    child = psutil.Process(int(parent.stdout.readline()))
+    parent.kill()
+    parent.communicate()
+    gone, _ = psutil.wait_procs([child], timeout=10)
+    assert gone

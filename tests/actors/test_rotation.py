@@ -1,0 +1,365 @@
+"""Placing, steps and leases, with actors on threads: what the engine's thread does, without Ray."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+from byte_vocabulary import BYTES, WORDS, allowed, tokens
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scripted import ScriptedGrammar
+from slow_grammar import SlowGrammar
+from thread_actor import ThreadActor, close_all
+
+from actors.channel import Transport
+from actors.rotation import Rotation
+from actors.supervisor import Down, Up
+from guided.constraint import Constraint
+from guided.errors import BackendError, MaskTimeout, PoolUnavailable, WorkerDied
+from guided.messages import RowResult, RowStatus, StepAnswer, encode
+from guided.pool import Fill, Grammar, Row
+
+WAIT = 30.0
+ABC = [tokens("abc"), tokens("abd"), tokens("xyz")]
+
+
+def named(key: str) -> Grammar:
+    return Grammar(key, "scripted", Constraint.json_object(), (key,))
+
+
+class Host:
+    """A rotation of two actors that know the grammars `fast` and `slow`."""
+
+    def __init__(self, transport: Transport, number: int = 2, rows: int = 8, shared: bool = True) -> None:
+        self.transport = transport
+        self.rotation = Rotation()
+        self.slow = SlowGrammar(ABC, slow_at=1)
+        self.actors: list[ThreadActor] = []
+        for index in range(number):
+            self.join(index, rows, shared)
+        self.bitmask = np.full((16, WORDS), 7, np.int32)
+
+    def join(self, index: int, rows: int = 8, shared: bool = True) -> ThreadActor:
+        grammars = {"fast": ScriptedGrammar(ABC), "slow": self.slow}
+        actor = ThreadActor(self.transport, grammars, rows=rows, shared=shared, index=index)
+        self.actors.append(actor)
+        self.rotation.announce(Up(actor.link))
+        return actor
+
+    def open(self, *sequences: int, grammar: str = "fast", parent: int | None = None) -> None:
+        for sequence in sequences:
+            self.rotation.open(sequence, named(grammar), parent)
+
+    def submit(self, *fills: tuple[int, str]) -> None:
+        self.rotation.submit([Fill(sequence, 0, tokens(text)) for sequence, text in fills])
+
+    def collect(self, timeout: float = WAIT) -> list[Row]:
+        return self.rotation.collect(self.bitmask, timeout)
+
+    def step(self, *fills: tuple[int, str], timeout: float = WAIT) -> list[str]:
+        self.submit(*fills)
+        return [row.state for row in self.collect(timeout)]
+
+    def where(self, sequence: int) -> int:
+        (index,) = [index for index, actor in enumerate(self.actors) if sequence in actor.link.sequences]
+        return index
+
+    def end(self, index: int, hung: bool = False) -> None:
+        self.rotation.announce(Down(self.actors[index].link, WorkerDied(f"worker {index} died"), hung))
+
+
+@pytest.fixture
+def host(transport: Transport) -> Iterator[Host]:
+    host = Host(transport)
+    yield host
+    host.slow.release.set()
+    host.rotation.close()
+
+
+def test_new_sequences_go_where_the_fewest_are_and_stay_there(host: Host) -> None:
+    host.open(1, 2, 3, 4)
+    assert [host.where(sequence) for sequence in (1, 2, 3, 4)] == [0, 1, 0, 1]
+    host.rotation.free([2, 4])
+    host.open(5, 6)
+    assert [host.where(sequence) for sequence in (1, 3, 5, 6)] == [0, 0, 1, 1]
+    for text in ("", "a", "ab"):
+        assert host.step((1, text), (5, text)) == ["ready", "ready"]
+    assert [host.where(sequence) for sequence in (1, 5)] == [0, 1]
+
+
+def test_a_fork_goes_to_its_parent_however_busy_that_is(host: Host) -> None:
+    host.open(1, 2)
+    for fork in (3, 4, 5):
+        host.open(fork, parent=1)
+    assert {host.where(sequence) for sequence in (1, 3, 4, 5)} == {0}
+
+
+def test_an_actor_that_lacks_the_grammar_gets_no_sequence_of_it(host: Host) -> None:
+    host.actors[0].wire.installed.discard("fast")
+    host.open(1, 2)
+    assert {host.where(1), host.where(2)} == {1}
+
+
+def test_without_an_actor_nothing_can_be_opened(transport: Transport) -> None:
+    rotation = Rotation()
+    with pytest.raises(PoolUnavailable):
+        rotation.open(1, named("fast"), None)
+    rotation.close()
+
+
+def test_a_late_row_is_kept_and_its_neighbours_go_on(host: Host) -> None:
+    host.open(1, grammar="slow")
+    host.open(2)
+    assert host.step((1, ""), (2, "")) == ["ready", "ready"]
+    assert host.step((1, "a"), (2, "a"), timeout=0.1) == ["late", "ready"]
+    leases = host.actors[host.where(1)].link.leases
+    assert [lease.sequence for lease in leases.outstanding] == [1]
+    assert host.step((2, "ab")) == ["ready"]
+    host.slow.release.set()
+    host.submit((1, "a"))
+    assert len(leases.outstanding) == 1, "what is under way is not asked for again"
+    (row,) = host.collect()
+    assert row.state == "ready"
+    assert allowed(host.bitmask[0]) == "b"
+    assert leases.num_free == 8
+
+
+def test_a_late_answer_that_came_between_two_steps_is_there_at_once(host: Host) -> None:
+    host.open(1, grammar="slow")
+    assert host.step((1, "a"), timeout=0.05) == ["late"]
+    host.slow.release.set()
+    link = host.actors[host.where(1)].link
+    deadline = time.monotonic() + WAIT
+    while link.leases.outstanding:
+        assert time.monotonic() < deadline
+        assert host.step() == []
+    assert link.leases.num_free == 7
+    assert host.step((1, "a"), timeout=0.0) == ["ready"]
+    assert allowed(host.bitmask[0]) == "b"
+    assert link.leases.num_free == 8
+
+
+def test_a_late_mask_is_no_answer_to_a_later_question(host: Host) -> None:
+    host.open(1, grammar="slow")
+    assert host.step((1, "a"), timeout=0.05) == ["late"]
+    host.slow.release.set()
+    assert host.step((1, "x")) == ["ready"]
+    assert allowed(host.bitmask[0]) == "y"
+    assert host.step((1, "ab")) == ["ready"]
+    assert allowed(host.bitmask[0]) == "cd"
+    assert host.actors[0].link.leases.num_free == 8
+
+
+def test_a_freed_sequences_row_is_not_lent_until_the_worker_is_done_with_it(host: Host) -> None:
+    host.open(1, grammar="slow")
+    assert host.step((1, "a"), timeout=0.05) == ["late"]
+    link = host.actors[host.where(1)].link
+    host.rotation.free([1])
+    assert link.leases.num_free == 7
+    host.slow.release.set()
+    deadline = time.monotonic() + WAIT
+    while link.leases.num_free < 8:
+        assert time.monotonic() < deadline
+        host.step()
+
+
+def test_more_rows_than_a_worker_has_wait_for_a_later_step(transport: Transport) -> None:
+    host = Host(transport, number=1, rows=3)
+    host.open(1, 2, 3, 4, 5)
+    fills = [(sequence, "") for sequence in (1, 2, 3, 4, 5)]
+    assert host.step(*fills) == ["ready"] * 3 + ["late"] * 2
+    assert host.step(*fills[3:]) == ["ready"] * 2
+    host.rotation.close()
+
+
+def test_known_slow_rows_are_filled_last(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    host.rotation.open(1, named("slow"), None)
+    host.open(2)
+    host.open(3, parent=1)
+    host.slow.release.set()
+    assert host.step((1, ""), (3, "")) == ["ready", "ready"]
+    host.rotation._sequences[1].seconds = 0.5
+    host.submit((1, "a"), (2, "a"), (3, "a"))
+    assert [lease.sequence for lease in host.actors[host.where(1)].link.leases.outstanding] == [3, 1]
+    assert [row.state for row in host.collect()] == ["ready"] * 3
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["memory", "tcp"])
+def test_a_dead_actors_sequences_are_lost_once_and_the_others_go_on(transport: Transport, shared: bool) -> None:
+    host = Host(transport, shared=shared)
+    host.open(1, 2, 3, 4)
+    assert host.step((1, ""), (2, ""), (3, ""), (4, "")) == ["ready"] * 4
+    host.end(0)
+    assert set(host.rotation.failures()) == {1, 3}
+    assert host.rotation.failures() == {}
+    host.submit((1, "a"), (2, "a"), (3, "a"), (4, "a"))
+    rows = host.collect()
+    assert [row.state for row in rows] == ["failed", "ready", "failed", "ready"]
+    assert isinstance(rows[0].error, WorkerDied)
+    host.open(5)
+    assert host.where(5) == 1
+    host.rotation.close()
+
+
+def test_a_death_ends_the_wait_for_its_rows(host: Host) -> None:
+    host.open(1, grammar="slow")
+    host.submit((1, "a"))
+    assert host.slow.reached.wait(WAIT)
+    host.end(host.where(1))
+    (row,) = host.collect()
+    assert row.state == "failed"
+    assert isinstance(row.error, WorkerDied)
+
+
+def test_who_was_not_yet_sent_to_a_dead_actor_is_placed_again(host: Host) -> None:
+    host.open(1, 2)
+    host.end(0)
+    assert host.step((1, ""), (2, "")) == ["ready", "ready"]
+    assert host.where(1) == host.where(2) == 1
+    assert host.rotation.failures() == {}
+
+
+def test_a_hang_loses_the_sequence_it_hangs_in_and_moves_the_others(host: Host) -> None:
+    host.open(1, grammar="slow")
+    host.open(2)
+    host.open(3, 4, parent=1)
+    assert host.step((1, ""), (2, ""), (3, ""), (4, "")) == ["ready"] * 4
+    host.submit((3, "a"), (1, "a"), (4, "a"), (2, "a"))  # 3 is answered, 1 hangs, 4 waits behind it
+    assert host.slow.reached.wait(WAIT)
+    host.end(host.where(1), hung=True)
+    rows = host.collect()
+    assert [row.state for row in rows][1:] == ["failed", "needs_history", "ready"]
+    assert rows[0].state in ("ready", "needs_history")
+    assert isinstance(rows[1].error, MaskTimeout)
+    assert set(host.rotation.failures()) == {1}
+    assert host.step((3, "a"), (4, "a")) == ["needs_history"] * 0 + ["ready", "ready"]
+    assert host.where(3) == host.where(4) == 1
+
+
+def test_rows_wait_for_an_actor_where_none_is_up(host: Host) -> None:
+    host.open(1, 2)
+    host.end(0)
+    host.end(1)
+    assert host.step((1, ""), (2, ""), timeout=0.05) == ["late", "late"]
+    host.submit((1, ""), (2, ""))
+    host.join(2)
+    assert [row.state for row in host.collect()] == ["ready", "ready"]
+
+
+def test_answers_that_nobody_asked_for_change_nothing(host: Host) -> None:
+    host.open(1, grammar="slow")
+    host.submit((1, "a"))
+    actor = host.actors[host.where(1)]
+    assert host.slow.reached.wait(WAIT)
+    (lease,) = actor.link.leases.outstanding
+    actor.rows.masks[:] = -1
+    right = RowResult(1, lease.position, lease.row, RowStatus.READY)
+    wrong = [
+        StepAnswer(actor.wire.incarnation + 1, 1, [right]),
+        StepAnswer(actor.wire.incarnation, 1, [RowResult(1, lease.position + 1, lease.row, RowStatus.READY)]),
+        StepAnswer(actor.wire.incarnation, 1, [RowResult(2, lease.position, lease.row, RowStatus.READY)]),
+        StepAnswer(actor.wire.incarnation, 1, [RowResult(1, lease.position, 99, RowStatus.READY)]),
+    ]
+    for message in (*map(encode, wrong), b"", b"\xc1garbled"):
+        actor.wire.socket.send(message)  # the step thread is in a mask: the socket is free
+    assert [row.state for row in host.collect(0.2)] == ["late"]
+    assert (host.bitmask == 7).all()
+
+
+def test_a_mask_of_another_size_is_no_mask(transport: Transport) -> None:
+    host = Host(transport, number=1, shared=False)
+    host.open(1, grammar="slow")
+    host.submit((1, "a"))
+    actor = host.actors[0]
+    assert host.slow.reached.wait(WAIT)
+    (lease,) = actor.link.leases.outstanding
+    short = RowResult(1, lease.position, lease.row, RowStatus.READY, mask=b"\xff" * 4)
+    actor.wire.socket.send(encode(StepAnswer(actor.wire.incarnation, 1, [short])))
+    (row,) = host.collect()
+    assert row.state == "failed"
+    assert isinstance(row.error, BackendError)
+    assert (host.bitmask == 7).all()
+    host.slow.release.set()
+    host.rotation.close()
+
+
+def test_a_sequence_that_failed_stays_failed(host: Host) -> None:
+    host.open(1)
+    assert host.step((1, "q")) == ["failed"]
+    assert host.step((1, "a")) == ["failed"]
+
+
+def test_frees_reach_the_worker_with_the_next_step_or_at_once(host: Host) -> None:
+    host.open(1, 2, 3)
+    host.step((1, ""), (2, ""), (3, ""))
+    worker, other = host.actors[0].worker, host.actors[1].worker
+    assert (worker.num_open, other.num_open) == (2, 1)
+    host.rotation.free([1])
+    host.step((3, "a"))
+    assert worker.num_open == 1
+    host.rotation.free([2, 3])
+    deadline = time.monotonic() + WAIT
+    while worker.num_open or other.num_open:
+        assert time.monotonic() < deadline
+
+
+def test_closing_ends_everything_that_is_open(host: Host) -> None:
+    host.open(1)
+    host.step((1, ""))
+    host.rotation.close()
+    assert host.step((1, "a")) == ["failed"]
+    with pytest.raises(PoolUnavailable):
+        host.open(2)
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_whatever_happens_a_ready_row_is_the_mask_of_its_text(
+    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Steps of any rows, timeouts, frees, forks, actors that die, hang and join: a mask is right, or isn't `ready`."""
+    transport = Transport(str(tmp_path_factory.mktemp("s")), "127.0.0.1")
+    host = Host(transport, rows=4)
+    host.slow.release.set()
+    wants: dict[str, str] = {"": "ax", "a": "b", "ab": "cd", "abc": ".", "x": "y", "xy": "z"}
+    sequences: list[int] = []
+    actions: list[Callable[[], None]] = []
+
+    def opens() -> None:
+        parent = data.draw(st.sampled_from([None, *sequences]))
+        sequences.append(len(actions) * 1000 + len(sequences) + 1)
+        host.open(sequences[-1], grammar=data.draw(st.sampled_from(["fast", "slow"])), parent=parent)
+
+    def steps() -> None:
+        rows = data.draw(st.lists(st.sampled_from(sequences), max_size=12)) if sequences else []
+        fills = [(sequence, data.draw(st.sampled_from(sorted(wants)))) for sequence in rows]
+        host.bitmask[:] = 7
+        host.submit(*fills)
+        for index, row in enumerate(host.collect(data.draw(st.sampled_from([0.0, 0.001, 1.0])))):
+            if row.state == "ready":
+                assert allowed(host.bitmask[index]) == wants[fills[index][1]]
+            else:
+                assert (host.bitmask[index] == 7).all()
+
+    def frees() -> None:
+        if sequences:
+            host.rotation.free([sequences.pop(data.draw(st.integers(0, len(sequences) - 1)))])
+
+    def dies() -> None:
+        host.end(data.draw(st.integers(0, len(host.actors) - 1)), hung=data.draw(st.booleans()))
+        host.join(len(host.actors), rows=4)
+
+    for _ in range(data.draw(st.integers(3, 15))):
+        action = data.draw(st.sampled_from([opens, opens, steps, steps, steps, frees, dies]))
+        actions.append(action)
+        action()
+    host.rotation.close()
+    close_all()
+    transport.close()
+
+
+def test_the_test_vocabulary_is_what_the_masks_are_over() -> None:
+    assert BYTES.padded_vocab_size <= WORDS * 32

@@ -1,0 +1,95 @@
+"""The loop inside an actor: what it takes, what it drops, when it answers."""
+
+from __future__ import annotations
+
+import pytest
+import zmq
+from byte_vocabulary import allowed, tokens
+from scripted import ScriptedGrammar
+from slow_grammar import SlowGrammar
+from thread_actor import ThreadActor
+
+from actors.channel import Transport
+from actors.segment import IDLE
+from guided.messages import FillRow, OpenSequence, RowStatus, StepAnswer, StepRequest, decoder, encode
+
+FAST = ScriptedGrammar([tokens("ab"), tokens("ac")])
+
+
+def ask(actor: ThreadActor, *fills: FillRow, grammar: str = "g", step: int = 1, incarnation: int | None = None) -> None:
+    opens = [OpenSequence(fill.sequence, grammar) for fill in fills]
+    number = actor.wire.incarnation if incarnation is None else incarnation
+    assert actor.wire.channel.send(encode(StepRequest(number, step, list(fills), opens)))
+
+
+def answer(actor: ThreadActor, seconds: float = 10.0) -> StepAnswer | None:
+    if not actor.wire.channel.socket.poll(int(seconds * 1000)):
+        return None
+    found: StepAnswer = decoder(StepAnswer).decode(actor.wire.channel.socket.recv(zmq.NOBLOCK))
+    return found
+
+
+def test_a_step_is_answered_in_one_message_and_written_into_the_segment(transport: Transport) -> None:
+    actor = ThreadActor(transport, {"g": FAST})
+    ask(actor, FillRow(1, 3, 0, []), FillRow(2, 0, 0, tokens("a")), step=5)
+    got = answer(actor)
+    assert got is not None
+    assert (got.incarnation, got.step) == (actor.wire.incarnation, 5)
+    assert [(row.sequence, row.row, row.position, row.status) for row in got.results] == [
+        (1, 3, 0, RowStatus.READY),
+        (2, 0, 1, RowStatus.READY),
+    ]
+    assert allowed(actor.wire.segment.rows[3]) == "a"
+    assert allowed(actor.wire.segment.rows[0]) == "bc"
+    assert actor.wire.segment.busy[0] == IDLE
+    actor.link.close()
+
+
+def test_without_shared_memory_the_row_is_in_the_answer(transport: Transport) -> None:
+    actor = ThreadActor(transport, {"g": FAST}, shared=False)
+    ask(actor, FillRow(1, 3, 0, []), FillRow(2, 4, 0, tokens("x")))
+    got = answer(actor)
+    assert got is not None
+    assert got.results[0].mask == actor.rows.masks[3].tobytes()
+    assert got.results[1].status is RowStatus.FAILED
+    assert got.results[1].mask == b""
+    assert not actor.wire.segment.rows.any()
+    actor.link.close()
+
+
+@pytest.mark.parametrize("garbage", [b"", b"\xc1", b"hello", encode([1, 2]), encode(["a", 1, [], [], []])])
+def test_a_garbled_message_is_dropped_and_the_next_one_served(transport: Transport, garbage: bytes) -> None:
+    actor = ThreadActor(transport, {"g": FAST})
+    assert actor.wire.channel.send(garbage)
+    ask(actor, FillRow(1, 0, 0, []))
+    assert answer(actor) is not None
+    actor.link.close()
+
+
+def test_another_incarnations_request_is_ignored(transport: Transport) -> None:
+    actor = ThreadActor(transport, {"g": FAST})
+    ask(actor, FillRow(1, 0, 0, []), incarnation=actor.wire.incarnation + 1)
+    assert answer(actor, 0.1) is None
+    assert actor.worker.num_open == 0
+    actor.link.close()
+
+
+def test_rows_that_are_ready_dont_wait_for_a_slow_one(transport: Transport) -> None:
+    slow = SlowGrammar([tokens("abc")], slow_at=0)
+    actor = ThreadActor(transport, {"g": FAST, "slow": slow})
+    opens = [OpenSequence(1, "g"), OpenSequence(2, "slow"), OpenSequence(3, "g")]
+    fills = [FillRow(1, 0, 0, []), FillRow(2, 1, 0, []), FillRow(3, 2, 0, [])]
+    actor.wire.channel.send(encode(StepRequest(actor.wire.incarnation, 1, fills, opens)))
+    first = answer(actor)
+    assert first is not None
+    assert [row.sequence for row in first.results] == [1]
+    assert slow.reached.is_set()
+    assert actor.wire.segment.busy[0] == 1  # whose fault the waiting is
+    slow.release.set()
+    rest: list[int] = []
+    while len(rest) < 2:
+        got = answer(actor)
+        assert got is not None
+        rest.extend(row.sequence for row in got.results)
+    assert rest == [2, 3]
+    actor.link.close()

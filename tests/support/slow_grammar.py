@@ -1,0 +1,33 @@
+"""A grammar whose masks take as long as a test wants."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+from scripted import ScriptedGrammar, ScriptedMatcher
+
+
+class SlowGrammar(ScriptedGrammar):
+    """The mask at position `slow_at` comes when `release` is set; `reached` says that it was asked for."""
+
+    def __init__(self, sentences: Sequence[Sequence[int]], slow_at: int) -> None:
+        super().__init__(sentences)
+        self.slow_at = slow_at
+        self.reached = threading.Event()
+        self.release = threading.Event()
+
+    def matcher(self) -> ScriptedMatcher:
+        return _SlowMatcher(self, [])
+
+
+class _SlowMatcher(ScriptedMatcher):
+    grammar: SlowGrammar
+
+    def fill_bitmask(self, row: NDArray[np.int32]) -> None:
+        if len(self.tokens) == self.grammar.slow_at:
+            self.grammar.reached.set()
+            assert self.grammar.release.wait(60)
+        super().fill_bitmask(row)
