@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 import shutil
+import socket
 import subprocess
 import tempfile
 import threading
@@ -22,6 +23,7 @@ __all__ = ["Cluster", "ScratchDirectory"]
 
 _OBJECT_STORE_BYTES = 80 << 20
 _START_SECONDS = 120.0
+_REACH_SECONDS = 10.0
 _ENVIRONMENT = {
     # Ray ends a driver whose GCS is gone for 60 s. Steps don't pass through it: outlive it.
     "RAY_gcs_rpc_server_reconnect_timeout_s": "86400",
@@ -151,6 +153,7 @@ class Cluster:
             os.environ.setdefault(name, value)
         quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
         if self._address is not None:
+            _check_reachable(self._address)
             ray.init(address=self._address, **quiet)
             return
         self._scratch = ScratchDirectory()
@@ -170,3 +173,12 @@ class Cluster:
         with contextlib.suppress(Exception):
             if self._scratch is not None:
                 self._scratch.remove()
+
+
+def _check_reachable(address: str) -> None:
+    """Find out in seconds what Ray itself tries for minutes. "auto" and the like are left to Ray."""
+    if address.startswith("ray://"):
+        raise PoolUnavailable("Ray Client addresses don't do: give the cluster's own, HOST:6379, from one of its nodes")
+    host, colon, port = address.rpartition(":")
+    if colon and port.isdigit():
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_REACH_SECONDS).close()

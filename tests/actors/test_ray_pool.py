@@ -1,0 +1,128 @@
+"""The Ray pool beyond the contract: TCP, compile limits, the compile actor's death, shutting down."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import numpy as np
+import psutil
+import pytest
+from byte_vocabulary import BYTES, WORDS, allowed, tokens
+
+from actors import CompileLimits, RayPool
+from guided.constraint import Constraint
+from guided.errors import CompileTimeout, PoolUnavailable
+from guided.pool import Fill, Row
+
+WAIT = 120.0
+ENDLESS = Constraint.regex("(a|b)*a(a|b){20}")
+
+
+@pytest.fixture(scope="module")
+def pool(local_ray: None) -> Iterator[RayPool]:
+    pool = RayPool(
+        BYTES, num_actors=1, transport="tcp", compile_limits=CompileLimits(processes=1, seconds=1.0), max_cache_bytes=0
+    )
+    yield pool
+    pool.shutdown()
+
+
+def masks(pool: RayPool, *fills: tuple[int, str]) -> list[str]:
+    bitmask = np.zeros((len(fills), WORDS), np.int32)
+    pool.submit([Fill(sequence, 0, tokens(text)) for sequence, text in fills])
+    rows: list[Row] = pool.collect(bitmask, WAIT)
+    assert [row.state for row in rows] == ["ready"] * len(fills), rows
+    return [allowed(row) for row in bitmask]
+
+
+def test_masks_through_tcp_are_those_of_shared_memory(pool: RayPool) -> None:
+    (link,) = [supervisor._link for supervisor in pool._supervisors]
+    assert link is not None
+    assert link._channel.address.endpoint.startswith("tcp://")
+    assert link._channel.address.server_key
+    grammar = pool.compile(Constraint.regex("[a-c]+|xyz"), ("llguidance",)).result(WAIT)
+    for sequence in range(40):
+        pool.open(sequence, grammar)
+    texts = [(sequence, ["", "a", "x", "xy", "xyz"][sequence % 5]) for sequence in range(40)]
+    assert masks(pool, *texts) == ["abcx", ".abc", "y", "z", "."] * 8
+    pool.free(range(40))
+
+
+def test_a_compilation_that_takes_too_long_is_ended_and_not_remembered(pool: RayPool) -> None:
+    before = pool.compile_pids()
+    with pytest.raises(CompileTimeout):
+        pool.compile(ENDLESS, ("outlines",)).result(WAIT)
+    again = pool.compile(ENDLESS, ("outlines",))
+    assert pool.status().compiling == 1
+    with pytest.raises(CompileTimeout):
+        again.result(WAIT)
+    pool.compile(Constraint.regex("a+"), ("llguidance",)).result(WAIT)
+    assert not set(before) & set(pool.compile_pids())
+    assert pool.status().compiling == 0
+
+
+def test_the_compile_actors_death_delays_and_fails_nothing(pool: RayPool) -> None:
+    (child,) = pool.compile_pids()
+    actor = psutil.Process(child).parent()
+    assert actor is not None
+    os.kill(actor.pid, signal.SIGKILL)
+    grammar = pool.compile(Constraint.regex("after+"), ("llguidance",)).result(WAIT)
+    pool.open(100, grammar)
+    assert masks(pool, (100, "afte")) == ["r"]
+    pool.free([100])
+
+
+def test_a_grammar_nobody_uses_leaves_the_workers_and_comes_back(pool: RayPool) -> None:
+    constraint = Constraint.regex("gone+")
+    grammar = pool.compile(constraint, ("llguidance",)).result(WAIT)
+    (home,) = pool._grammars._homes
+    assert grammar.key in home.installed
+    pool.release(grammar)
+    again = pool.compile(constraint, ("llguidance",)).result(WAIT)
+    assert again is not grammar
+    pool.open(200, again)
+    assert masks(pool, (200, "gon")) == ["e"]
+    pool.free([200])
+
+
+def test_after_shutdown_everything_says_so_and_nothing_is_left(local_ray: None) -> None:
+    pool = RayPool(BYTES, num_actors=1)
+    grammar = pool.compile(Constraint.regex("a+"), ("llguidance",)).result(WAIT)
+    pool.open(1, grammar)
+    pids = [*pool.compile_pids(), *[worker.pid for worker in pool.status().workers if worker.pid]]
+    directory = pool._scratch.path
+    slow = pool.compile(ENDLESS, ("outlines",))
+    processes = [psutil.Process(pid) for pid in pids]
+    pool.shutdown()
+    pool.shutdown()
+    assert isinstance(slow.exception(WAIT), PoolUnavailable)
+    assert isinstance(pool.compile(ENDLESS, ("outlines",)).exception(WAIT), PoolUnavailable)
+    with pytest.raises(PoolUnavailable):
+        pool.open(2, grammar)
+    pool.submit([Fill(1, 0, [])])
+    (row,) = pool.collect(np.zeros((1, WORDS), np.int32), WAIT)
+    assert row.state == "failed"
+    assert not pool.status().healthy
+    _, alive = psutil.wait_procs(processes, timeout=10)
+    assert not alive
+    assert not os.path.exists(directory)
+
+
+@pytest.mark.parametrize(("address", "reason"), [("127.0.0.1:1", "refused"), ("ray://127.0.0.1:1", "HOST:6379")])
+def test_an_address_that_doesnt_do_is_refused_with_the_reason(address: str, reason: str) -> None:
+    """In a process of its own: this one may be in a cluster already."""
+    code = (
+        "from actors.cluster import Cluster\n"
+        "from guided.errors import PoolUnavailable\n"
+        "try:\n"
+        f"    Cluster.join({address!r})\n"
+        "except PoolUnavailable as error:\n"
+        "    print(error)\n"
+    )
+    said = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True, timeout=60)
+    assert address in said.stdout
+    assert reason in said.stdout
