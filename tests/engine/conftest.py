@@ -46,6 +46,9 @@ def finish(engine: LLMEngine, steps: int = 2000) -> dict[str, RequestOutput]:
     for _ in range(steps):
         if not engine.has_unfinished:
             break
+        engine.awake.clear()
+        if not engine.has_work:
+            assert engine.awake.wait(120), "nobody can run, and nothing happens"
         for output in engine.step():
             last[output.request_id] = output
     assert not engine.has_unfinished
