@@ -127,9 +127,13 @@ class RayPool:
         with self._lock:
             self._rotation.submit(fills)
 
-    def collect(self, bitmask: NDArray[np.int32], timeout: float) -> list[Row]:
+    def collect(self, bitmask: NDArray[np.int32], timeout: float, patience: float | None = None) -> list[Row]:
         with self._lock:
-            return self._rotation.collect(bitmask, timeout)
+            return self._rotation.collect(bitmask, timeout, patience)
+
+    def settled(self, sequence_ids: Collection[int], timeout: float) -> list[int]:
+        with self._lock:
+            return self._rotation.settled(sequence_ids, timeout)
 
     def failures(self) -> dict[int, GuidedError]:
         with self._lock:

@@ -151,21 +151,44 @@ class Rotation:
             self._fill(sequences[fills[index].sequence_id], index, fills[index], now)
         self._send()
 
-    def collect(self, bitmask: NDArray[np.int32], timeout: float) -> list[Row]:
+    def collect(self, bitmask: NDArray[np.int32], timeout: float, patience: float | None = None) -> list[Row]:
         """See `MaskPool.collect`."""
         step = self._step
-        deadline = time.monotonic() + timeout
+        started = time.monotonic()
+        last = started + timeout
+        enough = last if patience is None else started + patience
         for link, lease in step.answered:
             self._settle(link, lease, bitmask)
         for link in self._links:
             self._receive(link, bitmask)
         while step.undecided and not self._interrupted:
-            left = deadline - time.monotonic()
+            left = (enough if step.undecided < len(step.rows) else last) - time.monotonic()
             if left <= 0:
                 break
             self._wait(left, bitmask)
         self._abandon_step()
         return [row or Row("late") for row in step.rows]
+
+    def settled(self, sequence_ids: Collection[int], timeout: float) -> list[int]:
+        """See `MaskPool.settled`."""
+        last = time.monotonic() + timeout
+        self._take_news()
+        for link in self._links:
+            self._receive(link, None)
+        while not (found := [each for each in sequence_ids if self._is_settled(each)]) and not self._interrupted:
+            left = last - time.monotonic()
+            if left <= 0:
+                break
+            self._wait(left, None)
+        return found
+
+    def _is_settled(self, sequence_id: int) -> bool:
+        sequence = self._sequences.get(sequence_id)
+        if sequence is None or sequence.error is not None:
+            return True
+        if sequence.lease is not None:
+            return sequence.lease.result is not None
+        return bool(self._links)
 
     def failures(self) -> dict[int, GuidedError]:
         """See `MaskPool.failures`."""
@@ -249,7 +272,7 @@ class Rotation:
 
     # a step's way back
 
-    def _wait(self, seconds: float, bitmask: NDArray[np.int32]) -> None:
+    def _wait(self, seconds: float, bitmask: NDArray[np.int32] | None) -> None:
         """Wait for answers or news, and deal with them."""
         happened = self._poller.poll(math.ceil(seconds * 1000))
         sockets = {socket for socket, _ in happened}

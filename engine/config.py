@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 __all__ = ["EngineConfig"]
@@ -25,6 +26,11 @@ class EngineConfig:
             model was seen to run 20 times slower with two threads than with one.)
         seed: from which requests without a seed derive theirs.
         overlap: hand the masks' work to the pool before the forward pass. Off: right before the masks are applied.
+        parking: where a mask misses its step's deadline, the others go on, and its sequence is sampled when it is
+            there. Off: everybody waits for every mask. It changes when a token comes, never which.
+        mask_deadline: seconds that a step waits for masks once its logits are there; resolved to about a millisecond.
+            None is the larger of 1 ms and 5 % of the mean step.
+        mask_limit: seconds after which a mask that doesn't come fails its request, `MaskTimeout`.
     """
 
     max_num_seqs: int = 64
@@ -36,6 +42,9 @@ class EngineConfig:
     cpu_threads: int | None = None
     seed: int = 0
     overlap: bool = True
+    parking: bool = True
+    mask_deadline: float | None = None
+    mask_limit: float = 5.0
 
     def __post_init__(self) -> None:
         for name in (
@@ -49,3 +58,7 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
+        if self.mask_deadline is not None and not 0 <= self.mask_deadline < math.inf:
+            raise ValueError(f"mask_deadline is {self.mask_deadline}; it must be a time in seconds, 0 or more")
+        if not 0 < self.mask_limit < math.inf:
+            raise ValueError(f"mask_limit is {self.mask_limit}; it must be a time in seconds, more than 0")

@@ -45,6 +45,11 @@ class EngineStats:
     kernel_seconds: float = 0.0
     mask_seconds: float = 0.0
     """What the workers spent: exposed or hidden."""
+    parked: int = 0
+    """Sequences that are parked now."""
+    parkings: int = 0
+    parked_seconds: float = 0.0
+    """From parking to being sampled, of those that were."""
     failures: dict[str, int] = field(default_factory=dict)
     """Groups that ended with an error, by its code."""
 
@@ -84,7 +89,7 @@ class LLMEngine:
         )
         self.runner = ModelRunner(model, cache, self.blocks)
         self.sampler = Sampler(model.vocabulary.stop_token_ids)
-        self.processor = None if pool is None else LogitPostProcessor(pool)
+        self.processor = None if pool is None else LogitPostProcessor(pool, config.mask_limit)
         self.stats = EngineStats()
         self.groups: dict[str, SequenceGroup] = {}
         """Requests that have not finished, by id."""
@@ -94,6 +99,9 @@ class LLMEngine:
         self._metadata: SamplingMetadata | None = None
         self._compiled: deque[tuple[SequenceGroup, Future[Grammar]]] = deque()
         self._changed: dict[SequenceGroup, None] = {}
+        self._parked: dict[int, Sequence] = {}
+        self._mean_step = 0.0
+        """Seconds of a step, waiting for masks left out: a moving average."""
 
     # -- requests
 
@@ -178,11 +186,14 @@ class LLMEngine:
         """Do one step, and say what has changed: of streaming requests everything, of the others their end.
 
         Where nobody can run (all wait for their grammar, or there is nobody), it returns at once; `awake` is set when
-        it is worth calling again.
+        it is worth calling again. Where everybody who could is parked, it waits for a mask, a little.
         """
+        self.resume()
         started = time.perf_counter()
         batch = self.schedule()
-        if not batch.is_empty:
+        if batch.is_empty:
+            self.resume(_IDLE_SECONDS)
+        else:
             with torch.inference_mode():
                 metadata = self._metadata = SamplingMetadata.for_batch(batch, self.model.device, self._metadata)
                 if self.config.overlap:
@@ -194,10 +205,45 @@ class LLMEngine:
                 report = self.apply(logits, metadata)
                 sampled, skipped = self.sample(logits, metadata, report)
             self.append(sampled, metadata, skipped)
-            self.stats.steps += 1
-            self.stats.step_seconds += time.perf_counter() - started
+            self._note_step(time.perf_counter() - started, report.wait_seconds)
         changed, self._changed = self._changed, {}
         return [RequestOutput.from_seq_group(group) for group in changed if group.stream or group.is_finished]
+
+    def resume(self, timeout: float = 0.0) -> None:
+        """Sample the parked sequences whose masks have come, from the logits that were kept: they run again.
+
+        Waits for the first such mask, `timeout` seconds at the most.
+        """
+        if not self._parked:
+            return
+        assert self.processor is not None
+        settled = [self._parked[seq_id] for seq_id in self.processor.settled(timeout) if seq_id in self._parked]
+        if not settled:
+            return
+        with torch.inference_mode():
+            metadata = SamplingMetadata.for_parked(settled, self.model.device)
+            self.prepare(metadata)
+            logits = self.sampler.recall(metadata)
+            report = self.apply(logits, metadata, alone=False)
+            sampled, skipped = self.sample(logits, metadata, report)
+        for row, sequence in enumerate(settled):
+            if row not in skipped:
+                self._unpark(sequence)
+        self.append(sampled, metadata, skipped)
+
+    def _park(self, sequence: Sequence, logits: torch.Tensor, row: int, metadata: SamplingMetadata) -> None:
+        if sequence.parked is None:
+            sequence.parked = self.sampler.park(logits, row, metadata)
+            self._parked[sequence.seq_id] = sequence
+            self.stats.parkings += 1
+            self.stats.parked = len(self._parked)
+
+    def _unpark(self, sequence: Sequence) -> None:
+        if sequence.parked is not None:
+            self.stats.parked_seconds += time.monotonic() - sequence.parked.since
+            sequence.parked = None
+            del self._parked[sequence.seq_id]
+            self.stats.parked = len(self._parked)
 
     def schedule(self) -> ScheduledBatch:
         """Let in whose grammar is there, end who lost their matcher, and decide who runs."""
@@ -246,24 +292,41 @@ class LLMEngine:
         """Logits of the sampled rows, float32 `[rows, vocab]`, with bias and penalties: all but the mask."""
         return self.sampler.adjust(self.runner.compute_logits(hidden, metadata), metadata)
 
-    def apply(self, logits: torch.Tensor, metadata: SamplingMetadata) -> ApplyReport:
-        """Wait for the masks and apply them, in place."""
+    def apply(self, logits: torch.Tensor, metadata: SamplingMetadata, *, alone: bool = True) -> ApplyReport:
+        """Wait for the masks, until the step's mask deadline, and apply them, in place.
+
+        Args:
+            alone: nobody else waits to go on.
+        """
         if not metadata.guided:
             return _NOTHING_MASKED
         assert self.processor is not None
-        report = self.processor.apply(logits)
+        alone = alone and len(metadata.guided) == len(metadata.sequences)
+        report = self.processor.apply(logits, self._patience(), alone)
         self.stats.wait_seconds += report.wait_seconds
         self.stats.kernel_seconds += report.kernel_seconds
         self.stats.mask_seconds += report.mask_seconds
         return report
+
+    def _patience(self) -> float | None:
+        if not self.config.parking:
+            return None
+        given = self.config.mask_deadline
+        return given if given is not None else max(_LEAST_DEADLINE, _DEADLINE_SHARE * self._mean_step)
+
+    def _note_step(self, seconds: float, waited: float) -> None:
+        self.stats.steps += 1
+        self.stats.step_seconds += seconds
+        weight = max(1 / self.stats.steps, _MEAN_WEIGHT)
+        self._mean_step += weight * (seconds - waited - self._mean_step)
 
     def sample(
         self, logits: torch.Tensor, metadata: SamplingMetadata, report: ApplyReport
     ) -> tuple[SamplerOutput, frozenset[int]]:
         """Sample every row that may be: returns the tokens, and the rows that were skipped.
 
-        Rows whose mask failed or is late are not sampled. The groups of failed ones end here; a late one is run again
-        in the next step, on the same token and slot.
+        Rows whose mask failed or is late are not sampled. The groups of failed ones end here; a late one's sequence is
+        parked.
         """
         skipped: frozenset[int] = frozenset()
         if report.failed or report.late:
@@ -274,8 +337,11 @@ class LLMEngine:
                 error = report.failed.get(sequence.seq_id)
                 if error is not None:
                     self._fail(sequence.group, error)
-                if error is not None or sequence.seq_id in late:
-                    excluded.append(row)
+                elif sequence.seq_id in late:
+                    self._park(sequence, logits, row, metadata)
+                else:
+                    continue
+                excluded.append(row)
             skipped = frozenset(excluded)
         sampled = self.sampler.sample(logits, metadata, skipped)
         for row in sampled.broken:
@@ -284,10 +350,12 @@ class LLMEngine:
 
     def append(self, sampled: SamplerOutput, metadata: SamplingMetadata, skipped: frozenset[int]) -> None:
         """Append the tokens, and end what is complete."""
-        running, changed, now = SequenceStatus.RUNNING, self._changed, time.monotonic()
+        changed, now = self._changed, time.monotonic()
+        # One that was parked may have been preempted since: it has its token before it runs again.
+        running, waiting = SequenceStatus.RUNNING, SequenceStatus.WAITING
         any_ended = False
         for row, (sequence, token) in enumerate(zip(metadata.sequences, sampled.token_ids, strict=True)):
-            if sequence.status is not running or row in skipped:
+            if row in skipped or (sequence.status is not running and sequence.status is not waiting):
                 continue
             sequence.append(token)
             group = sequence.group
@@ -330,12 +398,20 @@ class LLMEngine:
     def _forget(self, group: SequenceGroup) -> None:
         """The group has ended, for whatever reason: nothing of it stays."""
         group.finished_time = time.monotonic()
+        if self._parked:
+            for sequence in group.sequences:
+                self._unpark(sequence)
         self.scheduler.remove(group)
         if self.groups.pop(group.request_id, None) is not None and self.processor is not None:
             self.processor.free(group.request_id)
 
 
 _NOTHING_MASKED = ApplyReport()
+_LEAST_DEADLINE, _DEADLINE_SHARE = 0.001, 0.05
+"""A step waits for masks for so many seconds, or this share of the mean step, whichever is more."""
+_MEAN_WEIGHT = 0.02
+_IDLE_SECONDS = 0.01
+"""How long a step waits where everybody is parked: requests that come or go meanwhile wait as long."""
 
 
 def _end_by_token(sequence: Sequence, token: int) -> None:
@@ -350,7 +426,7 @@ def _end_by_token(sequence: Sequence, token: int) -> None:
 
 def _end_by_stop_string(sequence: Sequence) -> bool:
     """End it if its newest token completes a stop string; True if so. A stop string goes before the length cap."""
-    if sequence.status not in (SequenceStatus.RUNNING, SequenceStatus.FINISHED_LENGTH_CAPPED):
+    if sequence.status not in (SequenceStatus.RUNNING, SequenceStatus.WAITING, SequenceStatus.FINISHED_LENGTH_CAPPED):
         return False
     detokenizer = sequence.detokenizer
     before = len(detokenizer.text)

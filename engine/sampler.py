@@ -8,6 +8,7 @@ the mask wins.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
@@ -16,7 +17,7 @@ import torch
 from engine.distribution import Distribution
 from engine.penalties import Penalties
 from engine.sampling_metadata import SamplingMetadata
-from engine.sequence import Logprob, Sequence
+from engine.sequence import Logprob, Parked, Sequence
 
 __all__ = ["SUPPRESSED", "Sampler", "SamplerOutput"]
 
@@ -79,6 +80,20 @@ class Sampler:
             sequence = metadata.sequences[row]
             if sequence.num_output_tokens < sequence.params.min_tokens:
                 logits[row, torch.tensor([*sequence.stop_ids, *self._eos], device=logits.device)] = SUPPRESSED
+
+    def park(self, logits: torch.Tensor, row: int, metadata: SamplingMetadata) -> Parked:
+        """Between `adjust` and `sample`: what `recall` needs to sample this row another time."""
+        raw = None
+        if self._raw is not None and row in metadata.with_logprobs:
+            raw = self._raw[metadata.with_logprobs.index(row)].clone()
+        return Parked(logits[row].clone(), raw, time.monotonic())
+
+    def recall(self, metadata: SamplingMetadata) -> torch.Tensor:
+        """In the place of `adjust`, where all rows are parked: their logits, float32 `[rows, vocab]`, a copy."""
+        parked = [sequence.parked for sequence in metadata.sequences]
+        raw = [one.logprobs for one in parked if one is not None and one.logprobs is not None]
+        self._raw = torch.stack(raw) if raw else None
+        return torch.stack([one.logits for one in parked if one is not None])
 
     def sample(self, logits: torch.Tensor, metadata: SamplingMetadata, skip: Collection[int] = ()) -> SamplerOutput:
         """Draw one token a row.

@@ -68,6 +68,13 @@ class SamplingMetadata:
         metadata._sort()
         return metadata
 
+    @classmethod
+    def for_parked(cls, sequences: list[Sequence], device: torch.device) -> SamplingMetadata:
+        """The metadata of sequences that are sampled from the logits that were kept of them."""
+        metadata = cls(sequences, None, 0, device)
+        metadata._sort()
+        return metadata
+
     @property
     def is_all_greedy(self) -> bool:
         """No row needs a random number."""

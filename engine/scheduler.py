@@ -29,7 +29,7 @@ class Scheduler:
     """First come, first served; who came last is preempted first.
 
     A sequence that is preempted loses its blocks and is prefilled again, prompt and output, before anybody new. Groups
-    that wait for their grammar are skipped and keep their turn.
+    that wait for their grammar are skipped and keep their turn; so are parked sequences, with all that they hold.
 
     Args:
         max_num_seqs: sequences that run, at the most.
@@ -71,6 +71,8 @@ class Scheduler:
             if sequence.status.is_finished:
                 self.blocks.free(sequence.seq_id)
         self.running = [sequence for sequence in self.running if not sequence.status.is_finished]
+        if self.preempted:  # one that was parked too may have had its last token
+            self.preempted = deque(sequence for sequence in self.preempted if not sequence.status.is_finished)
 
     def schedule(self) -> ScheduledBatch:
         """The next step's batch; empty where nobody can run."""
@@ -88,6 +90,9 @@ class Scheduler:
         preempted = False
         while done < len(queue):
             sequence = queue[done]
+            if sequence.parked is not None:
+                done += 1
+                continue
             try:
                 copy = append_slot(sequence.seq_id, sequence.length - 1)
             except MemoryError:
@@ -97,7 +102,7 @@ class Scheduler:
             if copy is not None:
                 batch.copies.append(copy)
             done += 1
-        batch.decodes = list(queue)
+        batch.decodes = [sequence for sequence in queue if sequence.parked is None]
         return preempted
 
     def _preempt(self, sequence: Sequence) -> None:
@@ -109,11 +114,11 @@ class Scheduler:
 
     def _schedule_prefills(self, batch: ScheduledBatch) -> None:
         budget = self.max_num_batched_tokens - len(batch.decodes)
-        while self.preempted:
-            prefill = SequenceGroupMetadata(self.preempted[0].group, [self.preempted[0]])
+        for sequence in [sequence for sequence in self.preempted if sequence.parked is None]:
+            prefill = SequenceGroupMetadata(sequence.group, [sequence])
             if not self._fits(prefill, budget):
                 return
-            self.preempted.popleft()
+            self.preempted.remove(sequence)
             budget -= self._admit(prefill, batch)
         skipped: list[SequenceGroup] = []
         while self.waiting:

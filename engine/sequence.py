@@ -16,6 +16,7 @@ from guided.errors import GuidedError
 
 __all__ = [
     "Logprob",
+    "Parked",
     "Sequence",
     "SequenceData",
     "SequenceGroup",
@@ -54,6 +55,18 @@ class Logprob:
 
     logprob: float
     rank: int
+
+
+@dataclass(slots=True)
+class Parked:
+    """What a sequence needs to be sampled without another forward pass."""
+
+    logits: torch.Tensor
+    """float32 `[vocab]`: adjusted, not masked."""
+    logprobs: torch.Tensor | None
+    """float32 `[vocab]`: raw log-probabilities, where some were asked for."""
+    since: float
+    """`time.monotonic()` of when it was parked."""
 
 
 @dataclass(slots=True)
@@ -130,6 +143,8 @@ class Sequence:
         self.text_complete = False
         """`detokenizer.text` is final."""
         self.error: GuidedError | None = None
+        self.parked: Parked | None = None
+        """Set while its mask is late: it is not run, and keeps its blocks unless it is preempted."""
         self.group: SequenceGroup
 
     @property

@@ -92,8 +92,8 @@ class InlinePool:
         self._fills = fills
         self._step += 1
 
-    def collect(self, bitmask: NDArray[np.int32], timeout: float) -> list[Row]:
-        """Does the work, here and now: `timeout` can't be kept, and no row is late."""
+    def collect(self, bitmask: NDArray[np.int32], timeout: float, patience: float | None = None) -> list[Row]:
+        """Does the work, here and now: neither `timeout` nor `patience` can be kept, and no row is late."""
         return [
             Row(_STATES[result.status], result.seconds, from_wire(result.error) if result.error else None)
             for result in self._results(bitmask)
@@ -104,6 +104,10 @@ class InlinePool:
         opens = [self._opens.pop(fill.sequence) for fill in fills if fill.sequence in self._opens]
         frees, self._frees, self._fills = self._frees, [], ()
         return self._worker.handle(StepRequest(0, self._step, fills, opens, frees), bitmask)
+
+    def settled(self, sequence_ids: Collection[int], timeout: float) -> list[int]:
+        """All of them: nothing is ever under way here."""
+        return list(sequence_ids)
 
     def failures(self) -> dict[int, GuidedError]:
         """Nothing is ever lost here: a worker in the caller dies with the caller."""

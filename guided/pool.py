@@ -112,15 +112,24 @@ class MaskPool(Protocol):
     def submit(self, fills: Sequence[Fill]) -> None:
         """Send one step's work; returns in microseconds. One `collect` follows before the next `submit`."""
 
-    def collect(self, bitmask: NDArray[np.int32], timeout: float) -> list[Row]:
+    def collect(self, bitmask: NDArray[np.int32], timeout: float, patience: float | None = None) -> list[Row]:
         """Wait for the step's rows, `timeout` seconds at the most.
 
         Args:
             bitmask: int32 `[>= len(fills), words]`; row i receives fill i's mask where its state is `ready`, and is
                 untouched otherwise.
+            patience: seconds, less than `timeout`: once they are over it is enough that one row is decided. None: as
+                long as `timeout`.
 
         Returns:
             One `Row` a fill, in order. `late`: not decided in time; its place is not reused before the worker answered.
+        """
+
+    def settled(self, sequence_ids: Collection[int], timeout: float) -> list[int]:
+        """Which of these sequences, whose last fill was `late`, to ask again: nothing of theirs is under way any more.
+
+        The mask is there, or it failed, or it has to be sent anew. Waits for the first, `timeout` seconds at the most.
+        Between a `collect` and the next `submit`.
         """
 
     def failures(self) -> dict[int, GuidedError]:

@@ -80,7 +80,7 @@ class LogitPostProcessor:
 
     Args:
         pool: where masks are computed; handed in, and not shut down here.
-        fill_limit: seconds `apply` waits for a mask before its sequence fails with `MaskTimeout`.
+        fill_limit: seconds that a mask may take, parked or waited for, before its sequence fails with `MaskTimeout`.
     """
 
     def __init__(self, pool: MaskPool, fill_limit: float = 5.0) -> None:
@@ -94,6 +94,9 @@ class LogitPostProcessor:
         self._bitmask: NDArray[np.int32] = np.empty((0, words(pool.vocabulary.padded_vocab_size)), np.int32)
         self._prepared = False
         self._leaving: list[Future[Grammar]] = []
+        self._asked = 0.0
+        self._late: dict[int, float] = {}
+        """Sequences whose mask was late and is still to come: `time.monotonic()` of when it was first asked for."""
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -125,6 +128,7 @@ class LogitPostProcessor:
         if self._prepared:
             raise RuntimeError("prepare() was called twice without apply() between")
         self._prepared = True
+        self._asked = time.monotonic()
         self._unplaced = {}
         placed: list[GuidedRow] = []
         fills: list[Fill] = []
@@ -152,11 +156,15 @@ class LogitPostProcessor:
         sequence = self._sequences[row.sequence_id] = _Sequence(row.request_id)
         return sequence
 
-    def apply(self, logits: torch.Tensor) -> ApplyReport:
+    def apply(self, logits: torch.Tensor, patience: float | None = None, alone: bool = True) -> ApplyReport:
         """Mask the prepared rows, in place.
 
         Args:
             logits: float `[rows, padded_vocab_size]` on any device; only prepared rows are written.
+            patience: the step's mask deadline, in seconds from when the logits are there: a row that misses it is
+                `late`. As long as there is nobody to go on without it, there is no deadline: no row with a mask, and
+                `alone`. None: every mask is waited for, and no row is late.
+            alone: nobody but the prepared rows could be sampled now.
 
         Never raises for a row: a row without a valid mask is in `failed` or `late`, and is not masked.
         """
@@ -166,10 +174,14 @@ class LogitPostProcessor:
         report = ApplyReport(failed=self._unplaced)
         if not self._fills:
             return report
+        if patience is not None and logits.is_cuda:
+            import torch
+
+            torch.cuda.current_stream(logits.device).synchronize()  # the deadline counts from here
         started = time.perf_counter()
-        results = self._collect()
+        results = self._collect(patience, alone)
         report.wait_seconds = time.perf_counter() - started
-        ready = self._judge(results, report)
+        ready = self._judge(results, report, patience is not None)
         started = time.perf_counter()
         masks = self._bitmask[: len(results)] if len(ready) == len(results) else self._bitmask[ready]
         apply_bitmask(logits, masks, [self._rows[index].logits_row for index in ready])
@@ -177,32 +189,45 @@ class LogitPostProcessor:
         self._rows, self._fills = (), []
         return report
 
-    def _collect(self) -> list[Row]:
+    def _collect(self, patience: float | None, alone: bool) -> list[Row]:
         """Collect the step; rows whose worker lacks their history are sent once more, with all of it."""
         if len(self._fills) > len(self._bitmask):
             self._bitmask = np.empty((2 * len(self._fills), self._bitmask.shape[1]), np.int32)
-        deadline = time.monotonic() + self._fill_limit
-        results = self._pool.collect(self._bitmask[: len(self._fills)], self._fill_limit)
+        # Beside rows without a constraint nobody has to be waited for, not even the first.
+        limit = self._fill_limit if patience is None or alone else min(patience, self._fill_limit)
+        deadline = time.monotonic() + limit
+        results = self._pool.collect(self._bitmask[: len(self._fills)], limit, patience)
         again = [index for index, result in enumerate(results) if result.state == "needs_history"]
         if again:
             self._pool.submit([Fill(row.sequence_id, 0, row.token_ids) for row in (self._rows[i] for i in again)])
             masks = np.empty((len(again), self._bitmask.shape[1]), np.int32)
-            retried = self._pool.collect(masks, max(0.0, deadline - time.monotonic()))
+            left = max(0.0, deadline - time.monotonic())
+            if patience is not None and len(again) < len(results):
+                left = min(left, patience)
+            retried = self._pool.collect(masks, left, patience)
             for index, mask, result in zip(again, masks, retried, strict=True):
                 results[index] = result
                 if result.state == "ready":
                     self._bitmask[index] = mask
         return results
 
-    def _judge(self, results: Iterable[Row], report: ApplyReport) -> list[int]:
-        """Sort rows into ready (returned, by index) and failed."""
+    def _judge(self, results: Iterable[Row], report: ApplyReport, parking: bool) -> list[int]:
+        """Sort rows into ready (returned, by index), failed and, with `parking`, late."""
         ready: list[int] = []
+        now = time.monotonic()
         for index, result in enumerate(results):
             report.mask_seconds += result.seconds
             if result.state == "ready":
                 ready.append(index)
+                if self._late:
+                    self._late.pop(self._rows[index].sequence_id, None)
                 continue
             sequence_id = self._rows[index].sequence_id
+            if parking and result.state != "failed":
+                since = self._late.setdefault(sequence_id, self._asked)
+                if now - since < self._fill_limit:
+                    report.late.append(sequence_id)
+                    continue
             if result.state == "late":
                 error: GuidedError = MaskTimeout(f"no mask within {self._fill_limit:g} s")
             else:
@@ -210,6 +235,19 @@ class LogitPostProcessor:
             report.failed[sequence_id] = error
             self._close([sequence_id])
         return ready
+
+    def settled(self, timeout: float = 0.0) -> list[int]:
+        """Late sequences to prepare again, with the tokens and logits they had: their masks are there, or failed.
+
+        Waits for the first, `timeout` seconds at the most. One whose time is up is among them too.
+        """
+        if not self._late:
+            return []
+        now = time.monotonic()
+        limit = self._fill_limit
+        overdue = [each for each, since in self._late.items() if now - since >= limit]
+        timeout = 0.0 if overdue else min(timeout, limit - now + min(self._late.values()))
+        return sorted({*overdue, *self._pool.settled(list(self._late), timeout)})
 
     def failures(self) -> dict[str, GuidedError]:
         """Requests whose matcher was lost between steps (its worker died), each reported once."""
@@ -248,6 +286,7 @@ class LogitPostProcessor:
     def _close(self, sequence_ids: Collection[int]) -> None:
         self._pool.free(sequence_ids)
         for sequence_id in sequence_ids:
+            self._late.pop(sequence_id, None)
             sequence = self._sequences.pop(sequence_id, None)
             if sequence is not None and sequence.request_id in self._requests:
                 self._requests[sequence.request_id].sequences.discard(sequence_id)

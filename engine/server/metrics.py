@@ -161,6 +161,7 @@ class _EngineCollector(Collector):
             ("num_requests_running", "Sequences that run.", health.num_running),
             ("num_requests_waiting", "Requests that wait to run.", health.num_waiting),
             ("num_requests_waiting_for_grammar", "Requests whose grammar is compiled.", health.num_waiting_for_grammar),
+            ("num_sequences_parked", "Sequences whose mask is late: the others go on.", stats.parked),
             ("kv_cache_usage_perc", "Share of the KV cache in use, 0 to 1.", health.kv_cache_usage),
             ("grammar_compiling", "Constraints that are compiled or queue for it.", health.pool.compiling),
             ("mask_actors_up", "Mask actors that are up.", sum(worker.state == "up" for worker in workers)),
@@ -175,6 +176,8 @@ class _EngineCollector(Collector):
             ("mask_exposed_seconds", "Mask time that the forward pass did not hide.", exposed),
             ("mask_wait_seconds", "Part of the exposed: waiting for masks.", stats.wait_seconds),
             ("mask_seconds", "Seconds that workers spent on masks, exposed or hidden.", stats.mask_seconds),
+            ("mask_parkings", "Times that a sequence was parked, its mask being late.", stats.parkings),
+            ("mask_parked_seconds", "Seconds that sequences were parked.", stats.parked_seconds),
             ("mask_actor_restarts", "Mask actors replaced.", sum(worker.restarts for worker in workers)),
         )
         for name, text, value in gauges:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -140,6 +141,40 @@ def test_a_late_answer_that_came_between_two_steps_is_there_at_once(host: Host) 
     assert host.step((1, "a"), timeout=0.0) == ["ready"]
     assert allowed(host.bitmask[0]) == "b"
     assert link.leases.num_free == 8
+
+
+def test_patience_starts_to_count_with_the_first_mask(host: Host) -> None:
+    host.open(1, grammar="slow")
+    host.open(2)
+    host.submit((1, "a"), (2, "a"))
+    rows = host.rotation.collect(host.bitmask, WAIT, 0.0)
+    assert [row.state for row in rows] == ["late", "ready"]
+    host.submit((1, "a"))
+    threading.Timer(0.2, host.slow.release.set).start()
+    (row,) = host.rotation.collect(host.bitmask, WAIT, 0.0)  # nobody could go on without it
+    assert row.state == "ready"
+
+
+def test_a_late_row_is_settled_once_its_answer_is_there(host: Host) -> None:
+    host.open(1, grammar="slow")
+    assert host.step((1, "a"), timeout=0.05) == ["late"]
+    assert host.rotation.settled([1], 0.05) == []
+    threading.Timer(0.1, host.slow.release.set).start()
+    assert host.rotation.settled([1], WAIT) == [1]
+    assert host.step((1, "a"), timeout=0.0) == ["ready"]
+    assert allowed(host.bitmask[0]) == "b"
+
+
+@pytest.mark.parametrize("hung", [False, True])
+def test_a_late_row_is_settled_where_its_actor_is_gone(host: Host, hung: bool) -> None:
+    host.open(1, grammar="slow")
+    host.open(2)
+    host.open(3, parent=1)
+    assert host.step((1, "a"), (3, "a"), timeout=0.05) == ["late", "late"]
+    threading.Timer(0.1, host.end, [host.where(1), hung]).start()
+    assert 1 in host.rotation.settled([1, 3], WAIT)
+    assert host.step((1, "a"), timeout=0.0) == ["failed"]
+    assert set(host.rotation.failures()) == ({1} if hung else {1, 3})
 
 
 def test_a_late_mask_is_no_answer_to_a_later_question(host: Host) -> None:

@@ -16,7 +16,6 @@ from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
 from engine.sequence import SequenceStatus
 from guided.errors import BackendError, InternalError, InvalidConstraint, WorkerDied
-from guided.processor import ApplyReport, LogitPostProcessor
 
 MakeEngine = Callable[..., LLMEngine]
 Run = Callable[..., dict[str, RequestOutput]]
@@ -163,36 +162,12 @@ def test_a_lost_matcher_ends_its_group_also_between_steps(
     assert [name for name, output in found.items() if output.error] == ["regex"]
 
 
-class LateProcessor(LogitPostProcessor):
-    """Says of every row, every other step, that its mask isn't there yet."""
-
-    step = 0
-
-    def apply(self, logits: Any) -> ApplyReport:
-        rows = [row.sequence_id for row in self._rows]
-        masked = [row.logits_row for row in self._rows]
-        report = super().apply(logits)
-        self.step += 1
-        if self.step % 2:
-            report.late = rows
-            logits[masked] = 0.0  # whoever samples it all the same is found out
-        return report
-
-
-def test_a_late_row_is_sampled_later_and_the_same(make_engine: MakeEngine, tiny_model: LoadedModel, run: Run) -> None:
-    expected = run(make_engine(), mixed())
-    pool = FaultyPool(tiny_model.vocabulary)
-    engine = make_engine(pool)
-    engine.processor = LateProcessor(pool)
-    assert tokens(run(engine, mixed())) == tokens(expected)
-
-
 def test_a_mask_that_forbids_everything_is_an_error_and_no_token(
     make_engine: MakeEngine, tiny_model: LoadedModel, run: Run
 ) -> None:
     class EmptyPool(FaultyPool):
-        def collect(self, bitmask: Any, timeout: float) -> Any:
-            rows = super().collect(bitmask, timeout)
+        def collect(self, bitmask: Any, timeout: float, patience: float | None = None) -> Any:
+            rows = super().collect(bitmask, timeout, patience)
             bitmask[:] = 0
             return rows
 

@@ -154,8 +154,8 @@ class FaultyPool(InlinePool):
         self.submitted.append(list(fills))
         super().submit(fills)
 
-    def collect(self, bitmask: NDArray[np.int32], timeout: float) -> list[Row]:
-        rows: Any = super().collect(bitmask, timeout)
+    def collect(self, bitmask: NDArray[np.int32], timeout: float, patience: float | None = None) -> list[Row]:
+        rows: Any = super().collect(bitmask, timeout, patience)
         if self.state is not None:
             bitmask[:] = 0
             rows[0] = Row(self.state, 0.0, self.error)  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 
@@ -16,13 +17,17 @@ from guided.vocabulary import Vocabulary
 
 
 class FaultyPool:
-    """`fails(sequence_id, position)` says which rows fail; `lose` loses an open sequence between two steps; with
-    `hold_compiles` the futures of `compile` stay open until `finish_compiles`."""
+    """`fails(sequence_id, position)` says which rows fail; `delay(sequence_id, position)` how often somebody has to
+    look before a row's mask is there; `lose` loses an open sequence between two steps; with `hold_compiles` the futures
+    of `compile` stay open until `finish_compiles`."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.inner: MaskPool = InlinePool(vocabulary)
         self.vocabulary = vocabulary
         self.fails: Callable[[int, int], bool] = lambda sequence_id, position: False
+        self.delay: Callable[[int, int], int] = lambda sequence_id, position: 0
+        self.late: dict[int, tuple[int, int]] = {}
+        """By sequence: the position whose mask is late, and how often it still is to be looked for."""
         self.hold_compiles = False
         self.opened: list[int] = []
         self.freed: set[int] = set()
@@ -58,19 +63,42 @@ class FaultyPool:
 
     def free(self, sequence_ids: Collection[int]) -> None:
         self.freed.update(sequence_ids)
+        for sequence_id in sequence_ids:
+            self.late.pop(sequence_id, None)
         self.inner.free(sequence_ids)
 
     def submit(self, fills: Sequence[Fill]) -> None:
         self._fills = fills
         self.inner.submit(fills)
 
-    def collect(self, bitmask: NDArray[np.int32], timeout: float) -> list[Row]:
-        rows = self.inner.collect(bitmask, timeout)
+    def collect(self, bitmask: NDArray[np.int32], timeout: float, patience: float | None = None) -> list[Row]:
+        rows = self.inner.collect(bitmask, timeout, patience)
         for index, fill in enumerate(self._fills):
-            if self.fails(fill.sequence_id, fill.start + len(fill.tokens)):
-                bitmask[index] = -1  # everything allowed: whoever uses it all the same is found out
+            position = fill.start + len(fill.tokens)
+            if self.fails(fill.sequence_id, position):
                 rows[index] = Row("failed", error=BackendError("told to fail"))
+            elif patience is not None and self._is_late(fill.sequence_id, position):
+                rows[index] = Row("late")
+            else:
+                continue
+            bitmask[index] = -1  # everything allowed: whoever uses it all the same is found out
         return rows
+
+    def _is_late(self, sequence_id: int, position: int) -> bool:
+        asked, looks = self.late.get(sequence_id, (-1, 0))
+        if asked != position:
+            looks = self.delay(sequence_id, position)
+            self.late[sequence_id] = position, looks
+        return looks > 0
+
+    def settled(self, sequence_ids: Collection[int], timeout: float) -> list[int]:
+        for sequence_id in sequence_ids:
+            position, looks = self.late[sequence_id]
+            self.late[sequence_id] = position, looks - 1
+        found = [each for each in sequence_ids if self.late[each][1] <= 0]
+        if not found:
+            time.sleep(timeout)
+        return found
 
     def lose(self, sequence_id: int) -> None:
         self._lost[sequence_id] = WorkerDied("told to die")
