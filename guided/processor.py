@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from guided.backends import candidates
-from guided.bitmask import apply_bitmask, words
+from guided.bitmask import apply_bitmask, load_loose_kernel, words
 from guided.constraint import Constraint
 from guided.errors import BackendError, GuidedError, MaskTimeout
 from guided.pool import Fill, Grammar, MaskPool, Row
@@ -119,6 +119,7 @@ class LogitPostProcessor:
         """
         if request_id in self._requests:
             raise ValueError(f"request {request_id!r} is already initialized")
+        load_loose_kernel()
         future = self._pool.compile(constraint, candidates(constraint.kind, backend))
         self._requests[request_id] = _Request(future)
         return future
