@@ -1,0 +1,148 @@
+"""One way of masking in a process of its own: `python -m benchmarks.peers.host WAY`. Commands as JSON lines on stdin,
+answers as JSON lines on stdout; what libraries print goes to stderr."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from benchmarks.peers.loop import Forward, Run, SleepingForward, Slowness, Way
+from benchmarks.peers.rows import Document, Rows
+
+__all__ = ["WAYS"]
+
+
+def _guided(pool: Any, options: dict[str, Any]) -> Way:
+    from benchmarks.peers.ours import Guided
+
+    return Guided(pool, options.get("parking", False))
+
+
+def _unguided(options: dict[str, Any]) -> Way:
+    from benchmarks.peers.ours import Unguided
+
+    return Unguided()
+
+
+def _vocabulary(options: dict[str, Any]) -> Any:
+    from guided.vocabulary import Vocabulary
+
+    path = options["vocabulary"]
+    if ".model" in path:
+        return Vocabulary.from_sentencepiece(path)
+    if path.endswith("tokenizer.json"):
+        from tokenizers import Tokenizer
+
+        return Vocabulary.from_tokenizer(Tokenizer.from_file(path), stop_token_ids=[options["stop"]])
+    return Vocabulary.from_tekken(path)
+
+
+def _inline(options: dict[str, Any]) -> Way:
+    from guided.inline import InlinePool
+
+    return _guided(InlinePool(_vocabulary(options), max_cache_bytes=4 << 30), options)
+
+
+def _ray(options: dict[str, Any]) -> Way:
+    from actors import CompileLimits, RayPool
+
+    limits = CompileLimits(seconds=options.get("compile_seconds", 10.0))
+    pool = RayPool(_vocabulary(options), options.get("actors", 2), compile_limits=limits, max_cache_bytes=4 << 30)
+    return _guided(pool, options)
+
+
+def _vllm(options: dict[str, Any]) -> Way:
+    from benchmarks.peers.vllm_manager import VLLMManager
+
+    return VLLMManager(options["vocabulary"])
+
+
+def _xgrammar(options: dict[str, Any]) -> Way:
+    from benchmarks.peers.xgrammar_processor import XGrammarProcessor
+
+    return XGrammarProcessor(_vocabulary(options))
+
+
+def _lm_format_enforcer(options: dict[str, Any]) -> Way:
+    from benchmarks.peers.lm_format_enforcer_processor import LMFormatEnforcerProcessor
+
+    return LMFormatEnforcerProcessor(_vocabulary(options))
+
+
+WAYS: dict[str, Callable[[dict[str, Any]], Way]] = {
+    "unguided": _unguided,
+    "inline": _inline,
+    "ray": _ray,
+    "vllm": _vllm,
+    "xgrammar": _xgrammar,
+    "lm-format-enforcer": _lm_format_enforcer,
+}
+
+
+class Host:
+    """Does what the commands say."""
+
+    def __init__(self) -> None:
+        self._way: Any = None
+        self._options: dict[str, Any] = {}
+        self._documents: dict[str, Document] = {}
+        self._run: Run | None = None
+
+    def start(self, way: str, options: dict[str, Any]) -> dict[str, Any]:
+        torch.set_num_threads(options["threads"])
+        self._options = options
+        self._way = WAYS[way](options)
+        return {"pid": os.getpid()}
+
+    def load(self, backend: str, documents: list[dict[str, Any]]) -> dict[str, Any]:
+        self._documents = {one["name"]: Document.from_json(one) for one in documents}
+        return {"refused": self._way.load(backend, list(self._documents.values()))}
+
+    def begin(
+        self, batch: int, documents: list[str], pinned: list[str], slow: dict[str, Any], forward_seconds: float
+    ) -> dict[str, Any]:
+        slowness = Slowness(**slow)
+        self._way.begin(batch, slowness)
+        named, stuck = ([self._documents[name] for name in names] for names in (documents, pinned))
+        rows = Rows(named, batch, self._options["stop"], stuck)
+        forward: Forward = SleepingForward(batch, self._options["width"], forward_seconds)
+        self._run = Run(self._way, rows, forward, slowness)
+        return {}
+
+    def run(self, steps: int) -> dict[str, Any]:
+        assert self._run is not None
+        return dataclasses.asdict(self._run.steps(steps))
+
+    def end(self) -> dict[str, Any]:
+        assert self._run is not None
+        self._run.close()
+        self._run = None
+        return {}
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    host = Host()
+    for line in sys.stdin:
+        command = json.loads(line)
+        name = command.pop("do")
+        try:
+            answer = getattr(host, name)(**command)
+        except Exception as error:
+            import traceback
+
+            traceback.print_exc()
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main()

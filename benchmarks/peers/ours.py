@@ -1,0 +1,202 @@
+"""Our own ways: no masks at all, and masks of a pool (inline or Ray) through `LogitPostProcessor`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+import torch
+
+import guided.processor as processor_module
+from benchmarks.peers.loop import Forward, Slowness, Times
+from benchmarks.peers.rows import Document, RunningSequence
+from benchmarks.slow_backend import slow_name
+from guided.bitmask import words
+from guided.constraint import Constraint
+from guided.errors import GuidedError
+from guided.pool import Fill, Grammar, MaskPool
+from guided.processor import GuidedRow, LogitPostProcessor
+
+__all__ = ["Guided", "Unguided"]
+
+COMPILE_SECONDS = 600.0
+"""How long all compilations together may take; the pool limits each."""
+CHECK_SECONDS = 5.0
+CHECK_ROWS = 32
+
+
+class Unguided:
+    """The forward pass alone."""
+
+    def load(self, backend: str, documents: Sequence[Document]) -> dict[str, str]:
+        return {}
+
+    def begin(self, batch: int, slow: Slowness) -> None:
+        pass
+
+    def open(self, sequence: RunningSequence) -> None:
+        pass
+
+    def close(self, sequence: RunningSequence) -> None:
+        pass
+
+    def resume(self) -> list[tuple[RunningSequence, bool]]:
+        return []
+
+    def step(self, sequences: Sequence[RunningSequence], forward: Forward) -> tuple[torch.Tensor, Times]:
+        forward.start()
+        return forward.wait(), Times()
+
+    def sampled(self, sequences: Sequence[RunningSequence], tokens: Sequence[int]) -> float:
+        return 0.0
+
+
+class Guided:
+    """Our post-processor over a pool, called as our engine calls it.
+
+    Args:
+        parking: rows whose mask misses the engine's default deadline are parked.
+    """
+
+    def __init__(self, pool: MaskPool, parking: bool) -> None:
+        self._pool = pool
+        self._parking = parking
+        self._processor = LogitPostProcessor(pool)
+        self._mean_step = 0.0
+        self._parked: dict[int, tuple[RunningSequence, torch.Tensor]] = {}
+        self._backend = ""
+        self._grammars: dict[tuple[str, str], Future[Grammar]] = {}  # never released: they stay compiled
+        self._rows: dict[int, GuidedRow] = {}
+        self._slow = Slowness()
+        self._kernel_cpu = 0.0
+        # Its CPU time is the kernel's, not the engine's: nothing but the clock is added.
+        kernel: Callable[..., None] = vars(processor_module)["apply_bitmask"]
+        vars(processor_module)["apply_bitmask"] = self._clocked(kernel)
+
+    def _clocked(self, kernel: Callable[..., None]) -> Callable[..., None]:
+        def clocked(*arguments: Any, **named: Any) -> None:
+            started = time.process_time()
+            kernel(*arguments, **named)
+            self._kernel_cpu += time.process_time() - started
+
+        return clocked
+
+    def load(self, backend: str, documents: Sequence[Document]) -> dict[str, str]:
+        self._backend = backend
+        for document in documents:
+            self._compile(document, document.backend or backend)
+        refused: dict[str, str] = {}
+        able: list[tuple[Document, Grammar]] = []
+        for document in documents:
+            try:
+                future = self._grammars[document.backend or backend, document.schema]
+                able.append((document, future.result(COMPILE_SECONDS)))
+            except GuidedError as error:
+                refused[document.name] = str(error)
+        for start in range(0, len(able), CHECK_ROWS):
+            refused |= self._check(able[start : start + CHECK_ROWS])
+        return refused
+
+    def _compile(self, document: Document, backend: str) -> Future[Grammar]:
+        key = (backend, document.schema)
+        if key not in self._grammars:
+            self._grammars[key] = self._pool.compile(Constraint.json_schema(document.schema), [backend])
+        return self._grammars[key]
+
+    def _check(self, some: list[tuple[Document, Grammar]]) -> dict[str, str]:
+        """Those whose tokens the grammar doesn't accept to the end."""
+        ids = [-1 - index for index in range(len(some))]
+        for sequence_id, (_, grammar) in zip(ids, some, strict=True):
+            self._pool.open(sequence_id, grammar)
+        self._pool.submit([Fill(id_, 0, list(document.tokens)) for id_, (document, _) in zip(ids, some, strict=True)])
+        bitmask = np.empty((len(some), words(self._pool.vocabulary.padded_vocab_size)), np.int32)
+        results = self._pool.collect(bitmask, CHECK_SECONDS)
+        self._pool.free(ids)
+        refused: dict[str, str] = {}
+        stop = self._pool.vocabulary.stop_token_ids[0]
+        for (document, _), mask, result in zip(some, bitmask, results, strict=True):
+            if result.state != "ready":
+                refused[document.name] = str(result.error or result.state)
+            elif not mask[stop // 32] >> (stop % 32) & 1:
+                refused[document.name] = "it may not end where it ends"
+        return refused
+
+    def begin(self, batch: int, slow: Slowness) -> None:
+        self._processor = LogitPostProcessor(self._pool)
+        self._parked.clear()
+        self._mean_step = 0.0
+        self._slow = slow
+
+    def open(self, sequence: RunningSequence) -> None:
+        document = sequence.document
+        backend = document.backend or self._backend
+        if self._slow.hits(sequence.row):
+            backend = slow_name(self._slow.kind)
+        request = str(sequence.id)
+        future = self._processor.initialize(request, Constraint.json_schema(document.schema), backend)
+        future.result(COMPILE_SECONDS)
+        self._rows[sequence.id] = GuidedRow(request, sequence.id, sequence.output, sequence.row)
+
+    def close(self, sequence: RunningSequence) -> None:
+        self._processor.free(str(sequence.id))
+        self._rows.pop(sequence.id, None)
+
+    def resume(self) -> list[tuple[RunningSequence, bool]]:
+        """Sample the parked sequences whose masks have come, from the logits that were kept."""
+        settled = [self._parked[id_] for id_ in self._processor.settled() if id_ in self._parked]
+        if not settled:
+            return []
+        rows = [
+            GuidedRow(str(sequence.id), sequence.id, sequence.output, row) for row, (sequence, _) in enumerate(settled)
+        ]
+        logits = torch.stack([kept for _, kept in settled])
+        self._processor.prepare(rows)
+        report = self._processor.apply(logits, self._patience(), alone=False)
+        stop = self._pool.vocabulary.stop_token_ids[0]
+        sampled: list[tuple[RunningSequence, bool]] = []
+        for row, (sequence, _) in enumerate(settled):
+            if sequence.id not in report.late:
+                fine = sequence.id not in report.failed and bool(logits[row, sequence.next_token(stop)] != -torch.inf)
+                del self._parked[sequence.id]
+                sampled.append((sequence, fine))
+        return sampled
+
+    def step(self, sequences: Sequence[RunningSequence], forward: Forward) -> tuple[torch.Tensor, Times]:
+        rows = [self._rows[sequence.id] for sequence in sequences if sequence.id not in self._parked]
+        kernel_cpu = self._kernel_cpu
+        started = time.perf_counter()
+        self._processor.prepare(rows)
+        prepared = time.perf_counter() - started
+        forward.start()
+        logits = forward.wait()
+        ready = time.perf_counter()
+        report = self._processor.apply(logits, self._patience())
+        ended = time.perf_counter()
+        exposed = prepared + report.wait_seconds
+        times = Times(
+            exposed=exposed,
+            outside=prepared + ended - ready - report.kernel_seconds,
+            hidden=max(0.0, report.mask_seconds - exposed),
+            kernel=report.kernel_seconds,
+            kernel_cpu=self._kernel_cpu - kernel_cpu,
+            late={sequence.row for sequence, _ in self._parked.values()},
+        )
+        for sequence in sequences:
+            if sequence.id in report.late:
+                self._parked[sequence.id] = sequence, logits[sequence.row].clone()
+                times.late.add(sequence.row)
+            elif sequence.id in report.failed:
+                logits[sequence.row] = float("-inf")
+        step = ended - started - report.wait_seconds
+        self._mean_step += 0.1 * (step - self._mean_step) if self._mean_step else step
+        return logits, times
+
+    def _patience(self) -> float | None:
+        """As `EngineConfig.mask_deadline` has it."""
+        return max(0.001, 0.05 * self._mean_step) if self._parking else None
+
+    def sampled(self, sequences: Sequence[RunningSequence], tokens: Sequence[int]) -> float:
+        return 0.0

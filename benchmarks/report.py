@@ -1,0 +1,115 @@
+"""What all benchmarks share: how a result is written down, and how one refuses to start."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shlex
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+
+__all__ = ["RESULTS", "ROOT", "canvas", "fail", "machine", "percentiles", "print_table", "write_json"]
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+LIBRARIES = ("torch", "llguidance", "xgrammar", "outlines_core", "lm-format-enforcer", "ray", "pyzmq", "transformers")
+
+
+def fail(message: str) -> NoReturn:
+    """End with one line and exit status 2: what the user gave can't be used."""
+    print(f"{Path(sys.argv[0]).stem}: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def percentiles(values: Sequence[float], scale: float = 1e3) -> dict[str, float]:
+    """p50, p90, p99 and mean of seconds, in milliseconds."""
+    if not values:
+        return {}
+    scaled = np.asarray(values) * scale
+    found = {f"p{at}": round(float(np.percentile(scaled, at)), 4) for at in (50, 90, 99)}
+    return {**found, "mean": round(float(scaled.mean()), 4)}
+
+
+def machine() -> dict[str, Any]:
+    """Where this runs, and how busy it is."""
+    versions: dict[str, str] = {}
+    for name in LIBRARIES:
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return {
+        "cpus": len(os.sched_getaffinity(0)),
+        "processor": _processor(),
+        "python": platform.python_version(),
+        "load_average": [round(load, 2) for load in os.getloadavg()],
+        "versions": versions,
+    }
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def write_json(path: Path, setting: Mapping[str, Any], results: Any, started_on: Mapping[str, Any]) -> None:
+    """Write one benchmark's result.
+
+    Args:
+        started_on: `machine()` as it was before the measurement.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    command = shlex.join(["python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]])
+    document = {
+        "command": command,
+        "machine": {**started_on, "load_average_at_the_end": [round(load, 2) for load in os.getloadavg()]},
+        "setting": setting,
+        "results": results,
+    }
+    path.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n")
+
+
+def print_table(rows: Iterable[Mapping[str, Any]], columns: Mapping[str, str]) -> None:
+    """Print rows under headings.
+
+    Args:
+        columns: key of a row -> heading. A blank line separates rows whose first columns differ.
+    """
+    cells = [[_text(row.get(key)) for key in columns] for row in rows]
+    widths = [max(map(len, column)) for column in zip(columns.values(), *cells, strict=True)]
+    print("  ".join(heading.rjust(width) for heading, width in zip(columns.values(), widths, strict=True)))
+    for cell in cells:
+        print("  ".join(text.rjust(width) for text, width in zip(cell, widths, strict=True)))
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}" if abs(value) < 10 else f"{value:.1f}"
+    return str(value)
+
+
+def canvas(columns: int = 1, width: float = 6.0, height: float = 4.2, **options: Any) -> tuple[Any, list[Any]]:
+    """A figure and its axes, side by side, without a screen."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(
+        1, columns, figsize=(width * columns, height), layout="constrained", squeeze=False, **options
+    )
+    for one in axes[0]:
+        one.spines[["top", "right"]].set_visible(False)
+        one.grid(visible=True, axis="y", which="major", alpha=0.3)
+        one.set_axisbelow(True)
+    return figure, list(axes[0])

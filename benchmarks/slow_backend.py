@@ -1,0 +1,96 @@
+"""Backends for the stragglers' benchmark: llguidance, and every mask takes a set time more. No part of the product.
+
+They are registered in every process that has `benchmarks/startup` on its PYTHONPATH: the actors and the processes that
+compile inherit it from the benchmark's.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import ClassVar, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.peers.busy import busy
+from guided.backends.base import CompiledGrammar, Matcher
+from guided.backends.llguidance import LLGuidanceBackend
+from guided.constraint import Constraint, ConstraintKind
+from guided.vocabulary import Vocabulary
+
+__all__ = ["SECONDS_VARIABLE", "HoldingBackend", "SleepingBackend", "slow_name"]
+
+SECONDS_VARIABLE = "BENCHMARK_SLOW_SECONDS"
+Kind = Literal["sleep", "hold"]
+
+
+def slow_name(kind: str) -> str:
+    """The name of the backend whose masks are slow in this way."""
+    return f"benchmark-{kind}"
+
+
+class _SlowMatcher:
+    def __init__(self, inner: Matcher, kind: Kind) -> None:
+        self._inner, self._kind = inner, kind
+
+    def accept_tokens(self, token_ids: Sequence[int]) -> None:
+        self._inner.accept_tokens(token_ids)
+
+    def fill_bitmask(self, row: NDArray[np.int32]) -> None:
+        busy(self._kind, float(os.environ.get(SECONDS_VARIABLE, "0.2")))
+        self._inner.fill_bitmask(row)
+
+    def rollback(self, count: int) -> None:
+        self._inner.rollback(count)
+
+    def fork(self) -> Matcher:
+        return _SlowMatcher(self._inner.fork(), self._kind)
+
+    def is_accepting(self) -> bool:
+        return self._inner.is_accepting()
+
+    def is_terminated(self) -> bool:
+        return self._inner.is_terminated()
+
+    def forced_tokens(self) -> list[int]:
+        return self._inner.forced_tokens()
+
+
+class _SlowGrammar:
+    def __init__(self, inner: CompiledGrammar, kind: Kind) -> None:
+        self._inner, self._kind = inner, kind
+
+    @property
+    def nbytes(self) -> int:
+        return self._inner.nbytes
+
+    def matcher(self) -> Matcher:
+        return _SlowMatcher(self._inner.matcher(), self._kind)
+
+    def dump(self) -> bytes:
+        return self._inner.dump()
+
+
+class SleepingBackend:
+    """Every mask sleeps first."""
+
+    name: ClassVar[str] = slow_name("sleep")
+    kinds: ClassVar[frozenset[ConstraintKind]] = LLGuidanceBackend.kinds
+    _kind: ClassVar[Kind] = "sleep"
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._inner = LLGuidanceBackend(vocabulary)
+
+    def compile(self, constraint: Constraint) -> CompiledGrammar:
+        return _SlowGrammar(self._inner.compile(constraint), self._kind)
+
+    def load(self, constraint: Constraint, dumped: bytes) -> CompiledGrammar:
+        return _SlowGrammar(self._inner.load(constraint, dumped), self._kind)
+
+
+class HoldingBackend(SleepingBackend):
+    """Every mask computes first, and holds the interpreter's lock all the while."""
+
+    name: ClassVar[str] = slow_name("hold")
+    _kind: ClassVar[Kind] = "hold"

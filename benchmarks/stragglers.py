@@ -1,0 +1,173 @@
+"""One row whose masks are slow in a batch of fast ones: `python -m benchmarks.stragglers --vllm-python PATH`.
+
+Every mask of one row takes `--slow-ms` more: it sleeps, or it computes in C and holds the interpreter's lock (a test
+backend; the peers get the same delay around their own matcher). Last, a real case: a schema of the data that
+lm-format-enforcer is slow on, beside rows that it is quick on. Measured is the inter-token latency of the *other* rows
+against a run of the same rows without the slow one's slowness, and that of the slow row.
+
+Each way runs in a process of its own, they take turns, rows follow real instances of real schemas, and the forward pass
+is simulated (see benchmarks.step_overhead). Ours runs with and without parking. Writes
+benchmarks/results/stragglers.{json,png}.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from benchmarks.contest import Contest, Entry, vllm_entry
+from benchmarks.peers.loop import Samples, Slowness
+from benchmarks.peers.rows import Document
+from benchmarks.report import RESULTS, canvas, machine, percentiles, print_table, write_json
+from benchmarks.workload import DATA, Tokens, documents, named_document
+
+CASES = ("sleep", "hold", "real")
+HARD, HARD_BACKEND = "", "lm-format-enforcer"
+COLUMNS = {
+    "case": "case",
+    "backend": "backend",
+    "way": "way",
+    "without_p50": "without p50",
+    "without_p99": "p99",
+    "with_p50": "with p50",
+    "with_p99": "p99",
+    "ratio_p50": "ratio p50",
+    "ratio_p99": "ratio p99",
+    "slow_row_p50": "slow row p50",
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    backend: str
+    slow: Slowness
+    pinned: Sequence[Document] = ()
+
+
+def entries(options: argparse.Namespace) -> list[Entry]:
+    every = frozenset({"llguidance", "xgrammar", "lm-format-enforcer"})
+    actors = {"actors": options.actors, "compile_seconds": 5.0}
+    found = [
+        Entry("ours, parking", "ray", every, options={**actors, "parking": True}),
+        Entry("ours, no parking", "ray", every, options=actors),
+        Entry("ours, inline", "inline", every),
+        vllm_entry(options.vllm_python),
+        Entry("xgrammar's processor", "xgrammar", frozenset({"xgrammar"})),
+        Entry("lm-format-enforcer's processor", "lm-format-enforcer", frozenset({"lm-format-enforcer"})),
+    ]
+    return [entry for entry in found if entry is not None]
+
+
+def measure(
+    contest: Contest, case: Case, drawn: Sequence[Document], options: argparse.Namespace, bar: tqdm[Any]
+) -> list[dict[str, Any]]:
+    """Every way without the straggler, then with it."""
+    able, usable = contest.load(case.backend, [*drawn, *case.pinned])
+    names = {document.name for document in case.pinned}
+    quick = [document for document in usable if document.name not in names]
+    if len(usable) - len(quick) < len(names):
+        bar.write(f"{case.name}: not all can do {', '.join(names)}; left out")
+        return []
+    found: dict[bool, dict[str, Samples]] = {}
+    # The first row is the straggler's in both runs: what it does alone differs.
+    quiet = Slowness(1, "none", 0.0)
+    for slow in (False, True):
+        bar.set_description(f"{case.name}, {case.backend}, {'with' if slow else 'without'}")
+        pinned = case.pinned if slow else ()
+        forward = options.forward_ms / 1e3
+        race = contest.race(able, quick, options.batch, forward, case.slow if slow else quiet, pinned)
+        steps = options.steps if slow else options.steps * 2
+        found[slow] = race.run(steps, options.rounds, bar)
+    return [figures(case, entry, found[False][entry.label], found[True][entry.label]) for entry in able]
+
+
+def figures(case: Case, entry: Entry, without: Samples, with_: Samples) -> dict[str, Any]:
+    row: dict[str, Any] = {"case": case.name, "backend": case.backend, "way": entry.label}
+    row |= {f"without_{key}": value for key, value in percentiles(without.latency).items()}
+    row |= {f"with_{key}": value for key, value in percentiles(with_.latency).items()}
+    row |= {f"slow_row_{key}": value for key, value in percentiles(with_.slow_latency).items()}
+    for at in ("p50", "p99"):
+        row[f"ratio_{at}"] = round(row[f"with_{at}"] / row[f"without_{at}"], 3)
+    row["refused"] = without.refused + with_.refused
+    row["tokens"] = {"without": len(without.latency), "with": len(with_.latency), "slow row": len(with_.slow_latency)}
+    return row
+
+
+def plot(rows: list[dict[str, Any]], path: Path, title: str) -> None:
+    cases = list(dict.fromkeys((row["case"], row["backend"]) for row in rows))
+    ways = list(dict.fromkeys(row["way"] for row in rows))
+    figure, axes = canvas(1, width=max(8.0, 2.4 * len(cases)), height=4.6)
+    width = 0.8 / len(ways)
+    for index, way in enumerate(ways):
+        mine = {(row["case"], row["backend"]): row["ratio_p99"] for row in rows if row["way"] == way}
+        at = [place + (index - (len(ways) - 1) / 2) * width for place, case in enumerate(cases) if case in mine]
+        bars = axes[0].bar(at, [mine[case] for case in cases if case in mine], width * 0.92, label=way)
+        axes[0].bar_label(bars, fmt="%.3g", fontsize=7)
+    axes[0].axhline(1.0, color="black", linewidth=0.8)
+    axes[0].set_yscale("log")
+    axes[0].set_xticks(range(len(cases)), [f"{case}\n{backend}" for case, backend in cases], fontsize=8)
+    axes[0].set_ylabel("ITL p99 of the other rows, with / without straggler")
+    axes[0].set_title(title, fontsize=10)
+    axes[0].legend(frameon=False, fontsize=8, ncols=2)
+    figure.savefig(path, dpi=130)
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--slow-ms", type=float, default=200.0, help="what each mask of the slow row takes more")
+    parser.add_argument("--forward-ms", type=float, default=15.0, help="what the simulated forward pass takes")
+    parser.add_argument("--steps", type=int, default=60, help="measured steps of each way with the straggler")
+    parser.add_argument("--rounds", type=int, default=3, help="turns that the ways take")
+    parser.add_argument("--actors", type=int, default=2)
+    parser.add_argument("--hard", default=HARD, help="id of the schema for the real case")
+    parser.add_argument("--data", type=Path, default=DATA, help="JSON lines of schemas with instances")
+    parser.add_argument("--vllm-python", help="an interpreter that has vLLM (docs/benchmarks.md)")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--quick", action="store_true", help="a minute: batch 8, few steps")
+    options = parser.parse_args()
+    if options.quick:
+        options.batch, options.steps, options.rounds = 8, 12, 1
+    return options
+
+
+def main() -> None:
+    options = parsed()
+    tokens = Tokens.tekken()
+    started_on = machine()
+    seconds = options.slow_ms / 1e3
+    fast = documents(options.data, tokens, 2 * options.batch, max_schema=2000)
+    cases = [
+        Case(kind, backend, Slowness(1, kind, seconds))
+        for kind in ("sleep", "hold")
+        for backend in ("llguidance", "xgrammar")
+        if kind in options.case
+    ]
+    if "real" in options.case and options.hard:
+        hard = named_document(options.data, tokens, options.hard)
+        cases.append(Case("real", HARD_BACKEND, Slowness(1, "none", 0.0), [hard]))
+    rows: list[dict[str, Any]] = []
+    with Contest(entries(options), tokens, slow_seconds=seconds) as contest, tqdm(unit=" steps", disable=None) as bar:
+        for case in cases:
+            rows += measure(contest, case, fast, options, bar)
+    print_table(rows, COLUMNS)
+    print(f"inter-token latency of the other {options.batch - 1} rows, milliseconds")
+    setting = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
+    setting["data"] = options.data.name
+    write_json(options.out / "stragglers.json", setting, rows, started_on)
+    title = (
+        f"one slow row ({options.slow_ms:g} ms a mask) among {options.batch}, {options.forward_ms:g} ms forward pass"
+    )
+    plot(rows, options.out / "stragglers.png", f"{title}, {started_on['cpus']} CPUs")
+    print(f"wrote {options.out / 'stragglers.json'} and .png")
+
+
+if __name__ == "__main__":
+    main()
