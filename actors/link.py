@@ -60,6 +60,10 @@ class Link:
         """Ids of the sequences that are placed here."""
         self.waiting_since = 0.0
         """`time.monotonic()` of the oldest fill without an answer; 0 where there is none. Read by other threads."""
+        self.stragglers: set[int] = set()
+        """Ids of the sequences that are here because they hold others up: it is a slow lane while there are any."""
+        self.moved_on = 0.0
+        """`time.monotonic()` of its last answer, or of the first fill since it had nothing to do."""
         self.closed = False
         self._channel = wired.channel
         self._segment = wired.segment
@@ -97,6 +101,8 @@ class Link:
         outbox = self._outbox
         message = encode(StepRequest(self.incarnation, step, outbox.fills, outbox.opens, outbox.frees))
         if self._channel.send(message):
+            if not self.waiting_since:
+                self.moved_on = time.monotonic()
             self._outbox = _Outbox()
             self._note_waiting()
             return []
@@ -114,6 +120,7 @@ class Link:
             except msgspec.MsgspecError:
                 continue
             if answer.incarnation == self.incarnation:
+                self.moved_on = time.monotonic()
                 yield answer.results
         self._note_waiting()
 
@@ -132,6 +139,10 @@ class Link:
         """Whether the actor owes an answer for longer than `seconds`."""
         since = self.waiting_since
         return since > 0.0 and time.monotonic() - since > seconds
+
+    def stuck_for(self, now: float) -> float:
+        """Seconds since it last answered, where it owes an answer; 0 where it doesn't."""
+        return now - self.moved_on if self.waiting_since else 0.0
 
     def busy_with(self) -> int | None:
         """The sequence whose row the actor is filling, or hangs in."""

@@ -12,7 +12,6 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -21,6 +20,8 @@ from numpy.typing import NDArray
 
 from actors.leases import NOBODY, Lease
 from actors.link import Link
+from actors.placed import Placed
+from actors.step import Step
 from actors.supervisor import Down, Up
 from guided.errors import BackendError, GuidedError, MaskTimeout, PoolUnavailable, from_wire
 from guided.messages import OpenSequence, RowResult, RowStatus
@@ -30,6 +31,10 @@ __all__ = ["Rotation"]
 
 _SLOW_SECONDS = 0.001
 """A sequence whose last row took longer is filled after its neighbours."""
+_STRAGGLE_SECONDS, _STRAGGLE_FACTOR = 0.03, 20.0
+"""A mask that takes longer, and so many times longer than most, holds others up: its sequence goes to a slow lane."""
+_PROMPT_ROWS = 16
+"""After so many rows that were no trouble a sequence is like any other again."""
 _OVERDUE_SECONDS = 1.0
 """No new sequences for an actor that owes an answer for longer."""
 _STATES: dict[RowStatus, Literal["ready", "needs_history", "failed"]] = {
@@ -39,54 +44,20 @@ _STATES: dict[RowStatus, Literal["ready", "needs_history", "failed"]] = {
 }
 
 
-@dataclass(slots=True, eq=False)
-class _Sequence:
-    opening: OpenSequence
-    link: Link | None
-    """Where it is placed; None while it has to be placed (again)."""
-    sent: bool = False
-    """The actor may have a matcher for it."""
-    confirmed: bool = False
-    """The actor has a matcher for it."""
-    lease: Lease | None = None
-    """Its newest fill, until that was answered and read."""
-    seconds: float = 0.0
-    """What its last row took in the worker."""
-    error: GuidedError | None = None
-    """Why it is over."""
-
-
-class _Step:
-    """What became of a step's fills so far."""
-
-    def __init__(self, fills: Sequence[Fill]) -> None:
-        self.fills = fills
-        self.rows: list[Row | None] = [None] * len(fills)
-        self.undecided = len(fills)
-        self.answered: list[tuple[Link, Lease]] = []
-        """Leases that were answered before somebody asked: their masks wait in the segment."""
-        self.opening: list[_Sequence] = []
-        """Sequences that their actor hears of for the first time."""
-        self.unplaced: list[int] = []
-        """Fills that no actor was up for."""
-
-    def decide(self, index: int, row: Row) -> None:
-        if self.rows[index] is None:
-            self.rows[index] = row
-            self.undecided -= 1
-
-
 class Rotation:
     """Sequences on links, and the steps between them."""
 
     def __init__(self) -> None:
         self._links: list[Link] = []
-        self._sequences: dict[int, _Sequence] = {}
+        self._sequences: dict[int, Placed] = {}
         self._lost: dict[int, GuidedError] = {}
-        self._step = _Step(())
+        self._step = Step(())
         self._number = 0
         self._news: deque[Up | Down] = deque()
         self._interrupted = False
+        self._usual = 0.0
+        """Seconds that most rows take, about."""
+        self._uneven = False
         self._poller = zmq.Poller()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         # Not before nobody can write to it any more.
@@ -107,7 +78,7 @@ class Rotation:
         """See `MaskPool.open`."""
         self._take_news()
         opening = OpenSequence(sequence_id, grammar.key, parent_id)
-        sequence = _Sequence(opening, None)
+        sequence = Placed(opening, None)
         if not self._place(sequence):
             raise PoolUnavailable("no mask worker is up")
         self._sequences[sequence_id] = sequence
@@ -119,12 +90,7 @@ class Rotation:
             sequence = self._sequences.pop(sequence_id, None)
             if sequence is None or sequence.link is None:
                 continue
-            link = sequence.link
-            link.sequences.discard(sequence_id)
-            if sequence.lease is not None:
-                link.leases.give_back(sequence.lease)
-            if sequence.sent:
-                link.free(sequence_id)
+            self._withdraw(sequence)
         # With the next step's message; where there will be none, now.
         for link in self._links:
             if link.has_mail and not link.sequences:
@@ -134,8 +100,10 @@ class Rotation:
         """See `MaskPool.submit`."""
         self._abandon_step()
         self._take_news()
+        if self._uneven:
+            self._level()
         self._number += 1
-        step = self._step = _Step(fills)
+        step = self._step = Step(fills)
         now = time.monotonic()
         sequences = self._sequences
         slow: list[tuple[float, int]] = []
@@ -147,9 +115,13 @@ class Rotation:
                 slow.append((sequence.seconds, index))
             else:
                 self._fill(sequence, index, fill, now)
-        for _, index in sorted(slow):
-            self._fill(sequences[fills[index].sequence_id], index, fills[index], now)
         self._send()
+        if slow:
+            # In a message of their own: their neighbours' answers don't wait, though a library that holds the
+            # interpreter's lock keeps the actor from sending while it fills.
+            for _, index in sorted(slow):
+                self._fill(sequences[fills[index].sequence_id], index, fills[index], now)
+            self._send()
 
     def collect(self, bitmask: NDArray[np.int32], timeout: float, patience: float | None = None) -> list[Row]:
         """See `MaskPool.collect`."""
@@ -166,6 +138,8 @@ class Rotation:
             if left <= 0:
                 break
             self._wait(left, bitmask)
+        if step.undecided and patience is not None:
+            self._make_way()
         self._abandon_step()
         return [row or Row("late") for row in step.rows]
 
@@ -175,6 +149,7 @@ class Rotation:
         self._take_news()
         for link in self._links:
             self._receive(link, None)
+        self._make_way()
         while not (found := [each for each in sequence_ids if self._is_settled(each)]) and not self._interrupted:
             left = last - time.monotonic()
             if left <= 0:
@@ -207,7 +182,7 @@ class Rotation:
 
     # placing
 
-    def _place(self, sequence: _Sequence) -> bool:
+    def _place(self, sequence: Placed) -> bool:
         """Put a sequence on its parent's actor, or on the one with the fewest; False where none can take it."""
         opening = sequence.opening
         parent = self._sequences.get(opening.parent) if opening.parent is not None else None
@@ -216,19 +191,86 @@ class Rotation:
             able = [link for link in self._links if opening.grammar in link.installed] or self._links
             if not able:
                 return False
+            # Where there are slow lanes, those who straggle go there and nobody else does.
+            able = [link for link in able if bool(link.stragglers) == sequence.straggles] or able
             prompt = [link for link in able if not link.overdue(_OVERDUE_SECONDS)] or able
             link = min(prompt, key=lambda link: len(link.sequences))
+        if sequence.straggles:
+            link.stragglers.add(opening.sequence)
         sequence.link = link
         link.sequences.add(opening.sequence)
         return True
 
+    def _withdraw(self, sequence: Placed) -> None:
+        """Take a sequence off its actor, which lives: it has no place then."""
+        link, sequence_id = sequence.link, sequence.opening.sequence
+        if link is None:
+            return
+        link.sequences.discard(sequence_id)
+        if sequence_id in link.stragglers:
+            link.stragglers.discard(sequence_id)
+            self._uneven = not link.stragglers
+        if sequence.lease is not None:
+            link.leases.give_back(sequence.lease)
+        if sequence.sent:
+            link.free(sequence_id)
+        sequence.displace()
+
+    # sequences that hold others up
+
+    def _make_way(self) -> None:
+        """A mask deadline was missed: where one mask holds an actor up, get the others out of its way.
+
+        They are opened again elsewhere, from their histories. The actor that is held up is a slow lane from now on,
+        unless there are enough: then the straggler goes to one with its next mask.
+        """
+        now = time.monotonic()
+        limit = max(_STRAGGLE_SECONDS, _STRAGGLE_FACTOR * self._usual)
+        for link in self._links:
+            if link.stuck_for(now) <= limit:
+                continue
+            culprit = self._sequences.get(link.busy_with() or 0)
+            lanes = sum(bool(each.stragglers) for each in self._links)
+            if culprit is not None and culprit.link is link:
+                culprit.prompt_rows = 0
+                if link.stragglers or lanes < len(self._links) // 2:
+                    link.stragglers.add(culprit.opening.sequence)
+            if link.stragglers:
+                self._clear(link)
+
+    def _clear(self, lane: Link) -> None:
+        """Move all but the stragglers off a slow lane."""
+        if all(link.stragglers for link in self._links):
+            return
+        waiting = self._step.waiting()
+        for sequence_id in lane.sequences - lane.stragglers:
+            neighbour = self._sequences[sequence_id]
+            self._withdraw(neighbour)
+            neighbour.opening = OpenSequence(sequence_id, neighbour.opening.grammar)  # not back to a parent
+            for index in waiting.get(sequence_id, ()):
+                self._step.decide(index, Row("needs_history"))
+
+    def _level(self) -> None:
+        """A slow lane is an actor like the others again: it takes sequences from the one that has the most."""
+        self._uneven = False
+        usual = [link for link in self._links if not link.stragglers]
+        if not usual:
+            return
+        most = max(usual, key=lambda link: len(link.sequences))
+        fewest = min(usual, key=lambda link: len(link.sequences))
+        movable = [each for each in most.sequences if self._sequences[each].lease is None]
+        for sequence_id in movable[: (len(most.sequences) - len(fewest.sequences)) // 2]:
+            self._withdraw(self._sequences[sequence_id])
+
     # a step's way out
 
-    def _fill(self, sequence: _Sequence, index: int, fill: Fill, now: float) -> None:
+    def _fill(self, sequence: Placed, index: int, fill: Fill, now: float) -> None:
         step = self._step
         if sequence.error is not None:
             step.decide(index, Row("failed", error=sequence.error))
             return
+        if sequence.straggles:
+            self._send_to_lane(sequence, fill)
         if sequence.link is None and not self._place(sequence):
             step.unplaced.append(index)
             return
@@ -236,7 +278,7 @@ class Rotation:
         assert link is not None
         lease = sequence.lease
         if lease is not None:
-            if _same(lease, fill) and lease.index == NOBODY:
+            if lease.index == NOBODY and sequence.asked(fill) is not None:
                 lease.index = index
                 if lease.result is not None:
                     step.answered.append((link, lease))
@@ -252,6 +294,14 @@ class Rotation:
         if not sequence.sent:
             sequence.sent = True
             step.opening.append(sequence)
+
+    def _send_to_lane(self, sequence: Placed, fill: Fill) -> None:
+        """It straggles elsewhere, and there is a slow lane: go there, unless the mask it asks for is under way."""
+        link = sequence.link
+        if link is None or link.stragglers or sequence.asked(fill) is not None:
+            return
+        if any(each.stragglers for each in self._links):
+            self._withdraw(sequence)
 
     def _send(self) -> None:
         for link in self._links:
@@ -296,6 +346,9 @@ class Rotation:
         """Take the answers that are there. Without a `bitmask` masks stay where they are until they are asked for."""
         answer = link.leases.answer
         for results in link.receive():
+            if results:
+                seconds = results[len(results) // 2].seconds
+                self._usual += 0.02 * (min(seconds, 4 * self._usual + 0.0001) - self._usual)
             for result in results:
                 lease = answer(result)
                 if lease is None:
@@ -325,18 +378,29 @@ class Rotation:
         if sequence is not None and sequence.lease is lease:
             sequence.lease = None
 
-    def _note(self, sequence: _Sequence | None, result: RowResult) -> None:
+    def _note(self, sequence: Placed | None, result: RowResult) -> None:
         """What an answer says about its sequence."""
         if sequence is None:
             return
         sequence.confirmed = True
         sequence.seconds = result.seconds
+        if sequence.straggles:
+            self._note_straggler(sequence)
         if result.status is RowStatus.FAILED and result.error is not None:
             sequence.error = from_wire(result.error)
 
+    def _note_straggler(self, sequence: Placed) -> None:
+        limit = max(_STRAGGLE_SECONDS, _STRAGGLE_FACTOR * self._usual)
+        sequence.prompt_rows = sequence.prompt_rows + 1 if sequence.seconds < limit else 0
+        if sequence.prompt_rows >= _PROMPT_ROWS:
+            sequence.prompt_rows = -1
+            if sequence.link is not None:
+                sequence.link.stragglers.discard(sequence.opening.sequence)
+                self._uneven = not sequence.link.stragglers
+
     def _abandon_step(self) -> None:
         """Nobody waits any more: what is late is kept for when its sequence asks again."""
-        step, self._step = self._step, _Step(())
+        step, self._step = self._step, Step(())
         if step.undecided:
             for link in self._links:
                 for lease in list(link.leases.outstanding):
@@ -376,11 +440,11 @@ class Rotation:
         self._links.remove(link)
         self._poller.unregister(link.socket)
         culprit = link.busy_with() if news.hung else None
-        waiting = self._waiting()
+        waiting = self._step.waiting()
         for sequence_id in link.sequences:
             sequence = self._sequences[sequence_id]
             if not sequence.sent or (news.hung and sequence_id != culprit):
-                _displace(sequence)
+                sequence.displace()
                 row = Row("needs_history")
             else:
                 error = MaskTimeout(news.error.message) if sequence_id == culprit else news.error
@@ -391,28 +455,7 @@ class Rotation:
         link.sequences.clear()
         link.close()
 
-    def _lose(self, sequence: _Sequence, error: GuidedError) -> None:
+    def _lose(self, sequence: Placed, error: GuidedError) -> None:
         sequence.link = sequence.lease = None
         sequence.error = sequence.error or error
         self._lost[sequence.opening.sequence] = sequence.error
-
-    def _waiting(self) -> dict[int, list[int]]:
-        """The undecided rows of the current step, by sequence."""
-        waiting: dict[int, list[int]] = {}
-        for index, fill in enumerate(self._step.fills):
-            if self._step.rows[index] is None:
-                waiting.setdefault(fill.sequence_id, []).append(index)
-        return waiting
-
-
-def _displace(sequence: _Sequence) -> None:
-    """Forget where a sequence was: it is placed again when it is next filled."""
-    sequence.link = sequence.lease = None
-    sequence.sent = sequence.confirmed = False
-
-
-def _same(lease: Lease, fill: Fill) -> bool:
-    """Whether `fill` asks for what `lease` was sent out for: nothing new, or the same tokens once more."""
-    if lease.position != fill.start + len(fill.tokens):
-        return False
-    return not fill.tokens or (lease.start == fill.start and lease.tokens == list(fill.tokens))

@@ -1,0 +1,52 @@
+"""Placed: one open sequence, as the engine's thread knows it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from actors.leases import Lease
+from actors.link import Link
+from guided.errors import GuidedError
+from guided.messages import OpenSequence
+from guided.pool import Fill
+
+__all__ = ["Placed"]
+
+
+@dataclass(slots=True, eq=False)
+class Placed:
+    """An open sequence: where it is, and what is under way for it."""
+
+    opening: OpenSequence
+    link: Link | None
+    """Where it is placed; None while it has to be placed (again)."""
+    sent: bool = False
+    """The actor may have a matcher for it."""
+    confirmed: bool = False
+    """The actor has a matcher for it."""
+    lease: Lease | None = None
+    """Its newest fill, until that was answered and read."""
+    seconds: float = 0.0
+    """What its last row took in the worker."""
+    prompt_rows: int = -1
+    """Where it holds others up: how many rows in a row it hasn't; -1 where it doesn't."""
+    error: GuidedError | None = None
+    """Why it is over."""
+
+    @property
+    def straggles(self) -> bool:
+        """Whether it belongs on a slow lane."""
+        return self.prompt_rows >= 0
+
+    def displace(self) -> None:
+        """Forget where it was: it is placed again when it is next filled."""
+        self.link = self.lease = None
+        self.sent = self.confirmed = False
+
+    def asked(self, fill: Fill) -> Lease | None:
+        """Its newest lease, where `fill` asks for the same: nothing new, or the same tokens once more."""
+        lease = self.lease
+        if lease is None or lease.position != fill.start + len(fill.tokens):
+            return None
+        same = not fill.tokens or (lease.start == fill.start and lease.tokens == list(fill.tokens))
+        return lease if same else None
