@@ -7,7 +7,8 @@ late then writes into a row that is nobody else's. Leases die with their segment
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+
+import msgspec
 
 from guided.messages import RowResult
 
@@ -16,8 +17,7 @@ __all__ = ["Lease", "Leases"]
 NOBODY = -1
 
 
-@dataclass(slots=True, eq=False)
-class Lease:
+class Lease(msgspec.Struct, eq=False, gc=False):
     """One row of one incarnation's segment, promised to one fill."""
 
     row: int

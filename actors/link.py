@@ -15,7 +15,7 @@ from actors.channel import Channel
 from actors.leases import Lease, Leases
 from actors.mask_actor import Place
 from actors.segment import Segment
-from guided.messages import FillRow, OpenSequence, RowResult, StepAnswer, StepRequest, decoder, encode
+from guided.messages import OpenSequence, RowResult, StepAnswer, decoder, encode
 
 __all__ = ["Link", "Wired"]
 
@@ -41,7 +41,8 @@ class Wired:
 class _Outbox:
     """The message that is being put together."""
 
-    fills: list[FillRow] = field(default_factory=list)
+    fills: list[tuple[int, int, int, list[int]]] = field(default_factory=list)
+    """`FillRow`s, as they travel."""
     opens: list[OpenSequence] = field(default_factory=list)
     frees: list[int] = field(default_factory=list)
     leases: list[Lease] = field(default_factory=list)
@@ -83,10 +84,11 @@ class Link:
 
     def fill(self, lease: Lease, opening: OpenSequence | None) -> None:
         """Put a fill into the next message, with what opens its sequence where that isn't known to be open there."""
-        self._outbox.fills.append(FillRow(lease.sequence, lease.row, lease.start, lease.tokens))
-        self._outbox.leases.append(lease)
+        outbox = self._outbox
+        outbox.fills.append((lease.sequence, lease.row, lease.start, lease.tokens))
+        outbox.leases.append(lease)
         if opening is not None:
-            self._outbox.opens.append(opening)
+            outbox.opens.append(opening)
 
     def free(self, sequence: int) -> None:
         """Put a free into the next message."""
@@ -99,7 +101,8 @@ class Link:
             The leases of fills that didn't go out (the actor doesn't read, or is gone); none where all did.
         """
         outbox = self._outbox
-        message = encode(StepRequest(self.incarnation, step, outbox.fills, outbox.opens, outbox.frees))
+        # A StepRequest, as it travels.
+        message = encode((self.incarnation, step, outbox.fills, outbox.opens, outbox.frees))
         if self._channel.send(message):
             if not self.waiting_since:
                 self.moved_on = time.monotonic()
@@ -123,6 +126,11 @@ class Link:
                 self.moved_on = time.monotonic()
                 yield answer.results
         self._note_waiting()
+
+    @property
+    def masks(self) -> NDArray[np.int32] | None:
+        """int32 `[rows, words]`: what answered leases are read from; None where masks come with their answers."""
+        return self._segment.rows if self._shared else None
 
     def read(self, lease: Lease, row: NDArray[np.int32]) -> bool:
         """Copy the mask of an answered lease into `row`, `[words]`; False where the answer holds no such mask."""

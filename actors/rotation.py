@@ -269,7 +269,7 @@ class Rotation:
         if sequence.error is not None:
             step.decide(index, Row("failed", error=sequence.error))
             return
-        if sequence.straggles:
+        if sequence.prompt_rows >= 0:
             self._send_to_lane(sequence, fill)
         if sequence.link is None and not self._place(sequence):
             step.unplaced.append(index)
@@ -344,7 +344,9 @@ class Rotation:
 
     def _receive(self, link: Link, bitmask: NDArray[np.int32] | None) -> None:
         """Take the answers that are there. Without a `bitmask` masks stay where they are until they are asked for."""
-        answer = link.leases.answer
+        answer, give_back = link.leases.answer, link.leases.give_back
+        step, sequences, masks = self._step, self._sequences, link.masks
+        rows, ready = step.rows, RowStatus.READY
         for results in link.receive():
             if results:
                 seconds = results[len(results) // 2].seconds
@@ -353,11 +355,23 @@ class Rotation:
                 lease = answer(result)
                 if lease is None:
                     continue
-                self._note(self._sequences.get(lease.sequence), result)
-                if lease.index == NOBODY:
+                sequence = sequences.get(lease.sequence)
+                if sequence is not None:
+                    self._note(sequence, result)
+                index = lease.index
+                if index == NOBODY:
                     continue
                 if bitmask is None:
-                    self._step.answered.append((link, lease))
+                    step.answered.append((link, lease))
+                elif masks is not None and result.status is ready and sequence is not None:
+                    # What happens to nearly every row, and what `_settle` would do.
+                    bitmask[index] = masks[lease.row]
+                    if rows[index] is None:
+                        rows[index] = Row("ready", result.seconds)
+                        step.undecided -= 1
+                    give_back(lease)
+                    if sequence.lease is lease:
+                        sequence.lease = None
                 else:
                     self._settle(link, lease, bitmask)
 
@@ -378,15 +392,13 @@ class Rotation:
         if sequence is not None and sequence.lease is lease:
             sequence.lease = None
 
-    def _note(self, sequence: Placed | None, result: RowResult) -> None:
+    def _note(self, sequence: Placed, result: RowResult) -> None:
         """What an answer says about its sequence."""
-        if sequence is None:
-            return
         sequence.confirmed = True
         sequence.seconds = result.seconds
-        if sequence.straggles:
+        if sequence.prompt_rows >= 0:
             self._note_straggler(sequence)
-        if result.status is RowStatus.FAILED and result.error is not None:
+        if result.error is not None:
             sequence.error = from_wire(result.error)
 
     def _note_straggler(self, sequence: Placed) -> None:

@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -35,8 +36,7 @@ class Grammar:
     """Seconds the compilation took."""
 
 
-@dataclass(slots=True)
-class Fill:
+class Fill(msgspec.Struct, gc=False):
     """One row to be filled: the mask after `start + len(tokens)` output tokens of an open sequence."""
 
     sequence_id: int
@@ -44,8 +44,7 @@ class Fill:
     tokens: Sequence[int]
 
 
-@dataclass(slots=True)
-class Row:
+class Row(msgspec.Struct, gc=False):
     """What became of a `Fill`."""
 
     state: Literal["ready", "needs_history", "failed", "late"]

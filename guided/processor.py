@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -31,8 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["ApplyReport", "GuidedRow", "LogitPostProcessor"]
 
 
-@dataclass(slots=True)
-class GuidedRow:
+class GuidedRow(msgspec.Struct, gc=False):
     """One constrained row of a step's batch."""
 
     request_id: str
@@ -131,31 +131,33 @@ class LogitPostProcessor:
         self._prepared = True
         self._asked = time.monotonic()
         self._unplaced = {}
-        placed: list[GuidedRow] = []
+        known = self._sequences
+        placed: Sequence[GuidedRow] = rows
+        if not known.keys() >= {row.sequence_id for row in rows}:
+            placed = [row for row in rows if row.sequence_id in known or self._open(row)]
         fills: list[Fill] = []
-        for row in rows:
-            sequence = self._sequences.get(row.sequence_id) or self._open(row)
-            if sequence is None:
-                continue
-            token_ids = row.token_ids
-            start = min(sequence.sent, len(token_ids))
-            fills.append(Fill(row.sequence_id, start, token_ids[start:]))
-            sequence.sent = len(token_ids)
-            placed.append(row)
+        for row in placed:
+            sequence_id, token_ids = row.sequence_id, row.token_ids
+            sequence, end = known[sequence_id], len(token_ids)
+            start = sequence.sent
+            if start > end:
+                start = end
+            fills.append(Fill(sequence_id, start, token_ids[start:]))
+            sequence.sent = end
         self._rows, self._fills = placed, fills
         if fills:
             self._pool.submit(fills)
 
-    def _open(self, row: GuidedRow) -> _Sequence | None:
+    def _open(self, row: GuidedRow) -> bool:
         request = self._requests[row.request_id]
         try:
             self._pool.open(row.sequence_id, request.future.result(timeout=0), row.parent_id)
         except GuidedError as error:
             self._unplaced[row.sequence_id] = error
-            return None
+            return False
         request.sequences.add(row.sequence_id)
-        sequence = self._sequences[row.sequence_id] = _Sequence(row.request_id)
-        return sequence
+        self._sequences[row.sequence_id] = _Sequence(row.request_id)
+        return True
 
     def apply(self, logits: torch.Tensor, patience: float | None = None, alone: bool = True) -> ApplyReport:
         """Mask the prepared rows, in place.

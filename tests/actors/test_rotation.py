@@ -283,7 +283,7 @@ def test_slow_rows_travel_after_the_others_in_a_message_of_their_own(host: Host)
     send = link.send
 
     def recorded(step: int) -> list[Lease]:
-        sent.append([fill.sequence for fill in link._outbox.fills])
+        sent.append([sequence for sequence, *_ in link._outbox.fills])
         return send(step)
 
     link.send = recorded  # type: ignore[method-assign]
