@@ -35,8 +35,6 @@ _STRAGGLE_SECONDS, _STRAGGLE_FACTOR = 0.03, 20.0
 """A mask that takes longer, and so many times longer than most, holds others up: its sequence goes to a slow lane."""
 _PROMPT_ROWS = 16
 """After so many rows that were no trouble a sequence is like any other again."""
-_OVERDUE_SECONDS = 1.0
-"""No new sequences for an actor that owes an answer for longer."""
 _STATES: dict[RowStatus, Literal["ready", "needs_history", "failed"]] = {
     RowStatus.READY: "ready",
     RowStatus.NEEDS_HISTORY: "needs_history",
@@ -193,7 +191,7 @@ class Rotation:
                 return False
             # Where there are slow lanes, those who straggle go there and nobody else does.
             able = [link for link in able if bool(link.stragglers) == sequence.straggles] or able
-            prompt = [link for link in able if not link.overdue(_OVERDUE_SECONDS)] or able
+            prompt = [link for link in able if self._is_prompt(link)] or able
             link = min(prompt, key=lambda link: len(link.sequences))
         if sequence.straggles:
             link.stragglers.add(opening.sequence)
@@ -224,26 +222,25 @@ class Rotation:
         They are opened again elsewhere, from their histories. The actor that is held up is a slow lane from now on,
         unless there are enough: then the straggler goes to one with its next mask.
         """
-        now = time.monotonic()
-        limit = max(_STRAGGLE_SECONDS, _STRAGGLE_FACTOR * self._usual)
-        for link in self._links:
-            if link.stuck_for(now) <= limit:
-                continue
-            culprit = self._sequences.get(link.busy_with() or 0)
-            lanes = sum(bool(each.stragglers) for each in self._links)
-            if culprit is not None and culprit.link is link:
-                culprit.prompt_rows = 0
+        stuck = [link for link in self._links if not self._is_prompt(link)]
+        for link in stuck:
+            culprit = link.busy_with()
+            straggler = self._sequences.get(culprit) if culprit is not None else None
+            if straggler is not None and straggler.link is link:
+                straggler.prompt_rows = 0
+                lanes = sum(bool(each.stragglers) for each in self._links)
                 if link.stragglers or lanes < len(self._links) // 2:
-                    link.stragglers.add(culprit.opening.sequence)
-            if link.stragglers:
-                self._clear(link)
+                    link.stragglers.add(straggler.opening.sequence)
+            if any(not each.stragglers for each in self._links if each not in stuck):
+                self._clear(link, culprit)
 
-    def _clear(self, lane: Link) -> None:
-        """Move all but the stragglers off a slow lane."""
-        if all(link.stragglers for link in self._links):
-            return
+    def _is_prompt(self, link: Link) -> bool:
+        return link.stuck_for(time.monotonic()) <= max(_STRAGGLE_SECONDS, _STRAGGLE_FACTOR * self._usual)
+
+    def _clear(self, link: Link, culprit: int | None) -> None:
+        """Move all who don't straggle off an actor that is held up; who holds it up may be gone from it already."""
         waiting = self._step.waiting()
-        for sequence_id in lane.sequences - lane.stragglers:
+        for sequence_id in link.sequences - link.stragglers - {culprit}:
             neighbour = self._sequences[sequence_id]
             self._withdraw(neighbour)
             neighbour.opening = OpenSequence(sequence_id, neighbour.opening.grammar)  # not back to a parent

@@ -243,7 +243,13 @@ def test_a_lane_whose_straggler_is_freed_is_an_actor_like_the_others(transport: 
     case.stick()
     case.step("a")
     case.host.rotation.free([1])
+    case.host.open(7)
+    assert case.host.actors[case.host.where(7)].link is not case.lane, "it is still held up"
     case.host.slow.release.set()
+    deadline = time.monotonic() + WAIT
+    while case.lane.leases.num_free < 8:
+        assert time.monotonic() < deadline
+        case.host.step()
     case.host.open(8)
     assert case.host.actors[case.host.where(8)].link is case.lane
     case.host.rotation.close()

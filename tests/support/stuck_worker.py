@@ -1,0 +1,63 @@
+"""A mask worker in a process of its own, which stops in the middle of writing a row until it is told to go on."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import zmq
+from byte_vocabulary import BYTES, tokens
+from numpy.typing import NDArray
+from scripted import ScriptedGrammar, ScriptedMatcher
+
+from actors.channel import Address, connect
+from actors.segment import SegmentName, attach
+from actors.step_loop import StepLoop
+from guided.worker import MaskWorker
+
+TEXTS = ["abc", "abd", "xyz"]
+
+
+class StuckGrammar(ScriptedGrammar):
+    """At position 1: writes half a row, says so (the file `reached`), and spins until it was frozen and woken."""
+
+    def __init__(self, sentences: Sequence[Sequence[int]], reached: Path, go_on: Path) -> None:
+        super().__init__(sentences)
+        self.reached = reached
+        self.go_on = go_on
+
+    def matcher(self) -> ScriptedMatcher:
+        return _StuckMatcher(self, [])
+
+
+class _StuckMatcher(ScriptedMatcher):
+    grammar: StuckGrammar
+
+    def fill_bitmask(self, row: NDArray[np.int32]) -> None:
+        if len(self.tokens) == 1:
+            row[: len(row) // 2] = -1
+            self.grammar.reached.touch()
+            while not self.grammar.go_on.exists():
+                row[0] = ~row[0]  # it is in the middle of writing
+            row[:] = -1
+        super().fill_bitmask(row)
+
+
+def serve(incarnation: int, address: Address, name: SegmentName, reached: str, go_on: str) -> None:
+    """What a mask actor does, without Ray."""
+    rows = attach(name)
+    assert rows is not None
+    worker = MaskWorker(BYTES)
+    sentences = [tokens(text) for text in TEXTS]
+    worker.install("fast", ScriptedGrammar(sentences))
+    worker.install("stuck", StuckGrammar(sentences, Path(reached), Path(go_on)))
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    over = threading.Event()
+    StepLoop(incarnation, worker, connect(context, address), rows, True, over.set).start()
+    over.wait()
+    sys.stdout.flush()
+    os._exit(0)
