@@ -132,16 +132,13 @@ class Link:
         """int32 `[rows, words]`: what answered leases are read from; None where masks come with their answers."""
         return self._segment.rows if self._shared else None
 
-    def read(self, lease: Lease, row: NDArray[np.int32]) -> bool:
-        """Copy the mask of an answered lease into `row`, `[words]`; False where the answer holds no such mask."""
+    def mask(self, lease: Lease) -> NDArray[np.int32] | None:
+        """The mask of an answered lease, `[words]`, where it is; None where the answer holds no such mask."""
         if self._shared:
-            row[:] = self._segment.rows[lease.row]
-            return True
+            row: NDArray[np.int32] = self._segment.rows[lease.row]
+            return row
         mask = lease.result.mask if lease.result is not None else b""
-        if len(mask) != row.nbytes:
-            return False
-        row[:] = np.frombuffer(mask, np.int32)
-        return True
+        return np.frombuffer(mask, np.int32) if len(mask) == 4 * self._segment.name.words else None
 
     def overdue(self, seconds: float) -> bool:
         """Whether the actor owes an answer for longer than `seconds`."""

@@ -127,7 +127,7 @@ class RayPool:
         with self._lock:
             self._rotation.submit(fills)
 
-    def collect(self, bitmask: NDArray[np.int32], timeout: float, patience: float | None = None) -> list[Row]:
+    def collect(self, bitmask: NDArray[np.int32] | None, timeout: float, patience: float | None = None) -> list[Row]:
         with self._lock:
             return self._rotation.collect(bitmask, timeout, patience)
 

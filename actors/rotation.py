@@ -50,6 +50,8 @@ class Rotation:
         self._sequences: dict[int, Placed] = {}
         self._lost: dict[int, GuidedError] = {}
         self._step = Step(())
+        self._read: list[tuple[Link, Lease]] = []
+        """Answered leases whose masks the caller reads where they are, until the next step."""
         self._number = 0
         self._news: deque[Up | Down] = deque()
         self._interrupted = False
@@ -96,6 +98,7 @@ class Rotation:
 
     def submit(self, fills: Sequence[Fill]) -> None:
         """See `MaskPool.submit`."""
+        self._give_back_read()
         self._abandon_step()
         self._take_news()
         if self._uneven:
@@ -121,21 +124,22 @@ class Rotation:
                 self._fill(sequences[fills[index].sequence_id], index, fills[index], now)
             self._send()
 
-    def collect(self, bitmask: NDArray[np.int32], timeout: float, patience: float | None = None) -> list[Row]:
+    def collect(self, bitmask: NDArray[np.int32] | None, timeout: float, patience: float | None = None) -> list[Row]:
         """See `MaskPool.collect`."""
         step = self._step
+        step.collecting, step.bitmask = True, bitmask
         started = time.monotonic()
         last = started + timeout
         enough = last if patience is None else started + patience
         for link, lease in step.answered:
-            self._settle(link, lease, bitmask)
+            self._settle(link, lease)
         for link in self._links:
-            self._receive(link, bitmask)
+            self._receive(link)
         while step.undecided and not self._interrupted:
             left = (enough if step.undecided < len(step.rows) else last) - time.monotonic()
             if left <= 0:
                 break
-            self._wait(left, bitmask)
+            self._wait(left)
         if step.undecided and patience is not None:
             self._make_way()
         self._abandon_step()
@@ -146,13 +150,13 @@ class Rotation:
         last = time.monotonic() + timeout
         self._take_news()
         for link in self._links:
-            self._receive(link, None)
+            self._receive(link)
         self._make_way()
         while not (found := [each for each in sequence_ids if self._is_settled(each)]) and not self._interrupted:
             left = last - time.monotonic()
             if left <= 0:
                 break
-            self._wait(left, None)
+            self._wait(left)
         return found
 
     def _is_settled(self, sequence_id: int) -> bool:
@@ -174,7 +178,7 @@ class Rotation:
         self._take_news()
         error = PoolUnavailable("the pool is shut down")
         for link in list(self._links):
-            self._end(Down(link, error, hung=False), None)
+            self._end(Down(link, error, hung=False))
         for sequence in self._sequences.values():
             sequence.error = sequence.error or error
 
@@ -319,16 +323,16 @@ class Rotation:
 
     # a step's way back
 
-    def _wait(self, seconds: float, bitmask: NDArray[np.int32] | None) -> None:
+    def _wait(self, seconds: float) -> None:
         """Wait for answers or news, and deal with them."""
         happened = self._poller.poll(math.ceil(seconds * 1000))
         sockets = {socket for socket, _ in happened}
         for link in list(self._links):
             if link.socket in sockets:
-                self._receive(link, bitmask)
+                self._receive(link)
         if self._wake in sockets:
             os.eventfd_read(self._wake)
-            self._take_news(bitmask)
+            self._take_news()
             self._send_unplaced()
 
     def _send_unplaced(self) -> None:
@@ -339,11 +343,12 @@ class Rotation:
             self._fill(self._sequences[fill.sequence_id], index, fill, time.monotonic())
         self._send()
 
-    def _receive(self, link: Link, bitmask: NDArray[np.int32] | None) -> None:
-        """Take the answers that are there. Without a `bitmask` masks stay where they are until they are asked for."""
-        answer, give_back = link.leases.answer, link.leases.give_back
+    def _receive(self, link: Link) -> None:
+        """Take the answers that are there."""
+        answer = link.leases.answer
         step, sequences, masks = self._step, self._sequences, link.masks
-        rows, ready = step.rows, RowStatus.READY
+        rows, ready, read = step.rows, RowStatus.READY, self._read
+        in_place = step.collecting and step.bitmask is None and masks is not None
         for results in link.receive():
             if results:
                 seconds = results[len(results) // 2].seconds
@@ -358,36 +363,48 @@ class Rotation:
                 index = lease.index
                 if index == NOBODY:
                     continue
-                if bitmask is None:
-                    step.answered.append((link, lease))
-                elif masks is not None and result.status is ready and sequence is not None:
+                if in_place and result.status is ready and rows[index] is None and sequence is not None:
                     # What happens to nearly every row, and what `_settle` would do.
-                    bitmask[index] = masks[lease.row]
-                    if rows[index] is None:
-                        rows[index] = Row("ready", result.seconds)
-                        step.undecided -= 1
-                    give_back(lease)
+                    rows[index] = Row("ready", result.seconds, None, masks[lease.row])  # type: ignore[index]
+                    step.undecided -= 1
+                    read.append((link, lease))
                     if sequence.lease is lease:
                         sequence.lease = None
+                elif step.collecting:
+                    self._settle(link, lease)
                 else:
-                    self._settle(link, lease, bitmask)
+                    step.answered.append((link, lease))
 
-    def _settle(self, link: Link, lease: Lease, bitmask: NDArray[np.int32]) -> None:
-        """An answered lease that the current step waits for: copy its mask, decide its row, give its place back."""
-        result = lease.result
+    def _settle(self, link: Link, lease: Lease) -> None:
+        """An answered lease that the current step waits for: decide its row; give its place back when that was read."""
+        result, bitmask = lease.result, self._step.bitmask
         if result is None or lease.index == NOBODY or link.closed:
             return
         row = Row(_STATES[result.status], result.seconds)
         if result.status is RowStatus.READY:
-            if not link.read(lease, bitmask[lease.index]):
+            mask = link.mask(lease)
+            if mask is None:
                 row = Row("failed", result.seconds, BackendError("the worker sent a mask of another size"))
+            elif bitmask is None:
+                row.mask = mask
+            else:
+                bitmask[lease.index] = mask
         elif result.error is not None:
             row.error = from_wire(result.error)
         self._step.decide(lease.index, row)
-        link.leases.give_back(lease)
+        if row.mask is None:
+            link.leases.give_back(lease)
+        else:
+            self._read.append((link, lease))
         sequence = self._sequences.get(lease.sequence)
         if sequence is not None and sequence.lease is lease:
             sequence.lease = None
+
+    def _give_back_read(self) -> None:
+        """Nobody looks at the masks of the last step any more."""
+        read, self._read = self._read, []
+        for link, lease in read:
+            link.leases.give_back(lease)
 
     def _note(self, sequence: Placed, result: RowResult) -> None:
         """What an answer says about its sequence."""
@@ -427,16 +444,16 @@ class Rotation:
 
     # actors that come and go
 
-    def _take_news(self, bitmask: NDArray[np.int32] | None = None) -> None:
+    def _take_news(self) -> None:
         while self._news:
             news = self._news.popleft()
             if isinstance(news, Up):
                 self._links.append(news.link)
                 self._poller.register(news.link.socket, zmq.POLLIN)
             else:
-                self._end(news, bitmask)
+                self._end(news)
 
-    def _end(self, news: Down, bitmask: NDArray[np.int32] | None) -> None:
+    def _end(self, news: Down) -> None:
         """An actor is gone: who had a matcher there is lost, who had none is placed again.
 
         Where it was ended because of one mask, only that mask's sequence is lost: the others' histories are known, and
@@ -445,7 +462,7 @@ class Rotation:
         link = news.link
         if link not in self._links:
             return
-        self._receive(link, bitmask)  # what it answered before its end still counts
+        self._receive(link)  # what it answered before its end still counts
         self._links.remove(link)
         self._poller.unregister(link.socket)
         culprit = link.busy_with() if news.hung else None

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 from actors.leases import Lease
 from actors.link import Link
 from actors.placed import Placed
@@ -25,6 +28,10 @@ class Step:
         """Sequences that their actor hears of for the first time."""
         self.unplaced: list[int] = []
         """Fills that no actor was up for."""
+        self.collecting = False
+        """Somebody waits for the rows now; until then masks stay where they are."""
+        self.bitmask: NDArray[np.int32] | None = None
+        """What they are copied to; None where they are read in place."""
 
     def waiting(self) -> dict[int, list[int]]:
         """The undecided rows, by sequence."""

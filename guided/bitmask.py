@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import Iterable, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,12 +44,16 @@ def allowed_ids(row: NDArray[np.int32]) -> NDArray[np.int64]:
     return np.flatnonzero(np.unpackbits(np.ascontiguousarray(row).view(np.uint8), bitorder="little"))
 
 
-def apply_bitmask(logits: torch.Tensor, bitmask: NDArray[np.int32], rows: Sequence[int]) -> None:
+Masks: TypeAlias = NDArray[np.int32] | Sequence[NDArray[np.int32]]
+"""int32 `[rows, words]`, or as many `[words]`, wherever they are."""
+
+
+def apply_bitmask(logits: torch.Tensor, bitmask: Masks, rows: Sequence[int]) -> None:
     """Write -inf over the forbidden logits, in place.
 
     Args:
         logits: float `[batch, padded_vocab_size]`, any device.
-        bitmask: int32 `[len(rows), words]`; row i belongs to `logits[rows[i]]`.
+        bitmask: of `len(rows)` rows; row i belongs to `logits[rows[i]]`.
         rows: distinct rows of `logits`.
 
     Columns of `logits` beyond the bitmask (none when both are padded alike) are forbidden too. A forbidden NaN may stay
@@ -60,29 +64,26 @@ def apply_bitmask(logits: torch.Tensor, bitmask: NDArray[np.int32], rows: Sequen
     if not len(rows):
         return
     if logits.device.type == "cpu" and logits.dtype == torch.float32 and logits.is_contiguous():
-        bitmask = np.ascontiguousarray(bitmask)
         loose = _loose_rows(bitmask)
-        if loose.all():
-            _apply_loose(logits, bitmask, rows)
-        elif loose.any():
-            picked = np.flatnonzero(loose)
-            _apply_loose(logits, bitmask[picked], [rows[index] for index in picked])
+        if loose.any():
+            picked = np.flatnonzero(loose).tolist()
+            _apply_loose(logits, np.stack([bitmask[index] for index in picked]), [rows[index] for index in picked])
         _forbid(logits.numpy(), bitmask, [(index, rows[index]) for index in np.flatnonzero(~loose)])
     else:
         _apply_by_torch(logits, bitmask, rows)
 
 
-def _forbid(logits: NDArray[np.float32], bitmask: NDArray[np.int32], pairs: Iterable[tuple[int, int]]) -> None:
+def _forbid(logits: NDArray[np.float32], bitmask: Masks, pairs: Iterable[tuple[int, int]]) -> None:
     """For each (bitmask row, logits row), without a branch: at the speed of memory, whatever the mask.
 
     As unsigned integers, no float is larger than -inf but a NaN with its sign set: a maximum writes -inf.
     """
     table = _floor_of_byte()
-    floor = np.empty((bitmask.shape[1] * 4, 8), np.uint32)
+    floor = np.empty((len(bitmask[0]) * 4, 8), np.uint32)
     width = min(floor.size, logits.shape[1])
     bits = logits.view(np.uint32)
     for index, row in pairs:
-        np.take(table, bitmask[index].view(np.uint8), axis=0, out=floor, mode="clip")
+        np.take(table, np.ascontiguousarray(bitmask[index]).view(np.uint8), axis=0, out=floor, mode="clip")
         np.maximum(bits[row, :width], floor.reshape(-1)[:width], out=bits[row, :width])
         logits[row, width:] = -np.inf
 
@@ -103,15 +104,17 @@ def load_loose_kernel() -> None:
         threading.Thread(target=__import__, args=("xgrammar",), name="load-xgrammar", daemon=True).start()
 
 
-def _loose_rows(bitmask: NDArray[np.int32]) -> NDArray[np.bool_]:
+def _loose_rows(bitmask: Masks) -> NDArray[np.bool_]:
     """bool `[rows]`: which rows are better left to xgrammar's kernel, judged by a sample of their words.
 
     None as long as that isn't loaded; and none that are short: there it was seen to write what it shouldn't.
     """
     loaded = hasattr(sys.modules.get("xgrammar"), "apply_token_bitmask_inplace")
-    if not loaded or bitmask.shape[1] < _LEAST_LOOSE_WORDS:
+    num_words = len(bitmask[0])
+    if not loaded or num_words < _LEAST_LOOSE_WORDS:
         return np.zeros(len(bitmask), np.bool_)
-    sample = bitmask.view(np.uint32)[:, :: max(1, bitmask.shape[1] // 128)]
+    every = max(1, num_words // 128)
+    sample = np.array([row[::every] for row in bitmask]).view(np.uint32)
     size = sample.shape[1] * 32
     loose: NDArray[np.bool_] = np.bitwise_count(sample).sum(1, dtype=np.uint32) > size - size // _LOOSE
     return loose
@@ -135,7 +138,7 @@ def _apply_loose(logits: torch.Tensor, bitmask: NDArray[np.int32], rows: Sequenc
         logits[list(rows), width:] = float("-inf")
 
 
-def _apply_by_torch(logits: torch.Tensor, bitmask: NDArray[np.int32], rows: Sequence[int]) -> None:
+def _apply_by_torch(logits: torch.Tensor, bitmask: Masks, rows: Sequence[int]) -> None:
     import torch
 
     index = torch.as_tensor(rows, dtype=torch.int64, device=logits.device)
@@ -149,15 +152,14 @@ def _apply_by_torch(logits: torch.Tensor, bitmask: NDArray[np.int32], rows: Sequ
         logits.index_copy_(0, index, picked)
 
 
-def _unpack(bitmask: NDArray[np.int32], device: torch.device) -> torch.Tensor:
+def _unpack(bitmask: Masks, device: torch.device) -> torch.Tensor:
     """bool `[rows, words * 32]` on `device`, True = forbidden."""
     import torch
 
-    packed = torch.from_numpy(np.ascontiguousarray(bitmask))
-    if device.type == "cuda":
-        # Pinned, so that the copy is queued behind the forward pass and nobody waits for it; torch keeps a pinned block
-        # from being used again before its copy is done.
-        packed = packed.pin_memory()
+    # Pinned, so that the copy is queued behind the forward pass and nobody waits for it; torch keeps a pinned block
+    # from being used again before its copy is done.
+    packed = torch.empty(len(bitmask), len(bitmask[0]), dtype=torch.int32, pin_memory=device.type == "cuda")
+    np.stack(list(bitmask), out=packed.numpy())
     packed = packed.to(device, non_blocking=True)
     shifts = torch.arange(32, dtype=torch.int32, device=device)
     return ((packed.unsqueeze(-1) >> shifts) & 1).reshape(len(bitmask), -1) == 0

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from guided.backends import Backends
+from guided.bitmask import words
 from guided.compilation import compile_constraint, grammar_key
 from guided.constraint import Constraint
 from guided.errors import GuidedError, from_wire
@@ -52,6 +53,7 @@ class InlinePool:
         self._opens: dict[int, OpenSequence] = {}
         self._frees: list[int] = []
         self._fills: Sequence[Fill] = ()
+        self._masks: NDArray[np.int32] = np.empty((0, words(vocabulary.padded_vocab_size)), np.int32)
         self._step = 0
 
     @property
@@ -92,11 +94,21 @@ class InlinePool:
         self._fills = fills
         self._step += 1
 
-    def collect(self, bitmask: NDArray[np.int32], timeout: float, patience: float | None = None) -> list[Row]:
+    def collect(self, bitmask: NDArray[np.int32] | None, timeout: float, patience: float | None = None) -> list[Row]:
         """Does the work, here and now: neither `timeout` nor `patience` can be kept, and no row is late."""
+        own = bitmask is None
+        if bitmask is None:
+            if len(self._masks) < len(self._fills):
+                self._masks = np.empty((2 * len(self._fills), self._masks.shape[1]), np.int32)
+            bitmask = self._masks
         return [
-            Row(_STATES[result.status], result.seconds, from_wire(result.error) if result.error else None)
-            for result in self._results(bitmask)
+            Row(
+                _STATES[result.status],
+                result.seconds,
+                from_wire(result.error) if result.error else None,
+                mask if own and result.status is RowStatus.READY else None,
+            )
+            for mask, result in zip(bitmask, self._results(bitmask), strict=False)
         ]
 
     def _results(self, bitmask: NDArray[np.int32]) -> Iterator[RowResult]:

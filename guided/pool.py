@@ -51,6 +51,8 @@ class Row(msgspec.Struct, gc=False):
     seconds: float = 0.0
     """Accept and fill in the worker, seconds."""
     error: GuidedError | None = None
+    mask: NDArray[np.int32] | None = None
+    """int32 `[words]`, where it is ready and was not copied: read it, and not after the next `submit`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,12 +113,12 @@ class MaskPool(Protocol):
     def submit(self, fills: Sequence[Fill]) -> None:
         """Send one step's work; returns in microseconds. One `collect` follows before the next `submit`."""
 
-    def collect(self, bitmask: NDArray[np.int32], timeout: float, patience: float | None = None) -> list[Row]:
+    def collect(self, bitmask: NDArray[np.int32] | None, timeout: float, patience: float | None = None) -> list[Row]:
         """Wait for the step's rows, `timeout` seconds at the most.
 
         Args:
             bitmask: int32 `[>= len(fills), words]`; row i receives fill i's mask where its state is `ready`, and is
-                untouched otherwise.
+                untouched otherwise. None: nothing is copied, and `Row.mask` is where the worker wrote it.
             patience: seconds, less than `timeout`: once they are over it is enough that one row is decided. None: as
                 long as `timeout`.
 

@@ -16,11 +16,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from guided.backends import candidates
-from guided.bitmask import apply_bitmask, load_loose_kernel, words
+from guided.bitmask import apply_bitmask, load_loose_kernel
 from guided.constraint import Constraint
 from guided.errors import BackendError, GuidedError, MaskTimeout
 from guided.pool import Fill, Grammar, MaskPool, Row
@@ -91,7 +89,6 @@ class LogitPostProcessor:
         self._rows: Sequence[GuidedRow] = ()
         self._fills: list[Fill] = []
         self._unplaced: dict[int, GuidedError] = {}
-        self._bitmask: NDArray[np.int32] = np.empty((0, words(pool.vocabulary.padded_vocab_size)), np.int32)
         self._prepared = False
         self._leaving: list[Future[Grammar]] = []
         self._asked = 0.0
@@ -186,7 +183,7 @@ class LogitPostProcessor:
         report.wait_seconds = time.perf_counter() - started
         ready = self._judge(results, report, patience is not None)
         started = time.perf_counter()
-        masks = self._bitmask[: len(results)] if len(ready) == len(results) else self._bitmask[ready]
+        masks = [mask for index in ready if (mask := results[index].mask) is not None]
         apply_bitmask(logits, masks, [self._rows[index].logits_row for index in ready])
         report.kernel_seconds = time.perf_counter() - started
         self._rows, self._fills = (), []
@@ -194,24 +191,21 @@ class LogitPostProcessor:
 
     def _collect(self, patience: float | None, alone: bool) -> list[Row]:
         """Collect the step; rows whose worker lacks their history are sent once more, with all of it."""
-        if len(self._fills) > len(self._bitmask):
-            self._bitmask = np.empty((2 * len(self._fills), self._bitmask.shape[1]), np.int32)
         # Beside rows without a constraint nobody has to be waited for, not even the first.
         limit = self._fill_limit if patience is None or alone else min(patience, self._fill_limit)
         deadline = time.monotonic() + limit
-        results = self._pool.collect(self._bitmask[: len(self._fills)], limit, patience)
+        results = self._pool.collect(None, limit, patience)
         again = [index for index, result in enumerate(results) if result.state == "needs_history"]
         if again:
+            for result in results:
+                if result.mask is not None:
+                    result.mask = result.mask.copy()
             self._pool.submit([Fill(row.sequence_id, 0, row.token_ids) for row in (self._rows[i] for i in again)])
-            masks = np.empty((len(again), self._bitmask.shape[1]), np.int32)
             left = max(0.0, deadline - time.monotonic())
             if patience is not None and len(again) < len(results):
                 left = min(left, patience)
-            retried = self._pool.collect(masks, left, patience)
-            for index, mask, result in zip(again, masks, retried, strict=True):
+            for index, result in zip(again, self._pool.collect(None, left, patience), strict=True):
                 results[index] = result
-                if result.state == "ready":
-                    self._bitmask[index] = mask
         return results
 
     def _judge(self, results: Iterable[Row], report: ApplyReport, parking: bool) -> list[int]:

@@ -92,6 +92,21 @@ def test_new_sequences_go_where_the_fewest_are_and_stay_there(host: Host) -> Non
     assert [host.where(sequence) for sequence in (1, 5)] == [0, 1]
 
 
+def test_a_mask_that_is_read_in_place_is_lent_to_nobody_before_the_next_step(host: Host) -> None:
+    host.open(1, 2)
+    host.submit((1, "a"), (2, "x"))
+    rows = host.rotation.collect(None, WAIT)
+    masks = [row.mask for row in rows if row.mask is not None]
+    assert [allowed(mask) for mask in masks] == ["b", "y"]
+    assert [actor.link.leases.num_free for actor in host.actors] == [7, 7]
+    host.rotation.free([1])
+    host.end(1)
+    host.rotation.failures()
+    assert [allowed(mask) for mask in masks] == ["b", "y"], "also of an actor that is gone"
+    host.submit()
+    assert host.actors[0].link.leases.num_free == 8
+
+
 def test_a_fork_goes_to_its_parent_however_busy_that_is(host: Host) -> None:
     host.open(1, 2)
     for fork in (3, 4, 5):
@@ -493,8 +508,13 @@ def test_whatever_happens_a_ready_row_is_the_mask_of_its_text(
         fills = [(sequence, data.draw(st.sampled_from(sorted(wants)))) for sequence in rows]
         host.bitmask[:] = 7
         host.submit(*fills)
-        for index, row in enumerate(host.collect(data.draw(st.sampled_from([0.0, 0.001, 1.0])))):
-            if row.state == "ready":
+        timeout = data.draw(st.sampled_from([0.0, 0.001, 1.0]))
+        in_place = data.draw(st.booleans())
+        for index, row in enumerate(host.rotation.collect(None if in_place else host.bitmask, timeout)):
+            if in_place:
+                assert row.mask is None or allowed(row.mask) == wants[fills[index][1]]
+                assert (row.mask is not None) == (row.state == "ready")
+            elif row.state == "ready":
                 assert allowed(host.bitmask[index]) == wants[fills[index][1]]
             else:
                 assert (host.bitmask[index] == 7).all()

@@ -168,7 +168,8 @@ def test_a_mask_that_forbids_everything_is_an_error_and_no_token(
     class EmptyPool(FaultyPool):
         def collect(self, bitmask: Any, timeout: float, patience: float | None = None) -> Any:
             rows = super().collect(bitmask, timeout, patience)
-            bitmask[:] = 0
+            for row in rows:
+                row.mask[:] = 0
             return rows
 
     found = run(make_engine(EmptyPool(tiny_model.vocabulary)), mixed())

@@ -154,10 +154,9 @@ class FaultyPool(InlinePool):
         self.submitted.append(list(fills))
         super().submit(fills)
 
-    def collect(self, bitmask: NDArray[np.int32], timeout: float, patience: float | None = None) -> list[Row]:
+    def collect(self, bitmask: NDArray[np.int32] | None, timeout: float, patience: float | None = None) -> list[Row]:
         rows: Any = super().collect(bitmask, timeout, patience)
         if self.state is not None:
-            bitmask[:] = 0
             rows[0] = Row(self.state, 0.0, self.error)  # type: ignore[arg-type]
             self.state = None
         return list(rows)
@@ -234,3 +233,17 @@ def test_a_grammar_still_being_compiled_when_its_request_ends_is_released_later(
     pool.pending.set_result(grammar)
     subject.failures()
     assert released == [grammar]
+
+
+def test_masks_that_came_before_a_history_was_sent_again_stay_as_they_are() -> None:
+    """The second round may use the same memory."""
+    pool = FaultyPool()
+    subject = LogitPostProcessor(pool)
+    subject.initialize("r", Constraint.choice(["123", "456"]))
+    subject.prepare([GuidedRow("r", 1, [1], 0), GuidedRow("r", 2, [4], 1)])
+    subject.apply(torch.zeros(2, WIDTH))
+    pool.state = "needs_history"
+    subject.prepare([GuidedRow("r", 1, [1, 2], 0), GuidedRow("r", 2, [4, 5], 1)])
+    logits = torch.zeros(2, WIDTH)
+    assert not subject.apply(logits).failed
+    assert [allowed(logits, row) for row in (0, 1)] == [[3], [6]]

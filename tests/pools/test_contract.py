@@ -92,6 +92,18 @@ def test_rows_that_are_not_asked_for_stay_untouched(host: Host) -> None:
     assert (host.bitmask[1:] == 7).all()
 
 
+def test_masks_can_be_read_where_they_are_until_the_next_step(host: Host) -> None:
+    grammar = host.compile(Constraint.regex("[0-9]+x"))
+    sequences = [host.open(grammar) for _ in range(8)]
+    for text, expected in (("", "0123456789"), ("1", "0123456789x"), ("1x", ".")):
+        host.pool.submit([Fill(sequence, 0, tokens(text)) for sequence in sequences])
+        rows = host.pool.collect(None, WAIT)
+        assert [row.state for row in rows] == ["ready"] * 8
+        assert [allowed(row.mask) for row in rows if row.mask is not None] == [expected] * 8
+    (row,) = host.step((sequences[0], 0, "1"))
+    assert row.mask is None
+
+
 def test_an_empty_step(host: Host) -> None:
     assert host.step() == []
 

@@ -9,6 +9,7 @@ from concurrent.futures import Future
 import numpy as np
 from numpy.typing import NDArray
 
+from guided.bitmask import words
 from guided.constraint import Constraint
 from guided.errors import BackendError, GuidedError, WorkerDied
 from guided.inline import InlinePool
@@ -71,7 +72,7 @@ class FaultyPool:
         self._fills = fills
         self.inner.submit(fills)
 
-    def collect(self, bitmask: NDArray[np.int32], timeout: float, patience: float | None = None) -> list[Row]:
+    def collect(self, bitmask: NDArray[np.int32] | None, timeout: float, patience: float | None = None) -> list[Row]:
         rows = self.inner.collect(bitmask, timeout, patience)
         for index, fill in enumerate(self._fills):
             position = fill.start + len(fill.tokens)
@@ -81,7 +82,11 @@ class FaultyPool:
                 rows[index] = Row("late")
             else:
                 continue
-            bitmask[index] = -1  # everything allowed: whoever uses it all the same is found out
+            # Everything allowed: whoever uses it all the same is found out.
+            if bitmask is None:
+                rows[index].mask = np.full(words(self.vocabulary.padded_vocab_size), -1, np.int32)
+            else:
+                bitmask[index] = -1
         return rows
 
     def _is_late(self, sequence_id: int, position: int) -> bool:
