@@ -16,6 +16,7 @@ from actors.leases import Lease, Leases
 from actors.mask_actor import Place
 from actors.segment import Segment
 from guided.messages import OpenSequence, RowResult, StepAnswer, decoder, encode
+from guided.pool import Fill
 
 __all__ = ["Link", "Wired"]
 
@@ -82,13 +83,23 @@ class Link:
         outbox = self._outbox
         return bool(outbox.fills or outbox.frees)
 
-    def fill(self, lease: Lease, opening: OpenSequence | None) -> None:
-        """Put a fill into the next message, with what opens its sequence where that isn't known to be open there."""
+    def lend(self, fill: Fill, now: float, index: int, opening: OpenSequence | None = None) -> Lease | None:
+        """Put a fill into the next message, with a row to write to; None where all rows are out.
+
+        Args:
+            index: which row of the step it is.
+            opening: what opens its sequence, where that isn't known to be open there.
+        """
+        tokens = list(fill.tokens)
+        lease = self.leases.take(fill.sequence_id, fill.start, tokens, now, index)
+        if lease is None:
+            return None
         outbox = self._outbox
-        outbox.fills.append((lease.sequence, lease.row, lease.start, lease.tokens))
+        outbox.fills.append((lease.sequence, lease.row, lease.start, tokens))
         outbox.leases.append(lease)
         if opening is not None:
             outbox.opens.append(opening)
+        return lease
 
     def free(self, sequence: int) -> None:
         """Put a free into the next message."""

@@ -24,7 +24,7 @@ from actors.placed import Placed
 from actors.step import Step
 from actors.supervisor import Down, Up
 from guided.errors import BackendError, GuidedError, MaskTimeout, PoolUnavailable, from_wire
-from guided.messages import OpenSequence, RowResult, RowStatus
+from guided.messages import OpenSequence, RowStatus
 from guided.pool import Fill, Grammar, Row
 
 __all__ = ["Rotation"]
@@ -114,6 +114,17 @@ class Rotation:
                 step.decide(index, Row("failed", error=BackendError(f"sequence {fill.sequence_id} is not open")))
             elif sequence.seconds > _SLOW_SECONDS:
                 slow.append((sequence.seconds, index))
+            elif (
+                sequence.confirmed
+                and sequence.lease is None
+                and sequence.error is None
+                and sequence.prompt_rows < 0
+                and sequence.link is not None
+            ):
+                # What happens to nearly every row, and what `_fill` would do.
+                lease = sequence.lease = sequence.link.lend(fill, now, index)
+                if lease is None:
+                    step.decide(index, Row("late"))
             else:
                 self._fill(sequence, index, fill, now)
         self._send()
@@ -286,13 +297,10 @@ class Rotation:
                 return
             if lease.index == NOBODY:
                 link.leases.give_back(lease)
-        lease = link.leases.take(fill.sequence_id, fill.start, list(fill.tokens), now, index)
-        if lease is None:  # every row is out: this one has to wait for a later step
+        lease = sequence.lease = link.lend(fill, now, index, None if sequence.confirmed else sequence.opening)
+        if lease is None:
             step.decide(index, Row("late"))
-            return
-        sequence.lease = lease
-        link.fill(lease, None if sequence.confirmed else sequence.opening)
-        if not sequence.sent:
+        elif not sequence.sent:
             sequence.sent = True
             step.opening.append(sequence)
 
@@ -359,7 +367,12 @@ class Rotation:
                     continue
                 sequence = sequences.get(lease.sequence)
                 if sequence is not None:
-                    self._note(sequence, result)
+                    sequence.confirmed = True
+                    sequence.seconds = result.seconds
+                    if sequence.prompt_rows >= 0:
+                        self._note_straggler(sequence)
+                    if result.error is not None:
+                        sequence.error = from_wire(result.error)
                 index = lease.index
                 if index == NOBODY:
                     continue
@@ -405,15 +418,6 @@ class Rotation:
         read, self._read = self._read, []
         for link, lease in read:
             link.leases.give_back(lease)
-
-    def _note(self, sequence: Placed, result: RowResult) -> None:
-        """What an answer says about its sequence."""
-        sequence.confirmed = True
-        sequence.seconds = result.seconds
-        if sequence.prompt_rows >= 0:
-            self._note_straggler(sequence)
-        if result.error is not None:
-            sequence.error = from_wire(result.error)
 
     def _note_straggler(self, sequence: Placed) -> None:
         limit = max(_STRAGGLE_SECONDS, _STRAGGLE_FACTOR * self._usual)
