@@ -11,7 +11,7 @@ from typing import Any
 
 import jsonschema
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from guided.errors import ConstraintTooLarge, InvalidConstraint
@@ -341,6 +341,7 @@ _SCHEMAS = st.recursive(
 )
 
 
+@settings(deadline=None)
 @given(_SCHEMAS)
 def test_anything_is_accepted_or_refused_and_nothing_else(schema: Any) -> None:
     try:
