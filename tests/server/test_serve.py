@@ -6,23 +6,27 @@ import re
 import shlex
 import signal
 import subprocess
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import httpx
 import openai
 import psutil
 import pytest
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 from serving import ServerProcess, serving, wait_until
 
 MODEL = "guided-default"
 ABOUT = "Extract name, age and city as JSON. Maria Keller is 34 years old and lives in Lisbon."
 
 
+Short = Annotated[str, Field(max_length=30)]
+"""The embedded model knows when a person's name ends; of other things it doesn't know so well."""
+
+
 class Person(BaseModel):
-    name: str
-    age: int
-    city: str
+    name: Short
+    age: Annotated[int, Field(ge=0, le=150)]
+    city: Short
 
 
 class Order(BaseModel):
