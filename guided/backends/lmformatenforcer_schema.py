@@ -214,9 +214,7 @@ class _Rewriter:
         elif booleans or any(isinstance(value, list | dict) for value in values):
             raise self._unsupported(keyword, pointer, "with arrays, objects or just one of the booleans")
         if not options:
-            raise InvalidConstraint(
-                "no value is left to choose from", param="json_schema", pointer=f"{pointer}/{keyword}"
-            )
+            raise _NothingError(f"{pointer}/{keyword}")
         return options[0] if len(options) == 1 else {"anyOf": options}
 
     def _spelled(self, texts: Iterable[str], keyword: str, pointer: str) -> list[str]:
