@@ -63,6 +63,7 @@ class Link:
         self.closed = False
         self._channel = wired.channel
         self._segment = wired.segment
+        self._masks = wired.segment.rows
         self._shared = wired.shared
         self._outbox = _Outbox()
 
@@ -120,7 +121,7 @@ class Link:
     def read(self, lease: Lease, row: NDArray[np.int32]) -> bool:
         """Copy the mask of an answered lease into `row`, `[words]`; False where the answer holds no such mask."""
         if self._shared:
-            row[:] = self._segment.rows[lease.row]
+            row[:] = self._masks[lease.row]
             return True
         mask = lease.result.mask if lease.result is not None else b""
         if len(mask) != row.nbytes:
@@ -143,6 +144,7 @@ class Link:
         """Give up connection and memory. Idempotent."""
         self.closed = True
         self._channel.close()
+        self._masks = self._masks[:0].copy()
         self._segment.close()
 
     def _note_waiting(self) -> None:

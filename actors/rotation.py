@@ -23,7 +23,7 @@ from actors.leases import NOBODY, Lease
 from actors.link import Link
 from actors.supervisor import Down, Up
 from guided.errors import BackendError, GuidedError, MaskTimeout, PoolUnavailable, from_wire
-from guided.messages import OpenSequence, RowResult, RowStatus
+from guided.messages import OpenSequence, RowStatus
 from guided.pool import Fill, Grammar, Row
 
 __all__ = ["Rotation"]
@@ -32,11 +32,8 @@ _SLOW_SECONDS = 0.001
 """A sequence whose last row took longer is filled after its neighbours."""
 _OVERDUE_SECONDS = 1.0
 """No new sequences for an actor that owes an answer for longer."""
-_STATES: dict[RowStatus, Literal["ready", "needs_history", "failed"]] = {
-    RowStatus.READY: "ready",
-    RowStatus.NEEDS_HISTORY: "needs_history",
-    RowStatus.FAILED: "failed",
-}
+_STATES: tuple[Literal["ready", "needs_history", "failed"], ...] = ("ready", "needs_history", "failed")
+"""By `RowStatus`: a tuple, because hashing an enum's members costs more than all the rest of deciding a row."""
 
 
 @dataclass(slots=True, eq=False)
@@ -271,13 +268,18 @@ class Rotation:
 
     def _receive(self, link: Link, bitmask: NDArray[np.int32] | None) -> None:
         """Take the answers that are there. Without a `bitmask` masks stay where they are until they are asked for."""
-        answer = link.leases.answer
+        answer, sequences = link.leases.answer, self._sequences
         for results in link.receive():
             for result in results:
                 lease = answer(result)
                 if lease is None:
                     continue
-                self._note(self._sequences.get(lease.sequence), result)
+                sequence = sequences.get(lease.sequence)
+                if sequence is not None:
+                    sequence.confirmed = True
+                    sequence.seconds = result.seconds
+                    if result.error is not None:
+                        sequence.error = from_wire(result.error)
                 if lease.index == NOBODY:
                     continue
                 if bitmask is None:
@@ -290,8 +292,9 @@ class Rotation:
         result = lease.result
         if result is None or lease.index == NOBODY or link.closed:
             return
-        row = Row(_STATES[result.status], result.seconds)
-        if result.status is RowStatus.READY:
+        status = result.status
+        row = Row(_STATES[status], result.seconds)
+        if status is RowStatus.READY:
             if not link.read(lease, bitmask[lease.index]):
                 row = Row("failed", result.seconds, BackendError("the worker sent a mask of another size"))
         elif result.error is not None:
@@ -301,15 +304,6 @@ class Rotation:
         sequence = self._sequences.get(lease.sequence)
         if sequence is not None and sequence.lease is lease:
             sequence.lease = None
-
-    def _note(self, sequence: _Sequence | None, result: RowResult) -> None:
-        """What an answer says about its sequence."""
-        if sequence is None:
-            return
-        sequence.confirmed = True
-        sequence.seconds = result.seconds
-        if result.status is RowStatus.FAILED and result.error is not None:
-            sequence.error = from_wire(result.error)
 
     def _abandon_step(self) -> None:
         """Nobody waits any more: what is late is kept for when its sequence asks again."""
