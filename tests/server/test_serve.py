@@ -6,6 +6,7 @@ import re
 import shlex
 import signal
 import subprocess
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import httpx
@@ -137,16 +138,30 @@ class TestDisconnect:
         assert server.metric("guided_engine_steps_total") - steps_before < 1800  # one a token
 
 
+def run_curl(command: str) -> str:
+    assert shlex.split(command)[0] == "curl"
+    ran = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=True)
+    return ran.stdout
+
+
 def test_greeting_holds_lines_that_work(inline_server: ServerProcess) -> None:
     """What it prints when it is up can be pasted into a shell."""
     greeting = "".join(inline_server.log)
     commands = re.findall(r"^  (curl .*\\\n.*)$", greeting, re.MULTILINE)
     assert len(commands) == 2
     for command in commands:
-        assert shlex.split(command)[0] == "curl"
-        ran = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=True)
-        assert '"finish_reason":"stop"' in ran.stdout, ran.stdout
+        assert '"finish_reason":"stop"' in run_curl(command)
     assert f"{inline_server.url}/docs" in greeting
+
+
+def test_readme_holds_lines_that_work(inline_server: ServerProcess) -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    [block] = re.findall(r"^## Try it\n+```\n(.*?)```", readme, re.MULTILINE | re.DOTALL)
+    commands = re.split(r"\n\n", block.strip())
+    assert len(commands) >= 2
+    for command in commands:
+        assert "http://127.0.0.1:8000" in command
+        assert '"finish_reason":"stop"' in run_curl(command.replace("http://127.0.0.1:8000", inline_server.url))
 
 
 def test_sigterm_lets_answers_end_and_leaves_nothing() -> None:
