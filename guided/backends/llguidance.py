@@ -202,11 +202,13 @@ def _json_source(schema: dict[str, Any] | bool, whitespace: str | None) -> str:
         if not schema:
             raise InvalidConstraint("the schema is `false`: nothing satisfies it", param="json_schema", pointer="")
         schema = {}
-    # Options that a schema brings along ("x-guidance") could switch enforcement off: ours override them.
+    # Options that a schema brings along could switch enforcement off. (Not every version knows every option, and one
+    # that it doesn't know is an error: only those are named here that 1.7 has.)
+    schema = {keyword: value for keyword, value in schema.items() if keyword != "x-guidance"}
     options: dict[str, Any] = {"lenient": False, "coerce_one_of": False, "json_allowed_escapes": None}
     if any(keyword in ("properties", "patternProperties") for _, keyword, _, _ in walk_keywords(schema)):
         options["json_allowed_escapes"] = _ESCAPES
-    options |= {"item_separator": ",", "key_separator": ":", "json_allow_general_unicode_escapes": False}
+    options |= {"item_separator": ",", "key_separator": ":"}
     options |= {"whitespace_flexible": whitespace != "", "whitespace_pattern": None}
     if whitespace:
         options["whitespace_pattern"] = regex.canonical(whitespace, param="whitespace_pattern")
