@@ -4,7 +4,7 @@ xgrammar 0.2.8 reads a subschema by its first keyword of `$ref`, `const`, `enum`
 ignores what stands next to it, `not`, `if`, `uniqueItems`, `contains`, names in `required` that are not in
 `properties`, and more, with a warning on stderr at most. So it gets the schema's normal form, and every keyword that it
 would ignore is refused by name. Some are said in other words; where that leaves out valid values (never: lets in
-invalid ones) it says "narrowed" below.
+invalid ones) it says "narrowed" below. Named properties come in the schema's order, others after them.
 """
 
 from __future__ import annotations
