@@ -48,7 +48,7 @@ class Metrics:
         )
         self._inter_token = Histogram(
             "guided_inter_token_latency_seconds",
-            "Streams: between one token and the next.",
+            "Streams: between one piece of output and the next, a token where the reader keeps up.",
             buckets=_STEP,
             registry=registry,
         )

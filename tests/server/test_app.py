@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import httpx
 import pytest
-from serving import sse
+from serving import sse, wait_until
 from starlette.testclient import TestClient
 
 from engine.sampling_params import SamplingParams
@@ -407,7 +409,7 @@ class TestOthers:
         assert actor["pid"] > 0
 
     def test_metrics(self, client: TestClient) -> None:
-        post(client, regex="[0-9]{3}", max_tokens=None, stream=True)
+        post(client, regex="[0-9]{200}", max_tokens=None, stream=True)
         post(client, regex="(")
         text = client.get("/metrics").text
         for line in (
@@ -446,3 +448,44 @@ class TestOthers:
         error = error_of(post(client))
         assert error["param"] == "messages"
         assert "/v1/completions" in error["message"]
+
+
+class TestDisconnect:
+    """A client that goes away while its constraint is still compiled."""
+
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_during_compilation(self, client: TestClient, stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+        context: ServerContext = client.app.state.context  # type: ignore[attr-defined]
+        never: Future[Any] = Future()
+        monkeypatch.setattr(context.engine.pool, "compile", lambda constraint, backends: never)
+        body = json.dumps({**HELLO, "regex": "a", "stream": stream}).encode()
+        sent: list[Any] = []
+
+        async def run() -> None:
+            waiting = asyncio.Event()
+            messages = [{"type": "http.request", "body": body, "more_body": False}]
+
+            async def receive() -> Any:
+                if messages:
+                    return messages.pop()
+                await waiting.wait()
+                return {"type": "http.disconnect"}
+
+            async def send(message: Any) -> None:
+                sent.append(message)
+
+            headers = [(b"content-type", b"application/json")]
+            scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": headers}
+            scope |= {"query_string": b"", "http_version": "1.1", "scheme": "http", "asgi": {"spec_version": "2.3"}}
+            call = asyncio.ensure_future(client.app(scope, receive, send))  # type: ignore[arg-type]
+            while context.engine.health().num_waiting_for_grammar == 0:
+                assert not call.done()
+                await asyncio.sleep(0.01)
+            assert context.in_flight == 1
+            waiting.set()
+            await call
+
+        asyncio.run(run())
+        assert [message["status"] for message in sent if "status" in message] == [499]
+        assert context.in_flight == 0
+        wait_until(lambda: context.engine.health().num_waiting_for_grammar == 0)
