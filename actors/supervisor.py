@@ -58,7 +58,7 @@ class Plan:
     tcp: bool
     """Use TCP even where shared memory can be had."""
     spread: bool
-    """Place actors on whatever nodes Ray likes, rather than on this one."""
+    """Place actors on all nodes in turn, rather than on this one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +163,7 @@ class Supervisor:
     def _live(self) -> None:
         """One incarnation, from start to end. Raises what kept it from starting."""
         self._incarnation = self._next_incarnation()
-        home = Home(_create(self._plan))
+        home = Home(_create(self._plan, self._index))
         process: _Process | None = None
         try:
             place: Place = ray.get(home.actor.place.remote(), timeout=_START_SECONDS)
@@ -258,8 +258,11 @@ class _Process:
         self.fd = -1
 
 
-def _create(plan: Plan) -> Any:
-    strategy = "SPREAD" if plan.spread else NodeAffinitySchedulingStrategy(plan.cluster.node_id, soft=True)
+def _create(plan: Plan, index: int) -> Any:
+    # Actors that take no CPUs are put anywhere by Ray's "SPREAD", and by a soft affinity too (Ray 2.60, tried). A node
+    # that is gone by now fails this incarnation; the next one looks again.
+    nodes = plan.cluster.node_ids if plan.spread else [plan.cluster.node_id]
+    strategy = NodeAffinitySchedulingStrategy(nodes[index % len(nodes)], soft=False)
     # Grammars are loaded and dropped in the order asked for, in a group of their own: a ping overtakes them.
     remote = ray.remote(num_cpus=0, max_restarts=0, max_concurrency=2, concurrency_groups={ORDERED: 1})
     return remote(MaskActor).options(scheduling_strategy=strategy).remote(plan.owner)
