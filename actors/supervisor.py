@@ -98,6 +98,7 @@ class Supervisor:
         self._announce = announce
         self._state: Literal["starting", "up", "restarting", "down"] = "starting"
         self._link: Link | None = None
+        self._home: Home | None = None
         self._incarnation = -1
         self._restarts = 0
         self._ends: deque[float] = deque(maxlen=_CRASH_LOOP)
@@ -132,9 +133,13 @@ class Supervisor:
         )
 
     def stop(self) -> None:
-        """Begin to end the actor for good; `join` waits for it. Idempotent."""
+        """Begin to end the actor for good, starting or up; `join` waits for it."""
         self._stopping.set()
         os.eventfd_write(self._wake, 1)
+        home = self._home
+        if home is not None:
+            with contextlib.suppress(Exception):
+                ray.kill(home.actor)
 
     def join(self) -> None:
         """Wait until the actor is gone."""
@@ -148,7 +153,8 @@ class Supervisor:
                 self._live()
             except Exception as error:
                 self._error = error if isinstance(error, GuidedError) else PoolUnavailable(bounded(error))
-                _log.exception("mask actor %d didn't start", self._index)
+                if not self._stopping.is_set():
+                    _log.exception("mask actor %d didn't start", self._index)
             self._first_try.set()
             now = time.monotonic()
             if now - started > _CRASH_LOOP_SECONDS:
@@ -163,7 +169,7 @@ class Supervisor:
     def _live(self) -> None:
         """One incarnation, from start to end. Raises what kept it from starting."""
         self._incarnation = self._next_incarnation()
-        home = Home(_create(self._plan, self._index))
+        home = self._home = Home(_create(self._plan, self._index))
         process: _Process | None = None
         try:
             place: Place = ray.get(home.actor.place.remote(), timeout=_START_SECONDS)
@@ -176,6 +182,7 @@ class Supervisor:
                 raise
             self._serve(link, channel, process)
         finally:
+            self._home = None
             self._plan.grammars.leave(home)
             _kill(home.actor, process)
 
