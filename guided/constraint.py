@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, get_args
 
-from guided import json_schema as schema_checks
 from guided.errors import ConstraintTooLarge, InvalidConstraint, bounded
 from guided.limits import DEFAULT_LIMITS, Limits
+from guided.schema import document as schema_checks
 
 __all__ = ["KINDS", "USUAL_WHITESPACE", "Constraint", "ConstraintKind"]
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from guided import json_syntax
+from guided.schema import json_syntax
 from guided.vocabulary import Vocabulary
 
 __all__ = ["OTHER", "CharacterTokens", "Columns", "Node", "StringTokens", "TokenText", "cut"]

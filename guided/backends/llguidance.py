@@ -20,7 +20,7 @@ from guided import regex
 from guided.constraint import KINDS, USUAL_WHITESPACE, Constraint, ConstraintKind
 from guided.errors import BackendError, InvalidConstraint, TokenRejected, UnsupportedConstraint, bounded
 from guided.grammar import to_lark
-from guided.json_schema import walk_keywords
+from guided.schema.document import walk_keywords
 from guided.vocabulary import Vocabulary
 
 __all__ = ["LLGuidanceBackend"]

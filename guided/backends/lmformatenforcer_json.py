@@ -22,10 +22,10 @@ from lmformatenforcer.jsonschemaparser import (
     StringParsingState,
 )
 
-from guided import json_syntax
 from guided.backends.character_tokens import OTHER, CharacterTokens, Ids
 from guided.backends.lmformatenforcer_automata import Machine, config, tree_tokens
 from guided.backends.lmformatenforcer_schema import Prepared
+from guided.schema import json_syntax
 
 __all__ = ["JsonAutomaton", "JsonState"]
 

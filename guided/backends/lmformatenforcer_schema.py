@@ -16,7 +16,7 @@ import jsonschema
 
 from guided import regex
 from guided.errors import InvalidConstraint, UnsupportedConstraint, bounded
-from guided.pointer import escape
+from guided.schema.pointer import escape
 
 __all__ = ["Prepared", "prepare"]
 

@@ -15,11 +15,11 @@ from jsonschema import Draft202012Validator
 from jsonschema.validators import validator_for
 
 from guided.errors import InvalidConstraint
-from guided.json_schema import parse
 from guided.limits import DEFAULT_LIMITS
-from guided.normal_form import normalise
+from guided.schema.document import parse
+from guided.schema.normal_form import normalise
 
-DATA = Path(__file__).parents[3] / "shared" / "data" / "maskbench-dev.jsonl.gz"
+DATA = Path(__file__).parents[4] / "shared" / "data" / "maskbench-dev.jsonl.gz"
 
 
 @pytest.mark.parametrize(

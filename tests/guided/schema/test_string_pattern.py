@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from guided import json_pattern, regex
+from guided import regex
 from guided.errors import InvalidConstraint, UnsupportedConstraint
-from guided.number_pattern import integers, numbers
+from guided.schema import string_pattern
+from guided.schema.number_pattern import integers, numbers
 
 SEARCHED = [
     "a",
@@ -40,21 +41,21 @@ def found(pattern: str, text: str) -> bool:
 @settings(deadline=None)
 @given(st.sampled_from(SEARCHED), st.text('ab"\\\n é', max_size=5))
 def test_searching_is_matching_the_whole(pattern: str, text: str) -> None:
-    node = json_pattern.read(pattern)
+    node = string_pattern.read(pattern)
     assert (re.fullmatch(regex.render(node), text) is not None) == found(pattern, text)
 
 
 @settings(deadline=None)
 @given(st.sampled_from(SEARCHED), st.text('ab"\\\n\té', max_size=5))
 def test_json_text_of_exactly_the_strings_that_match(pattern: str, text: str) -> None:
-    node = json_pattern.in_json(json_pattern.read(pattern), escapes=True)
+    node = string_pattern.in_json(string_pattern.read(pattern), escapes=True)
     written = json.dumps(text, ensure_ascii=False)[1:-1]
     assert (re.fullmatch(regex.render(node), written) is not None) == found(pattern, text)
 
 
 @pytest.mark.parametrize("pattern", [".*", r"^\S+$", "[^a]", r"\W", '^["a]+$', r"^[\s\S]$"])
 def test_no_match_ends_the_string_that_it_is_in(pattern: str) -> None:
-    compiled = re.compile(regex.render(json_pattern.in_json(json_pattern.read(pattern), escapes=False)))
+    compiled = re.compile(regex.render(string_pattern.in_json(string_pattern.read(pattern), escapes=False)))
     for character in '"\\\n\x00\x1f\x7f':
         assert not compiled.fullmatch(character)
         assert not compiled.fullmatch(f"b{character}b")
@@ -63,13 +64,13 @@ def test_no_match_ends_the_string_that_it_is_in(pattern: str) -> None:
 def test_what_has_to_be_escaped_and_may_not_be_is_refused() -> None:
     for pattern in ('^"$', r"^\\$", "^a\n"):
         with pytest.raises(UnsupportedConstraint, match="escaped"):
-            json_pattern.in_json(json_pattern.read(pattern), escapes=False)
+            string_pattern.in_json(string_pattern.read(pattern), escapes=False)
 
 
 @pytest.mark.parametrize(("pattern", "error"), [("(", InvalidConstraint), ("(?=a)", UnsupportedConstraint)])
 def test_malformed_and_unsupported_patterns(pattern: str, error: type[Exception]) -> None:
     with pytest.raises(error):
-        json_pattern.read(pattern)
+        string_pattern.read(pattern)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +78,7 @@ def test_malformed_and_unsupported_patterns(pattern: str, error: type[Exception]
     [("^[a-z]+$", 2, 4), ("^[a-z]*$", 0, 3), ("^x[a-z]*y$", 3, 5), ("^[a-z]{3}$", 1, 9), ("^[ab]{2,}$", 0, 3)],
 )
 def test_lengths_are_fitted_in(pattern: str, least: int, most: int) -> None:
-    fitted = re.compile(regex.render(json_pattern.fit(json_pattern.read(pattern), least, most)))
+    fitted = re.compile(regex.render(string_pattern.fit(string_pattern.read(pattern), least, most)))
     for length in range(12):
         for text in ("a" * length, "x" + "a" * (length - 2) + "y"):
             matches = re.search(pattern, text) is not None and least <= len(text) <= most
@@ -86,17 +87,17 @@ def test_lengths_are_fitted_in(pattern: str, least: int, most: int) -> None:
 
 def test_lengths_that_can_not_be_fitted_in() -> None:
     with pytest.raises(UnsupportedConstraint):
-        json_pattern.fit(json_pattern.read("^[a-z]+-[a-z]+$"), 0, 10)
+        string_pattern.fit(string_pattern.read("^[a-z]+-[a-z]+$"), 0, 10)
     with pytest.raises(InvalidConstraint, match="as long as"):
-        json_pattern.fit(json_pattern.read("^[a-z]{3}$"), 4, None)
+        string_pattern.fit(string_pattern.read("^[a-z]{3}$"), 4, None)
     with pytest.raises(InvalidConstraint, match="as long as"):
-        json_pattern.fit(json_pattern.read("^[a-z]{3}$"), 0, 2)
+        string_pattern.fit(string_pattern.read("^[a-z]{3}$"), 0, 2)
 
 
 @settings(deadline=None)
 @given(st.dates(datetime.date(1000, 1, 1)))
 def test_every_date_is_one(date: datetime.date) -> None:
-    assert re.search(json_pattern.FORMATS["date"], date.isoformat())
+    assert re.search(string_pattern.FORMATS["date"], date.isoformat())
 
 
 @settings(deadline=None)
@@ -106,7 +107,7 @@ def test_no_other_date_is_one(year: int, month: int, day: int) -> None:
     try:
         datetime.date.fromisoformat(text)
     except ValueError:
-        assert not re.search(json_pattern.FORMATS["date"], text)
+        assert not re.search(string_pattern.FORMATS["date"], text)
 
 
 @pytest.mark.parametrize(
@@ -123,9 +124,9 @@ def test_no_other_date_is_one(year: int, month: int, day: int) -> None:
     ],
 )
 def test_formats(name: str, valid: list[str], invalid: list[str]) -> None:
-    assert all(re.search(json_pattern.FORMATS[name], text) for text in valid)
-    assert not any(re.search(json_pattern.FORMATS[name], text) for text in invalid)
-    json_pattern.in_json(json_pattern.read(json_pattern.FORMATS[name]), escapes=False)
+    assert all(re.search(string_pattern.FORMATS[name], text) for text in valid)
+    assert not any(re.search(string_pattern.FORMATS[name], text) for text in invalid)
+    string_pattern.in_json(string_pattern.read(string_pattern.FORMATS[name]), escapes=False)
 
 
 _BOUND = st.none() | st.integers(-1200, 1200)
