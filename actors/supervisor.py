@@ -12,6 +12,7 @@ import select
 import signal
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -106,6 +107,8 @@ class Supervisor:
         self._first_try = threading.Event()
         self._error: GuidedError | None = None
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        # Not before nobody can write to it any more.
+        weakref.finalize(self, os.close, self._wake)
         self._thread = threading.Thread(target=self._run, name=f"supervisor-{index}", daemon=True)
         self._thread.start()
 
@@ -164,7 +167,6 @@ class Supervisor:
             self._state = "down" if looping else "restarting"
             self._stopping.wait(_LAST_DELAY_SECONDS if looping else delay)
             delay = min(2 * delay, _LAST_DELAY_SECONDS)
-        os.close(self._wake)
 
     def _live(self) -> None:
         """One incarnation, from start to end. Raises what kept it from starting."""
