@@ -36,7 +36,7 @@ ENDLESS = Job(Constraint.regex("(a|b)*a(a|b){20}"), ["outlines"])
 
 @pytest.fixture(scope="module")
 def compiler() -> Iterator[Compiler]:
-    compiler = Compiler(BYTES, CompileLimits(processes=1, seconds=2.0))
+    compiler = Compiler(BYTES, CompileLimits(processes=1, seconds=5.0))
     yield compiler
     compiler.close()
 
