@@ -120,6 +120,11 @@ class Cluster:
         return str(ray.get_runtime_context().get_node_id())
 
     @property
+    def node_ids(self) -> list[str]:
+        """Ray's ids of the nodes that are up, in an order that stays."""
+        return sorted(str(node["NodeID"]) for node in ray.nodes() if node["Alive"])
+
+    @property
     def host(self) -> str:
         """The address that other nodes reach this one at."""
         return str(ray.util.get_node_ip_address())

@@ -223,7 +223,7 @@ class Grammars:
     def _installed(self, stored: _Stored, home: Home, done: Future[None]) -> None:
         if done.exception() is None:
             home.installed.add(stored.installable.key)
-        else:
+        elif home in self._homes:
             _log.warning("%s was not loaded: %s", stored.installable.key, done.exception())
         self._check_arrivals()
 

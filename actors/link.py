@@ -69,6 +69,7 @@ class Link:
         self.closed = False
         self._channel = wired.channel
         self._segment = wired.segment
+        self._masks = wired.segment.rows
         self._shared = wired.shared
         self._outbox = _Outbox()
 
@@ -141,12 +142,12 @@ class Link:
     @property
     def masks(self) -> NDArray[np.int32] | None:
         """int32 `[rows, words]`: what answered leases are read from; None where masks come with their answers."""
-        return self._segment.rows if self._shared else None
+        return self._masks if self._shared else None
 
     def mask(self, lease: Lease) -> NDArray[np.int32] | None:
         """The mask of an answered lease, `[words]`, where it is; None where the answer holds no such mask."""
         if self._shared:
-            row: NDArray[np.int32] = self._segment.rows[lease.row]
+            row: NDArray[np.int32] = self._masks[lease.row]
             return row
         mask = lease.result.mask if lease.result is not None else b""
         return np.frombuffer(mask, np.int32) if len(mask) == 4 * self._segment.name.words else None
@@ -170,6 +171,7 @@ class Link:
         """Give up connection and memory. Idempotent."""
         self.closed = True
         self._channel.close()
+        self._masks = self._masks[:0].copy()
         self._segment.close()
 
     def _note_waiting(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import platform
+import sys
 import threading
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ __all__ = ["ORDERED", "Installable", "MaskActor", "Place"]
 ORDERED = "grammars"
 """The concurrency group whose calls run one after the other, in the order of the calls."""
 
+_SWITCH_SECONDS = 0.0005
 _log = logging.getLogger(__name__)
 
 
@@ -58,6 +60,8 @@ class MaskActor:
 
     def __init__(self, owner: Owner) -> None:
         exit_with(owner)
+        # A backend that is loaded in Python holds the lock for as long as it may, at every row of a step again.
+        sys.setswitchinterval(_SWITCH_SECONDS)
         self._node_id = str(ray.get_runtime_context().get_node_id())
         vocabulary: Vocabulary = ray.get(owner.vocabulary)
         self._backends = Backends(vocabulary)

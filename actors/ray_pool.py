@@ -46,12 +46,13 @@ class RayPool:
         address: of a Ray cluster to join; None uses the one that this process is in, else starts a local one.
         compile_limits: what one compilation may take.
         mask_limit: seconds after which an actor that owes a mask is taken for hung and ended; the sequence whose mask
-            it was fails with `MaskTimeout`, the others are opened elsewhere.
+            it was fails with `MaskTimeout`, the others are opened elsewhere. Less than `collect` is given, or its
+            caller will have given them up by then.
         rows: masks that can be under way at each actor; more wait for a later step.
         max_cache_bytes: what compiled grammars that nobody uses may weigh together.
         transport: "tcp" sends masks through authenticated TCP even on this node; "auto" does where memory can't be
             shared.
-        spread: place actors on all nodes of the cluster rather than on this one.
+        spread: place actors on all nodes of the cluster in turn, rather than on this one.
 
     Raises:
         PoolUnavailable: Ray can't be reached or started, or an actor didn't start; says why.
@@ -64,7 +65,7 @@ class RayPool:
         address: str | None = None,
         *,
         compile_limits: CompileLimits | None = None,
-        mask_limit: float = 10.0,
+        mask_limit: float = 4.0,
         rows: int = 1024,
         max_cache_bytes: int = 256 << 20,
         transport: Literal["auto", "tcp"] = "auto",
@@ -170,7 +171,7 @@ def _by_cpus() -> int:
 
 
 def _start_compiler(owner: Owner, limits: CompileLimits) -> Any:
-    here = NodeAffinitySchedulingStrategy(owner.node_id, soft=True)
+    here = NodeAffinitySchedulingStrategy(owner.node_id, soft=False)
     return ray.remote(CompileActor).options(num_cpus=0, scheduling_strategy=here).remote(owner, limits)
 
 

@@ -12,6 +12,7 @@ import select
 import signal
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -58,7 +59,7 @@ class Plan:
     tcp: bool
     """Use TCP even where shared memory can be had."""
     spread: bool
-    """Place actors on whatever nodes Ray likes, rather than on this one."""
+    """Place actors on all nodes in turn, rather than on this one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +99,7 @@ class Supervisor:
         self._announce = announce
         self._state: Literal["starting", "up", "restarting", "down"] = "starting"
         self._link: Link | None = None
+        self._home: Home | None = None
         self._incarnation = -1
         self._restarts = 0
         self._ends: deque[float] = deque(maxlen=_CRASH_LOOP)
@@ -105,6 +107,8 @@ class Supervisor:
         self._first_try = threading.Event()
         self._error: GuidedError | None = None
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        # Not before nobody can write to it any more.
+        weakref.finalize(self, os.close, self._wake)
         self._thread = threading.Thread(target=self._run, name=f"supervisor-{index}", daemon=True)
         self._thread.start()
 
@@ -132,9 +136,13 @@ class Supervisor:
         )
 
     def stop(self) -> None:
-        """Begin to end the actor for good; `join` waits for it. Idempotent."""
+        """Begin to end the actor for good, starting or up; `join` waits for it."""
         self._stopping.set()
         os.eventfd_write(self._wake, 1)
+        home = self._home
+        if home is not None:
+            with contextlib.suppress(Exception):
+                ray.kill(home.actor)
 
     def join(self) -> None:
         """Wait until the actor is gone."""
@@ -148,7 +156,8 @@ class Supervisor:
                 self._live()
             except Exception as error:
                 self._error = error if isinstance(error, GuidedError) else PoolUnavailable(bounded(error))
-                _log.exception("mask actor %d didn't start", self._index)
+                if not self._stopping.is_set():
+                    _log.exception("mask actor %d didn't start", self._index)
             self._first_try.set()
             now = time.monotonic()
             if now - started > _CRASH_LOOP_SECONDS:
@@ -158,12 +167,11 @@ class Supervisor:
             self._state = "down" if looping else "restarting"
             self._stopping.wait(_LAST_DELAY_SECONDS if looping else delay)
             delay = min(2 * delay, _LAST_DELAY_SECONDS)
-        os.close(self._wake)
 
     def _live(self) -> None:
         """One incarnation, from start to end. Raises what kept it from starting."""
         self._incarnation = self._next_incarnation()
-        home = Home(_create(self._plan))
+        home = self._home = Home(_create(self._plan, self._index))
         process: _Process | None = None
         try:
             place: Place = ray.get(home.actor.place.remote(), timeout=_START_SECONDS)
@@ -176,6 +184,7 @@ class Supervisor:
                 raise
             self._serve(link, channel, process)
         finally:
+            self._home = None
             self._plan.grammars.leave(home)
             _kill(home.actor, process)
 
@@ -258,8 +267,11 @@ class _Process:
         self.fd = -1
 
 
-def _create(plan: Plan) -> Any:
-    strategy = "SPREAD" if plan.spread else NodeAffinitySchedulingStrategy(plan.cluster.node_id, soft=True)
+def _create(plan: Plan, index: int) -> Any:
+    # Actors that take no CPUs are put anywhere by Ray's "SPREAD", and by a soft affinity too (Ray 2.60, tried). A node
+    # that is gone by now fails this incarnation; the next one looks again.
+    nodes = plan.cluster.node_ids if plan.spread else [plan.cluster.node_id]
+    strategy = NodeAffinitySchedulingStrategy(nodes[index % len(nodes)], soft=False)
     # Grammars are loaded and dropped in the order asked for, in a group of their own: a ping overtakes them.
     remote = ray.remote(num_cpus=0, max_restarts=0, max_concurrency=2, concurrency_groups={ORDERED: 1})
     return remote(MaskActor).options(scheduling_strategy=strategy).remote(plan.owner)

@@ -24,6 +24,7 @@ from engine.default_model.exchange import schema_of
 from engine.llm import LLM
 from engine.sampling_params import SamplingParams
 from guided.backends import BACKENDS
+from guided.errors import UnsupportedConstraint
 
 RESULTS = Path(__file__).parent / "results" / "default_model.json"
 
@@ -112,12 +113,13 @@ def params_of(request: Request, max_tokens: int, backend: str) -> SamplingParams
 
 
 def answers_of(llm: LLM, requests: list[Request], max_tokens: int, backend: str) -> list[Answer]:
-    """Greedy answers to all requests; one that failed counts as not ended."""
+    """Greedy answers to all requests. The finish reason of one that the backend can't do is `refused`."""
     params = [params_of(r, max_tokens, backend) for r in requests]
     answers = []
     for output in llm.chat([r.messages for r in requests], params):
         [one] = output.outputs
-        answers.append(Answer(one.text, one.finish_reason or "none", len(one.token_ids)))
+        reason = "refused" if isinstance(one.error, UnsupportedConstraint) else one.finish_reason
+        answers.append(Answer(one.text, reason or "none", len(one.token_ids)))
     return answers
 
 
@@ -150,10 +152,13 @@ def right_leaves(got: Any, expected: Any) -> int:
 
 
 def figures_of(requests: list[Request], answers: list[Answer]) -> dict[str, Any]:
-    """Shares of 1 for `stop`, and for all values right; and of single values."""
+    """Shares of 1 for `stop` (of what the backend took), for all values right, and for single values."""
+    run = [a for a in answers if a.finish_reason != "refused"]
     figures: dict[str, Any] = {
         "requests": len(requests),
-        "ends by itself": sum(a.finish_reason == "stop" for a in answers) / len(answers),
+        "refused": len(answers) - len(run),
+        "failed": sum(a.finish_reason == "error" for a in run),
+        "ends by itself": sum(a.finish_reason == "stop" for a in run) / len(run),
     }
     if requests[0].expected is not None:
         pairs = [(parsed(a), r.expected) for a, r in zip(answers, requests, strict=True)]
@@ -174,15 +179,24 @@ def show(requests: list[Request], answers: list[Answer], count: int) -> None:
 
 def table(report: dict[str, dict[str, Any]]) -> str:
     """Requests by column, figures by row."""
-    rows = ["requests", "ends by itself", "all values right", "single values right", "tokens", "seconds"]
-    lines = [f"{'':22}" + "".join(f"{name:>22}" for name in report)]
+    rows = [
+        "requests",
+        "refused",
+        "failed",
+        "ends by itself",
+        "all values right",
+        "single values right",
+        "tokens",
+        "seconds",
+    ]
+    lines = [f"{'':22}" + "".join(f"{name:>28}" for name in report)]
     for row in rows:
         cells = []
         for figures in report.values():
             value = figures.get(row, "")
             share = isinstance(value, float) and row != "seconds"
             cells.append(f"{value:.1%}" if share else f"{value}")
-        lines.append(f"{row:22}" + "".join(f"{cell:>22}" for cell in cells))
+        lines.append(f"{row:22}" + "".join(f"{cell:>28}" for cell in cells))
     return "\n".join(lines)
 
 
@@ -194,7 +208,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--count", type=int, default=200, help="held-out requests")
     parser.add_argument("--max-tokens", type=int, default=200, help="for one answer")
     parser.add_argument("--seed", type=int, default=1, help="of the held-out requests")
-    parser.add_argument("--backends", nargs="+", default=["llguidance"], help="for the mixed requests")
+    parser.add_argument("--backends", nargs="+", default=[*BACKENDS], help="for the mixed requests")
     parser.add_argument("--show", type=int, default=0, help="print this many answers of each kind, wrong ones first")
     parser.add_argument("--output", type=Path, default=RESULTS, help="where the figures go")
     args = parser.parse_args(argv)

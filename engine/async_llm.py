@@ -117,10 +117,16 @@ class AsyncLLM:
     # -- on the consumer's side
 
     async def generate(
-        self, prompt: str | Sequence[int], params: SamplingParams, request_id: str | None = None
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        request_id: str | None = None,
+        *,
+        stream: bool = True,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Run one request. Yields snapshots: the first, with nothing in its outputs yet or something already, once the
-        request is admitted (its constraint is compiled); the last has `finished`.
+        request is admitted (its constraint is compiled); the last has `finished`. With `stream` off: the last alone,
+        and whatever went wrong is raised.
 
         What goes wrong before the request is admitted is raised; what goes wrong later is the last snapshot's `error`.
         Leaving the iteration early, or cancelling it, aborts the request.
@@ -129,13 +135,13 @@ class AsyncLLM:
             GuidedError: the user's mistake, or ours, before anything was generated.
             InternalError: the engine's thread has died.
         """
-        group = self.engine.admit(request_id or uuid.uuid4().hex, prompt, params)
-        stream = _Stream(group)
+        group = self.engine.admit(request_id or uuid.uuid4().hex, prompt, params, stream=stream)
+        consumer = _Stream(group)
         admitted = finished = False
-        self._send(stream)
+        self._send(consumer)
         try:
             while not finished:
-                output = await stream.get()
+                output = await consumer.get()
                 finished = output.finished
                 if finished and output.error is not None and not admitted:
                     raise output.error

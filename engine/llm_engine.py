@@ -263,6 +263,7 @@ class LLMEngine:
         try:
             grammar = compiled.result()
             group.backend, group.compile_seconds = grammar.backend, grammar.compile_seconds
+            group.compiled_time = time.monotonic()
         except GuidedError as error:
             self._fail(group, error)
         except Exception as error:

@@ -7,7 +7,18 @@ from dataclasses import dataclass
 from engine.sequence import Logprob, Sequence, SequenceGroup, SequenceStatus
 from guided.errors import GuidedError
 
-__all__ = ["CompletionOutput", "RequestOutput"]
+__all__ = ["CompletionOutput", "RequestMetrics", "RequestOutput"]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestMetrics:
+    """When things happened to a request: seconds of `time.monotonic()`, None for what hasn't happened."""
+
+    arrival_time: float
+    compiled_time: float | None
+    """Its constraint was compiled, or found in the cache."""
+    first_token_time: float | None
+    finished_time: float | None
 
 
 @dataclass(slots=True)
@@ -62,6 +73,7 @@ class RequestOutput:
     """Seconds its compilation took; 0 where it came from the cache."""
     error: GuidedError | None = None
     """Why it ended, where that was no fault of its outputs' own."""
+    metrics: RequestMetrics | None = None
 
     @classmethod
     def from_seq_group(cls, group: SequenceGroup) -> RequestOutput:
@@ -77,6 +89,7 @@ class RequestOutput:
             group.backend,
             group.compile_seconds,
             error,
+            RequestMetrics(group.arrival_time, group.compiled_time, group.first_token_time, group.finished_time),
         )
 
 

@@ -184,6 +184,7 @@ class SequenceGroup:
     compile_seconds: float = 0.0
     """Seconds the compilation took; 0 where it came from the cache."""
     arrival_time: float = field(default_factory=time.monotonic)
+    compiled_time: float | None = None
     first_token_time: float | None = None
     finished_time: float | None = None
     num_preemptions: int = 0

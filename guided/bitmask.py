@@ -35,7 +35,7 @@ def words(padded_vocab_size: int) -> int:
 def pack(token_ids: Iterable[int], padded_vocab_size: int) -> NDArray[np.int32]:
     """One row, `[words]`, with exactly `token_ids` allowed."""
     bits = np.zeros(words(padded_vocab_size) * 32, dtype=np.uint8)
-    bits[np.fromiter(token_ids, dtype=np.int64)] = 1
+    bits[token_ids if isinstance(token_ids, np.ndarray) else np.fromiter(token_ids, dtype=np.int64)] = 1
     return np.packbits(bits, bitorder="little").view(np.int32)
 
 

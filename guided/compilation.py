@@ -63,7 +63,9 @@ def compile_constraint(backends: Backends, constraint: Constraint, names: Sequen
             continue
         except GuidedError:
             raise
-        except Exception as failure:
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as failure:  # a Rust panic is no `Exception`
             raise BackendError(bounded(f"{name} failed: {type(failure).__name__}: {failure}")) from failure
         _check_first_mask(backends.vocabulary, grammar)
         return Compiled(name, grammar, time.perf_counter() - started)

@@ -14,13 +14,19 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, get_args
 
-from guided import json_schema as schema_checks
 from guided.errors import ConstraintTooLarge, InvalidConstraint, bounded
 from guided.limits import DEFAULT_LIMITS, Limits
+from guided.schema import document as schema_checks
 
-__all__ = ["KINDS", "Constraint", "ConstraintKind"]
+__all__ = ["KINDS", "USUAL_WHITESPACE", "Constraint", "ConstraintKind"]
 
 ConstraintKind = Literal["json_schema", "json_object", "regex", "choice", "grammar"]
+USUAL_WHITESPACE = r"( |\r?\n[ \t]{0,40})?"
+"""Between JSON tokens, where a constraint doesn't say: nothing, one space, or a line break and its indentation.
+
+Everything that `json.dumps` writes, and no more: a model that is led into JSON it has no mind for would write blanks
+until its tokens run out, if it might.
+"""
 KINDS: tuple[ConstraintKind, ...] = get_args(ConstraintKind)
 
 
@@ -32,8 +38,8 @@ class Constraint:
         kind: which of `KINDS`.
         source: canonical text. JSON text for `json_schema` (key order kept: it is the order of generation), a JSON
             array for `choice`, the pattern for `regex`, the grammar's text for `grammar`, empty for `json_object`.
-        whitespace: JSON kinds only. What may stand between JSON tokens: None is the backend's default (any
-            whitespace), "" is none at all, anything else is a regex.
+        whitespace: JSON kinds only. What may stand between JSON tokens: None is as JSON is usually written
+            (`USUAL_WHITESPACE`), "" is none at all, anything else is a regex.
     """
 
     kind: ConstraintKind

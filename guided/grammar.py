@@ -49,19 +49,23 @@ _GBNF_RULE = re.compile(r"^[ \t]*[A-Za-z0-9_][\w-]*\s*::=", re.MULTILINE)
 _GBNF = r"""
 start: rule+
 rule: HEAD alternatives
-alternatives: branch ("|" branch)*
-branch: item*
-item: atom QUANTIFIER*
+alternatives: (branch | nothing) ("|" branch)*
+branch: item+
+nothing:
+item: atom QUANTIFIER?
 ?atom: STRING | CLASS | NAME | ANY | "(" alternatives ")"
 HEAD.2: /[A-Za-z0-9_][\w-]*\s*::=/
 NAME: /[A-Za-z0-9_][\w-]*/
-STRING: /"(\\.|[^"\\])*"/s
-CLASS: /\[(\\.|[^\]\\])*\]/s
+STRING: /"(\\.|[^"\\\n])*"/
+CLASS: /\[(\\.|[^\]\\\n])*\]/
 ANY: "."
 QUANTIFIER: /[*+?]|\{\s*\d+\s*(,\s*\d*\s*)?\}/
 %ignore /\s+/
 %ignore /#[^\n]*/
 """
+
+_ESCAPED = frozenset("\"'\\[]^-/.?*+(){}|$")
+"""Characters that a backslash before them leaves as they are."""
 
 _LARK_TOKEN = re.compile(
     r"""(?P<skip>//[^\n]*|\#[^\n]*|"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\\n])+/)|(?P<special><[^<>\s]+>)""", re.DOTALL
@@ -145,7 +149,7 @@ def _node(tree: Tree[Token] | Token, param: str) -> Node:
     match tree.data:
         case "alternatives":
             return choice(_node(child, param) for child in tree.children)
-        case "branch":
+        case "branch" | "nothing":
             return sequence(_node(child, param) for child in tree.children)
     item = _node(tree.children[0], param)
     for quantifier in tree.children[1:]:
@@ -206,7 +210,7 @@ def _characters(text: str, param: str) -> Iterator[tuple[int, bool]]:
             code = int(digits, 16)
         elif letter in "nrt":
             code = ord({"n": "\n", "r": "\r", "t": "\t"}[letter])
-        elif not letter.isalnum():
+        elif letter in _ESCAPED:
             code = ord(letter)
         else:
             code = -1

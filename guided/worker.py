@@ -87,7 +87,9 @@ class MaskWorker:
                 self._write(self._sequences[fill.sequence].matcher, bitmask[fill.row])
             else:
                 status = RowStatus.NEEDS_HISTORY
-        except Exception as failure:  # a grammar library may raise anything: it ends this row and no other
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as failure:  # anything, a Rust panic too (no `Exception`): it ends this row and no other
             self._sequences.pop(fill.sequence, None)
             status, error = RowStatus.FAILED, to_wire(failure)
         seconds = time.perf_counter() - started

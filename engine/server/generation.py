@@ -61,7 +61,9 @@ async def running(context: ServerContext, job: Job) -> AsyncIterator[Outputs]:
     with context.admit(len(job.prompts)):
         ids = [job.request_id if len(job.prompts) == 1 else f"{job.request_id}-{i}" for i in range(len(job.prompts))]
         streams = [
-            context.metrics.observed(context.engine.generate(prompt, job.params, request_id), job.params)
+            context.metrics.observed(
+                context.engine.generate(prompt, job.params, request_id, stream=job.stream), job.params
+            )
             for prompt, request_id in zip(job.prompts, ids, strict=True)
         ]
         checked = None

@@ -16,7 +16,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from engine.async_llm import AsyncLLM
-from engine.outputs import RequestOutput
+from engine.outputs import RequestMetrics, RequestOutput
 from engine.sampling_params import SamplingParams
 
 __all__ = ["Metrics", "router"]
@@ -48,7 +48,13 @@ class Metrics:
         )
         self._inter_token = Histogram(
             "guided_inter_token_latency_seconds",
-            "Between one token and the next.",
+            "Streams: between one piece of output and the next, a token where the reader keeps up.",
+            buckets=_STEP,
+            registry=registry,
+        )
+        self._per_token = Histogram(
+            "guided_request_time_per_output_token_seconds",
+            "A request's mean time between tokens.",
             buckets=_STEP,
             registry=registry,
         )
@@ -80,7 +86,7 @@ class Metrics:
         )
         self._prompt_tokens = Counter("guided_prompt_tokens", "Prompt tokens of admitted requests.", registry=registry)
         self._generation_tokens = Counter("guided_generation_tokens", "Generated tokens.", registry=registry)
-        self._finished = Counter(
+        self._successes = Counter(
             "guided_request_success", "Sequences that ended well, by reason.", ["finished_reason"], registry=registry
         )
         self._failures = Counter(
@@ -117,35 +123,44 @@ class Metrics:
 
 
 class _Timer:
-    """One request's times and counts, from its outputs."""
+    """One request's times and counts, from its outputs: every snapshot of a stream, or the last alone."""
 
     def __init__(self, metrics: Metrics, params: SamplingParams) -> None:
         self._metrics = metrics
         self._constraint = params.constraint
-        self._arrived = self._latest = time.perf_counter()
+        self._latest = 0.0
         self._admitted = False
         self._tokens = 0
 
     def see(self, output: RequestOutput) -> None:
-        metrics, now = self._metrics, time.perf_counter()
+        metrics, times, now = self._metrics, output.metrics, time.monotonic()
+        assert times is not None
         if not self._admitted:
             self._admitted = True
             metrics._prompt_tokens.inc(len(output.prompt_token_ids))
-            if self._constraint is not None and output.backend is not None:
-                metrics.compiled(output.backend, self._constraint.kind, output.compile_seconds, now - self._arrived)
+            if self._constraint is not None and output.backend is not None and times.compiled_time is not None:
+                waited = times.compiled_time - times.arrival_time
+                metrics.compiled(output.backend, self._constraint.kind, output.compile_seconds, waited)
         count = sum(len(each.token_ids) for each in output.outputs)
         if count > self._tokens:
             metrics._generation_tokens.inc(count - self._tokens)
-            if self._tokens == 0:
-                metrics._first_token.observe(now - self._arrived)
+            if self._tokens == 0 and times.first_token_time is not None:
+                metrics._first_token.observe(times.first_token_time - times.arrival_time)
             else:
                 metrics._inter_token.observe(now - self._latest)
             self._tokens, self._latest = count, now
         if output.finished:
-            metrics._end_to_end.observe(now - self._arrived)
-            for each in output.outputs:
-                if each.error is None and each.finish_reason is not None:
-                    metrics._finished.labels(each.finish_reason).inc()
+            self._finished(output, times)
+
+    def _finished(self, output: RequestOutput, times: RequestMetrics) -> None:
+        metrics, ended = self._metrics, times.finished_time or time.monotonic()
+        metrics._end_to_end.observe(ended - times.arrival_time)
+        longest = max(len(each.token_ids) for each in output.outputs)
+        if times.first_token_time is not None and longest > 1:
+            metrics._per_token.observe((ended - times.first_token_time) / (longest - 1))
+        for each in output.outputs:
+            if each.error is None and each.finish_reason is not None:
+                metrics._successes.labels(each.finish_reason).inc()
 
 
 class _EngineCollector(Collector):

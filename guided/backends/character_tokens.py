@@ -4,19 +4,18 @@ Tokens of byte-level tokenizers may begin or end within a character. One that en
 rest comes; one that begins within is only of use then.
 
 Characters beyond ASCII that a grammar doesn't name are all alike to it: they are looked up as one, `OTHER`, which keeps
-alphabets and trees small.
+alphabets small.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from functools import cached_property
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from guided import json_syntax
+from guided.schema import json_syntax
 from guided.vocabulary import Vocabulary
 
 __all__ = ["OTHER", "CharacterTokens", "Columns", "Node", "StringTokens", "TokenText", "cut"]
@@ -43,18 +42,30 @@ class Node:
     __slots__ = ("children", "tails", "tokens")
 
     def __init__(self) -> None:
-        self.tokens: list[int] = []
-        self.children: dict[str, Node] = {}
-        self.tails: dict[bytes, list[int]] = {}
+        self.tokens: tuple[int, ...] = ()
+        self.children: dict[str, Node] = _NO_CHILDREN
+        self.tails: dict[bytes, tuple[int, ...]] = _NO_TAILS
 
     def add(self, token: int, text: Iterable[str], tail: bytes = b"") -> None:
         """Put a token into the tree below."""
         node = self
         for character in text:
+            if node.children is _NO_CHILDREN:
+                node.children = {}
             if character not in node.children:
                 node.children[character] = Node()
             node = node.children[character]
-        (node.tails.setdefault(tail, []) if tail else node.tokens).append(token)
+        if not tail:
+            node.tokens += (token,)
+            return
+        if node.tails is _NO_TAILS:
+            node.tails = {}
+        node.tails[tail] = (*node.tails.get(tail, ()), token)
+
+
+_NO_CHILDREN: dict[str, Node] = {}
+_NO_TAILS: dict[bytes, tuple[int, ...]] = {}
+"""Shared by all nodes that have none: a large vocabulary has some hundred thousand."""
 
 
 class Columns:
@@ -107,33 +118,18 @@ class CharacterTokens:
                 self.continuing.append(token)
             elif (parts := cut(content)) is not None:
                 self.texts.append(TokenText(token, *parts))
-        self._trees: dict[frozenset[str], Node] = {}
-
-    def tree(self, named: frozenset[str]) -> Node:
-        """The prefix tree for a grammar that names the characters `named` beyond ASCII. The last few are kept."""
-        if named not in self._trees:
-            root = Node()
-            for token, text, tail in self.texts:
-                root.add(token, text if text.isascii() else symbols(text, named), tail)
-            while len(self._trees) >= 4:
-                del self._trees[next(iter(self._trees))]
-            self._trees[named] = root
-        return self._trees[named]
-
-    def prepare(self) -> None:
-        """Build what most grammars need, now rather than at the first of them."""
-        self.tree(frozenset())
-        _ = self.strings, self.columns
-
-    @cached_property
-    def columns(self) -> Columns:
-        """All of `texts`, as columns."""
-        return Columns([text for _, text, _ in self.texts])
-
-    @cached_property
-    def strings(self) -> StringTokens:
-        """The tokens that may follow within a JSON string."""
-        return StringTokens(self.texts)
+        self.tree = Node()
+        """Those that begin at a character, as a prefix tree."""
+        for token, text, tail in self.texts:
+            self.tree.add(token, text, tail)
+        self.columns = Columns([text for _, text, _ in self.texts])
+        """The same as columns; the arrays below are in its order."""
+        ordered = [self.texts[index] for index in self.columns.order]
+        self.ids = np.array([token for token, _, _ in ordered], dtype=np.int64)
+        self.whole = np.array([not tail for _, _, tail in ordered], dtype=bool)
+        self.cut = [(index, tail) for index, (_, _, tail) in enumerate(ordered) if tail]
+        self.strings = StringTokens(self.texts)
+        """Those that may follow within a JSON string."""
 
 
 class StringTokens:
@@ -171,11 +167,6 @@ class StringTokens:
         self.contents = Columns([content for _, content in plain])
         self.plain = np.array([position for position, _ in plain], dtype=np.int64)[self.contents.order]
         self.longest = int(self.lengths.max(initial=0))
-
-
-def symbols(text: str, named: Collection[str]) -> str:
-    """`text` as a grammar sees it that names `named` beyond ASCII."""
-    return "".join(character if character < "\x80" or character in named else OTHER for character in text)
 
 
 def cut(content: bytes) -> tuple[str, bytes] | None:

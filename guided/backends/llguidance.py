@@ -17,10 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from guided import regex
-from guided.constraint import KINDS, Constraint, ConstraintKind
+from guided.constraint import KINDS, USUAL_WHITESPACE, Constraint, ConstraintKind
 from guided.errors import BackendError, InvalidConstraint, TokenRejected, UnsupportedConstraint, bounded
 from guided.grammar import to_lark
-from guided.json_schema import walk_keywords
+from guided.schema.document import walk_keywords
 from guided.vocabulary import Vocabulary
 
 __all__ = ["LLGuidanceBackend"]
@@ -202,15 +202,32 @@ def _json_source(schema: dict[str, Any] | bool, whitespace: str | None) -> str:
         if not schema:
             raise InvalidConstraint("the schema is `false`: nothing satisfies it", param="json_schema", pointer="")
         schema = {}
-    # Options that a schema brings along ("x-guidance") could switch enforcement off: ours override them.
+    _check_patterns(schema)
+    # Options that a schema brings along could switch enforcement off. (Not every version knows every option, and one
+    # that it doesn't know is an error: only those are named here that 1.7 has.)
+    schema = {keyword: value for keyword, value in schema.items() if keyword != "x-guidance"}
     options: dict[str, Any] = {"lenient": False, "coerce_one_of": False, "json_allowed_escapes": None}
     if any(keyword in ("properties", "patternProperties") for _, keyword, _, _ in walk_keywords(schema)):
         options["json_allowed_escapes"] = _ESCAPES
-    options |= {"item_separator": ",", "key_separator": ":", "json_allow_general_unicode_escapes": False}
+    options |= {"item_separator": ",", "key_separator": ":"}
     options |= {"whitespace_flexible": whitespace != "", "whitespace_pattern": None}
-    if whitespace:
-        options["whitespace_pattern"] = regex.canonical(whitespace, param="whitespace_pattern")
+    if whitespace != "":
+        pattern = USUAL_WHITESPACE if whitespace is None else whitespace
+        options["whitespace_pattern"] = regex.canonical(pattern, param="whitespace_pattern")
     return str(llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options))
+
+
+def _check_patterns(schema: dict[str, Any]) -> None:
+    """Refuse malformed patterns: llguidance takes some that no dialect of regexes has, such as `^{2}a`."""
+    for pointer, keyword, value, _ in walk_keywords(schema):
+        patterns = {"pattern": [value], "patternProperties": value}.get(keyword, ())
+        for pattern in patterns:
+            try:
+                regex.parse_search(pattern, param="json_schema")
+            except UnsupportedConstraint:
+                pass  # what can't be enforced llguidance says itself
+            except InvalidConstraint as error:
+                raise InvalidConstraint(error.message, param="json_schema", pointer=pointer) from None
 
 
 def _refusal(message: str, constraint: Constraint) -> Exception:

@@ -48,7 +48,6 @@ class LMFormatEnforcerBackend:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._tokens = CharacterTokens(vocabulary)
-        self._tokens.prepare()
         self._masks = _MaskCache(_CACHE_BYTES)
 
     def compile(self, constraint: Constraint) -> LMFormatEnforcerGrammar:

@@ -6,7 +6,7 @@ that `RegexParser` builds, `ChoiceAutomaton` a prefix tree of the choices.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from typing import Any, Protocol
 
 import numpy as np
@@ -36,7 +36,7 @@ class Automaton(Protocol):
     def tokens(self, state: Any) -> Ids:
         """Tokens that may follow, of those that begin at a character (in any order, repeated perhaps)."""
 
-    def following(self, state: Any) -> Iterable[str]:
+    def following(self, state: Any) -> Collection[str]:
         """Characters that may follow."""
 
     def key(self, state: Any) -> Hashable | None:
@@ -67,12 +67,16 @@ def tree_tokens(automaton: Automaton, state: Any, tree: Node) -> Iterator[int]:
     while pending:
         node, at = pending.pop()
         yield from node.tokens
-        for tail, tokens in node.tails.items():
-            if begins(automaton, at, tail):
-                yield from tokens
-        if not node.children:
+        if not node.children and not node.tails:
             continue
-        for character in automaton.following(at):
+        following = automaton.following(at)
+        other = OTHER in following
+        if other or automaton.named:
+            for tail, tokens in node.tails.items():
+                if begins(automaton, at, tail):
+                    yield from tokens
+        characters = [character for character in node.children if character >= "\x80"] if other else ()
+        for character in (*following, *characters):
             child = node.children.get(character)
             if child is not None and (after := automaton.step(at, character)) is not None:
                 pending.append((child, after))
@@ -86,7 +90,7 @@ class ChoiceAutomaton:
         for index, choice in enumerate(choices):
             self.start.add(index, choice)
         self.named = frozenset(character for choice in choices for character in choice if character >= "\x80")
-        self._tree = tokens.tree(self.named)
+        self._tree = tokens.tree
 
     def step(self, state: Node, character: str) -> Node | None:
         """See `Automaton`."""
@@ -100,7 +104,7 @@ class ChoiceAutomaton:
         """See `Automaton`."""
         return np.fromiter(tree_tokens(self, state, self._tree), dtype=np.int64)
 
-    def following(self, state: Node) -> Iterable[str]:
+    def following(self, state: Node) -> Collection[str]:
         """See `Automaton`."""
         return state.children
 
@@ -178,12 +182,8 @@ class RegexAutomaton:
         self._machine = Machine(pattern)
         self.start = self._machine.start
         self.named = frozenset(character for character in self._machine.characters if character >= "\x80")
-        self._columns = tokens.columns
-        self._symbols = self._machine.symbols(self._columns)
-        texts = [tokens.texts[index] for index in self._columns.order]
-        self._ids = np.array([token for token, _, _ in texts], dtype=np.int64)
-        self._whole = np.array([not tail for _, _, tail in texts], dtype=bool)
-        self._cut = [(index, tail) for index, (_, _, tail) in enumerate(texts) if tail]
+        self._tokens = tokens
+        self._symbols = self._machine.symbols(tokens.columns)
 
     def step(self, state: int, character: str) -> int | None:
         """See `Automaton`."""
@@ -196,24 +196,25 @@ class RegexAutomaton:
 
     def tokens(self, state: int) -> Ids:
         """See `Automaton`. All tokens at once, a column of characters a step."""
-        ends = self._columns.run(self._machine.table, self._symbols, state)
+        tokens = self._tokens
+        ends = tokens.columns.run(self._machine.table, self._symbols, state)
         live = ends != self._machine.dead
-        allowed = [self._ids[live & self._whole]]
+        allowed = [tokens.ids[live & tokens.whole]]
         may: dict[tuple[int, bytes], bool] = {}
-        for index, tail in self._cut:
+        for index, tail in tokens.cut:
             if live[index]:
                 at = int(ends[index]), tail
                 if at not in may:
                     may[at] = begins(self, *at)
                 if may[at]:
-                    allowed.append(self._ids[index : index + 1])
+                    allowed.append(tokens.ids[index : index + 1])
         return np.concatenate(allowed)
 
-    def following(self, state: int) -> Iterable[str]:
+    def following(self, state: int) -> Collection[str]:
         """See `Automaton`."""
-        for symbol in np.flatnonzero(self._machine.table[state] != self._machine.dead):
-            for character in self._machine.fsm.alphabet.by_transition[int(symbol)]:
-                yield OTHER if character is anything_else else character
+        live = np.flatnonzero(self._machine.table[state] != self._machine.dead).tolist()
+        found = [character for symbol in live for character in self._machine.fsm.alphabet.by_transition[symbol]]
+        return [OTHER if character is anything_else else character for character in found]
 
     def key(self, state: int) -> Hashable | None:
         """See `Automaton`."""

@@ -7,7 +7,7 @@ beside it and both have to agree. Within strings, where nearly every token may f
 from __future__ import annotations
 
 import copy
-from collections.abc import Hashable, Iterable
+from collections.abc import Collection, Hashable, Iterable
 from typing import Any
 
 import numpy as np
@@ -22,10 +22,10 @@ from lmformatenforcer.jsonschemaparser import (
     StringParsingState,
 )
 
-from guided import json_syntax
 from guided.backends.character_tokens import OTHER, CharacterTokens, Ids
 from guided.backends.lmformatenforcer_automata import Machine, config, tree_tokens
 from guided.backends.lmformatenforcer_schema import Prepared
+from guided.schema import json_syntax
 
 __all__ = ["JsonAutomaton", "JsonState"]
 
@@ -58,7 +58,7 @@ class JsonAutomaton:
         self._symbols = {
             pattern: machine.symbols(self._strings.contents) for pattern, machine in self._machines.items()
         }
-        self._tree = tokens.tree(self.named)
+        self._tree = tokens.tree
         self.start = JsonState(self._parser(prepared.schema), json_syntax.START)
 
     def _parser(self, schema: dict[str, Any]) -> JsonSchemaParser:
@@ -81,7 +81,10 @@ class JsonAutomaton:
         syntax = json_syntax.step(state.syntax, character, self._spaces)
         if syntax is None or (symbol in ".eE" and json_syntax.in_number(state.syntax) and _whole(state.parser, symbol)):
             return None
-        after = JsonState(state.parser.add_character(symbol), syntax)
+        parser = state.parser.add_character(symbol)
+        if symbol == " " and json_syntax.in_string(state.syntax):
+            parser = _with_first_space(parser)
+        after = JsonState(parser, syntax)
         # The library may go on to a state in which it allows nothing: that is a wrong turn, not an answer.
         return after if after.allowed or self.final(after) else None
 
@@ -89,7 +92,7 @@ class JsonAutomaton:
         """See `Automaton`."""
         return json_syntax.complete(state.syntax) and bool(state.parser.can_end())
 
-    def following(self, state: JsonState) -> Iterable[str]:
+    def following(self, state: JsonState) -> Collection[str]:
         """See `Automaton`."""
         return [c for c in state.allowed if json_syntax.step(state.syntax, c, self._spaces) is not None]
 
@@ -189,6 +192,20 @@ class JsonAutomaton:
 
 def _may_stand_in_a_string(character: str) -> bool:
     return character >= " " and character not in '"\\'
+
+
+def _with_first_space(parser: CharacterLevelParser) -> CharacterLevelParser:
+    """The library skips a space that a string begins with: it would not count, nor be matched."""
+    if isinstance(parser, JsonSchemaParser) and parser.object_stack:
+        parser.object_stack[-1] = _with_first_space(parser.object_stack[-1])
+    elif isinstance(parser, UnionParser):
+        return UnionParser([_with_first_space(option) for option in parser.parsers])
+    elif isinstance(parser, StringParsingState) and parser.seen_opening_quote and not parser.parsed_string:
+        parser = parser._clone()
+        parser.parsed_string = " "
+        if parser.regex_parser is not None:
+            parser.regex_parser = parser.regex_parser.add_character(" ")
+    return parser
 
 
 def _options(parser: CharacterLevelParser) -> list[CharacterLevelParser]:

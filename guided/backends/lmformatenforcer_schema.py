@@ -16,7 +16,7 @@ import jsonschema
 
 from guided import regex
 from guided.errors import InvalidConstraint, UnsupportedConstraint, bounded
-from guided.pointer import escape
+from guided.schema.pointer import escape
 
 __all__ = ["Prepared", "prepare"]
 
@@ -214,9 +214,7 @@ class _Rewriter:
         elif booleans or any(isinstance(value, list | dict) for value in values):
             raise self._unsupported(keyword, pointer, "with arrays, objects or just one of the booleans")
         if not options:
-            raise InvalidConstraint(
-                "no value is left to choose from", param="json_schema", pointer=f"{pointer}/{keyword}"
-            )
+            raise _NothingError(f"{pointer}/{keyword}")
         return options[0] if len(options) == 1 else {"anyOf": options}
 
     def _spelled(self, texts: Iterable[str], keyword: str, pointer: str) -> list[str]:

@@ -19,11 +19,12 @@ from typing import Any
 from jsonschema import Draft202012Validator
 from outlines_core.json_schema import build_regex_from_schema
 
-from guided import json_pattern, number_pattern, regex
+from guided import regex
 from guided.errors import GuidedError, InvalidConstraint, UnsupportedConstraint, bounded
-from guided.keywords import ALL_TYPES, Schema
-from guided.normal_form import NormalForm, normalise
-from guided.pointer import escape
+from guided.schema import number_pattern, string_pattern
+from guided.schema.keywords import ALL_TYPES, Schema
+from guided.schema.normal_form import NormalForm, normalise
+from guided.schema.pointer import escape
 
 __all__ = ["to_regex"]
 
@@ -152,15 +153,15 @@ class _Lowering:
             raise self._refusal(schema, "pattern", " next to 'format'")
         pattern = schema.get("pattern")
         if "format" in schema:
-            pattern = json_pattern.FORMATS.get(schema["format"])
+            pattern = string_pattern.FORMATS.get(schema["format"])
             if pattern is None:
                 raise self._refusal(schema, "format", f" {bounded(schema['format'], 60)!r}")
         if pattern is None:
             lengths: dict[str, Any] = {name: int(schema[name]) for name in ("minLength", "maxLength") if name in schema}
             return {"type": "string", **lengths}
         try:
-            node = json_pattern.fit(json_pattern.read(pattern), int(least), None if most is None else int(most))
-            return self._mark(f'"(?:{regex.render(json_pattern.in_json(node, escapes=True))})"')
+            node = string_pattern.fit(string_pattern.read(pattern), int(least), None if most is None else int(most))
+            return self._mark(f'"(?:{regex.render(string_pattern.in_json(node, escapes=True))})"')
         except GuidedError as error:
             where = f"{self._form.pointer(schema)}/{'format' if 'format' in schema else 'pattern'}"
             raise type(error)(error.message, param="json_schema", pointer=where) from None
@@ -261,7 +262,7 @@ class _Lowering:
             if not names.is_valid(name):
                 raise self._refusal(schema, "propertyNames", f" that forbids the property {told!r}")
             for pattern, other in patterns.items():
-                json_pattern.read(pattern)  # what Python's `re` can't read is refused
+                string_pattern.read(pattern)  # what Python's `re` can't read is refused
                 if other not in (True, {}, value) and re.search(pattern, name):
                     raise self._refusal(schema, "patternProperties", f" that match {told!r} too")
 

@@ -101,17 +101,19 @@ class XGrammarBackend:
     def _compile_schema(self, schema: Lowered, whitespace: str | None) -> Any:
         if whitespace:
             raise UnsupportedConstraint(
-                f"xgrammar can't enforce the whitespace pattern {bounded(whitespace, 60)!r}: only none at all or any",
+                f"xgrammar can't enforce the whitespace pattern {bounded(whitespace, 60)!r}: only none at all, or the"
+                " usual one (leave it out)",
                 param="whitespace_pattern",
             )
         # Not strict: an object is open unless its schema says otherwise.
         style: dict[str, Any] = {"any_whitespace": True, "strict_mode": False}
         if whitespace is not None:
             style |= {"any_whitespace": False, "separators": (",", ":")}
-        grammar = xgrammar.Grammar.from_json_schema(schema.text, **style)
-        if schema.open_names or schema.lengths:
-            grammar = xgrammar.Grammar.from_ebnf(_mended(str(grammar), schema))
-        return self._compiler.compile_grammar(grammar)
+        grammar = _mended(str(xgrammar.Grammar.from_json_schema(schema.text, **style)), schema)
+        if whitespace is None:
+            # In a JSON string a line break is written \\n: this class of raw ones stands between tokens only.
+            grammar = grammar.replace(_ANY_WHITESPACE, "usual_whitespace") + _USUAL_WHITESPACE
+        return self._compiler.compile_grammar(xgrammar.Grammar.from_ebnf(grammar))
 
 
 def _mended(grammar: str, schema: Lowered) -> str:
@@ -123,6 +125,11 @@ def _mended(grammar: str, schema: Lowered) -> str:
             raise BackendError("xgrammar's grammar of JSON is not the one that is known here")
         grammar = right.join(rule.split(grammar))
     return grammar
+
+
+_ANY_WHITESPACE = r"[ \n\r\t]*"
+_USUAL_WHITESPACE = '\nusual_whitespace ::= "" | " " | "\\r"? "\\n" [ \\t]{0,40}\n'
+"""`guided.constraint.USUAL_WHITESPACE`."""
 
 
 class XGrammarGrammar:

@@ -4,7 +4,7 @@ xgrammar 0.2.8 reads a subschema by its first keyword of `$ref`, `const`, `enum`
 ignores what stands next to it, `not`, `if`, `uniqueItems`, `contains`, names in `required` that are not in
 `properties`, and more, with a warning on stderr at most. So it gets the schema's normal form, and every keyword that it
 would ignore is refused by name. Some are said in other words; where that leaves out valid values (never: lets in
-invalid ones) it says "narrowed" below.
+invalid ones) it says "narrowed" below. Named properties come in the schema's order, others after them.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from typing import Any
 
 from jsonschema import Draft202012Validator
 
-from guided import json_pattern, regex
+from guided import regex
 from guided.errors import GuidedError, InvalidConstraint, UnsupportedConstraint, bounded
-from guided.keywords import ALL_TYPES, Schema
-from guided.normal_form import NormalForm, normalise
-from guided.pointer import escape
+from guided.schema import string_pattern
+from guided.schema.keywords import ALL_TYPES, Schema
+from guided.schema.normal_form import NormalForm, normalise
+from guided.schema.pointer import escape
 
 __all__ = ["Lowered", "lower"]
 
@@ -167,7 +168,7 @@ class _Lowering:
         if "pattern" in schema:
             raise self._refusal(schema, "pattern", " next to 'format'")
         if name in _OWN_FORMATS:
-            return self._patterned(schema, "format", json_pattern.FORMATS[name], least, most)
+            return self._patterned(schema, "format", string_pattern.FORMATS[name], least, most)
         if name not in _FORMATS:
             raise self._refusal(schema, "format", f" {bounded(name, 60)!r}")
         low, high = _FORMATS[name]
@@ -187,7 +188,7 @@ class _Lowering:
     ) -> regex.Node:
         """`pattern` as JSON text without escapes. What can't be read or said is refused at `keyword`."""
         try:
-            return json_pattern.in_json(json_pattern.fit(json_pattern.read(pattern), least, most), escapes=False)
+            return string_pattern.in_json(string_pattern.fit(string_pattern.read(pattern), least, most), escapes=False)
         except GuidedError as error:
             where = f"{self._form.pointer(schema)}/{escape(keyword)}"
             raise type(error)(error.message, param="json_schema", pointer=where) from None

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import psutil
@@ -110,6 +111,47 @@ def test_after_shutdown_everything_says_so_and_nothing_is_left(local_ray: None) 
     _, alive = psutil.wait_procs(processes, timeout=10)
     assert not alive
     assert not os.path.exists(directory)
+
+
+TWO_NODES = """
+import sys, tempfile
+import numpy as np
+import ray
+from byte_vocabulary import BYTES, WORDS, allowed, tokens
+from ray.cluster_utils import Cluster
+from actors import RayPool
+from guided.constraint import Constraint
+from guided.pool import Fill
+
+with tempfile.TemporaryDirectory(prefix="r", dir="/tmp", ignore_cleanup_errors=True) as directory:
+    quiet = {"num_cpus": 1, "include_dashboard": False, "temp_dir": directory}
+    cluster = Cluster(initialize_head=True, head_node_args=quiet)
+    cluster.add_node(num_cpus=1)
+    pool = RayPool(BYTES, num_actors=2, address=cluster.address, spread=True)
+    links = [supervisor._link for supervisor in pool._supervisors]
+    far = [link for link in links if link.place.node_id != ray.get_runtime_context().get_node_id()]
+    assert len(far) == 1
+    assert all(link._channel.address.endpoint.startswith("tcp://") for link in far)
+    grammar = pool.compile(Constraint.regex("ab+"), ("llguidance",)).result(60)
+    for sequence in range(4):
+        pool.open(sequence, grammar)
+    bitmask = np.zeros((4, WORDS), np.int32)
+    pool.submit([Fill(sequence, 0, tokens("a")) for sequence in range(4)])
+    pool.collect(bitmask, 60)
+    print([allowed(row) for row in bitmask])
+    pool.shutdown()
+    assert not ray.is_initialized()
+    cluster.shutdown()
+"""
+
+
+def test_a_cluster_of_two_nodes_is_joined_and_its_other_node_reached_through_tcp() -> None:
+    here = Path(__file__).parents
+    environment = {**os.environ, "PYTHONPATH": f"{here[2]}{os.pathsep}{here[1] / 'support'}"}
+    said = subprocess.run(
+        [sys.executable, "-c", TWO_NODES], stdout=subprocess.PIPE, text=True, check=True, timeout=200, env=environment
+    )
+    assert "['b', 'b', 'b', 'b']" in said.stdout
 
 
 @pytest.mark.parametrize(("address", "reason"), [("127.0.0.1:1", "refused"), ("ray://127.0.0.1:1", "HOST:6379")])

@@ -95,6 +95,10 @@ def test_special_tokens_are_refused_by_name(text: str) -> None:
         ("root ::= []", "no character"),
         ('root ::= "a"{3,2}', "ends before"),
         ('root ::= "a"{,2}', "malformed"),
+        ('root ::= "a"{1,3}{1,3}', "malformed"),
+        ('root ::= "a" |', "malformed"),
+        ("root ::= [a\n]", "malformed"),
+        (r'root ::= "\@"', "escape"),
     ],
 )
 def test_malformed_gbnf_is_the_users(text: str, said: str) -> None:
@@ -114,7 +118,7 @@ def test_malformed_gbnf_is_the_users(text: str, said: str) -> None:
         ("root ::= [^a-z\\n] .", ["A\n", "é😀"], ["ab", "\nx", "A"]),
         ('root ::= "a"{2} "b"{1,} "c"{0,1} "d"?', ["aab", "aabbbcd"], ["ab", "aabccd", "aac"]),
         ('root ::= "a"? | "b"', ["", "a", "b"], ["ab"]),
-        ('root ::= "x" | "(" root ")" |', ["", "x", "((x))", "()"], ["(", "x)"]),
+        ('root ::= | "x" | "(" root ")"', ["", "x", "((x))", "()"], ["(", "x)"]),
         ("root ::= a\na ::= b\nb ::= a | [0-9]", ["7"], ["77"]),
         ('root ::= "/" [/] "//"', ["////"], ["///"]),
         ('Root-1 ::= "q"\nroot ::= Root-1 Root-1\n  Root-1', ["qqq"], ["qq"]),
@@ -177,7 +181,7 @@ def gbnf(node: tuple) -> str:  # type: ignore[type-arg]
             return "(" + " | ".join(map(gbnf, parts)) + ")"
         case "repeat", inner, low, high:
             sign = {(0, 1): "?", (0, 99): "*", (1, 99): "+", (2, 2): "{2}"}.get((low, high), f"{{{low},{high}}}")
-            return gbnf(inner) + sign
+            return f"({gbnf(inner)}){sign}"
     raise AssertionError(node)
 
 

@@ -69,8 +69,13 @@ def test_a_row_without_any_token_is_a_dead_end() -> None:
     assert isinstance(from_wire(result.error), DeadEnd)
 
 
-def test_a_library_that_raises_ends_its_row_and_no_other() -> None:
-    host = Host(ScriptedGrammar(SENTENCES, fail_at=2))
+class Panic(BaseException):
+    """As pyo3's PanicException: no `Exception`."""
+
+
+@pytest.mark.parametrize("failure", [ValueError("the library raised"), Panic("the library panicked")])
+def test_a_library_that_raises_ends_its_row_and_no_other(failure: BaseException) -> None:
+    host = Host(ScriptedGrammar(SENTENCES, fail_at=2, failure=failure))
     fills = [FillRow(1, 0, 0, [1, 2]), FillRow(2, 1, 0, [6])]
     results = list(
         host.worker.handle(StepRequest(0, 0, fills, [OpenSequence(1, "g"), OpenSequence(2, "g")]), host.bitmask)

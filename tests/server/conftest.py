@@ -46,10 +46,3 @@ def inline_server() -> Iterator[ServerProcess]:
     """The default model, masks inline."""
     with serving("--pool", "inline") as server:
         yield server
-
-
-@pytest.fixture(scope="module")
-def ray_server() -> Iterator[ServerProcess]:
-    """The default server: default model, a local Ray with two mask actors."""
-    with serving("--num-actors", "2", "--max-num-seqs", "64") as server:
-        yield server

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import httpx
@@ -336,9 +339,10 @@ class TestFailures:
         def write(*arguments: Any) -> None:
             calls.append(arguments)
             if len(calls) > 3:
-                wait_until(
-                    lambda: (context.metrics.registry.get_sample_value("guided_generation_tokens_total") or 0) > 0
-                )
+                for _ in range(100):  # only a stream sees its first tokens before the end
+                    if context.metrics.registry.get_sample_value("guided_generation_tokens_total"):
+                        break
+                    time.sleep(0.01)
                 raise RuntimeError("the grammar library is out of sorts")
             original(*arguments)
 
@@ -405,13 +409,14 @@ class TestOthers:
         assert actor["pid"] > 0
 
     def test_metrics(self, client: TestClient) -> None:
-        post(client, regex="[0-9]{3}", max_tokens=None)
+        post(client, regex="[0-9]{200}", max_tokens=None, stream=True)
         post(client, regex="(")
         text = client.get("/metrics").text
         for line in (
             r"guided_time_to_first_token_seconds_count 1.0",
             r"guided_inter_token_latency_seconds_count [1-9]",
             r"guided_e2e_request_latency_seconds_count 1.0",
+            r"guided_request_time_per_output_token_seconds_count 1.0",
             r"guided_grammar_wait_seconds_count{backend=\"llguidance\",kind=\"regex\"} 1.0",
             r"guided_grammar_compile_seconds_count{backend=\"llguidance\",kind=\"regex\"} ",
             r"guided_request_success_total{finished_reason=\"stop\"} 1.0",
@@ -443,3 +448,44 @@ class TestOthers:
         error = error_of(post(client))
         assert error["param"] == "messages"
         assert "/v1/completions" in error["message"]
+
+
+class TestDisconnect:
+    """A client that goes away while its constraint is still compiled."""
+
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_during_compilation(self, client: TestClient, stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+        context: ServerContext = client.app.state.context  # type: ignore[attr-defined]
+        never: Future[Any] = Future()
+        monkeypatch.setattr(context.engine.pool, "compile", lambda constraint, backends: never)
+        body = json.dumps({**HELLO, "regex": "a", "stream": stream}).encode()
+        sent: list[Any] = []
+
+        async def run() -> None:
+            waiting = asyncio.Event()
+            messages = [{"type": "http.request", "body": body, "more_body": False}]
+
+            async def receive() -> Any:
+                if messages:
+                    return messages.pop()
+                await waiting.wait()
+                return {"type": "http.disconnect"}
+
+            async def send(message: Any) -> None:
+                sent.append(message)
+
+            headers = [(b"content-type", b"application/json")]
+            scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": headers}
+            scope |= {"query_string": b"", "http_version": "1.1", "scheme": "http", "asgi": {"spec_version": "2.3"}}
+            call = asyncio.ensure_future(client.app(scope, receive, send))  # type: ignore[arg-type]
+            while context.engine.health().num_waiting_for_grammar == 0:
+                assert not call.done()
+                await asyncio.sleep(0.01)
+            assert context.in_flight == 1
+            waiting.set()
+            await call
+
+        asyncio.run(run())
+        assert [message["status"] for message in sent if "status" in message] == [499]
+        assert context.in_flight == 0
+        wait_until(lambda: context.engine.health().num_waiting_for_grammar == 0)

@@ -21,7 +21,10 @@ class ScriptedGrammar:
 
     nbytes = 100
 
-    def __init__(self, sentences: Sequence[Sequence[int]], fail_at: int | None = None) -> None:
+    def __init__(
+        self, sentences: Sequence[Sequence[int]], fail_at: int | None = None, failure: BaseException | None = None
+    ) -> None:
+        self.failure = failure or ValueError("the library raised")
         self.sentences = [list(sentence) for sentence in sentences]
         self.fail_at = fail_at
         self.opened = 0
@@ -52,7 +55,7 @@ class ScriptedMatcher:
 
     def fill_bitmask(self, row: NDArray[np.int32]) -> None:
         if self.grammar.fail_at == len(self.tokens):
-            raise ValueError("the library raised")
+            raise self.grammar.failure
         row[:] = 0
         bits: NDArray[Any] = row.view(np.uint32)
         for token in self._next():

@@ -415,6 +415,20 @@ def test_compact_whitespace(backends: Backends, backend: str, vocabulary: Vocabu
     assert compact.is_accepting()
 
 
+def test_whitespace_as_json_is_usually_written(backends: Backends, backend: str, vocabulary: Vocabulary) -> None:
+    usual = backends[backend].compile(Constraint.json_schema(PERSON))
+    document = {"name": "A da", "age": 36, "tags": ["math"]}
+    layouts: list[dict[str, Any]] = [{}, {"separators": (",", ":")}]
+    if backend != "outlines":  # a regex of a space or none: line breaks would make its automaton much larger
+        layouts += [{"indent": 2}, {"indent": "\t"}]
+    for layout in layouts:
+        matcher = usual.matcher()
+        matcher.accept_tokens(vocabulary.encode(json.dumps(document, **layout)))
+        assert matcher.is_accepting()
+    with pytest.raises(TokenRejected):
+        usual.matcher().accept_tokens(vocabulary.encode('{"name":' + " " * 60 + '"Ada"'))
+
+
 @pytest.mark.parametrize(
     "constraint",
     [
@@ -422,6 +436,7 @@ def test_compact_whitespace(backends: Backends, backend: str, vocabulary: Vocabu
         Constraint.regex("a(?=b)"),
         Constraint.regex(r"(a)\1"),
         Constraint.json_schema({"type": "string", "pattern": "(?=a)b"}),
+        Constraint.json_schema({"type": "string", "pattern": "^{2}times$"}),
         Constraint.json_schema({"type": "object", "properties": {"a": {"not": {"type": "string"}}}}),
         Constraint.grammar("start: undefined_rule"),
         Constraint.grammar("root ::= undefined"),

@@ -11,14 +11,14 @@ from typing import Any
 
 import jsonschema
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from guided.errors import ConstraintTooLarge, InvalidConstraint
-from guided.json_schema import close_objects, parse, walk_keywords
 from guided.limits import DEFAULT_LIMITS, Limits
+from guided.schema.document import close_objects, parse, walk_keywords
 
-DATA = Path(__file__).parents[3] / "shared" / "data" / "maskbench-dev.jsonl.gz"
+DATA = Path(__file__).parents[4] / "shared" / "data" / "maskbench-dev.jsonl.gz"
 
 
 def check(schema: Any, limits: Limits = DEFAULT_LIMITS) -> dict[str, Any] | bool:
@@ -341,6 +341,7 @@ _SCHEMAS = st.recursive(
 )
 
 
+@settings(deadline=None)
 @given(_SCHEMAS)
 def test_anything_is_accepted_or_refused_and_nothing_else(schema: Any) -> None:
     try:

@@ -17,7 +17,7 @@ from jsonschema.validators import validator_for
 from jsonschema_specifications import REGISTRY  # type: ignore[import-untyped]
 
 from guided.errors import bounded
-from guided.pointer import pointer
+from guided.schema.pointer import pointer
 
 __all__ = ["Dialect", "Fault"]
 

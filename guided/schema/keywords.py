@@ -76,8 +76,6 @@ def clean(schema: dict[str, Any]) -> Schema:
         return clean(kept)
     if "contains" in kept and kept.get("minContains") == 0 and "maxContains" not in kept:
         del kept["contains"]
-    if types == ["boolean"]:
-        return kept if set(kept) - {"type"} else {"type": "boolean"}
     return kept
 
 

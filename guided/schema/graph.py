@@ -16,8 +16,8 @@ import referencing.exceptions
 import referencing.jsonschema
 
 from guided.errors import InvalidConstraint, bounded
-from guided.metaschema import Dialect
-from guided.pointer import escape
+from guided.schema.metaschema import Dialect
+from guided.schema.pointer import escape
 
 __all__ = ["Node", "Position", "SchemaGraph"]
 

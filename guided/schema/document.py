@@ -18,9 +18,9 @@ from typing import Any
 
 from guided.errors import ConstraintTooLarge, InvalidConstraint, bounded
 from guided.limits import Limits
-from guided.metaschema import Dialect
-from guided.pointer import escape
-from guided.schema_graph import Position, SchemaGraph
+from guided.schema.graph import Position, SchemaGraph
+from guided.schema.metaschema import Dialect
+from guided.schema.pointer import escape
 
 __all__ = ["close_objects", "parse", "walk_keywords"]
 

@@ -25,9 +25,9 @@ from typing import Any
 from jsonschema import Draft202012Validator
 
 from guided.errors import InvalidConstraint, UnsupportedConstraint
-from guided.keywords import GREATEST, LEAST, OF_TYPE, Schema, clean, common_types, types_of
-from guided.metaschema import Dialect
-from guided.schema_graph import Node, SchemaGraph
+from guided.schema.graph import Node, SchemaGraph
+from guided.schema.keywords import GREATEST, LEAST, OF_TYPE, Schema, clean, common_types, types_of
+from guided.schema.metaschema import Dialect
 
 __all__ = ["NormalForm", "normalise"]
 

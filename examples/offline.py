@@ -1,0 +1,38 @@
+"""Guided decoding from a script: `python examples/offline.py [MODEL]`. Each prompt has a constraint of its own.
+
+`pool="ray"` computes the masks in actors, as the server does; leave it out for masks in this process (no isolation).
+"""
+
+from __future__ import annotations
+
+import sys
+
+from engine import LLM, SamplingParams
+from engine.default_model import checkpoint_path
+
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "age": {"type": "integer"}, "city": {"type": "string"}},
+    "required": ["name", "age", "city"],
+    "additionalProperties": False,
+}
+
+REQUESTS = [
+    ("Extract name, age and city as JSON. Anna Weber is 47 years old and lives in Hamburg.", {"json_schema": PERSON}),
+    ("The meeting takes place on 2031-05-17 in Oslo. Extract the date.", {"regex": r"\d{4}-\d{2}-\d{2}"}),
+    ("Classify the sentiment: positive, negative. The hotel is wonderful.", {"choice": ["positive", "negative"]}),
+    ("Write 4 plus 3 minus 2 as an expression.", {"grammar": 'root ::= [1-9] (" " [-+] " " [1-9])+'}),
+]
+
+
+def main() -> None:
+    model = sys.argv[1] if len(sys.argv) > 1 else str(checkpoint_path())
+    messages = [[{"role": "user", "content": prompt}] for prompt, _ in REQUESTS]
+    params = [SamplingParams(temperature=0, max_tokens=100, **constraint) for _, constraint in REQUESTS]
+    with LLM(model, pool="ray") as llm:
+        for output in llm.chat(messages, params):
+            print(f"{output.backend}: {output.outputs[0].text}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""What a supervisor does with an actor that won't live. No Ray."""
+
+from __future__ import annotations
+
+import time
+from itertools import count, pairwise
+from typing import Any, cast
+
+import pytest
+
+from actors import supervisor as module
+from actors.supervisor import Plan, Supervisor
+from guided.errors import PoolUnavailable
+
+
+@pytest.fixture
+def attempts(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """When an actor was to be made; none ever is."""
+    made: list[float] = []
+
+    def create(plan: Plan, index: int) -> Any:
+        made.append(time.monotonic())
+        raise RuntimeError("no such luck")
+
+    monkeypatch.setattr(module, "_create", create)
+    monkeypatch.setattr(module, "_FIRST_DELAY_SECONDS", 0.05)
+    return made
+
+
+def test_a_crash_loop_is_slowed_down_and_then_shown_as_down(attempts: list[float]) -> None:
+    news: list[object] = []
+    supervisor = Supervisor(0, cast(Plan, None), count(1).__next__, news.append)
+    with pytest.raises(PoolUnavailable, match="no such luck"):
+        supervisor.wait_started()
+    deadline = time.monotonic() + 60
+    while supervisor.status().state != "down":
+        assert time.monotonic() < deadline
+    assert len(attempts) == 5
+    pauses = [later - earlier for earlier, later in pairwise(attempts)]
+    assert all(pause >= expected for pause, expected in zip(pauses, [0.05, 0.1, 0.2, 0.4], strict=True))
+    assert supervisor.status().pid is None
+    assert news == []
+    supervisor.stop()
+    supervisor.join()

@@ -1,0 +1,191 @@
+"""What is outlines-core's own: what its regexes would get wrong, alternatives, the empty text, kept masks."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from guided.backends import outlines
+from guided.backends.base import CompiledGrammar
+from guided.backends.outlines import OutlinesBackend
+from guided.bitmask import allowed_ids, words
+from guided.constraint import Constraint
+from guided.errors import BackendError, InvalidConstraint, TokenRejected, UnsupportedConstraint
+from guided.vocabulary import Vocabulary
+
+BYTES = Vocabulary((b"", *(bytes([byte]) for byte in range(256))), (0, 257), frozenset({0}), 288)
+
+
+@pytest.fixture(scope="module")
+def backend() -> OutlinesBackend:
+    return OutlinesBackend(BYTES)
+
+
+def fits(grammar: CompiledGrammar, text: str) -> bool:
+    state = grammar.matcher()
+    try:
+        state.accept_tokens([byte + 1 for byte in text.encode()])
+    except TokenRejected:
+        return False
+    return state.is_accepting()
+
+
+@pytest.mark.parametrize(
+    ("schema", "keyword", "pointer"),
+    [
+        ({"not": {"type": "string"}}, "not", "/not"),
+        ({"type": "array", "uniqueItems": True}, "uniqueItems", "/uniqueItems"),
+        ({"type": "array", "contains": {"const": 1}}, "contains", "/contains"),
+        ({"type": "number", "multipleOf": 0.1}, "multipleOf", "/multipleOf"),
+        ({"type": "number", "minimum": 0.5}, "minimum", "/minimum"),
+        ({"type": "string", "format": "iri"}, "format", "/format"),
+        ({"type": "string", "pattern": r"(a)\1"}, "backreference", "/pattern"),
+        ({"type": "object", "patternProperties": {"a": {}}, "additionalProperties": {}, "minProperties": 1}, "p", None),
+        ({"type": "object", "minProperties": 2}, "minProperties", "/minProperties"),
+        ({"type": "object", "properties": {"a": {}, "b": {}}, "maxProperties": 1}, "maxProperties", "/maxProperties"),
+        ({"$ref": "#/$defs/n", "$defs": {"n": {"items": {"$ref": "#/$defs/n"}, "type": "array"}}}, "recursive", None),
+        ({"oneOf": [{"type": "number"}, {"minimum": 3}]}, "oneOf", "/oneOf"),
+    ],
+)
+def test_what_it_would_ignore_is_refused_by_name(
+    backend: OutlinesBackend, schema: Any, keyword: str, pointer: str | None
+) -> None:
+    with pytest.raises(UnsupportedConstraint, match=keyword) as caught:
+        backend.compile(Constraint.json_schema(schema))
+    if pointer is not None:
+        assert caught.value.pointer == pointer
+
+
+@pytest.mark.parametrize(
+    ("schema", "valid", "invalid"),
+    [
+        ({"type": "integer", "minimum": 3, "exclusiveMaximum": 12}, ["3", "11"], ["2", "12", "-3", "3.0"]),
+        ({"type": "number", "minimum": 0, "maximum": 1}, ["0", "0.5", "1", "1.0"], ["1.5", "-0.5", "2"]),
+        ({"type": "number"}, ["1e5", "-0.1E-7", "3"], ["1.", "01", "+1"]),
+        ({"type": "string", "pattern": ".*"}, ['"a"', '"\\""'], ['"a"b"', '"\n"']),
+        ({"type": "string", "pattern": '^a"$'}, ['"a\\""'], ['"a""', '"a"']),
+        ({"type": "string", "pattern": "b"}, ['"abc"'], ['"ac"']),
+        ({"type": "string", "maxLength": 2}, ['"ab"', '""'], ['"abc"']),
+        ({"type": "string", "format": "time"}, ['"12:00:00Z"'], ['"12:00:00"', '"25:00:00Z"']),
+        ({"type": "string", "format": "email"}, ['"a@b.cd"'], ['"a"', '""a"@b.cd"']),
+        ({"enum": ["a|b", 12, {"k": [1]}]}, ['"a|b"', "12", '{"k": [1]}', '{"k":[1]}'], ['"a', "1", '{"k":[2]}']),
+        (
+            {"type": "object", "properties": {"a": {"type": "null"}, 'q"': {"type": "null"}}, "required": ['q"']},
+            ['{"q\\"":null}', '{"a": null, "q\\"": null}'],
+            ["{}", '{"a":null}', '{"q"":null}'],
+        ),
+        (
+            {"type": "object", "properties": {"a": {"type": "null"}}, "anyOf": [{"required": ["a"]}]},
+            ['{"a":null}'],
+            ["{}"],
+        ),
+        ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"type": "null"}}}, ["null"], ["1"]),
+        ({"type": "array", "prefixItems": [{"type": "null"}], "items": False}, ["[null]"], ["[null,null]", "[1]"]),
+        (
+            {"type": "array", "items": {"type": "null"}, "minItems": 1, "maxItems": 2},
+            ["[null]"],
+            ["[]", "[null,null,null]"],
+        ),
+        ({"type": "object", "additionalProperties": False}, ["{}"], ['{"a":1}']),
+        ({"type": "object", "additionalProperties": {"type": "null"}}, ["{}", '{"a":null}'], ['{"a":1}']),
+    ],
+)
+def test_what_its_own_regex_would_get_wrong(
+    backend: OutlinesBackend, schema: Any, valid: list[str], invalid: list[str]
+) -> None:
+    grammar = backend.compile(Constraint.json_schema(schema))
+    for text in valid:
+        assert fits(grammar, text), text
+    for text in invalid:
+        assert not fits(grammar, text), text
+
+
+def test_any_value_among_others(backend: OutlinesBackend) -> None:
+    schema = {"type": "object", "properties": {"a": {}, "b": {"type": "null"}}, "required": ["a", "b"]}
+    grammar = backend.compile(Constraint.json_schema(schema, whitespace=""))
+    for value in ("null", "1", '"x"', "[1]", '{"k":true}'):
+        assert fits(grammar, f'{{"a":{value},"b":null}}')
+        assert not fits(grammar, value)
+
+
+def test_numbers_that_look_like_our_marks_are_not_taken_for_them(backend: OutlinesBackend) -> None:
+    for value in (7_310_000_000_000_000, [7_310_000_000_000_001]):
+        schema = {"type": "array", "prefixItems": [{"const": value}, {"type": "integer", "minimum": 5}], "minItems": 2}
+        grammar = backend.compile(Constraint.json_schema(schema))
+        assert fits(grammar, json.dumps([value, 7]))
+        assert not fits(grammar, json.dumps([5, 7]))
+    with pytest.raises(UnsupportedConstraint, match="numbers from"):
+        backend.compile(Constraint.json_schema({"const": "7310000000000000"}))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "valid", "invalid"),
+    [
+        ("yes|yes please", ["yes", "yes please"], ["", "yes "]),
+        ("(a|ab)(c|bcd)", ["ac", "abc", "abcd", "abbcd"], ["ab"]),
+        ("a*?b??", ["", "a", "aab"], ["ba"]),
+        ("[a-z]*", ["", "abc"], ["A"]),
+        ("a+é?", ["aé", "aa"], ["é"]),
+    ],
+)
+def test_regexes_match_as_a_whole(backend: OutlinesBackend, pattern: str, valid: list[str], invalid: list[str]) -> None:
+    constraint = Constraint.regex(pattern)
+    compiled = backend.compile(constraint)
+    for grammar in (compiled, backend.load(constraint, compiled.dump())):
+        assert all(fits(grammar, text) for text in valid)
+        assert not any(fits(grammar, text) for text in invalid)
+
+
+def test_only_the_empty_text(backend: OutlinesBackend) -> None:
+    with pytest.raises(UnsupportedConstraint, match="empty"):
+        backend.compile(Constraint.regex("^$"))
+
+
+def test_both_stop_tokens_end_it_and_can_be_taken_back(backend: OutlinesBackend) -> None:
+    grammar = backend.compile(Constraint.choice(["ab"]))
+    for stop in BYTES.stop_token_ids:
+        state = grammar.matcher()
+        with pytest.raises(TokenRejected):
+            state.fork().accept_tokens([stop])
+        state.accept_tokens([ord("a") + 1, ord("b") + 1, stop])
+        assert state.is_terminated()
+        with pytest.raises(TokenRejected):
+            state.accept_tokens([stop])
+        state.rollback(2)
+        assert not state.is_terminated()
+        assert not state.is_accepting()
+        with pytest.raises(BackendError):
+            state.rollback(2)
+
+
+def test_masks_are_kept_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = np.zeros(words(BYTES.padded_vocab_size), dtype=np.int32)
+    monkeypatch.setattr(outlines, "_MASK_CACHE_BYTES", 3 * row.nbytes)
+    grammar = OutlinesBackend(BYTES).compile(Constraint.choice(["abcdefgh"]))
+    for _ in range(2):
+        state = grammar.matcher()
+        for character in "abcdefgh":
+            state.fill_bitmask(row)
+            assert list(allowed_ids(row)) == [ord(character) + 1]
+            state.accept_tokens([ord(character) + 1])
+        assert len(grammar._masks) <= 3
+    assert fits(grammar, "abcdefgh")
+
+
+def test_forced_tokens(backend: OutlinesBackend) -> None:
+    state = backend.compile(Constraint.choice(["abc", "abd"])).matcher()
+    assert state.forced_tokens() == [ord("a") + 1, ord("b") + 1]
+    state.accept_tokens([ord("a") + 1, ord("b") + 1])
+    assert state.forced_tokens() == []
+    state.accept_tokens([ord("c") + 1])
+    assert state.forced_tokens() == []
+
+
+def test_nothing_matches(backend: OutlinesBackend) -> None:
+    with pytest.raises(InvalidConstraint):
+        backend.compile(Constraint.json_schema({"type": "integer", "minimum": 1.2, "maximum": 1.8}))
+    with pytest.raises(UnsupportedConstraint):
+        backend.compile(Constraint.json_object())

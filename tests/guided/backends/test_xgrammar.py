@@ -1,0 +1,263 @@
+"""What is xgrammar's own: keywords that it would ignore, characters that it should not let in."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from guided.backends.base import Matcher
+from guided.backends.xgrammar import XGrammarBackend
+from guided.bitmask import allowed_ids, words
+from guided.constraint import Constraint
+from guided.errors import InvalidConstraint, TokenRejected, UnsupportedConstraint
+from guided.vocabulary import Vocabulary
+
+BYTES = Vocabulary((b"", *(bytes([byte]) for byte in range(256))), (0,), frozenset({0}), 288)
+"""A token a byte: what is refused is refused for its text, not for its tokens."""
+
+
+@pytest.fixture(scope="module")
+def backend() -> XGrammarBackend:
+    return XGrammarBackend(BYTES)
+
+
+def matcher(backend: XGrammarBackend, schema: Any, **arguments: Any) -> Matcher:
+    return backend.compile(Constraint.json_schema(schema, **arguments)).matcher()
+
+
+def accepts(backend: XGrammarBackend, schema: Any, value: Any) -> bool:
+    """`value` is JSON text, or a value that is written as JSON."""
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    state = matcher(backend, schema)
+    try:
+        state.accept_tokens([byte + 1 for byte in text.encode()])
+    except TokenRejected:
+        return False
+    return state.is_accepting()
+
+
+@pytest.mark.parametrize(
+    ("schema", "keyword", "pointer"),
+    [
+        ({"not": {"type": "string"}}, "not", "/not"),
+        ({"if": {"type": "string"}, "then": {"minLength": 2}}, "if", "/if"),
+        ({"type": "array", "uniqueItems": True}, "uniqueItems", "/uniqueItems"),
+        ({"type": "array", "contains": {"const": 1}}, "contains", "/contains"),
+        ({"type": "number", "multipleOf": 0.1}, "multipleOf", "/multipleOf"),
+        ({"type": "integer", "multipleOf": 7, "minimum": 3}, "multipleOf", "/multipleOf"),
+        ({"type": "integer", "maximum": 2**63}, "maximum", "/maximum"),
+        ({"type": "number", "minimum": 1e300}, "minimum", "/minimum"),
+        ({"type": "string", "format": "iri-reference"}, "format", "/format"),
+        ({"type": "string", "format": "email", "maxLength": 9}, "maxLength", "/maxLength"),
+        ({"type": "string", "format": "uri", "pattern": "x"}, "pattern", "/pattern"),
+        ({"type": "string", "pattern": "(?=a)b"}, "lookaround", "/pattern"),
+        ({"type": "string", "pattern": 'a"b'}, "escaped", "/pattern"),
+        ({"type": "string", "pattern": "^a+b+$", "maxLength": 5}, "maxLength", "/pattern"),
+        ({"type": "object", "dependentRequired": {"a": ["b"]}}, "dependentRequired", "/dependentRequired"),
+        ({"oneOf": [{"type": "number"}, {"minimum": 3}]}, "oneOf", "/oneOf"),
+        ({"allOf": [{"pattern": "a"}, {"pattern": "b"}]}, "allOf", "/allOf"),
+        ({"patternProperties": {"^a": {"type": "null"}, "^ab": {"type": "string"}}}, "overlap", "/patternProperties"),
+        ({"properties": {"ab": {"const": 1}}, "patternProperties": {"b": {"const": 2}}}, "'ab'", "/patternProperties"),
+        ({"propertyNames": {"maxLength": 3}, "additionalProperties": {"type": "null"}}, "propertyNames", None),
+        ({"enum": [2**70]}, "const", "/const"),
+    ],
+)
+def test_what_it_would_ignore_is_refused_by_name(
+    backend: XGrammarBackend, schema: Any, keyword: str, pointer: str | None
+) -> None:
+    for inside, place in ((schema, ""), ({"type": "object", "properties": {"p": schema}}, "/properties/p")):
+        with pytest.raises(UnsupportedConstraint, match=keyword) as caught:
+            matcher(backend, inside)
+        if pointer is not None:
+            assert caught.value.pointer == place + pointer
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "string", "pattern": "("},
+        {"type": "integer", "minimum": 1.2, "maximum": 1.8},
+        {"allOf": [{"const": 1}, {"const": 2}]},
+    ],
+)
+def test_what_is_malformed_or_empty_is_invalid(backend: XGrammarBackend, schema: Any) -> None:
+    with pytest.raises(InvalidConstraint):
+        matcher(backend, schema)
+
+
+@pytest.mark.parametrize(
+    ("schema", "valid", "invalid"),
+    [
+        # neighbours of the keyword that xgrammar reads first
+        ({"type": "string", "enum": ["a", 1]}, ["a"], [1]),
+        (
+            {
+                "type": "object",
+                "properties": {"a": {"type": "null"}},
+                "anyOf": [{"required": ["a"]}, {"required": ["b"]}],
+            },
+            [{"a": None}, {"b": 1}],
+            [{}, {"a": 1}, {"c": 1}],
+        ),
+        ({"$ref": "#/$defs/s", "minLength": 2, "$defs": {"s": {"type": "string"}}}, ["ab"], ["a", 1]),
+        ({"allOf": [{"type": "integer"}, {"minimum": 3}]}, [3], [2, "a"]),
+        ({"pattern": "^[a-z]+$", "maxLength": 3}, ["abc", 1, None], ["abcd", "A"]),
+        # names
+        ({"type": "object", "required": ["a"]}, [{"a": 1}, {"a": 1, "b": 2}], [{}, {"b": 1}]),
+        ({"type": "object", "patternProperties": {"^x-": {"type": "null"}}}, [{"x-a": None}, {}], [{"x-a": 1}]),
+        ({"type": "object", "propertyNames": {"pattern": "^[a-z]+$"}}, [{"abc": 1}], [{"A": 1}]),
+        ({"properties": {"a": False, "b": True}}, [{"b": 1}, {}], [{"a": 1}]),
+        # strings
+        ({"type": "string", "minLength": 2, "maxLength": 3}, ["ab", 'a"\n'], ["a", "abcd"]),
+        ({"type": "string", "pattern": "b"}, ["abc", "b"], ["ac", ""]),
+        ({"type": "string", "pattern": "^[a-z]+$", "maxLength": 3}, ["abc"], ["abcd"]),
+        ({"type": "string", "format": "date"}, ["2024-02-29"], ["2023-02-29", "2024-02-31", "2024-1-1"]),
+        # numbers and tuples
+        ({"type": "number", "multipleOf": 5}, [10, -5], [3]),
+        ({"type": "integer", "exclusiveMinimum": 1.5, "maximum": 3.5}, [2, 3], [1, 4]),
+        (
+            {
+                "$schema": "http://json-schema.org/draft-07/schema#",
+                "items": [{"type": "null"}],
+                "additionalItems": False,
+            },
+            [[None]],
+            [[1], [None, None]],
+        ),
+        # references by other means than "#/$defs/..."
+        ({"$ref": "#x", "$defs": {"a": {"$anchor": "x", "type": "null"}}}, [None], [1]),
+        ({"$ref": "#/x~1y/0", "x/y": [{"type": "null"}]}, [None], [1]),
+        (
+            {"oneOf": [{"type": "object", "properties": {"k": {"const": 1}}, "required": ["k"]}, {"type": "null"}]},
+            [None, {"k": 1}],
+            [{"k": 2}],
+        ),
+    ],
+)
+def test_what_it_would_ignore_and_does_not_any_more(
+    backend: XGrammarBackend, schema: Any, valid: list[Any], invalid: list[Any]
+) -> None:
+    for value in valid:
+        assert accepts(backend, schema, json.dumps(value)), value
+    for value in invalid:
+        assert not accepts(backend, schema, json.dumps(value)), value
+
+
+def test_control_characters_stay_out_of_strings_with_a_length(backend: XGrammarBackend) -> None:
+    for schema in ({"type": "string", "maxLength": 5}, {"type": "string", "pattern": "^.{1,5}$"}, {"type": "string"}):
+        assert accepts(backend, schema, '"aé"')
+        assert not accepts(backend, schema, '"a\x01"')
+        assert not accepts(backend, schema, '"a\n"')
+
+
+def test_a_name_has_one_spelling_where_others_are_allowed(backend: XGrammarBackend) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "null"}, "b/c": {"type": "null"}}}
+    assert accepts(backend, schema, '{"a": null, "x": "\\n\\""}')
+    assert not accepts(backend, schema, '{"\\u0061": 1}')
+    assert not accepts(backend, schema, '{"b\\/c": 1}')
+    assert not accepts(backend, schema, '{"a": null, "a": 1}')
+
+
+@pytest.mark.parametrize("keywords", [{}, {"minLength": 1}, {"pattern": "."}])
+@pytest.mark.parametrize(
+    ("lead", "forbidden"), [(0xE0, range(0x80, 0xA0)), (0xED, range(0xA0, 0xC0)), (0xF0, range(0x80, 0x90))]
+)
+def test_masks_keep_to_utf8(backend: XGrammarBackend, keywords: Any, lead: int, forbidden: range) -> None:
+    state = matcher(backend, {"type": "string", **keywords})
+    state.accept_tokens([ord('"') + 1, lead + 1])
+    row = np.full(words(BYTES.padded_vocab_size), -1, dtype=np.int32)
+    state.fill_bitmask(row)
+    after = {token - 1 for token in allowed_ids(row)} & set(range(256))
+    assert after == set(range(0x80, 0xC0)) - set(forbidden)
+    with pytest.raises(TokenRejected):
+        state.fork().accept_tokens([forbidden[0] + 1])
+    state.accept_tokens([min(after) + 1])
+    state.rollback(1)
+    state.fill_bitmask(row)
+    assert {token - 1 for token in allowed_ids(row)} & set(range(256)) == after
+
+
+def test_whitespace(backend: XGrammarBackend) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "array", "items": {"type": "null"}}}, "required": ["a"]}
+    compact = backend.compile(Constraint.json_schema(schema, whitespace=""))
+    for text, fits in (('{"a":[null,null]}', True), ('{"a": [null]}', False), ('{"a":[null, null]}', False)):
+        state = compact.matcher()
+        try:
+            state.accept_tokens([byte + 1 for byte in text.encode()])
+            assert fits
+            assert state.is_accepting()
+        except TokenRejected:
+            assert not fits
+    with pytest.raises(UnsupportedConstraint, match="whitespace") as caught:
+        backend.compile(Constraint.json_schema(schema, whitespace="[ ]?"))
+    assert caught.value.param == "whitespace_pattern"
+
+
+def test_what_was_dumped_is_what_is_loaded(backend: XGrammarBackend) -> None:
+    constraint = Constraint.json_schema({"type": "object", "properties": {"a": {"type": "string", "maxLength": 9}}})
+    compiled = backend.compile(constraint)
+    loaded = XGrammarBackend(BYTES).load(constraint, compiled.dump())
+    assert loaded.nbytes == compiled.nbytes > 0
+    rows = np.zeros((2, words(BYTES.padded_vocab_size)), dtype=np.int32)
+    states = [grammar.matcher() for grammar in (compiled, loaded)]
+    for byte in b'{"a":"x"}':
+        for row, state in zip(rows, states, strict=True):
+            state.fill_bitmask(row)
+            state.accept_tokens([byte + 1])
+        assert (rows[0] == rows[1]).all()
+    assert all(state.is_accepting() for state in states)
+    assert backend.load(constraint, b"").matcher().is_accepting() is False
+
+
+def test_it_says_nothing_on_stderr(backend: XGrammarBackend, capfd: pytest.CaptureFixture[str]) -> None:
+    schema = {
+        "type": "object",
+        "required": ["a"],
+        "properties": {"a": {"oneOf": [{"type": "string"}, {"type": "null"}]}},
+    }
+    state = matcher(backend, schema)
+    for token in (0, 257, 287, 288, -1, 10**6):
+        with pytest.raises(TokenRejected):
+            state.accept_tokens([token])
+    for schema in ({"not": {}}, {"type": "array", "uniqueItems": True}, {"type": "string", "pattern": "a^"}):
+        with pytest.raises(UnsupportedConstraint):
+            matcher(backend, schema)
+    for pattern in ("(?!a)b", "a|^b$", r"\Aa\Z"):
+        try:
+            backend.compile(Constraint.regex(pattern))
+        except UnsupportedConstraint:
+            continue
+    captured = capfd.readouterr()
+    assert captured.err == captured.out == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ('root ::= "a" b', InvalidConstraint),
+        ('root ::= "a', InvalidConstraint),
+        ('rout ::= "a"', InvalidConstraint),
+        ("start: FOO\nFOO: BAR\nBAR: FOO", InvalidConstraint),
+    ],
+)
+def test_malformed_grammars(backend: XGrammarBackend, text: str, error: type[Exception]) -> None:
+    with pytest.raises(error) as caught:
+        backend.compile(Constraint.grammar(text))
+    assert "/project/" not in str(caught.value)
+
+
+def test_forced_tokens_are_certain(vocabulary: Vocabulary) -> None:
+    backend = XGrammarBackend(vocabulary)
+    state = backend.compile(Constraint.json_schema({"const": {"address": "London"}}, whitespace="")).matcher()
+    forced = state.forced_tokens()
+    assert forced
+    text = b'{"address":"London"}'
+    assert text.startswith(vocabulary.decode(forced))
+    assert vocabulary.encode(text)[: len(forced)] == forced
+    state.accept_tokens(forced)
+    # What is left could be the beginning of longer tokens, if more were to follow.
+    rest = text[len(vocabulary.decode(forced)) :]
+    assert not rest or any(token.startswith(rest) for token in vocabulary.token_bytes)

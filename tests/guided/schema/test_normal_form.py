@@ -1,0 +1,183 @@
+"""The normal form means what the schema means: on real schemas with their instances, and on made-up ones."""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
+from jsonschema.validators import validator_for
+
+from guided.errors import InvalidConstraint
+from guided.limits import DEFAULT_LIMITS
+from guided.schema.document import parse
+from guided.schema.normal_form import normalise
+
+DATA = Path(__file__).parents[4] / "shared" / "data" / "maskbench-dev.jsonl.gz"
+
+
+@pytest.mark.parametrize(
+    ("schema", "normal"),
+    [
+        (True, True),
+        ({}, {}),
+        ({"title": "x", "x-own": 1, "default": 2}, {}),
+        ({"type": "integer", "minLength": 3, "minimum": 1}, {"type": "integer", "minimum": 1}),
+        ({"minimum": 1, "exclusiveMinimum": 1}, {"exclusiveMinimum": 1}),
+        ({"type": "string", "enum": ["a", 1]}, {"const": "a"}),
+        ({"const": 1, "type": "string"}, False),
+        ({"enum": [1, 2, 3], "not": {"const": 2}}, {"enum": [1, 3]}),
+        ({"allOf": [{"type": "string"}, {"minLength": 2}, {"minLength": 3}]}, {"type": "string", "minLength": 3}),
+        ({"allOf": [{"minimum": 10}, {"maximum": 5}, {"type": "integer"}]}, False),
+        ({"allOf": [{"type": "number"}, {"type": ["integer", "null"]}]}, {"type": "integer"}),
+        ({"anyOf": [False, {"type": "null"}]}, {"type": "null"}),
+        ({"anyOf": [{"type": "string"}, True]}, True),
+        ({"oneOf": [{"type": "string"}, {"type": "null"}]}, {"anyOf": [{"type": "string"}, {"type": "null"}]}),
+        ({"oneOf": [{"type": "number"}, {"minimum": 1}]}, {"oneOf": [{"type": "number"}, {"minimum": 1}]}),
+        ({"type": "object", "required": ["a"]}, {"type": "object", "required": ["a"], "properties": {"a": True}}),
+        (
+            {"type": "object", "properties": {"a": {}}, "anyOf": [{"required": ["a"]}, {"maxProperties": 0}]},
+            {
+                "anyOf": [
+                    {"type": "object", "properties": {"a": {}}, "required": ["a"]},
+                    {"type": "object", "properties": {"a": {}}, "maxProperties": 0},
+                ]
+            },
+        ),
+        ({"allOf": [{"not": {}}, {"not": {"type": "null"}}]}, {"allOf": [{"not": {}}, {"not": {"type": "null"}}]}),
+    ],
+)
+def test_normal_forms(schema: Any, normal: Any) -> None:
+    assert normalise(schema).document() == normal
+
+
+def test_older_dialects_come_out_as_2020_12() -> None:
+    draft4 = {
+        "$schema": "http://json-schema.org/draft-04/schema#",
+        "properties": {
+            "n": {"type": "number", "minimum": 0, "exclusiveMinimum": True},
+            "t": {"type": "array", "items": [{"type": "null"}], "additionalItems": False},
+            "r": {"$ref": "#/definitions/s", "minLength": 99},
+        },
+        "dependencies": {"n": ["t"], "t": {"required": ["n"]}},
+        "definitions": {"s": {"type": "string"}},
+    }
+    assert normalise(draft4).document() == {
+        "properties": {
+            "n": {"type": "number", "exclusiveMinimum": 0},
+            "t": {"type": "array", "prefixItems": [{"type": "null"}], "items": False},
+            "r": {"$ref": "#/$defs/d0"},  # neighbours of $ref said nothing then
+        },
+        "dependentRequired": {"n": ["t"]},
+        "dependentSchemas": {"t": {"required": ["n"], "properties": {"n": True}}},
+        "$defs": {"d0": {"type": "string"}},
+    }
+
+
+def test_references_are_merged_with_what_stands_next_to_them_unless_recursive() -> None:
+    schema = {"$ref": "#/$defs/a", "minLength": 2, "$defs": {"a": {"type": "string", "minLength": 1}}}
+    assert normalise(schema).root == {"type": "string", "minLength": 2}
+    tree = {"type": "object", "properties": {"next": {"$ref": "#/$defs/tree"}}}
+    schema = {"$defs": {"tree": tree}, "properties": {"a": {"$ref": "#/$defs/tree", "required": ["next"]}}}
+    form = normalise(schema)
+    assert Draft202012Validator(form.document()).is_valid({"a": {"next": {"next": {}}}})
+    assert not Draft202012Validator(form.document()).is_valid({"a": {}})
+
+
+def test_a_subschema_knows_where_it_came_from() -> None:
+    schema = {"properties": {"a/b": {"type": "array", "items": {"type": "string", "pattern": "x"}}}}
+    form = normalise(schema)
+    assert isinstance(form.root, dict)
+    assert form.pointer(form.root["properties"]["a/b"]["items"]) == "/properties/a~1b/items"
+
+
+def test_malformed_patterns_are_refused_where_they_matter() -> None:
+    with pytest.raises(InvalidConstraint, match="malformed"):
+        normalise({"enum": ["a", "b"], "pattern": "("})
+
+
+@pytest.mark.skipif(not DATA.exists(), reason="shared/data is not here")
+def test_real_schemas_mean_the_same_in_normal_form() -> None:
+    agreed = {True: 0, False: 0}
+    with gzip.open(DATA) as lines:
+        for line in itertools.islice(lines, 0, None, 3):
+            entry = json.loads(line)
+            try:
+                document = parse(entry["schema"], DEFAULT_LIMITS, "json_schema")
+            except InvalidConstraint:
+                continue
+            original = validator_for(document, default=Draft202012Validator)(document)
+            normal = Draft202012Validator(normalise(document).document())
+            for test in entry["tests"]:
+                verdict = original.is_valid(test["data"])
+                assert normal.is_valid(test["data"]) == verdict, entry["id"]
+                agreed[verdict] += 1
+    assert min(agreed.values()) > 300
+
+
+_VALUES = st.recursive(
+    st.sampled_from([None, True, 0, 1, 2, 3.5, "", "a", "ab", "abc"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from("abc"), inner, max_size=3),
+    max_leaves=5,
+)
+_TYPES = st.sampled_from(["null", "boolean", "object", "array", "number", "integer", "string"])
+_LEAVES = st.fixed_dictionaries(
+    {},
+    optional={
+        "type": _TYPES | st.lists(_TYPES, min_size=1, max_size=3, unique=True),
+        "minLength": st.integers(0, 2),
+        "maxLength": st.integers(1, 3),
+        "minimum": st.integers(0, 2),
+        "exclusiveMaximum": st.integers(2, 4),
+        "required": st.lists(st.sampled_from("abc"), max_size=2, unique=True),
+        "minItems": st.integers(0, 1),
+        "maxItems": st.integers(1, 2),
+        "maxProperties": st.integers(1, 2),
+        "enum": st.lists(_VALUES, min_size=1, max_size=3),
+        "pattern": st.sampled_from(["a", "^a", "b$"]),
+        "uniqueItems": st.booleans(),
+        "additionalProperties": st.booleans(),
+        "unknown": st.just(1),
+    },
+)
+_COMPOUND = st.recursive(
+    _LEAVES | st.booleans(),
+    lambda inner: st.tuples(
+        _LEAVES,
+        st.fixed_dictionaries(
+            {},
+            optional={
+                "properties": st.dictionaries(st.sampled_from("abc"), inner, max_size=2),
+                "patternProperties": st.dictionaries(st.sampled_from(["^a", "b"]), inner, max_size=1),
+                "additionalProperties": inner,
+                "items": inner,
+                "prefixItems": st.lists(inner, min_size=1, max_size=2),
+                "allOf": st.lists(inner, min_size=1, max_size=2),
+                "anyOf": st.lists(inner, min_size=1, max_size=2),
+                "oneOf": st.lists(inner, min_size=1, max_size=2),
+                "not": inner,
+                "dependentRequired": st.just({"a": ["b"]}),
+                "$ref": st.just("#/$defs/s"),
+            },
+        ),
+    ).map(lambda pair: {**pair[0], **pair[1]}),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(_COMPOUND, _LEAVES, st.lists(_VALUES, min_size=1, max_size=8))
+def test_any_schema_means_the_same_in_normal_form(schema: Any, shared: Any, values: list[Any]) -> None:
+    if isinstance(schema, bool):
+        return
+    schema = {**schema, "$defs": {"s": shared}}
+    normal = Draft202012Validator(normalise(schema).document())
+    original = Draft202012Validator(schema)
+    for value in values:
+        assert normal.is_valid(value) == original.is_valid(value), value

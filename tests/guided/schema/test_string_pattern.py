@@ -1,0 +1,171 @@
+"""Patterns of JSON Schema as text between the quotes of a JSON string, and ranges of numbers as patterns."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from guided import regex
+from guided.errors import InvalidConstraint, UnsupportedConstraint
+from guided.schema import string_pattern
+from guided.schema.number_pattern import integers, numbers
+
+SEARCHED = [
+    "a",
+    "^a",
+    "a$",
+    "^a$",
+    "^$",
+    "",
+    "a|^b",
+    "^a|b$",
+    "(^a$)|(^b$)",
+    "^(a|b)",
+    "[^a]b",
+    "^.b",
+    r"\S\s?$",
+    "a{2}",
+]
+
+
+def found(pattern: str, text: str) -> bool:
+    """As JSON Schema has it: `$` is the end, not the last newline before it."""
+    return re.search(pattern.replace("$", r"\Z"), text) is not None
+
+
+@settings(deadline=None)
+@given(st.sampled_from(SEARCHED), st.text('ab"\\\n é', max_size=5))
+def test_searching_is_matching_the_whole(pattern: str, text: str) -> None:
+    node = string_pattern.read(pattern)
+    assert (re.fullmatch(regex.render(node), text) is not None) == found(pattern, text)
+
+
+@settings(deadline=None)
+@given(st.sampled_from(SEARCHED), st.text('ab"\\\n\té', max_size=5))
+def test_json_text_of_exactly_the_strings_that_match(pattern: str, text: str) -> None:
+    node = string_pattern.in_json(string_pattern.read(pattern), escapes=True)
+    written = json.dumps(text, ensure_ascii=False)[1:-1]
+    assert (re.fullmatch(regex.render(node), written) is not None) == found(pattern, text)
+
+
+@pytest.mark.parametrize("pattern", [".*", r"^\S+$", "[^a]", r"\W", '^["a]+$', r"^[\s\S]$"])
+def test_no_match_ends_the_string_that_it_is_in(pattern: str) -> None:
+    compiled = re.compile(regex.render(string_pattern.in_json(string_pattern.read(pattern), escapes=False)))
+    for character in '"\\\n\x00\x1f\x7f':
+        assert not compiled.fullmatch(character)
+        assert not compiled.fullmatch(f"b{character}b")
+
+
+def test_what_has_to_be_escaped_and_may_not_be_is_refused() -> None:
+    for pattern in ('^"$', r"^\\$", "^a\n"):
+        with pytest.raises(UnsupportedConstraint, match="escaped"):
+            string_pattern.in_json(string_pattern.read(pattern), escapes=False)
+
+
+@pytest.mark.parametrize(("pattern", "error"), [("(", InvalidConstraint), ("(?=a)", UnsupportedConstraint)])
+def test_malformed_and_unsupported_patterns(pattern: str, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        string_pattern.read(pattern)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "least", "most"),
+    [("^[a-z]+$", 2, 4), ("^[a-z]*$", 0, 3), ("^x[a-z]*y$", 3, 5), ("^[a-z]{3}$", 1, 9), ("^[ab]{2,}$", 0, 3)],
+)
+def test_lengths_are_fitted_in(pattern: str, least: int, most: int) -> None:
+    fitted = re.compile(regex.render(string_pattern.fit(string_pattern.read(pattern), least, most)))
+    for length in range(12):
+        for text in ("a" * length, "x" + "a" * (length - 2) + "y"):
+            matches = re.search(pattern, text) is not None and least <= len(text) <= most
+            assert (fitted.fullmatch(text) is not None) == matches, text
+
+
+def test_lengths_that_can_not_be_fitted_in() -> None:
+    with pytest.raises(UnsupportedConstraint):
+        string_pattern.fit(string_pattern.read("^[a-z]+-[a-z]+$"), 0, 10)
+    with pytest.raises(InvalidConstraint, match="as long as"):
+        string_pattern.fit(string_pattern.read("^[a-z]{3}$"), 4, None)
+    with pytest.raises(InvalidConstraint, match="as long as"):
+        string_pattern.fit(string_pattern.read("^[a-z]{3}$"), 0, 2)
+
+
+@settings(deadline=None)
+@given(st.dates(datetime.date(1000, 1, 1)))
+def test_every_date_is_one(date: datetime.date) -> None:
+    assert re.search(string_pattern.FORMATS["date"], date.isoformat())
+
+
+@settings(deadline=None)
+@given(st.integers(1000, 9999), st.integers(0, 99), st.integers(0, 99))
+def test_no_other_date_is_one(year: int, month: int, day: int) -> None:
+    text = f"{year:04}-{month:02}-{day:02}"
+    try:
+        datetime.date.fromisoformat(text)
+    except ValueError:
+        assert not re.search(string_pattern.FORMATS["date"], text)
+
+
+@pytest.mark.parametrize(
+    ("name", "valid", "invalid"),
+    [
+        ("date-time", ["2024-02-29T23:59:59Z", "1999-12-31T00:00:00.25+01:30"], ["2023-02-29T00:00:00Z", "2024-01-01"]),
+        ("time", ["12:00:00Z"], ["24:00:00Z", "12:00:00", "12:60:00Z"]),
+        ("duration", ["P1D", "PT36H", "P2W", "P1DT2H3M"], ["P", "1D", "PT"]),
+        ("email", ["a.b+c@example.org"], ["a", "@b.c", "a b@c.de", 'a"b@c.de']),
+        ("hostname", ["example.org", "a-b"], ["-a", "a..b", ""]),
+        ("ipv4", ["0.0.0.0", "255.249.199.9"], ["256.0.0.1", "1.2.3", "01.2.3.4"]),
+        ("uri", ["https://example.org/a?b=c#d", "http://h:80"], ["example.org", "http://", 'http://a/"']),
+        ("uuid", ["123e4567-e89b-12d3-a456-426614174000"], ["123e4567e89b12d3a456426614174000"]),
+    ],
+)
+def test_formats(name: str, valid: list[str], invalid: list[str]) -> None:
+    assert all(re.search(string_pattern.FORMATS[name], text) for text in valid)
+    assert not any(re.search(string_pattern.FORMATS[name], text) for text in invalid)
+    string_pattern.in_json(string_pattern.read(string_pattern.FORMATS[name]), escapes=False)
+
+
+_BOUND = st.none() | st.integers(-1200, 1200)
+
+
+@settings(deadline=None)
+@given(_BOUND, _BOUND, st.integers(-1500, 1500) | st.integers())
+def test_integers(low: int | None, high: int | None, value: int) -> None:
+    within = (low is None or low <= value) and (high is None or value <= high)
+    pattern = integers(low, high)
+    assert (bool(pattern) and re.fullmatch(pattern, str(value)) is not None) == within
+
+
+@settings(deadline=None)
+@given(
+    st.integers(0, 120),
+    st.none() | st.integers(0, 150),
+    st.booleans(),
+    st.booleans(),
+    st.decimals(0, 160, places=2).map(lambda value: f"{value:f}") | st.integers(0, 160).map(str),
+)
+def test_numbers(low: int, high: int | None, above: bool, below: bool, text: str) -> None:
+    if high is not None and high < low:
+        low, high = high, low
+    value = float(text)
+    enough = value > low if above else value >= low
+    within = enough and (high is None or (value < high if below else value <= high))
+    pattern = numbers(low, high, above=above, below=below)
+    assert (bool(pattern) and re.fullmatch(pattern, text) is not None) == within
+
+
+_NODES = ["a", "a*", "(a|b*)c?", "(a?b?){2}", "(a*)+", "a{0,2}b{0,2}", "", "(|a)(|b)", "(a|ab)(c|bcd)?"]
+
+
+@settings(deadline=None)
+@given(st.sampled_from(_NODES), st.text("abcd", max_size=5))
+def test_less_the_empty_text(pattern: str, text: str) -> None:
+    node = regex.parse(pattern)
+    rest = regex.nonempty(node)
+    assert regex.nullable(node) == (re.fullmatch(pattern, "") is not None)
+    matches = rest is not None and re.fullmatch(regex.render(rest), text) is not None
+    assert matches == (text != "" and re.fullmatch(pattern, text) is not None)
