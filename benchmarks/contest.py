@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import IO, Any
@@ -137,27 +137,22 @@ class Race:
     def __init__(self, running: Sequence[tuple[Entry, _Process]]) -> None:
         self._running = running
 
-    def run(self, steps: int, rounds: int, bar: tqdm[Any], warm_up: int = 5) -> dict[str, Samples]:
-        """`steps` steps of each, in `rounds` turns, after `warm_up` that don't count. By the entries' labels."""
+    def run(self, steps: int | Mapping[str, int], rounds: int, bar: tqdm[Any], warm_up: int = 5) -> dict[str, Samples]:
+        """`steps` steps of each (or by label), in `rounds` turns, after `warm_up` that don't count. By labels."""
         samples = {entry.label: Samples() for entry, _ in self._running}
-        turns = [warm_up, *(len(part) for part in _parts(range(steps), rounds))]
-        for index, turn in enumerate(turns):
+        for round_ in range(rounds + 1):
             for entry, process in self._running:
                 bar.set_postfix_str(entry.label, refresh=False)
+                wanted = steps if isinstance(steps, int) else steps[entry.label]
+                turn = -(-wanted // rounds) if round_ else warm_up
                 answer = process.ask(do="run", steps=turn)
-                if index:
+                if round_:
                     for name, values in answer.items():
                         getattr(samples[entry.label], name).extend(values)
                 bar.update(turn)
         for _, process in self._running:
             process.ask(do="end")
         return samples
-
-
-def _parts(items: range, count: int) -> Iterator[range]:
-    size = -(-len(items) // count)
-    for start in range(0, len(items), size):
-        yield items[start : start + size]
 
 
 class _Process:

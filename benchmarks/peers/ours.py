@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import xgrammar  # noqa: F401  # the processor loads its kernel on a thread, which must not be measured
 
 import guided.processor as processor_module
 from benchmarks.peers.loop import Forward, Slowness, Times
