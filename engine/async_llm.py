@@ -143,6 +143,8 @@ class AsyncLLM:
             while not finished:
                 output = await consumer.get()
                 finished = output.finished
+                # An unread snapshot is replaced by a newer one: the first that is seen may be the last.
+                admitted = admitted or (stream and group.first_token_time is not None)
                 if finished and output.error is not None and not admitted:
                     raise output.error
                 admitted = True
