@@ -80,6 +80,13 @@ def serve(
     max_requests: Annotated[
         int, typer.Option(help="Generations running and waiting before further requests get 429.", min=1)
     ] = 1024,
+    parking: Annotated[
+        bool, typer.Option(help="Go on without sequences whose mask is late; they follow when it is there.")
+    ] = True,
+    mask_deadline: Annotated[
+        float | None,
+        typer.Option(help="Seconds a step waits for late masks. Default: 5 % of a mean step, at least 1 ms.", min=0),
+    ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto (the checkpoint's), float32, bfloat16 or float16.")] = "auto",
     api_key: Annotated[
@@ -115,6 +122,8 @@ def serve(
                 max_num_seqs=max_num_seqs,
                 max_model_len=max_model_len,
                 max_requests=max_requests,
+                parking=parking,
+                mask_deadline=mask_deadline,
                 device=device,
                 dtype=dtype,
                 api_key=api_key or None,

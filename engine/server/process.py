@@ -39,6 +39,7 @@ class ServeOptions:
 
     Args:
         model: local directory or hub name; None is the embedded model.
+        parking, mask_deadline: see `EngineConfig`.
         grace_seconds: how long running generations may take to end by themselves once the server was told to stop.
     """
 
@@ -51,6 +52,8 @@ class ServeOptions:
     max_num_seqs: int = 64
     max_model_len: int | None = None
     max_requests: int = 1024
+    parking: bool = True
+    mask_deadline: float | None = None
     device: str = "auto"
     dtype: str = "auto"
     api_key: str | None = None
@@ -92,7 +95,12 @@ def start_engine(options: ServeOptions) -> AsyncLLM:
     return AsyncLLM(
         model,
         options.pool,
-        EngineConfig(max_num_seqs=options.max_num_seqs, max_model_len=options.max_model_len),
+        EngineConfig(
+            max_num_seqs=options.max_num_seqs,
+            max_model_len=options.max_model_len,
+            parking=options.parking,
+            mask_deadline=options.mask_deadline,
+        ),
         pool_options=pool_options,
         device=options.device,
         dtype=options.dtype,
