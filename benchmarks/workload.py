@@ -19,7 +19,7 @@ from benchmarks.peers.rows import Document
 from benchmarks.report import ROOT, fail
 from guided.vocabulary import Vocabulary
 
-__all__ = ["DATA", "Tokens", "documents", "named_document", "shared_documents", "tekken"]
+__all__ = ["DATA", "Tokens", "documents", "shared_documents", "tekken"]
 
 DATA = ROOT.parent / "shared" / "data" / "maskbench-dev.jsonl.gz"
 WORDS = ("amber", "basket", "candle", "ember", "forest", "garden", "harbor", "island", "lantern", "meadow", "zephyr")
@@ -120,17 +120,6 @@ def documents(
     if not found:
         fail(f"{path} has no schema with a valid instance of {lengths[0]} to {lengths[1]} tokens")
     return found
-
-
-def named_document(path: Path, tokens: Tokens, name: str) -> Document:
-    """The first valid instance of the schema with this id."""
-    for row in _read(path):
-        if str(row["id"]) == name:
-            value = next((test["data"] for test in row["tests"] if test["valid"]), None)
-            if value is not None:
-                schema = json.dumps(row["schema"], ensure_ascii=False)
-                return _document(name, schema, in_order(value, row["schema"]), tokens)
-    fail(f"{path} has no schema {name!r} with a valid instance")
 
 
 def shared_documents(path: Path, tokens: Tokens, schemas: Sequence[str], each: int, seed: int = 0) -> list[Document]:

@@ -48,14 +48,14 @@ class Rows:
     nothing but its own steps, and the same rows can be run in any number of ways.
 
     Args:
-        pinned: documents that rows 0, 1, ... repeat instead.
+        pinned: documents that the first row takes instead.
     """
 
     def __init__(self, documents: Sequence[Document], batch: int, stop: int, pinned: Sequence[Document] = ()) -> None:
         self._stop = stop
         self._streams = [_stream(documents, row, batch) for row in range(batch)]
-        for row, document in enumerate(pinned):
-            self._streams[row] = _stream([document], 0, 1)
+        if pinned:
+            self._streams[0] = _stream(pinned, 0, 1)
         self._next_id = 0
         self.sequences = [self._start(row) for row in range(batch)]
 
