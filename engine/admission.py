@@ -68,6 +68,7 @@ class Admission:
                 skip_special_tokens=params.skip_special_tokens,
                 stop=params.stop_strings,
                 include_stop=params.include_stop_str_in_output,
+                whole_characters=constrained,
             ),
         )
 

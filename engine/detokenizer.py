@@ -49,6 +49,8 @@ class Detokenizer:
     Args:
         stop: strings that end the text.
         include_stop: keep the stop string in the text.
+        whole_characters: a character that has not all its bytes at the end is left out, not replaced: U+FFFD is
+            nothing that a constraint allowed.
     """
 
     def __init__(
@@ -58,11 +60,13 @@ class Detokenizer:
         skip_special_tokens: bool = True,
         stop: Sequence[str] = (),
         include_stop: bool = False,
+        whole_characters: bool = False,
     ) -> None:
         self._pieces = texts.without_special if skip_special_tokens else texts.with_special
         self._decoder = _utf8("replace")
         self._stop = tuple(stop)
         self._include_stop = include_stop
+        self._whole_characters = whole_characters
         self._longest = max(map(len, self._stop), default=0)
         self._done = 0
         self.text = ""
@@ -77,7 +81,9 @@ class Detokenizer:
             self.text += self._decoder.decode(fresh)
 
     def flush(self) -> None:
-        """No more tokens come: incomplete characters become U+FFFD."""
+        """No more tokens come: what is incomplete becomes U+FFFD, or is left out."""
+        if self._whole_characters:
+            self._decoder.reset()
         self.text += self._decoder.decode(b"", final=True)
 
     def cut_at_stop(self, fed_before: int) -> str | None:

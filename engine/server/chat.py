@@ -142,7 +142,7 @@ class _ChatChunks:
             chunk["guided"] = self.guided.model_dump()
         return chunk
 
-    def delta(self, index: int, text: str, output: CompletionOutput, start: int, offset: int) -> dict[str, Any]:
+    def delta(self, index: int, text: str, output: CompletionOutput, start: int) -> dict[str, Any]:
         logprobs = chat_logprobs(output, self.context.texts, self.body.top_logprobs or 0, start)
         return self._chunk(index, {"content": text}, logprobs.model_dump() if logprobs else None, None)
 

@@ -6,7 +6,7 @@ import asyncio
 import time
 import uuid
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -15,7 +15,7 @@ from engine.outputs import CompletionOutput, RequestOutput
 from engine.server.constraints import asked
 from engine.server.context import Context, ServerContext
 from engine.server.generation import ClientGone, Job, Outputs, guided_headers, running, unless_gone, usage_of
-from engine.server.logprobs import completion_logprobs
+from engine.server.logprobs import TextOffsets, completion_logprobs
 from engine.server.prompts import text_prompts
 from engine.server.protocol import Completion, CompletionChoice, CompletionRequest, GuidedInfo, Usage
 from engine.server.sampling import check_length, sampling_params
@@ -100,6 +100,8 @@ class _TextChunks:
     job: Job
     guided: GuidedInfo | None
     created: int
+    offsets: dict[int, TextOffsets] = field(default_factory=dict)
+    """Of the choices that are being streamed."""
 
     def whole(self, finished: list[RequestOutput]) -> Completion:
         return Completion(
@@ -110,7 +112,7 @@ class _TextChunks:
                 CompletionChoice(
                     index=prompt * self.job.params.n + each.index,
                     text=self._echoed(prompt) + each.text,
-                    logprobs=completion_logprobs(each, self.context.texts),
+                    logprobs=completion_logprobs(each, self.context.texts, self._offsets()),
                     finish_reason=each.finish_reason,
                     stop_reason=each.stop_reason,
                 )
@@ -125,8 +127,9 @@ class _TextChunks:
         text = self._echoed(index // self.job.params.n)
         return self._chunk(index, text, None, None) if text or self.guided is not None else None
 
-    def delta(self, index: int, text: str, output: CompletionOutput, start: int, offset: int) -> dict[str, Any]:
-        logprobs = completion_logprobs(output, self.context.texts, start, offset)
+    def delta(self, index: int, text: str, output: CompletionOutput, start: int) -> dict[str, Any]:
+        place = self.offsets.setdefault(index, self._offsets())
+        logprobs = completion_logprobs(output, self.context.texts, place, start)
         return self._chunk(index, text, logprobs.model_dump() if logprobs else None, None)
 
     def finish(self, index: int, output: CompletionOutput) -> dict[str, Any]:
@@ -136,6 +139,9 @@ class _TextChunks:
 
     def usage(self, usage: Usage) -> dict[str, Any]:
         return {**self._head(), "choices": [], "usage": usage.model_dump()}
+
+    def _offsets(self) -> TextOffsets:
+        return TextOffsets(self.context.texts, self.job.params.skip_special_tokens)
 
     def _echoed(self, prompt: int) -> str:
         if not self.body.echo:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import codecs
+
 from engine.detokenizer import TokenTexts
 from engine.outputs import CompletionOutput
 from engine.sequence import Logprob
 from engine.server.protocol import ChatLogprob, ChatLogprobs, ChatTopLogprob, CompletionLogprobs
 
-__all__ = ["chat_logprobs", "completion_logprobs"]
+__all__ = ["TextOffsets", "chat_logprobs", "completion_logprobs"]
 
 FLOOR = -9999.0
 
@@ -27,13 +29,39 @@ def chat_logprobs(output: CompletionOutput, texts: TokenTexts, top: int, start: 
     return ChatLogprobs(content=content)
 
 
+class TextOffsets:
+    """Where in a choice's text its tokens begin, in characters; tokens are asked for in order.
+
+    A token that begins within a character stands where that character does. One without text (a stop token, a special
+    one that is left out) stands where the text goes on.
+    """
+
+    def __init__(self, texts: TokenTexts, skip_special_tokens: bool) -> None:
+        self._pieces = texts.without_special if skip_special_tokens else texts.with_special
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._length = 0
+
+    def next(self, token: int) -> int:
+        """Of the next token."""
+        piece = self._pieces[token]
+        if not piece:
+            return self._length
+        before = self._length
+        self._length += len(self._decoder.decode(piece[:1]))
+        unfinished, _ = self._decoder.getstate()
+        # Bytes that turn out to be no character end at this byte, and it begins the next one.
+        offset = self._length if unfinished else max(before, self._length - 1)
+        self._length += len(self._decoder.decode(piece[1:]))
+        return offset
+
+
 def completion_logprobs(
-    output: CompletionOutput, texts: TokenTexts, start: int = 0, offset: int = 0
+    output: CompletionOutput, texts: TokenTexts, place: TextOffsets, start: int = 0
 ) -> CompletionLogprobs | None:
     """Those of the tokens from `start` on. `top_logprobs` holds the sampled token beside the alternatives.
 
     Args:
-        offset: characters before token `start`.
+        place: was asked for the tokens before `start`.
     """
     if output.logprobs is None:
         return None
@@ -43,8 +71,9 @@ def completion_logprobs(
         tokens.append(text)
         own.append(_finite(alternatives[token]))
         tops.append({texts.of(each): _finite(logprob) for each, logprob in _ranked(alternatives)})
-        offsets.append(offset)
-        offset += len(text)
+        offset = place.next(token)
+        # A stop string, or a character that was left unfinished, is no part of the text.
+        offsets.append(offset if output.finish_reason is None else min(offset, len(output.text)))
     return CompletionLogprobs(tokens=tokens, token_logprobs=own, top_logprobs=tops, text_offset=offsets)
 
 

@@ -35,8 +35,8 @@ class Chunks(Protocol):
     def opening(self, index: int) -> dict[str, Any] | None:
         """A choice's first chunk."""
 
-    def delta(self, index: int, text: str, output: CompletionOutput, start: int, offset: int) -> dict[str, Any]:
-        """New text of a choice, of the tokens from `start` on; `offset` characters were sent before."""
+    def delta(self, index: int, text: str, output: CompletionOutput, start: int) -> dict[str, Any]:
+        """New text of a choice, of the tokens from `start` on; called in their order."""
 
     def finish(self, index: int, output: CompletionOutput) -> dict[str, Any]:
         """A choice's last chunk."""
@@ -106,7 +106,7 @@ class _Sent:
             characters, tokens = self._characters[index], self._tokens[index]
             text = completion.text[characters:]
             if text or (self._wants_logprobs and len(completion.token_ids) > tokens):
-                yield self._chunks.delta(index, text, completion, tokens, characters)
+                yield self._chunks.delta(index, text, completion, tokens)
                 self._characters[index] += len(text)
                 self._tokens[index] = len(completion.token_ids)
             if completion.finish_reason is not None:

@@ -104,3 +104,21 @@ def test_a_stop_string_across_tokens_is_found(texts: TokenTexts, tiny_tokenizer:
             break
     assert found == "狐狸"
     assert detokenizer.text == "棕色"
+
+
+def test_a_constraints_text_ends_with_a_whole_character(
+    texts: TokenTexts, tiny_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    ids = tiny_tokenizer.encode("a🦖", add_special_tokens=False)
+    assert len(ids) > 2
+    for count in range(1, len(ids)):
+        free, constrained = Detokenizer(texts), Detokenizer(texts, whole_characters=True)
+        for one in (free, constrained):
+            one.feed(ids, count)
+            one.flush()
+        assert constrained.text == "a"
+        assert free.text == ("a" if count == 1 else "a\ufffd")
+    whole = Detokenizer(texts, whole_characters=True)
+    whole.feed(ids, len(ids))
+    whole.flush()
+    assert whole.text == "a🦖"

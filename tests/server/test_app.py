@@ -168,6 +168,31 @@ class TestCompletions:
         assert all(2 <= len(top) <= 3 for top in found["top_logprobs"])
         assert found["text_offset"][0] == 0
 
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_text_offsets_are_positions_in_the_text(self, client: TestClient, stream: bool) -> None:
+        body = {"prompt": "x", "choice": ["a🦖🦖b"], "logprobs": 1, "max_tokens": 30, "stream": stream}
+        answer = post(client, "/v1/completions", **body)
+        chunks = sse(answer.text)[:-1] if stream else [answer.json()]
+        choices = [chunk["choices"][0] for chunk in chunks]
+        assert "".join(choice["text"] for choice in choices) == "a🦖🦖b"
+        found = [choice["logprobs"] for choice in choices if choice["logprobs"]]
+        tokens = [token for each in found for token in each["tokens"]]
+        offsets = [offset for each in found for offset in each["text_offset"]]
+        assert tokens[0] == "a"
+        assert tokens[-2:] == ["b", "<|end|>"]
+        assert tokens.count("\ufffd") > 2
+        assert offsets[:2] == [0, 1]
+        assert offsets[-2:] == [3, 4]
+        assert offsets == sorted(offsets)
+        assert set(offsets) == {0, 1, 2, 3, 4}
+
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_a_length_ended_answer_ends_with_a_whole_character(self, client: TestClient, stream: bool) -> None:
+        answer = post(client, "/v1/completions", prompt="x", max_tokens=1, choice=["🦖"], stream=stream)
+        choices = [chunk["choices"][0] for chunk in (sse(answer.text)[:-1] if stream else [answer.json()])]
+        assert "".join(choice["text"] for choice in choices) == ""
+        assert choices[-1]["finish_reason"] == "length"
+
     def test_token_ids_and_text_are_the_same_prompt(self, client: TestClient) -> None:
         tokens = client.post("/tokenize", json={"prompt": "the quick"}).json()["tokens"]
         body = {"max_tokens": 8, "temperature": 0}
