@@ -26,6 +26,8 @@ from guided.vocabulary import Vocabulary
 __all__ = ["Job", "Outcome"]
 
 _PR_SET_PDEATHSIG = 1
+_NICENESS = 10
+"""A compilation takes whole seconds of a core: the engine and the masks go first."""
 _log = logging.getLogger(__name__)
 
 
@@ -82,6 +84,7 @@ def _main() -> None:
     os.dup2(2, 1)
     backends = Backends(Vocabulary.from_bytes(read_frame(0)))
     _warm(backends)
+    os.nice(_NICENESS)
     write_frame(answers, b"")
     decode = decoder(Job).decode
     while True:
