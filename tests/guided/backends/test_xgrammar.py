@@ -111,7 +111,7 @@ def test_what_is_malformed_or_empty_is_invalid(backend: XGrammarBackend, schema:
         ({"type": "object", "propertyNames": {"pattern": "^[a-z]+$"}}, [{"abc": 1}], [{"A": 1}]),
         ({"properties": {"a": False, "b": True}}, [{"b": 1}, {}], [{"a": 1}]),
         # strings
-        ({"type": "string", "minLength": 2, "maxLength": 3}, ["ab", "aé"], ["a", "abcd", "a\x01"]),
+        ({"type": "string", "minLength": 2, "maxLength": 3}, ["ab", "abc"], ["a", "abcd"]),
         ({"type": "string", "pattern": "b"}, ["abc", "b"], ["ac", ""]),
         ({"type": "string", "pattern": "^[a-z]+$", "maxLength": 3}, ["abc"], ["abcd"]),
         ({"type": "string", "format": "date"}, ["2024-02-29"], ["2023-02-29", "2024-02-31", "2024-1-1"]),
