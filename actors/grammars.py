@@ -46,6 +46,8 @@ class Home:
     actor: Any
     """Ray's handle of a `MaskActor`."""
     installed: set[str] = field(default_factory=set)
+    serving: bool = False
+    """Sequences are placed on it."""
 
 
 @dataclass(eq=False, slots=True)
@@ -64,7 +66,7 @@ class _Arrival:
     grammar: Grammar
     stored: _Stored
     since: float
-    """`time.monotonic()` when it was compiled."""
+    """`time.monotonic()` when it was compiled, or asked for again."""
 
 
 class Grammars:
@@ -85,7 +87,8 @@ class Grammars:
         # From here on: the thread's own.
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._stored: dict[str, _Stored] = {}
-        self._homes: set[Home] = set()
+        self._homes: tuple[Home, ...] = ()
+        """Replaced, never changed: read by other threads."""
         self._arrivals: list[_Arrival] = []
         self._pulse: tuple[Future[Any], float] | None = None
         self._thread = threading.Thread(target=self._run, name="grammars", daemon=True)
@@ -106,11 +109,26 @@ class Grammars:
                 return refused
             future, new = self._cache.acquire(key)
             if new:
-                future.set_running_or_notify_cancel()  # it is shared: nobody may cancel it
-                self._pending[key] = future
-        if new:
-            self._tasks.put(partial(self._compile, key, constraint, list(backends)))
+                task = partial(self._compile, key, constraint, list(backends))
+            elif not self._is_homeless(future):
+                return future
+            elif (waiting := self._pending.get(key)) is not None:
+                return waiting
+            else:
+                # Compiled once, and since then all workers that had it are gone.
+                task = partial(self._bring_home, future.result(), constraint, list(backends))
+                future = Future()
+            future.set_running_or_notify_cancel()  # it is shared: nobody may cancel it
+            self._pending[key] = future
+        self._tasks.put(task)
         return future
+
+    def _is_homeless(self, future: Future[Grammar]) -> bool:
+        """It is compiled, and no worker that takes sequences has it."""
+        if not future.done() or future.exception() is not None:
+            return False
+        key = future.result().key
+        return not any(home.serving and key in home.installed for home in self._homes)
 
     def release(self, grammar: Grammar) -> None:
         """See `MaskPool.release`. Returns at once."""
@@ -132,6 +150,11 @@ class Grammars:
         _, missing = wait(needed, max(0.0, timeout - (time.monotonic() - started)))
         if missing:
             raise PoolUnavailable(f"{len(missing)} of {len(needed)} grammars were not loaded within {timeout:g} s")
+
+    def serve(self, home: Home) -> None:
+        """From now on sequences are placed on that worker: who waited for a worker with its grammar has one."""
+        home.serving = True
+        self._tasks.put(self._check_arrivals)
 
     def leave(self, home: Home) -> None:
         """That worker is gone."""
@@ -213,6 +236,20 @@ class Grammars:
         self._arrivals.append(_Arrival(grammar, stored, time.monotonic()))
         self._check_arrivals()
 
+    def _bring_home(self, grammar: Grammar, constraint: Constraint, backends: list[str]) -> None:
+        """A compiled grammar that no worker has is asked for again."""
+        stored = self._stored.get(grammar.key)
+        if stored is None:
+            self._compile(grammar.cache_key, constraint, backends)
+            return
+        for home in self._homes:
+            load = stored.homes.get(home)
+            if load is not None and load.done() and load.exception() is not None:
+                del stored.homes[home]  # once more
+            self._install(stored, home)
+        self._arrivals.append(_Arrival(grammar, stored, time.monotonic()))
+        self._check_arrivals()
+
     def _install(self, stored: _Stored, home: Home) -> Future[None]:
         if home not in stored.homes:
             loaded: Future[None] = _in_order(home.actor.install, stored.installable, stored.dumped).future()
@@ -222,7 +259,8 @@ class Grammars:
 
     def _installed(self, stored: _Stored, home: Home, done: Future[None]) -> None:
         if done.exception() is None:
-            home.installed.add(stored.installable.key)
+            if self._stored.get(stored.installable.key) is stored:  # else it was dropped meanwhile, there too
+                home.installed.add(stored.installable.key)
         elif home in self._homes:
             _log.warning("%s was not loaded: %s", stored.installable.key, done.exception())
         self._check_arrivals()
@@ -235,7 +273,7 @@ class Grammars:
             _in_order(home.actor.uninstall, keys)
 
     def _settle(self, home: Home, settled: Future[list[Future[None]]]) -> None:
-        self._homes.add(home)
+        self._homes += (home,)
         with self._cache_lock:
             needed = {grammar.key for grammar in self._cache.in_use()}
         needed.update(arrival.grammar.key for arrival in self._arrivals)
@@ -245,7 +283,7 @@ class Grammars:
         settled.set_result(first)
 
     def _leave(self, home: Home) -> None:
-        self._homes.discard(home)
+        self._homes = tuple(each for each in self._homes if each is not home)
         for stored in self._stored.values():
             stored.homes.pop(home, None)
         self._check_arrivals()
@@ -255,11 +293,12 @@ class Grammars:
         now = time.monotonic()
         for arrival in self._arrivals:
             age = now - arrival.since
-            loads = [arrival.stored.homes[home] for home in self._homes if home in arrival.stored.homes]
-            loaded = any(load.done() and load.exception() is None for load in loads)
+            homes = [home for home in self._homes if not _died(arrival.stored.homes.get(home))]
+            loads = [arrival.stored.homes[home] for home in homes if home in arrival.stored.homes]
+            loaded = any(home.serving and arrival.grammar.key in home.installed for home in homes)
             if loaded and (age > _GRACE_SECONDS or all(load.done() for load in loads)):
                 self._pending.pop(arrival.grammar.cache_key).set_result(arrival.grammar)
-            elif loads and all(load.done() for load in loads):
+            elif loads and all(load.done() and load.exception() is not None for load in loads):
                 error = BackendError(f"no worker could load the grammar: {bounded(loads[0].exception())}")
                 self._fail(arrival.grammar.cache_key, error)
             elif age > _HOMELESS_SECONDS:
@@ -290,3 +329,8 @@ class Grammars:
 def _in_order(method: Any, *arguments: Any) -> Any:
     """Call a method of a `MaskActor` after those that were called this way before."""
     return method.options(concurrency_group=ORDERED).remote(*arguments)
+
+
+def _died(load: Future[None] | None) -> bool:
+    """That worker is gone; it says nothing about the grammar."""
+    return load is not None and load.done() and isinstance(load.exception(), RayActorError)

@@ -33,6 +33,8 @@ _SLOW_SECONDS = 0.001
 """A sequence whose last row took longer is filled after its neighbours."""
 _STRAGGLE_SECONDS, _STRAGGLE_FACTOR = 0.03, 20.0
 """A mask that takes longer, and so many times longer than most, holds others up: its sequence goes to a slow lane."""
+_LOAD_SECONDS = 0.02
+"""How often it is looked whether an actor has a grammar by now that none had."""
 _PROMPT_ROWS = 16
 """After so many rows that were no trouble a sequence is like any other again."""
 _STATES: tuple[Literal["ready", "needs_history", "failed"], ...] = ("ready", "needs_history", "failed")
@@ -76,7 +78,7 @@ class Rotation:
         self._take_news()
         opening = OpenSequence(sequence_id, grammar.key, parent_id)
         sequence = Placed(opening, None)
-        if not self._place(sequence):
+        if not self._place(sequence) and not self._links:
             raise PoolUnavailable("no mask worker is up")
         self._sequences[sequence_id] = sequence
 
@@ -164,7 +166,7 @@ class Rotation:
             left = last - time.monotonic()
             if left <= 0:
                 break
-            self._wait(left)
+            self._wait(min(left, _LOAD_SECONDS) if self._links else left)
         return found
 
     def _is_settled(self, sequence_id: int) -> bool:
@@ -173,7 +175,7 @@ class Rotation:
             return True
         if sequence.lease is not None:
             return sequence.lease.result is not None
-        return bool(self._links)
+        return sequence.link is not None or any(sequence.opening.grammar in link.installed for link in self._links)
 
     def failures(self) -> dict[int, GuidedError]:
         """See `MaskPool.failures`."""
@@ -198,7 +200,7 @@ class Rotation:
         parent = self._sequences.get(opening.parent) if opening.parent is not None else None
         link = parent.link if parent is not None else None
         if link is None:
-            able = [link for link in self._links if opening.grammar in link.installed] or self._links
+            able = [link for link in self._links if opening.grammar in link.installed]
             if not able:
                 return False
             # Where there are slow lanes, those who straggle go there and nobody else does.
@@ -330,6 +332,8 @@ class Rotation:
 
     def _wait(self, seconds: float) -> None:
         """Wait for answers or news, and deal with them."""
+        if self._step.unplaced and self._links:
+            seconds = min(seconds, _LOAD_SECONDS)
         happened = self._poller.poll(math.ceil(seconds * 1000))
         sockets = {socket for socket, _ in happened}
         for link in list(self._links):
@@ -338,6 +342,7 @@ class Rotation:
         if self._wake in sockets:
             os.eventfd_read(self._wake)
             self._take_news()
+        if self._step.unplaced:
             self._send_unplaced()
 
     def _send_unplaced(self) -> None:

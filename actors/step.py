@@ -27,7 +27,7 @@ class Step:
         self.opening: list[Placed] = []
         """Sequences that their actor hears of for the first time."""
         self.unplaced: list[int] = []
-        """Fills that no actor was up for."""
+        """Fills that no actor with their grammar was up for."""
         self.collecting = False
         """Somebody waits for the rows now; until then masks stay where they are."""
         self.bitmask: NDArray[np.int32] | None = None

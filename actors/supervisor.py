@@ -182,7 +182,7 @@ class Supervisor:
             except BaseException:
                 link.close()
                 raise
-            self._serve(link, channel, process)
+            self._serve(home, link, channel, process)
         finally:
             self._home = None
             self._plan.grammars.leave(home)
@@ -203,18 +203,20 @@ class Supervisor:
         segment.close()
         raise PoolUnavailable(f"the actor on {place.host} can't connect to {plan.cluster.host}")
 
-    def _serve(self, link: Link, channel: Channel, process: _Process) -> None:
+    def _serve(self, home: Home, link: Link, channel: Channel, process: _Process) -> None:
         """In rotation, until it is over."""
         self._link = link
         self._state = "up"
         if self._first_try.is_set():
             self._restarts += 1
         self._announce(Up(link))
+        self._plan.grammars.serve(home)
         self._first_try.set()
         who = f"mask worker {self._index} (pid {link.place.pid}, incarnation {link.incarnation})"
         try:
             hung = self._watch(link, channel, process)
         finally:
+            home.serving = False
             self._link = None
             self._state = "restarting"
         if self._stopping.is_set():

@@ -120,6 +120,24 @@ def test_an_actor_that_lacks_the_grammar_gets_no_sequence_of_it(host: Host) -> N
     assert {host.where(1), host.where(2)} == {1}
 
 
+def test_where_no_actor_has_the_grammar_yet_a_sequence_waits_for_one_that_does(host: Host) -> None:
+    for actor in host.actors:
+        actor.wire.installed.discard("fast")
+        actor.worker.uninstall("fast")
+    host.open(1)
+    assert host.step((1, ""), timeout=0.05) == ["late"]
+    assert host.rotation.settled([1], 0.05) == []
+
+    def load() -> None:
+        host.actors[1].worker.install("fast", ScriptedGrammar(ABC))
+        host.actors[1].wire.installed.add("fast")
+
+    host.submit((1, ""))
+    threading.Timer(0.1, load).start()
+    assert [row.state for row in host.collect()] == ["ready"]
+    assert host.where(1) == 1
+
+
 def test_without_an_actor_nothing_can_be_opened(transport: Transport) -> None:
     rotation = Rotation()
     with pytest.raises(PoolUnavailable):

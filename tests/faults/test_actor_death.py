@@ -131,6 +131,30 @@ def test_a_killed_actor_ends_its_sequences_and_no_others_and_is_replaced(host: H
     assert host.placed_on()[restarted.pid or 0] == set(new)
 
 
+def test_a_grammar_that_died_with_all_actors_is_there_again_before_it_is_used(host: Host) -> None:
+    constraint, backends = Constraint.regex("[a-c]+"), ("xgrammar",)
+    host.pool.release(host.pool.compile(constraint, backends).result(WAIT))
+    victims = tuple(worker.pid for worker in host.pool.status().workers if worker.pid is not None)
+    for victim in victims:
+        os.kill(victim, signal.SIGKILL)
+    until(lambda: not any(worker.state == "up" for worker in host.pool.status().workers))
+    again = host.pool.compile(constraint, backends)
+    assert not again.done()
+    assert host.pool.compile(constraint, backends) is again
+    assert host.pool.status().compiling == 1
+    grammar = again.result(WAIT)
+    sequence = next(_ids)
+    host.pool.open(sequence, grammar)
+    host.pool.submit([Fill(sequence, 0, tokens("a"))])
+    assert [row.state for row in host.pool.collect(host.bitmask, WAIT)] == ["ready"]
+    assert allowed(host.bitmask[0]) == ".abc"
+    assert host.pool.status().compiling == 0
+    host.pool.free([sequence])
+    host.pool.release(grammar)
+    host.pool.release(grammar)
+    host.pool.compile(constraint, backends).result(0)  # now there is nothing to wait for
+
+
 def test_an_idle_actors_death_is_reported_between_steps(host: Host) -> None:
     sequences = host.open(2)
     host.step(sequences)
