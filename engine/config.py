@@ -16,7 +16,7 @@ class EngineConfig:
         max_num_seqs: sequences in one step, at the most.
         max_num_batched_tokens: tokens in one step, at the most (prompts and decoded tokens together); raised to
             `max_model_len` where it is less, for a preempted sequence is prefilled again as a whole.
-        max_model_len: prompt and output together; None is the model's own limit.
+        max_model_len: prompt and output together; None is the model's own limit, which it can't exceed.
         block_size: tokens in one block of the KV cache.
         num_blocks: blocks of the KV cache; None sizes it from `kv_cache_bytes`.
         kv_cache_bytes: memory for the KV cache; None is a share of what is free (`kv_cache.plan_blocks`), and never

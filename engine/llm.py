@@ -83,6 +83,7 @@ class LLM:
         **load_options: Any,
     ) -> None:
         loaded = load_model(model, **load_options) if isinstance(model, str) else model
+        loaded.context_length(config.max_model_len if config else None)  # before a pool is started in vain
         set_threads(loaded, config)
         self._own_pool = open_pool(pool, loaded.vocabulary, pool_options) if isinstance(pool, str) else None
         self.pool: MaskPool = self._own_pool or pool  # type: ignore[assignment]  # a MaskPool where it is no name

@@ -60,12 +60,15 @@ class LLMEngine:
     Args:
         model: what runs.
         pool: where masks are computed; handed in, and not shut down here. None: constrained requests are refused.
+
+    Raises:
+        ValueError: `config` asks for a longer context than the model has.
     """
 
     def __init__(self, model: LoadedModel, config: EngineConfig | None = None, pool: MaskPool | None = None) -> None:
         self.config = config = config or EngineConfig()
         self.model = model
-        self.max_model_len = min(config.max_model_len or model.max_model_len, model.max_model_len)
+        self.max_model_len = model.context_length(config.max_model_len)
         num_blocks = plan_blocks(
             config, model.layers, max_model_len=self.max_model_len, dtype=model.dtype, device=model.device
         )

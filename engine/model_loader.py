@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, cast
 
 import torch
+from huggingface_hub import HfApi, try_to_load_from_cache
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from engine.attention import ATTENTION, PagedContext, UnsupportedModelError, register
 from engine.kv_cache import LayerShapes
+from guided.errors import bounded
 from guided.vocabulary import Vocabulary
 
 __all__ = ["LoadedModel", "load_model", "prepare_model"]
@@ -39,6 +42,18 @@ class LoadedModel:
     dtype: torch.dtype
     device: torch.device
 
+    def context_length(self, wanted: int | None) -> int:
+        """`wanted`, in tokens, or the model's own where that is None.
+
+        Raises:
+            ValueError: it is more than the model's own.
+        """
+        if wanted is not None and wanted > self.max_model_len:
+            raise ValueError(
+                f"max_model_len is {wanted}; the context of this model is {self.max_model_len} tokens long"
+            )
+        return wanted or self.max_model_len
+
 
 def load_model(
     model: str,
@@ -58,13 +73,14 @@ def load_model(
     Raises:
         UnsupportedModelError: the engine can't serve this architecture; the message says why.
         OSError: there is no such model.
+        ValueError: there is no such dtype, or no such device here.
     """
     if dtype != "auto" and dtype not in _DTYPES:
         raise ValueError(f"dtype is {dtype!r}; it must be one of auto, {', '.join(_DTYPES)}")
     register()
-    config = AutoConfig.from_pretrained(model, revision=revision)
+    place = _find_device(device)
+    config = _find_config(model, revision)
     _check_config(config)
-    place = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
     loaded = AutoModelForCausalLM.from_pretrained(
         model,
         config=config,
@@ -102,6 +118,50 @@ def prepare_model(model: Any, tokenizer: Any, *, name: str = "model") -> LoadedM
         dtype=head.weight.dtype,
         device=head.weight.device,
     )
+
+
+def _find_device(name: str) -> torch.device:
+    """Try it out, before anything is loaded."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        place = torch.device(name)
+        torch.zeros(1, device=place).item()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        why = str(error).splitlines()[0]
+        raise ValueError(f"device is {name!r}: {bounded(why)}") from error
+    return place
+
+
+def _find_config(model: str, revision: str | None) -> Any:
+    """Of a local directory, or of a model on the hub. A hub that can't be reached is no reason to wait for it."""
+    if Path(model).is_dir():
+        return AutoConfig.from_pretrained(model, revision=revision)
+    try:
+        if try_to_load_from_cache(model, "config.json", revision=revision) is None:
+            _look_up(model, revision)
+        return AutoConfig.from_pretrained(model, revision=revision)
+    except (OSError, ValueError) as error:
+        why = " ".join(str(error).split())
+        raise OSError(
+            f"there is no local directory {model!r}, and no such model from the hub: {bounded(why)}"
+        ) from error
+
+
+def _look_up(model: str, revision: str | None) -> None:
+    """One try, where transformers would try for a minute. What the hub says about the model is left to transformers.
+
+    Raises:
+        OSError: the hub can't be reached.
+        ValueError: that can't be a model's name.
+    """
+    try:
+        HfApi().model_info(model, revision=revision, timeout=10)
+    except ValueError:
+        raise
+    except Exception as error:  # of whichever HTTP library it uses
+        if getattr(error, "response", None) is None:
+            raise OSError(f"the hub can't be reached: {error}") from error
 
 
 def _check_config(config: Any) -> None:
