@@ -10,7 +10,7 @@ from typing import Any
 
 from guided.backends import candidates, resolve
 from guided.constraint import KINDS, Constraint
-from guided.errors import InvalidConstraint, InvalidRequest
+from guided.errors import InvalidConstraint, InvalidRequest, bounded
 
 __all__ = ["MAX_LOGPROBS", "SamplingParams"]
 
@@ -151,6 +151,11 @@ class SamplingParams:
     def _check_stops(self) -> None:
         if not all(isinstance(text, str) and text for text in self.stop):
             raise InvalidRequest("stop is a non-empty string, or a list of them", param="stop")
+        for text in self.stop:
+            try:
+                text.encode("utf-8")
+            except UnicodeEncodeError as error:
+                raise InvalidRequest(f"stop is not valid Unicode: {bounded(error)}", param="stop") from None
         for token in self.stop_token_ids:
             _integer("stop_token_ids", token, least=0)
 

@@ -58,10 +58,12 @@ class GuidedError(Exception):
         self.param = param
         """The request field that is at fault, as the user spelled it."""
         self.pointer = pointer
-        """RFC 6901 JSON pointer into the constraint, where it has an inside."""
+        """RFC 6901 JSON pointer into the constraint, where it has an inside; empty for all of it."""
 
     def __str__(self) -> str:
-        return self.message if self.pointer is None else f"{self.message} (at {self.pointer or '/'!r})"
+        if self.pointer is None:
+            return self.message
+        return f"{self.message} (at {repr(self.pointer) if self.pointer else 'the root'})"
 
     def __reduce__(self) -> tuple[object, ...]:
         # Keyword arguments don't survive Exception's own pickling; Ray and process pools pickle errors.

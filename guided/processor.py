@@ -122,15 +122,24 @@ class LogitPostProcessor:
         return future
 
     def prepare(self, rows: Sequence[GuidedRow]) -> None:
-        """Send one step's rows to the workers; returns in microseconds. `apply` follows."""
+        """Send one step's rows to the workers; returns in microseconds. `apply` follows.
+
+        Raises:
+            ValueError: a row's request is not initialized (or is freed), or its grammar is still being compiled.
+                Nothing was sent.
+            RuntimeError: `apply` has not followed the last one.
+        """
         if self._prepared:
             raise RuntimeError("prepare() was called twice without apply() between")
+        known = self._sequences
+        placed: Sequence[GuidedRow] = rows
+        new = not known.keys() >= {row.sequence_id for row in rows}
+        if new:
+            self._check_new(row for row in rows if row.sequence_id not in known)
         self._prepared = True
         self._asked = time.monotonic()
         self._unplaced = {}
-        known = self._sequences
-        placed: Sequence[GuidedRow] = rows
-        if not known.keys() >= {row.sequence_id for row in rows}:
+        if new:
             placed = [row for row in rows if row.sequence_id in known or self._open(row)]
         fills: list[Fill] = []
         for row in placed:
@@ -144,6 +153,14 @@ class LogitPostProcessor:
         self._rows, self._fills = placed, fills
         if fills:
             self._pool.submit(fills)
+
+    def _check_new(self, rows: Iterable[GuidedRow]) -> None:
+        for row in rows:
+            request = self._requests.get(row.request_id)
+            if request is None:
+                raise ValueError(f"request {row.request_id!r} is not initialized")
+            if not request.future.done():
+                raise ValueError(f"the grammar of request {row.request_id!r} is still being compiled")
 
     def _open(self, row: GuidedRow) -> bool:
         request = self._requests[row.request_id]

@@ -15,7 +15,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from engine.server.protocol import REFUSED
+from engine.server.protocol import MISPLACED, REFUSED, UNSUPPORTED
 from guided.errors import (
     GuidedError,
     InternalError,
@@ -132,9 +132,13 @@ async def _on_surprise(request: Request, error: Exception) -> JSONResponse:
 
 
 def _describe(errors: Sequence[Any]) -> tuple[str, str | None, str]:
-    """Message, param and code of a body that is not of its shape: the first unknown field, else the first error."""
-    first = next((each for each in errors if each["type"] == "extra_forbidden"), errors[0])
+    """Message, param and code of a body that is not of its shape: the first unknown field, else what a validator of
+    ours says, else the first error."""
+    telling = ({"extra_forbidden"}, {MISPLACED, UNSUPPORTED})
+    first = next((each for types in telling for each in errors if each["type"] in types), errors[0])
     param = _path(first["loc"])
+    if first["type"] in (MISPLACED, UNSUPPORTED):
+        return bounded(first["msg"]), param or None, first["type"]
     if first["type"] == "json_invalid":
         return f"the body is not JSON: {first['ctx']['error']} at character {first['loc'][-1]}", None, "invalid_json"
     if first["type"] == "extra_forbidden":

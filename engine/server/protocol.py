@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 __all__ = [
     "CHAT_EXAMPLE",
     "COMPLETION_EXAMPLE",
+    "MISPLACED",
     "REFUSED",
+    "UNSUPPORTED",
     "ChatChoice",
     "ChatLogprob",
     "ChatLogprobs",
@@ -64,6 +67,9 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
 """Known fields that are refused: name -> why, and the values (beside null) that ask for nothing and so are taken."""
 
 
+MISPLACED, UNSUPPORTED = "invalid_request", "unsupported_parameter"
+"""Errors of this module's own validators, by the code that the answer has: their messages say all."""
+
 CHAT_EXAMPLE: dict[str, Any] = {
     "messages": [{"role": "user", "content": "Maria Keller is 34 years old and lives in Lisbon."}],
     "json_schema": {
@@ -110,6 +116,14 @@ class ResponseFormat(Body):
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchemaFormat | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _refused_by_its_type(cls, data: Any) -> Any:
+        # Else an answer would be about a field of it, and not say that there is no such type here.
+        if isinstance(data, dict) and data.get("type") == "structural_tag":
+            return {"type": "structural_tag"}
+        return data
+
 
 class StructuredOutputs(Body):
     """vLLM's `structured_outputs`: exactly one of the constraint fields."""
@@ -136,6 +150,13 @@ class GenerationRequest(Body):
     model: str | None = Field(default=None, description="Name of the served model; see /v1/models.")
     stream: bool = False
     stream_options: StreamOptions | None = None
+
+    @field_validator("stream_options")
+    @classmethod
+    def _only_of_streams(cls, options: StreamOptions | None, info: ValidationInfo) -> StreamOptions | None:
+        if options is not None and not info.data.get("stream"):
+            raise PydanticCustomError(MISPLACED, "stream_options goes with stream: true")
+        return options
 
     # What the output has to satisfy: one of these. Ours ...
     json_schema: dict[str, Any] | str | bool | None = Field(
@@ -197,6 +218,14 @@ class GenerationRequest(Body):
 class TextPart(Body):
     type: Literal["text"]
     text: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_other_parts(cls, data: Any) -> Any:
+        kind = data.get("type", "text") if isinstance(data, dict) else "text"
+        if isinstance(kind, str) and kind != "text":
+            raise PydanticCustomError(UNSUPPORTED, "content parts of type {kind} are not supported", {"kind": kind})
+        return data
 
 
 class Message(Body):
@@ -262,7 +291,7 @@ class TokenizeRequest(Body):
     @model_validator(mode="after")
     def _one_of(self) -> Self:
         if (self.prompt is None) == (self.messages is None):
-            raise ValueError("give either prompt or messages")
+            raise PydanticCustomError(MISPLACED, "give either prompt or messages")
         return self
 
 

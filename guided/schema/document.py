@@ -16,11 +16,11 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from guided.errors import ConstraintTooLarge, InvalidConstraint, bounded
+from guided.errors import MAX_ECHO, ConstraintTooLarge, InvalidConstraint, bounded
 from guided.limits import Limits
 from guided.schema.graph import Position, SchemaGraph
 from guided.schema.metaschema import Dialect
-from guided.schema.pointer import escape
+from guided.schema.pointer import ancestor, escape
 
 __all__ = ["close_objects", "parse", "walk_keywords"]
 
@@ -50,7 +50,7 @@ def parse(schema: Mapping[str, Any] | bool | str, limits: Limits, param: str) ->
         return _parse(schema, limits, param)
     except InvalidConstraint as error:
         if error.pointer is not None:
-            error.pointer = bounded(error.pointer)
+            error.pointer = ancestor(bounded(error.pointer, len(error.pointer) * 10), MAX_ECHO)
         raise
 
 

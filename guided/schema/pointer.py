@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-__all__ = ["escape", "pointer"]
+__all__ = ["ancestor", "escape", "pointer"]
 
 
 def escape(token: str) -> str:
@@ -15,3 +15,8 @@ def escape(token: str) -> str:
 def pointer(path: Iterable[str | int]) -> str:
     """The pointer of a path of keys and indices; empty for the document itself."""
     return "".join(f"/{escape(str(token))}" for token in path)
+
+
+def ancestor(whole: str, limit: int) -> str:
+    """`whole`, or where that is longer than `limit` characters the nearest pointer above it that is not."""
+    return whole if len(whole) <= limit else whole[: whole.rfind("/", 0, limit + 1)]

@@ -75,6 +75,24 @@ def test_a_failed_row_is_reported_and_not_masked_and_the_others_are() -> None:
     assert allowed(logits, 1) == [5]
 
 
+def test_rows_of_requests_that_are_not_ready_are_refused_and_change_nothing() -> None:
+    subject = processor()
+    subject.initialize("r", Constraint.choice(["12"]))
+    good = GuidedRow("r", 1, [], 0)
+    with pytest.raises(ValueError, match="'unknown' is not initialized"):
+        subject.prepare([good, GuidedRow("unknown", 2, [], 1)])
+    subject._requests["slow"] = type(subject._requests["r"])(Future())
+    with pytest.raises(ValueError, match="'slow' is still being compiled"):
+        subject.prepare([good, GuidedRow("slow", 2, [], 1)])
+    subject.prepare([good])
+    logits = torch.zeros(1, WIDTH)
+    subject.apply(logits)
+    assert allowed(logits, 0) == [1]
+    subject.free("r")
+    with pytest.raises(ValueError, match="'r' is not initialized"):
+        subject.prepare([good])
+
+
 def test_a_batch_without_constraints_touches_nothing() -> None:
     subject = processor()
     subject.prepare([])

@@ -1,0 +1,72 @@
+"""What is said of bodies that are not of their shape: the field, and why, in words that help."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+PROMPT: dict[str, Any] = {"prompt": "x", "max_tokens": 1}
+
+
+def said(client: TestClient, path: str, body: dict[str, Any] | str) -> tuple[str, str | None]:
+    """Message and param of a 400."""
+    if isinstance(body, str):
+        answer = client.post(path, content=body, headers={"content-type": "application/json"})
+    else:
+        answer = client.post(path, json=body)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert answer.headers["x-should-retry"] == "false"
+    return error["message"], error["param"]
+
+
+@pytest.mark.parametrize("body", [{}, {"prompt": "x", "messages": [{"role": "user", "content": "x"}]}])
+def test_tokenize_takes_one_of_two(client: TestClient, body: dict[str, Any]) -> None:
+    assert said(client, "/tokenize", body) == ("give either prompt or messages", None)
+
+
+@pytest.mark.parametrize("kind", ["image_url", "input_audio", "file"])
+def test_parts_that_are_no_text(client: TestClient, kind: str) -> None:
+    parts = [{"type": "text", "text": "what is this?"}, {"type": kind, kind: {"url": "data:image/png;base64,AA"}}]
+    body = {"messages": [{"role": "user", "content": parts}]}
+    expected = f"content parts of type {kind} are not supported", "messages[0].content[1]"
+    assert said(client, "/v1/chat/completions", body) == expected
+
+
+def test_structural_tags(client: TestClient) -> None:
+    form = {"type": "structural_tag", "structures": [], "triggers": ["<"]}
+    message, param = said(client, "/v1/completions", {**PROMPT, "response_format": form})
+    assert (message, param) == ("response_format of type structural_tag is not supported", "response_format.type")
+
+
+def test_stop_strings_are_unicode(client: TestClient) -> None:
+    for stop in (r'"\ud800"', r'["a", "\ud800"]'):
+        message, param = said(client, "/v1/completions", f'{{"prompt": "x", "stop": {stop}}}')
+        assert param == "stop"
+        assert message.startswith("stop is not valid Unicode")
+
+
+@pytest.mark.parametrize("fields", [{}, {"stream": False}])
+def test_stream_options_are_of_streams(client: TestClient, fields: dict[str, Any]) -> None:
+    body = {**PROMPT, **fields, "stream_options": {"include_usage": True}}
+    assert said(client, "/v1/completions", body) == ("stream_options goes with stream: true", "stream_options")
+    assert client.post("/v1/completions", json={**PROMPT, **fields, "stream_options": None}).status_code == 200
+
+
+def test_a_schemas_root_has_an_empty_pointer(client: TestClient) -> None:
+    answer = client.post("/v1/completions", json={**PROMPT, "json_schema": False}).json()["error"]
+    assert answer["pointer"] == ""
+    assert answer["message"].endswith("(at the root)")
+
+
+def test_a_pointer_stays_one_however_deep(client: TestClient) -> None:
+    schema: dict[str, Any] = {"type": "nonesuch"}
+    for name in range(20):
+        schema = {"type": "object", "properties": {f"a-property-with-a-name-{name}": schema}}
+    pointer = client.post("/v1/completions", json={**PROMPT, "json_schema": schema}).json()["error"]["pointer"]
+    assert 200 < len(pointer) <= 300
+    here: Any = schema
+    for token in pointer.split("/")[1:]:
+        here = here[token]
