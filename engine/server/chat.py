@@ -16,7 +16,7 @@ from engine.server.constraints import asked
 from engine.server.context import Context, ServerContext
 from engine.server.generation import ClientGone, Job, Outputs, guided_headers, running, unless_gone, usage_of
 from engine.server.logprobs import chat_logprobs
-from engine.server.prompts import encode, render_chat
+from engine.server.prompts import encode_chat
 from engine.server.protocol import ChatChoice, ChatRequest, ChatResponse, GuidedInfo, ResponseMessage, Usage
 from engine.server.sampling import check_length, sampling_params
 from engine.server.streaming import EventStream, events
@@ -62,15 +62,13 @@ def _job(body: ChatRequest, context: ServerContext) -> Job:
     except InvalidRequest as error:
         error.param = {"max_tokens": max_tokens_param, "logprobs": "top_logprobs"}.get(error.param or "", error.param)
         raise
-    text = render_chat(
+    prompt = encode_chat(
         context.engine.tokenizer,
         body.messages,
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
         variables=body.chat_template_kwargs,
     )
-    # The template wrote the special tokens already.
-    prompt = encode(context.engine.tokenizer, text, add_special_tokens=False, param="messages")
     check_length(
         len(prompt),
         max_tokens,

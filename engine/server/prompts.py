@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import uuid
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from jinja2 import TemplateError
@@ -10,7 +13,7 @@ from jinja2 import TemplateError
 from engine.server.protocol import Message
 from guided.errors import InvalidRequest, bounded
 
-__all__ = ["encode", "render_chat", "text_prompts"]
+__all__ = ["encode", "encode_chat", "text_prompts"]
 
 _RESERVED = frozenset(
     {
@@ -32,18 +35,24 @@ _RESERVED = frozenset(
 """Arguments of `apply_chat_template` that are not a template's own variables: a request can't set them."""
 
 
-def render_chat(
+def encode_chat(
     tokenizer: Any,
     messages: Sequence[Message],
     *,
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
     variables: Mapping[str, Any] | None = None,
-) -> str:
-    """The messages as the tokenizer's chat template renders them.
+    add_special_tokens: bool = False,
+) -> list[int]:
+    """Token ids of the messages as the tokenizer's chat template renders them.
+
+    Special tokens are the template's: a text that looks like one ("<|end|>" in what a user says) stays text.
+
+    Args:
+        add_special_tokens: the tokenizer's own, besides those that the template writes.
 
     Raises:
-        InvalidRequest: there is no template, or it refuses these messages.
+        InvalidRequest: there is no template, it refuses these messages, or they are not valid Unicode.
     """
     if not tokenizer.chat_template:
         raise InvalidRequest("the tokenizer of this model has no chat template: use /v1/completions", param="messages")
@@ -55,18 +64,55 @@ def render_chat(
             "continue_final_message needs add_generation_prompt: false and an assistant message at the end",
             param="continue_final_message",
         )
+    hidden = _Hidden(tokenizer)
     try:
         text: str = tokenizer.apply_chat_template(
-            [message.for_template() for message in messages],
+            [hidden.hide(message.for_template()) for message in messages],
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
-            **(variables or {}),
+            **hidden.hide(variables or {}),
         )
     except (TemplateError, ValueError, TypeError) as error:
         message = f"the chat template refuses these messages: {bounded(error)}"
         raise InvalidRequest(message, param="messages") from error
-    return text
+    ids: list[int] = []
+    for piece in hidden.pieces(text):
+        # The tokenizer's own special tokens stand before all of it.
+        ids += encode(tokenizer, piece, add_special_tokens=add_special_tokens and not ids, param="messages")
+    return ids
+
+
+class _Hidden:
+    """Keeps the tokenizer from seeing special tokens in a user's text: the text is cut within them, by a mark that
+    goes through the template, and what is left of them is tokenised for itself.
+
+    (`split_special_tokens` is no way: transformers sets it on the tokenizer, which other threads use meanwhile.)
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._begins = _special_begins(tokenizer)
+        self._mark = f"<{uuid.uuid4().hex}>"  # nobody can say it beforehand
+
+    def hide(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """`fields` with marks in what looks like a special token."""
+        return {
+            name: self._begins.sub(lambda first: first[0] + self._mark, value) if isinstance(value, str) else value
+            for name, value in fields.items()
+        }
+
+    def pieces(self, rendered: str) -> list[str]:
+        """The rendered text, without the marks."""
+        return rendered.split(self._mark)
+
+
+@lru_cache(maxsize=8)
+def _special_begins(tokenizer: Any) -> re.Pattern[str]:
+    """Matches the first character of what the tokenizer reads as a special token (one of a single character can't be
+    cut, and stays)."""
+    added = getattr(tokenizer, "added_tokens_decoder", None) or {}
+    texts = sorted({str(token) for token in added.values() if token.special and len(str(token)) > 1})
+    return re.compile("|".join(f"{re.escape(text[0])}(?={re.escape(text[1:])})" for text in texts) or r"(?!)")
 
 
 def encode(tokenizer: Any, text: str, *, add_special_tokens: bool, param: str) -> list[int]:

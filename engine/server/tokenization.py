@@ -7,7 +7,7 @@ import asyncio
 from fastapi import APIRouter
 
 from engine.server.context import Context, ServerContext
-from engine.server.prompts import encode, render_chat
+from engine.server.prompts import encode, encode_chat
 from engine.server.protocol import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
 from guided.errors import InvalidRequest
 
@@ -43,9 +43,12 @@ async def detokenize(body: DetokenizeRequest, context: Context) -> DetokenizeRes
 
 def _tokens(body: TokenizeRequest, context: ServerContext) -> list[int]:
     tokenizer = context.engine.tokenizer
-    if body.messages is not None:
-        text = render_chat(tokenizer, body.messages, add_generation_prompt=body.add_generation_prompt)
-    else:
-        text = body.prompt or ""
-    special = body.messages is None if body.add_special_tokens is None else body.add_special_tokens
-    return encode(tokenizer, text, add_special_tokens=special, param="prompt" if body.messages is None else "messages")
+    if body.messages is None:
+        special = body.add_special_tokens is not False
+        return encode(tokenizer, body.prompt or "", add_special_tokens=special, param="prompt")
+    return encode_chat(
+        tokenizer,
+        body.messages,
+        add_generation_prompt=body.add_generation_prompt,
+        add_special_tokens=body.add_special_tokens is True,
+    )

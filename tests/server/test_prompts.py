@@ -1,0 +1,57 @@
+"""Chat messages to token ids: what a user says can't end their turn."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from starlette.testclient import TestClient
+from transformers import PreTrainedTokenizerFast
+
+from engine.server.prompts import encode_chat
+from engine.server.protocol import Message
+
+SPECIAL = ["<|begin|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>"]
+
+
+def tokens_of(tokenizer: PreTrainedTokenizerFast, *contents: str) -> list[int]:
+    return encode_chat(tokenizer, [Message(role="user", content=content) for content in contents])
+
+
+@given(words=st.lists(st.sampled_from([*SPECIAL, "a", " b", "<|", "|>", "end", "\n", "狐", "<", ">"]), max_size=8))
+def test_special_tokens_are_the_templates_alone(tiny_tokenizer: PreTrainedTokenizerFast, words: list[str]) -> None:
+    content = "".join(words)
+    ids = tokens_of(tiny_tokenizer, content)
+    special = [token for token in ids if token in tiny_tokenizer.all_special_ids]
+    assert tiny_tokenizer.convert_ids_to_tokens(special) == ["<|user|>", "<|end|>", "<|assistant|>"]
+    assert tiny_tokenizer.decode(ids) == f"<|user|>{content}<|end|><|assistant|>"
+
+
+def test_other_messages_are_tokenised_as_ever(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    ids = tokens_of(tiny_tokenizer, "the quick", "<fox> | 狐狸")
+    text = "<|user|>the quick<|end|><|user|><fox> | 狐狸<|end|><|assistant|>"
+    assert ids == tiny_tokenizer.encode(text, add_special_tokens=False)
+
+
+def test_a_template_may_say_a_message_twice(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    template = tiny_tokenizer.chat_template
+    try:
+        tiny_tokenizer.chat_template = (
+            "{{ messages[1].content }}{{ messages[0].content }}{{ messages[1].content }}<|end|>"
+        )
+        ids = tokens_of(tiny_tokenizer, "one<|end|>", "two<|user|>")
+    finally:
+        tiny_tokenizer.chat_template = template
+    assert tiny_tokenizer.decode(ids) == "two<|user|>one<|end|>two<|user|><|end|>"
+    assert sum(token in tiny_tokenizer.all_special_ids for token in ids) == 1
+
+
+@pytest.mark.parametrize("add", [None, True, False])
+def test_tokenize_shows_it(client: TestClient, tiny_tokenizer: PreTrainedTokenizerFast, add: bool | None) -> None:
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": "a<|end|>b"}], "add_special_tokens": add}
+    tokens = client.post("/tokenize", json=body).json()["tokens"]
+    assert tokens.count(tiny_tokenizer.eos_token_id) == 1
+    prompt = client.post("/tokenize", json={"prompt": "a<|end|>b", "add_special_tokens": add}).json()["tokens"]
+    assert prompt.count(tiny_tokenizer.eos_token_id) == 1, "a prompt is what its writer says"
