@@ -20,6 +20,7 @@ from guided import regex
 from guided.constraint import KINDS, USUAL_WHITESPACE, Constraint, ConstraintKind
 from guided.errors import BackendError, InvalidConstraint, TokenRejected, UnsupportedConstraint, bounded
 from guided.grammar import to_lark
+from guided.schema import string_pattern
 from guided.schema.document import walk_keywords
 from guided.vocabulary import Vocabulary
 
@@ -28,6 +29,8 @@ __all__ = ["LLGuidanceBackend"]
 _ESCAPES = 'bfnrt"\\'
 """Letters that may follow a backslash in JSON strings where a schema names properties. Without `u`: llguidance lets
 additional keys be spelled with escapes, so that `{"\\u0061": ...}` would slip by what is said of `a`."""
+_OWN_FORMATS = ("date", "time", "date-time")
+"""`format`s said as patterns: llguidance's have a year 0 and leap seconds at any minute."""
 
 
 class LLGuidanceBackend:
@@ -203,6 +206,7 @@ def _json_source(schema: dict[str, Any] | bool, whitespace: str | None) -> str:
             raise InvalidConstraint("the schema is `false`: nothing satisfies it", param="json_schema", pointer="")
         schema = {}
     _check_patterns(schema)
+    _say_formats(schema)
     # Options that a schema brings along could switch enforcement off. (Not every version knows every option, and one
     # that it doesn't know is an error: only those are named here that 1.7 has.)
     schema = {keyword: value for keyword, value in schema.items() if keyword != "x-guidance"}
@@ -228,6 +232,14 @@ def _check_patterns(schema: dict[str, Any]) -> None:
                 pass  # what can't be enforced llguidance says itself
             except InvalidConstraint as error:
                 raise InvalidConstraint(error.message, param="json_schema", pointer=pointer) from None
+
+
+def _say_formats(schema: dict[str, Any]) -> None:
+    """Replace `_OWN_FORMATS`, in place."""
+    for _, keyword, name, holder in list(walk_keywords(schema)):
+        if keyword == "format" and name in _OWN_FORMATS:
+            del holder["format"]
+            holder["allOf"] = [*holder.get("allOf", ()), {"pattern": string_pattern.FORMATS[name]}]
 
 
 def _refusal(message: str, constraint: Constraint) -> Exception:

@@ -23,6 +23,7 @@ import xgrammar
 from numpy.typing import NDArray
 
 from guided import regex
+from guided.backends.xgrammar_ebnf import ebnf, quoted
 from guided.backends.xgrammar_schema import Lowered, lower
 from guided.bitmask import pack
 from guided.constraint import KINDS, Constraint, ConstraintKind
@@ -43,6 +44,8 @@ _CHARACTERS = re.compile(re.escape(r"[^\"\\\r\n]"))
 """One character of a string with a length, in a rule of its own or not (no literal of JSON text looks like it) ..."""
 _ONE_CHARACTER = r"[^\0-\x1f\"\\]"
 """... as JSON has them. No escapes: only a plain class is compiled ahead, anything else makes each mask take 0.4 s."""
+_PATTERNS = re.compile(r'Regex\("\^pattern(\d+)\$", json_string=true\)')
+"""What stands for a pattern (no literal of JSON text looks like it)."""
 _SOURCE_LINE = re.compile(r"^\[[\d:]+\] \S+?:\d+: ")
 
 
@@ -90,7 +93,7 @@ class XGrammarBackend:
             case "regex":
                 return self._compiler.compile_regex(regex.canonical(constraint.source))
             case "choice":
-                options = " | ".join(_ebnf_string(option) for option in constraint.choices)
+                options = " | ".join(quoted(option) for option in constraint.choices)
                 return self._compiler.compile_grammar(f"root ::= {options}")
             case "grammar":
                 if syntax(constraint.source) == "lark":
@@ -117,14 +120,16 @@ class XGrammarBackend:
 
 
 def _mended(grammar: str, schema: Lowered) -> str:
-    """xgrammar's grammar of a schema, as text, without its two mistakes (see `Lowered`)."""
+    """xgrammar's grammar of a schema, as text, without its three mistakes (see `Lowered`)."""
     mistakes = [(_ESCAPES, _PLAIN_ESCAPES)] if schema.open_names else []
     mistakes += [(_CHARACTERS, _ONE_CHARACTER)] if schema.lengths else []
     for rule, right in mistakes:
         if not rule.search(grammar):
             raise BackendError("xgrammar's grammar of JSON is not the one that is known here")
         grammar = right.join(rule.split(grammar))
-    return grammar
+    for number, node in enumerate(schema.patterns):
+        grammar += f"\npattern_{number} ::= {ebnf(node)}"
+    return _PATTERNS.sub(r"(pattern_\1)", grammar)
 
 
 _ANY_WHITESPACE = r"[ \n\r\t]*"
@@ -284,9 +289,3 @@ _native = _Native()
 
 def _message(error: BaseException) -> str:
     return bounded(_SOURCE_LINE.sub("", str(error)).strip())
-
-
-def _ebnf_string(text: str) -> str:
-    """`text` as a quoted string of a GBNF grammar."""
-    special = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\r": "\\r", "\t": "\\t"}
-    return '"' + "".join(special.get(c, c if c >= " " else f"\\x{ord(c):02x}") for c in text) + '"'

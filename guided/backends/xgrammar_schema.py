@@ -24,24 +24,10 @@ from guided.schema.keywords import ALL_TYPES, Schema
 from guided.schema.normal_form import NormalForm, normalise
 from guided.schema.pointer import escape
 
-__all__ = ["Lowered", "lower"]
+__all__ = ["PATTERN", "Lowered", "lower"]
 
-_FORMATS: dict[str, tuple[int, int | None]] = {
-    "duration": (3, None),
-    "email": (3, None),
-    "hostname": (1, None),
-    "ipv4": (7, 15),
-    "ipv6": (2, 45),
-    "uuid": (36, 36),
-    "uri": (2, None),
-    "uri-reference": (0, None),
-    "uri-template": (0, None),
-    "json-pointer": (0, None),
-    "relative-json-pointer": (1, None),
-}
-"""`format`s that xgrammar enforces, and how long their values are. Its dates let in the 31st of February: those with a
-date are said as patterns."""
-_OWN_FORMATS = ("date", "time", "date-time")
+PATTERN = "^pattern{}$"
+
 _OBJECT = frozenset(
     (
         *("properties", "patternProperties", "additionalProperties", "propertyNames"),
@@ -65,6 +51,9 @@ class Lowered:
     """Some object has named properties and may have others: xgrammar takes `{"\\u0061": ...}` for another than `a`."""
     lengths: bool
     """Some string has a minLength or a maxLength: xgrammar lets control characters into those, and no escapes."""
+    patterns: list[regex.Node]
+    """JSON text between quotes. Number n stands in `text` as the pattern `PATTERN.format(n)`: xgrammar's own automata
+    for patterns let `(a+b)?` match `a`."""
 
 
 def lower(schema: Schema) -> Lowered:
@@ -81,7 +70,7 @@ def lower(schema: Schema) -> Lowered:
     root = lowering.schema(form.root)
     definitions = {name: lowering.schema(definition) for name, definition in form.definitions.items()}
     text = json.dumps({**root, "$defs": definitions} if definitions else root, ensure_ascii=False)
-    return Lowered(text, lowering.open_names, lowering.lengths)
+    return Lowered(text, lowering.open_names, lowering.lengths, lowering.patterns)
 
 
 class _Lowering:
@@ -89,7 +78,8 @@ class _Lowering:
         self._form = form
         self.open_names = False
         self.lengths = False
-        """These two: see `Lowered`."""
+        self.patterns: list[regex.Node] = []
+        """These three: see `Lowered`."""
 
     def schema(self, schema: Schema) -> dict[str, Any]:
         if schema is False:
@@ -159,6 +149,8 @@ class _Lowering:
         return self._free(least, most)
 
     def _free(self, least: int, most: int | None) -> dict[str, Any]:
+        if most == 0:
+            return {"const": ""}
         lengths = {**({"minLength": least} if least else {}), **({} if most is None else {"maxLength": most})}
         self.lengths = self.lengths or bool(lengths)
         return {"type": "string", **lengths}
@@ -167,31 +159,35 @@ class _Lowering:
         name = schema["format"]
         if "pattern" in schema:
             raise self._refusal(schema, "pattern", " next to 'format'")
-        if name in _OWN_FORMATS:
-            return self._patterned(schema, "format", string_pattern.FORMATS[name], least, most)
-        if name not in _FORMATS:
+        if name not in string_pattern.FORMATS:
             raise self._refusal(schema, "format", f" {bounded(name, 60)!r}")
-        low, high = _FORMATS[name]
+        # xgrammar's own let in the 31st of February, 00:00:61, 222.046.46.46 and quotes within JSON pointers.
+        pattern = string_pattern.FORMATS[name]
+        low, high = string_pattern.width(string_pattern.read(pattern))
         if low < least:
             raise self._refusal(schema, "minLength", " next to 'format'")
         if most is not None and (high is None or most < high):
             raise self._refusal(schema, "maxLength", " next to 'format'")
-        return {"type": "string", "format": name}
+        return self._patterned(schema, "format", pattern, 0, None)
 
     def _patterned(
         self, schema: dict[str, Any], keyword: str, pattern: str, least: int, most: int | None
     ) -> dict[str, Any]:
-        return {"type": "string", "pattern": _whole(self._read(schema, keyword, pattern, least, most))}
+        return {"type": "string", "pattern": self._read(schema, keyword, pattern, least, most)}
 
-    def _read(
-        self, schema: dict[str, Any], keyword: str, pattern: str, least: int = 0, most: int | None = None
-    ) -> regex.Node:
-        """`pattern` as JSON text without escapes. What can't be read or said is refused at `keyword`."""
+    def _read(self, schema: dict[str, Any], keyword: str, pattern: str, least: int = 0, most: int | None = None) -> str:
+        """What stands for `pattern`. What can't be read or said is refused at `keyword`."""
         try:
-            return string_pattern.in_json(string_pattern.fit(string_pattern.read(pattern), least, most), escapes=False)
+            node = string_pattern.fit(string_pattern.read(pattern), least, most)
+            try:
+                node = string_pattern.in_json(node, escapes=False)
+            except UnsupportedConstraint:  # only where there is no other way: see `xgrammar._ONE_CHARACTER`
+                node = string_pattern.in_json(node, escapes=True)
         except GuidedError as error:
             where = f"{self._form.pointer(schema)}/{escape(keyword)}"
             raise type(error)(error.message, param="json_schema", pointer=where) from None
+        self.patterns.append(node)
+        return PATTERN.format(len(self.patterns) - 1)
 
     def _number(self, kind: str, schema: dict[str, Any]) -> dict[str, Any]:
         multiple = schema.get("multipleOf")
@@ -255,10 +251,10 @@ class _Lowering:
             prefix, items, most = prefix[:closed], False, None
         if items is False and not prefix:
             return {"type": "array", "maxItems": 0}
-        if prefix:  # narrowed: xgrammar has all of a tuple's items, though the last ones may be missing
+        if prefix:
             lowered["prefixItems"] = [self.schema(item) for item in prefix]
         lowered["items"] = False if items is False else self.schema(items)
-        if least > len(prefix):
+        if least:  # without it any number of a tuple's last items may be missing
             lowered["minItems"] = int(least)
         if most is not None and most < _COUNT and items is not False:
             lowered["maxItems"] = int(most)
@@ -284,7 +280,7 @@ class _Lowering:
         if allowed:
             lowered["properties"] = allowed
         if names is not True:
-            lowered["propertyNames"] = self.schema(names)
+            lowered["propertyNames"] = self._name(names)
         self.open_names = self.open_names or bool(allowed and (rest is not False or patterns))
         if rest is not True:
             lowered["additionalProperties"] = False if rest is False else self.schema(rest)
@@ -329,10 +325,7 @@ class _Lowering:
             raise self._refusal(schema, "patternProperties", " that forbid names")
         if len({json.dumps(value, sort_keys=True) for value in kept.values()}) > 1 and not _disjoint(list(kept)):
             raise self._refusal(schema, "patternProperties", " that may overlap")
-        return {
-            _whole(self._read(schema, "patternProperties", pattern)): self.schema(value)
-            for pattern, value in kept.items()
-        }
+        return {self._read(schema, "patternProperties", pattern): self.schema(value) for pattern, value in kept.items()}
 
     def _property_names(
         self, schema: dict[str, Any], patterns: dict[str, Any], properties: dict[str, Any], rest: Schema
@@ -350,8 +343,16 @@ class _Lowering:
         if rest is True:
             return patterns, rest
         if isinstance(names, dict) and names.keys() <= {"pattern", "type"} and "pattern" in names:
-            return {_whole(self._read(schema, "propertyNames", names["pattern"])): self.schema(rest)}, False
+            return {self._read(schema, "propertyNames", names["pattern"]): self.schema(rest)}, False
         raise self._refusal(schema, "propertyNames", " next to 'additionalProperties'")
+
+    def _name(self, names: Schema) -> dict[str, Any]:
+        """`names` for strings: xgrammar would have other types as names too, if they are not excluded."""
+        if isinstance(names, bool) or names.keys() & {"$ref", "anyOf", "enum", "const", "type"}:
+            return self.schema(names)
+        strings = {**names, "type": "string"}
+        self._form.note(strings, self._form.pointer(names))
+        return self.schema(strings)
 
     def _check_names(self, schema: dict[str, Any], properties: dict[str, Any]) -> None:
         validator = Draft202012Validator({"$defs": self._form.definitions, "allOf": [schema["propertyNames"]]})
@@ -360,13 +361,8 @@ class _Lowering:
                 raise self._refusal(schema, "propertyNames", f" that forbids the property {bounded(name, 60)!r}")
 
     def _matches(self, schema: dict[str, Any], pattern: str, name: str) -> bool:
-        self._read(schema, "patternProperties", pattern)  # what Python's `re` can't read is refused
+        string_pattern.read(pattern)  # what Python's `re` can't read is refused
         return re.search(pattern, name) is not None
-
-
-def _whole(node: regex.Node) -> str:
-    text = regex.render(node)
-    return f"^(?:{text})$" if isinstance(node, regex.Choice) else f"^{text}$"
 
 
 def _disjoint(patterns: list[str]) -> bool:

@@ -54,7 +54,6 @@ def accepts(backend: XGrammarBackend, schema: Any, value: Any) -> bool:
         ({"type": "string", "format": "email", "maxLength": 9}, "maxLength", "/maxLength"),
         ({"type": "string", "format": "uri", "pattern": "x"}, "pattern", "/pattern"),
         ({"type": "string", "pattern": "(?=a)b"}, "lookaround", "/pattern"),
-        ({"type": "string", "pattern": 'a"b'}, "escaped", "/pattern"),
         ({"type": "string", "pattern": "^a+b+$", "maxLength": 5}, "maxLength", "/pattern"),
         ({"type": "object", "dependentRequired": {"a": ["b"]}}, "dependentRequired", "/dependentRequired"),
         ({"oneOf": [{"type": "number"}, {"minimum": 3}]}, "oneOf", "/oneOf"),
@@ -114,6 +113,9 @@ def test_what_is_malformed_or_empty_is_invalid(backend: XGrammarBackend, schema:
         ({"type": "string", "minLength": 2, "maxLength": 3}, ["ab", "abc"], ["a", "abcd"]),
         ({"type": "string", "pattern": "b"}, ["abc", "b"], ["ac", ""]),
         ({"type": "string", "pattern": "^[a-z]+$", "maxLength": 3}, ["abc"], ["abcd"]),
+        # its own automata for patterns let half of an optional group in
+        ({"type": "string", "pattern": "^(a+b)?$"}, ["", "ab", "aab"], ["a", "aa", "b", "abab"]),
+        ({"type": "string", "pattern": '^a"\\n\\\\b?$'}, ['a"\n\\b', 'a"\n\\'], ['a"\n', "a"]),
         ({"type": "string", "format": "date"}, ["2024-02-29"], ["2023-02-29", "2024-02-31", "2024-1-1"]),
         # numbers and tuples
         ({"type": "number", "multipleOf": 5}, [10, -5], [3]),
@@ -127,6 +129,29 @@ def test_what_is_malformed_or_empty_is_invalid(backend: XGrammarBackend, schema:
             [[None]],
             [[1], [None, None]],
         ),
+        (
+            {"type": "array", "prefixItems": [{"type": "null"}, {"type": "boolean"}], "items": False, "minItems": 2},
+            [[None, True]],
+            [[], [None], [None, True, 1]],
+        ),
+        (
+            {"type": "array", "prefixItems": [{"type": "null"}, {"type": "boolean"}], "minItems": 1, "maxItems": 3},
+            [[None], [None, True], [None, True, "x"]],
+            [[], [None, 1], [None, True, 1, 1]],
+        ),
+        (
+            {
+                "$schema": "http://json-schema.org/draft-07/schema#",
+                "items": [{"type": "null"}, {"type": "null"}],
+                "minItems": 2,
+            },
+            [[None, None], [None, None, 1]],
+            [[None], []],
+        ),
+        # lengths that xgrammar says in other words
+        ({"type": "string", "maxLength": 0}, [""], ["a"]),
+        ({"type": "string", "maxLength": 1}, ["", "a"], ["ab", "\x01"]),
+        ({"type": "string", "minLength": 1, "maxLength": 1}, ["a"], ["", "ab"]),
         # references by other means than "#/$defs/..."
         ({"$ref": "#x", "$defs": {"a": {"$anchor": "x", "type": "null"}}}, [None], [1]),
         ({"$ref": "#/x~1y/0", "x/y": [{"type": "null"}]}, [None], [1]),
@@ -151,6 +176,19 @@ def test_control_characters_stay_out_of_strings_with_a_length(backend: XGrammarB
         assert accepts(backend, schema, '"aé"')
         assert not accepts(backend, schema, '"a\x01"')
         assert not accepts(backend, schema, '"a\n"')
+
+
+def test_names_are_strings(backend: XGrammarBackend) -> None:
+    for names in ({"pattern": "^a(b+c)?$"}, {"maxLength": 3}):
+        schema = {"type": "object", "propertyNames": names}
+        assert accepts(backend, schema, '{"abc": 1}')
+        assert not accepts(backend, schema, "{null: 1}")
+        assert not accepts(backend, schema, "{[]: 1}")
+    assert not accepts(
+        backend,
+        {"type": "object", "patternProperties": {"^a(b+c)?$": True}, "additionalProperties": False},
+        '{"ab": 1}',
+    )
 
 
 def test_a_name_has_one_spelling_where_others_are_allowed(backend: XGrammarBackend) -> None:

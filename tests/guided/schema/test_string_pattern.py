@@ -95,13 +95,13 @@ def test_lengths_that_can_not_be_fitted_in() -> None:
 
 
 @settings(deadline=None)
-@given(st.dates(datetime.date(1000, 1, 1)))
+@given(st.dates())
 def test_every_date_is_one(date: datetime.date) -> None:
     assert re.search(string_pattern.FORMATS["date"], date.isoformat())
 
 
 @settings(deadline=None)
-@given(st.integers(1000, 9999), st.integers(0, 99), st.integers(0, 99))
+@given(st.integers(0, 9999), st.integers(0, 99), st.integers(0, 99))
 def test_no_other_date_is_one(year: int, month: int, day: int) -> None:
     text = f"{year:04}-{month:02}-{day:02}"
     try:
@@ -119,7 +119,7 @@ def test_no_other_date_is_one(year: int, month: int, day: int) -> None:
         ("email", ["a.b+c@example.org"], ["a", "@b.c", "a b@c.de", 'a"b@c.de']),
         ("hostname", ["example.org", "a-b"], ["-a", "a..b", ""]),
         ("ipv4", ["0.0.0.0", "255.249.199.9"], ["256.0.0.1", "1.2.3", "01.2.3.4"]),
-        ("uri", ["https://example.org/a?b=c#d", "http://h:80"], ["example.org", "http://", 'http://a/"']),
+        ("uri", ["https://example.org/a?b=c#d", "http://h:80"], ["example.org", "http://[", 'http://a/"']),
         ("uuid", ["123e4567-e89b-12d3-a456-426614174000"], ["123e4567e89b12d3a456426614174000"]),
     ],
 )
