@@ -152,7 +152,8 @@ def _give_up(error: Exception) -> NoReturn:
     """One line for what the user can mend; GUIDED_TRACEBACK=1 shows where it came from."""
     if os.environ.get("GUIDED_TRACEBACK"):
         raise error
-    typer.secho(f"guided serve: {error}", fg=typer.colors.RED, err=True)
+    line = " ".join(str(error).split())
+    typer.secho(f"guided serve: {line}", fg=typer.colors.RED, err=True)
     raise typer.Exit(1) from None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -82,3 +83,10 @@ def test_what_cant_be_served(arguments: tuple[str, ...], says: str, monkeypatch:
     (line,) = [line for line in text.splitlines() if line.startswith("guided serve:")]
     assert says in line
     assert "Traceback" not in text
+
+
+def test_a_directory_without_a_model(tmp_path: Path) -> None:
+    code, text = run("serve", "--port", "0", "--pool", "inline", str(tmp_path))
+    assert code == 1
+    assert str(tmp_path) in text.strip().splitlines()[-1]
+    assert text.strip().splitlines()[-1].startswith("guided serve:")
