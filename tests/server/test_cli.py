@@ -85,8 +85,10 @@ def test_what_cant_be_served(arguments: tuple[str, ...], says: str, monkeypatch:
     assert "Traceback" not in text
 
 
-def test_a_directory_without_a_model(tmp_path: Path) -> None:
+def test_what_others_say_in_many_lines_is_one(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "nonesuch"}')
     code, text = run("serve", "--port", "0", "--pool", "inline", str(tmp_path))
     assert code == 1
-    assert str(tmp_path) in text.strip().splitlines()[-1]
-    assert text.strip().splitlines()[-1].startswith("guided serve:")
+    last = text.strip().splitlines()[-1]
+    assert last.startswith("guided serve:")
+    assert "nonesuch" in last
