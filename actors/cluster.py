@@ -28,8 +28,8 @@ _ENVIRONMENT = {
     # Ray ends a driver whose GCS is gone for 60 s. Steps don't pass through it: outlive it.
     "RAY_gcs_rpc_server_reconnect_timeout_s": "86400",
     "RAY_USAGE_STATS_ENABLED": "0",
-    # Ray's default, 15, has mask actors starve where the cores are busy, and the engine wait for them.
-    "RAY_worker_niceness": "0",
+    # The engine first, then its masks: with Ray's default, 15, they starve on busy cores, and the engine waits.
+    "RAY_worker_niceness": "5",
     # Started by `uv run`, Ray would rebuild the environment for every actor.
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
 }
