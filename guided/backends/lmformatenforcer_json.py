@@ -25,6 +25,7 @@ from lmformatenforcer.jsonschemaparser import (
 from guided.backends.character_tokens import OTHER, CharacterTokens, Ids
 from guided.backends.lmformatenforcer_automata import Machine, config, tree_tokens
 from guided.backends.lmformatenforcer_schema import Prepared
+from guided.errors import InvalidConstraint, UnsupportedConstraint
 from guided.schema import json_syntax
 
 __all__ = ["JsonAutomaton", "JsonState"]
@@ -33,11 +34,13 @@ __all__ = ["JsonAutomaton", "JsonState"]
 class JsonState:
     """Where the schema's parser and JSON's syntax are."""
 
-    __slots__ = ("allowed", "parser", "syntax")
+    __slots__ = ("allowed", "commas", "parser", "syntax")
 
-    def __init__(self, parser: CharacterLevelParser, syntax: json_syntax.State) -> None:
+    def __init__(self, parser: CharacterLevelParser, syntax: json_syntax.State, commas: tuple[int, ...] = ()) -> None:
         self.parser = parser
         self.syntax = syntax
+        self.commas = commas
+        """How many commas each open array has had, the outermost first."""
         self.allowed = frozenset(parser.get_allowed_characters())
 
 
@@ -52,7 +55,7 @@ class JsonAutomaton:
     def __init__(self, prepared: Prepared, tokens: CharacterTokens, spaces: bool) -> None:
         self._spaces = spaces
         self._strings = tokens.strings
-        self._machines = {pattern: Machine(pattern, _may_stand_in_a_string) for pattern in prepared.patterns}
+        self._machines = {pattern: _machine(pattern) for pattern in prepared.patterns}
         characters = frozenset().union(*prepared.literals, *(machine.characters for machine in self._machines.values()))
         self.named = frozenset(character for character in characters if character >= "\x80")
         self._symbols = {
@@ -84,7 +87,8 @@ class JsonAutomaton:
         parser = state.parser.add_character(symbol)
         if symbol == " " and json_syntax.in_string(state.syntax):
             parser = _with_first_space(parser)
-        after = JsonState(parser, syntax)
+        commas = _commas(state, syntax, character)
+        after = JsonState(_counted(parser, commas) if commas else parser, syntax, commas)
         # The library may go on to a state in which it allows nothing: that is a wrong turn, not an answer.
         return after if after.allowed or self.final(after) else None
 
@@ -100,7 +104,7 @@ class JsonAutomaton:
         """See `Automaton`."""
         options = _options(state.parser)
         if len(options) > 1:
-            return np.concatenate([self.tokens(JsonState(option, state.syntax)) for option in options])
+            return np.concatenate([self.tokens(JsonState(option, state.syntax, state.commas)) for option in options])
         string = _open_string(state.parser) if json_syntax.in_string(state.syntax) else None
         if string is not None:
             return self._in_string(state, string)
@@ -190,6 +194,17 @@ class JsonAutomaton:
         return None if key is None else (key, state.syntax)
 
 
+def _machine(pattern: str) -> Machine:
+    try:
+        return Machine(pattern, _may_stand_in_a_string)
+    except InvalidConstraint:  # what it matches has to be escaped
+        raise UnsupportedConstraint(
+            "lm-format-enforcer can't enforce a pattern that only text with quotes, backslashes or control characters"
+            " matches",
+            param="json_schema",
+        ) from None
+
+
 def _may_stand_in_a_string(character: str) -> bool:
     return character >= " " and character not in '"\\'
 
@@ -205,6 +220,36 @@ def _with_first_space(parser: CharacterLevelParser) -> CharacterLevelParser:
         parser.parsed_string = " "
         if parser.regex_parser is not None:
             parser.regex_parser = parser.regex_parser.add_character(" ")
+    return parser
+
+
+def _commas(state: JsonState, syntax: json_syntax.State, character: str) -> tuple[int, ...]:
+    """What `commas` is after `character`, which leads to `syntax`."""
+    before, after = state.syntax[0], syntax[0]
+    if len(after) > len(before):
+        return (*state.commas, 0) if character == "[" else state.commas
+    if len(after) < len(before):
+        return state.commas[:-1] if before[-1] == "[" else state.commas
+    if character == "," and after[-1:] == "[" and not state.syntax[1].startswith("text"):
+        return (*state.commas[:-1], state.commas[-1] + 1)
+    return state.commas
+
+
+def _counted(parser: CharacterLevelParser, commas: tuple[int, ...]) -> CharacterLevelParser:
+    """The library counts an item twice where whitespace follows it: its lists get the right counts."""
+    if isinstance(parser, UnionParser):
+        return UnionParser([_counted(option, commas) for option in parser.parsers])
+    if not isinstance(parser, JsonSchemaParser):
+        return parser
+    numbers = iter(commas)
+    for index, item in enumerate(parser.object_stack):
+        if isinstance(item, ListParsingState) and item.seen_list_opener and not item.seen_list_closer:
+            # It adds one to the count of a list below the top, for the item that is being read there.
+            seen = next(numbers, 0) + (index == len(parser.object_stack) - 1)
+            if item.num_items_seen != seen:
+                item = item._clone()
+                item.num_items_seen = seen
+                parser.object_stack[index] = item
     return parser
 
 

@@ -240,6 +240,8 @@ class _Rewriter:
         return {"type": name}
 
     def _string(self, own: dict[str, Any], pointer: str) -> dict[str, Any]:
+        if own.get("pattern") == "":  # found in any string
+            own = {keyword: value for keyword, value in own.items() if keyword != "pattern"}
         if "pattern" not in own:
             if own.get("maxLength") == 0:
                 return {"type": "string", "enum": [""]}
@@ -251,6 +253,8 @@ class _Rewriter:
             pattern = regex.canonical(f"(?a:{own['pattern']})", small_classes=True, param="json_schema")
         except InvalidConstraint as error:
             raise type(error)(error.message, param="json_schema", pointer=f"{pointer}/pattern") from None
+        if not pattern:
+            return {"type": "string", "enum": [""]}
         pattern = f"(?:{pattern})"
         self.patterns.add(pattern)
         return {"type": "string", "pattern": pattern}
@@ -263,7 +267,12 @@ class _Rewriter:
             raise self._unsupported("items" if items is False else "maxItems", pointer, "that leaves no item")
         rewritten: dict[str, Any] = {"type": "array"}
         if items is not True and items != {}:
-            rewritten["items"] = self.schema_at(items, f"{pointer}/items")
+            try:
+                rewritten["items"] = self.schema_at(items, f"{pointer}/items")
+            except _NothingError:
+                if own.get("minItems", 0) > 0:
+                    raise
+                raise self._unsupported("items", pointer, "that leaves no item") from None
         return rewritten | {key: own[key] for key in ("minItems", "maxItems") if key in own}
 
     def _object(self, own: dict[str, Any], pointer: str) -> dict[str, Any]:

@@ -33,6 +33,13 @@ _ANY: dict[str, Any] = {"anyOf": [{}]}
 _MARK = 7_310_000_000_000_000
 """The first of the numbers that stand for a regex of ours while outlines builds the whole."""
 _MAX_SUBSCHEMAS = 5_000
+_ANYTHING = regex.Repeat(regex.Chars(regex.UNIVERSE), 0, None)
+_BOUNDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
+_LARGEST_BOUND = 10**12
+"""outlines' time doubles with every digit: 7 s on 600 tokens for 20."""
+_LONGEST_WITH_ESCAPES = 8
+"""... and with every character where one of them may be an escape, too."""
+_MOST_CHARACTERS = 10_000
 _NUMBER = r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?"
 """outlines' own wants a sign in every exponent."""
 
@@ -68,6 +75,9 @@ class _Lowering:
         self._open: list[str] = []
         """Names of the references that are being written out."""
         self._written = 0
+        self._characters = 0
+        self._times = 1
+        """How often the subschema that is being lowered may occur, by the counts of arrays that it is in."""
         self.marked: list[str] = []
         """Regexes of our own; number n stands in outlines' regex as `_MARK + n`."""
 
@@ -105,6 +115,11 @@ class _Lowering:
             param="json_schema",
             pointer=f"{self._form.pointer(schema)}/{escape(keyword)}",
         )
+
+    def _empty(self, schema: Schema, why: str) -> InvalidConstraint:
+        """No value satisfies `schema`: the user's mistake, unless a value of the whole can do without it."""
+        kind = InvalidConstraint if schema is self._form.root else UnsupportedConstraint
+        return kind(why, param="json_schema", pointer=self._form.pointer(schema))
 
     def _mark(self, pattern: str) -> dict[str, Any]:
         self.marked.append(pattern)
@@ -156,15 +171,39 @@ class _Lowering:
             pattern = string_pattern.FORMATS.get(schema["format"])
             if pattern is None:
                 raise self._refusal(schema, "format", f" {bounded(schema['format'], 60)!r}")
-        if pattern is None:
-            lengths: dict[str, Any] = {name: int(schema[name]) for name in ("minLength", "maxLength") if name in schema}
-            return {"type": "string", **lengths}
+        if pattern is None and not least and most is None:
+            return {"type": "string"}
+        node: regex.Node | None = None
         try:
-            node = string_pattern.fit(string_pattern.read(pattern), int(least), None if most is None else int(most))
-            return self._mark(f'"(?:{regex.render(string_pattern.in_json(node, escapes=True))})"')
+            node = _ANYTHING if pattern is None else string_pattern.read(pattern)
+            node = string_pattern.fit(node, int(least), None if most is None else int(most))
+            low, high = string_pattern.width(node)
+            long = max(low, high or 0)
+            self._count(long, schema)
+            return self._mark(f'"(?:{self._content(node, long)})"')
         except GuidedError as error:
-            where = f"{self._form.pointer(schema)}/{'format' if 'format' in schema else 'pattern'}"
-            raise type(error)(error.message, param="json_schema", pointer=where) from None
+            fatal = node is None or schema is self._form.root  # see `_empty`
+            kind = type(error) if fatal else UnsupportedConstraint
+            keyword = next((name for name in ("format", "pattern") if name in schema), "maxLength")
+            where = error.pointer or f"{self._form.pointer(schema)}/{keyword}"
+            raise kind(error.message, param="json_schema", pointer=where) from None
+
+    def _content(self, node: regex.Node, long: int) -> str:
+        """`node` between quotes. Without escapes where it is long: with them outlines takes exponential time."""
+        try:
+            return regex.render(string_pattern.in_json(node, escapes=long <= _LONGEST_WITH_ESCAPES))
+        except UnsupportedConstraint:
+            return regex.render(string_pattern.in_json(node, escapes=True))
+
+    def _count(self, characters: int, schema: Schema) -> None:
+        """Each character that a length or a count asks for is a state, or several."""
+        self._characters += characters * self._times
+        if self._characters > _MOST_CHARACTERS:
+            raise UnsupportedConstraint(
+                f"outlines: lengths and counts of items come to more than {_MOST_CHARACTERS} characters",
+                param="json_schema",
+                pointer=self._form.pointer(schema),
+            )
 
     def _integer(self, schema: dict[str, Any]) -> dict[str, Any]:
         multiple = schema.get("multipleOf", 1)
@@ -176,11 +215,12 @@ class _Lowering:
         highs += [math.ceil(schema["exclusiveMaximum"]) - 1] if "exclusiveMaximum" in schema else []
         if not lows and not highs:
             return {"type": "integer"}
+        if max(map(abs, lows + highs)) > _LARGEST_BOUND:
+            keyword = next(name for name in _BOUNDS if name in schema)
+            raise self._refusal(schema, keyword, f" {schema[keyword]}: bounds are enforced up to {_LARGEST_BOUND}")
         pattern = number_pattern.integers(max(lows, default=None), min(highs, default=None))
         if not pattern:
-            raise InvalidConstraint(
-                "no integer is within the bounds", param="json_schema", pointer=self._form.pointer(schema)
-            )
+            raise self._empty(schema, "no integer is within the bounds")
         return self._mark(pattern)
 
     def _number(self, schema: dict[str, Any]) -> dict[str, Any]:
@@ -193,9 +233,11 @@ class _Lowering:
         if low is None and high is None:
             return self._mark(_NUMBER)
         if low is None or low < 0 or low != int(low) or (high is not None and high != int(high)):
-            bounds = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
-            keyword = next(keyword for keyword in bounds if keyword in schema)
+            keyword = next(keyword for keyword in _BOUNDS if keyword in schema)
             raise self._refusal(schema, keyword, " of numbers, other than whole bounds from 0 on")
+        if max(low, high or 0) > _LARGEST_BOUND:
+            keyword = next(keyword for keyword in _BOUNDS if keyword in schema)
+            raise self._refusal(schema, keyword, f": bounds are enforced up to {_LARGEST_BOUND}")
         above, below = "exclusiveMinimum" in schema, "exclusiveMaximum" in schema
         return self._mark(
             number_pattern.numbers(int(low), None if high is None else int(high), above=above, below=below)
@@ -221,7 +263,12 @@ class _Lowering:
         counts = {"minItems": least} if least else {}
         if most is not None:
             counts["maxItems"] = int(most)
-        return {"type": "array", "items": self.schema(items), **counts}
+        times, before = max(least, int(most or 1)), self._times
+        self._count(times, schema)
+        self._times *= times
+        lowered = self.schema(items)
+        self._times = before
+        return {"type": "array", "items": lowered, **counts}
 
     def _object(self, schema: dict[str, Any]) -> dict[str, Any]:
         declared: dict[str, Schema] = schema.get("properties", {})
@@ -231,7 +278,7 @@ class _Lowering:
             raise self._refusal(schema, "required", f" {bounded(missing, 60)!r} next to 'patternProperties'")
         allowed: dict[str, Schema] = {name: value for name, value in declared.items() if value is not False}
         self._check_counts(schema, len(required), len(allowed) if declared or rest is False else None)
-        if allowed:
+        if allowed and schema.get("maxProperties") != 0:
             self._check_names(schema, allowed)
             return {
                 "type": "object",

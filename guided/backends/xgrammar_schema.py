@@ -108,6 +108,11 @@ class _Lowering:
             pointer=f"{self._form.pointer(schema)}/{escape(keyword)}",
         )
 
+    def _empty(self, schema: Schema, why: str) -> InvalidConstraint:
+        """No value satisfies `schema`: the user's mistake, unless a value of the whole can do without it."""
+        kind = InvalidConstraint if schema is self._form.root else UnsupportedConstraint
+        return kind(why, param="json_schema", pointer=self._form.pointer(schema))
+
     def _finite(self, schema: dict[str, Any]) -> dict[str, Any]:
         values = [schema["const"]] if "const" in schema else schema["enum"]
         for value in values:
@@ -177,15 +182,19 @@ class _Lowering:
 
     def _read(self, schema: dict[str, Any], keyword: str, pattern: str, least: int = 0, most: int | None = None) -> str:
         """What stands for `pattern`. What can't be read or said is refused at `keyword`."""
+        node: regex.Node | None = None
         try:
-            node = string_pattern.fit(string_pattern.read(pattern), least, most)
+            node = string_pattern.read(pattern)
+            node = string_pattern.fit(node, least, most)
             try:
                 node = string_pattern.in_json(node, escapes=False)
             except UnsupportedConstraint:  # only where there is no other way: see `xgrammar._ONE_CHARACTER`
                 node = string_pattern.in_json(node, escapes=True)
         except GuidedError as error:
             where = f"{self._form.pointer(schema)}/{escape(keyword)}"
-            raise type(error)(error.message, param="json_schema", pointer=where) from None
+            fatal = node is None or schema is self._form.root  # see `_empty`
+            kind = type(error) if fatal else UnsupportedConstraint
+            raise kind(error.message, param="json_schema", pointer=where) from None
         self.patterns.append(node)
         return PATTERN.format(len(self.patterns) - 1)
 
@@ -222,9 +231,7 @@ class _Lowering:
             if abs(bound) > _INT64:
                 raise self._refusal(schema, keyword, f" {bound}: it is beyond 64 bits")
         if len(inclusive) == 2 and inclusive["minimum"] > inclusive["maximum"]:
-            raise InvalidConstraint(
-                "no integer is within the bounds", param="json_schema", pointer=self._form.pointer(schema)
-            )
+            raise self._empty(schema, "no integer is within the bounds")
         if multiple is None or 1 / multiple == int(1 / multiple):
             return {"type": "integer", **inclusive}
         unbounded = not inclusive or (
@@ -304,11 +311,7 @@ class _Lowering:
                     raise self._refusal(schema, "required", f" {bounded(name, 60)!r}, which several patterns match")
                 declared[name] = matching[0] if matching else rest
                 if declared[name] is False:
-                    raise InvalidConstraint(
-                        f"{bounded(name, 60)!r} is required and not allowed",
-                        param="json_schema",
-                        pointer=f"{self._form.pointer(schema)}/required",
-                    )
+                    raise self._empty(schema, f"{bounded(name, 60)!r} is required and not allowed")
             elif any(self._matches(schema, p, name) and raw[p] not in (True, {}, declared[name]) for p in raw):
                 raise self._refusal(schema, "patternProperties", f" that match {bounded(name, 60)!r} too")
         for name in declared:

@@ -5,6 +5,7 @@ Works on single subschemas in the normal form's terms (`normal_form.py`); applic
 
 from __future__ import annotations
 
+from math import ceil, floor
 from typing import Any
 
 __all__ = ["ALL_TYPES", "GREATEST", "LEAST", "OF_TYPE", "Schema", "clean", "common_types", "types_of"]
@@ -102,6 +103,10 @@ def _possible(kind: str, schema: dict[str, Any]) -> bool:
     if kind in ("number", "integer"):
         low = schema.get("minimum", schema.get("exclusiveMinimum", float("-inf")))
         high = schema.get("maximum", schema.get("exclusiveMaximum", float("inf")))
+        if kind == "integer" and max(-low, low, -high, high) < float("inf"):
+            first = max(ceil(schema.get("minimum", low)), floor(schema.get("exclusiveMinimum", ceil(low) - 1)) + 1)
+            last = min(floor(schema.get("maximum", high)), ceil(schema.get("exclusiveMaximum", floor(high) + 1)) - 1)
+            return bool(first <= last)
         strict = "exclusiveMinimum" in schema or "exclusiveMaximum" in schema
         return bool(low < high or (low == high and not strict))
     if kind == "array":
