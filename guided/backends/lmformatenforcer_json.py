@@ -84,7 +84,7 @@ class JsonAutomaton:
         syntax = json_syntax.step(state.syntax, character, self._spaces)
         if syntax is None or (symbol in ".eE" and json_syntax.in_number(state.syntax) and _whole(state.parser, symbol)):
             return None
-        parser = state.parser.add_character(symbol)
+        parser = _after(state.parser, symbol)
         if symbol == " " and json_syntax.in_string(state.syntax):
             parser = _with_first_space(parser)
         commas = _commas(state, syntax, character)
@@ -221,6 +221,15 @@ def _with_first_space(parser: CharacterLevelParser) -> CharacterLevelParser:
         if parser.regex_parser is not None:
             parser.regex_parser = parser.regex_parser.add_character(" ")
     return parser
+
+
+def _after(parser: CharacterLevelParser, symbol: str) -> CharacterLevelParser:
+    """The library would have two arrays, alternatives of each other, read their items from one stack."""
+    options = _options(parser)
+    if len(options) < 2:
+        return parser.add_character(symbol)
+    after = [_after(option, symbol) for option in options if symbol in option.get_allowed_characters()]
+    return after[0] if len(after) == 1 else UnionParser(after)
 
 
 def _commas(state: JsonState, syntax: json_syntax.State, character: str) -> tuple[int, ...]:

@@ -260,6 +260,8 @@ class _Lowering:
             return {"prefixItems": [self.schema(item) for item in prefix]}
         if items is False or most == 0 or schema.get("prefixItems"):
             return {"type": "array", "maxItems": 0}
+        if items is True or items == {}:
+            raise self._refusal(schema, "items", " that may be anything: its automaton would take minutes")
         counts = {"minItems": least} if least else {}
         if most is not None:
             counts["maxItems"] = int(most)
