@@ -17,6 +17,7 @@ from engine.default_model.corpus import evaluation_example, example
 from engine.default_model.exchange import schema_of
 from engine.default_model.tokenizer import build
 from engine.default_model.values import Values, is_held_out
+from guided.vocabulary import Vocabulary
 
 MEGABYTE = 1 << 20
 
@@ -80,7 +81,9 @@ class TestTokenizer:
         ],
     )
     def test_round_trips_any_text(self, tokenizer: PreTrainedTokenizerFast, text: str) -> None:
-        assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        assert tokenizer.decode(ids) == text
+        assert Vocabulary.from_tokenizer(tokenizer).decode(ids) == text.encode()
 
     @settings(max_examples=200, deadline=None)
     @given(st.text(max_size=60))
