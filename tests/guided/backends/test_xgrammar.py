@@ -117,6 +117,8 @@ def test_what_is_malformed_or_empty_is_invalid(backend: XGrammarBackend, schema:
         ({"type": "string", "pattern": "^(a+b)?$"}, ["", "ab", "aab"], ["a", "aa", "b", "abab"]),
         ({"type": "string", "pattern": '^a"\\n\\\\b?$'}, ['a"\n\\b', 'a"\n\\'], ['a"\n', "a"]),
         ({"type": "string", "format": "date"}, ["2024-02-29"], ["2023-02-29", "2024-02-31", "2024-1-1"]),
+        ({"type": "string", "format": "ipv4"}, ["22.46.0.46"], ["222.046.46.46", "1.2.3.256"]),
+        ({"type": "string", "format": "time"}, ["00:06:50Z", "00:06:50.8Z"], ["00:06:508Z"]),
         # numbers and tuples
         ({"type": "number", "multipleOf": 5}, [10, -5], [3]),
         ({"type": "integer", "exclusiveMinimum": 1.5, "maximum": 3.5}, [2, 3], [1, 4]),
