@@ -90,7 +90,10 @@ def url(ray_address: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
             yield f"http://127.0.0.1:{port}"
         finally:
             process.send_signal(signal.SIGINT)
-            process.wait(60)
+            try:
+                process.wait(60)
+            finally:
+                process.kill()
 
 
 def test_the_pool_is_in_the_cluster_that_serve_runs_on(url: str) -> None:
