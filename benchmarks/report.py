@@ -67,14 +67,23 @@ def write_json(path: Path, setting: Mapping[str, Any], results: Any, started_on:
         started_on: `machine()` as it was before the measurement.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    command = shlex.join(["python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]])
+    arguments = [_portable(argument) for argument in sys.argv[1:]]
+    command = shlex.join(["python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}", *arguments])
     document = {
         "command": command,
         "machine": {**started_on, "load_average_at_the_end": [round(load, 2) for load in os.getloadavg()]},
-        "setting": setting,
+        "setting": {name: _portable(value) for name, value in setting.items()},
         "results": results,
     }
     path.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n")
+
+
+def _portable(value: Any) -> Any:
+    """A value without the folders of this machine, which say nothing to a reader elsewhere."""
+    if not isinstance(value, str | Path) or not Path(value).is_absolute():
+        return value
+    path = Path(value)
+    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else f"DIR/{path.name}"
 
 
 def print_table(rows: Iterable[Mapping[str, Any]], columns: Mapping[str, str]) -> None:
