@@ -23,7 +23,7 @@ from actors.link import Link
 from actors.placed import Placed
 from actors.step import Step
 from actors.supervisor import Down, Up
-from guided.errors import BackendError, GuidedError, MaskTimeout, PoolUnavailable, from_wire
+from guided.errors import BackendError, GuidedError, PoolUnavailable, from_wire
 from guided.messages import OpenSequence, RowStatus
 from guided.pool import Fill, Grammar, Row
 
@@ -188,7 +188,7 @@ class Rotation:
         self._take_news()
         error = PoolUnavailable("the pool is shut down")
         for link in list(self._links):
-            self._end(Down(link, error, hung=False))
+            self._end(Down(link, error))
         for sequence in self._sequences.values():
             sequence.error = sequence.error or error
 
@@ -462,8 +462,8 @@ class Rotation:
     def _end(self, news: Down) -> None:
         """An actor is gone: who had a matcher there is lost, who had none is placed again.
 
-        Where it was ended because of one mask, only that mask's sequence is lost: the others' histories are known, and
-        they are opened elsewhere.
+        Where it was ended because of one mask, or of none, that mask's sequence is lost at the most: the others'
+        histories are known, and they are opened elsewhere.
         """
         link = news.link
         if link not in self._links:
@@ -471,16 +471,15 @@ class Rotation:
         self._receive(link)  # what it answered before its end still counts
         self._links.remove(link)
         self._poller.unregister(link.socket)
-        culprit = link.busy_with() if news.hung else None
+        culprit = link.busy_with() if news.cause in ("hung", "memory") else None
         waiting = self._step.waiting()
         for sequence_id in link.sequences:
             sequence = self._sequences[sequence_id]
-            if not sequence.sent or (news.hung and sequence_id != culprit):
+            if not sequence.sent or (news.cause != "died" and sequence_id != culprit):
                 sequence.displace()
                 row = Row("needs_history")
             else:
-                error = MaskTimeout(news.error.message) if sequence_id == culprit else news.error
-                self._lose(sequence, error)
+                self._lose(sequence, news.error)
                 row = Row("failed", error=sequence.error)
             for index in waiting.get(sequence_id, ()):
                 self._step.decide(index, row)

@@ -29,10 +29,10 @@ from actors.link import Link, Wired
 from actors.mask_actor import ORDERED, MaskActor, Place
 from actors.owner import Owner
 from actors.segment import Segment
-from guided.errors import GuidedError, PoolUnavailable, WorkerDied, bounded
+from guided.errors import GuidedError, MaskTimeout, PoolUnavailable, WorkerDied, bounded
 from guided.pool import WorkerStatus
 
-__all__ = ["Down", "Plan", "Supervisor", "Up"]
+__all__ = ["Cause", "Down", "Plan", "Supervisor", "Up"]
 
 _START_SECONDS = 120.0
 _CONNECT_SECONDS = 30.0
@@ -42,6 +42,11 @@ _CRASH_LOOP = 5
 _CRASH_LOOP_SECONDS = 60.0
 _TICK_MS = 500
 _log = logging.getLogger(__name__)
+
+
+Cause = Literal["died", "hung", "memory", "retired"]
+"""Why an incarnation is over: it died by itself; it was ended for a mask that didn't come, or that took too much
+memory; it had grown, and a fresh one takes its place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +76,12 @@ class Up:
 
 @dataclass(frozen=True, slots=True)
 class Down:
-    """An incarnation that is over. `hung`: it was killed because of a mask that didn't come."""
+    """An incarnation that is over."""
 
     link: Link
     error: GuidedError
-    hung: bool
+    """For those who are lost: all with a matcher there where it `died`, else the one whose mask was being filled."""
+    cause: Cause = "died"
 
 
 class Supervisor:
@@ -222,13 +228,13 @@ class Supervisor:
         if self._stopping.is_set():
             error: GuidedError = PoolUnavailable("the pool was shut down")
         elif hung:
-            error = WorkerDied(f"{who} was ended: a mask took longer than {self._plan.mask_limit:g} s")
+            error = MaskTimeout(f"{who} was ended: a mask took longer than {self._plan.mask_limit:g} s")
         else:
             error = WorkerDied(f"{who} died")
         if not self._stopping.is_set():
             _log.warning("%s", error)
             process.kill()
-        self._announce(Down(link, error, hung))
+        self._announce(Down(link, error, "hung" if hung else "died"))
 
     def _watch(self, link: Link, channel: Channel, process: _Process) -> bool:
         """Return when the incarnation is over (or to be ended); True where it hangs."""

@@ -70,7 +70,8 @@ class Host:
         return index
 
     def end(self, index: int, hung: bool = False) -> None:
-        self.rotation.announce(Down(self.actors[index].link, WorkerDied(f"worker {index} died"), hung))
+        error = MaskTimeout(f"worker {index} hung") if hung else WorkerDied(f"worker {index} died")
+        self.rotation.announce(Down(self.actors[index].link, error, "hung" if hung else "died"))
 
 
 @pytest.fixture
