@@ -5,7 +5,7 @@ GuidedError
 │   └── InvalidConstraint       the constraint is not one (schema, regex, grammar, choice)
 │       ├── ConstraintTooLarge  it is one, and over a stated limit
 │       └── UnsupportedConstraint   it is one, and this backend can't enforce it: names both
-├── CompileTimeout              the constraint took too long to compile: retryable, never cached as invalid
+├── CompileTimeout              the constraint took too long to compile: never cached as invalid
 └── InternalError               ours: HTTP 500, FINISHED_INTERNAL_ERROR
     ├── BackendError            a grammar library raised, or lied
     │   ├── DeadEnd             no token is allowed and the constraint is not satisfied
@@ -51,6 +51,8 @@ class GuidedError(Exception):
 
     code = "guided_error"
     status = 500
+    retryable = False
+    """The same request would probably succeed if it was sent again."""
 
     def __init__(self, message: str, *, param: str | None = None, pointer: str | None = None) -> None:
         super().__init__(message)
@@ -114,11 +116,13 @@ class MaskTimeout(InternalError):
 
 class WorkerDied(InternalError):
     code = "worker_died"
+    retryable = True
 
 
 class PoolUnavailable(InternalError):
     code = "pool_unavailable"
     status = 503
+    retryable = True
 
 
 Wire = tuple[str, str, str | None, str | None]
