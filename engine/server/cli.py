@@ -100,6 +100,9 @@ def serve(
     served_model_name: Annotated[
         str | None, typer.Option(help="Name that requests use for the model. Default: MODEL.")
     ] = None,
+    stall_seconds: Annotated[
+        float, typer.Option(help="How long a stream's client may read nothing before it is given up.", min=0.1)
+    ] = 60.0,
     grace_seconds: Annotated[
         float, typer.Option(help="How long running generations may take to end when it is told to stop.", min=0)
     ] = 10.0,
@@ -128,6 +131,7 @@ def serve(
                 dtype=dtype,
                 api_key=api_key or None,
                 served_model_name=served_model_name,
+                stall_seconds=stall_seconds,
                 grace_seconds=grace_seconds,
                 log_level=log_level.value,
             )
