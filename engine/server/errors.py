@@ -7,6 +7,7 @@ says whether the same request would probably succeed: `GuidedError.retryable`.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,8 +31,6 @@ __all__ = [
 ]
 
 logger = logging.getLogger("guided.server")
-
-RETRY_AFTER_SECONDS = 1
 
 
 class Unauthorized(InvalidRequest):
@@ -70,7 +69,7 @@ def error_headers(error: GuidedError) -> dict[str, str]:
     """Whether and when to try again; a 401's challenge."""
     headers = {"x-should-retry": "true" if error.retryable else "false"}
     if error.status in (429, 503):
-        headers["retry-after"] = str(RETRY_AFTER_SECONDS)
+        headers["retry-after"] = str(math.ceil(error.retry_after))
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
     return headers
