@@ -29,7 +29,7 @@ _COMMAND_SECONDS = 20.0
 """A fork takes hundredths of a second; a template that takes so long is replaced."""
 _CHECK_SECONDS = 0.02
 """Between two looks at a process's memory and time."""
-_WALL_PER_SLICE = 20.0
+_WALL_PER_SLICE = 4.0
 """A slice is over after so many times its length on the wall clock too: a process may hang without computing."""
 _SEND_TIMEOUT = struct.pack("ll", 5, 0)
 

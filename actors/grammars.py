@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import queue
+import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -21,11 +23,21 @@ from ray.exceptions import RayActorError
 
 from actors.compile_process import Outcome
 from actors.mask_actor import ORDERED, Installable
+from actors.suspensions import Suspensions
+from guided.backends import BACKENDS
 from guided.compilation import grammar_key
 from guided.constraint import Constraint
-from guided.errors import BackendError, GuidedError, PoolUnavailable, bounded, from_wire
+from guided.errors import (
+    BackendError,
+    BackendSuspended,
+    CompileQueueFull,
+    GuidedError,
+    PoolUnavailable,
+    bounded,
+    from_wire,
+)
 from guided.grammar_cache import CacheKey, GrammarCache, cache_key
-from guided.pool import Grammar
+from guided.pool import BackendStatus, Grammar
 
 __all__ = ["Grammars", "Home"]
 
@@ -34,8 +46,10 @@ _GRACE_SECONDS = 1.0
 _HOMELESS_SECONDS = 30.0
 """How long a compiled grammar waits for a worker while none is up."""
 _TICK_SECONDS = 0.5
-_PULSE_SECONDS = 60.0
-"""How long the compile actor may take to answer a ping; it may be starting."""
+_START_SECONDS = 60.0
+"""How long the compile actor may take to answer its first ping: it may be starting."""
+_PULSE_SECONDS = 15.0
+"""How long for the others."""
 _log = logging.getLogger(__name__)
 
 
@@ -75,14 +89,17 @@ class Grammars:
     Args:
         start_compiler: makes a `CompileActor` and returns Ray's handle of it.
         max_cache_bytes: what grammars that nobody uses may weigh together.
+        max_compiling: constraints under way; more are refused with `CompileQueueFull`.
     """
 
-    def __init__(self, start_compiler: Callable[[], Any], max_cache_bytes: int) -> None:
+    def __init__(self, start_compiler: Callable[[], Any], max_cache_bytes: int, max_compiling: int) -> None:
         self._start_compiler = start_compiler
         self._compiler = start_compiler()
         self._cache = GrammarCache(max_cache_bytes)
         self._cache_lock = threading.Lock()
         self._pending: dict[CacheKey, Future[Grammar]] = {}
+        self._max_compiling = max_compiling
+        self._suspensions = Suspensions(BACKENDS)
         self._closed = False
         # From here on: the thread's own.
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -91,6 +108,8 @@ class Grammars:
         """Replaced, never changed: read by other threads."""
         self._arrivals: list[_Arrival] = []
         self._pulse: tuple[Future[Any], float] | None = None
+        self._compiler_pid: int | None = None
+        """Once it has answered."""
         self._thread = threading.Thread(target=self._run, name="grammars", daemon=True)
         self._thread.start()
 
@@ -101,13 +120,21 @@ class Grammars:
 
     def compile(self, constraint: Constraint, backends: Sequence[str]) -> Future[Grammar]:
         """See `MaskPool.compile`. Returns at once."""
+        try:
+            backends = self._suspensions.admitted(backends)
+        except BackendSuspended as error:
+            return _failed(error)
         key = cache_key(constraint, backends)
         with self._cache_lock:
             if self._closed:
-                refused: Future[Grammar] = Future()
-                refused.set_exception(PoolUnavailable("the pool is shut down"))
-                return refused
+                return _failed(PoolUnavailable("the pool is shut down"))
             future, new = self._cache.acquire(key)
+            if new and len(self._pending) >= self._max_compiling:
+                full = CompileQueueFull(
+                    f"{len(self._pending)} constraints are being compiled or wait for it: try again"
+                )
+                self._cache.fail(key, full)
+                return _failed(full)
             if new:
                 task = partial(self._compile, key, constraint, list(backends))
             elif not self._is_homeless(future):
@@ -122,6 +149,10 @@ class Grammars:
             self._pending[key] = future
         self._tasks.put(task)
         return future
+
+    def backends(self) -> list[BackendStatus]:
+        """Which backends are in rotation; from any thread."""
+        return self._suspensions.status()
 
     def _is_homeless(self, future: Future[Grammar]) -> bool:
         """It is compiled, and no worker that takes sequences has it."""
@@ -168,12 +199,11 @@ class Grammars:
         self._thread.join()
         for key in list(self._pending):
             self._fail(key, PoolUnavailable("the pool was shut down"))
-        with contextlib.suppress(Exception):
-            ray.kill(self._compiler)
+        self._end_compiler()
 
     def compile_pids(self) -> list[int]:
         """The processes that compile. Asks the compile actor: takes milliseconds."""
-        pids: list[int] = ray.get(self._compiler.pids.remote(), timeout=_PULSE_SECONDS)
+        pids: list[int] = ray.get(self._compiler.pids.remote(), timeout=_START_SECONDS)
         return pids
 
     def _run(self) -> None:
@@ -202,7 +232,7 @@ class Grammars:
         if self._compiler is lost:
             _log.error("the compile actor died: it is started again")
             self._compiler = self._start_compiler()
-            self._pulse = None
+            self._compiler_pid = self._pulse = None
         self._compile(key, constraint, backends, last=True)
 
     def _compiled(
@@ -221,6 +251,10 @@ class Grammars:
             else:
                 self._fail(key, PoolUnavailable(f"the compile actor failed: {bounded(error)}"))
             return
+        for backend in outcome.crashed:
+            self._suspensions.crashed(backend, constraint.key)
+        for backend in outcome.timed_out:
+            self._suspensions.timed_out(backend)
         if outcome.error is not None:
             self._fail(key, from_wire(outcome.error))
             return
@@ -308,22 +342,42 @@ class Grammars:
         self._arrivals = waiting
 
     def _fail(self, key: CacheKey, error: GuidedError) -> None:
-        self._pending.pop(key).set_exception(error)
+        with self._cache_lock:
+            future = self._pending.pop(key)
+            evicted = self._cache.fail(key, error)
+        if evicted:
+            self._uninstall(evicted)
+        future.set_exception(error)
 
     def _watch_compiler(self) -> None:
         """A compile actor that doesn't answer is killed; what it was asked fails then, and is asked of the next one."""
         now = time.monotonic()
         if self._pulse is None:
-            self._pulse = self._compiler.pids.remote().future(), now
+            self._pulse = self._compiler.pid.remote().future(), now
         elif self._pulse[0].done():
+            if self._pulse[0].exception() is None:
+                self._compiler_pid = self._pulse[0].result()
             self._pulse = None
-        elif now - self._pulse[1] > _PULSE_SECONDS:
+        elif now - self._pulse[1] > (_START_SECONDS if self._compiler_pid is None else _PULSE_SECONDS):
             _log.error("the compile actor doesn't answer")
+            self._end_compiler()
+
+    def _end_compiler(self) -> None:
+        with contextlib.suppress(Exception):
             ray.kill(self._compiler)
-            self._pulse = None
+        if self._compiler_pid is not None:  # Ray asks it to end; it may be unable to
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._compiler_pid, signal.SIGKILL)
+        self._compiler_pid = self._pulse = None
 
     def _when_done(self, future: Future[Any], task: Callable[[Future[Any]], None]) -> None:
         future.add_done_callback(lambda done: self._tasks.put(partial(task, done)))
+
+
+def _failed(error: GuidedError) -> Future[Grammar]:
+    future: Future[Grammar] = Future()
+    future.set_exception(error)
+    return future
 
 
 def _in_order(method: Any, *arguments: Any) -> Any:

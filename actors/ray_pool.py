@@ -50,6 +50,8 @@ class RayPool:
             caller will have given them up by then.
         rows: masks that can be under way at each actor; more wait for a later step.
         max_cache_bytes: what compiled grammars that nobody uses may weigh together.
+        max_compiling: distinct constraints that are being compiled or wait for it; more are refused with
+            `CompileQueueFull`.
         transport: "tcp" sends masks through authenticated TCP even on this node; "auto" does where memory can't be
             shared.
         spread: place actors on all nodes of the cluster in turn, rather than on this one.
@@ -68,6 +70,7 @@ class RayPool:
         mask_limit: float = 4.0,
         rows: int = 1024,
         max_cache_bytes: int = 256 << 20,
+        max_compiling: int = 1024,
         transport: Literal["auto", "tcp"] = "auto",
         spread: bool = False,
     ) -> None:
@@ -82,7 +85,7 @@ class RayPool:
         try:
             owner = Owner.me(vocabulary)
             start_compiler = partial(_start_compiler, owner, compile_limits or CompileLimits())
-            self._grammars = Grammars(start_compiler, max_cache_bytes)
+            self._grammars = Grammars(start_compiler, max_cache_bytes, max_compiling)
             plan = Plan(
                 cluster=self._cluster,
                 transport=self._transport,
@@ -142,7 +145,7 @@ class RayPool:
 
     def status(self) -> PoolStatus:
         workers = [supervisor.status() for supervisor in self._supervisors]
-        return PoolStatus("ray", workers, self._grammars.compiling)
+        return PoolStatus("ray", workers, self._grammars.compiling, self._grammars.backends())
 
     def compile_pids(self) -> list[int]:
         """The processes that compile. Asks the compile actor: takes milliseconds."""
