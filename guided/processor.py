@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from guided.backends import candidates
-from guided.bitmask import apply_bitmask, load_loose_kernel
 from guided.constraint import Constraint
 from guided.errors import BackendError, GuidedError, MaskTimeout
+from guided.kernel import apply_bitmask, load_loose_kernel
 from guided.pool import Fill, Grammar, MaskPool, Row
 from guided.vocabulary import Vocabulary
 
