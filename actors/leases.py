@@ -29,6 +29,10 @@ class Lease(msgspec.Struct, eq=False, gc=False):
     """`time.monotonic()` of the fill."""
     index: int = NOBODY
     """Which row of the current step waits for it; `NOBODY` where none does."""
+    message: int = 0
+    """Which message to the actor asked for it last: only that one's answer counts."""
+    repeated: bool = False
+    """It was asked for twice, because nothing came."""
     result: RowResult | None = None
     """The worker's answer, until somebody takes it."""
     abandoned: bool = False
@@ -42,6 +46,10 @@ class Leases:
         # Last returned, first lent: few pages of the segment are ever touched.
         self._free = list(range(rows - 1, -1, -1))
         self._out: dict[int, Lease] = {}
+        self.message = 1
+        """The number of the message that is being put together; the actor handles none twice, nor an older one."""
+        self.answered = 0
+        """The number of the message whose answers are being read."""
 
     @property
     def num_free(self) -> int:
@@ -67,7 +75,7 @@ class Leases:
         if not self._free:
             return None
         row = self._free.pop()
-        lease = self._out[row] = Lease(row, sequence, start + len(tokens), start, tokens, now, index)
+        lease = self._out[row] = Lease(row, sequence, start + len(tokens), start, tokens, now, index, self.message)
         return lease
 
     def unsent(self, lease: Lease) -> None:
@@ -82,7 +90,12 @@ class Leases:
         The row stays reserved until `give_back`, unless nobody wants it.
         """
         lease = self._out.get(result.row)
-        if lease is None or lease.sequence != result.sequence or lease.position != result.position:
+        if (
+            lease is None
+            or lease.message != self.answered
+            or lease.sequence != result.sequence
+            or lease.position != result.position
+        ):
             return None
         del self._out[result.row]
         lease.result = result

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from actors.channel import Channel
 from actors.leases import Lease, Leases
 from actors.mask_actor import Place
-from actors.segment import Segment
+from actors.segment import IDLE, Segment
 from guided.messages import OpenSequence, RowResult, StepAnswer, decoder, encode
 from guided.pool import Fill
 
@@ -61,11 +61,17 @@ class Link:
         self.sequences: set[int] = set()
         """Ids of the sequences that are placed here."""
         self.waiting_since = 0.0
-        """`time.monotonic()` of the oldest fill without an answer; 0 where there is none. Read by other threads."""
+        """`time.monotonic()` of the oldest fill without an answer; 0 where there is none."""
         self.stragglers: set[int] = set()
         """Ids of the sequences that are here because they hold others up: it is a slow lane while there are any."""
         self.moved_on = 0.0
         """`time.monotonic()` of its last answer, or of the first fill since it had nothing to do."""
+        self.owed_for = 0.0
+        """Seconds without an answer, though it owes one, when last looked. Read by other threads."""
+        self.reserved_for: int | None = None
+        """The only sequence that may be here: a suspect."""
+        self.retiring = False
+        """A fresh actor is to take its place: sequences go elsewhere where they can. Written by its supervisor."""
         self.closed = False
         self._channel = wired.channel
         self._segment = wired.segment
@@ -114,8 +120,9 @@ class Link:
         """
         outbox = self._outbox
         # A StepRequest, as it travels.
-        message = encode((self.incarnation, step, outbox.fills, outbox.opens, outbox.frees))
+        message = encode((self.incarnation, self.leases.message, outbox.fills, outbox.opens, outbox.frees))
         if self._channel.send(message):
+            self.leases.message += 1
             if not self.waiting_since:
                 self.moved_on = time.monotonic()
             self._outbox = _Outbox()
@@ -136,6 +143,7 @@ class Link:
                 continue
             if answer.incarnation == self.incarnation:
                 self.moved_on = time.monotonic()
+                self.leases.answered = answer.step
                 yield answer.results
         self._note_waiting()
 
@@ -153,9 +161,11 @@ class Link:
         return np.frombuffer(mask, np.int32) if len(mask) == 4 * self._segment.name.words else None
 
     def overdue(self, seconds: float) -> bool:
-        """Whether the actor owes an answer for longer than `seconds`."""
-        since = self.waiting_since
-        return since > 0.0 and time.monotonic() - since > seconds
+        """Whether the actor owes an answer, and gave none for longer than `seconds`.
+
+        As of when the engine last looked: what came while it was in a forward pass counts.
+        """
+        return self.owed_for > seconds
 
     def stuck_for(self, now: float) -> float:
         """Seconds since it last answered, where it owes an answer; 0 where it doesn't."""
@@ -167,6 +177,31 @@ class Link:
         lease = self.leases.lent(row) if self._shared else self.leases.oldest
         return lease.sequence if lease is not None else None
 
+    def in_its_hands(self) -> set[int]:
+        """The sequences whose row the actor may have been filling when it was last heard of.
+
+        Where memory is shared, the mark that it leaves says which: one, or none. Through TCP it may be any that it has
+        not answered for: what is decided travels a moment later.
+        """
+        if self._shared:
+            lease = self.leases.lent(int(self._segment.busy[0]))
+            return {lease.sequence} if lease is not None else set()
+        return {lease.sequence for lease in self.leases.outstanding}
+
+    def forgotten(self, now: float, seconds: float) -> list[Lease]:
+        """Fills that were asked for once, more than `seconds` ago, and that the actor doesn't seem to know of."""
+        if self._shared and self._segment.busy[0] != IDLE:
+            return []
+        return [each for each in self.leases.outstanding if not each.repeated and now - each.sent > seconds]
+
+    def repeat(self, lease: Lease, opening: OpenSequence | None) -> None:
+        """Ask for a fill once more, in the next message. The first answer, should it still come, is ignored."""
+        lease.repeated = True
+        lease.message = self.leases.message
+        self._outbox.fills.append((lease.sequence, lease.row, lease.start, lease.tokens))
+        if opening is not None:
+            self._outbox.opens.append(opening)
+
     def close(self) -> None:
         """Give up connection and memory. Idempotent."""
         self.closed = True
@@ -176,4 +211,8 @@ class Link:
 
     def _note_waiting(self) -> None:
         oldest = self.leases.oldest
-        self.waiting_since = oldest.sent if oldest is not None else 0.0
+        if oldest is None:
+            self.waiting_since = self.owed_for = 0.0
+        else:
+            self.waiting_since = oldest.sent
+            self.owed_for = time.monotonic() - self.moved_on

@@ -94,6 +94,8 @@ class PoolStatus:
     compiling: int = 0
     """Constraints that are being compiled or wait for it."""
     backends: list[BackendStatus] = field(default_factory=list)
+    trouble: str | None = None
+    """What keeps workers that end from being replaced, where something does."""
 
     @property
     def healthy(self) -> bool:

@@ -40,7 +40,8 @@ class ServeOptions:
 
     Args:
         model: local directory or hub name; None is the embedded model.
-        parking, mask_deadline: see `EngineConfig`.
+        parking, mask_deadline, mask_limit: see `EngineConfig`.
+        max_replays, pool_wait: see `actors.RayPool`.
         stall_seconds: see `ServerSettings`.
         grace_seconds: how long running generations may take to end by themselves once the server was told to stop.
     """
@@ -56,6 +57,9 @@ class ServeOptions:
     max_requests: int = 1024
     parking: bool = True
     mask_deadline: float | None = None
+    mask_limit: float = 5.0
+    max_replays: int = 0
+    pool_wait: float = 30.0
     device: str = "auto"
     dtype: str = "auto"
     api_key: str | None = None
@@ -92,6 +96,7 @@ def start_engine(options: ServeOptions) -> AsyncLLM:
         disable_progress_bar()
     pool_options: dict[str, Any] = {}
     if options.pool == "ray":
+        pool_options |= {"max_replays": options.max_replays, "pool_wait": options.pool_wait}
         if options.ray_address is not None:
             pool_options["address"] = options.ray_address
         if options.num_actors is not None:
@@ -104,6 +109,7 @@ def start_engine(options: ServeOptions) -> AsyncLLM:
             max_model_len=options.max_model_len,
             parking=options.parking,
             mask_deadline=options.mask_deadline,
+            mask_limit=options.mask_limit,
         ),
         pool_options=pool_options,
         device=options.device,
