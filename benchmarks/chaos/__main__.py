@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
-from transformers import AutoTokenizer
 
 from benchmarks.chaos import hostile_inputs
 from benchmarks.chaos.checks import Judge
@@ -32,21 +31,13 @@ from benchmarks.chaos.load import Load, client_for, ended, until
 from benchmarks.chaos.picture import timeline
 from benchmarks.chaos.reference import undisturbed
 from benchmarks.chaos.report import Run, print_run, summary, violations
-from benchmarks.chaos.server import Server, running_server
+from benchmarks.chaos.server import Server, default_vocabulary, running_server
 from benchmarks.chaos.traffic import Request, Traffic
 from benchmarks.chaos.watch import Watch, watching
 from benchmarks.report import RESULTS, fail, machine, write_json
-from engine.default_model import checkpoint_path
-from guided.vocabulary import Vocabulary
 
 CALM_REQUESTS = 100
 RECOVERY_SECONDS = 120.0
-
-
-def default_vocabulary() -> Vocabulary:
-    """The embedded model's."""
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint_path(), local_files_only=True)
-    return Vocabulary.from_tokenizer(tokenizer, padded_vocab_size=len(tokenizer))
 
 
 async def harm(scene: Scene, options: argparse.Namespace, until_: float) -> None:

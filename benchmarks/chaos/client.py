@@ -62,7 +62,7 @@ async def ask(http: httpx.AsyncClient, request: Request, limit: float) -> Answer
     answer = Answer(time.monotonic())
     try:
         async with asyncio.timeout(limit):
-            content = json.dumps(request.body)
+            content = request.content
             headers = {"content-type": "application/json"}
             if request.stream or request.manners != "reads":
                 async with http.stream("POST", request.path, content=content, headers=headers) as response:
@@ -74,7 +74,8 @@ async def ask(http: httpx.AsyncClient, request: Request, limit: float) -> Answer
     except TimeoutError:
         answer.hung = True
     except (httpx.HTTPError, ValueError, KeyError, TypeError, AttributeError) as error:
-        answer.problem = f"{type(error).__name__}: {str(error)[:200]}"
+        where = "before the status" if answer.status is None else f"after status {answer.status}"
+        answer.problem = f"{type(error).__name__} {where}: {str(error)[:200]}"
     answer.ended = time.monotonic()
     return answer
 

@@ -81,7 +81,8 @@ def requests(entry: Entry, backend: str, most: int) -> list[Request]:
             fields = [{"choice": [entry.payload]}]
         case _:
             fields = [{entry.kind: entry.payload}]
-    basis: dict[str, Any] = {"messages": MESSAGES, "max_tokens": MAX_TOKENS, "temperature": 0, "backend": backend}
+    basis: dict[str, Any] = {"messages": MESSAGES, "max_tokens": MAX_TOKENS, "temperature": 0, "stream": True}
+    basis["backend"] = backend
     return [Request(number, CHAT, {**basis, **each}, hostile=entry.id) for number, each in enumerate(fields)]
 
 

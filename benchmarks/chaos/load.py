@@ -17,6 +17,8 @@ from benchmarks.chaos.traffic import Request, Traffic
 
 __all__ = ["Load", "Record", "client_for"]
 
+IDLE_SECONDS = 1.0
+
 
 @dataclass(frozen=True)
 class Record:
@@ -101,7 +103,10 @@ class Load:
 
 def client_for(url: str, connections: int) -> httpx.AsyncClient:
     """An HTTP client without limits of its own."""
-    limits = httpx.Limits(max_connections=connections, max_keepalive_connections=connections)
+    # The server closes connections that were idle for 5 s; one must not be used in that moment.
+    limits = httpx.Limits(
+        max_connections=connections, max_keepalive_connections=connections, keepalive_expiry=IDLE_SECONDS
+    )
     return httpx.AsyncClient(base_url=url, timeout=None, limits=limits)
 
 

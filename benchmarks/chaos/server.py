@@ -16,11 +16,14 @@ from typing import Any
 
 import httpx
 import psutil
+from transformers import AutoTokenizer
 
 from benchmarks.report import ROOT
 from benchmarks.serving_startup import role
+from engine.default_model import checkpoint_path
+from guided.vocabulary import Vocabulary
 
-__all__ = ["COMPILE_ACTOR", "COMPILE_PROCESS", "Server", "running_server"]
+__all__ = ["COMPILE_ACTOR", "COMPILE_PROCESS", "Server", "default_vocabulary", "running_server"]
 
 START_SECONDS = 300.0
 STOP_SECONDS = 90.0
@@ -81,6 +84,12 @@ class Server:
 
     def last_lines(self, count: int = 30) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-count:])
+
+
+def default_vocabulary() -> Vocabulary:
+    """The embedded model's."""
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint_path(), local_files_only=True)
+    return Vocabulary.from_tokenizer(tokenizer, padded_vocab_size=len(tokenizer))
 
 
 @contextlib.contextmanager

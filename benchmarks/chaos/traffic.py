@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 from benchmarks.chaos.examples import EXAMPLES, PLAIN_PROMPTS, Example, fresh
@@ -40,6 +41,11 @@ class Request:
     """"leaves": the client disconnects early. "stalls": it stops reading for some seconds, then leaves."""
     hostile: str | None = None
     """Id of the hostile input that it is."""
+
+    @cached_property
+    def content(self) -> bytes:
+        """The body as it is sent."""
+        return json.dumps(self.body).encode()
 
     @property
     def stream(self) -> bool:

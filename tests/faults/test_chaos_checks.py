@@ -11,10 +11,13 @@ from byte_vocabulary import BYTES
 
 from benchmarks.chaos.checks import Judge, undeclared
 from benchmarks.chaos.client import Answer, Choice
+from benchmarks.chaos.decisions import Case, decided, problem
 from benchmarks.chaos.examples import EXAMPLES, fresh
 from benchmarks.chaos.faults import Event
+from benchmarks.chaos.hostile_inputs import Entry, backends_of, requests
 from benchmarks.chaos.traffic import ABLE, CHAT, Request, Traffic, constrained, plain
 from benchmarks.chaos.watch import Replacement, Seen, replacements
+from benchmarks.soak import growths
 from guided.backends import AUTO, BACKENDS
 from guided.constraint import KINDS
 
@@ -177,3 +180,80 @@ def test_how_long_it_took_to_replace_an_actor() -> None:
         Event(1.8, "hostile", "an-input"),
     ]
     assert replacements(events, seen) == [Replacement(1.5, 4.5), Replacement(None, None)]
+
+
+ACCEPTED = answered('"ab"', "length")
+REFUSED = refused(400, "invalid_constraint", x_should_retry="false")
+UNABLE = refused(400, "unsupported_constraint", x_should_retry="false")
+TIMEOUT = refused(400, "constraint_compile_timeout", x_should_retry="false")
+FAILED = refused(500, "backend_error", x_should_retry="false")
+HUNG = Answer(0.0, 120.0, hung=True)
+
+
+class TestDecisions:
+    def case(self, listed: Any, *answers: Answer, scope: Any = "spec", payload: Any = None, **fields: bool) -> Case:
+        flags = {"bounded": False, "if_enforced": False, **fields}
+        entry = Entry("an-input", "json_schema", listed, scope=scope, payload=payload or {"type": "string"}, **flags)
+        return Case(0, entry, AUTO, requests(entry, AUTO, 10), answers)
+
+    @pytest.mark.parametrize(
+        ("listed", "answer", "well"),
+        [
+            ("accept", ACCEPTED, True),
+            ("accept", UNABLE, True),
+            ("accept", REFUSED, False),
+            ("accept", TIMEOUT, False),
+            ("accept", FAILED, False),
+            ("reject", REFUSED, True),
+            ("reject", UNABLE, True),
+            ("reject", ACCEPTED, False),
+            ("reject", TIMEOUT, False),
+            ("reject", HUNG, False),
+        ],
+    )
+    def test_as_listed_or_refused_because_the_backend_cannot(self, listed: Any, answer: Answer, well: bool) -> None:
+        assert (problem(self.case(listed, answer), 13) is None) == well
+
+    @pytest.mark.parametrize("answer", [ACCEPTED, REFUSED, UNABLE, TIMEOUT])
+    def test_where_both_are_fine_it_is_decided_in_time(self, answer: Answer) -> None:
+        assert problem(self.case("accept", answer, bounded=True), 13) is None
+        assert "0.5 s" in str(problem(self.case("accept", answer, bounded=True), 0.4))
+
+    def test_a_failure_is_no_decision(self) -> None:
+        assert problem(self.case("accept", FAILED, bounded=True), 13) == "failed: backend_error"
+
+    def test_what_is_accepted_is_enforced(self) -> None:
+        payload = {"type": "string", "maxLength": 3}
+        right, wrong = answered('"abc"'), answered('"abcd"')
+        for listed, flags in (("accept", {}), ("reject", {"if_enforced": True})):
+            assert problem(self.case(listed, right, payload=payload, **flags), 13) is None
+            assert problem(self.case(listed, wrong, payload=payload, **flags), 13) is not None
+
+    def test_of_a_sequence_the_last_one_is_to_be_refused(self) -> None:
+        payload = [{"json": {"type": "object"}}, {"grammar": "not a grammar"}]
+        well = self.case("reject", ACCEPTED, REFUSED, scope="stream", payload=payload)
+        assert [request.body["structured_outputs"] for request in well.requests] == payload
+        assert (decided(well), problem(well, 13)) == ("rejected", None)
+        latched = self.case("reject", REFUSED, ACCEPTED, scope="stream", payload=payload)
+        assert problem(latched, 13) is not None
+
+    def test_of_a_flood_all_are_to_be_accepted(self) -> None:
+        assert decided(self.case("accept", ACCEPTED, TIMEOUT, ACCEPTED)) == "timeout"
+
+    def test_it_is_sent_with_every_backend_that_has_the_kind(self) -> None:
+        assert backends_of(self.case("accept").entry) == [AUTO, *BACKENDS]
+        assert backends_of(self.case("accept", scope="request").entry) == [AUTO]
+
+
+def test_memory_is_flat_when_its_last_fifth_is_like_its_first() -> None:
+    def rows(server: float, actor: float) -> list[dict[str, Any]]:
+        sizes = {"server": [server], "actor": [actor, actor + 2]}
+        return [{"process": name, "pss_mib": mib, "rss_mib": 2 * mib} for name, all_ in sizes.items() for mib in all_]
+
+    samples = [(float(at), rows(100 + 10 * min(at, 5), 50 + at)) for at in range(25)]
+    server, actor = growths(samples, 5)
+    assert (server.process, server.count, server.pss) == ("server", 1, (150, 150))
+    assert server.is_flat(5)
+    assert (actor.count, actor.pss, actor.rss) == (2, (57.5, 73.5), (115, 147))
+    assert not actor.is_flat(5)
+    assert actor.is_flat(30)
