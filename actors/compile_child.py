@@ -27,7 +27,7 @@ __all__ = ["Allowance", "Child", "SliceOver", "Template"]
 _WARM_UP_SECONDS = 120.0
 _COMMAND_SECONDS = 20.0
 """A fork takes hundredths of a second; a template that takes so long is replaced."""
-_CHECK_SECONDS = 0.02
+_CHECK_SECONDS = 0.01
 """Between two looks at a process's memory and time."""
 _WALL_PER_SLICE = 4.0
 """A slice is over after so many times its length on the wall clock too: a process may hang without computing."""
@@ -64,6 +64,8 @@ class Template:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
+        self.started = time.monotonic()
+        """When it was last ready."""
 
     def fork(self) -> Child:
         """A compile process.
@@ -133,6 +135,7 @@ class Template:
         except (OSError, EOFError) as error:  # TimeoutError is an OSError
             self._discard()
             raise OSError(f"the template of compile processes didn't start: {error!r}") from error
+        self.started = time.monotonic()
 
     def _command(self, what: bytes, pid: int, passed: socket.socket | None = None) -> int:
         assert self._control is not None

@@ -5,7 +5,9 @@ Nobody can tell from a constraint what it will cost. So each first gets a slice 
 end. In front of a quick one are then at the most that many short slices, never the whole of others' compilations. A
 slice that is lost by a kill is small against what its constraint needs at the least.
 
-With a slow process at hand, what has used its first slice goes on there without being killed.
+With a slow process at hand, what has used its first slice goes on there without being killed. And a backend whose
+latest constraints all used up their first slice waits for the others: a flood that one of them is slow at costs those
+who ask another one a few slices, however long it is.
 """
 
 from __future__ import annotations
@@ -23,10 +25,12 @@ from guided.errors import GuidedError
 
 __all__ = ["SLICES", "SLOW", "CompileQueue", "Job", "Task"]
 
-SLICES = (0.05, 0.5)
+SLICES = (0.03, 0.5)
 """Seconds of computing, by level."""
 SLOW = len(SLICES)
 """The level of what is compiled to its end."""
+_SLOW_AFTER = 2
+"""First slices in a row that were not enough."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +66,9 @@ class Task:
         """The one to try now."""
         return self.job.backends[len(self.failed)]
 
-    @property
-    def waited(self) -> float:
-        """Seconds in the queue."""
-        return time.monotonic() - self.since - self.spent
+    def waited(self, begun: float) -> float:
+        """Seconds in the queue, of those since `begun` (`time.monotonic()`)."""
+        return time.monotonic() - max(self.since, begun) - self.spent
 
 
 class CompileQueue:
@@ -82,6 +85,8 @@ class CompileQueue:
         self._idle = 0
         """Slow takers that wait."""
         self._closed = False
+        self._overruns: dict[str, int] = {}
+        """By backend: how many of its latest first slices, in a row, were not enough."""
 
     def __len__(self) -> int:
         return sum(map(len, self._levels))
@@ -111,11 +116,24 @@ class CompileQueue:
                 while not self._closed:
                     for level in levels:
                         if level:
-                            return level.popleft()
+                            return self._next(level)
                     self._changed.wait()
             finally:
                 self._idle -= slow
         return None
+
+    def note(self, backend: str, *, overrun: bool) -> None:
+        """What became of a first slice."""
+        with self._changed:
+            self._overruns[backend] = self._overruns.get(backend, 0) + 1 if overrun else 0
+
+    def _next(self, level: deque[Task]) -> Task:
+        if level is self._levels[0]:
+            for index, task in enumerate(level):
+                if self._overruns.get(task.backend, 0) < _SLOW_AFTER:
+                    del level[index]
+                    return task
+        return level.popleft()
 
     def close(self) -> list[Task]:
         """Nothing is taken any more. Returns what was left."""

@@ -56,7 +56,7 @@ class CompileLimits:
     """For one constraint, whichever backends are tried, waiting for a process not counted."""
     memory_bytes: int = 2 << 30
     """Resident memory of a compile process, beyond what every one of them has."""
-    grammar_bytes: int = 256 << 20
+    grammar_bytes: int = 512 << 20
     """What one compiled grammar may weigh in each process that holds it."""
     wait_seconds: float = 30.0
     """How long a constraint waits for a process at the most."""
@@ -130,9 +130,10 @@ class Compiler:
         """What one thread does: tasks, one after the other, in a child of its own."""
         child = None if slow else self._fork(index)
         while (task := self._queue.take(slow=slow)) is not None:
-            if task.child is None and task.waited > self._limits.wait_seconds:
-                waited = f"this constraint waited {task.waited:.0f} s for others that are compiled"
-                self._finish(task, CompileQueueFull(f"{waited}; try again later"))
+            waited = task.waited(self._template.started)
+            if task.child is None and waited > self._limits.wait_seconds:
+                text = f"this constraint waited {waited:.0f} s for others that are compiled; try again later"
+                self._finish(task, CompileQueueFull(text))
                 continue
             if task.child is not None:
                 self._drop(index, child)
@@ -179,6 +180,8 @@ class Compiler:
             task.child = None
             outcome = child.wait(self._allowance(task))
         except SliceOver:
+            if task.level == 0:
+                self._queue.note(task.backend, overrun=True)
             if not self._queue.hand_over(task, child):
                 child.kill()
                 task.spent += time.monotonic() - task.began
@@ -189,6 +192,8 @@ class Compiler:
             self._killed(task, child, error)
             return False
         task.spent += time.monotonic() - task.began
+        if task.level == 0:
+            self._queue.note(task.backend, overrun=False)
         if outcome.error is None:
             outcome.seconds, outcome.crashed, outcome.timed_out = task.spent, task.crashed, task.timed_out
             task.future.set_result(outcome)
@@ -199,16 +204,19 @@ class Compiler:
             return False
         return True
 
-    def _allowance(self, task: Task) -> Allowance:
+    def _seconds(self, task: Task) -> float:
+        """What this attempt may take: all that is left, but for what is kept for the backends after this one."""
         left_over = len(task.job.backends) - len(task.failed) - 1
-        seconds = self._limits.seconds * (1 - _RESERVE * left_over) - task.spent
-        sliced = self._has_slow and task.level < SLOW
-        return Allowance(task.began + seconds, self._limits.memory_bytes, SLICES[task.level] if sliced else None)
+        return self._limits.seconds * (1 - _RESERVE * left_over) - task.spent
+
+    def _allowance(self, task: Task) -> Allowance:
+        sliced = SLICES[task.level] if self._has_slow and task.level < SLOW else None
+        return Allowance(task.began + self._seconds(task), self._limits.memory_bytes, sliced)
 
     def _killed(self, task: Task, child: Child, error: GuidedError) -> None:
         """An attempt that ended with its process, or is to."""
-        spent = time.monotonic() - task.began
-        task.spent += spent
+        seconds = self._seconds(task)
+        task.spent += time.monotonic() - task.began
         orphaned = child.orphaned
         child.kill()
         name = task.backend
@@ -219,7 +227,7 @@ class Compiler:
         if isinstance(error, CompileTimeout):
             task.timed_out.append(name)
             error = CompileTimeout(
-                f"compiling this constraint took more than {spent:.3g} s with {name}; "
+                f"compiling this constraint took more than {seconds:.3g} s with {name}; "
                 "a simpler one, or another backend, may do"
             )
         elif isinstance(error, BackendError):
