@@ -101,7 +101,7 @@ class RayPool:
         try:
             owner = Owner.me(vocabulary)
             start_compiler = partial(_start_compiler, owner, compile_limits or CompileLimits())
-            self._grammars = Grammars(start_compiler, max_cache_bytes, max_compiling)
+            self._grammars = Grammars(start_compiler, max_cache_bytes, max_compiling, pool_wait, refused)
             plan = Plan(
                 cluster=self._cluster,
                 transport=self._transport,
