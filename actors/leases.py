@@ -31,8 +31,8 @@ class Lease(msgspec.Struct, eq=False, gc=False):
     """Which row of the current step waits for it; `NOBODY` where none does."""
     message: int = 0
     """Which message to the actor asked for it last: only that one's answer counts."""
-    repeated: bool = False
-    """It was asked for twice, because nothing came."""
+    asked_again: float = 0.0
+    """`time.monotonic()` of when it was asked for once more, because nothing came."""
     result: RowResult | None = None
     """The worker's answer, until somebody takes it."""
     abandoned: bool = False

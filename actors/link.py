@@ -189,14 +189,14 @@ class Link:
         return {lease.sequence for lease in self.leases.outstanding}
 
     def forgotten(self, now: float, seconds: float) -> list[Lease]:
-        """Fills that were asked for once, more than `seconds` ago, and that the actor doesn't seem to know of."""
+        """Fills that were last asked for more than `seconds` ago, and that the actor doesn't seem to know of."""
         if self._shared and self._segment.busy[0] != IDLE:
             return []
-        return [each for each in self.leases.outstanding if not each.repeated and now - each.sent > seconds]
+        return [each for each in self.leases.outstanding if now - max(each.sent, each.asked_again) > seconds]
 
-    def repeat(self, lease: Lease, opening: OpenSequence | None) -> None:
+    def repeat(self, lease: Lease, now: float, opening: OpenSequence | None) -> None:
         """Ask for a fill once more, in the next message. The first answer, should it still come, is ignored."""
-        lease.repeated = True
+        lease.asked_again = now
         lease.message = self.leases.message
         self._outbox.fills.append((lease.sequence, lease.row, lease.start, lease.tokens))
         if opening is not None:

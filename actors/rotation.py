@@ -26,7 +26,7 @@ from actors.step import Step
 from actors.supervisor import Down, Retiring, Up
 from actors.verdict import Verdict
 from guided.errors import BackendError, GuidedError, PoolUnavailable, from_wire
-from guided.messages import OpenSequence, RowStatus
+from guided.messages import OpenSequence, RowResult, RowStatus
 from guided.pool import Fill, Grammar, Row
 
 __all__ = ["Rotation"]
@@ -355,7 +355,7 @@ class Rotation:
                     if sequence.prompt_rows >= 0:
                         self._note_straggler(sequence)
                     if result.error is not None:
-                        sequence.error = from_wire(result.error)
+                        sequence.error = _error(link, result)
                 index = lease.index
                 if index == NOBODY:
                     continue
@@ -386,7 +386,7 @@ class Rotation:
             else:
                 bitmask[lease.index] = mask
         elif result.error is not None:
-            row.error = from_wire(result.error)
+            row.error = _error(link, result)
         self._step.decide(lease.index, row)
         if row.mask is None:
             link.leases.give_back(lease)
@@ -416,7 +416,7 @@ class Rotation:
         for link in self._links:
             for lease in link.forgotten(now, self._repeat_after):
                 sequence = self._sequences.get(lease.sequence)
-                link.repeat(lease, None if sequence is None or sequence.confirmed else sequence.opening)
+                link.repeat(lease, now, None if sequence is None or sequence.confirmed else sequence.opening)
             if link.has_mail:
                 link.send(self._number)
 
@@ -476,7 +476,7 @@ class Rotation:
         waiting = self._step.waiting()
         for sequence in self._placement.remove(link):
             if self._closed or verdict.is_lost(sequence):
-                self._lose(sequence, news.error)
+                self._lose(sequence, verdict.error(sequence))
                 row = Row("failed", error=sequence.error)
             else:
                 sequence.displace()
@@ -492,3 +492,11 @@ class Rotation:
         sequence.link = sequence.lease = None
         sequence.error = sequence.error or error
         self._lost[sequence.opening.sequence] = sequence.error
+
+
+def _error(link: Link, result: RowResult) -> GuidedError:
+    """A row's error, with a note of whose it is: for the log."""
+    assert result.error is not None
+    error = from_wire(result.error)
+    error.add_note(f"on mask worker {link.index}, pid {link.place.pid}")
+    return error
