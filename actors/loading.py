@@ -167,7 +167,9 @@ class Loading:
         if not home.loading:
             home.busy_since = time.monotonic()
         home.loading.append(stored.installable.key)
-        loaded: Future[None] = _in_order(home.actor.install, stored.installable, stored.dumped).future()
+        what = stored.installable
+        load = _in_order(home.actor.install, what.key, what.backend, stored.dumped, *what.pieces)
+        loaded: Future[None] = load.future()
         stored.homes[home] = loaded
         self._when_done(loaded, partial(self._loaded, stored, home))
         return loaded
