@@ -145,7 +145,9 @@ class Loading:
         _log.error("grammar %s ended %d workers that loaded it: it is refused from now on", key, _MOST_ENDS)
         while len(self._refused) >= _MOST_REFUSED:
             del self._refused[next(iter(self._refused))]
-        self._refused[key] = WorkerDied("loading this constraint's grammar ended the worker, twice: it is refused")
+        error = WorkerDied("loading this constraint's grammar ended the worker, twice: it is refused")
+        error.retryable = False
+        self._refused[key] = error
 
     def _is_trusted(self, stored: Stored) -> bool:
         key = stored.installable.key
