@@ -248,8 +248,8 @@ class Rotation:
                 return
             if lease.index == NOBODY:
                 link.leases.give_back(lease)
-        if fill.start and not sequence.sent and sequence.opening.parent is None:
-            step.decide(index, Row("needs_history"))  # it would say so
+        if fill.start and sequence.displaced and not sequence.sent:
+            step.decide(index, Row("unplaced"))  # the actor would ask for its history
             return
         lease = sequence.lease = link.lend(fill, now, index, None if sequence.confirmed else sequence.opening)
         if lease is None:

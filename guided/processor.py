@@ -223,7 +223,10 @@ class LogitPostProcessor:
         again = [index for index, result in enumerate(results) if result.state in ("needs_history", "unplaced")]
         if again:
             if patience is None:
-                deadline = time.monotonic() + limit  # those of a worker that is gone start anew
+                deadline = time.monotonic() + limit
+            for index in again:
+                if results[index].state == "unplaced":
+                    self._late.pop(self._rows[index].sequence_id, None)  # its time starts anew
             for result in results:
                 if result.mask is not None:
                     result.mask = result.mask.copy()
