@@ -32,15 +32,15 @@ Bits: TypeAlias = NDArray[Any]
 """Logits as unsigned integers of their size: no float is larger than -inf then, but a NaN with its sign set."""
 
 _MINUS_INFINITY = {"float32": np.uint32(0xFF800000), "bfloat16": np.uint16(0xFF80), "float16": np.uint16(0xFC00)}
-_TIGHT = 7
-"""Of the eight sampled 64 bits, so many at the least allow nothing."""
-_LOOSE = 480
-"""Of the 512 sampled tokens, so many at the least are allowed."""
+_TIGHT = 3
+"""Of the four sampled 64 bits, so many at the least allow nothing."""
+_LOOSE = 240
+"""Of the 256 sampled tokens, so many at the least are allowed."""
 _LEAST_WORDS = 128
 """Shorter rows aren't told apart. (There, xgrammar's kernel was seen to write what it shouldn't.)"""
 _LEAD_WORDS, _LEAD_ROWS = 64, 16
-"""Special tokens come first in many vocabularies, and no constraint allows them. With so many loose rows it pays to
-write such a run at once."""
+"""Special tokens come first in many vocabularies, and no constraint allows them. Where so many rows are the batch, it
+pays to write such a run at once."""
 
 
 def apply_bitmask(logits: torch.Tensor, bitmask: Masks, rows: Sequence[int]) -> None:
@@ -92,16 +92,20 @@ def _apply_on_cpu(logits: torch.Tensor, masks: Masks, rows: list[int], minus_inf
         logits[rows, covered:] = -torch.inf
         logits = logits[:, :covered]
     tight, loose, others = _sorted_by_density(block, rows)
-    signed, unsigned = (torch.int32, np.uint32) if logits.element_size() == 4 else (torch.int16, np.uint16)
-    bits: Bits = logits.view(signed).numpy(force=True).view(unsigned)
     if loose:
-        lead = _forbid_lead(bits, block, loose, minus_infinity) if len(loose) >= _LEAD_ROWS else 0
+        lead = _lead(block) if len(loose) == len(logits) >= _LEAD_ROWS else 0
+        if lead:
+            logits[:, : lead * 32] = -torch.inf
         sys.modules["xgrammar"].apply_token_bitmask_inplace(
             logits[:, lead * 32 :],
             torch.from_numpy(block[:, lead:]),
             vocab_size=logits.shape[1] - lead * 32,
             indices=loose,
         )
+        if len(loose) == len(rows):
+            return
+    signed, unsigned = (torch.int32, np.uint32) if logits.element_size() == 4 else (torch.int16, np.uint16)
+    bits: Bits = logits.view(signed).numpy(force=True).view(unsigned)
     if tight:
         _fill_and_restore(bits, block, tight, _floors_of_byte(minus_infinity))
     if others:
@@ -143,21 +147,16 @@ def _sorted_by_density(block: NDArray[np.int32], rows: list[int]) -> tuple[list[
 
 @cache
 def _sampled(words: int) -> NDArray[np.int64]:
-    """Sixteen words of a row, four together: neighbours in a cache line cost nothing."""
+    """Eight words of a row, two together: neighbours in a cache line cost nothing."""
     places = np.arange(4)[:, None] * (words // 4) + words // 8
-    return (places + np.arange(4)).reshape(-1)
+    return (places + np.arange(2)).reshape(-1)
 
 
-def _forbid_lead(bits: Bits, block: NDArray[np.int32], rows: list[int], minus_infinity: Any) -> int:
-    """Write the run of forbidden words that all of the rows begin with. Returns its length."""
-    start = block[rows[0], :_LEAD_WORDS].tobytes()
+def _lead(block: NDArray[np.int32]) -> int:
+    """How many words all rows forbid at their beginning, as far as it is looked."""
+    start = block[0, :_LEAD_WORDS].tobytes()
     lead = (len(start) - len(start.lstrip(b"\0"))) // block.itemsize
-    run = bytes(lead * block.itemsize)
-    if not lead or any(block[row, :lead].tobytes() != run for row in rows):
-        return 0
-    for row in rows:
-        bits[row, : lead * 32] = minus_infinity
-    return lead
+    return 0 if block[:, :lead].any() else lead
 
 
 def _fill_and_restore(bits: Bits, block: NDArray[np.int32], rows: list[int], floors: Bits) -> None:
