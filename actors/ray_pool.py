@@ -31,7 +31,7 @@ from actors.supervisor import Plan, Supervisor
 from guided.bitmask import words
 from guided.constraint import Constraint
 from guided.errors import GuidedError
-from guided.pool import Fill, Grammar, PoolStatus, Row
+from guided.pool import Fill, Grammar, PoolStatus, StepMasks
 from guided.vocabulary import Vocabulary
 
 __all__ = ["RayPool"]
@@ -128,7 +128,7 @@ class RayPool:
         with self._lock:
             self._rotation.submit(fills)
 
-    def collect(self, bitmask: NDArray[np.int32] | None, timeout: float, patience: float | None = None) -> list[Row]:
+    def collect(self, bitmask: NDArray[np.int32] | None, timeout: float, patience: float | None = None) -> StepMasks:
         with self._lock:
             return self._rotation.collect(bitmask, timeout, patience)
 
