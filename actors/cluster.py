@@ -6,6 +6,7 @@ happens on a thread that lives until the last pool is gone.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import os
@@ -14,16 +15,22 @@ import socket
 import subprocess
 import tempfile
 import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
 
 import ray
 
 from guided.errors import PoolUnavailable, bounded
 
-__all__ = ["Cluster", "ScratchDirectory"]
+__all__ = ["Cluster", "ScratchDirectory", "apart"]
 
 _OBJECT_STORE_BYTES = 80 << 20
 _START_SECONDS = 120.0
 _REACH_SECONDS = 10.0
+_STOP_SECONDS = 30.0
+_LOOK_SECONDS = 5.0
+_KNOCK_SECONDS = 2.0
 _ENVIRONMENT = {
     # Ray ends a driver whose GCS is gone for 60 s. Steps don't pass through it: outlive it.
     "RAY_gcs_rpc_server_reconnect_timeout_s": "86400",
@@ -34,6 +41,7 @@ _ENVIRONMENT = {
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
 }
 _log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 # Waits for the end of its input, that is, of the process that holds the other end. Then ends those of Ray's processes
@@ -76,6 +84,20 @@ class ScratchDirectory:
         shutil.rmtree(self.path, ignore_errors=True)
 
 
+def apart(call: Callable[[], T]) -> Future[T]:
+    """Make a call of Ray's that waits for its head, for as long as that is gone (a day), on a thread of its own."""
+    done: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(call())
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, name="ray-call", daemon=True).start()
+    return done
+
+
 class Cluster:
     """Ray, connected. Get it with `join`, give it back with `leave`."""
 
@@ -89,6 +111,9 @@ class Cluster:
         self._ready = threading.Event()
         self._leaving = threading.Event()
         self._error: Exception | None = None
+        self._doors: dict[str, tuple[str, int]] = {}
+        """Where Ray's processes that actors can't be started without listen."""
+        self._trouble: str | None = None
         self._thread = threading.Thread(target=self._live, name="ray-home", daemon=True)
 
     @classmethod
@@ -114,7 +139,10 @@ class Cluster:
             if self._users == 0 and Cluster._current is self:
                 Cluster._current = None
                 self._leaving.set()
-                self._thread.join()
+                self._thread.join(_STOP_SECONDS)
+                if self._thread.is_alive():
+                    _log.error("Ray doesn't end: its processes end with this one")
+                    atexit.unregister(ray.shutdown)  # which would wait again, for ever
 
     @property
     def node_id(self) -> str:
@@ -131,6 +159,39 @@ class Cluster:
         """The address that other nodes reach this one at."""
         return str(ray.util.get_node_ip_address())
 
+    @property
+    def trouble(self) -> str | None:
+        """What is wrong with Ray, as it was looked after a few seconds ago; None where nothing is."""
+        return self._trouble
+
+    def check(self) -> None:
+        """Look now.
+
+        Raises:
+            PoolUnavailable: a process of Ray's is gone that an actor can't be started without.
+        """
+        self._trouble = self._look()
+        if self._trouble is not None:
+            raise PoolUnavailable(self._trouble)
+
+    def _look(self) -> str | None:
+        if not ray.is_initialized():
+            return "Ray was shut down"
+        for who, door in self._doors.items():
+            try:
+                socket.create_connection(door, timeout=_KNOCK_SECONDS).close()
+            except OSError as error:
+                return f"{who} at {door[0]}:{door[1]} doesn't answer: {error}"
+        return None
+
+    def _find_doors(self) -> None:
+        node_id = self.node_id
+        head, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
+        self._doors["Ray's head"] = head.strip("[]"), int(port)
+        for node in ray.nodes():
+            if node["NodeID"] == node_id:
+                self._doors["this node's raylet"] = node["NodeManagerAddress"], node["NodeManagerPort"]
+
     def _start(self) -> None:
         self._thread.start()
         if not self._ready.wait(_START_SECONDS):
@@ -144,13 +205,17 @@ class Cluster:
         try:
             if not already:
                 self._connect()
+            self._find_doors()
         except Exception as error:
             self._error = error
             self._clean_up()
             return
         finally:
             self._ready.set()
-        self._leaving.wait()
+        while not self._leaving.wait(_LOOK_SECONDS):
+            before, self._trouble = self._trouble, self._look()
+            if self._trouble != before:
+                _log.error("%s", self._trouble or "Ray is there again")
         if not already:
             ray.shutdown()
             self._clean_up()

@@ -1,29 +1,48 @@
-"""The process that compiles: warm, one constraint at a time, made to be killed. `python -m actors.compile_process`.
+"""Processes that compile: a warm template, forked for each process that is needed. `python -m actors.compile_process`.
 
-Frames on stdin: the vocabulary, then jobs. Frames on stdout: an empty one when warm, then an answer a job. What a
-grammar library prints goes to stderr.
+Importing the grammar libraries and reading a large vocabulary take up to ten seconds; a fork of a process that has done
+it takes hundredths of one. So a compile process that had to be killed is replaced at once, and what one constraint
+leaves in memory is gone with it. The template has one thread, computes nothing but a warm-up, and never sees a
+constraint of a user's.
+
+The template's socket (`Template` in `actors/compile_child.py` is the other end): the vocabulary as a frame, answered by
+an empty one when warm; then commands. A compile process's own socket: jobs in, outcomes out, as frames. What a grammar
+library prints goes to stderr.
 """
 
 from __future__ import annotations
 
 import ctypes
+import gc
 import logging
 import os
+import resource
 import signal
+import socket
+import struct
 import sys
 import time
+from typing import Any, NoReturn
 
 import msgspec
 
 from actors.frames import read_frame, write_frame
 from guided.backends import BACKENDS, Backends
-from guided.compilation import compile_constraint
+from guided.compilation import compile_with
 from guided.constraint import Constraint
-from guided.errors import Wire, to_wire
+from guided.errors import ConstraintTooLarge, Wire, to_wire
 from guided.messages import decoder, encode
 from guided.vocabulary import Vocabulary
 
-__all__ = ["Job", "Outcome"]
+__all__ = ["COMMAND", "FORK", "NOT_YET", "REAP", "Attempt", "Outcome"]
+
+COMMAND = struct.Struct("<cq")
+"""To the template: what, and of which process. Back: the same shape, with an answer."""
+FORK, REAP = b"F", b"R"
+"""FORK: a new compile process on the socket that comes with the command; answers its pid, or minus an errno.
+REAP: how the process ended, as `os.waitstatus_to_exitcode` says it, or `NOT_YET`. Until then its pid is nobody else's.
+"""
+NOT_YET = 1 << 32
 
 _PR_SET_PDEATHSIG = 1
 _NICENESS = 10
@@ -31,15 +50,16 @@ _NICENESS = 10
 _log = logging.getLogger(__name__)
 
 
-class Job(msgspec.Struct, array_like=True, frozen=True):
-    """Compile `constraint` by the first of `backends` that can."""
+class Attempt(msgspec.Struct, array_like=True, frozen=True):
+    """Compile `constraint` by `backend`; refuse the result where it weighs more than `max_bytes`."""
 
     constraint: Constraint
-    backends: list[str]
+    backend: str
+    max_bytes: int
 
 
-class Outcome(msgspec.Struct, array_like=True, frozen=True):
-    """What became of a job: an error, or the grammar as another process can load it."""
+class Outcome(msgspec.Struct, array_like=True):
+    """What became of it: an error, or the grammar as another process can load it."""
 
     error: Wire | None = None
     backend: str = ""
@@ -47,6 +67,9 @@ class Outcome(msgspec.Struct, array_like=True, frozen=True):
     nbytes: int = 0
     """What the grammar weighs in a process that holds it, bytes."""
     dumped: bytes = b""
+    crashed: list[str] = []
+    """Backends whose process ended by itself while it compiled this."""
+    timed_out: list[str] = []
 
 
 def _die_with(parent: int) -> None:
@@ -57,43 +80,120 @@ def _die_with(parent: int) -> None:
 
 
 def _warm(backends: Backends) -> None:
-    for name in BACKENDS:
+    """Load every library, and have each compile something: what it makes once and keeps is then made."""
+    for name, adapter in BACKENDS.items():
         started = time.perf_counter()
         try:
             backends[name]
-        except Exception:  # it is reported to whoever asks for this backend
+            for constraint in _WARM_UP:
+                if constraint.kind in adapter.kinds:
+                    compile_with(backends, constraint, name).grammar.dump()
+        except BaseException:  # it is reported to whoever asks for this backend
             _log.exception("backend %s can't be loaded", name)
         else:
             _log.info("backend %s loaded in %.2f s", name, time.perf_counter() - started)
 
 
-def _compile(backends: Backends, job: Job) -> Outcome:
+_WARM_UP = (Constraint.json_schema({"type": "object", "properties": {"a": {"type": "integer"}}}), Constraint.regex("a"))
+
+
+def _compile(backends: Backends, attempt: Attempt) -> Outcome:
     started = time.perf_counter()
     try:
-        compiled = compile_constraint(backends, job.constraint, job.backends)
+        compiled = compile_with(backends, attempt.constraint, attempt.backend)
         dumped = compiled.grammar.dump()
+        nbytes = compiled.grammar.nbytes
+        if max(nbytes, len(dumped)) > attempt.max_bytes:
+            raise ConstraintTooLarge(
+                f"the compiled constraint weighs {max(nbytes, len(dumped)) >> 20} MiB with {attempt.backend}; "
+                f"the limit is {attempt.max_bytes >> 20} MiB"
+            )
     except Exception as error:
-        return Outcome(error=to_wire(error), seconds=time.perf_counter() - started)
-    return Outcome(None, compiled.backend, time.perf_counter() - started, compiled.grammar.nbytes, dumped)
+        return Outcome(to_wire(error), attempt.backend, time.perf_counter() - started)
+    return Outcome(None, attempt.backend, time.perf_counter() - started, nbytes, dumped)
 
 
-def _main() -> None:
-    _die_with(int(sys.argv[1]))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    answers = os.dup(1)
-    os.dup2(2, 1)
-    backends = Backends(Vocabulary.from_bytes(read_frame(0)))
-    _warm(backends)
+def _serve(backends: Backends, jobs: int, template: int) -> NoReturn:
+    """What a compile process does, from its fork to its end."""
+    _die_with(template)
     os.nice(_NICENESS)
-    write_frame(answers, b"")
-    decode = decoder(Job).decode
+    decode = decoder(Attempt).decode
+    try:
+        while True:
+            write_frame(jobs, encode(_compile(backends, decode(read_frame(jobs)))))
+    except (EOFError, BrokenPipeError, ConnectionResetError):  # nobody wants more of it
+        os._exit(0)
+
+
+def _fork(backends: Backends, control: socket.socket, jobs: int) -> int:
+    """A compile process on the socket `jobs`: its pid, or minus an errno."""
+    me = os.getpid()
+    try:
+        pid = os.fork()
+    except OSError as error:
+        return -(error.errno or 1)
+    if pid == 0:
+        try:
+            control.close()
+            _serve(backends, jobs, me)
+        except BaseException:
+            _log.exception("a compile process failed")
+        finally:
+            os._exit(1)
+    return pid
+
+
+def _reap(pid: int) -> int:
+    try:
+        done, status = os.waitpid(pid, os.WNOHANG)
+    except ChildProcessError:
+        return 0
+    return NOT_YET if done == 0 else os.waitstatus_to_exitcode(status)
+
+
+def _main(control: socket.socket, parent: int) -> None:
+    _die_with(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # dumping half a gigabyte takes seconds, at every crash
+    os.dup2(2, 1)
+    backends = Backends(Vocabulary.from_bytes(read_frame(control.fileno())))
+    _warm(backends)
+    gc.collect()
+    gc.freeze()  # a collection in a fork would touch, and so copy, every object there is
+    write_frame(control.fileno(), b"")
     while True:
-        outcome = _compile(backends, decode(read_frame(0)))
-        write_frame(answers, encode(outcome))
+        command, descriptors = _receive(control)
+        if not command:
+            return
+        what, pid = COMMAND.unpack(command)
+        if what == FORK:
+            (jobs,) = descriptors
+            answer = _fork(backends, control, jobs)
+            os.close(jobs)
+        else:
+            answer = _reap(pid)
+        control.sendall(COMMAND.pack(what, answer))
+
+
+def _receive(control: socket.socket) -> tuple[bytes, list[int]]:
+    """One command and the descriptors that came with it; empty at the end."""
+    data, descriptors, _flags, _address = socket.recv_fds(control, COMMAND.size, 1)
+    while data and len(data) < COMMAND.size:
+        more = control.recv(COMMAND.size - len(data))
+        if not more:
+            return b"", descriptors
+        data += more
+    return data, descriptors
+
+
+def _start(arguments: list[str]) -> Any:
+    fd, parent = map(int, arguments)
+    try:
+        _main(socket.socket(fileno=fd), parent)
+    except (EOFError, BrokenPipeError, ConnectionResetError):  # the compile actor is gone
+        return 0
+    return 0
 
 
 if __name__ == "__main__":
-    try:
-        _main()
-    except (EOFError, BrokenPipeError):  # the actor is gone
-        sys.exit(0)
+    sys.exit(_start(sys.argv[1:]))

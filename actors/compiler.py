@@ -9,31 +9,40 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import queue
-import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-import psutil
 import ray
 
-from actors.compile_process import Job, Outcome
-from actors.frames import read_frame, readable, write_frame
+from actors.compile_child import Allowance, Child, SliceOver, Template
+from actors.compile_process import Attempt, Outcome
+from actors.compile_queue import SLICES, SLOW, CompileQueue, Job, Task
 from actors.owner import Owner, exit_with
+from guided.compilation import conclusion, is_about_backend
 from guided.constraint import Constraint
-from guided.errors import BackendError, CompileTimeout, ConstraintTooLarge, GuidedError, to_wire
-from guided.messages import decoder, encode
+from guided.errors import (
+    BackendError,
+    CompileQueueFull,
+    CompileTimeout,
+    ConstraintTooLarge,
+    GuidedError,
+    PoolUnavailable,
+    bounded,
+    from_wire,
+    to_wire,
+)
 from guided.vocabulary import Vocabulary
 
 __all__ = ["CompileActor", "CompileLimits", "Compiler"]
 
-_WARM_UP_SECONDS = 120.0
-_MEMORY_CHECK_SECONDS = 0.05
+_RESERVE = 0.1
+"""Share of the budget that is kept for each backend that may still be tried: most refuse or compile in far less."""
+_KEPT_BYTES = 256 << 20
+"""A process that has grown by more than this does no further constraint."""
+_RETRY_SECONDS = 1.0
 _log = logging.getLogger(__name__)
 
 
@@ -41,10 +50,16 @@ _log = logging.getLogger(__name__)
 class CompileLimits:
     """What one compilation may take, and how many run at once."""
 
-    processes: int = 2
+    processes: int = field(default_factory=lambda: max(2, min(8, (os.cpu_count() or 1) // 2)))
+    """Half of them (rounded up) are for what is quick: see `actors.compile_queue`."""
     seconds: float = 10.0
-    memory_bytes: int = 3 << 30
-    """Resident memory of a compile process, everything that is warm in it included."""
+    """For one constraint, whichever backends are tried, waiting for a process not counted."""
+    memory_bytes: int = 2 << 30
+    """Resident memory of a compile process, beyond what every one of them has."""
+    grammar_bytes: int = 512 << 20
+    """What one compiled grammar may weigh in each process that holds it."""
+    wait_seconds: float = 30.0
+    """How long a constraint waits for a process at the most."""
 
 
 class CompileActor:
@@ -61,11 +76,16 @@ class CompileActor:
     async def compile(self, constraint: Constraint, backends: Sequence[str]) -> tuple[Outcome, bytes]:
         """The outcome, and beside it (an object of its own, so that it needn't visit the engine) the dumped grammar."""
         outcome = await asyncio.wrap_future(self._compiler.submit(Job(constraint, list(backends))))
-        return Outcome(outcome.error, outcome.backend, outcome.seconds, outcome.nbytes), outcome.dumped
+        dumped, outcome.dumped = outcome.dumped, b""
+        return outcome, dumped
 
     async def pids(self) -> list[int]:
         """The compile processes; also the sign that this actor is alive."""
         return self._compiler.pids
+
+    async def pid(self) -> int:
+        """This process."""
+        return os.getpid()
 
 
 class Compiler:
@@ -73,12 +93,15 @@ class Compiler:
 
     def __init__(self, vocabulary: Vocabulary, limits: CompileLimits) -> None:
         self._limits = limits
-        self._jobs: queue.SimpleQueue[tuple[Job, Future[Outcome]] | None] = queue.SimpleQueue()
-        self._children: dict[int, _Child] = {}
-        packed = vocabulary.to_bytes()
-        # A child dies with the thread that started it: these threads live as long as the children are needed.
+        slow = limits.processes // 2
+        self._has_slow = slow > 0
+        self._queue = CompileQueue(self._has_slow)
+        self._template = Template(vocabulary.to_bytes())
+        self._children: dict[int, Child] = {}
+        # The template dies with the thread that started it, whichever of these that was: none ends before all do.
+        self._end = threading.Barrier(limits.processes)
         self._threads = [
-            threading.Thread(target=self._keep, args=(index, packed), name=f"compile-{index}", daemon=True)
+            threading.Thread(target=self._work, args=(index, index >= limits.processes - slow), daemon=True)
             for index in range(limits.processes)
         ]
         for thread in self._threads:
@@ -87,7 +110,7 @@ class Compiler:
     def submit(self, job: Job) -> Future[Outcome]:
         """Compile when a child is free. The future never raises: an `Outcome` holds the error."""
         future: Future[Outcome] = Future()
-        self._jobs.put((job, future))
+        self._queue.put(Task(job, future))
         return future
 
     @property
@@ -96,117 +119,138 @@ class Compiler:
         return [child.pid for child in list(self._children.values())]
 
     def close(self) -> None:
-        """End the children that have nothing to do, and those that are busy when they are done."""
-        for _ in self._threads:
-            self._jobs.put(None)
+        """End: what waits is failed, what is being compiled is compiled first."""
+        for task in self._queue.close():
+            self._finish(task, PoolUnavailable("the compiler was shut down"))
         for thread in self._threads:
             thread.join()
+        self._template.close()
 
-    def _keep(self, index: int, vocabulary: bytes) -> None:
-        closing = False
-        while not closing:
-            child = _Child()
-            self._children[index] = child
-            try:
-                child.warm_up(vocabulary)
-            except (OSError, EOFError, TimeoutError) as error:
-                _log.error("a compile process didn't start: %r", error)
-                child.kill()
-                time.sleep(1.0)
+    def _work(self, index: int, slow: bool) -> None:
+        """What one thread does: tasks, one after the other, in a child of its own."""
+        child = None if slow else self._fork(index)
+        while (task := self._queue.take(slow=slow)) is not None:
+            waited = task.waited(self._template.started)
+            if task.child is None and waited > self._limits.wait_seconds:
+                text = f"this constraint waited {waited:.0f} s for others that are compiled; try again later"
+                self._finish(task, CompileQueueFull(text))
                 continue
-            closing = self._feed(child)
+            if task.child is not None:
+                self._drop(index, child)
+                child = self._children[index] = task.child
+            elif child is None or not child.alive:
+                self._drop(index, child)
+                child = self._fork(index)
+            if not self._serve_safely(task, child):
+                del self._children[index]
+                child = None if slow else self._fork(index)
+        self._drop(index, child)
+        self._end.wait()
+
+    def _fork(self, index: int) -> Child:
+        while True:
+            try:
+                child = self._children[index] = self._template.fork()
+            except OSError as error:
+                _log.error("there is no compile process, which is tried again: %s", error)
+                time.sleep(_RETRY_SECONDS)
+            else:
+                return child
+
+    def _drop(self, index: int, child: Child | None) -> None:
+        self._children.pop(index, None)
+        if child is not None:
             child.kill()
 
-    def _feed(self, child: _Child) -> bool:
-        """Give `child` jobs until it is spoiled; True where there will be none any more."""
-        healthy = True
-        while healthy:
-            task = self._jobs.get()
-            if task is None:
-                return True
-            if not child.alive:
-                self._jobs.put(task)
-                return False
-            job, future = task
-            try:
-                outcome = child.run(job, self._limits)
-                # What a compilation leaves behind must not count against the next one.
-                healthy = child.rss < self._limits.memory_bytes / 2
-            except GuidedError as error:
-                outcome, healthy = Outcome(error=to_wire(error)), False
-            future.set_result(outcome)
-        return False
-
-
-class _Child:
-    """One compile process. Used by the thread that made it."""
-
-    def __init__(self) -> None:
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "actors.compile_process", str(os.getpid())],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=environment,
-        )
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._jobs = self._process.stdin.fileno()
-        self._answers = self._process.stdout.fileno()
-        self._decode = decoder(Outcome).decode
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
-    def alive(self) -> bool:
-        return self._process.poll() is None
-
-    @property
-    def rss(self) -> int:
-        """Resident bytes; 0 where it is gone."""
+    def _serve_safely(self, task: Task, child: Child) -> bool:
         try:
-            return psutil.Process(self.pid).memory_info().rss
-        except psutil.NoSuchProcess:
-            return 0
+            return self._serve(task, child)
+        except Exception as error:  # a mistake of ours costs one constraint, not a thread
+            _log.exception("a constraint was not compiled")
+            child.kill()
+            self._finish(task, BackendError(bounded(f"compiling failed: {error!r}")))
+            return False
 
-    def warm_up(self, vocabulary: bytes) -> None:
-        write_frame(self._jobs, vocabulary)
-        read_frame(self._answers, time.monotonic() + _WARM_UP_SECONDS)
-
-    def run(self, job: Job, limits: CompileLimits) -> Outcome:
-        """One compilation.
-
-        Raises:
-            CompileTimeout, ConstraintTooLarge, BackendError: it was killed, or died; so was this child.
-        """
-        deadline = time.monotonic() + limits.seconds
+    def _serve(self, task: Task, child: Child) -> bool:
+        """One attempt at `task`, or the rest of one. False where `child` is gone: killed, or handed over."""
         try:
-            write_frame(self._jobs, encode(job))
-            while not readable(self._answers, min(_MEMORY_CHECK_SECONDS, deadline - time.monotonic())):
-                if self.rss > limits.memory_bytes:
-                    raise ConstraintTooLarge(
-                        f"compiling this constraint took more than {limits.memory_bytes >> 20} MiB of memory; "
-                        "a smaller one, or another backend, may do"
-                    )
-                if time.monotonic() >= deadline:
-                    raise TimeoutError
-            outcome: Outcome = self._decode(read_frame(self._answers, deadline))
-        except TimeoutError:
-            raise CompileTimeout(
-                f"compiling this constraint took more than {limits.seconds:g} s; "
+            if task.child is None:
+                task.began = time.monotonic()
+                child.start(Attempt(task.job.constraint, task.backend, self._limits.grammar_bytes))
+            task.child = None
+            outcome = child.wait(self._allowance(task))
+        except SliceOver:
+            if task.level == 0:
+                self._queue.note(task.backend, overrun=True)
+            if not self._queue.hand_over(task, child):
+                child.kill()
+                task.spent += time.monotonic() - task.began
+                task.level += 1
+                self._queue.put(task)
+            return False
+        except GuidedError as error:
+            self._killed(task, child, error)
+            return False
+        task.spent += time.monotonic() - task.began
+        if task.level == 0:
+            self._queue.note(task.backend, overrun=False)
+        if outcome.error is None:
+            outcome.seconds, outcome.crashed, outcome.timed_out = task.spent, task.crashed, task.timed_out
+            task.future.set_result(outcome)
+        else:
+            self._failed(task, from_wire(outcome.error))
+        if child.growth > _KEPT_BYTES:
+            child.kill()
+            return False
+        return True
+
+    def _seconds(self, task: Task) -> float:
+        """What this attempt may take: all that is left, but for what is kept for the backends after this one."""
+        left_over = len(task.job.backends) - len(task.failed) - 1
+        return self._limits.seconds * (1 - _RESERVE * left_over) - task.spent
+
+    def _allowance(self, task: Task) -> Allowance:
+        sliced = SLICES[task.level] if self._has_slow and task.level < SLOW else None
+        return Allowance(task.began + self._seconds(task), self._limits.memory_bytes, sliced)
+
+    def _killed(self, task: Task, child: Child, error: GuidedError) -> None:
+        """An attempt that ended with its process, or is to."""
+        seconds = self._seconds(task)
+        task.spent += time.monotonic() - task.began
+        orphaned = child.orphaned
+        child.kill()
+        name = task.backend
+        if isinstance(error, BackendError) and orphaned and not task.retried:
+            task.retried = True  # all children went with their template: nothing says that it was this one's fault
+            self._queue.put(task)
+            return
+        if isinstance(error, CompileTimeout):
+            task.timed_out.append(name)
+            error = CompileTimeout(
+                f"compiling this constraint took more than {seconds:.3g} s with {name}; "
                 "a simpler one, or another backend, may do"
-            ) from None
-        except (EOFError, OSError):
-            raise BackendError(f"compiling this constraint ended its process ({self._how_it_ended()})") from None
-        return outcome
+            )
+        elif isinstance(error, BackendError):
+            task.crashed.append(name)
+            _log.warning("%s, compiling with %s: %s", error, name, task.job.constraint.key)
+        elif isinstance(error, ConstraintTooLarge):
+            error = ConstraintTooLarge(f"with {name}, {error.message}")
+        self._failed(task, error)
 
-    def kill(self) -> None:
-        """End it, whatever it does. Idempotent."""
-        self._process.kill()
-        self._process.communicate()
+    def _failed(self, task: Task, error: GuidedError) -> None:
+        """Try the next backend, or say what became of them all."""
+        if not is_about_backend(error):
+            self._finish(task, error)
+            return
+        task.failed.append((task.backend, error))
+        if len(task.failed) == len(task.job.backends):
+            self._finish(task, conclusion(task.failed))
+            return
+        # Behind those that were not tried at all, and before those that are known to be slow.
+        task.level = min(1, SLOW)
+        self._queue.put(task)
 
-    def _how_it_ended(self) -> str:
-        code = self._process.wait()
-        return f"exit status {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+    def _finish(self, task: Task, error: GuidedError) -> None:
+        task.future.set_result(
+            Outcome(to_wire(error), seconds=task.spent, crashed=task.crashed, timed_out=task.timed_out)
+        )

@@ -7,56 +7,52 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import queue
+import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
-from dataclasses import dataclass, field
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 from ray.exceptions import RayActorError
 
 from actors.compile_process import Outcome
-from actors.mask_actor import ORDERED, Installable
+from actors.loading import Home, Loading, Stored, ended_by
+from actors.mask_actor import Installable
+from actors.suspensions import Suspensions
+from guided.backends import BACKENDS
 from guided.compilation import grammar_key
 from guided.constraint import Constraint
-from guided.errors import BackendError, GuidedError, PoolUnavailable, bounded, from_wire
+from guided.errors import (
+    BackendError,
+    BackendSuspended,
+    CompileQueueFull,
+    GuidedError,
+    PoolUnavailable,
+    bounded,
+    from_wire,
+)
 from guided.grammar_cache import CacheKey, GrammarCache, cache_key
-from guided.pool import Grammar
+from guided.pool import BackendStatus, Grammar
 
-__all__ = ["Grammars", "Home"]
+__all__ = ["Grammars"]
 
 _GRACE_SECONDS = 1.0
 """How long a grammar that some worker has waits for workers that are slow to load it."""
-_HOMELESS_SECONDS = 30.0
-"""How long a compiled grammar waits for a worker while none is up."""
+_LOAD_SECONDS = 15.0
+"""How long an actor may take for one grammar. (Compiling one takes less, or it is ended.)"""
 _TICK_SECONDS = 0.5
-_PULSE_SECONDS = 60.0
-"""How long the compile actor may take to answer a ping; it may be starting."""
+_START_SECONDS = 60.0
+"""How long the compile actor may take to answer its first ping: it may be starting."""
+_PULSE_SECONDS = 15.0
+"""How long for the others."""
 _log = logging.getLogger(__name__)
-
-
-@dataclass(eq=False, slots=True)
-class Home:
-    """A mask actor as the grammars see it."""
-
-    actor: Any
-    """Ray's handle of a `MaskActor`."""
-    installed: set[str] = field(default_factory=set)
-    serving: bool = False
-    """Sequences are placed on it."""
-
-
-@dataclass(eq=False, slots=True)
-class _Stored:
-    """A compiled grammar: what every worker, now or later, loads."""
-
-    installable: Installable
-    dumped: ray.ObjectRef
-    homes: dict[Home, Future[None]] = field(default_factory=dict)
+_Answer = TypeVar("_Answer")
 
 
 @dataclass(eq=False, slots=True)
@@ -64,7 +60,7 @@ class _Arrival:
     """A compiled grammar whose future waits for the workers that are to have it."""
 
     grammar: Grammar
-    stored: _Stored
+    stored: Stored
     since: float
     """`time.monotonic()` when it was compiled, or asked for again."""
 
@@ -75,22 +71,36 @@ class Grammars:
     Args:
         start_compiler: makes a `CompileActor` and returns Ray's handle of it.
         max_cache_bytes: what grammars that nobody uses may weigh together.
+        max_compiling: constraints under way; more are refused with `CompileQueueFull`.
+        pool_wait: seconds that a compiled grammar waits for a worker while none is up.
+        refused: is told which grammars no worker loads any more, by their keys, and why.
     """
 
-    def __init__(self, start_compiler: Callable[[], Any], max_cache_bytes: int) -> None:
+    def __init__(
+        self,
+        start_compiler: Callable[[], Any],
+        max_cache_bytes: int,
+        max_compiling: int,
+        pool_wait: float,
+        refused: dict[str, GuidedError],
+    ) -> None:
         self._start_compiler = start_compiler
         self._compiler = start_compiler()
         self._cache = GrammarCache(max_cache_bytes)
         self._cache_lock = threading.Lock()
         self._pending: dict[CacheKey, Future[Grammar]] = {}
+        self._max_compiling = max_compiling
+        self._pool_wait = pool_wait
+        self._refused = refused
+        self._suspensions = Suspensions(BACKENDS)
         self._closed = False
         # From here on: the thread's own.
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._stored: dict[str, _Stored] = {}
-        self._homes: tuple[Home, ...] = ()
-        """Replaced, never changed: read by other threads."""
+        self._loading = Loading(self._when_done, self._check_arrivals, refused)
         self._arrivals: list[_Arrival] = []
         self._pulse: tuple[Future[Any], float] | None = None
+        self._compiler_pid: int | None = None
+        """Once it has answered."""
         self._thread = threading.Thread(target=self._run, name="grammars", daemon=True)
         self._thread.start()
 
@@ -101,13 +111,21 @@ class Grammars:
 
     def compile(self, constraint: Constraint, backends: Sequence[str]) -> Future[Grammar]:
         """See `MaskPool.compile`. Returns at once."""
+        try:
+            backends = self._suspensions.admitted(backends)
+        except BackendSuspended as error:
+            return _failed(error)
         key = cache_key(constraint, backends)
         with self._cache_lock:
             if self._closed:
-                refused: Future[Grammar] = Future()
-                refused.set_exception(PoolUnavailable("the pool is shut down"))
-                return refused
+                return _failed(PoolUnavailable("the pool is shut down"))
             future, new = self._cache.acquire(key)
+            if new and len(self._pending) >= self._max_compiling:
+                full = CompileQueueFull(
+                    f"{len(self._pending)} constraints are being compiled or wait for it: try again"
+                )
+                self._cache.fail(key, full)
+                return _failed(full)
             if new:
                 task = partial(self._compile, key, constraint, list(backends))
             elif not self._is_homeless(future):
@@ -123,33 +141,54 @@ class Grammars:
         self._tasks.put(task)
         return future
 
+    def backends(self) -> list[BackendStatus]:
+        """Which backends are in rotation; from any thread."""
+        return self._suspensions.status()
+
     def _is_homeless(self, future: Future[Grammar]) -> bool:
         """It is compiled, and no worker that takes sequences has it."""
         if not future.done() or future.exception() is not None:
             return False
         key = future.result().key
-        return not any(home.serving and key in home.installed for home in self._homes)
+        return not any(home.serving and key in home.installed for home in self._loading.homes)
 
     def release(self, grammar: Grammar) -> None:
         """See `MaskPool.release`. Returns at once."""
         with self._cache_lock:
             evicted = self._cache.release(grammar)
         if evicted:
-            self._tasks.put(partial(self._uninstall, evicted))
+            self._tasks.put(partial(self._loading.forget, evicted))
 
     def settle(self, home: Home, timeout: float) -> None:
-        """A new worker: from now on it gets every grammar; returns when it has those in use.
+        """A new worker: from now on it gets every grammar; returns when it has those in use, and those that may have
+        ended another.
 
         Raises:
-            PoolUnavailable: it didn't load them in time.
+            PoolUnavailable: it didn't load them in time, or died of it.
         """
-        settled: Future[list[Future[None]]] = Future()
-        self._tasks.put(partial(self._settle, home, settled))
-        started = time.monotonic()
-        needed = settled.result(timeout)
-        _, missing = wait(needed, max(0.0, timeout - (time.monotonic() - started)))
-        if missing:
-            raise PoolUnavailable(f"{len(missing)} of {len(needed)} grammars were not loaded within {timeout:g} s")
+        deadline = time.monotonic() + timeout
+        self._await(home, self._ask(partial(self._settle, home), timeout), deadline)
+        while (suspect := self._ask(partial(self._loading.next_suspect, home), timeout)) is not None:
+            self._await(home, [suspect], deadline)
+
+    def _ask(self, question: Callable[[], _Answer], timeout: float) -> _Answer:
+        """Have the thread answer."""
+        answer: Future[_Answer] = Future()
+        self._tasks.put(lambda: answer.set_result(question()))
+        return answer.result(timeout)
+
+    def _await(self, home: Home, loads: Sequence[Future[None]], deadline: float) -> None:
+        missing = set(loads)
+        while missing:
+            done, missing = wait(missing, _TICK_SECONDS, FIRST_COMPLETED)
+            if any(map(ended_by, done)):
+                raise PoolUnavailable(f"it died while it loaded grammars ({len(missing) + 1} were left)")
+            if missing and (home.overdue(_LOAD_SECONDS) or time.monotonic() > deadline):
+                raise PoolUnavailable(f"{len(missing)} of {len(loads)} grammars were not loaded in time")
+
+    def hangs(self, home: Home) -> bool:
+        """Whether a worker has been loading one grammar for too long. From any thread."""
+        return home.overdue(_LOAD_SECONDS)
 
     def serve(self, home: Home) -> None:
         """From now on sequences are placed on that worker: who waited for a worker with its grammar has one."""
@@ -168,12 +207,11 @@ class Grammars:
         self._thread.join()
         for key in list(self._pending):
             self._fail(key, PoolUnavailable("the pool was shut down"))
-        with contextlib.suppress(Exception):
-            ray.kill(self._compiler)
+        self._end_compiler()
 
     def compile_pids(self) -> list[int]:
         """The processes that compile. Asks the compile actor: takes milliseconds."""
-        pids: list[int] = ray.get(self._compiler.pids.remote(), timeout=_PULSE_SECONDS)
+        pids: list[int] = ray.get(self._compiler.pids.remote(), timeout=_START_SECONDS)
         return pids
 
     def _run(self) -> None:
@@ -202,7 +240,7 @@ class Grammars:
         if self._compiler is lost:
             _log.error("the compile actor died: it is started again")
             self._compiler = self._start_compiler()
-            self._pulse = None
+            self._compiler_pid = self._pulse = None
         self._compile(key, constraint, backends, last=True)
 
     def _compiled(
@@ -221,6 +259,10 @@ class Grammars:
             else:
                 self._fail(key, PoolUnavailable(f"the compile actor failed: {bounded(error)}"))
             return
+        for backend in outcome.crashed:
+            self._suspensions.crashed(backend, constraint.key)
+        for backend in outcome.timed_out:
+            self._suspensions.timed_out(backend)
         if outcome.error is not None:
             self._fail(key, from_wire(outcome.error))
             return
@@ -228,64 +270,28 @@ class Grammars:
         grammar = Grammar(name, outcome.backend, constraint, key, outcome.seconds)
         with self._cache_lock:
             self._cache.weigh(grammar, outcome.nbytes)
-        stored = self._stored.get(name)
-        if stored is None:
-            stored = self._stored[name] = _Stored(Installable(name, outcome.backend, constraint), dumped)
-        for home in self._homes:
-            self._install(stored, home)
+        stored = self._loading.add(Installable(name, outcome.backend, constraint), dumped)
         self._arrivals.append(_Arrival(grammar, stored, time.monotonic()))
         self._check_arrivals()
 
     def _bring_home(self, grammar: Grammar, constraint: Constraint, backends: list[str]) -> None:
         """A compiled grammar that no worker has is asked for again."""
-        stored = self._stored.get(grammar.key)
+        stored = self._loading.stored.get(grammar.key)
         if stored is None:
             self._compile(grammar.cache_key, constraint, backends)
             return
-        for home in self._homes:
-            load = stored.homes.get(home)
-            if load is not None and load.done() and load.exception() is not None:
-                del stored.homes[home]  # once more
-            self._install(stored, home)
+        self._loading.try_again(stored)
         self._arrivals.append(_Arrival(grammar, stored, time.monotonic()))
         self._check_arrivals()
 
-    def _install(self, stored: _Stored, home: Home) -> Future[None]:
-        if home not in stored.homes:
-            loaded: Future[None] = _in_order(home.actor.install, stored.installable, stored.dumped).future()
-            stored.homes[home] = loaded
-            self._when_done(loaded, partial(self._installed, stored, home))
-        return stored.homes[home]
-
-    def _installed(self, stored: _Stored, home: Home, done: Future[None]) -> None:
-        if done.exception() is None:
-            if self._stored.get(stored.installable.key) is stored:  # else it was dropped meanwhile, there too
-                home.installed.add(stored.installable.key)
-        elif home in self._homes:
-            _log.warning("%s was not loaded: %s", stored.installable.key, done.exception())
-        self._check_arrivals()
-
-    def _uninstall(self, keys: list[str]) -> None:
-        for key in keys:
-            self._stored.pop(key, None)
-        for home in self._homes:
-            home.installed.difference_update(keys)
-            _in_order(home.actor.uninstall, keys)
-
-    def _settle(self, home: Home, settled: Future[list[Future[None]]]) -> None:
-        self._homes += (home,)
+    def _settle(self, home: Home) -> list[Future[None]]:
         with self._cache_lock:
             needed = {grammar.key for grammar in self._cache.in_use()}
         needed.update(arrival.grammar.key for arrival in self._arrivals)
-        first = [self._install(stored, home) for key, stored in self._stored.items() if key in needed]
-        for stored in self._stored.values():
-            self._install(stored, home)
-        settled.set_result(first)
+        return self._loading.settle(home, needed)
 
     def _leave(self, home: Home) -> None:
-        self._homes = tuple(each for each in self._homes if each is not home)
-        for stored in self._stored.values():
-            stored.homes.pop(home, None)
+        self._loading.leave(home)
         self._check_arrivals()
 
     def _check_arrivals(self) -> None:
@@ -293,44 +299,57 @@ class Grammars:
         now = time.monotonic()
         for arrival in self._arrivals:
             age = now - arrival.since
-            homes = [home for home in self._homes if not _died(arrival.stored.homes.get(home))]
+            homes = [home for home in self._loading.homes if not ended_by(arrival.stored.homes.get(home))]
             loads = [arrival.stored.homes[home] for home in homes if home in arrival.stored.homes]
             loaded = any(home.serving and arrival.grammar.key in home.installed for home in homes)
             if loaded and (age > _GRACE_SECONDS or all(load.done() for load in loads)):
                 self._pending.pop(arrival.grammar.cache_key).set_result(arrival.grammar)
+            elif (refusal := self._refused.get(arrival.grammar.key)) is not None:
+                self._fail(arrival.grammar.cache_key, refusal)
             elif loads and all(load.done() and load.exception() is not None for load in loads):
-                error = BackendError(f"no worker could load the grammar: {bounded(loads[0].exception())}")
-                self._fail(arrival.grammar.cache_key, error)
-            elif age > _HOMELESS_SECONDS:
-                self._fail(arrival.grammar.cache_key, PoolUnavailable("no mask worker is up"))
+                why = bounded(loads[0].exception())
+                self._fail(arrival.grammar.cache_key, BackendError(f"no worker could load the grammar: {why}"))
+            elif age > self._pool_wait:
+                nobody = PoolUnavailable(f"no mask worker was there for it for {self._pool_wait:g} s")
+                self._fail(arrival.grammar.cache_key, nobody)
             else:
                 waiting.append(arrival)
         self._arrivals = waiting
 
     def _fail(self, key: CacheKey, error: GuidedError) -> None:
-        self._pending.pop(key).set_exception(error)
+        with self._cache_lock:
+            future = self._pending.pop(key)
+            evicted = self._cache.fail(key, error)
+        if evicted:
+            self._loading.forget(evicted)
+        future.set_exception(error)
 
     def _watch_compiler(self) -> None:
         """A compile actor that doesn't answer is killed; what it was asked fails then, and is asked of the next one."""
         now = time.monotonic()
         if self._pulse is None:
-            self._pulse = self._compiler.pids.remote().future(), now
+            self._pulse = self._compiler.pid.remote().future(), now
         elif self._pulse[0].done():
+            if self._pulse[0].exception() is None:
+                self._compiler_pid = self._pulse[0].result()
             self._pulse = None
-        elif now - self._pulse[1] > _PULSE_SECONDS:
+        elif now - self._pulse[1] > (_START_SECONDS if self._compiler_pid is None else _PULSE_SECONDS):
             _log.error("the compile actor doesn't answer")
+            self._end_compiler()
+
+    def _end_compiler(self) -> None:
+        with contextlib.suppress(Exception):
             ray.kill(self._compiler)
-            self._pulse = None
+        if self._compiler_pid is not None:  # Ray asks it to end; it may be unable to
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._compiler_pid, signal.SIGKILL)
+        self._compiler_pid = self._pulse = None
 
     def _when_done(self, future: Future[Any], task: Callable[[Future[Any]], None]) -> None:
         future.add_done_callback(lambda done: self._tasks.put(partial(task, done)))
 
 
-def _in_order(method: Any, *arguments: Any) -> Any:
-    """Call a method of a `MaskActor` after those that were called this way before."""
-    return method.options(concurrency_group=ORDERED).remote(*arguments)
-
-
-def _died(load: Future[None] | None) -> bool:
-    """That worker is gone; it says nothing about the grammar."""
-    return load is not None and load.done() and isinstance(load.exception(), RayActorError)
+def _failed(error: GuidedError) -> Future[Grammar]:
+    future: Future[Grammar] = Future()
+    future.set_exception(error)
+    return future

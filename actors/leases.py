@@ -20,7 +20,7 @@ NOBODY = -1
 
 
 class Leases:
-    """The rows of one segment. Used from one thread, but for `overdue`."""
+    """The rows of one segment. Used from one thread, but for `oldest`."""
 
     def __init__(self, rows: Rows) -> None:
         count = len(rows.done)
@@ -96,16 +96,23 @@ class Leases:
         self._free.append(row)
         return True
 
+    @property
+    def owes(self) -> bool:
+        """Whether the worker has not answered for some row."""
+        return bool((self._asked > self._done).any())
+
+    def unanswered(self, before: float) -> list[int]:
+        """Rows that were sent out earlier than `before`, and that the worker has not answered for."""
+        rows: list[int] = np.flatnonzero((self._asked > self._done) & (self._sent < before)).tolist()
+        return rows
+
     def outstanding(self) -> list[int]:
         """Rows that the worker has not answered for."""
         rows: list[int] = np.flatnonzero(self._asked > self._done).tolist()
         return rows
 
     def oldest(self) -> float:
-        """`time.monotonic()` of the oldest request without an answer; infinite where there is none."""
+        """`time.monotonic()` of the oldest request without an answer; infinite where there is none. From any
+        thread."""
         rows = self._asked > self._done
         return float(self._sent[rows].min()) if rows.any() else math.inf
-
-    def overdue(self, before: float) -> bool:
-        """Whether an answer is owed that was asked for earlier than `before`. From any thread."""
-        return bool(((self._asked > self._done) & (self._sent < before)).any())

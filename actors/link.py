@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -82,13 +82,21 @@ class Link:
         """Ids of the sequences that are placed here."""
         self.stragglers: set[int] = set()
         """Ids of the sequences that are here because they hold others up: it is a slow lane while there are any."""
+        self.reserved_for: int | None = None
+        """The only sequence that may be here: a suspect."""
+        self.retiring = False
+        """A fresh actor is to take its place: sequences go elsewhere where they can. Written by its supervisor."""
         self.closed = False
         self.shared = wired.shared
         self._moved_on = 0.0
         """`time.monotonic()` of its last answer in words, or of the first request since it had nothing to do."""
+        self._owed_for = 0.0
+        """Where memory isn't shared: seconds without an answer, though it owed one, when the engine last looked."""
+        self._repeated: dict[int, int] = {}
+        """Rows that were asked for twice, by the number of the second request."""
         self._channel = wired.channel
         self._segment = wired.segment
-        self._wanted = self.rows.mark["wanted"]
+        self._wanted, self._busy, self._since = (self.rows.mark[name] for name in ("wanted", "busy", "since"))
         self._mailed: deque[NDArray[np.intp]] = deque()
         """Where memory isn't shared: rows that answers are owed for, in the order in which the worker fills them."""
 
@@ -154,6 +162,7 @@ class Link:
                         yield result
         while self._mailed and not any(map(self.leases.owed, self._mailed[0].tolist())):
             self._mailed.popleft()
+        self._owed_for = time.monotonic() - self._moved_on if self._mailed else 0.0
 
     def _is_owed(self, result: RowResult, number: int) -> bool:
         leases, row = self.leases, result.row
@@ -175,26 +184,51 @@ class Link:
         self._wanted[0] = 1
 
     def overdue(self, seconds: float) -> bool:
-        """Whether the actor owes an answer for longer than `seconds`. From any thread."""
-        return self.leases.overdue(time.monotonic() - seconds)
+        """Whether the actor owes an answer, and got nowhere for longer than `seconds`. From any thread.
+
+        Without shared memory that is so as of when the engine last looked: what came while it was in a forward pass
+        counts.
+        """
+        return self.stuck_for(time.monotonic()) > seconds if self.shared else self._owed_for > seconds
 
     def stuck_for(self, now: float) -> float:
         """Seconds that it has been at one row, or has not begun with what it owes; 0 where it owes nothing."""
         oldest = self.leases.oldest()
         if oldest == math.inf:
             return 0.0
-        mark = self.rows.mark[0]
-        began = self._moved_on if not self.shared else mark["since"] if mark["busy"] != IDLE else oldest
-        return float(max(0.0, now - max(began, oldest)))
+        moved_on = float(self._since[0]) if self.shared else self._moved_on
+        return max(0.0, now - max(moved_on, oldest))
+
+    def forgotten(self, now: float, seconds: float) -> list[int]:
+        """Rows that were asked for once, more than `seconds` ago, and that the actor doesn't seem to know of."""
+        if self.shared and self._busy[0] != IDLE:
+            return []
+        rows = self.leases.unanswered(now - seconds)
+        return [row for row in rows if self._repeated.get(row) != self.leases.asked(row)]
+
+    def repeated(self, rows: Iterable[int]) -> None:
+        """The rows were asked for once more. The first answer, should it still come, is ignored."""
+        self._repeated = {row: self.leases.asked(row) for row in rows}
 
     def busy_with(self) -> int | None:
         """The sequence whose row the actor is filling, or hangs in."""
         row = self._busy_row()
         return self.leases.owners[row] if row != IDLE and self.leases.owed(row) else None
 
+    def in_its_hands(self) -> set[int]:
+        """The sequences whose row the actor may have been filling when it was last heard of.
+
+        Where memory is shared, the mark that it leaves says which: one, or none. Through TCP it may be any that it has
+        not answered for: what is decided travels a moment later.
+        """
+        if self.shared:
+            sequence = self.busy_with()
+            return set() if sequence is None else {sequence}
+        return {self.leases.owners[row] for row in self.leases.outstanding()}
+
     def _busy_row(self) -> int:
         if self.shared:
-            return int(self.rows.mark["busy"][0])
+            return int(self._busy[0])
         owed = (row for rows in self._mailed for row in rows.tolist() if self.leases.owed(row))
         return next(owed, IDLE)
 

@@ -15,6 +15,7 @@ import ray
 import zmq
 
 from actors.channel import Address, connect
+from actors.memory import MemoryLimit, stay_within
 from actors.owner import Owner, exit_with
 from actors.segment import Rows, SegmentName, attach
 from actors.step_loop import StepLoop
@@ -56,10 +57,12 @@ class MaskActor:
 
     Args:
         owner: the engine's process; this one ends with it.
+        memory: what this process may take.
     """
 
-    def __init__(self, owner: Owner) -> None:
-        exit_with(owner)
+    def __init__(self, owner: Owner, memory: MemoryLimit) -> None:
+        near = exit_with(owner)
+        stay_within(memory, watched=near)
         # A backend that is loaded in Python holds the lock for as long as it may, at every row of a step again.
         sys.setswitchinterval(_SWITCH_SECONDS)
         self._node_id = str(ray.get_runtime_context().get_node_id())

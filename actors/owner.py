@@ -41,11 +41,12 @@ class Owner:
             return False
 
 
-def exit_with(owner: Owner) -> None:
-    """End this process as soon as `owner` ends. On another node Ray does that, when it loses the driver."""
-    if ray.get_runtime_context().get_node_id() != owner.node_id:
-        return
-    threading.Thread(target=_watch, args=(owner,), name="owner-watch", daemon=True).start()
+def exit_with(owner: Owner) -> bool:
+    """End this process as soon as `owner` ends. On another node (False) Ray does that, when it loses the driver."""
+    near = str(ray.get_runtime_context().get_node_id()) == owner.node_id
+    if near:
+        threading.Thread(target=_watch, args=(owner,), name="owner-watch", daemon=True).start()
+    return near
 
 
 def _watch(owner: Owner) -> None:

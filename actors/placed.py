@@ -51,6 +51,14 @@ class Placed:
     """What its last row took in the worker, where that was long."""
     prompt_rows: int = -1
     """Where it holds others up: how many rows in a row it hasn't; -1 where it doesn't."""
+    waiting_since: float = 0.0
+    """`time.monotonic()` since when no actor could take it; 0 where it doesn't wait for one."""
+    suspect: bool = False
+    """It may have ended an actor: its next row is filled where nobody else is."""
+    deaths: int = 0
+    """Actors that ended with its row, and no other, in their hands."""
+    moves: int = 0
+    """Actors that ended while it was there, since it last had a mask."""
     error: GuidedError | None = None
     """Why it is over."""
 
@@ -61,6 +69,9 @@ class Placed:
 
     def displace(self) -> None:
         """Forget where it was: it is placed again when it is next filled."""
+        if self.sent and self.opening.parent is not None:
+            # Its parent may be anywhere by then: it goes its own way, with its own history.
+            self.opening = OpenSequence(self.opening.sequence, self.opening.grammar)
         self.link = self.ask = None
         self.row = NOBODY
         self.usual = self.sent = self.confirmed = False

@@ -10,6 +10,7 @@ import atexit
 import itertools
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
@@ -25,6 +26,7 @@ from actors.channel import Transport
 from actors.cluster import Cluster, ScratchDirectory
 from actors.compiler import CompileActor, CompileLimits
 from actors.grammars import Grammars
+from actors.memory import MemoryLimit
 from actors.owner import Owner
 from actors.rotation import Rotation
 from actors.supervisor import Plan, Supervisor
@@ -36,6 +38,9 @@ from guided.vocabulary import Vocabulary
 
 __all__ = ["RayPool"]
 
+_STOP_SECONDS = 20.0
+"""For all actors together. Who isn't done by then waits for Ray, and ends with this process."""
+
 
 class RayPool:
     """A `MaskPool` of Ray actors. Ready to use when it is constructed.
@@ -45,11 +50,20 @@ class RayPool:
         num_actors: mask actors; each serves its sequences one row after the other. None: by the CPUs, at least 2.
         address: of a Ray cluster to join; None uses the one that this process is in, else starts a local one.
         compile_limits: what one compilation may take.
-        mask_limit: seconds after which an actor that owes a mask is taken for hung and ended; the sequence whose mask
-            it was fails with `MaskTimeout`, the others are opened elsewhere. Less than `collect` is given, or its
-            caller will have given them up by then.
+        mask_limit: seconds that a mask may take: then its actor is taken for hung and ended, and the sequence whose
+            mask it was fails with `MaskTimeout`; the others are opened elsewhere.
+        max_replays: what an actor's death costs. 0: all sequences with a matcher there fail with `WorkerDied`. More:
+            they are opened elsewhere from their histories, to the same masks, and the one whose mask it was is tried
+            again where nobody else is, so often, before it fails. (Then so is one whose mask took too long.)
+        pool_wait: seconds that constraints and sequences wait for an actor while none is up, before they fail with
+            `PoolUnavailable`.
+        actor_memory_bytes: resident memory of one actor. The sequence whose mask takes it beyond that fails, its actor
+            is ended and the others are opened elsewhere; one that got half way there is replaced when nobody is hurt.
+            None: 2 GiB, or half of the machine's. Never more than the machine has.
         rows: masks that can be under way at each actor; more wait for a later step.
         max_cache_bytes: what compiled grammars that nobody uses may weigh together.
+        max_compiling: distinct constraints that are being compiled or wait for it; more are refused with
+            `CompileQueueFull`.
         transport: "tcp" sends masks through authenticated TCP even on this node; "auto" does where memory can't be
             shared.
         spread: place actors on all nodes of the cluster in turn, rather than on this one.
@@ -65,16 +79,21 @@ class RayPool:
         address: str | None = None,
         *,
         compile_limits: CompileLimits | None = None,
-        mask_limit: float = 4.0,
+        mask_limit: float = 5.0,
+        max_replays: int = 0,
+        pool_wait: float = 30.0,
+        actor_memory_bytes: int | None = None,
         rows: int = 1024,
         max_cache_bytes: int = 256 << 20,
+        max_compiling: int = 1024,
         transport: Literal["auto", "tcp"] = "auto",
         spread: bool = False,
     ) -> None:
         self._vocabulary = vocabulary
         self._lock = threading.Lock()
         self._closed = False
-        self._rotation = Rotation()
+        refused: dict[str, GuidedError] = {}
+        self._rotation = Rotation(mask_limit, pool_wait, max_replays, refused)
         self._supervisors: list[Supervisor] = []
         self._cluster = Cluster.join(address)
         self._scratch = ScratchDirectory()
@@ -82,7 +101,7 @@ class RayPool:
         try:
             owner = Owner.me(vocabulary)
             start_compiler = partial(_start_compiler, owner, compile_limits or CompileLimits())
-            self._grammars = Grammars(start_compiler, max_cache_bytes)
+            self._grammars = Grammars(start_compiler, max_cache_bytes, max_compiling, pool_wait, refused)
             plan = Plan(
                 cluster=self._cluster,
                 transport=self._transport,
@@ -91,6 +110,7 @@ class RayPool:
                 rows=rows,
                 words=words(vocabulary.padded_vocab_size),
                 mask_limit=mask_limit,
+                memory=MemoryLimit.of(actor_memory_bytes),
                 tcp=transport == "tcp",
                 spread=spread,
             )
@@ -142,7 +162,7 @@ class RayPool:
 
     def status(self) -> PoolStatus:
         workers = [supervisor.status() for supervisor in self._supervisors]
-        return PoolStatus("ray", workers, self._grammars.compiling)
+        return PoolStatus("ray", workers, self._grammars.compiling, self._grammars.backends(), self._cluster.trouble)
 
     def compile_pids(self) -> list[int]:
         """The processes that compile. Asks the compile actor: takes milliseconds."""
@@ -157,8 +177,9 @@ class RayPool:
             self._closed = True
             for supervisor in self._supervisors:
                 supervisor.stop()
+            deadline = time.monotonic() + _STOP_SECONDS
             for supervisor in self._supervisors:
-                supervisor.join()
+                supervisor.join(max(0.0, deadline - time.monotonic()))
             self._grammars.close()
             self._rotation.close()
             self._transport.close()

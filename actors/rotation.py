@@ -1,4 +1,4 @@
-"""Rotation: the actors that are up, the sequences placed on them, and the step that is under way.
+"""Rotation: the step that is under way, with the actors that are up.
 
 All of it belongs to the engine's thread. Supervisors announce what comes and goes (`announce`, from any thread); it
 takes effect at the next call, and at once in a `collect` that waits.
@@ -11,7 +11,7 @@ import os
 import time
 import weakref
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Literal
 
 import numpy as np
@@ -21,9 +21,11 @@ from numpy.typing import NDArray
 from actors.leases import NOBODY
 from actors.link import Link, Mailed
 from actors.placed import Ask, Placed
+from actors.placement import Placement
 from actors.step import Part, Step
-from actors.supervisor import Down, Up
-from guided.errors import BackendError, GuidedError, MaskTimeout, PoolUnavailable, from_wire
+from actors.supervisor import Down, Retiring, Up
+from actors.verdict import Verdict
+from guided.errors import BackendError, GuidedError, PoolUnavailable, from_wire
 from guided.messages import OpenSequence
 from guided.pool import Fill, Grammar, Row, StepMasks
 
@@ -35,6 +37,8 @@ _STRAGGLE_SECONDS, _STRAGGLE_FACTOR = 0.03, 20.0
 """A mask that takes longer, and so many times longer than most, holds others up: its sequence goes to a slow lane."""
 _LOAD_SECONDS = 0.02
 """How often it is looked whether an actor has a grammar by now that none had."""
+_REPEAT_SECONDS = 1.0
+"""An actor that has nothing to do, and hasn't answered for so long, is asked again."""
 _PROMPT_ROWS = 16
 """After so many rows that were no trouble a sequence is like any other again."""
 _STATES: tuple[Literal["ready", "needs_history", "failed"], ...] = ("ready", "needs_history", "failed")
@@ -44,11 +48,30 @@ _LOOK_SECONDS = 0.001
 
 
 class Rotation:
-    """Sequences on links, and the steps between them."""
+    """Sequences on links, and the steps between them.
 
-    def __init__(self) -> None:
-        self._links: list[Link] = []
-        self._sequences: dict[int, Placed] = {}
+    Args:
+        mask_limit: seconds that a mask may take; its supervisor ends the actor then. A fill that the actor doesn't seem
+            to know of is asked for again long before.
+        pool_wait: seconds that a sequence waits for an actor, before it fails with `PoolUnavailable`.
+        max_replays: see `Verdict`.
+        refused: why grammars are loaded by no actor any more, by their keys; grows while this lives.
+    """
+
+    def __init__(
+        self,
+        mask_limit: float = 5.0,
+        pool_wait: float = 30.0,
+        max_replays: int = 0,
+        refused: Mapping[str, GuidedError] | None = None,
+    ) -> None:
+        self._repeat_after = min(_REPEAT_SECONDS, mask_limit / 4)
+        self._pool_wait = pool_wait
+        self._max_replays = max_replays
+        self._refused = {} if refused is None else refused
+        self._placement = Placement()
+        self._links = self._placement.links
+        self._sequences = self._placement.sequences
         self._lost: dict[int, GuidedError] = {}
         self._step = Step(())
         self._extra: list[tuple[Link, int]] = []
@@ -60,18 +83,18 @@ class Rotation:
         """Steps so far."""
         self._number = 0
         """Requests so far, to all actors."""
-        self._news: deque[Up | Down] = deque()
+        self._news: deque[Up | Retiring | Down] = deque()
         self._interrupted = False
         self._usual = 0.0
         """Seconds that most rows take, about."""
-        self._uneven = False
+        self._closed = False
         self._poller = zmq.Poller()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         # Not before nobody can write to it any more.
         weakref.finalize(self, os.close, self._wake)
         self._poller.register(self._wake, zmq.POLLIN)
 
-    def announce(self, news: Up | Down) -> None:
+    def announce(self, news: Up | Retiring | Down) -> None:
         """An actor came or went. From any thread."""
         self._news.append(news)
         os.eventfd_write(self._wake, 1)
@@ -84,10 +107,10 @@ class Rotation:
     def open(self, sequence_id: int, grammar: Grammar, parent_id: int | None) -> None:
         """See `MaskPool.open`."""
         self._take_news()
-        opening = OpenSequence(sequence_id, grammar.key, parent_id)
-        sequence = Placed(opening, None)
-        if not self._place(sequence) and not self._links:
-            raise PoolUnavailable("no mask worker is up")
+        if self._closed:
+            raise PoolUnavailable("the pool is shut down")
+        sequence = Placed(OpenSequence(sequence_id, grammar.key, parent_id), None)
+        self._placement.place(sequence, self._prompt_seconds, time.monotonic())  # else when it is filled
         self._sequences[sequence_id] = sequence
 
     def free(self, sequence_ids: Collection[int]) -> None:
@@ -96,7 +119,7 @@ class Rotation:
             self._lost.pop(sequence_id, None)
             sequence = self._sequences.pop(sequence_id, None)
             if sequence is not None:
-                self._withdraw(sequence)
+                self._placement.withdraw(sequence)
         # With the next step's message; where there will be none, now.
         for link in self._links:
             if link.has_mail and not link.sequences:
@@ -107,10 +130,12 @@ class Rotation:
         self._finish_step()
         self._give_back_extra()
         self._take_news()
-        if self._uneven:
-            self._level()
+        if self._placement.uneven:
+            self._placement.level()
         serial = self._serial = self._serial + 1
         self._step = Step(fills)
+        if self._placement.suspects:
+            self._isolate_suspects(time.monotonic())
         sequences = self._sequences
         others: list[int] = []
         for index, fill in enumerate(fills):
@@ -150,6 +175,8 @@ class Rotation:
         step = self._step
         if step.look():
             self._wait_for(step, timeout, patience)
+        for index in list(step.unplaced):
+            step.decide(index, Row("unplaced"))
         others = {**step.other, **{index: Row("late") for index in step.undecided()}}
         found = StepMasks(len(step.fills), [part.masks() for part in step.parts], others, step.seconds)
         self._finish_step()
@@ -169,6 +196,8 @@ class Rotation:
                 link.want()
             undecided = step.look()
             left = (enough if undecided < len(step.fills) else last) - time.monotonic()
+            if not self._links:
+                left = min(left, started + _LOAD_SECONDS - time.monotonic())  # there is nothing to wait for
             if not undecided or self._interrupted or left <= 0:
                 break
             self._wait(min(left, _LOOK_SECONDS))
@@ -190,7 +219,7 @@ class Rotation:
             left = last - time.monotonic()
             if found or self._interrupted or left <= 0:
                 return found
-            self._wait(min(left, _LOAD_SECONDS))
+            self._wait(min(left, _LOAD_SECONDS) if self._links else left)
 
     def _is_settled(self, sequence_id: int) -> bool:
         sequence = self._sequences.get(sequence_id)
@@ -198,7 +227,12 @@ class Rotation:
             return True
         if sequence.ask is not None and sequence.link is not None:
             return not sequence.link.leases.owed(sequence.row)
-        return sequence.link is not None or any(sequence.opening.grammar in link.installed for link in self._links)
+        now = time.monotonic()
+        return (
+            sequence.link is not None
+            or self._placement.can_place(sequence, now)
+            or self._why_not_wait(sequence, now) is not None
+        )
 
     def failures(self) -> dict[int, GuidedError]:
         """See `MaskPool.failures`."""
@@ -209,92 +243,12 @@ class Rotation:
     def close(self) -> None:
         """Give up all connections and memory; everything that is still open is lost."""
         self._take_news()
+        self._closed = True
         error = PoolUnavailable("the pool is shut down")
         for link in list(self._links):
-            self._end(Down(link, error, hung=False))
+            self._end(Down(link, error))
         for sequence in self._sequences.values():
             sequence.error = sequence.error or error
-
-    # placing
-
-    def _place(self, sequence: Placed) -> bool:
-        """Put a sequence on its parent's actor, or on the one with the fewest; False where none can take it."""
-        opening = sequence.opening
-        parent = self._sequences.get(opening.parent) if opening.parent is not None else None
-        link = parent.link if parent is not None else None
-        if link is None:
-            able = [link for link in self._links if opening.grammar in link.installed]
-            if not able:
-                return False
-            # Where there are slow lanes, those who straggle go there and nobody else does.
-            able = [link for link in able if bool(link.stragglers) == sequence.straggles] or able
-            prompt = [link for link in able if self._is_prompt(link)] or able
-            link = min(prompt, key=lambda link: len(link.sequences))
-        if sequence.straggles:
-            link.stragglers.add(opening.sequence)
-        sequence.link = link
-        link.sequences.add(opening.sequence)
-        return True
-
-    def _withdraw(self, sequence: Placed) -> None:
-        """Take a sequence off its actor, which lives: it has no place then."""
-        link, sequence_id = sequence.link, sequence.opening.sequence
-        if link is None:
-            return
-        link.sequences.discard(sequence_id)
-        if sequence_id in link.stragglers:
-            link.stragglers.discard(sequence_id)
-            self._uneven = not link.stragglers
-        if sequence.row != NOBODY:
-            link.leases.give_back(sequence.row, watched=link.shared)
-        if sequence.sent:
-            link.free(sequence_id)
-        sequence.displace()
-
-    # sequences that hold others up
-
-    def _make_way(self) -> None:
-        """A mask deadline was missed: where one mask holds an actor up, get the others out of its way.
-
-        They are opened again elsewhere, from their histories. The actor that is held up is a slow lane from now on,
-        unless there are enough: then the straggler goes to one with its next mask.
-        """
-        stuck = [link for link in self._links if not self._is_prompt(link)]
-        for link in stuck:
-            culprit = link.busy_with()
-            straggler = self._sequences.get(culprit) if culprit is not None else None
-            if straggler is not None and straggler.link is link:
-                straggler.prompt_rows = 0
-                lanes = sum(bool(each.stragglers) for each in self._links)
-                if link.stragglers or lanes < len(self._links) // 2:
-                    link.stragglers.add(straggler.opening.sequence)
-            if any(not each.stragglers for each in self._links if each not in stuck):
-                self._clear(link, culprit)
-
-    def _is_prompt(self, link: Link) -> bool:
-        return link.stuck_for(time.monotonic()) <= max(_STRAGGLE_SECONDS, _STRAGGLE_FACTOR * self._usual)
-
-    def _clear(self, link: Link, culprit: int | None) -> None:
-        """Move all who don't straggle off an actor that is held up; who holds it up may be gone from it already."""
-        waiting = self._step.waiting()
-        for sequence_id in link.sequences - link.stragglers - {culprit}:
-            neighbour = self._sequences[sequence_id]
-            self._withdraw(neighbour)
-            neighbour.opening = OpenSequence(sequence_id, neighbour.opening.grammar)  # not back to a parent
-            for index in waiting.get(sequence_id, ()):
-                self._step.decide(index, Row("needs_history"))
-
-    def _level(self) -> None:
-        """A slow lane is an actor like the others again: it takes sequences from the one that has the most."""
-        self._uneven = False
-        usual = [link for link in self._links if not link.stragglers]
-        if not usual:
-            return
-        most = max(usual, key=lambda link: len(link.sequences))
-        fewest = min(usual, key=lambda link: len(link.sequences))
-        movable = [each for each in most.sequences if self._sequences[each].ask is None]
-        for sequence_id in movable[: (len(most.sequences) - len(fewest.sequences)) // 2]:
-            self._withdraw(self._sequences[sequence_id])
 
     # a step's way out
 
@@ -303,10 +257,9 @@ class Rotation:
         if sequence.error is not None:
             step.decide(index, Row("failed", error=sequence.error))
             return
-        if sequence.prompt_rows >= 0:
-            self._send_to_lane(sequence, fill)
-        if sequence.link is None and not self._place(sequence):
-            step.unplaced.append(index)
+        if sequence.prompt_rows >= 0 and not (sequence.ask is not None and sequence.ask.is_for(fill)):
+            self._placement.to_lane(sequence)
+        if sequence.link is None and not self._find_place(sequence, index, time.monotonic()):
             return
         link = sequence.link
         assert link is not None
@@ -315,6 +268,9 @@ class Rotation:
             if row != NOBODY:
                 step.extra.append((link, row))
         else:
+            if fill.start and not sequence.sent and sequence.opening.parent is None:
+                step.decide(index, Row("needs_history"))  # it would say so
+                return
             sequence.serial = self._serial
             if sequence.ask is not None and sequence.ask.is_for(fill):
                 mailed = Mailed(sequence.ask.number, np.array([sequence.row]), np.array([index]))
@@ -327,7 +283,11 @@ class Rotation:
             row = sequence.row = self._take_row(link, sequence) if sequence.row == NOBODY else sequence.row
         if row == NOBODY:
             step.decide(index, Row("late"))
-            return
+        else:
+            self._mail(link, sequence, row, index, fill)
+
+    def _mail(self, link: Link, sequence: Placed, row: int, index: int, fill: Fill) -> None:
+        """Put a fill into an actor's next message, and what opens its sequence where that isn't known to be open."""
         outbox = link.outbox
         self._unusual.append((link, len(outbox.fills), sequence, sequence.sent))
         outbox.fills.append((fill.sequence_id, row, fill.start, fill.tokens))
@@ -346,13 +306,35 @@ class Rotation:
             row = link.leases.take(sequence.opening.sequence)
         return row
 
-    def _send_to_lane(self, sequence: Placed, fill: Fill) -> None:
-        """It straggles elsewhere, and there is a slow lane: go there, unless the mask it asks for is under way."""
-        link = sequence.link
-        if link is None or link.stragglers or (sequence.ask is not None and sequence.ask.is_for(fill)):
-            return
-        if any(each.stragglers for each in self._links):
-            self._withdraw(sequence)
+    def _find_place(self, sequence: Placed, index: int, now: float) -> bool:
+        """Place a sequence. False where it has to wait for an actor, or to give that up: then its row is seen to."""
+        if sequence.suspect:
+            placed = self._placement.isolate(sequence, now)
+        else:
+            placed = self._placement.place(sequence, self._prompt_seconds, now)
+        if placed:
+            return True
+        sequence.waiting_since = sequence.waiting_since or now
+        error = self._why_not_wait(sequence, now)
+        if error is None:
+            self._step.unplaced.append(index)
+        else:
+            self._lose(sequence, error)
+            self._step.decide(index, Row("failed", error=error))
+        return False
+
+    def _why_not_wait(self, sequence: Placed, now: float) -> GuidedError | None:
+        """What a sequence that no actor can take fails with, where it has waited long enough or would wait in vain."""
+        refusal = self._refused.get(sequence.opening.grammar)
+        if refusal is None and sequence.waiting_since and now - sequence.waiting_since >= self._pool_wait:
+            refusal = PoolUnavailable(f"no mask worker was there for it for {self._pool_wait:g} s")
+        return refusal
+
+    def _isolate_suspects(self, now: float) -> None:
+        """Before anybody else gets a place in this step."""
+        self._placement.clear_suspects()
+        for sequence_id in self._placement.suspects.intersection(fill.sequence_id for fill in self._step.fills):
+            self._placement.isolate(self._sequences[sequence_id], now)
 
     def _send(self) -> None:
         for link in self._links:
@@ -379,9 +361,12 @@ class Rotation:
 
     def _wait(self, seconds: float) -> None:
         """Wait for answers or news, and deal with them."""
+        seconds = min(seconds, self._repeat_after)
         if self._step.unplaced and self._links:
             seconds = min(seconds, _LOAD_SECONDS)
         happened = self._poller.poll(math.ceil(seconds * 1000))
+        if not happened:
+            self._ask_again(time.monotonic())
         sockets = {socket for socket, _ in happened}
         for link in list(self._links):
             if link.socket in sockets:
@@ -394,11 +379,11 @@ class Rotation:
 
     def _send_unplaced(self) -> None:
         step = self._step
+        self._placement.clear_suspects()
         waiting, step.unplaced = step.unplaced, []
         for index in waiting:
             fill = step.fills[index]
-            sequence = self._sequences[fill.sequence_id]
-            self._fill(sequence, index, fill)
+            self._fill(self._sequences[fill.sequence_id], index, fill)
         self._send()
 
     def _receive(self, link: Link) -> None:
@@ -470,14 +455,69 @@ class Rotation:
     def _owner(self, part: Part, place: int) -> int:
         return part.fill(place).sequence_id
 
+    def _make_way(self) -> None:
+        """Rows are late: see that nobody waits behind a slow one, and that nothing got lost."""
+        now = time.monotonic()
+        waiting = self._step.waiting()
+        for sequence_id in self._placement.make_way(self._prompt_seconds, now):
+            for index in waiting.get(sequence_id, ()):
+                self._step.decide(index, Row("unplaced"))
+        self._ask_again(now)
+
+    def _ask_again(self, now: float) -> None:
+        """For what an actor that has nothing to do owes: the request or its answer got lost."""
+        for link in self._links:
+            rows = link.forgotten(now, self._repeat_after)
+            if rows:
+                current = self._repeat_current(link, rows)
+                self._repeat_kept(link, [row for row in rows if row not in current])
+                link.repeated(rows)
+
+    def _repeat_current(self, link: Link, rows: Collection[int]) -> set[int]:
+        """Those that the current step waits for; returns them."""
+        repeated: set[int] = set()
+        for part in [part for part in self._step.parts if part.link is link]:
+            for place in part.undecided().tolist():
+                row, fill, index = int(part.rows[place]), part.fill(place), int(part.indices[place])
+                sequence = self._sequences.get(fill.sequence_id)
+                if row in rows and sequence is not None and sequence.link is link:
+                    part.give_up(place)
+                    self._mail(link, sequence, row, index, fill)
+                    repeated.add(row)
+        if link.has_mail:
+            self._send()
+        return repeated
+
+    def _repeat_kept(self, link: Link, rows: Collection[int]) -> None:
+        """Those that were late, and those of sequences that were freed: such a row is free once the actor says so."""
+        if not rows:
+            return
+        asking: list[tuple[Placed, Fill]] = []
+        for row in rows:
+            owner = link.leases.owners[row]
+            sequence, fill = self._sequences.get(owner), Fill(owner, 0, [])
+            if sequence is not None and sequence.link is link and sequence.row == row and sequence.ask is not None:
+                fill = sequence.ask.fill
+                asking.append((sequence, fill))
+                if not sequence.confirmed:
+                    link.outbox.opens.append(sequence.opening)
+            link.outbox.fills.append((owner, row, fill.start, fill.tokens))
+        self._send_to(link)
+        for sequence, fill in asking:
+            sequence.ask = Ask(self._number, fill)
+
+    @property
+    def _prompt_seconds(self) -> float:
+        """What takes longer holds others up."""
+        return max(_STRAGGLE_SECONDS, _STRAGGLE_FACTOR * self._usual)
+
     def _note_straggler(self, sequence: Placed) -> None:
-        limit = max(_STRAGGLE_SECONDS, _STRAGGLE_FACTOR * self._usual)
-        sequence.prompt_rows = sequence.prompt_rows + 1 if sequence.seconds < limit else 0
+        sequence.prompt_rows = sequence.prompt_rows + 1 if sequence.seconds < self._prompt_seconds else 0
         if sequence.prompt_rows >= _PROMPT_ROWS:
             sequence.prompt_rows = -1
             if sequence.link is not None:
                 sequence.link.stragglers.discard(sequence.opening.sequence)
-                self._uneven = not sequence.link.stragglers
+                self._placement.uneven = not sequence.link.stragglers
 
     # actors that come and go
 
@@ -487,34 +527,32 @@ class Rotation:
             if isinstance(news, Up):
                 self._links.append(news.link)
                 self._poller.register(news.link.socket, zmq.POLLIN)
+                self._placement.uneven |= any(link.retiring for link in self._links)
+            elif isinstance(news, Retiring):
+                self._placement.uneven = True
             else:
                 self._end(news)
 
     def _end(self, news: Down) -> None:
-        """An actor is gone: who had a matcher there is lost, who had none is placed again.
-
-        Where it was ended because of one mask, only that mask's sequence is lost: the others' histories are known, and
-        they are opened elsewhere.
-        """
+        """An actor is gone: some of who was there are lost, the others are placed again (`Verdict`)."""
         link = news.link
         if link not in self._links:
             return
         self._receive(link)  # what it answered before its end still counts
         self._step.look()
-        self._links.remove(link)
         self._poller.unregister(link.socket)
-        culprit = link.busy_with() if news.hung else None
+        verdict = Verdict.on(news, self._max_replays)
         waiting = self._step.waiting()
-        for sequence_id in link.sequences:
-            sequence = self._sequences[sequence_id]
-            if not sequence.sent or (news.hung and sequence_id != culprit):
-                sequence.displace()
-                row = Row("needs_history")
-            else:
-                error = MaskTimeout(news.error.message) if sequence_id == culprit else news.error
-                self._lose(sequence, error)
+        for sequence in self._placement.remove(link):
+            if self._closed or verdict.is_lost(sequence):
+                self._lose(sequence, news.error)
                 row = Row("failed", error=sequence.error)
-            for index in waiting.get(sequence_id, ()):
+            else:
+                sequence.displace()
+                if sequence.suspect:
+                    self._placement.suspects.add(sequence.opening.sequence)
+                row = Row("unplaced")
+            for index in waiting.get(sequence.opening.sequence, ()):
                 self._step.decide(index, row)
         for index in self._step.undecided(link):
             self._step.decide(index, Row("failed", error=news.error))  # of a sequence that was freed

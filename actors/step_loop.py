@@ -85,11 +85,16 @@ class StepLoop:
             except msgspec.MsgspecError as error:
                 _log.error("dropped a message of %d bytes that is no step request: %s", len(message), error)
                 continue
-            if request.incarnation == self._incarnation and request.step > self._number:
+            # What was handled once, or was overtaken, might write into rows that are somebody else's by now.
+            if request.incarnation == self._incarnation and request.step > self._number and self._has_rows(request):
                 self._handle(request)
+
+    def _has_rows(self, request: StepRequest) -> bool:
+        return all(0 <= fill.row < len(self._rows.masks) for fill in request.fills)
 
     def _handle(self, request: StepRequest) -> None:
         self._number = request.step
+        self._worker.free(request.frees)  # without a mark: if that ends this process, it is nobody's row
         if self._timer is None:
             self._fill_in_place(request)
         else:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import select
 import signal
@@ -15,7 +16,9 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal
 
 import ray
@@ -23,25 +26,36 @@ import zmq
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.channel import Channel, Transport
-from actors.cluster import Cluster
-from actors.grammars import Grammars, Home
+from actors.cluster import Cluster, apart
+from actors.grammars import Grammars
 from actors.link import Link, Wired
+from actors.loading import Home
 from actors.mask_actor import ORDERED, MaskActor, Place
+from actors.memory import MemoryLimit, Reading
 from actors.owner import Owner
 from actors.segment import Segment
-from guided.errors import GuidedError, PoolUnavailable, WorkerDied, bounded
+from guided.errors import BackendError, GuidedError, MaskTimeout, PoolUnavailable, WorkerDied, bounded
 from guided.pool import WorkerStatus
 
-__all__ = ["Down", "Plan", "Supervisor", "Up"]
+__all__ = ["Cause", "Down", "Plan", "Retiring", "Supervisor", "Up"]
 
 _START_SECONDS = 120.0
 _CONNECT_SECONDS = 30.0
+_CREATE_SECONDS = 30.0
 _FIRST_DELAY_SECONDS = 0.5
 _LAST_DELAY_SECONDS = 30.0
 _CRASH_LOOP = 5
 _CRASH_LOOP_SECONDS = 60.0
-_TICK_MS = 500
+_PROVEN_SECONDS = 10.0
+"""An incarnation that was up for so long is no part of a crash loop, whatever ended it."""
+_TICK_MS = 200
+"""What eats a gigabyte a second is a fifth of one over its limit when it is seen."""
 _log = logging.getLogger(__name__)
+
+
+Cause = Literal["died", "hung", "memory", "retired"]
+"""Why an incarnation is over: it died by itself; it was ended for a mask that didn't come, or that took too much
+memory; it had grown, and a fresh one takes its place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +69,9 @@ class Plan:
     rows: int
     words: int
     mask_limit: float
-    """Seconds after which an actor that owes an answer is taken for hung."""
+    """Seconds after which an actor that owes an answer, or that was stopped, is taken for hung."""
+    memory: MemoryLimit
+    """Of one actor."""
     tcp: bool
     """Use TCP even where shared memory can be had."""
     spread: bool
@@ -70,12 +86,22 @@ class Up:
 
 
 @dataclass(frozen=True, slots=True)
+class Retiring:
+    """An incarnation that is to be replaced by a fresh one: its sequences go elsewhere, where they can."""
+
+    link: Link
+
+
+@dataclass(frozen=True, slots=True)
 class Down:
-    """An incarnation that is over. `hung`: it was killed because of a mask that didn't come."""
+    """An incarnation that is over."""
 
     link: Link
     error: GuidedError
-    hung: bool
+    """For those who are lost (`actors.verdict`)."""
+    cause: Cause = "died"
+    loading: bool = False
+    """It was loading a grammar as well: that may be what ended it."""
 
 
 class Supervisor:
@@ -83,7 +109,7 @@ class Supervisor:
 
     Args:
         next_incarnation: gives numbers that no other incarnation of this pool has.
-        announce: takes `Up` and `Down`; called from this supervisor's thread.
+        announce: takes what comes and goes; called from this supervisor's thread.
     """
 
     def __init__(
@@ -91,7 +117,7 @@ class Supervisor:
         index: int,
         plan: Plan,
         next_incarnation: Callable[[], int],
-        announce: Callable[[Up | Down], None],
+        announce: Callable[[Up | Retiring | Down], None],
     ) -> None:
         self._index = index
         self._plan = plan
@@ -100,12 +126,15 @@ class Supervisor:
         self._state: Literal["starting", "up", "restarting", "down"] = "starting"
         self._link: Link | None = None
         self._home: Home | None = None
+        self._process: _Process | None = None
         self._incarnation = -1
         self._restarts = 0
         self._ends: deque[float] = deque(maxlen=_CRASH_LOOP)
         self._stopping = threading.Event()
         self._first_try = threading.Event()
         self._error: GuidedError | None = None
+        self._up_since = math.inf
+        """`time.monotonic()` of when this incarnation was up."""
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         # Not before nobody can write to it any more.
         weakref.finalize(self, os.close, self._wake)
@@ -139,54 +168,85 @@ class Supervisor:
         """Begin to end the actor for good, starting or up; `join` waits for it."""
         self._stopping.set()
         os.eventfd_write(self._wake, 1)
-        home = self._home
+        home, process = self._home, self._process
         if home is not None:
-            with contextlib.suppress(Exception):
-                ray.kill(home.actor)
+            _kill(home.actor)
+        if process is not None:
+            process.signal()
 
-    def join(self) -> None:
-        """Wait until the actor is gone."""
-        self._thread.join()
+    def join(self, seconds: float) -> bool:
+        """Wait until the actor is gone; False where that takes longer."""
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         delay = _FIRST_DELAY_SECONDS
         while not self._stopping.is_set():
-            started = time.monotonic()
+            self._up_since = math.inf
             try:
-                self._live()
+                retired = self._live() == "retired"
             except Exception as error:
+                retired = False
                 self._error = error if isinstance(error, GuidedError) else PoolUnavailable(bounded(error))
                 if not self._stopping.is_set():
-                    _log.exception("mask actor %d didn't start", self._index)
+                    _log.error("mask actor %d didn't start: %s", self._index, self._error)
             self._first_try.set()
+            if retired:
+                continue
             now = time.monotonic()
-            if now - started > _CRASH_LOOP_SECONDS:
+            if now - self._up_since > _PROVEN_SECONDS:
                 delay = _FIRST_DELAY_SECONDS
-            self._ends.append(now)
+            else:
+                self._ends.append(now)
             looping = len(self._ends) == _CRASH_LOOP and now - self._ends[0] < _CRASH_LOOP_SECONDS
+            pause, delay = _LAST_DELAY_SECONDS if looping else delay, min(2 * delay, _LAST_DELAY_SECONDS)
             self._state = "down" if looping else "restarting"
-            self._stopping.wait(_LAST_DELAY_SECONDS if looping else delay)
-            delay = min(2 * delay, _LAST_DELAY_SECONDS)
+            if looping:
+                _log.error("mask actor %d is down: %d ends in a row; again in %g s", self._index, _CRASH_LOOP, pause)
+            self._stopping.wait(pause)
 
-    def _live(self) -> None:
+    def _live(self) -> Cause:
         """One incarnation, from start to end. Raises what kept it from starting."""
         self._incarnation = self._next_incarnation()
-        home = self._home = Home(_create(self._plan, self._index))
-        process: _Process | None = None
+        self._plan.cluster.check()
+        home = self._home = Home(self._wait(apart(self._create), _CREATE_SECONDS, "start an actor"))
         try:
-            place: Place = ray.get(home.actor.place.remote(), timeout=_START_SECONDS)
-            process = _Process(place, self._plan.cluster.node_id)
+            place: Place = self._wait(home.actor.place.remote().future(), _START_SECONDS, "bring the actor up")
+            process = self._process = _Process(place, self._plan.cluster.node_id)
             link, channel = self._wire(home, place)
             try:
                 self._plan.grammars.settle(home, _START_SECONDS)
             except BaseException:
                 link.close()
                 raise
-            self._serve(home, link, channel, process)
+            return self._serve(home, link, channel, process)
         finally:
             self._home = None
             self._plan.grammars.leave(home)
-            _kill(home.actor, process)
+            # Through Ray first: it reports a process that is killed behind its back as an accident.
+            _kill(home.actor)
+            if self._process is not None:
+                self._process.kill(after=1.0)
+                self._process = None
+
+    def _create(self) -> Any:
+        # Actors that take no CPUs are put anywhere by Ray's "SPREAD", and by a soft affinity too (Ray 2.60, tried). A
+        # node that is gone by now fails this incarnation; the next one looks again.
+        cluster = self._plan.cluster
+        nodes = cluster.node_ids if self._plan.spread else [cluster.node_id]
+        strategy = NodeAffinitySchedulingStrategy(nodes[self._index % len(nodes)], soft=False)
+        return _actor_class().options(scheduling_strategy=strategy).remote(self._plan.owner, self._plan.memory)
+
+    def _wait(self, answer: Future[Any], seconds: float, what: str) -> Any:
+        """What Ray, or the actor, answers. Raises where there is none within `seconds`, or none is wanted any more."""
+        deadline = time.monotonic() + seconds
+        while not answer.done():
+            wait([answer], _TICK_MS / 1000)
+            if self._stopping.is_set():
+                raise PoolUnavailable("the pool was shut down")
+            if time.monotonic() > deadline:
+                raise PoolUnavailable(f"Ray didn't {what} within {seconds:g} s")
+        return answer.result()
 
     def _wire(self, home: Home, place: Place) -> tuple[Link, Channel]:
         """Connect to the actor: shared memory and ipc where it can reach our memory, TCP else."""
@@ -195,55 +255,83 @@ class Supervisor:
         near = place.node_id == plan.cluster.node_id and not plan.tcp
         for shared in (True, False) if near else (False,):
             channel = plan.transport.ipc() if shared else plan.transport.tcp()
-            attached = home.actor.attach.remote(self._incarnation, channel.address, segment.name, shared)
-            if ray.get(attached, timeout=_CONNECT_SECONDS) and channel.wait_connected(_CONNECT_SECONDS):
+            attached = home.actor.attach.remote(self._incarnation, channel.address, segment.name, shared).future()
+            if self._wait(attached, _CONNECT_SECONDS, "connect the actor") and channel.wait_connected(_CONNECT_SECONDS):
                 wired = Wired(self._index, self._incarnation, place, channel, segment, shared, home.installed)
                 return Link(wired), channel
             channel.close()
         segment.close()
         raise PoolUnavailable(f"the actor on {place.host} can't connect to {plan.cluster.host}")
 
-    def _serve(self, home: Home, link: Link, channel: Channel, process: _Process) -> None:
+    def _serve(self, home: Home, link: Link, channel: Channel, process: _Process) -> Cause:
         """In rotation, until it is over."""
         self._link = link
         self._state = "up"
+        self._up_since = time.monotonic()
         if self._first_try.is_set():
             self._restarts += 1
         self._announce(Up(link))
         self._plan.grammars.serve(home)
         self._first_try.set()
-        who = f"mask worker {self._index} (pid {link.place.pid}, incarnation {link.incarnation})"
         try:
-            hung = self._watch(link, channel, process)
+            cause = self._watch(home, link, channel, process)
         finally:
             home.serving = False
             self._link = None
             self._state = "restarting"
         if self._stopping.is_set():
-            error: GuidedError = PoolUnavailable("the pool was shut down")
-        elif hung:
-            error = WorkerDied(f"{who} was ended: a mask took longer than {self._plan.mask_limit:g} s")
+            self._announce(Down(link, PoolUnavailable("the pool was shut down")))
         else:
-            error = WorkerDied(f"{who} died")
-        if not self._stopping.is_set():
-            _log.warning("%s", error)
+            error = self._obituary(link, cause)
+            _log.log(logging.INFO if cause == "retired" else logging.WARNING, "%s", error)
             process.kill()
-        self._announce(Down(link, error, hung))
+            self._announce(Down(link, error, cause, loading=bool(home.loading)))
+        return cause
 
-    def _watch(self, link: Link, channel: Channel, process: _Process) -> bool:
-        """Return when the incarnation is over (or to be ended); True where it hangs."""
+    def _obituary(self, link: Link, cause: Cause) -> GuidedError:
+        who = f"mask worker {self._index} (pid {link.place.pid}, incarnation {link.incarnation})"
+        if cause == "hung":
+            return MaskTimeout(f"{who} was ended: a mask took longer than {self._plan.mask_limit:g} s")
+        if cause == "memory":
+            return BackendError(f"{who} was ended: a mask took it beyond {self._plan.memory.hard >> 20} MiB of memory")
+        if cause == "retired":
+            return WorkerDied(f"{who} had grown: a fresh one takes its place")
+        return WorkerDied(f"{who} died")
+
+    def _watch(self, home: Home, link: Link, channel: Channel, process: _Process) -> Cause:
+        """Return when the incarnation is over (or to be ended), and why."""
+        plan = self._plan
         watched = zmq.Poller()
         watched.register(channel.monitor, zmq.POLLIN)
         watched.register(self._wake, zmq.POLLIN)
         if process.fd >= 0:
             watched.register(process.fd, zmq.POLLIN)
+        fresh = process.look()
+        soft = plan.memory.soft(fresh.resident) if fresh is not None else 0
+        ran = time.monotonic()
         while not self._stopping.is_set():
             happened = dict(watched.poll(_TICK_MS))
             if process.fd in happened or (channel.monitor in happened and channel.is_disconnected()):
-                return False
-            if link.overdue(self._plan.mask_limit):
-                return True
-        return False
+                return "died"
+            if link.overdue(plan.mask_limit) or plan.grammars.hangs(home):
+                return "hung"
+            look = process.look()
+            if look is None:  # on another node, where it looks after its memory itself; or just gone
+                continue
+            if look.resident > plan.memory.hard:
+                return "memory"
+            if not look.stopped:
+                ran = time.monotonic()
+            elif time.monotonic() - ran > plan.mask_limit:
+                return "hung"
+            if link.retiring:
+                if not link.sequences:
+                    return "retired"
+            elif look.resident > soft:
+                link.retiring = True
+                _log.info("mask worker %d takes %d MiB: it is replaced", self._index, look.resident >> 20)
+                self._announce(Retiring(link))
+        return "died"
 
 
 class _Process:
@@ -251,37 +339,42 @@ class _Process:
 
     def __init__(self, place: Place, node_id: str) -> None:
         self.fd = -1
+        self._pid = place.pid
         if place.node_id == node_id:
             with contextlib.suppress(OSError):
                 self.fd = os.pidfd_open(place.pid)
 
+    def look(self) -> Reading | None:
+        """How it is; None on another node, or where it is gone."""
+        return Reading.of(self._pid) if self.fd >= 0 else None
+
+    def signal(self) -> None:
+        """SIGKILL, from any thread. On another node that is Ray's to do."""
+        with contextlib.suppress(OSError):
+            if self.fd >= 0:
+                signal.pidfd_send_signal(self.fd, signal.SIGKILL)
+
     def kill(self, after: float = 0.0) -> None:
-        """Kill it, if it doesn't end within `after` seconds, and see it gone. On another node that is Ray's to do."""
+        """Kill it, if it doesn't end within `after` seconds, and see it gone. Idempotent."""
         if self.fd < 0:
             return
         gone = select.poll()
         gone.register(self.fd, select.POLLIN)
         if not gone.poll(after * 1000):
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self.fd, signal.SIGKILL)
+            self.signal()
             gone.poll(5000)
-        os.close(self.fd)
-        self.fd = -1
+        fd, self.fd = self.fd, -1
+        os.close(fd)
 
 
-def _create(plan: Plan, index: int) -> Any:
-    # Actors that take no CPUs are put anywhere by Ray's "SPREAD", and by a soft affinity too (Ray 2.60, tried). A node
-    # that is gone by now fails this incarnation; the next one looks again.
-    nodes = plan.cluster.node_ids if plan.spread else [plan.cluster.node_id]
-    strategy = NodeAffinitySchedulingStrategy(nodes[index % len(nodes)], soft=False)
-    # Grammars are loaded and dropped in the order asked for, in a group of their own: a ping overtakes them.
-    remote = ray.remote(num_cpus=0, max_restarts=0, max_concurrency=2, concurrency_groups={ORDERED: 1})
-    return remote(MaskActor).options(scheduling_strategy=strategy).remote(plan.owner)
+@cache
+def _actor_class() -> Any:
+    # Once: for every such class Ray keeps a definition. Grammars are loaded and dropped in the order asked for, in a
+    # group of their own: a ping overtakes them.
+    return ray.remote(num_cpus=0, max_restarts=0, max_concurrency=2, concurrency_groups={ORDERED: 1})(MaskActor)
 
 
-def _kill(actor: Any, process: _Process | None) -> None:
-    # Through Ray first: it reports a process that is killed behind its back as an accident.
-    with contextlib.suppress(Exception):
-        ray.kill(actor)
-    if process is not None:
-        process.kill(after=1.0)
+def _kill(actor: Any) -> None:
+    if ray.is_initialized():  # else this would start a Ray of its own
+        with contextlib.suppress(Exception):
+            ray.kill(actor)

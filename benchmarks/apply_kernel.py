@@ -1,17 +1,18 @@
-"""Writing -inf over forbidden logits: `guided.bitmask.apply_bitmask` beside xgrammar's kernel: `python -m
+"""Writing -inf over forbidden logits: `guided.kernel.apply_bitmask` beside xgrammar's kernel: `python -m
 benchmarks.apply_kernel`.
 
 Masks are those of real outputs: llguidance, real JSON Schemas, a vocabulary of 131,072 tokens. Tight masks allow at
-most 1 % of the vocabulary, loose ones at least 50 %, mixed ones are as they come. All rows of a batch, and every second
-one. The ways take turns on the same logits and must give the same result. Writes
-benchmarks/results/apply_kernel.{json,png}.
+most 1 % of the vocabulary, loose ones at least 50 %, mixed ones are as they come. They are given as workers leave them
+(each row somewhere: both ways gather them, xgrammar's into a tensor that is there already), as one array in the order
+of the batch, and for every second row. Then a curve: masks drawn at random, from one token that is allowed to all. The
+ways take turns on the same logits and must give the same result. Writes benchmarks/results/apply_kernel.{json,png}.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +25,17 @@ from tqdm import tqdm
 from benchmarks.report import RESULTS, canvas, fail, machine, percentiles, print_table, write_json
 from benchmarks.workload import DATA, Tokens, documents
 from guided.backends import Backends
-from guided.bitmask import apply_bitmask, words
+from guided.bitmask import words
 from guided.constraint import Constraint
 from guided.errors import GuidedError
+from guided.kernel import apply_bitmask
 from guided.vocabulary import Vocabulary
 
 TIGHT, LOOSE = 0.01, 0.5
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+FORMS = ("each somewhere", "one array", "every second")
+CURVE_BATCHES = (1, 64)
+SHARES = (0.0, 0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.94, 0.96, 0.98, 0.99, 1.0)
 Masks = NDArray[np.int32]
 
 
@@ -71,47 +76,107 @@ def kinds(masks: Masks, batch: int) -> dict[str, Masks]:
     return {name: found[random.integers(len(found), size=batch)] for name, found in of.items()}
 
 
-def by_xgrammar(logits: torch.Tensor, masks: Masks, rows: list[int]) -> None:
-    """As integrations call it: bitmask rows agree with logits rows; its CPU kernel wants float32."""
-    bitmask = torch.from_numpy(masks)
-    whole = len(rows) == logits.shape[0]
-    if not whole:
-        scattered = torch.full((logits.shape[0], masks.shape[1]), -1, dtype=torch.int32)
-        scattered[rows] = bitmask
-        bitmask = scattered
-    target = logits if logits.dtype == torch.float32 else logits.to(torch.float32)
-    xgrammar.apply_token_bitmask_inplace(target, bitmask, indices=None if whole else rows)
-    if target is not logits:
-        logits.copy_(target)
+def by_xgrammar(logits: torch.Tensor, masks: Masks | Sequence[Masks], rows: list[int], space: torch.Tensor) -> None:
+    """As integrations call it: bitmask rows agree with logits rows. `space` is int32 `[batch, words]`."""
+    if isinstance(masks, np.ndarray):
+        bitmask = torch.from_numpy(masks)
+    else:
+        bitmask, there = space, space.numpy()
+        for row, mask in zip(rows, masks, strict=True):
+            there[row] = mask
+    xgrammar.apply_token_bitmask_inplace(logits, bitmask, indices=None if len(rows) == len(logits) else rows)
 
 
-WAYS: dict[str, Callable[[torch.Tensor, Masks, list[int]], None]] = {"ours": apply_bitmask, "xgrammar": by_xgrammar}
+def given(masks: Masks, form: str) -> tuple[Masks | Sequence[Masks], list[int]]:
+    """Masks as a kernel gets them, and their rows of a batch of as many."""
+    batch = list(range(len(masks)))
+    if form == "one array":
+        return masks, batch
+    chosen = batch if form == "each somewhere" else batch[::2]
+    return [masks[row].copy() for row in chosen], chosen
 
 
-def measure(masks: Masks, rows: list[int], fresh: torch.Tensor, repeat: int, bar: tqdm[Any]) -> dict[str, list[float]]:
+def measure(masks: Masks, form: str, fresh: torch.Tensor, repeat: int) -> dict[str, list[float]]:
     """Seconds of each way, taking turns; checks that they agree."""
-    seconds: dict[str, list[float]] = {name: [] for name in WAYS}
+    some, rows = given(masks, form)
+    space = torch.empty(masks.shape, dtype=torch.int32)
     logits = torch.empty_like(fresh)
+    ways: dict[str, Callable[[], None]] = {
+        "ours": lambda: apply_bitmask(logits, some, rows),
+        "xgrammar": lambda: by_xgrammar(logits, some, rows, space),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    results: list[torch.Tensor] = []
     for index in range(repeat + 1):
-        expected: torch.Tensor | None = None
-        for name, way in WAYS.items():
+        for name, way in ways.items():
             logits.copy_(fresh)
             started = time.perf_counter()
-            way(logits, masks, rows)
+            way()
             if index:
                 seconds[name].append(time.perf_counter() - started)
             else:  # the first round warms up
-                assert expected is None or torch.equal(expected, logits), "the kernels disagree"
-                expected = logits.clone()
-        bar.update()
+                results.append(logits.clone())
+    if not torch.equal(*results):
+        raise AssertionError("the kernels disagree")
     return seconds
+
+
+def figures(seconds: dict[str, list[float]]) -> dict[str, float]:
+    row: dict[str, float] = {}
+    for name, values in seconds.items():
+        row |= {f"{name}_{key}": value for key, value in percentiles(values).items()}
+    row["xgrammar_to_ours"] = round(row["xgrammar_p50"] / row["ours_p50"], 2)
+    return row
+
+
+def at_random(share: float, batch: int, size: int) -> Masks:
+    """Masks that allow a share of the tokens, each by chance."""
+    random = np.random.default_rng(0)
+    allowed = np.zeros((batch, words(size) * 32), np.bool_)
+    allowed[:, :size] = random.random((batch, size), np.float32) < share
+    allowed[:, 0] = True
+    return np.packbits(allowed, axis=1, bitorder="little").view(np.int32)
+
+
+def real(masks: Masks, size: int, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Kernels on real masks."""
+    threads = list(dict.fromkeys(options.threads))
+    rows: list[dict[str, Any]] = []
+    settings = [
+        (count, dtype, batch)
+        for count in threads
+        for dtype in options.dtype
+        for batch in (options.batch if dtype == options.dtype[0] and count == threads[0] else [max(CURVE_BATCHES)])
+        if batch in options.batch
+    ]
+    for count, dtype, batch in tqdm(settings, desc="real masks", leave=False, disable=None):
+        torch.set_num_threads(count)
+        fresh = torch.randn(batch, size).to(DTYPES[dtype])
+        for kind, some in kinds(masks, batch).items():
+            for form in FORMS[: 1 if batch == 1 else None]:
+                row: dict[str, Any] = {"threads": count, "dtype": dtype, "batch": batch, "given": form, "masks": kind}
+                row["allowed_percent"] = round(100 * float(share_allowed(some).mean()), 2)
+                rows.append(row | figures(measure(some, form, fresh, options.repeat)))
+    return rows
+
+
+def curve(size: int, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """From tight to loose."""
+    torch.set_num_threads(options.threads[0])
+    rows: list[dict[str, Any]] = []
+    batch = min(max(options.batch), max(CURVE_BATCHES))
+    fresh = torch.randn(batch, size).to(DTYPES[options.dtype[0]])
+    for share in tqdm(SHARES, desc="masks at random", leave=False, disable=None):
+        seconds = measure(at_random(share, batch, size), FORMS[0], fresh, max(3, options.repeat // 4))
+        rows.append({"allowed_percent": 100 * share, "batch": batch, **figures(seconds)})
+    return rows
 
 
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 64, 256])
-    parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["float32", "bfloat16"])
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, torch.get_num_threads()], help="torch's")
+    parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["float32", "bfloat16", "float16"])
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="torch's")
     parser.add_argument("--repeat", type=int, default=60)
     parser.add_argument("--data", type=Path, default=DATA, help="JSON lines of schemas with instances")
     parser.add_argument("--out", type=Path, default=RESULTS)
@@ -122,19 +187,30 @@ def parsed() -> argparse.Namespace:
     return options
 
 
-def plot(rows: list[dict[str, Any]], path: Path, title: str) -> None:
-    chosen = [row for row in rows if row["threads"] == rows[0]["threads"] and row["dtype"] == rows[0]["dtype"]]
-    figure, axes = canvas(1, width=max(7.0, 0.75 * len(chosen)))
-    names = [f"{row['masks']}\nbatch {row['batch']}\n{row['rows']}" for row in chosen]
-    for index, way in enumerate(WAYS):
+def plot(rows: list[dict[str, Any]], line: list[dict[str, Any]], path: Path, title: str) -> None:
+    first = rows[0]
+    chosen = [row for row in rows if (row["threads"], row["dtype"]) == (first["threads"], first["dtype"])]
+    largest = max(row["batch"] for row in chosen if row["batch"] <= max(CURVE_BATCHES))
+    chosen = [row for row in chosen if row["batch"] == largest]
+    figure, axes = canvas(2, width=7.0)
+    names = [f"{row['masks']}\n{row['given']}" for row in chosen]
+    for index, way in enumerate(("ours", "xgrammar")):
         at = [place + (index - 0.5) * 0.4 for place in range(len(chosen))]
         bars = axes[0].bar(at, [row[f"{way}_p50"] for row in chosen], 0.37, label=way)
-        axes[0].bar_label(bars, fmt="%.2g", fontsize=6)
-    axes[0].set_yscale("log")
+        axes[0].bar_label(bars, fmt="%.2g", fontsize=7)
+        axes[1].plot(
+            [row["allowed_percent"] for row in line],
+            [1e3 * row[f"{way}_p50"] / row["batch"] for row in line],
+            "o-",
+            label=way,
+        )
     axes[0].set_xticks(range(len(chosen)), names, fontsize=7)
-    axes[0].set_ylabel("ms, p50")
-    axes[0].set_title(title, fontsize=10)
-    axes[0].legend(frameon=False)
+    axes[0].set(yscale="log", ylabel="ms, p50")
+    axes[0].set_title(f"real masks, batch {largest}, {title}", fontsize=9)
+    axes[1].set(yscale="log", ylim=(1, None), xlabel="% of the tokens allowed", ylabel="us a row, p50")
+    axes[1].set_title(f"masks at random, batch {line[0]['batch']}", fontsize=9)
+    for axis in axes:
+        axis.legend(frameon=False)
     figure.savefig(path, dpi=130)
 
 
@@ -145,32 +221,13 @@ def main() -> None:
     started_on = machine()
     masks = real_masks(vocabulary, tokens, options.data, 500 if options.quick else 6000)
     share = share_allowed(masks)
-    threads = list(dict.fromkeys(options.threads))
-    results: list[dict[str, Any]] = []
-    total = len(options.batch) * len(options.dtype) * len(threads) * 6 * (options.repeat + 1)
-    with tqdm(total=total, desc="kernels", leave=False, disable=None) as bar:
-        for count in threads:
-            torch.set_num_threads(count)
-            for dtype in options.dtype:
-                for batch in options.batch:
-                    fresh = torch.randn(batch, vocabulary.padded_vocab_size).to(DTYPES[dtype])
-                    for kind, some in kinds(masks, batch).items():
-                        for which, rows in (("all", list(range(batch))), ("every second", list(range(0, batch, 2)))):
-                            if batch == 1 and which != "all":
-                                bar.update(options.repeat + 1)
-                                continue
-                            found = measure(some[: len(rows)], rows, fresh, options.repeat, bar)
-                            row = {"threads": count, "dtype": dtype, "batch": batch, "rows": which, "masks": kind}
-                            row["allowed_percent"] = round(100 * float(share_allowed(some[: len(rows)]).mean()), 2)
-                            for name, values in found.items():
-                                row |= {f"{name}_{key}": value for key, value in percentiles(values).items()}
-                            row["xgrammar_to_ours"] = round(row["xgrammar_p50"] / row["ours_p50"], 2)
-                            results.append(row)
+    results = real(masks, vocabulary.padded_vocab_size, options)
+    line = curve(vocabulary.padded_vocab_size, options)
     columns = {
         "threads": "threads",
         "dtype": "dtype",
         "batch": "batch",
-        "rows": "rows",
+        "given": "given",
         "masks": "masks",
         "allowed_percent": "% allowed",
         "ours_p50": "ours p50",
@@ -180,15 +237,19 @@ def main() -> None:
         "xgrammar_to_ours": "times faster",
     }
     print_table(results, columns)
+    print("\nmasks at random")
+    print_table(line, {key: heading for key, heading in columns.items() if key in line[0]})
     mixture = {"tight": float((share <= TIGHT).mean()), "loose": float((share >= LOOSE).mean())}
     print(f"of {len(masks)} masks, {mixture['tight']:.0%} are tight and {mixture['loose']:.0%} loose; milliseconds")
     setting = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
     setting["data"] = options.data.name
-    write_json(options.out / "apply_kernel.json", setting, {"kernels": results, "mixture": mixture}, started_on)
+    write_json(
+        options.out / "apply_kernel.json", setting, {"real": results, "random": line, "mixture": mixture}, started_on
+    )
     title = (
         f"{tokens.width} tokens, {results[0]['dtype']}, {results[0]['threads']} thread(s), {started_on['cpus']} CPUs"
     )
-    plot(results, options.out / "apply_kernel.png", title)
+    plot(results, line, options.out / "apply_kernel.png", title)
     print(f"wrote {options.out / 'apply_kernel.json'} and .png")
 
 

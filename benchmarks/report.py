@@ -23,8 +23,14 @@ LIBRARIES = ("torch", "llguidance", "xgrammar", "outlines_core", "lm-format-enfo
 
 def fail(message: str) -> NoReturn:
     """End with one line and exit status 2: what the user gave can't be used."""
-    print(f"{Path(sys.argv[0]).stem}: {message}", file=sys.stderr)
+    print(f"{_name()}: {message}", file=sys.stderr)
     raise SystemExit(2)
+
+
+def _name() -> str:
+    """Of the benchmark that runs: a file, or a folder with a `__main__.py`."""
+    path = Path(sys.argv[0])
+    return path.parent.name if path.stem == "__main__" else path.stem
 
 
 def percentiles(values: Sequence[float], scale: float = 1e3) -> dict[str, float]:
@@ -68,7 +74,7 @@ def write_json(path: Path, setting: Mapping[str, Any], results: Any, started_on:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     arguments = [_portable(argument) for argument in sys.argv[1:]]
-    command = shlex.join(["python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}", *arguments])
+    command = shlex.join(["python", "-m", f"benchmarks.{_name()}", *arguments])
     document = {
         "command": command,
         "machine": {**started_on, "load_average_at_the_end": [round(load, 2) for load in os.getloadavg()]},

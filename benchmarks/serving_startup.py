@@ -100,7 +100,11 @@ def role(process: psutil.Process) -> str:
         if part in command:
             return f"Ray: {Path(part).stem}" if "janitor" not in part else "janitor (removes temporary files)"
     if command.startswith("ray::"):
-        return command.split()[0]
+        return command.split()[0].partition(".")[0]
+    if "default_worker.py" in command:
+        return "Ray: worker that starts"
+    if "actors.compile_process" in command:
+        return "compile process"
     return "server" if "serve" in command else command[:40]
 
 

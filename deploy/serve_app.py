@@ -31,6 +31,9 @@ class Arguments(BaseModel):
     max_num_seqs: int = 64
     max_model_len: int | None = None
     max_requests: int = 1024
+    mask_limit: float = 5.0
+    max_replays: int = 0
+    pool_wait: float = 30.0
     device: str = "auto"
     dtype: str = "auto"
     api_key: str | None = None

@@ -99,7 +99,7 @@ class AsyncLLM:
         self.model = load_model(model, **load_options) if isinstance(model, str) else model
         self.model.context_length(config.max_model_len if config else None)  # before a pool is started in vain
         set_threads(self.model, config)
-        self._own_pool = open_pool(pool, self.model.vocabulary, pool_options) if isinstance(pool, str) else None
+        self._own_pool = open_pool(pool, self.model.vocabulary, pool_options, config) if isinstance(pool, str) else None
         self.pool: MaskPool = self._own_pool or pool  # type: ignore[assignment]  # a MaskPool where it is no name
         self.engine = LLMEngine(self.model, config, self.pool)
         self.tokenizer = self.model.tokenizer

@@ -30,7 +30,8 @@ class EngineConfig:
             there. Off: everybody waits for every mask. It changes when a token comes, never which.
         mask_deadline: seconds that a step waits for masks once its logits are there; resolved to about a millisecond.
             None is the larger of 1 ms and 5 % of the mean step.
-        mask_limit: seconds after which a mask that doesn't come fails its request, `MaskTimeout`.
+        mask_limit: seconds that a mask may take, before its request fails with `MaskTimeout`. A pool that is started
+            with the engine goes by it too, and ends the process that hangs.
     """
 
     max_num_seqs: int = 64

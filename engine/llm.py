@@ -28,18 +28,25 @@ PoolChoice = Literal["inline", "ray"]
 Prompt = str | Sequence[int]
 
 
-def open_pool(choice: PoolChoice, vocabulary: Vocabulary, options: Mapping[str, Any] | None = None) -> MaskPool:
+def open_pool(
+    choice: PoolChoice,
+    vocabulary: Vocabulary,
+    options: Mapping[str, Any] | None = None,
+    config: EngineConfig | None = None,
+) -> MaskPool:
     """A pool of the caller's own: shut it down.
 
     Args:
         options: keyword arguments of `InlinePool` or `actors.RayPool`.
+        config: of the engine that it is for: its `mask_limit` is the pool's, unless `options` has another.
     """
     if choice == "inline":
         return InlinePool(vocabulary, **(options or {}))
     if choice == "ray":
         from actors import RayPool  # Ray is optional, and slow to import
 
-        pool: MaskPool = RayPool(vocabulary, **(options or {}))
+        mask_limit = (config or EngineConfig()).mask_limit
+        pool: MaskPool = RayPool(vocabulary, **{"mask_limit": mask_limit, **(options or {})})
         return pool
     raise ValueError(f"pool is {choice!r}; it must be inline, ray, or a MaskPool")
 
@@ -85,7 +92,7 @@ class LLM:
         loaded = load_model(model, **load_options) if isinstance(model, str) else model
         loaded.context_length(config.max_model_len if config else None)  # before a pool is started in vain
         set_threads(loaded, config)
-        self._own_pool = open_pool(pool, loaded.vocabulary, pool_options) if isinstance(pool, str) else None
+        self._own_pool = open_pool(pool, loaded.vocabulary, pool_options, config) if isinstance(pool, str) else None
         self.pool: MaskPool = self._own_pool or pool  # type: ignore[assignment]  # a MaskPool where it is no name
         self.engine = LLMEngine(loaded, config, self.pool)
         self.tokenizer = loaded.tokenizer

@@ -45,6 +45,8 @@ class EngineStats:
     kernel_seconds: float = 0.0
     mask_seconds: float = 0.0
     """What the workers spent: exposed or hidden."""
+    hidden_seconds: float = 0.0
+    """What of it nobody waited for, step by step."""
     parked: int = 0
     """Sequences that are parked now."""
     parkings: int = 0
@@ -310,6 +312,7 @@ class LLMEngine:
         self.stats.wait_seconds += report.wait_seconds
         self.stats.kernel_seconds += report.kernel_seconds
         self.stats.mask_seconds += report.mask_seconds
+        self.stats.hidden_seconds += max(0.0, report.mask_seconds - report.wait_seconds)
         return report
 
     def _patience(self) -> float | None:

@@ -5,7 +5,8 @@ GuidedError
 │   └── InvalidConstraint       the constraint is not one (schema, regex, grammar, choice)
 │       ├── ConstraintTooLarge  it is one, and over a stated limit
 │       └── UnsupportedConstraint   it is one, and this backend can't enforce it: names both
-├── CompileTimeout              the constraint took too long to compile: retryable, never cached as invalid
+├── CompileTimeout              the constraint took too long to compile: never cached as invalid
+├── CompileQueueFull            too many constraints wait to be compiled: HTTP 429
 └── InternalError               ours: HTTP 500, FINISHED_INTERNAL_ERROR
     ├── BackendError            a grammar library raised, or lied
     │   ├── DeadEnd             no token is allowed and the constraint is not satisfied
@@ -13,12 +14,15 @@ GuidedError
     ├── MaskTimeout             a mask did not come within the fill limit
     ├── WorkerDied              the process that held the matcher is gone
     └── PoolUnavailable         no worker is up: HTTP 503
+        └── BackendSuspended    this backend crashed too often and is left alone for a while; others are there
 """
 
 from __future__ import annotations
 
 __all__ = [
     "BackendError",
+    "BackendSuspended",
+    "CompileQueueFull",
     "CompileTimeout",
     "ConstraintTooLarge",
     "DeadEnd",
@@ -51,6 +55,10 @@ class GuidedError(Exception):
 
     code = "guided_error"
     status = 500
+    retryable = False
+    """The same request would probably succeed if it was sent again."""
+    retry_after: float = 1.0
+    """Seconds after which it would, where the status is 429 or 503."""
 
     def __init__(self, message: str, *, param: str | None = None, pointer: str | None = None) -> None:
         super().__init__(message)
@@ -92,6 +100,13 @@ class CompileTimeout(GuidedError):
     status = 400
 
 
+class CompileQueueFull(GuidedError):
+    code = "compile_queue_full"
+    status = 429
+    retryable = True
+    retry_after = 5.0
+
+
 class InternalError(GuidedError):
     code = "internal_error"
 
@@ -114,11 +129,18 @@ class MaskTimeout(InternalError):
 
 class WorkerDied(InternalError):
     code = "worker_died"
+    retryable = True
 
 
 class PoolUnavailable(InternalError):
     code = "pool_unavailable"
     status = 503
+    retryable = True
+
+
+class BackendSuspended(PoolUnavailable):
+    code = "backend_suspended"
+    retry_after = 30.0
 
 
 Wire = tuple[str, str, str | None, str | None]

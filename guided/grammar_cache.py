@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from guided.constraint import Constraint
-from guided.errors import InvalidConstraint
+from guided.errors import GuidedError, InvalidConstraint
 from guided.pool import Grammar
 
 __all__ = ["CacheKey", "Entry", "GrammarCache", "cache_key"]
@@ -32,17 +32,14 @@ class Entry:
     """One constraint: its (coming) grammar, how many requests use it, and what it weighs."""
 
     future: Future[Grammar]
-    users: int = 0
+    users: int = 1
     nbytes: int = _LEAST_BYTES
-
-    @property
-    def idle(self) -> bool:
-        """Nobody needs it: no user is left, or there is nothing to use."""
-        return self.future.done() and (not self.users or self.future.exception() is not None)
+    refused: bool = False
+    """It is invalid, and that is remembered."""
 
 
 class GrammarCache:
-    """Reference-counted, and bounded in bytes for what nobody uses. Used from one thread.
+    """Reference-counted, and bounded in bytes for what nobody uses: grammars and refusals. Used from one thread.
 
     Args:
         max_bytes: what unused grammars may weigh together; those in use are never evicted.
@@ -50,7 +47,10 @@ class GrammarCache:
 
     def __init__(self, max_bytes: int = 256 << 20) -> None:
         self._max_bytes = max_bytes
-        self._entries: OrderedDict[CacheKey, Entry] = OrderedDict()
+        self._entries: dict[CacheKey, Entry] = {}
+        self._unused: OrderedDict[CacheKey, None] = OrderedDict()
+        """Entries that nobody uses, longest unused first."""
+        self._unused_bytes = 0
         self._keys: dict[str, set[CacheKey]] = {}
         self.hits = 0
         self.misses = 0
@@ -61,18 +61,17 @@ class GrammarCache:
     def acquire(self, key: CacheKey) -> tuple[Future[Grammar], bool]:
         """The future under `key`, one user more; and whether it is new: then the caller has to see to it."""
         entry = self._entries.get(key)
-        if entry is not None and _forgettable(entry.future):
-            del self._entries[key]
-            entry = None
-        new = entry is None
         if entry is None:
-            entry = self._entries[key] = Entry(Future())
             self.misses += 1
+            entry = self._entries[key] = Entry(Future())
+            return entry.future, True
+        self.hits += 1
+        if entry.refused:
+            self._unused.move_to_end(key)
         else:
-            self.hits += 1
-        entry.users += 1
-        self._entries.move_to_end(key)
-        return entry.future, new
+            self._take_up(key, entry)
+            entry.users += 1
+        return entry.future, False
 
     def weigh(self, grammar: Grammar, nbytes: int) -> None:
         """Say what a compiled grammar weighs, in bytes, before its future is resolved."""
@@ -81,33 +80,48 @@ class GrammarCache:
             entry.nbytes = max(nbytes, _LEAST_BYTES)
             self._keys.setdefault(grammar.key, set()).add(grammar.cache_key)
 
+    def fail(self, key: CacheKey, error: GuidedError) -> list[str]:
+        """Say that there is no grammar, before the future is given `error`. Returns what `release` does."""
+        entry = self._entries.get(key)
+        if entry is None or entry.future.done():
+            return []
+        if not isinstance(error, InvalidConstraint):
+            del self._entries[key]
+            return []
+        entry.users, entry.refused = 0, True
+        return self._put_by(key, entry)
+
     def release(self, grammar: Grammar) -> list[str]:
         """One user less of `grammar`. Returns the keys of grammars evicted with it: no worker needs them any more."""
         entry = self._entries.get(grammar.cache_key)
-        if entry is None:
+        if entry is None or not entry.users:
             return []
-        entry.users = max(0, entry.users - 1)
-        return self._evict()
+        entry.users -= 1
+        return self._put_by(grammar.cache_key, entry) if not entry.users else []
 
     def in_use(self) -> list[Grammar]:
         """The grammars that somebody uses."""
         users = (entry.future for entry in self._entries.values() if entry.users and entry.future.done())
         return [future.result() for future in users if future.exception() is None]
 
-    def _evict(self) -> list[str]:
-        idle = [(key, entry) for key, entry in self._entries.items() if entry.idle]
-        weight = sum(entry.nbytes for _, entry in idle)
+    def _take_up(self, key: CacheKey, entry: Entry) -> None:
+        if key in self._unused:
+            del self._unused[key]
+            self._unused_bytes -= entry.nbytes
+
+    def _put_by(self, key: CacheKey, entry: Entry) -> list[str]:
+        self._unused[key] = None
+        self._unused_bytes += entry.nbytes
         evicted: list[str] = []
-        for key, entry in idle:
-            if weight <= self._max_bytes:
-                break
-            weight -= entry.nbytes
-            del self._entries[key]
-            evicted.extend(self._forget(key, entry))
+        while self._unused_bytes > self._max_bytes:
+            oldest, _ = self._unused.popitem(last=False)
+            gone = self._entries.pop(oldest)
+            self._unused_bytes -= gone.nbytes
+            evicted.extend(self._forget(oldest, gone))
         return evicted
 
     def _forget(self, key: CacheKey, entry: Entry) -> list[str]:
-        if entry.future.exception() is not None:
+        if entry.refused:
             return []
         name = entry.future.result().key
         holders = self._keys.get(name, set())
@@ -116,10 +130,3 @@ class GrammarCache:
             return []
         self._keys.pop(name, None)
         return [name]
-
-
-def _forgettable(future: Future[Grammar]) -> bool:
-    if not future.done():
-        return False
-    error = future.exception()
-    return error is not None and not isinstance(error, InvalidConstraint)

@@ -14,14 +14,14 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from guided.backends import Backends
+from guided.backends import BACKENDS, Backends
 from guided.bitmask import words
 from guided.compilation import compile_constraint, grammar_key
 from guided.constraint import Constraint
 from guided.errors import GuidedError, from_wire
 from guided.grammar_cache import CacheKey, GrammarCache, cache_key
 from guided.messages import FillRow, OpenSequence, RowResult, RowStatus, StepRequest
-from guided.pool import Fill, Grammar, PoolStatus, ReadyRows, Row, StepMasks, WorkerStatus
+from guided.pool import BackendStatus, Fill, Grammar, PoolStatus, ReadyRows, Row, StepMasks, WorkerStatus
 from guided.vocabulary import Vocabulary
 from guided.worker import MaskWorker
 
@@ -67,6 +67,8 @@ class InlinePool:
             try:
                 future.set_result(self._compile(constraint, backends, key))
             except GuidedError as error:
+                for name in self._cache.fail(key, error):
+                    self._worker.uninstall(name)
                 future.set_exception(error)
         return future
 
@@ -130,7 +132,7 @@ class InlinePool:
 
     def status(self) -> PoolStatus:
         me = WorkerStatus(0, 0, "up", os.getpid(), platform.node(), self._worker.num_open, 0)
-        return PoolStatus("inline", [me])
+        return PoolStatus("inline", [me], backends=[BackendStatus(name) for name in BACKENDS])
 
     def shutdown(self) -> None:
         self._opens.clear()

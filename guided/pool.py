@@ -19,7 +19,17 @@ from guided.constraint import Constraint
 from guided.errors import GuidedError
 from guided.vocabulary import Vocabulary
 
-__all__ = ["Fill", "Grammar", "MaskPool", "PoolStatus", "ReadyRows", "Row", "StepMasks", "WorkerStatus"]
+__all__ = [
+    "BackendStatus",
+    "Fill",
+    "Grammar",
+    "MaskPool",
+    "PoolStatus",
+    "ReadyRows",
+    "Row",
+    "StepMasks",
+    "WorkerStatus",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +57,9 @@ class Fill(msgspec.Struct, gc=False):
 class Row(msgspec.Struct, gc=False):
     """What became of a `Fill`."""
 
-    state: Literal["ready", "needs_history", "failed", "late"]
+    state: Literal["ready", "needs_history", "failed", "late", "unplaced"]
+    """`needs_history`: its worker lacks tokens: send all of them. `unplaced`: no worker has it, or the one that had is
+    gone: send all of them when there is a place for it (`MaskPool.settled`); its time counts from then."""
     seconds: float = 0.0
     """Accept and fill in the worker, seconds."""
     error: GuidedError | None = None
@@ -149,6 +161,21 @@ class WorkerStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class BackendStatus:
+    """One grammar library as a compiler, for `/health` and the metrics. Counts are since the start."""
+
+    name: str
+    state: Literal["up", "suspended"] = "up"
+    """`suspended`: it crashed too often, and is left alone for a while."""
+    crashes: int = 0
+    """Processes that ended while they compiled with it."""
+    timeouts: int = 0
+    suspensions: int = 0
+    seconds_left: float = 0.0
+    """Until it is tried again."""
+
+
+@dataclass(frozen=True, slots=True)
 class PoolStatus:
     """The pool, for `/health` and the metrics."""
 
@@ -156,6 +183,9 @@ class PoolStatus:
     workers: list[WorkerStatus] = field(default_factory=list)
     compiling: int = 0
     """Constraints that are being compiled or wait for it."""
+    backends: list[BackendStatus] = field(default_factory=list)
+    trouble: str | None = None
+    """What keeps workers that end from being replaced, where something does."""
 
     @property
     def healthy(self) -> bool:
@@ -174,7 +204,8 @@ class MaskPool(Protocol):
         """Compile by the first of `backends` that can enforce all of `constraint`, and make it available to workers.
 
         The future ends with `InvalidConstraint`, `UnsupportedConstraint` (the last backend's, where none can),
-        `CompileTimeout`, `PoolUnavailable` or `BackendError`. Equal constraints share one compilation.
+        `CompileTimeout`, `CompileQueueFull`, `PoolUnavailable` or `BackendError`. Equal constraints share one
+        compilation.
         """
 
     def release(self, grammar: Grammar) -> None:
@@ -183,8 +214,10 @@ class MaskPool(Protocol):
     def open(self, sequence_id: int, grammar: Grammar, parent_id: int | None = None) -> None:
         """Place a new sequence: on the least loaded worker, or on `parent_id`'s. It stays there (sticky).
 
+        Where no worker is up it waits for one, for a while: its rows are `unplaced`, and then fail, `PoolUnavailable`.
+
         Raises:
-            PoolUnavailable: no worker is up.
+            PoolUnavailable: the pool is shut down.
         """
 
     def free(self, sequence_ids: Collection[int]) -> None:
@@ -209,7 +242,8 @@ class MaskPool(Protocol):
     def settled(self, sequence_ids: Collection[int], timeout: float) -> list[int]:
         """Which of these sequences, whose last fill was `late`, to ask again: nothing of theirs is under way any more.
 
-        The mask is there, or it failed, or it has to be sent anew. Waits for the first, `timeout` seconds at the most.
+        The mask is there, or it failed, or it has to be sent anew, and there is a worker for it. Waits for the first,
+        `timeout` seconds at the most.
         Between a `collect` and the next `submit`.
         """
 

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from guided.backends import candidates
-from guided.bitmask import apply_bitmask, load_loose_kernel
 from guided.constraint import Constraint
 from guided.errors import BackendError, GuidedError, MaskTimeout
+from guided.kernel import apply_bitmask, load_loose_kernel
 from guided.pool import Fill, Grammar, MaskPool, Row, StepMasks
 from guided.vocabulary import Vocabulary
 
@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = ["ApplyReport", "GuidedRow", "LogitPostProcessor"]
+
+_PATIENCE_WITH_POOL = 1.5
+_ALONE_SECONDS = 0.1
+"""How long a step waits for its first mask where nobody could go on: new requests wait as long."""
 
 
 class GuidedRow(msgspec.Struct, gc=False):
@@ -51,7 +55,7 @@ class ApplyReport:
     failed: dict[int, GuidedError] = field(default_factory=dict)
     """By sequence id: no valid mask exists; its logits row is untouched and must not be sampled."""
     late: list[int] = field(default_factory=list)
-    """Sequence ids whose mask is still being computed; must not be sampled in this step."""
+    """Sequence ids whose mask is still being computed, or that wait for a worker; must not be sampled in this step."""
     wait_seconds: float = 0.0
     """How long `apply` blocked for masks: together with `prepare`, the exposed mask time."""
     mask_seconds: float = 0.0
@@ -79,11 +83,13 @@ class LogitPostProcessor:
     Args:
         pool: where masks are computed; handed in, and not shut down here.
         fill_limit: seconds that a mask may take, parked or waited for, before its sequence fails with `MaskTimeout`.
+            The pool sees to that, and knows whose mask it is that takes so long; here a sequence is failed after half
+            as long again, whatever the pool thinks.
     """
 
     def __init__(self, pool: MaskPool, fill_limit: float = 5.0) -> None:
         self._pool = pool
-        self._fill_limit = fill_limit
+        self._fill_limit = _PATIENCE_WITH_POOL * fill_limit
         self._requests: dict[str, _Request] = {}
         self._sequences: dict[int, _Sequence] = {}
         self._rows: Sequence[GuidedRow] = ()
@@ -180,8 +186,8 @@ class LogitPostProcessor:
         Args:
             logits: float `[rows, padded_vocab_size]` on any device; only prepared rows are written.
             patience: the step's mask deadline, in seconds from when the logits are there: a row that misses it is
-                `late`. As long as there is nobody to go on without it, there is no deadline: no row with a mask, and
-                `alone`. None: every mask is waited for, and no row is late.
+                `late`. As long as there is nobody to go on without it (no row with a mask, and `alone`) it is waited
+                for a little longer. None: every mask is waited for, and no row is late.
             alone: nobody but the prepared rows could be sampled now.
 
         Never raises for a row: a row without a valid mask is in `failed` or `late`, and is not masked.
@@ -206,21 +212,25 @@ class LogitPostProcessor:
             self._settle(step)
         started = time.perf_counter()
         rows = self._rows
-        for part in step.ready:
-            masks = [part.masks[row] for row in part.rows.tolist()]
-            apply_bitmask(logits, masks, [rows[index].logits_row for index in part.indices.tolist()])
+        masks = [part.masks[row] for part in step.ready for row in part.rows.tolist()]
+        indices = [rows[index].logits_row for part in step.ready for index in part.indices.tolist()]
+        apply_bitmask(logits, masks, indices)
         report.kernel_seconds = time.perf_counter() - started
         self._rows, self._fills = (), []
         return report
 
     def _collect(self, patience: float | None, alone: bool) -> StepMasks:
-        """Collect the step; rows whose worker lacks their history are sent once more, with all of it."""
-        # Beside rows without a constraint nobody has to be waited for, not even the first.
-        limit = self._fill_limit if patience is None or alone else min(patience, self._fill_limit)
+        """Collect the step; rows whose worker lacks their history, or is gone, are sent once more, with all of it."""
+        limit = self._fill_limit
+        if patience is not None:
+            # Beside rows without a constraint nobody has to be waited for, not even the first.
+            limit = min(limit, max(patience, _ALONE_SECONDS) if alone else patience)
         deadline = time.monotonic() + limit
         step = self._pool.collect(None, limit, patience)
-        again = [index for index, row in step.other.items() if row.state == "needs_history"]
+        again = [index for index, row in step.other.items() if row.state in ("needs_history", "unplaced")]
         if again:
+            if patience is None:
+                deadline = time.monotonic() + limit  # those of a worker that is gone start anew
             step.keep()
             self._pool.submit([Fill(row.sequence_id, 0, row.token_ids) for row in (self._rows[i] for i in again)])
             left = max(0.0, deadline - time.monotonic())
@@ -234,6 +244,10 @@ class LogitPostProcessor:
         now = time.monotonic()
         for index, row in others.items():
             sequence_id = self._rows[index].sequence_id
+            if row.state == "unplaced":
+                self._late[sequence_id] = now  # how long it may wait is the pool's to say
+                report.late.append(sequence_id)
+                continue
             if parking and row.state != "failed":
                 since = self._late.setdefault(sequence_id, self._asked)
                 if now - since < self._fill_limit:

@@ -6,7 +6,7 @@ The same class runs inside the caller (`InlinePool`) and inside an actor.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -59,6 +59,11 @@ class MaskWorker:
         """Drop a grammar; open matchers keep what they need of it."""
         self._grammars.pop(key, None)
 
+    def free(self, sequences: Iterable[int]) -> None:
+        """Close matchers. Unknown ids are ignored."""
+        for sequence in sequences:
+            self._sequences.pop(sequence, None)
+
     def handle(self, request: StepRequest, bitmask: NDArray[np.int32]) -> Iterator[RowResult]:
         """Do one step's work; yields each row's result as soon as it is decided.
 
@@ -67,8 +72,7 @@ class MaskWorker:
 
         Nothing is raised: a row that fails ends its own sequence.
         """
-        for sequence in request.frees:
-            self._sequences.pop(sequence, None)
+        self.free(request.frees)
         opening = {message.sequence: message for message in request.opens}
         for fill in request.fills:
             yield self._fill(fill, opening.get(fill.sequence), bitmask)

@@ -7,6 +7,7 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import faulty_backend
 import pytest
 import torch
 from hypothesis import settings
@@ -93,9 +94,13 @@ def tiny_llama_dir(tiny_tokenizer: PreTrainedTokenizerFast, tmp_path_factory: py
 
 @pytest.fixture(scope="session")
 def local_ray() -> Iterator[None]:
-    """A local Ray, started once: pools that are made while it is there share it."""
+    """A local Ray, started once: pools that are made while it is there share it. Their processes know the backend
+    "faulty" (`faulty_backend`)."""
     from actors.cluster import Cluster
 
-    cluster = Cluster.join()
+    with pytest.MonkeyPatch.context() as patched:
+        for name, value in faulty_backend.environment().items():
+            patched.setenv(name, value)
+        cluster = Cluster.join()
     yield
     cluster.leave()

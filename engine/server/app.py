@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.metadata import version
+from typing import Any
 
 from fastapi import Depends, FastAPI
 from fastapi.security import HTTPBearer
@@ -13,6 +14,7 @@ from engine.server import chat, completions, health, metrics, models, tokenizati
 from engine.server.context import ServerContext, ServerSettings
 from engine.server.errors import install_handlers
 from engine.server.gate import Gate
+from engine.server.protocol import ErrorAnswer
 
 __all__ = ["create_app"]
 
@@ -30,7 +32,13 @@ def create_app(engine: AsyncLLM, settings: ServerSettings) -> FastAPI:
     """
     # The gate checks the key; this only tells the documentation page to ask for it.
     key = [] if settings.api_key is None else [Depends(HTTPBearer(auto_error=False))]
-    app = FastAPIOffline(title="guided", version=version("guided"), description=DESCRIPTION, dependencies=key)
+    errors: dict[int | str, dict[str, Any]] = {
+        "4XX": {"model": ErrorAnswer, "description": "The request's fault, or too many of them (429)."},
+        "5XX": {"model": ErrorAnswer, "description": "The server's fault; `x-should-retry` says whether to try again."},
+    }
+    app = FastAPIOffline(
+        title="guided", version=version("guided"), description=DESCRIPTION, dependencies=key, responses=errors
+    )
     app.state.context = ServerContext.build(engine, settings)
     app.add_middleware(Gate, api_key=settings.api_key, max_body_bytes=settings.max_body_bytes)
     install_handlers(app)

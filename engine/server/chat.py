@@ -14,7 +14,7 @@ from fastapi import APIRouter, Request, Response
 from engine.outputs import CompletionOutput, RequestOutput
 from engine.server.constraints import asked
 from engine.server.context import Context, ServerContext
-from engine.server.generation import ClientGone, Job, Outputs, guided_headers, running, unless_gone, usage_of
+from engine.server.generation import ClientGone, Job, Outputs, guided_headers, running, to_nobody, unless_gone, usage_of
 from engine.server.logprobs import chat_logprobs
 from engine.server.prompts import encode_chat
 from engine.server.protocol import ChatChoice, ChatRequest, ChatResponse, GuidedInfo, ResponseMessage, Usage
@@ -35,7 +35,7 @@ router = APIRouter(tags=["generation"])
 async def create_chat_completion(body: ChatRequest, request: Request, context: Context) -> Any:
     """Answer a chat, constrained or not. With `stream`, the status is sent once the constraint is compiled."""
     context.check_model(body.model)
-    job = await asyncio.to_thread(_job, body, context)
+    job = await asyncio.to_thread(_job, body, context, request.state.request_id)
     async with AsyncExitStack() as stack:
         try:
             outputs = await unless_gone(request, stack.enter_async_context(running(context, job)))
@@ -43,15 +43,15 @@ async def create_chat_completion(body: ChatRequest, request: Request, context: C
             if body.stream:
                 include_usage = body.stream_options is not None and body.stream_options.include_usage
                 content = events(outputs, job, chunks, context.metrics, include_usage)
-                return EventStream(content, stack.pop_all(), guided_headers(outputs.guided))
+                return EventStream(content, stack.pop_all(), guided_headers(outputs.guided), context, job)
             finished = await unless_gone(request, _last(outputs))
         except ClientGone:
-            return Response(status_code=499)
+            return to_nobody(context, job)
         answer = chunks.whole(finished)
         return Response(answer.model_dump_json(), media_type="application/json", headers=guided_headers(outputs.guided))
 
 
-def _job(body: ChatRequest, context: ServerContext) -> Job:
+def _job(body: ChatRequest, context: ServerContext, http_id: str) -> Job:
     """Everything that can be refused before the engine hears of it. CPU-bound: tokenizing, checking a schema."""
     wanted = asked(body, context.settings.backend)
     max_tokens, max_tokens_param = _max_tokens(body)
@@ -76,7 +76,7 @@ def _job(body: ChatRequest, context: ServerContext) -> Job:
         prompt_param="messages",
         max_tokens_param=max_tokens_param,
     )
-    return Job(f"chatcmpl-{uuid.uuid4().hex}", [prompt], params, wanted, body.stream)
+    return Job(f"chatcmpl-{uuid.uuid4().hex}", http_id, [prompt], params, wanted, body.stream)
 
 
 def _max_tokens(body: ChatRequest) -> tuple[int | None, str]:

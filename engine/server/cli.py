@@ -87,6 +87,20 @@ def serve(
         float | None,
         typer.Option(help="Seconds a step waits for late masks. Default: 5 % of a mean step, at least 1 ms.", min=0),
     ] = None,
+    mask_limit: Annotated[
+        float, typer.Option(help="Seconds a mask may take before its request fails.", min=0.1, max=3600)
+    ] = 5.0,
+    max_replays: Annotated[
+        int,
+        typer.Option(
+            help="When a mask actor dies: 0 ends the requests that were open there; more opens them elsewhere, and"
+            " tries the one that may have caused it again, alone, so often.",
+            min=0,
+        ),
+    ] = 0,
+    pool_wait: Annotated[
+        float, typer.Option(help="Seconds that constrained requests wait while no mask actor is up.", min=0)
+    ] = 30.0,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto (the checkpoint's), float32, bfloat16 or float16.")] = "auto",
     api_key: Annotated[
@@ -100,6 +114,9 @@ def serve(
     served_model_name: Annotated[
         str | None, typer.Option(help="Name that requests use for the model. Default: MODEL.")
     ] = None,
+    stall_seconds: Annotated[
+        float, typer.Option(help="How long a stream's client may read nothing before it is given up.", min=0.1)
+    ] = 60.0,
     grace_seconds: Annotated[
         float, typer.Option(help="How long running generations may take to end when it is told to stop.", min=0)
     ] = 10.0,
@@ -124,10 +141,14 @@ def serve(
                 max_requests=max_requests,
                 parking=parking,
                 mask_deadline=mask_deadline,
+                mask_limit=mask_limit,
+                max_replays=max_replays,
+                pool_wait=pool_wait,
                 device=device,
                 dtype=dtype,
                 api_key=api_key or None,
                 served_model_name=served_model_name,
+                stall_seconds=stall_seconds,
                 grace_seconds=grace_seconds,
                 log_level=log_level.value,
             )

@@ -14,7 +14,7 @@ from fastapi import APIRouter, Request, Response
 from engine.outputs import CompletionOutput, RequestOutput
 from engine.server.constraints import asked
 from engine.server.context import Context, ServerContext
-from engine.server.generation import ClientGone, Job, Outputs, guided_headers, running, unless_gone, usage_of
+from engine.server.generation import ClientGone, Job, Outputs, guided_headers, running, to_nobody, unless_gone, usage_of
 from engine.server.logprobs import TextOffsets, completion_logprobs
 from engine.server.prompts import text_prompts
 from engine.server.protocol import Completion, CompletionChoice, CompletionRequest, GuidedInfo, Usage
@@ -38,7 +38,7 @@ OPENAI_MAX_TOKENS = 16
 async def create_completion(body: CompletionRequest, request: Request, context: Context) -> Any:
     """Continue one or several prompts, constrained or not."""
     context.check_model(body.model)
-    job = await asyncio.to_thread(_job, body, context)
+    job = await asyncio.to_thread(_job, body, context, request.state.request_id)
     async with AsyncExitStack() as stack:
         try:
             outputs = await unless_gone(request, stack.enter_async_context(running(context, job)))
@@ -46,10 +46,10 @@ async def create_completion(body: CompletionRequest, request: Request, context: 
             if body.stream:
                 include_usage = body.stream_options is not None and body.stream_options.include_usage
                 content = events(outputs, job, chunks, context.metrics, include_usage)
-                return EventStream(content, stack.pop_all(), guided_headers(outputs.guided))
+                return EventStream(content, stack.pop_all(), guided_headers(outputs.guided), context, job)
             finished = await unless_gone(request, _last(outputs))
         except ClientGone:
-            return Response(status_code=499)
+            return to_nobody(context, job)
         return Response(
             chunks.whole(finished).model_dump_json(),
             media_type="application/json",
@@ -57,7 +57,7 @@ async def create_completion(body: CompletionRequest, request: Request, context: 
         )
 
 
-def _job(body: CompletionRequest, context: ServerContext) -> Job:
+def _job(body: CompletionRequest, context: ServerContext, http_id: str) -> Job:
     """Everything that can be refused before the engine hears of it. CPU-bound: tokenizing, checking a schema."""
     engine = context.engine
     if body.echo and body.logprobs is not None:
@@ -81,7 +81,7 @@ def _job(body: CompletionRequest, context: ServerContext) -> Job:
         body, wanted, max_tokens=max_tokens, logprobs=body.logprobs, defaults=context.settings.sampling_defaults
     )
     check_length(longest, max_tokens, engine.max_model_len, prompt_param="prompt", max_tokens_param="max_tokens")
-    return Job(f"cmpl-{uuid.uuid4().hex}", prompts, params, wanted, body.stream)
+    return Job(f"cmpl-{uuid.uuid4().hex}", http_id, prompts, params, wanted, body.stream)
 
 
 async def _last(outputs: Outputs) -> list[RequestOutput]:

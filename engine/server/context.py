@@ -31,6 +31,7 @@ class ServerSettings:
         backend: grammar backend of requests that name none.
         max_requests: generations in flight, running and waiting, before further ones get 429. Each prompt counts.
         max_body_bytes: of a request; beyond it 413.
+        stall_seconds: how long a stream's client may take nothing of what is there for it, before it is aborted.
         sampling_defaults: fields of `SamplingParams` for what requests leave out.
     """
 
@@ -39,6 +40,7 @@ class ServerSettings:
     backend: str = AUTO
     max_requests: int = 1024
     max_body_bytes: int = 4 << 20
+    stall_seconds: float = 60.0
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
 
 

@@ -1,12 +1,13 @@
 """Errors as OpenAI's clients read them: `{"error": {"message", "type", "param", "code"}}`, plus `pointer`.
 
-`pointer` is an RFC 6901 JSON pointer into the schema, null elsewhere. What the same request would meet again carries
-`x-should-retry: false`, which the OpenAI clients obey.
+`pointer` is an RFC 6901 JSON pointer into the schema, null elsewhere. `x-should-retry`, which the OpenAI clients obey,
+says whether the same request would probably succeed: `GuidedError.retryable`.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,14 +17,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from engine.server.protocol import MISPLACED, REFUSED, UNSUPPORTED
-from guided.errors import (
-    GuidedError,
-    InternalError,
-    InvalidRequest,
-    PoolUnavailable,
-    WorkerDied,
-    bounded,
-)
+from guided.errors import GuidedError, InternalError, InvalidRequest, bounded
 
 __all__ = [
     "BodyTooLarge",
@@ -37,8 +31,6 @@ __all__ = [
 ]
 
 logger = logging.getLogger("guided.server")
-
-RETRY_AFTER_SECONDS = 1
 
 
 class Unauthorized(InvalidRequest):
@@ -59,11 +51,13 @@ class BodyTooLarge(InvalidRequest):
 class QueueFull(InvalidRequest):
     code = "queue_full"
     status = 429
+    retryable = True
 
 
 class ShuttingDown(InternalError):
     code = "shutting_down"
     status = 503
+    retryable = True
 
 
 def error_body(error: GuidedError) -> dict[str, Any]:
@@ -73,11 +67,9 @@ def error_body(error: GuidedError) -> dict[str, Any]:
 
 def error_headers(error: GuidedError) -> dict[str, str]:
     """Whether and when to try again; a 401's challenge."""
-    headers = {}
+    headers = {"x-should-retry": "true" if error.retryable else "false"}
     if error.status in (429, 503):
-        headers["retry-after"] = str(RETRY_AFTER_SECONDS)
-    elif not isinstance(error, WorkerDied | PoolUnavailable):
-        headers["x-should-retry"] = "false"
+        headers["retry-after"] = str(math.ceil(error.retry_after))
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
     return headers
@@ -100,8 +92,6 @@ def _body(status: int, message: str, param: str | None, code: str, pointer: str 
 async def _on_guided_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, GuidedError)
     request.app.state.context.metrics.failed(error.code)
-    if error.status >= 500:
-        logger.warning("%s %s: %s: %s", request.method, request.url.path, error.code, error)
     return JSONResponse(error_body(error), status_code=error.status, headers=error_headers(error))
 
 
@@ -119,15 +109,17 @@ async def _on_http_exception(request: Request, error: Exception) -> JSONResponse
         error.status_code, "invalid_request"
     )
     body = _body(error.status_code, bounded(error.detail), None, code)
+    request.app.state.context.metrics.failed(code)
     return JSONResponse(body, error.status_code, headers=headers)
 
 
 async def _on_surprise(request: Request, error: Exception) -> JSONResponse:
     # Starlette raises it again after this answer, so that the server's log has the traceback.
-    headers = {"x-should-retry": "false"}
-    if (request_id := request.scope.get("state", {}).get("request_id")) is not None:
-        headers["x-request-id"] = request_id
-    body = _body(500, "the server failed on this request; its log says why", None, "internal_error")
+    request_id = request.scope.get("state", {}).get("request_id", "-")
+    logger.error("x-request-id %s: %s %s failed: %r", request_id, request.method, request.url.path, error)
+    request.app.state.context.metrics.failed(InternalError.code)
+    headers = {"x-should-retry": "false", "x-request-id": request_id}
+    body = _body(500, "the server failed on this request; its log says why", None, InternalError.code)
     return JSONResponse(body, 500, headers=headers)
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
-from fastapi import Request
+from fastapi import Request, Response
 
 from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
@@ -16,9 +17,21 @@ from engine.server.constraints import Asked
 from engine.server.context import ServerContext
 from engine.server.errors import ShuttingDown
 from engine.server.protocol import GuidedInfo, Usage
-from guided.errors import GuidedError, InternalError
+from guided.errors import CompileTimeout, GuidedError, InternalError
 
-__all__ = ["ClientGone", "Job", "Outputs", "guided_headers", "running", "unless_gone", "usage_of"]
+__all__ = [
+    "ClientGone",
+    "Job",
+    "Outputs",
+    "guided_headers",
+    "report",
+    "running",
+    "to_nobody",
+    "unless_gone",
+    "usage_of",
+]
+
+logger = logging.getLogger("guided.server")
 
 T = TypeVar("T")
 
@@ -28,6 +41,9 @@ class Job:
     """What one HTTP request has the engine do: one request a prompt, all with the same parameters."""
 
     request_id: str
+    """The engine's, and the answer's `id`."""
+    http_id: str
+    """The answer's `x-request-id`."""
     prompts: Sequence[list[int]]
     params: SamplingParams
     asked: Asked
@@ -56,8 +72,35 @@ async def running(context: ServerContext, job: Job) -> AsyncIterator[Outputs]:
     """Start the job and wait until it is admitted; at the end whatever still runs of it is aborted.
 
     Raises:
-        GuidedError: it was refused (what the compilation says included), or fails later, from the stream.
+        GuidedError: it was refused (what the compilation says included), or fails later, from the stream. It is in the
+            log; one that is raised within the context too, and the handler counts it.
     """
+    guided = None
+    try:
+        async with _running(context, job) as outputs:
+            guided = outputs.guided
+            yield outputs
+    except GuidedError as error:
+        report(job, error, guided)
+        raise
+
+
+def report(job: Job, error: GuidedError, guided: GuidedInfo | None) -> None:
+    """Write into the log what an operator can do something about: not what is wrong with a request."""
+    if isinstance(error, ShuttingDown) or (error.status < 500 and not isinstance(error, CompileTimeout)):
+        return
+    constraint = job.asked.constraint
+    kind = "none" if constraint is None else constraint.kind
+    backend = job.asked.backend if guided is None else guided.backend
+    where = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+    logger.warning(
+        "request %s (x-request-id %s) failed: %s: %s%s; constraint %s, backend %s",
+        *(job.request_id, job.http_id, error.code, error, where, kind, backend),
+    )
+
+
+@asynccontextmanager
+async def _running(context: ServerContext, job: Job) -> AsyncIterator[Outputs]:
     with context.admit(len(job.prompts)):
         ids = [job.request_id if len(job.prompts) == 1 else f"{job.request_id}-{i}" for i in range(len(job.prompts))]
         streams = [
@@ -81,6 +124,13 @@ async def running(context: ServerContext, job: Job) -> AsyncIterator[Outputs]:
                 await checked.aclose()
             for stream in streams:
                 await stream.aclose()  # aborts what still runs
+
+
+def to_nobody(context: ServerContext, job: Job) -> Response:
+    """What a client is answered that has gone away."""
+    context.metrics.abandoned("disconnected")
+    logger.info("request %s (x-request-id %s): the client went away", job.request_id, job.http_id)
+    return Response(status_code=499)
 
 
 async def unless_gone(request: Request, work: Awaitable[T]) -> T:
@@ -148,28 +198,29 @@ async def _merged(
         async for output in streams[0]:
             yield 0, output
         return
-    queue: asyncio.Queue[tuple[int, RequestOutput | BaseException | None]] = asyncio.Queue()
+    # Outputs are snapshots: of each stream the newest is kept, however slow the reader is.
+    newest: dict[int, RequestOutput] = {}
+    news = asyncio.Event()
 
     async def pump(number: int, stream: AsyncIterator[RequestOutput]) -> None:
         try:
             async for output in stream:
-                queue.put_nowait((number, output))
-        except Exception as error:
-            queue.put_nowait((number, error))
-        else:
-            queue.put_nowait((number, None))
+                newest[number] = output
+                news.set()
+        finally:
+            news.set()
 
     pumps = [asyncio.create_task(pump(number, stream)) for number, stream in enumerate(streams)]
     try:
-        open_streams = len(streams)
-        while open_streams:
-            number, item = await queue.get()
-            if isinstance(item, BaseException):
-                raise item
-            if item is None:
-                open_streams -= 1
-            else:
-                yield number, item
+        while newest or not all(task.done() for task in pumps):
+            await news.wait()
+            news.clear()
+            while newest:
+                number = next(iter(newest))
+                yield number, newest.pop(number)
+            for task in pumps:
+                if task.done():
+                    task.result()  # raises what it ended with
     finally:
         for task in pumps:
             task.cancel()

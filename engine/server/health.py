@@ -26,9 +26,20 @@ class MaskActor(BaseModel):
     open_sequences: int
 
 
+class CompileBackend(BaseModel):
+    """A grammar library, where constraints are compiled: `suspended` after several crashes, for `seconds_left`."""
+
+    name: str
+    state: Literal["up", "suspended"]
+    seconds_left: float
+    crashes: int
+    timeouts: int
+
+
 class PoolHealth(BaseModel):
     name: str
     compiling: int
+    backends: list[CompileBackend]
     actors: list[MaskActor]
 
 
@@ -64,8 +75,18 @@ async def health(response: Response, context: Context) -> Health:
         )
         for worker in pool.workers
     ]
+    backends = [
+        CompileBackend(
+            name=backend.name,
+            state=backend.state,
+            seconds_left=round(backend.seconds_left, 1),
+            crashes=backend.crashes,
+            timeouts=backend.timeouts,
+        )
+        for backend in pool.backends
+    ]
     return Health(
         status="ok" if reason is None else "unavailable",
         reason=reason,
-        pool=PoolHealth(name=pool.name, compiling=pool.compiling, actors=actors),
+        pool=PoolHealth(name=pool.name, compiling=pool.compiling, backends=backends, actors=actors),
     )

@@ -18,6 +18,7 @@ from prometheus_client.registry import Collector
 from engine.async_llm import AsyncLLM
 from engine.outputs import RequestMetrics, RequestOutput
 from engine.sampling_params import SamplingParams
+from guided.errors import GuidedError
 
 __all__ = ["Metrics", "router"]
 
@@ -28,7 +29,11 @@ _STEP = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
 _COMPILE = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50)
 
 
-@router.get("/metrics", include_in_schema=True)
+@router.get(
+    "/metrics",
+    response_class=Response,
+    responses={200: {"content": {CONTENT_TYPE_LATEST.partition(";")[0]: {"schema": {"type": "string"}}}}},
+)
 async def metrics(request: Request) -> Response:
     """Prometheus' text format."""
     registry: CollectorRegistry = request.app.state.context.metrics.registry
@@ -95,7 +100,27 @@ class Metrics:
             ["code"],
             registry=registry,
         )
+        self._grammar_failures = Counter(
+            "guided_grammar_failures",
+            "Constrained requests whose grammar was refused, or not compiled, by the error's code.",
+            ["code", "kind"],
+            registry=registry,
+        )
+        self._abandoned = Counter(
+            "guided_request_aborts",
+            "Requests that were aborted because of their client: it disconnected, or stalled (didn't read its stream).",
+            ["reason"],
+            registry=registry,
+        )
         registry.register(_EngineCollector(engine))
+
+    def abandoned(self, reason: str) -> None:
+        """A request was aborted because of its client: it `disconnected`, or `stalled`."""
+        self._abandoned.labels(reason).inc()
+
+    def not_compiled(self, code: str, kind: str) -> None:
+        """A constrained request ended before it had a grammar."""
+        self._grammar_failures.labels(code, kind).inc()
 
     def failed(self, code: str) -> None:
         """A request was answered with an error, or its stream ended with one."""
@@ -118,6 +143,10 @@ class Metrics:
             async for output in outputs:
                 timer.see(output)
                 yield output
+        except GuidedError as error:
+            if params.constraint is not None and not timer.admitted:
+                self.not_compiled(error.code, params.constraint.kind)
+            raise
         finally:
             await outputs.aclose()
 
@@ -129,14 +158,15 @@ class _Timer:
         self._metrics = metrics
         self._constraint = params.constraint
         self._latest = 0.0
-        self._admitted = False
+        self.admitted = False
+        """Its constraint is compiled."""
         self._tokens = 0
 
     def see(self, output: RequestOutput) -> None:
         metrics, times, now = self._metrics, output.metrics, time.monotonic()
         assert times is not None
-        if not self._admitted:
-            self._admitted = True
+        if not self.admitted:
+            self.admitted = True
             metrics._prompt_tokens.inc(len(output.prompt_token_ids))
             if self._constraint is not None and output.backend is not None and times.compiled_time is not None:
                 waited = times.compiled_time - times.arrival_time
@@ -180,6 +210,7 @@ class _EngineCollector(Collector):
             ("kv_cache_usage_perc", "Share of the KV cache in use, 0 to 1.", health.kv_cache_usage),
             ("grammar_compiling", "Constraints that are compiled or queue for it.", health.pool.compiling),
             ("mask_actors_up", "Mask actors that are up.", sum(worker.state == "up" for worker in workers)),
+            ("mask_actors_down", "Mask actors in a crash loop.", sum(worker.state == "down" for worker in workers)),
             ("mask_actors", "Mask actors there should be.", len(workers)),
             ("mask_open_sequences", "Matchers that are open.", sum(worker.open_sequences for worker in workers)),
         )
@@ -189,6 +220,7 @@ class _EngineCollector(Collector):
             ("engine_steps", "Steps of the engine.", stats.steps),
             ("engine_step_seconds", "Seconds spent in steps.", stats.step_seconds),
             ("mask_exposed_seconds", "Mask time that the forward pass did not hide.", exposed),
+            ("mask_hidden_seconds", "Mask time that the forward pass hid.", stats.hidden_seconds),
             ("mask_wait_seconds", "Part of the exposed: waiting for masks.", stats.wait_seconds),
             ("mask_seconds", "Seconds that workers spent on masks, exposed or hidden.", stats.mask_seconds),
             ("mask_parkings", "Times that a sequence was parked, its mask being late.", stats.parkings),

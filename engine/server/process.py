@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import ipaddress
 import json
+import logging
 import shlex
 import signal
 import socket
@@ -39,7 +40,9 @@ class ServeOptions:
 
     Args:
         model: local directory or hub name; None is the embedded model.
-        parking, mask_deadline: see `EngineConfig`.
+        parking, mask_deadline, mask_limit: see `EngineConfig`.
+        max_replays, pool_wait: see `actors.RayPool`.
+        stall_seconds: see `ServerSettings`.
         grace_seconds: how long running generations may take to end by themselves once the server was told to stop.
     """
 
@@ -54,10 +57,14 @@ class ServeOptions:
     max_requests: int = 1024
     parking: bool = True
     mask_deadline: float | None = None
+    mask_limit: float = 5.0
+    max_replays: int = 0
+    pool_wait: float = 30.0
     device: str = "auto"
     dtype: str = "auto"
     api_key: str | None = None
     served_model_name: str | None = None
+    stall_seconds: float = 60.0
     grace_seconds: float = 10.0
     log_level: str = "info"
 
@@ -70,6 +77,7 @@ class ServeOptions:
             api_key=self.api_key,
             backend=self.backend,
             max_requests=self.max_requests,
+            stall_seconds=self.stall_seconds,
             sampling_defaults=sampling_defaults(path),
         )
 
@@ -88,6 +96,7 @@ def start_engine(options: ServeOptions) -> AsyncLLM:
         disable_progress_bar()
     pool_options: dict[str, Any] = {}
     if options.pool == "ray":
+        pool_options |= {"max_replays": options.max_replays, "pool_wait": options.pool_wait}
         if options.ray_address is not None:
             pool_options["address"] = options.ray_address
         if options.num_actors is not None:
@@ -100,6 +109,7 @@ def start_engine(options: ServeOptions) -> AsyncLLM:
             max_model_len=options.max_model_len,
             parking=options.parking,
             mask_deadline=options.mask_deadline,
+            mask_limit=options.mask_limit,
         ),
         pool_options=pool_options,
         device=options.device,
@@ -114,6 +124,8 @@ def serve(options: ServeOptions, listener: socket.socket) -> None:
         OSError: there is no such model.
         UnsupportedModelError, GuidedError: see `start_engine`.
     """
+    _log_to_stderr(options.log_level)
+    _drop_stalled_connections(listener, options.stall_seconds)
     with _signals_end_it():
         _say(options, "loading the model and starting the mask pool …")
         engine = start_engine(options)
@@ -123,6 +135,24 @@ def serve(options: ServeOptions, listener: socket.socket) -> None:
             _Server(config, app.state.context, options).run(sockets=[listener])
         finally:
             engine.shutdown()
+
+
+def _log_to_stderr(level: str) -> None:
+    """What an operator is told, with its time; uvicorn and Ray see to their own."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    for name in ("guided", "actors", "engine"):
+        logger = logging.getLogger(name)
+        logger.handlers[:] = [handler]
+        logger.setLevel(level.upper())
+        logger.propagate = False
+
+
+def _drop_stalled_connections(listener: socket.socket, seconds: float) -> None:
+    """What was written to a client that doesn't take it is in the kernel's hands, and so is the connection: connections
+    inherit this from the listener. Later than the stream's own limit, so that what ended it is known."""
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux; counts closed windows too
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(2000 * seconds))
 
 
 class _Server(uvicorn.Server):

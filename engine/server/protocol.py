@@ -29,6 +29,8 @@ __all__ = [
     "CompletionRequest",
     "DetokenizeRequest",
     "DetokenizeResponse",
+    "ErrorAnswer",
+    "ErrorDetail",
     "GenerationRequest",
     "GuidedInfo",
     "JsonSchemaFormat",
@@ -298,6 +300,22 @@ class TokenizeRequest(Body):
 class DetokenizeRequest(Body):
     model: str | None = None
     tokens: list[int]
+
+
+class ErrorDetail(BaseModel):
+    """What went wrong. `docs/failure-model.md` has the codes."""
+
+    message: str
+    type: Literal["invalid_request_error", "rate_limit_error", "server_error"]
+    param: str | None = Field(description="The field at fault, as the request spelled it.")
+    code: str
+    pointer: str | None = Field(description="RFC 6901 JSON pointer into the schema.")
+
+
+class ErrorAnswer(BaseModel):
+    """Every error's body; in a stream, the payload of the event that ends it."""
+
+    error: ErrorDetail
 
 
 class GuidedInfo(BaseModel):

@@ -6,6 +6,7 @@ without `[DONE]`.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator, Iterator
@@ -13,11 +14,12 @@ from contextlib import AsyncExitStack
 from typing import Any, Protocol
 
 from fastapi.responses import StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from engine.outputs import CompletionOutput, RequestOutput
+from engine.server.context import ServerContext
 from engine.server.errors import error_body
-from engine.server.generation import Job, Outputs, usage_of
+from engine.server.generation import Job, Outputs, report, usage_of
 from engine.server.metrics import Metrics
 from engine.server.protocol import Usage
 from guided.errors import GuidedError, InternalError
@@ -46,16 +48,58 @@ class Chunks(Protocol):
 
 
 class EventStream(StreamingResponse):
-    """A stream that gives its generation back however it ends, also when it never began."""
+    """A stream that gives its generation back however it ends, also when it never began.
 
-    def __init__(self, content: AsyncIterator[bytes], resources: AsyncExitStack, headers: dict[str, str]) -> None:
+    A client that doesn't read holds nobody else up: what it has missed is one snapshot, not a queue. Where it takes
+    nothing for `ServerSettings.stall_seconds`, its request is aborted and the connection closed.
+
+    Args:
+        resources: what the generation holds; closed with the stream.
+    """
+
+    def __init__(
+        self,
+        content: AsyncIterator[bytes],
+        resources: AsyncExitStack,
+        headers: dict[str, str],
+        context: ServerContext,
+        job: Job,
+    ) -> None:
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no", **headers}
         super().__init__(content, media_type="text/event-stream", headers=headers)
         self._resources = resources
+        self._context = context
+        self._job = job
+        self._complete = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        reason = "disconnected"
+        limit = self._context.settings.stall_seconds
+
+        async def send_in_time(message: Message) -> None:
+            try:
+                async with asyncio.timeout(limit):
+                    await send(message)
+            except TimeoutError:
+                raise _Stalled from None
+            self._complete = message["type"] == "http.response.body" and not message.get("more_body", False)
+
         async with self._resources:
-            await super().__call__(scope, receive, send)
+            try:
+                await super().__call__(scope, receive, send_in_time)
+            except _Stalled:
+                reason = "stalled"
+        if not self._complete:
+            self._context.metrics.abandoned(reason)
+            ids = self._job.request_id, self._job.http_id
+            if reason == "stalled":
+                logger.warning("request %s (x-request-id %s): the client took nothing for %g s", *ids, limit)
+            else:
+                logger.info("request %s (x-request-id %s): the client went away", *ids)
+
+
+class _Stalled(Exception):
+    """The client doesn't read what it is sent."""
 
 
 async def events(
@@ -78,11 +122,11 @@ async def events(
         yield DONE
     except GuidedError as error:
         metrics.failed(error.code)
-        if error.status >= 500:
-            logger.warning("%s: %s: %s", job.request_id, error.code, error)
+        report(job, error, outputs.guided)
         yield _event(error_body(error))
     except Exception:
-        logger.exception("%s failed", job.request_id)
+        metrics.failed(InternalError.code)
+        logger.exception("request %s (x-request-id %s) failed", job.request_id, job.http_id)
         yield _event(error_body(InternalError("the server failed on this request; its log says why")))
 
 

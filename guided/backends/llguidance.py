@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from guided import regex
 from guided.constraint import KINDS, USUAL_WHITESPACE, Constraint, ConstraintKind
-from guided.errors import BackendError, InvalidConstraint, TokenRejected, UnsupportedConstraint, bounded
+from guided.errors import BackendError, DeadEnd, InvalidConstraint, TokenRejected, UnsupportedConstraint, bounded
 from guided.grammar import to_lark
 from guided.schema import string_pattern
 from guided.schema.document import walk_keywords
@@ -177,7 +177,10 @@ class LLGuidanceMatcher:
     def _check(self) -> None:
         if self._matcher.is_error():
             # The first line says what; the rest is the parser's state, with the user's text in it.
-            raise BackendError(f"llguidance: {bounded(self._matcher.get_error().partition('<state>')[0].strip())}")
+            what = self._matcher.get_error().partition("<state>")[0].strip()
+            if what == "NoExtensionBias":
+                raise DeadEnd("no token is allowed here, and the constraint is not satisfied")
+            raise BackendError(f"llguidance: {bounded(what)}")
 
 
 class _Tokenizer:

@@ -70,7 +70,7 @@ class XGrammarBackend:
         """See `Backend.compile`."""
         try:
             return XGrammarGrammar(self._tokens, self._compile(constraint))
-        except RuntimeError as error:
+        except (RuntimeError, UnicodeDecodeError) as error:
             # What is malformed was found before (schemas, regexes, GBNF): the rest is what xgrammar can't do.
             malformed = constraint.kind == "grammar" and syntax(constraint.source) == "lark"
             refusal = InvalidConstraint if malformed else UnsupportedConstraint
@@ -97,9 +97,18 @@ class XGrammarBackend:
                 return self._compiler.compile_grammar(f"root ::= {options}")
             case "grammar":
                 if syntax(constraint.source) == "lark":
-                    return self._compiler.compile_lark(constraint.source)
+                    return self._compile_lark(constraint.source)
                 parse_gbnf(constraint.source)
                 return self._compiler.compile_grammar(constraint.source)
+
+    def _compile_lark(self, text: str) -> Any:
+        grammar = xgrammar.Grammar.from_lark(text, tokenizer_info=self._tokenizer)
+        for name in _hollow(str(grammar)):
+            raise UnsupportedConstraint(
+                f"xgrammar can't: rule {bounded(name, 60)!r} derives nothing but itself and the empty text",
+                param="grammar",
+            )
+        return self._compiler.compile_grammar(grammar)
 
     def _compile_schema(self, schema: Lowered, whitespace: str | None) -> Any:
         if whitespace:
@@ -131,6 +140,20 @@ def _mended(grammar: str, schema: Lowered) -> str:
         grammar += f"\npattern_{number} ::= {ebnf(node)}"
     return _PATTERNS.sub(r"(pattern_\1)", grammar)
 
+
+def _hollow(grammar: str) -> list[str]:
+    """Rules of xgrammar's own text of a grammar from which no text can be reached: they crash it (a segfault)."""
+    bodies = dict(_RULE.findall(grammar))
+    solid = {name for name, body in bodies.items() if _TEXT.search(body)}
+    names = {name: set(_NAME.findall(body)) for name, body in bodies.items() if name not in solid}
+    while grown := {name for name, used in names.items() if name not in solid and used & solid}:
+        solid |= grown
+    return [name for name in bodies if name not in solid]
+
+
+_RULE = re.compile(r"^(\S+) ::= (.*)$", re.MULTILINE)
+_TEXT = re.compile(r'["\[]|\b(?:Regex|TagDispatch|Token|TokenTagDispatch)\(')
+_NAME = re.compile(r"[^\s(){}|,]+")
 
 _ANY_WHITESPACE = r"[ \n\r\t]*"
 _USUAL_WHITESPACE = '\nusual_whitespace ::= "" | " " | "\\r"? "\\n" [ \\t]{0,40}\n'
@@ -288,4 +311,6 @@ _native = _Native()
 
 
 def _message(error: BaseException) -> str:
-    return bounded(_SOURCE_LINE.sub("", str(error)).strip())
+    # It cuts what it quotes between bytes.
+    text = error.object.decode("utf-8", "replace") if isinstance(error, UnicodeDecodeError) else str(error)
+    return bounded(_SOURCE_LINE.sub("", text).strip())

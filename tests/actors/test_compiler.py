@@ -14,7 +14,7 @@ import psutil
 import pytest
 from byte_vocabulary import BYTES
 
-from actors.compile_process import Job
+from actors.compile_queue import Job
 from actors.compiler import CompileLimits, Compiler
 from guided.backends import Backends
 from guided.constraint import Constraint
@@ -112,7 +112,7 @@ def test_children_die_with_the_process_that_started_them() -> None:
         "import time\n"
         "from byte_vocabulary import BYTES\n"
         "from actors.compiler import CompileLimits, Compiler\n"
-        "from actors.compile_process import Job\n"
+        "from actors.compile_queue import Job\n"
         "from guided.constraint import Constraint\n"
         "compiler = Compiler(BYTES, CompileLimits(processes=1))\n"
         "compiler.submit(Job(Constraint.regex('a'), ['llguidance'])).result()\n"

@@ -16,7 +16,7 @@ ROWS = 5
 
 
 class Machine(RuleBasedStateMachine):
-    """Leases against a model: who holds a row, what the worker owes, and what was given back and may not be lent yet."""
+    """Leases against a model: who holds a row, what the worker owes, and what came back and may not be lent yet."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,8 +75,8 @@ class Machine(RuleBasedStateMachine):
         assert self.leases.outstanding() == sorted(self.asked)
         oldest = min(self.asked.values(), default=math.inf)
         assert self.leases.oldest() == oldest
-        assert self.leases.overdue(oldest + 0.5) == bool(self.asked)
-        assert not self.leases.overdue(oldest)
+        assert self.leases.unanswered(oldest + 0.5) == sorted(r for r, n in self.asked.items() if n == oldest)
+        assert self.leases.owes == bool(self.asked)
 
 
 TestLeases = Machine.TestCase
@@ -88,6 +88,7 @@ def test_nobody_waits_for_the_answer_of_a_row_that_is_not_watched() -> None:
     row = leases.take(7)
     leases.ask(np.array([row]), 1, 0.0)
     leases.give_back(row, watched=False)
-    assert not leases.overdue(1e9)
+    assert leases.oldest() == math.inf
+    assert leases.owes
     leases.renew()
     assert leases.take(8) == NOBODY, "it is the worker's all the same"

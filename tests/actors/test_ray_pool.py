@@ -80,7 +80,7 @@ def test_the_compile_actors_death_delays_and_fails_nothing(pool: RayPool) -> Non
 def test_a_grammar_nobody_uses_leaves_the_workers_and_comes_back(pool: RayPool) -> None:
     constraint = Constraint.regex("gone+")
     grammar = pool.compile(constraint, ("llguidance",)).result(WAIT)
-    (home,) = pool._grammars._homes
+    (home,) = pool._grammars._loading.homes
     assert grammar.key in home.installed
     pool.release(grammar)
     again = pool.compile(constraint, ("llguidance",)).result(WAIT)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from actors.link import Mailed
 from actors.rotation import Rotation
 from actors.supervisor import Down, Up
 from guided.constraint import Constraint
-from guided.errors import BackendError, MaskTimeout, PoolUnavailable, WorkerDied
+from guided.errors import BackendError, GuidedError, MaskTimeout, PoolUnavailable, WorkerDied
 from guided.messages import RowResult, RowStatus, StepAnswer, encode
 from guided.pool import Fill, Grammar, Row
 
@@ -42,9 +43,12 @@ def named(key: str) -> Grammar:
 class Host:
     """A rotation of two actors that know the grammars `fast` and `slow`."""
 
-    def __init__(self, transport: Transport, number: int = 2, rows: int = 8, shared: bool = True) -> None:
+    def __init__(
+        self, transport: Transport, number: int = 2, rows: int = 8, shared: bool = True, **limits: Any
+    ) -> None:
         self.transport = transport
-        self.rotation = Rotation()
+        self.refused: dict[str, GuidedError] = {}
+        self.rotation = Rotation(refused=self.refused, **limits)
         self.slow = SlowGrammar(ABC, slow_at=1)
         self.actors: list[ThreadActor] = []
         for index in range(number):
@@ -77,7 +81,8 @@ class Host:
         return index
 
     def end(self, index: int, hung: bool = False) -> None:
-        self.rotation.announce(Down(self.actors[index].link, WorkerDied(f"worker {index} died"), hung))
+        error = MaskTimeout(f"worker {index} hung") if hung else WorkerDied(f"worker {index} died")
+        self.rotation.announce(Down(self.actors[index].link, error, "hung" if hung else "died"))
 
 
 @pytest.fixture
@@ -132,7 +137,7 @@ def test_where_no_actor_has_the_grammar_yet_a_sequence_waits_for_one_that_does(h
         actor.wire.installed.discard("fast")
         actor.worker.uninstall("fast")
     host.open(1)
-    assert host.step((1, ""), timeout=0.05) == ["late"]
+    assert host.step((1, ""), timeout=0.05) == ["unplaced"]
     assert host.rotation.settled([1], 0.05) == []
 
     def load() -> None:
@@ -145,11 +150,34 @@ def test_where_no_actor_has_the_grammar_yet_a_sequence_waits_for_one_that_does(h
     assert host.where(1) == 1
 
 
-def test_without_an_actor_nothing_can_be_opened(transport: Transport) -> None:
-    rotation = Rotation()
-    with pytest.raises(PoolUnavailable):
-        rotation.open(1, named("fast"), None)
-    rotation.close()
+def test_without_an_actor_rows_wait_for_one_and_then_fail(transport: Transport) -> None:
+    host = Host(transport, number=0, pool_wait=0.3)
+    host.open(1)
+    started = time.monotonic()
+    assert host.step((1, "")) == ["unplaced"], "nobody blocks the step"
+    assert host.rotation.settled([1], 0.01) == []
+    assert host.rotation.settled([1], WAIT) == [1]
+    assert time.monotonic() - started >= 0.3
+    host.submit((1, ""))
+    (row,) = host.collect()
+    assert row.state == "failed"
+    assert isinstance(row.error, PoolUnavailable)
+    host.rotation.close()
+
+
+def test_who_waits_for_a_grammar_that_is_refused_fails_with_the_reason(transport: Transport) -> None:
+    host = Host(transport)
+    host.end(0)
+    host.end(1)
+    host.open(1)
+    assert host.step((1, "")) == ["unplaced"]
+    assert host.rotation.settled([1], 0.0) == []
+    host.refused["fast"] = WorkerDied("loading it ended its worker")
+    assert host.rotation.settled([1], WAIT) == [1]
+    host.submit((1, ""))
+    (row,) = host.collect()
+    assert row.error is host.refused["fast"]
+    host.rotation.close()
 
 
 def test_a_late_row_is_kept_and_its_neighbours_go_on(host: Host) -> None:
@@ -249,7 +277,7 @@ def test_who_waits_behind_a_straggler_goes_elsewhere(transport: Transport, share
     host = case.host
     case.stick()
     first = case.step("a")
-    assert sorted(first) == ["needs_history"] * len(case.neighbours) + ["ready"] * (5 - len(case.neighbours))
+    assert sorted(first) == ["ready"] * (5 - len(case.neighbours)) + ["unplaced"] * len(case.neighbours)
     assert case.step("a") == ["ready"] * 5
     assert case.lane.sequences == {1}
     assert [allowed(row) for row in host.bitmask[:5]] == ["b"] * 5
@@ -271,7 +299,7 @@ def test_one_who_straggles_no_more_shares_its_actor_again(transport: Transport) 
     for _ in range(17):
         assert host.step((1, "a")) == ["ready"]
     assert not case.lane.stragglers
-    assert set(case.step("a")) <= {"ready", "needs_history"}
+    assert set(case.step("a")) <= {"ready", "unplaced"}
     assert case.step("a") == ["ready"] * 5
     assert len(case.lane.sequences) == 3
     host.rotation.close()
@@ -425,11 +453,11 @@ def test_a_hang_loses_the_sequence_it_hangs_in_and_moves_the_others(host: Host) 
     assert host.slow.reached.wait(WAIT)
     host.end(host.where(1), hung=True)
     rows = host.collect()
-    assert [row.state for row in rows][1:] == ["failed", "needs_history", "ready"]
-    assert rows[0].state in ("ready", "needs_history")
+    assert [row.state for row in rows][1:] == ["failed", "unplaced", "ready"]
+    assert rows[0].state in ("ready", "unplaced")
     assert isinstance(rows[1].error, MaskTimeout)
     assert set(host.rotation.failures()) == {1}
-    assert host.step((3, "a"), (4, "a")) == ["needs_history"] * 0 + ["ready", "ready"]
+    assert host.step((3, "a"), (4, "a")) == ["ready", "ready"]
     assert host.where(3) == host.where(4) == 1
 
 
@@ -437,7 +465,7 @@ def test_rows_wait_for_an_actor_where_none_is_up(host: Host) -> None:
     host.open(1, 2)
     host.end(0)
     host.end(1)
-    assert host.step((1, ""), (2, ""), timeout=0.05) == ["late", "late"]
+    assert host.step((1, ""), (2, "")) == ["unplaced", "unplaced"]
     host.submit((1, ""), (2, ""))
     host.join(2)
     assert [row.state for row in host.collect()] == ["ready", "ready"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from itertools import count, pairwise
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -18,18 +19,19 @@ def attempts(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """When an actor was to be made; none ever is."""
     made: list[float] = []
 
-    def create(plan: Plan, index: int) -> Any:
+    def create(supervisor: Supervisor) -> Any:
         made.append(time.monotonic())
         raise RuntimeError("no such luck")
 
-    monkeypatch.setattr(module, "_create", create)
+    monkeypatch.setattr(Supervisor, "_create", create)
     monkeypatch.setattr(module, "_FIRST_DELAY_SECONDS", 0.05)
     return made
 
 
 def test_a_crash_loop_is_slowed_down_and_then_shown_as_down(attempts: list[float]) -> None:
     news: list[object] = []
-    supervisor = Supervisor(0, cast(Plan, None), count(1).__next__, news.append)
+    plan = SimpleNamespace(cluster=SimpleNamespace(check=lambda: None))
+    supervisor = Supervisor(0, cast(Plan, plan), count(1).__next__, news.append)
     with pytest.raises(PoolUnavailable, match="no such luck"):
         supervisor.wait_started()
     deadline = time.monotonic() + 60
@@ -41,4 +43,4 @@ def test_a_crash_loop_is_slowed_down_and_then_shown_as_down(attempts: list[float
     assert supervisor.status().pid is None
     assert news == []
     supervisor.stop()
-    supervisor.join()
+    assert supervisor.join(60)

@@ -210,7 +210,7 @@ def test_an_actor_that_never_answers_is_ended_and_its_sequences_go_on_elsewhere(
     hung, there = next(iter(host.placed_on().items()))
     freeze(hung)
     rows = host.step(sequences)
-    assert {sequence for sequence, row in rows.items() if row.state == "needs_history"} == there
+    assert {sequence for sequence, row in rows.items() if row.state == "unplaced"} == there
     assert {row.state for row in host.step(sequences).values()} == {"ready"}
     assert host.pool.failures() == {}
     until(lambda: not psutil.pid_exists(hung))

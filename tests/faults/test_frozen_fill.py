@@ -24,7 +24,7 @@ from actors.rotation import Rotation
 from actors.segment import Segment
 from actors.supervisor import Down, Up
 from guided.constraint import Constraint
-from guided.errors import WorkerDied
+from guided.errors import MaskTimeout
 from guided.pool import Fill, Grammar, Row
 
 WAIT = 60.0
@@ -155,7 +155,7 @@ def test_woken_after_it_was_given_up_it_writes_where_nobody_reads(frozen: Frozen
     frozen.step((1, ""), (2, ""))
     frozen.add_other()
     frozen.freeze_in_mid_fill()
-    frozen.rotation.announce(Down(frozen.link, WorkerDied("given up"), hung=True))
+    frozen.rotation.announce(Down(frozen.link, MaskTimeout("given up"), "hung"))
     assert set(frozen.rotation.failures()) == {1}
     replacement = Segment(ROWS, WORDS)  # takes the place, maybe the very descriptor, of the one that was dropped
     replacement.rows[:] = 7

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import pytest
-
 from guided.constraint import Constraint
 from guided.errors import CompileTimeout, GuidedError, InvalidConstraint
 from guided.grammar_cache import GrammarCache, cache_key
@@ -24,6 +22,7 @@ def compile_into(cache: GrammarCache, text: str, nbytes: int = MEGABYTE) -> Gram
 def fail_into(cache: GrammarCache, error: GuidedError) -> None:
     future, new = cache.acquire(("bad",))
     assert new
+    cache.fail(("bad",), error)
     future.set_exception(error)
 
 
@@ -73,11 +72,22 @@ def test_invalid_is_remembered_and_a_timeout_is_not() -> None:
     assert new
 
 
-@pytest.mark.parametrize("count", [200])
-def test_refusals_are_bounded_too(count: int) -> None:
+def test_refusals_are_bounded_too() -> None:
     cache = GrammarCache(max_bytes=100 * 4096)
-    for index in range(count):
+    for index in range(200):
         future, _ = cache.acquire((str(index),))
+        cache.fail((str(index),), InvalidConstraint("no"))
         future.set_exception(InvalidConstraint("no"))
-    cache.release(compile_into(cache, "a", 4096))
-    assert len(cache) <= 101
+    assert len(cache) == 100
+    assert not cache.acquire(("199",))[1]
+    assert cache.acquire(("0",))[1]
+
+
+def test_what_is_asked_for_again_is_no_longer_unused() -> None:
+    cache = GrammarCache(max_bytes=MEGABYTE)
+    grammars = [compile_into(cache, text) for text in "ab"]
+    assert cache.release(grammars[0]) == []
+    compile_into(cache, "a")
+    assert cache.release(grammars[1]) == []
+    assert cache.release(grammars[0]) == [grammars[1].key]
+    assert cache.release(grammars[0]) == []

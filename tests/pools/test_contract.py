@@ -51,7 +51,7 @@ class Host:
         """Fill rows: (sequence, start, new text or tokens)."""
         self.pool.submit([Fill(s, start, tokens(new) if isinstance(new, str) else new) for s, start, new in fills])
         found = self.pool.collect(self.bitmask, timeout)
-        assert found.seconds > 0 or not found.ready
+        assert found.seconds > 0 or not any(len(part.rows) for part in found.ready)
         return list(found)
 
     def mask(self, sequence: int, start: int, new: str | list[int] = "") -> str:

@@ -8,9 +8,11 @@ import llguidance
 import numpy as np
 import pytest
 
+from guided.backends import Backends
 from guided.backends.base import Matcher
 from guided.backends.llguidance import LLGuidanceBackend
 from guided.bitmask import allowed_ids, words
+from guided.compilation import compile_with
 from guided.constraint import Constraint
 from guided.errors import BackendError, InvalidConstraint, TokenRejected, UnsupportedConstraint
 from guided.messages import FillRow, OpenSequence, RowStatus, StepRequest
@@ -110,6 +112,12 @@ def test_what_nothing_satisfies_is_invalid(vocabulary: Vocabulary) -> None:
             backend.compile(constraint)
         assert not isinstance(caught.value, UnsupportedConstraint)
     assert backend.compile(Constraint("json_schema", "true")).nbytes > 0
+
+
+@pytest.mark.parametrize("grammar", ["root ::= root root", "start: start", "start: b\nb: b"])
+def test_a_grammar_without_a_sentence_is_invalid(vocabulary: Vocabulary, grammar: str) -> None:
+    with pytest.raises(InvalidConstraint, match="no output satisfies"):
+        compile_with(Backends(vocabulary), Constraint.grammar(grammar), "llguidance")
 
 
 def test_whitespace_pattern(vocabulary: Vocabulary) -> None:

@@ -301,3 +301,32 @@ def test_forced_tokens_are_certain(vocabulary: Vocabulary) -> None:
     # What is left could be the beginning of longer tokens, if more were to follow.
     rest = text[len(vocabulary.decode(forced)) :]
     assert not rest or any(token.startswith(rest) for token in vocabulary.token_bytes)
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        "start: (start)?",
+        'start: "x" a\na: a?',
+        'start: "x" a?\na: b?\nb: a?',
+        'start: a | "x"\na: (a)+',
+        "start: start",
+    ],
+)
+def test_rules_without_any_text_are_refused(backend: XGrammarBackend, grammar: str) -> None:
+    """They crash it: its process is gone, and after some of those the backend is left alone for a while."""
+    with pytest.raises(UnsupportedConstraint, match="derives nothing but itself"):
+        backend.compile(Constraint.grammar(grammar))
+
+
+@pytest.mark.parametrize("grammar", ['start: "x" a\na: b?\nb: a? | "y"', 'start: "x" (a)*\na: /[y]/?', 'start: "x" ""'])
+def test_rules_with_some_text_are_not(backend: XGrammarBackend, grammar: str) -> None:
+    state = backend.compile(Constraint.grammar(grammar)).matcher()
+    state.accept_tokens([ord("x") + 1])
+    assert state.is_accepting()
+
+
+def test_what_it_says_of_a_grammar_is_cut_between_bytes(backend: XGrammarBackend) -> None:
+    for padding in range(4):
+        with pytest.raises(InvalidConstraint):
+            backend.compile(Constraint.grammar(f"start: ({'x' * padding}éééééééééé | nonesuch)*"))

@@ -1,0 +1,193 @@
+"""Loading: compiled grammars onto the mask actors, and those that end an actor by being loaded onto none.
+
+A grammar goes to one actor first, and to the others when that one lives. What was being loaded when an actor ended is
+suspect: only actors that nobody uses yet load it, one suspect at a time. Who ends two of them is refused.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError
+
+from actors.mask_actor import ORDERED, Installable
+from guided.errors import GuidedError, WorkerDied
+
+__all__ = ["Home", "Loading", "Stored", "ended_by"]
+
+_MOST_ENDS = 2
+"""Actors that a grammar may end by being loaded alone: the first may have been killed by somebody else."""
+_MOST_REFUSED = 1000
+_log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False, slots=True)
+class Home:
+    """A mask actor as the grammars see it."""
+
+    actor: Any
+    """Ray's handle of a `MaskActor`."""
+    installed: set[str] = field(default_factory=set)
+    serving: bool = False
+    """Sequences are placed on it."""
+    loading: list[str] = field(default_factory=list)
+    """Keys of what it was asked to load and hasn't yet, in that order."""
+    busy_since: float = 0.0
+    """`time.monotonic()` of when it began with the first of these."""
+
+    def overdue(self, seconds: float) -> bool:
+        """Whether it has been loading one grammar for longer than `seconds`. From any thread."""
+        return bool(self.loading) and time.monotonic() - self.busy_since > seconds
+
+
+@dataclass(eq=False, slots=True)
+class Stored:
+    """A compiled grammar: what every worker, now or later, loads."""
+
+    installable: Installable
+    dumped: ray.ObjectRef
+    homes: dict[Home, Future[None]] = field(default_factory=dict)
+    proven: bool = False
+    """Some actor has loaded it, and lived."""
+
+
+def ended_by(load: Future[None] | None) -> bool:
+    """That worker was gone before it had loaded; it needn't be the grammar's fault."""
+    return load is not None and load.done() and isinstance(load.exception(), RayActorError)
+
+
+class Loading:
+    """Used from the grammars' thread.
+
+    Args:
+        when_done: has a task run on that thread when a future is done.
+        changed: called when a load has ended, one way or the other.
+        refused: is told which grammars are loaded no more, by their keys, and why; read by other threads.
+    """
+
+    def __init__(
+        self,
+        when_done: Callable[[Future[Any], Callable[[Future[Any]], None]], None],
+        changed: Callable[[], None],
+        refused: dict[str, GuidedError],
+    ) -> None:
+        self._when_done = when_done
+        self._changed = changed
+        self._refused = refused
+        self._suspects: dict[str, int] = {}
+        """How many actors each has ended that loaded nothing else."""
+        self.stored: dict[str, Stored] = {}
+        self.homes: tuple[Home, ...] = ()
+        """Replaced, never changed: read by other threads."""
+
+    def add(self, installable: Installable, dumped: ray.ObjectRef) -> Stored:
+        """A grammar was compiled: have it loaded. Equal ones are stored once."""
+        stored = self.stored.setdefault(installable.key, Stored(installable, dumped))
+        self._spread(stored)
+        return stored
+
+    def try_again(self, stored: Stored) -> None:
+        """Have it loaded by those that couldn't before, too."""
+        for home, load in list(stored.homes.items()):
+            if load.done() and load.exception() is not None:
+                del stored.homes[home]
+        self._spread(stored)
+
+    def forget(self, keys: Collection[str]) -> None:
+        """Nobody needs these any more."""
+        for key in keys:
+            self.stored.pop(key, None)
+            self._suspects.pop(key, None)
+        for home in self.homes:
+            home.installed.difference_update(keys)
+            _in_order(home.actor.uninstall, list(keys))
+
+    def settle(self, home: Home, needed: Collection[str]) -> list[Future[None]]:
+        """A new actor: from now on it gets every grammar. Returns the loads of those needed that are not suspect."""
+        self.homes += (home,)
+        first = [stored for key, stored in self.stored.items() if key in needed]
+        loads: list[Future[None]] = []
+        for stored in (*first, *(each for key, each in self.stored.items() if key not in needed)):
+            if self._is_trusted(stored) and (stored.proven or not stored.homes):
+                load = self._load(stored, home)
+                if stored.installable.key in needed:
+                    loads.append(load)
+        return loads
+
+    def next_suspect(self, home: Home) -> Future[None] | None:
+        """Have an actor that nobody uses yet, and that loads nothing, load one suspect; None where there is none."""
+        for key in self._suspects:
+            stored = self.stored.get(key)
+            if stored is not None and key not in self._refused and home not in stored.homes:
+                return self._load(stored, home)
+        return None
+
+    def leave(self, home: Home) -> None:
+        """That actor is gone. What it was loading may be why."""
+        self.homes = tuple(each for each in self.homes if each is not home)
+        for key in home.loading:
+            ends = self._suspects.get(key, 0) + (len(home.loading) == 1)
+            self._suspects[key] = ends
+            if ends >= _MOST_ENDS and key not in self._refused:
+                self._refuse(key)
+        for stored in self.stored.values():
+            stored.homes.pop(home, None)
+            self._spread(stored)
+
+    def _refuse(self, key: str) -> None:
+        _log.error("grammar %s ended %d workers that loaded it: it is refused from now on", key, _MOST_ENDS)
+        while len(self._refused) >= _MOST_REFUSED:
+            del self._refused[next(iter(self._refused))]
+        self._refused[key] = WorkerDied("loading this constraint's grammar ended the worker, twice: it is refused")
+
+    def _is_trusted(self, stored: Stored) -> bool:
+        key = stored.installable.key
+        return key not in self._suspects and key not in self._refused
+
+    def _spread(self, stored: Stored) -> None:
+        """To one actor; where that has it and lives, to all."""
+        if not self._is_trusted(stored):
+            return
+        lacking = [home for home in self.homes if home not in stored.homes]
+        if stored.proven:
+            for home in lacking:
+                self._load(stored, home)
+        elif lacking and not stored.homes:
+            usable = [home for home in lacking if home.serving] or lacking
+            self._load(stored, min(usable, key=lambda home: (len(home.loading), len(home.installed))))
+
+    def _load(self, stored: Stored, home: Home) -> Future[None]:
+        if not home.loading:
+            home.busy_since = time.monotonic()
+        home.loading.append(stored.installable.key)
+        loaded: Future[None] = _in_order(home.actor.install, stored.installable, stored.dumped).future()
+        stored.homes[home] = loaded
+        self._when_done(loaded, partial(self._loaded, stored, home))
+        return loaded
+
+    def _loaded(self, stored: Stored, home: Home, done: Future[None]) -> None:
+        key = stored.installable.key
+        if not ended_by(done):  # else `leave` looks at what it was loading
+            home.loading.remove(key)
+            home.busy_since = time.monotonic()
+        if done.exception() is None:
+            if self.stored.get(key) is stored:  # else it was dropped meanwhile, there too
+                home.installed.add(key)
+            stored.proven = True
+            self._suspects.pop(key, None)
+            self._spread(stored)
+        elif home in self.homes:
+            _log.warning("%s was not loaded: %s", key, done.exception())
+        self._changed()
+
+
+def _in_order(method: Any, *arguments: Any) -> Any:
+    """Call a method of a `MaskActor` after those that were called this way before."""
+    return method.options(concurrency_group=ORDERED).remote(*arguments)

@@ -1,0 +1,164 @@
+"""The real server under load while it is harmed at random: `python -m benchmarks.chaos`.
+
+Clients keep `--concurrency` requests under way: every kind of constraint on every backend, plain ones, streams and not,
+several choices, constraints of their own, and some clients leave or stop reading. Every `--every` seconds a mask actor
+that is up is killed (SIGKILL) or frozen (SIGSTOP); half-way between, something else happens: an actor is stopped for
+0.1 to 2 s, a compile process or the compile actor is killed, a constraint comes whose compilation eats memory or never
+ends, or an input from the file of hostile ones (`--data`). Every answer is checked: an output that satisfies its
+constraint, or a legal beginning of one; an unconstrained greedy one equals what was answered undisturbed; an error is a
+declared one and says truthfully whether to try again. What takes longer than `--limit` is hung.
+
+Exit status 1 where something happened that must not: an invalid, different, undeclared or hung answer, an engine that
+died, a server that doesn't recover; with `--max-replays`, a good request (not hostile, and its client stayed) that was
+not answered well. Writes chaos.{json,png}.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from benchmarks.chaos import hostile_inputs
+from benchmarks.chaos.checks import Judge
+from benchmarks.chaos.faults import ACTOR_FAULTS, FAULTS, Scene, inject, thaw
+from benchmarks.chaos.load import Load, client_for, ended, until
+from benchmarks.chaos.picture import timeline
+from benchmarks.chaos.reference import undisturbed
+from benchmarks.chaos.report import Run, print_run, summary, violations
+from benchmarks.chaos.server import Server, default_vocabulary, running_server
+from benchmarks.chaos.traffic import Request, Traffic
+from benchmarks.chaos.watch import Watch, watching
+from benchmarks.report import RESULTS, fail, machine, write_json
+
+CALM_REQUESTS = 100
+RECOVERY_SECONDS = 120.0
+
+
+async def harm(scene: Scene, options: argparse.Namespace, until_: float) -> None:
+    """Faults, in turn of an actor and of another kind, until the time is over."""
+    actor = [name for name in options.faults if name in ACTOR_FAULTS]
+    other = [name for name in options.faults if name not in ACTOR_FAULTS and (name != "hostile" or scene.hostile)]
+    due, turn = time.monotonic() + options.every / 2, 0
+    tasks: set[asyncio.Task[bool]] = set()
+    while due < until_:
+        await asyncio.sleep(max(0.0, due - time.monotonic()))
+        kinds = (actor, other)[turn % 2] or ()
+        if kinds:
+            task = asyncio.create_task(inject(scene, scene.source.choice(kinds)))
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+        due, turn = due + options.every / 2, turn + 1
+    await asyncio.gather(*tasks)
+
+
+async def attacked(server: Server, options: argparse.Namespace) -> Run:
+    """The whole run against a server that is up."""
+    judge = Judge(default_vocabulary())
+    watch = Watch(server)
+    async with client_for(server.url, options.concurrency + 64) as http:
+        print("what the requests are answered with undisturbed …", flush=True)
+        judge.references = await undisturbed(http, judge, options.limit)
+        load = Load(http, judge, options.limit)
+        look = asyncio.create_task(watching(watch, http))
+        await until(lambda: bool(watch.memory), 30)
+        begun = time.monotonic()
+        over = begun + options.minutes * 60
+        hostile = _hostile_requests(options)
+
+        async def send(request: Request) -> None:
+            await load.send(request)
+
+        scene = Scene(server, watch, random.Random(options.seed), send, hostile)
+        traffic = Traffic(options.seed)
+        progress = asyncio.create_task(_progress(load, scene, over))
+        busy = load.run(traffic, options.concurrency, lambda: time.monotonic() < over and watch.deaths == 0)
+        await asyncio.gather(busy, harm(scene, options, over))
+        lasted = time.monotonic() - begun
+        thaw(scene)
+        recovered = await until(lambda: bool(watch.seen) and watch.seen[-1].up == options.actors, RECOVERY_SECONDS)
+        calm = Load(http, judge, options.limit)
+        await calm.all_of([_kept(traffic.request(-number)) for number in range(1, CALM_REQUESTS + 1)], 16)
+        for task in (progress, look):
+            task.cancel()
+            await ended(task)
+    watch.memory.append((time.monotonic(), server.memory()))
+    return Run(begun, lasted, load, calm, scene.events, watch, recovered, server.tracebacks())
+
+
+def _kept(request: Request) -> Request:
+    """The same from a client that stays."""
+    return Request(request.number, request.path, request.body, request.example, request.backend)
+
+
+def _hostile_requests(options: argparse.Namespace) -> list[Request]:
+    if not options.data.exists():
+        print(f"no file {options.data.name}: without hostile inputs (--data)")
+        return []
+    entries = hostile_inputs.read(options.data)
+    pairs = [(entry, backend) for entry in entries for backend in hostile_inputs.backends_of(entry)]
+    return [request for pair in pairs for request in hostile_inputs.requests(*pair, most=8)]
+
+
+async def _progress(load: Load, scene: Scene, over: float) -> None:
+    with tqdm(unit=" answers", disable=None) as bar:
+        while True:
+            await asyncio.sleep(1)
+            bar.update(len(load.records) - bar.n)
+            left = max(0.0, over - time.monotonic())
+            bar.set_description(f"{left:.0f} s left, {len(scene.events)} faults, {len(load.shameful())} must not be")
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--every", type=float, default=3.0, help="seconds between faults of mask actors")
+    parser.add_argument(
+        "--max-replays", type=int, help="as `guided serve` takes it; then every good request must end well"
+    )
+    parser.add_argument("--actors", type=int, default=4)
+    parser.add_argument("--concurrency", type=int, default=200)
+    parser.add_argument("--limit", type=float, default=120.0, help="seconds after which a request is hung")
+    parser.add_argument("--faults", nargs="+", choices=list(FAULTS), default=list(FAULTS))
+    parser.add_argument("--data", type=Path, default=hostile_inputs.DATA, help="hostile inputs; a file that you trust")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--log", type=Path, help="where the server's output goes; default: a temporary file")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--quick", action="store_true", help="one minute, 64 at a time")
+    options = parser.parse_args()
+    if options.quick:
+        options.minutes, options.concurrency = 1.0, 64
+    if options.every <= 0 or options.minutes <= 0:
+        fail("--every and --minutes take times longer than 0")
+    return options
+
+
+def main() -> None:
+    options = parsed()
+    started_on = machine()
+    arguments = ["--num-actors", str(options.actors), "--log-level", "warning"]
+    if options.max_replays is not None:
+        arguments += ["--max-replays", str(options.max_replays)]
+    with running_server(*arguments, log=options.log) as server, hostile_inputs.deep():
+        run = asyncio.run(attacked(server, options))
+    wrong = violations(run, every_good=bool(options.max_replays))
+    result: dict[str, Any] = summary(run)
+    print_run(run, result)
+    setting = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
+    write_json(options.out / "chaos.json", setting, {**result, "violations": wrong}, started_on)
+    faults = f"{len(run.events)} faults, a mask actor killed or frozen every {options.every:g} s"
+    title = f"{options.concurrency} requests at a time, {options.actors} mask actors, {faults}"
+    timeline(options.out / "chaos.png", title, run.begun, run.load.records, run.events, run.watch)
+    print(f"wrote {options.out / 'chaos.json'} and .png")
+    for line in wrong:
+        print(f"MUST NOT BE: {line}")
+    raise SystemExit(1 if wrong else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,164 @@
+"""Faults: what is done to the server's processes, and the requests that are meant to harm it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import signal
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from benchmarks.chaos.server import COMPILE_ACTOR, COMPILE_PROCESS, Server
+from benchmarks.chaos.traffic import CHAT, Request
+from benchmarks.chaos.watch import Watch
+
+__all__ = ["ACTOR_FAULTS", "FAULTS", "Event", "Scene", "inject"]
+
+SLOW_SECONDS = (0.1, 2.0)
+MEMORY_HOGS: list[dict[str, Any]] = [
+    {"regex": "[ab]*a[ab]{20}", "backend": "outlines"},  # an automaton of 2^21 states
+    {"regex": "([a-z]{1,60} ){1,90}", "backend": "outlines"},
+    {"regex": "(x+x+)+y[ab]*a[ab]{18}", "backend": "lm-format-enforcer"},
+    {"json_schema": {"type": "array", "items": {"enum": [f"{i:05}" * 9 for i in range(9000)]}}, "backend": "outlines"},
+]
+"""Constraints within all admission limits whose compilation takes gigabytes, or for ever."""
+
+
+@dataclass
+class Event:
+    """One fault that was injected."""
+
+    at: float
+    """`time.monotonic()`."""
+    fault: str
+    target: str
+    index: int | None = None
+    """Of the mask actor that it hit."""
+    incarnation: int | None = None
+
+
+@dataclass
+class Scene:
+    """Where faults happen."""
+
+    server: Server
+    watch: Watch
+    source: random.Random
+    send: Callable[[Request], Awaitable[None]]
+    """Sends a hostile request, and judges its answer."""
+    hostile: Sequence[Request] = ()
+    """Requests of a file of hostile inputs."""
+    events: list[Event] = field(default_factory=list)
+    sent: int = 0
+    stopped: set[int] = field(default_factory=set)
+    """Processes that were frozen and may still be there."""
+
+
+async def inject(scene: Scene, fault: str) -> bool:
+    """Cause one fault; False where there is nothing to do it to."""
+    event = await FAULTS[fault](scene)
+    if event is None:
+        return False
+    scene.events.append(event)
+    return True
+
+
+def thaw(scene: Scene) -> None:
+    """Let what was frozen and is still there go on."""
+    for pid in scene.stopped:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+
+
+async def _kill(scene: Scene) -> Event | None:
+    """SIGKILL to a mask actor that is up."""
+    return _signal(scene, "kill", signal.SIGKILL)
+
+
+async def _freeze(scene: Scene) -> Event | None:
+    """SIGSTOP to a mask actor that is up, for good."""
+    event = _signal(scene, "freeze", signal.SIGSTOP)
+    if event is not None:
+        scene.stopped.add(int(event.target))
+    return event
+
+
+async def _slow(scene: Scene) -> Event | None:
+    """SIGSTOP to a mask actor, and SIGCONT a moment later."""
+    event = _signal(scene, "slow", signal.SIGSTOP)
+    if event is not None:
+        await asyncio.sleep(scene.source.uniform(*SLOW_SECONDS))
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(event.target), signal.SIGCONT)
+    return event
+
+
+async def _kill_compile_process(scene: Scene) -> Event | None:
+    return await _kill_by_role(scene, "compile process", COMPILE_PROCESS)
+
+
+async def _kill_compile_actor(scene: Scene) -> Event | None:
+    return await _kill_by_role(scene, "compile actor", COMPILE_ACTOR)
+
+
+async def _memory(scene: Scene) -> Event | None:
+    """A constraint whose compilation eats memory, or never ends."""
+    fields = scene.source.choice(MEMORY_HOGS)
+    message = {"messages": [{"role": "user", "content": "Go."}], "max_tokens": 8}
+    return await _send(scene, "memory", Request(0, CHAT, {**message, **fields}, hostile=f"memory hog {fields}"[:100]))
+
+
+async def _hostile(scene: Scene) -> Event | None:
+    """One of the hostile inputs of the file."""
+    if not scene.hostile:
+        return None
+    return await _send(scene, "hostile", scene.source.choice(scene.hostile))
+
+
+Fault = Callable[[Scene], Awaitable[Event | None]]
+FAULTS: dict[str, Fault] = {
+    "kill": _kill,
+    "freeze": _freeze,
+    "slow": _slow,
+    "memory": _memory,
+    "hostile": _hostile,
+    "compile process": _kill_compile_process,
+    "compile actor": _kill_compile_actor,
+}
+ACTOR_FAULTS = ("kill", "freeze")
+"""Those that end a mask actor."""
+
+
+def _signal(scene: Scene, fault: str, number: signal.Signals) -> Event | None:
+    up = [actor for actor in scene.watch.actors() if actor["state"] == "up" and actor["pid"] not in scene.stopped]
+    if not up:
+        return None
+    actor = scene.source.choice(up)
+    try:
+        os.kill(actor["pid"], number)
+    except ProcessLookupError:
+        return None
+    return Event(time.monotonic(), fault, str(actor["pid"]), actor["index"], actor["incarnation"])
+
+
+async def _kill_by_role(scene: Scene, fault: str, role: str) -> Event | None:
+    pids = await asyncio.to_thread(scene.server.pids, role)
+    if not pids:
+        return None
+    pid = scene.source.choice(pids)
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return None
+    return Event(time.monotonic(), fault, str(pid))
+
+
+async def _send(scene: Scene, fault: str, request: Request) -> Event:
+    scene.sent += 1
+    event = Event(time.monotonic(), fault, request.hostile or "")
+    await scene.send(request)
+    return event

@@ -1,0 +1,134 @@
+"""The server under attack: a real `guided serve` process, and what can be seen of it from outside."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+from transformers import AutoTokenizer
+
+from benchmarks.report import ROOT
+from benchmarks.serving_startup import role
+from engine.default_model import checkpoint_path
+from guided.vocabulary import Vocabulary
+
+__all__ = ["COMPILE_ACTOR", "COMPILE_PROCESS", "Server", "default_vocabulary", "running_server"]
+
+START_SECONDS = 300.0
+STOP_SECONDS = 90.0
+COMPILE_PROCESS = "compile process"
+COMPILE_ACTOR = "ray::CompileActor"
+
+
+@dataclass
+class Server:
+    """A `guided serve` process that is up."""
+
+    process: subprocess.Popen[bytes]
+    url: str
+    log: Path
+    """Everything it wrote."""
+
+    @property
+    def alive(self) -> bool:
+        return self.process.poll() is None
+
+    def health(self) -> dict[str, Any]:
+        """GET /health, whatever its status.
+
+        Raises:
+            httpx.HTTPError: it doesn't answer.
+        """
+        answer: dict[str, Any] = httpx.get(f"{self.url}/health", timeout=10).json()
+        return answer
+
+    def processes(self) -> list[tuple[str, psutil.Process]]:
+        """(role, process): the server and all that it started, as far as they are still there."""
+        found = []
+        with contextlib.suppress(psutil.NoSuchProcess):
+            root = psutil.Process(self.process.pid)
+            for process in [root, *root.children(recursive=True)]:
+                with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                    if process.status() != psutil.STATUS_ZOMBIE:
+                        found.append((role(process), process))
+        return found
+
+    def pids(self, wanted: str) -> list[int]:
+        """The processes with a role."""
+        return [process.pid for name, process in self.processes() if name == wanted]
+
+    def memory(self) -> list[dict[str, Any]]:
+        """PSS and RSS of each process, MiB. Takes a few hundredths of a second."""
+        rows = []
+        for name, process in self.processes():
+            with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                full = process.memory_full_info()
+                size = {"pss_mib": round(full.pss / 2**20, 1), "rss_mib": round(full.rss / 2**20, 1)}
+                rows.append({"process": name, "pid": process.pid, **size})
+        return rows
+
+    def tracebacks(self) -> int:
+        """How many it wrote."""
+        return self.log.read_text(errors="replace").count("Traceback (most recent call last)")
+
+    def last_lines(self, count: int = 30) -> str:
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-count:])
+
+
+def default_vocabulary() -> Vocabulary:
+    """The embedded model's."""
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint_path(), local_files_only=True)
+    return Vocabulary.from_tokenizer(tokenizer, padded_vocab_size=len(tokenizer))
+
+
+@contextlib.contextmanager
+def running_server(*arguments: str, log: Path | None = None) -> Iterator[Server]:
+    """Run `guided serve` on a free port until the block ends; its processes are gone then.
+
+    Args:
+        log: where its output goes; None is a temporary file, which is kept if it didn't end with status 0.
+
+    Raises:
+        SystemExit: it doesn't start; with its last lines.
+    """
+    handle, name = tempfile.mkstemp(prefix="guided-serve-", suffix=".log")
+    os.close(handle)
+    path = log or Path(name)
+    command = [sys.executable, "-c", "from engine.server.cli import main; main()", "serve", "--port", "0", *arguments]
+    with path.open("wb") as output:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
+    server = Server(process, "", path)
+    try:
+        server.url = _address(server)
+        yield server
+    finally:
+        family = [each for _, each in server.processes()]
+        if server.alive:
+            process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(STOP_SECONDS)
+        for each in psutil.wait_procs(family, timeout=10)[1]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.kill()
+        if process.wait(10) == 0:
+            Path(name).unlink(missing_ok=True)
+
+
+def _address(server: Server) -> str:
+    deadline = time.monotonic() + START_SECONDS
+    while server.alive and time.monotonic() < deadline:
+        if found := re.search(r"^guided serves .* on (http://\S+)", server.log.read_text(), re.MULTILINE):
+            return found[1]
+        time.sleep(0.1)
+    raise SystemExit("it doesn't start:\n" + server.last_lines())

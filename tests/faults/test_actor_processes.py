@@ -1,0 +1,140 @@
+"""Actors that crash, are killed, or are frozen, in whatever they are doing. The pool's defaults: nobody is replayed."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from byte_vocabulary import BYTES
+from driven_pool import DrivenPool, freeze, until
+
+from actors import RayPool, supervisor
+from guided.errors import MaskTimeout, WorkerDied
+
+
+@pytest.fixture(scope="module")
+def pool(local_ray: None) -> Iterator[RayPool]:
+    with pytest.MonkeyPatch.context() as patched:
+        # More actors die here than in a crash loop.
+        patched.setattr(supervisor, "_CRASH_LOOP_SECONDS", 0.0)
+        patched.setattr(supervisor, "_LAST_DELAY_SECONDS", 0.5)
+        pool = RayPool(BYTES, num_actors=2, mask_limit=2.0)
+        yield pool
+        pool.shutdown()
+
+
+@pytest.fixture
+def driven(pool: RayPool) -> Iterator[DrivenPool]:
+    driven = DrivenPool(pool)
+    until(driven.all_up)
+    yield driven
+    driven.close()
+
+
+@pytest.mark.parametrize("ending", ["segfault", "abort", "exit"])
+def test_a_crash_in_mid_fill_ends_who_had_a_matcher_there(driven: DrivenPool, ending: str) -> None:
+    sound = driven.open("sound", number=5)
+    (culprit,) = driven.open(f"{ending}@fill:2")
+    driven.go_on([*sound, culprit], 2)
+    there, pids = driven.with_neighbours(culprit, sound), driven.pids
+    assert 0 < len(there) < len(sound)
+    driven.go_on([*sound, culprit], 3)
+    assert set(driven.errors) == {culprit, *there}
+    assert all(isinstance(error, WorkerDied) for error in driven.errors.values())
+    until(driven.all_up)
+    assert len(driven.pids & pids) == 1
+    again = driven.open("sound", number=4)
+    driven.go_on(again)
+    assert not set(again) & set(driven.errors)
+
+
+def test_a_kill_in_mid_fill(driven: DrivenPool, tmp_path: Path) -> None:
+    reached = tmp_path / "reached"
+    sound = driven.open("sound", number=3)
+    (culprit,) = driven.open("hold@fill:1", f"touch={reached}")
+    driven.go_on([*sound, culprit])
+    there, pid = driven.with_neighbours(culprit, sound), driven.home(culprit).place.pid
+    driven.step([*sound, culprit], timeout=0.05)
+    until(reached.exists)
+    os.kill(pid, signal.SIGKILL)
+    driven.go_on([*sound, culprit], 2)
+    assert set(driven.errors) == {culprit, *there}
+    assert all(isinstance(error, WorkerDied) for error in driven.errors.values())
+
+
+@pytest.mark.parametrize("way", ["frozen", "endless"])
+def test_a_mask_that_never_comes_ends_its_own_sequence_and_the_actor(
+    driven: DrivenPool, tmp_path: Path, way: str
+) -> None:
+    reached = tmp_path / "reached"
+    sound = driven.open("sound", number=5)
+    fault = "sleep@fill:1=1000" if way == "frozen" else "hold@fill:1"
+    (culprit,) = driven.open(fault, f"touch={reached}")
+    driven.go_on([*sound, culprit])
+    pid = driven.home(culprit).place.pid
+    assert driven.with_neighbours(culprit, sound)
+    driven.step([*sound, culprit], timeout=0.05)
+    until(reached.exists)
+    if way == "frozen":
+        freeze(pid)
+    driven.go_on([*sound, culprit], 3)
+    assert set(driven.errors) == {culprit}
+    assert isinstance(driven.errors[culprit], MaskTimeout)
+    until(lambda: not psutil.pid_exists(pid))
+
+
+def test_an_idle_actor_that_is_frozen_is_replaced_before_anybody_asks_it(driven: DrivenPool) -> None:
+    sequences = driven.open("sound", number=4)
+    driven.go_on(sequences)
+    pid = driven.home(sequences[0]).place.pid
+    freeze(pid)
+    until(lambda: driven.all_up() and pid not in driven.pids)
+    assert not psutil.pid_exists(pid)
+    assert driven.pool.failures() == {}
+    driven.go_on(sequences, 2)
+    assert not driven.errors
+
+
+def test_an_actor_that_dies_while_it_loads_a_grammar_costs_a_moment(driven: DrivenPool, tmp_path: Path) -> None:
+    sequences = driven.open("sound", number=2)
+    once = tmp_path / "once"
+    pids = driven.pids
+    (unlucky,) = driven.open("segfault@load", f"once={once}")  # by whichever actor is first
+    assert once.exists()
+    until(lambda: len(driven.pids - pids) == 1 and driven.all_up())
+    driven.go_on([*sequences, unlucky], 3)
+    assert not driven.errors
+
+
+def test_a_crash_loop_is_down_for_all_to_see_and_others_go_on(
+    driven: DrivenPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {
+        "_CRASH_LOOP": 3,
+        "_CRASH_LOOP_SECONDS": 600.0,
+        "_PROVEN_SECONDS": 600.0,
+        "_LAST_DELAY_SECONDS": 4.0,
+        "_FIRST_DELAY_SECONDS": 0.1,
+    }.items():
+        monkeypatch.setattr(supervisor, name, value)
+    sequences = driven.open("sound length=1000", number=4)
+    driven.go_on(sequences)
+    looping = driven.home(sequences[0]).index
+    staying = [each for each in sequences if driven.home(each).index != looping]
+
+    def state() -> str:
+        worker = driven.pool.status().workers[looping]
+        if worker.state == "up" and worker.pid is not None:
+            os.kill(worker.pid, signal.SIGKILL)
+        driven.go_on(staying)
+        return worker.state
+
+    until(lambda: state() == "down")
+    assert driven.pool.status().healthy
+    driven.go_on(driven.open("sound", number=4), 3)
+    assert not set(driven.errors) & set(staying)
+    until(driven.all_up)  # it is tried again, and lives

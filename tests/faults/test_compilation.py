@@ -1,0 +1,256 @@
+"""Compilations that crash, hang, eat memory or come by the dozen: each is an error of its own, and nobody else's."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from itertools import count
+from pathlib import Path
+
+import psutil
+import pytest
+from byte_vocabulary import BYTES
+from faulty_backend import NAME, PATHS, faulty
+
+from actors import CompileLimits, RayPool
+from actors.compile_process import Outcome
+from actors.compile_queue import Job
+from actors.compiler import Compiler
+from actors.suspensions import CRASHES
+from guided.constraint import Constraint
+from guided.errors import (
+    BackendError,
+    BackendSuspended,
+    CompileQueueFull,
+    CompileTimeout,
+    ConstraintTooLarge,
+    GuidedError,
+    InvalidConstraint,
+    PoolUnavailable,
+    from_wire,
+)
+from guided.pool import BackendStatus
+
+WAIT = 120.0
+QUICK = Job(Constraint.regex("ab+c"), ["llguidance"])
+_numbers = count()
+
+
+def until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT
+    while not true():
+        assert time.monotonic() < deadline, "it didn't happen in time"
+        time.sleep(0.01)
+
+
+def new(*words: str) -> Constraint:
+    """A constraint for the faulty backend that nobody asked for before."""
+    return faulty(*words, f"name={next(_numbers)}")
+
+
+def error_of(outcome: Outcome) -> GuidedError:
+    assert outcome.error is not None
+    return from_wire(outcome.error)
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Iterator[Compiler]:
+    limits = CompileLimits(processes=2, seconds=2.0, memory_bytes=256 << 20, grammar_bytes=200 << 10, wait_seconds=4.0)
+    with pytest.MonkeyPatch.context() as patch:
+        for path in PATHS:
+            patch.syspath_prepend(path)  # as the compile processes have it, the faulty backend is there
+        compiler = Compiler(BYTES, limits)
+        assert compiler.submit(QUICK).result(WAIT).error is None
+        yield compiler
+        compiler.close()
+
+
+@pytest.mark.parametrize("place", ["compile", "fill:0"])
+@pytest.mark.parametrize(
+    ("action", "ending"), [("segfault", "SIGSEGV"), ("abort", "SIGABRT"), ("exit", "exit status 3")]
+)
+def test_a_crash_is_one_constraints_error(compiler: Compiler, action: str, ending: str, place: str) -> None:
+    bad = compiler.submit(Job(new(f"{action}@{place}"), [NAME]))
+    good = compiler.submit(QUICK)
+    error = error_of(bad.result(WAIT))
+    assert type(error) is BackendError
+    assert ending in str(error)
+    assert bad.result().crashed == [NAME]
+    assert good.result(WAIT).error is None
+    assert compiler.submit(QUICK).result(WAIT).error is None
+
+
+@pytest.mark.parametrize("place", ["compile", "fill:0"])
+@pytest.mark.parametrize("action", ["hold", "spin"])
+def test_what_never_ends_is_killed(compiler: Compiler, action: str, place: str) -> None:
+    outcome = compiler.submit(Job(new(f"{action}@{place}"), [NAME])).result(WAIT)
+    error = error_of(outcome)
+    assert type(error) is CompileTimeout
+    assert "took more than 2" in str(error)
+    assert outcome.timed_out == [NAME]
+    assert outcome.crashed == []
+
+
+def test_what_eats_memory_is_killed_before_the_machine_swaps(compiler: Compiler) -> None:
+    assert psutil.virtual_memory().available > 2 << 30
+    error = error_of(compiler.submit(Job(new("eat@compile"), [NAME])).result(WAIT))
+    assert type(error) is ConstraintTooLarge
+    assert "256 MiB" in str(error)
+
+
+def test_a_library_that_raises_costs_no_process(compiler: Compiler) -> None:
+    compiler.submit(QUICK).result(WAIT)
+    before = compiler.pids
+    for action in ("raise", "panic"):
+        error = error_of(compiler.submit(Job(new(f"{action}@compile"), [NAME])).result(WAIT))
+        assert type(error) is BackendError
+        assert compiler.submit(QUICK).result(WAIT).error is None
+    assert compiler.pids == before
+
+
+@pytest.mark.parametrize("fault", ["segfault@compile", "hold@compile", "eat@compile", "raise@compile", "exit@fill:0"])
+def test_the_next_backend_is_tried_with_the_time_that_is_left(compiler: Compiler, fault: str) -> None:
+    outcome = compiler.submit(Job(new(fault), [NAME, "llguidance"])).result(WAIT)
+    assert outcome.error is None
+    assert outcome.backend == "llguidance"
+    assert outcome.timed_out == ([NAME] if fault.startswith("hold") else [])
+    assert outcome.crashed == ([NAME] if fault.startswith(("segfault", "exit")) else [])
+
+
+def test_where_none_could_the_error_names_each_and_is_not_the_users(compiler: Compiler) -> None:
+    # The same text is a syntax error to no backend; outlines refuses what it can't enforce.
+    refused = faulty("hold@compile", r"a(?=b)")
+    error = error_of(compiler.submit(Job(refused, [NAME, "llguidance", "xgrammar"])).result(WAIT))
+    assert type(error) is CompileTimeout
+    for name in (NAME, "llguidance", "xgrammar"):
+        assert f"{name}: " in str(error)
+
+
+def test_a_grammar_that_weighs_too_much_reaches_no_worker(compiler: Compiler) -> None:
+    words = Constraint.choice([f"{number}{'word' * 30}" for number in range(100)])
+    error = error_of(compiler.submit(Job(words, ["llguidance"])).result(WAIT))
+    assert type(error) is ConstraintTooLarge
+    assert "weighs" in str(error)
+
+
+def test_a_flood_of_slow_ones_delays_only_itself(compiler: Compiler) -> None:
+    """Ahead of a quick one are short slices of the slow ones, and none of them is finished by then."""
+    for _ in range(2):
+        compiler.submit(QUICK).result(WAIT)
+    flood = [compiler.submit(Job(new("spin@compile"), [NAME])) for _ in range(50)]
+    order: list[str] = []
+    for future in flood:
+        future.add_done_callback(lambda _: order.append("slow"))
+    quick = [compiler.submit(QUICK) for _ in range(3)]
+    for future in quick:
+        future.add_done_callback(lambda _: order.append("quick"))
+    assert [future.result(WAIT).error for future in quick] == [None] * 3
+    assert order.count("slow") <= 3
+    kinds = {type(error_of(future.result(WAIT))) for future in flood}
+    assert kinds <= {CompileTimeout, CompileQueueFull}
+    assert CompileQueueFull in kinds, "who waited too long is told so, instead of waiting on"
+    assert compiler.submit(QUICK).result(WAIT).error is None
+
+
+def test_the_template_is_replaced_and_what_it_took_along_is_done_again(compiler: Compiler, tmp_path: Path) -> None:
+    reached, go_on = tmp_path / "reached", tmp_path / "go_on"
+    template = psutil.Process(compiler.pids[0]).parent()
+    assert template is not None
+    future = compiler.submit(Job(new(f"wait@compile={go_on}", f"touch={reached}"), [NAME]))
+    until(reached.exists)
+    go_on.touch()
+    template.kill()
+    assert future.result(WAIT).error is None
+    assert compiler.submit(QUICK).result(WAIT).error is None
+
+
+@pytest.fixture(scope="module")
+def pool(local_ray: None) -> Iterator[RayPool]:
+    limits = CompileLimits(processes=2, seconds=2.0, memory_bytes=256 << 20)
+    pool = RayPool(BYTES, num_actors=1, compile_limits=limits, max_compiling=3)
+    pool.compile(QUICK.constraint, QUICK.backends).result(WAIT)
+    yield pool
+    pool.shutdown()
+
+
+def test_invalid_is_remembered_and_a_timeout_is_not(pool: RayPool, tmp_path: Path) -> None:
+    invalid = Constraint.regex("a(b")
+    first = pool.compile(invalid, ["llguidance"])
+    assert isinstance(first.exception(WAIT), InvalidConstraint)
+    assert pool.compile(invalid, ["llguidance"]) is first
+    once = new("hold@compile", f"once={tmp_path / 'once'}")
+    assert type(pool.compile(once, [NAME]).exception(WAIT)) is CompileTimeout
+    assert pool.compile(once, [NAME]).result(WAIT).backend == NAME
+
+
+def test_constraints_that_wait_are_bounded(pool: RayPool, tmp_path: Path) -> None:
+    go_on = tmp_path / "go_on"
+    waiting = [new(f"wait@compile={go_on}", f"once={tmp_path / str(number)}") for number in range(3)]
+    futures = [pool.compile(constraint, [NAME]) for constraint in waiting]
+    assert pool.status().compiling == 3
+    one_more = new()
+    error = pool.compile(one_more, [NAME]).exception(0)
+    assert type(error) is CompileQueueFull
+    assert error.status == 429
+    assert error.retryable
+    assert pool.compile(waiting[0], [NAME]) is futures[0], "who asks for the same waits for the same"
+    go_on.touch()
+    for future in futures:
+        future.exception(WAIT)
+    assert pool.compile(one_more, [NAME]).result(WAIT).backend == NAME
+
+
+def test_the_compile_actor_is_replaced(pool: RayPool, tmp_path: Path) -> None:
+    reached = tmp_path / "reached"
+    slow = new(f"wait@compile={tmp_path / 'go_on'}", f"touch={reached}")
+    future = pool.compile(slow, [NAME])
+    until(reached.exists)
+    template = psutil.Process(pool.compile_pids()[0]).parent()
+    actor = template.parent() if template is not None else None
+    assert actor is not None
+    (tmp_path / "go_on").touch()
+    actor.kill()
+    assert future.result(WAIT).backend == NAME
+    assert pool.compile(new(), [NAME]).result(WAIT).backend == NAME
+
+
+def test_a_frozen_compile_actor_is_replaced(pool: RayPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    template = psutil.Process(pool.compile_pids()[0]).parent()
+    actor = template.parent() if template is not None else None
+    assert actor is not None
+    until(lambda: pool._grammars._compiler_pid == actor.pid or pool.compile(new(), [NAME]).result(WAIT) is None)
+    os.kill(actor.pid, signal.SIGSTOP)
+    monkeypatch.setattr("actors.grammars._PULSE_SECONDS", 1.0)
+    future = pool.compile(new(), [NAME])
+    monkeypatch.setattr("actors.grammars._PULSE_SECONDS", 15.0) if future.done() else None
+    assert future.result(WAIT).backend == NAME
+    until(lambda: not psutil.pid_exists(actor.pid))
+
+
+def state_of(pool: RayPool, name: str = NAME) -> BackendStatus:
+    (found,) = [backend for backend in pool.status().backends if backend.name == name]
+    return found
+
+
+def test_a_crash_loop_takes_the_backend_out_of_rotation_and_not_the_service(pool: RayPool) -> None:
+    before = state_of(pool).crashes
+    for _ in range(CRASHES):  # one constraint, however often
+        bad = faulty("segfault@compile", "name=again")
+        assert type(pool.compile(bad, [NAME]).exception(WAIT)) is BackendError
+    assert state_of(pool).state == "up"
+    for _ in range(CRASHES - 1):
+        assert type(pool.compile(new("segfault@compile"), [NAME]).exception(WAIT)) is BackendError
+    status = state_of(pool)
+    assert status.state == "suspended"
+    assert status.crashes == before + 2 * CRASHES - 1
+    assert 0 < status.seconds_left <= 30
+    error = pool.compile(new(), [NAME]).exception(0)
+    assert type(error) is BackendSuspended
+    assert isinstance(error, PoolUnavailable)
+    assert (error.status, error.param) == (503, "backend")
+    assert 1 <= error.retry_after <= 30
+    assert pool.compile(new(), [NAME, "llguidance"]).result(WAIT).backend == "llguidance"
+    assert state_of(pool, "llguidance").state == "up"
+    assert pool.status().healthy

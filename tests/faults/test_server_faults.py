@@ -1,0 +1,331 @@
+"""What a client sees of every failure, and what becomes of a request whose client is the failure. Real sockets."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import llguidance
+import psutil
+import pytest
+from faulty_backend import ADAPTER, NAME
+from hosting import WAIT, Hosted, events_in, hosted, read_to_the_end
+from serving import sse, wait_until
+
+from engine.model_loader import LoadedModel, load_model
+from engine.server.errors import BodyTooLarge, ModelNotFound, QueueFull, ShuttingDown, Unauthorized
+from guided.backends import BACKENDS
+from guided.backends.llguidance import LLGuidanceBackend
+from guided.errors import (
+    BackendError,
+    BackendSuspended,
+    CompileQueueFull,
+    CompileTimeout,
+    ConstraintTooLarge,
+    DeadEnd,
+    GuidedError,
+    InternalError,
+    InvalidConstraint,
+    InvalidRequest,
+    MaskTimeout,
+    PoolUnavailable,
+    TokenRejected,
+    UnsupportedConstraint,
+    WorkerDied,
+)
+
+ERRORS: dict[type[GuidedError], tuple[int, str, bool]] = {
+    # status, code, whether the same request would probably succeed
+    InvalidRequest: (400, "invalid_request", False),
+    InvalidConstraint: (400, "invalid_constraint", False),
+    ConstraintTooLarge: (400, "constraint_too_large", False),
+    UnsupportedConstraint: (400, "unsupported_constraint", False),
+    CompileTimeout: (400, "constraint_compile_timeout", False),
+    InternalError: (500, "internal_error", False),
+    BackendError: (500, "backend_error", False),
+    DeadEnd: (500, "dead_end", False),
+    TokenRejected: (500, "token_rejected", False),
+    MaskTimeout: (500, "mask_timeout", False),
+    WorkerDied: (500, "worker_died", True),
+    PoolUnavailable: (503, "pool_unavailable", True),
+    BackendSuspended: (503, "backend_suspended", True),
+    CompileQueueFull: (429, "compile_queue_full", True),
+    Unauthorized: (401, "invalid_api_key", False),
+    ModelNotFound: (404, "model_not_found", False),
+    BodyTooLarge: (413, "body_too_large", False),
+    QueueFull: (429, "queue_full", True),
+    ShuttingDown: (503, "shutting_down", True),
+}
+ROW_FAULTS = {
+    "raise@fill:3": "backend_error",
+    "panic@fill:3": "backend_error",
+    "raise@accept:3": "backend_error",
+    "empty@fill:3": "dead_end",
+    "reject@accept:3": "token_rejected",
+}
+LONG = "[a-z]{300}"
+
+
+def every_class(root: type[GuidedError]) -> set[type[GuidedError]]:
+    return {root}.union(*(every_class(child) for child in root.__subclasses__()))
+
+
+@pytest.fixture(scope="module")
+def model(tiny_llama_dir: Path) -> LoadedModel:
+    return load_model(str(tiny_llama_dir), dtype="float32", device="cpu")
+
+
+@pytest.fixture(scope="module")
+def shared(model: LoadedModel) -> Iterator[Hosted]:
+    with hosted(model) as server:
+        yield server
+
+
+@pytest.fixture
+def server(shared: Hosted, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hosted]:
+    """Without faults at first; nothing may be left of its requests at the end."""
+    monkeypatch.setitem(BACKENDS, NAME, ADAPTER)
+    yield shared
+    pool = shared.pool
+    pool.fails, pool.delay, pool.hold_compiles = lambda sequence, position: False, lambda sequence, position: 0, False
+    pool.finish_compiles()
+    shared.wait_empty()
+
+
+def error_of(answer: httpx.Response) -> dict[str, Any]:
+    error: dict[str, Any] = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code", "pointer"}
+    return error
+
+
+class TestEveryError:
+    def test_every_class_is_in_the_table(self) -> None:
+        ours = {kind for kind in every_class(GuidedError) if kind.__module__.startswith(("guided", "engine"))}
+        assert ours - {GuidedError} == set(ERRORS)
+
+    @pytest.mark.parametrize("stream", [False, True])
+    @pytest.mark.parametrize("kind", ERRORS, ids=lambda kind: kind.__name__)
+    def test_before_the_first_token_it_is_a_status(
+        self, server: Hosted, kind: type[GuidedError], stream: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        failed: Future[Any] = Future()
+        failed.set_exception(kind("told to"))
+        monkeypatch.setattr(server.pool, "compile", lambda constraint, backends: failed)
+        status, code, retry = ERRORS[kind]
+        counted = server.metric("guided_request_failures_total", code=code)
+        not_compiled = server.metric("guided_grammar_failures_total", code=code, kind="regex")
+        answer = server.post(regex="a", stream=stream)
+        assert answer.status_code == status
+        assert error_of(answer)["code"] == code
+        types = {429: "rate_limit_error", 500: "server_error", 503: "server_error"}
+        assert error_of(answer)["type"] == types.get(status, "invalid_request_error")
+        assert answer.headers["x-should-retry"] == ("true" if retry else "false")
+        assert ("retry-after" in answer.headers) == (status in (429, 503))
+        assert answer.headers["x-request-id"]
+        assert server.metric("guided_request_failures_total", code=code) == counted + 1
+        assert server.metric("guided_grammar_failures_total", code=code, kind="regex") == not_compiled + 1
+
+    @pytest.mark.parametrize("kind", [BackendError, DeadEnd, TokenRejected, MaskTimeout, WorkerDied, PoolUnavailable])
+    def test_after_it_an_event_and_the_end(
+        self, server: Hosted, kind: type[GuidedError], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        reported = threading.Event()
+
+        def failures() -> dict[int, GuidedError]:
+            open_now = [each for each in server.pool.opened if each not in server.pool.freed]
+            if reported.is_set() or not open_now or not server.metric("guided_generation_tokens_total"):
+                return {}
+            reported.set()
+            return {open_now[0]: kind("told to")}
+
+        monkeypatch.setattr(server.pool, "failures", failures)
+        answer = server.post(regex=LONG, max_tokens=None, stream=True)
+        assert answer.status_code == 200
+        *_, last = sse(answer.text)
+        assert last["error"]["code"] == ERRORS[kind][1]
+        assert last["error"]["message"] == "told to"
+        server.wait_empty()
+
+
+class TestRows:
+    """A grammar library that raises or lies about one row: that request fails, nobody else."""
+
+    @pytest.mark.parametrize(("fault", "code"), ROW_FAULTS.items())
+    def test_fails_alone(self, server: Hosted, fault: str, code: str, caplog: pytest.LogCaptureFixture) -> None:
+        others = [{"max_tokens": 40, "ignore_eos": True}, {"regex": "[0-9]{40}", "max_tokens": None}]
+        bodies: list[dict[str, Any]] = [{**body, "temperature": 0} for body in others]
+        calm = [server.post(**body).json()["choices"] for body in bodies]
+        with caplog.at_level(logging.WARNING, "guided.server"), ThreadPoolExecutor(4) as threads:
+            running = [threads.submit(server.post, **body) for body in bodies]
+            whole = threads.submit(server.post, regex=fault, backend=NAME, n=2)
+            streamed = threads.submit(server.post, regex=fault, backend=NAME, stream=True)
+            assert [each.result().json()["choices"] for each in running] == calm
+        answer = whole.result()
+        assert answer.status_code == 500
+        assert (error_of(answer)["code"], error_of(answer)["type"]) == (code, "server_error")
+        assert answer.headers["x-should-retry"] == "false"
+        assert streamed.result().status_code == 200
+        *_, last = sse(streamed.result().text)
+        assert last["error"]["code"] == code
+        server.wait_empty()
+        said = [record.getMessage() for record in caplog.records if code in record.getMessage()]
+        for request in (answer, streamed.result()):
+            [line] = [line for line in said if request.headers["x-request-id"] in line]
+            assert f"backend {NAME}" in line
+            assert "constraint regex" in line
+
+    def test_llguidances_error_state_is_an_error_and_never_a_stop(
+        self, server: Hosted, model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """It gives up with a mask that allows the end alone: others take that for the end of the text."""
+        limits = llguidance.LLParserLimits(step_max_items=400)
+        backends = server.pool.inner._backends  # type: ignore[attr-defined]
+        backends["llguidance"]  # made before it is replaced
+        monkeypatch.setitem(backends._made, "llguidance", LLGuidanceBackend(model.vocabulary, limits))
+        body = {"grammar": 'start: s\ns: "a" | "b" | s s | s s s', "min_tokens": 400, "max_tokens": None}
+        answer = server.post(**body)
+        assert (answer.status_code, error_of(answer)["code"]) == (500, "backend_error")
+        *chunks, last = sse(server.post(**body, stream=True).text)
+        assert last["error"]["code"] == "backend_error"
+        assert all(chunk["choices"][0]["finish_reason"] is None for chunk in chunks)
+
+    def test_one_of_n_ends_all_n(self, server: Hosted) -> None:
+        def second_fails(sequence: int, position: int) -> bool:
+            return position == 5 and sequence == server.pool.opened[-2]
+
+        server.pool.opened.clear()
+        server.pool.fails = second_fails
+        answer = server.post(regex=LONG, n=3, max_tokens=None)
+        assert (answer.status_code, error_of(answer)["code"]) == (500, "backend_error")
+        server.wait_empty()
+        assert len(server.pool.opened) == 3
+
+    def test_one_of_several_prompts_ends_the_request(self, server: Hosted) -> None:
+        server.pool.opened.clear()
+        server.pool.fails = lambda sequence, position: position == 5 and sequence == server.pool.opened[0]
+        body: dict[str, Any] = {"regex": LONG, "prompt": ["a", "b"], "max_tokens": None}
+        answer = server.post(**body)
+        assert (answer.status_code, error_of(answer)["code"]) == (500, "backend_error")
+        server.wait_empty()
+        server.pool.opened.clear()
+        *_, last = sse(server.post(**body, stream=True).text)
+        assert last["error"]["code"] == "backend_error"
+
+
+class TestClientsThatGo:
+    """Whenever it goes, nothing of its request is left, and nobody else notices."""
+
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_while_its_grammar_is_compiled(self, server: Hosted, stream: bool) -> None:
+        gone = server.metric("guided_request_aborts_total", reason="disconnected")
+        server.pool.opened.clear()
+        server.pool.hold_compiles = True
+        released = server.pool.released
+        client = server.connect(regex="[a-f]{30}", stream=stream)
+        wait_until(lambda: server.engine.health().num_waiting_for_grammar == 1)
+        client.close()
+        server.wait_empty()
+        assert server.metric("guided_request_aborts_total", reason="disconnected") == gone + 1
+        server.pool.finish_compiles()
+        server.pool.hold_compiles = False
+        assert server.post(regex="[a-f]{30}", max_tokens=None).status_code == 200
+        wait_until(lambda: server.pool.released == released + 2)
+        assert len(server.pool.opened) == 1, "the one that went was never opened"
+
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_while_it_waits_in_the_queue(self, server: Hosted, stream: bool) -> None:
+        server.pool.delay = lambda sequence, position: 10**9  # no mask ever comes: they are parked, with their places
+        first = server.connect(regex=LONG, n=8, stream=stream)
+        wait_until(lambda: server.engine.health().stats.parked == 8)
+        waiting = server.connect(max_tokens=5, stream=stream)
+        wait_until(lambda: server.engine.health().num_waiting == 1)
+        waiting.close()
+        wait_until(lambda: server.engine.health().num_waiting == 0)
+        first.close()
+        server.wait_empty()
+
+    @pytest.mark.parametrize("stream", [False, True])
+    @pytest.mark.parametrize("position", [0, 4])
+    def test_before_and_after_its_first_token(self, server: Hosted, position: int, stream: bool) -> None:
+        server.pool.delay = lambda sequence, at: 10**9 if at == position else 0
+        gone = server.metric("guided_request_aborts_total", reason="disconnected")
+        client = server.connect(regex=LONG, n=2, stream=stream)
+        wait_until(lambda: server.engine.health().stats.parked == 2)
+        client.close()
+        server.wait_empty()
+        assert server.metric("guided_request_aborts_total", reason="disconnected") == gone + 1
+        assert server.post(max_tokens=3).status_code == 200
+
+    def test_a_client_that_resets_its_connection(self, server: Hosted) -> None:
+        server.pool.delay = lambda sequence, at: 10**9 if at == 4 else 0
+        client = server.connect(regex=LONG, stream=True)
+        wait_until(lambda: server.engine.health().stats.parked == 1)
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+        client.close()
+        server.wait_empty()
+
+
+class TestClientsThatDontRead:
+    """More than fits between here and there, and nobody takes it."""
+
+    MUCH: dict[str, Any] = {  # noqa: RUF012
+        "regex": "[a-z]{400}",
+        "max_tokens": None,
+        "n": 4,
+        "logprobs": 20,
+        "stream": True,
+        "temperature": 0,
+    }
+
+    def test_hold_nobody_up_and_miss_nothing(self, server: Hosted) -> None:
+        whole = server.post(**{**self.MUCH, "stream": False}).json()
+        client = server.connect(receive_buffer=4096, **self.MUCH)
+        # The engine goes on to the end of it, and so does everybody else.
+        wait_until(lambda: server.context.in_flight == 1 and not server.engine.engine.groups, WAIT)
+        assert server.post(regex="[0-9]{20}", max_tokens=None).status_code == 200
+        assert server.context.in_flight == 1
+        *events, done = events_in(read_to_the_end(client))
+        client.close()
+        assert done == "[DONE]"
+        texts = [""] * 4
+        for event in events:
+            [choice] = json.loads(event)["choices"]
+            texts[choice["index"]] += choice["text"]
+        assert texts == [choice["text"] for choice in whole["choices"]]
+        assert len(events) < 4 * 400, "what it missed came in one piece"
+
+    def test_are_given_up_after_a_while(self, model: LoadedModel, caplog: pytest.LogCaptureFixture) -> None:
+        with hosted(model, stall_seconds=0.5) as server, caplog.at_level(logging.WARNING, "guided.server"):
+            client = server.connect(receive_buffer=4096, **self.MUCH)
+            wait_until(lambda: server.metric("guided_request_aborts_total", reason="stalled") == 1, WAIT)
+            server.wait_empty()
+            assert server.post(max_tokens=3).status_code == 200
+            assert any("took nothing for 0.5 s" in record.getMessage() for record in caplog.records)
+            # The kernel, too, gives up: the connection ends though nobody read what it holds.
+            here = client.getsockname()
+            wait_until(lambda: all(each.raddr != here for each in psutil.Process().net_connections("tcp")), WAIT)
+            rest = read_to_the_end(client)
+            client.close()
+        assert "[DONE]" not in rest
+
+    def test_several_prompts_are_one_snapshot_each(self, server: Hosted) -> None:
+        body = {**self.MUCH, "prompt": ["a", "b"], "n": 2}
+        whole = server.post(**{**body, "stream": False}).json()
+        client = server.connect(receive_buffer=4096, **body)
+        wait_until(lambda: server.context.in_flight == 2 and not server.engine.engine.groups, WAIT)
+        *events, done = events_in(read_to_the_end(client))
+        client.close()
+        assert done == "[DONE]"
+        texts = [""] * 4
+        for event in events:
+            [choice] = json.loads(event)["choices"]
+            texts[choice["index"]] += choice["text"]
+        assert texts == [choice["text"] for choice in whole["choices"]]
+        assert len(events) < 4 * 400

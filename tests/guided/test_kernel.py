@@ -1,0 +1,205 @@
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from guided import kernel
+from guided.bitmask import pack, words
+from guided.kernel import apply_bitmask, load_loose_kernel
+
+SIZES = {"loose": st.integers(5000, 5100)}
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def loaded() -> None:
+    load_loose_kernel()
+    for thread in threading.enumerate():
+        if thread.name == "load-xgrammar":
+            thread.join(60)
+
+
+@pytest.fixture(params=["tight", "loose", "others", "torch"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The ways that a row can go, whatever its mask."""
+    names = ("tight", "loose", "others")
+    if request.param in names:
+        monkeypatch.setattr(
+            kernel,
+            "_sorted_by_density",
+            lambda block, rows: tuple(rows if name == request.param else [] for name in names),
+        )
+    return str(request.param)
+
+
+def masked(logits: torch.Tensor, allowed: list[set[int]], rows: list[int]) -> torch.Tensor:
+    expected = logits.clone()
+    for row, ids in zip(rows, allowed, strict=True):
+        expected[row, [token for token in range(logits.shape[1]) if token not in ids]] = float("-inf")
+    return expected
+
+
+def noise(batch: int, size: int, dtype: torch.dtype) -> torch.Tensor:
+    logits = torch.randn(batch, size).to(dtype)
+    logits[:, ::3] = float("inf")
+    logits[:, 1::7] = -0.0
+    logits[:, 2::11] = float("-inf")
+    return logits
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(data=st.data())
+def test_minus_infinity_is_written_exactly_where_forbidden(way: str, data: st.DataObject) -> None:
+    size = data.draw(SIZES.get(way, st.integers(1, 100)))
+    batch = data.draw(st.integers(1, 5))
+    rows = data.draw(st.permutations(range(batch)))[: data.draw(st.integers(0, batch))]
+    allowed = [data.draw(st.sets(st.integers(0, size - 1))) for _ in rows]
+    logits = noise(batch, size, torch.float64 if way == "torch" else data.draw(st.sampled_from(DTYPES)))
+    expected = masked(logits, allowed, rows)
+    masks: Any = [pack(ids, size) for ids in allowed]
+    if rows and data.draw(st.booleans()):
+        masks = np.stack(masks)
+
+    apply_bitmask(logits, masks, rows)
+
+    assert torch.equal(logits, expected)
+
+
+def test_columns_beyond_the_bitmask_are_forbidden(way: str) -> None:
+    size = 4096
+    logits = torch.zeros(2, size + 6, dtype=torch.float64 if way == "torch" else torch.float32)
+    apply_bitmask(logits, np.full((1, size // 32), -1, np.int32), [1])
+    assert torch.isfinite(logits[0]).all()
+    assert torch.isfinite(logits[1, :size]).all()
+    assert torch.isneginf(logits[1, size:]).all()
+
+
+def test_a_row_of_a_strided_bitmask_is_read_right(way: str) -> None:
+    segment = np.zeros((4, 128), np.int32)
+    segment[::2, 0] = 1
+    logits = torch.zeros(2, 4096, dtype=torch.float64 if way == "torch" else torch.float32)
+    apply_bitmask(logits, segment[::2], [0, 1])
+    assert torch.isfinite(logits[:, 0]).all()
+    assert torch.isneginf(logits[:, 1:]).all()
+
+
+def test_logits_whose_rows_lie_apart_or_whose_columns_do(way: str) -> None:
+    size = 4096
+    allowed = [{3, 40}, set(range(size)) - {7}]
+    for strided in (torch.zeros(4, 2 * size)[::2, :size], torch.zeros(size, 2).t()):
+        expected = masked(strided, allowed, [1, 0])
+        apply_bitmask(strided, [pack(ids, size) for ids in allowed], [1, 0])
+        assert torch.equal(strided, expected)
+
+
+def test_rows_of_one_batch_each_go_their_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    size = 4096
+    seen: list[tuple[list[int], list[int], list[int]]] = []
+    sort = kernel._sorted_by_density
+
+    def recorded(block: NDArray[np.int32], rows: list[int]) -> tuple[list[int], list[int], list[int]]:
+        seen.append(sort(block, rows))
+        return seen[-1]
+
+    monkeypatch.setattr(kernel, "_sorted_by_density", recorded)
+    everything = set(range(size))
+    allowed = [everything - {1, 2, 3}, {0}, set(range(0, size, 2)), everything - {7}, everything, set()]
+    rows = [6, 0, 3, 1, 5, 2]
+    logits = noise(8, size, torch.float32)
+    expected = masked(logits, allowed, rows)
+    apply_bitmask(logits, [pack(ids, size) for ids in allowed], rows)
+    assert seen == [([0, 2], [6, 1, 5], [3])]
+    assert torch.equal(logits, expected)
+
+
+@pytest.mark.parametrize("batch", [20, 24], ids=["every row", "some rows"])
+@pytest.mark.parametrize("odd", [None, 5], ids=["a common run", "one row allows a token of it"])
+def test_special_tokens_in_front_are_forbidden_in_many_loose_rows(batch: int, odd: int | None) -> None:
+    size, specials = 5000, 1000
+    allowed = [set(range(specials + row, size)) for row in range(20)]
+    if odd is not None:
+        allowed[odd].add(64)
+    rows = list(range(batch - 20, batch))
+    logits = noise(batch, size, torch.float32)
+    expected = masked(logits, allowed, rows)
+    apply_bitmask(logits, [pack(ids, size) for ids in allowed], rows)
+    assert torch.equal(logits, expected)
+
+
+def test_without_xgrammar_every_row_has_a_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "xgrammar", raising=False)
+    size = 8192
+    logits = torch.zeros(1, size)
+    apply_bitmask(logits, pack(set(range(size)) - {5}, size)[None], [0])
+    assert torch.isneginf(logits[0]).nonzero().flatten().tolist() == [5]
+
+
+class FakeDevice:
+    """Streams that run nothing before they must: a copy reads its source when somebody waits for it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.log: list[str] = []
+        self.queued: list[Callable[[], object]] = []
+        self.on_side = False
+        copy = torch.Tensor.to
+
+        def to(tensor: torch.Tensor, device: Any, non_blocking: bool = False) -> torch.Tensor:
+            assert self.on_side
+            assert non_blocking
+            target = torch.empty_like(tensor)
+            self.queued.append(lambda: target.copy_(tensor))
+            self.log.append("copy")
+            return target
+
+        @contextlib.contextmanager
+        def stream(which: FakeDevice) -> Iterator[None]:
+            monkeypatch.setattr(torch.Tensor, "to", to)
+            self.on_side = True
+            yield
+            self.on_side = False
+            monkeypatch.setattr(torch.Tensor, "to", copy)
+
+        monkeypatch.setattr(torch.cuda, "stream", stream)
+        monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self)
+        monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: self.log.append("record"))
+        monkeypatch.setattr(kernel, "_side_stream", lambda device: self)
+        monkeypatch.setattr(kernel, "_pinned", lambda rows, columns: torch.empty(rows, columns, dtype=torch.int32))
+
+    def wait_stream(self, other: FakeDevice) -> None:
+        self.log.append("wait")
+        for copy in self.queued:
+            copy()
+        self.queued.clear()
+
+
+@pytest.mark.parametrize("rows", [[0, 1, 2], [0, 1], [3, 1], [4]], ids=str)
+@pytest.mark.parametrize("beyond", [0, 5])
+def test_the_way_of_cuda_keeps_its_books(monkeypatch: pytest.MonkeyPatch, rows: list[int], beyond: int) -> None:
+    """On a CPU: which row goes where, and that the masks are read after they were copied, on the stream that waits."""
+    device = FakeDevice(monkeypatch)
+    size = 4090
+    batch = len(rows) if rows == [0, 1, 2] else 5
+    width = words(size) * 32 + beyond if beyond else size
+    allowed = [{row, row + 700, size - 1} for row in rows]
+    logits = noise(batch, width, torch.float32)
+    expected = masked(logits, allowed, rows)
+    kernel._apply_on_cuda(logits, [pack(ids, size) for ids in allowed], rows)
+    assert torch.equal(logits, expected)
+    assert device.log == ["copy", "wait", "record"]
+
+
+def test_cuda_refuses_logits_that_its_kernel_would_misread() -> None:
+    for logits in (torch.zeros(2, 64, dtype=torch.float64), torch.zeros(64, 2).t()):
+        with pytest.raises(ValueError, match="contiguous rows"):
+            kernel._apply_on_cuda(logits, np.zeros((1, 2), np.int32), [0])
