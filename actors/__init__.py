@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from actors.compiler import CompileLimits
     from actors.ray_pool import RayPool
+    from guided.limits import CompileLimits
 
 __all__ = ["CompileLimits", "RayPool"]
 
@@ -20,7 +20,7 @@ def __getattr__(name: str) -> Any:
 
         return RayPool
     if name == "CompileLimits":
-        from actors.compiler import CompileLimits
+        from guided.limits import CompileLimits
 
         return CompileLimits
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

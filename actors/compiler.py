@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 
 import ray
 
@@ -21,8 +20,8 @@ from actors.compile_child import Allowance, Child, SliceOver, Template
 from actors.compile_process import Attempt, Outcome
 from actors.compile_queue import SLICES, SLOW, CompileQueue, Job, Task
 from actors.owner import Owner, exit_with
+from actors.pieces import joined
 from guided.compilation import conclusion, is_about_backend
-from guided.constraint import Constraint
 from guided.errors import (
     BackendError,
     CompileQueueFull,
@@ -34,9 +33,10 @@ from guided.errors import (
     from_wire,
     to_wire,
 )
+from guided.limits import CompileLimits
 from guided.vocabulary import Vocabulary
 
-__all__ = ["CompileActor", "CompileLimits", "Compiler"]
+__all__ = ["CompileActor", "Compiler"]
 
 _RESERVE = 0.1
 """Share of the budget that is kept for each backend that may still be tried: most refuse or compile in far less."""
@@ -44,22 +44,6 @@ _KEPT_BYTES = 256 << 20
 """A process that has grown by more than this does no further constraint."""
 _RETRY_SECONDS = 1.0
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class CompileLimits:
-    """What one compilation may take, and how many run at once."""
-
-    processes: int = field(default_factory=lambda: max(2, min(8, (os.cpu_count() or 1) // 2)))
-    """Half of them (rounded up) are for what is quick: see `actors.compile_queue`."""
-    seconds: float = 10.0
-    """For one constraint, whichever backends are tried, waiting for a process not counted."""
-    memory_bytes: int = 2 << 30
-    """Resident memory of a compile process, beyond what every one of them has."""
-    grammar_bytes: int = 512 << 20
-    """What one compiled grammar may weigh in each process that holds it."""
-    wait_seconds: float = 30.0
-    """How long a constraint waits for a process at the most."""
 
 
 class CompileActor:
@@ -73,9 +57,9 @@ class CompileActor:
         exit_with(owner)
         self._compiler = Compiler(ray.get(owner.vocabulary), limits)
 
-    async def compile(self, constraint: Constraint, backends: Sequence[str]) -> tuple[Outcome, bytes]:
+    async def compile(self, backends: Sequence[str], *pieces: bytes) -> tuple[Outcome, bytes]:
         """The outcome, and beside it (an object of its own, so that it needn't visit the engine) the dumped grammar."""
-        outcome = await asyncio.wrap_future(self._compiler.submit(Job(constraint, list(backends))))
+        outcome = await asyncio.wrap_future(self._compiler.submit(Job(joined(pieces), list(backends))))
         dumped, outcome.dumped = outcome.dumped, b""
         return outcome, dumped
 

@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.channel import Transport
-from actors.cluster import Cluster, ScratchDirectory
-from actors.compiler import CompileActor, CompileLimits
+from actors.cluster import Cluster, ScratchDirectory, apart
+from actors.compiler import CompileActor
 from actors.grammars import Grammars
 from actors.memory import MemoryLimit
 from actors.owner import Owner
@@ -32,12 +32,12 @@ from actors.rotation import Rotation
 from actors.supervisor import Plan, Supervisor
 from guided.bitmask import words
 from guided.constraint import Constraint
-from guided.errors import GuidedError
-from guided.pool import Fill, Grammar, PoolStatus, StepMasks
+from guided.pool import GuidedError, PoolUnavailable
 from guided.vocabulary import Vocabulary
 
 __all__ = ["RayPool"]
 
+_CREATE_SECONDS = 10.0
 _STOP_SECONDS = 20.0
 """For all actors together. Who isn't done by then waits for Ray, and ends with this process."""
 
@@ -193,7 +193,11 @@ def _by_cpus() -> int:
 
 def _start_compiler(owner: Owner, limits: CompileLimits) -> Any:
     here = NodeAffinitySchedulingStrategy(owner.node_id, soft=False)
-    return ray.remote(CompileActor).options(num_cpus=0, scheduling_strategy=here).remote(owner, limits)
+    actor = ray.remote(CompileActor).options(num_cpus=0, scheduling_strategy=here)
+    try:
+        return apart(lambda: actor.remote(owner, limits)).result(_CREATE_SECONDS)
+    except TimeoutError:
+        raise PoolUnavailable(f"Ray didn't start the compile actor within {_CREATE_SECONDS:g} s") from None
 
 
 def _shut_down(pool: weakref.WeakMethod[Callable[[], None]]) -> None:

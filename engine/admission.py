@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Tokens
+from functools import lru_cache
 
 from engine.config import EngineConfig
 from engine.detokenizer import Detokenizer, TokenTexts
 from engine.model_loader import LoadedModel
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence, SequenceGroup, SequenceStatus, sequence_seed
+from guided.constraint import Constraint
 from guided.errors import InvalidRequest
+from guided.limits import DEFAULT_LIMITS, Limits
 
 __all__ = ["Admission"]
 
@@ -19,7 +22,8 @@ class Admission:
 
     def __init__(self, model: LoadedModel, config: EngineConfig, max_model_len: int) -> None:
         self._tokenizer = model.tokenizer
-        self._max_num_seqs = config.max_num_seqs
+        self._max_n = min(config.max_n or config.max_num_seqs, config.max_num_seqs)
+        self._limits = config.limits
         self._max_model_len = max_model_len
         self._seed = config.seed
         self._vocab_size = model.vocabulary.padded_vocab_size
@@ -97,11 +101,17 @@ class Admission:
         return None
 
     def _check_params(self, params: SamplingParams) -> None:
-        if params.n > self._max_num_seqs:
-            raise InvalidRequest(
-                f"n is {params.n}; this engine runs {self._max_num_seqs} sequences at the most", param="n"
-            )
+        if params.n > self._max_n:
+            raise InvalidRequest(f"n is {params.n}; here it is {self._max_n} at the most", param="n")
+        if params.constraint is not None and self._limits != DEFAULT_LIMITS:
+            _check_constraint(params.constraint, self._limits)
         for name, tokens in (("logit_bias", params.logit_bias or ()), ("stop_token_ids", params.stop_token_ids)):
             beyond = [token for token in tokens if token >= self._vocab_size]
             if beyond:
                 raise InvalidRequest(f"{name} names token {beyond[0]}; the model has {self._vocab_size}", param=name)
+
+
+@lru_cache(maxsize=1024)
+def _check_constraint(constraint: Constraint, limits: Limits) -> None:
+    """Most were built under these limits a moment ago, and many come again."""
+    constraint.check(limits)

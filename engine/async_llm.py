@@ -166,6 +166,11 @@ class AsyncLLM:
             elif isinstance(item, _Stream):
                 raise self._gone()
 
+    @property
+    def num_waiting(self) -> int:
+        """Requests that don't run yet: new, waiting for their grammar, or for their turn. From any thread."""
+        return len(self._inbox) + len(self.engine.scheduler.waiting)
+
     def health(self) -> EngineHealth:
         """From any thread."""
         scheduler, blocks = self.engine.scheduler, self.engine.blocks

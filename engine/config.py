@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from guided.limits import DEFAULT_LIMITS, Limits
+
 __all__ = ["EngineConfig"]
 
 
@@ -46,6 +48,8 @@ class EngineConfig:
     parking: bool = True
     mask_deadline: float | None = None
     mask_limit: float = 5.0
+    limits: Limits = DEFAULT_LIMITS
+    max_n: int | None = None
 
     def __post_init__(self) -> None:
         for name in (
@@ -55,6 +59,7 @@ class EngineConfig:
             "block_size",
             "num_blocks",
             "cpu_threads",
+            "max_n",
         ):
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -123,6 +123,24 @@ class Constraint:
         limits.check_grammar(text, param)
         return cls("grammar", text)
 
+    def check(self, limits: Limits) -> None:
+        """Hold this constraint, which was built under other limits, to these.
+
+        Raises:
+            ConstraintTooLarge: over one of them.
+        """
+        match self.kind:
+            case "json_schema":
+                Constraint.json_schema(self.source, whitespace=self.whitespace, limits=limits)
+            case "json_object":
+                Constraint.json_object(whitespace=self.whitespace, limits=limits)
+            case "regex":
+                Constraint.regex(self.source, limits=limits)
+            case "choice":
+                Constraint.choice(self.choices, limits=limits)
+            case "grammar":
+                Constraint.grammar(self.source, limits=limits)
+
     @property
     def choices(self) -> list[str]:
         """The options of a `choice` constraint."""

@@ -92,17 +92,20 @@ def _apply_on_cpu(logits: torch.Tensor, masks: Masks, rows: list[int], minus_inf
         logits[rows, covered:] = -torch.inf
         logits = logits[:, :covered]
     tight, loose, others = _sorted_by_density(block, rows)
-    if loose:
-        _forbid_each(logits, block, loose)
-    if len(loose) == len(rows):
-        return
     signed, unsigned = (torch.int32, np.uint32) if logits.element_size() == 4 else (torch.int16, np.uint16)
-    bits: Bits = logits.detach().view(signed).numpy().view(unsigned)
-    floors = _floors_of_byte(minus_infinity)
+    bits: Bits = logits.view(signed).numpy(force=True).view(unsigned)
+    if loose:
+        lead = _forbid_lead(bits, block, loose, minus_infinity) if len(loose) >= _LEAD_ROWS else 0
+        sys.modules["xgrammar"].apply_token_bitmask_inplace(
+            logits[:, lead * 32 :],
+            torch.from_numpy(block[:, lead:]),
+            vocab_size=logits.shape[1] - lead * 32,
+            indices=loose,
+        )
     if tight:
-        _fill_and_restore(bits, block, tight, floors)
+        _fill_and_restore(bits, block, tight, _floors_of_byte(minus_infinity))
     if others:
-        _raise_to_floor(bits, block, others, floors)
+        _raise_to_floor(bits, block, others, _floors_of_byte(minus_infinity))
 
 
 def _gathered(masks: Masks, rows: list[int]) -> NDArray[np.int32]:
@@ -145,23 +148,16 @@ def _sampled(words: int) -> NDArray[np.int64]:
     return (places + np.arange(4)).reshape(-1)
 
 
-def _forbid_each(logits: torch.Tensor, block: NDArray[np.int32], rows: list[int]) -> None:
-    """xgrammar's kernel: one write for each forbidden token."""
-    import torch
-
-    lead = 0
-    if len(rows) >= _LEAD_ROWS:
-        where = slice(None) if len(rows) == len(logits) else rows
-        lead = int((block[rows[0], :_LEAD_WORDS] != 0).argmax())
-        if block[where, :lead].any():
-            lead = 0
-        logits[where, : lead * 32] = -torch.inf
-    sys.modules["xgrammar"].apply_token_bitmask_inplace(
-        logits[:, lead * 32 :],
-        torch.from_numpy(block[:, lead:]),
-        vocab_size=logits.shape[1] - lead * 32,
-        indices=rows,
-    )
+def _forbid_lead(bits: Bits, block: NDArray[np.int32], rows: list[int], minus_infinity: Any) -> int:
+    """Write the run of forbidden words that all of the rows begin with. Returns its length."""
+    start = block[rows[0], :_LEAD_WORDS].tobytes()
+    lead = (len(start) - len(start.lstrip(b"\0"))) // block.itemsize
+    run = bytes(lead * block.itemsize)
+    if not lead or any(block[row, :lead].tobytes() != run for row in rows):
+        return 0
+    for row in rows:
+        bits[row, : lead * 32] = minus_infinity
+    return lead
 
 
 def _fill_and_restore(bits: Bits, block: NDArray[np.int32], rows: list[int], floors: Bits) -> None:

@@ -53,7 +53,7 @@ async def create_chat_completion(body: ChatRequest, request: Request, context: C
 
 def _job(body: ChatRequest, context: ServerContext, http_id: str) -> Job:
     """Everything that can be refused before the engine hears of it. CPU-bound: tokenizing, checking a schema."""
-    wanted = asked(body, context.settings.backend)
+    wanted = asked(body, context.settings.backend, context.limits)
     max_tokens, max_tokens_param = _max_tokens(body)
     try:
         params = sampling_params(

@@ -41,6 +41,14 @@ def _show_version(wanted: bool) -> None:
         raise typer.Exit
 
 
+QUEUES = "Limits: what is under way (429 beyond)"
+REQUESTS = "Limits: what one request may be (400 beyond)"
+
+
+def _limit(text: str, panel: str) -> Any:
+    return typer.Option(help=text, min=1, rich_help_panel=panel)
+
+
 @app.callback()
 def root(
     show: Annotated[
@@ -77,9 +85,6 @@ def serve(
     max_model_len: Annotated[
         int | None, typer.Option(help="Context length in tokens. Default: the model's own.", min=2)
     ] = None,
-    max_requests: Annotated[
-        int, typer.Option(help="Generations running and waiting before further requests get 429.", min=1)
-    ] = 1024,
     parking: Annotated[
         bool, typer.Option(help="Go on without sequences whose mask is late; they follow when it is there.")
     ] = True,
@@ -121,6 +126,35 @@ def serve(
         float, typer.Option(help="How long running generations may take to end when it is told to stop.", min=0)
     ] = 10.0,
     log_level: Annotated[LogLevel, typer.Option(help="How much to log.")] = LogLevel.INFO,
+    max_requests: Annotated[
+        int, _limit("Generations running and waiting before further requests get 429.", QUEUES)
+    ] = 1024,
+    max_waiting: Annotated[
+        int, _limit("Generations that wait (for a grammar, for their turn) before further requests get 429.", QUEUES)
+    ] = 512,
+    max_compiling: Annotated[
+        int, _limit("Distinct constraints being compiled or waiting for it before further ones get 429.", QUEUES)
+    ] = 256,
+    compile_seconds: Annotated[
+        float, typer.Option(help="Seconds that compiling a constraint may take.", min=0.1, rich_help_panel=QUEUES)
+    ] = 10.0,
+    compile_memory_mib: Annotated[int, _limit("MiB of memory that compiling a constraint may take.", QUEUES)] = 2048,
+    max_n: Annotated[
+        int | None, _limit("Outputs that one request may ask for (n). Default: as --max-num-seqs.", REQUESTS)
+    ] = None,
+    max_constraint_bytes: Annotated[int, _limit("Size of a constraint, in bytes.", REQUESTS)] = 512 * 1024,
+    max_nesting: Annotated[
+        int, _limit("Levels of nesting in a schema, of brackets in a regex or a grammar.", REQUESTS)
+    ] = 64,
+    max_alternatives: Annotated[
+        int, _limit("Alternatives: anyOf and oneOf of a schema together, | of a regex or a grammar.", REQUESTS)
+    ] = 2000,
+    max_enum: Annotated[int, _limit("Values of an enum.", REQUESTS)] = 10_000,
+    max_choices: Annotated[int, _limit("Entries of choice.", REQUESTS)] = 10_000,
+    max_repetition: Annotated[
+        int, _limit("Repetition bounds (nested ones multiplied), minLength, minItems and the like.", REQUESTS)
+    ] = 10_000,
+    max_grammar_rules: Annotated[int, _limit("Rules of a grammar.", REQUESTS)] = 5000,
 ) -> None:
     """Serve a model over HTTP, OpenAI-compatible, with guided decoding.
 
@@ -138,7 +172,6 @@ def serve(
                 backend=backend,
                 max_num_seqs=max_num_seqs,
                 max_model_len=max_model_len,
-                max_requests=max_requests,
                 parking=parking,
                 mask_deadline=mask_deadline,
                 mask_limit=mask_limit,
@@ -151,20 +184,50 @@ def serve(
                 stall_seconds=stall_seconds,
                 grace_seconds=grace_seconds,
                 log_level=log_level.value,
+                max_requests=max_requests,
+                max_waiting=max_waiting,
+                max_compiling=max_compiling,
+                max_n=max_n,
+                compile_limits={"seconds": compile_seconds, "memory_bytes": compile_memory_mib << 20},
+                limits={
+                    "max_constraint_bytes": max_constraint_bytes,
+                    "max_nesting": max_nesting,
+                    "max_alternatives": max_alternatives,
+                    "max_enum": max_enum,
+                    "max_choices": max_choices,
+                    "max_repetition": max_repetition,
+                    "max_grammar_rules": max_grammar_rules,
+                },
             )
     except OSError as error:
         _give_up(error)
 
 
-def _serve(listener: socket.socket, *, backend: str, **options: Any) -> None:
+def _serve(
+    listener: socket.socket,
+    *,
+    backend: str,
+    limits: dict[str, int],
+    compile_limits: dict[str, Any],
+    **options: Any,
+) -> None:
     # Heavy (torch, transformers): not for --help.
     from engine.attention import UnsupportedModelError
     from engine.server.process import ServeOptions, serve
     from guided.backends import resolve
     from guided.errors import GuidedError
+    from guided.limits import CompileLimits, Limits
 
     try:
-        serve(ServeOptions(backend=resolve(backend, param="--backend"), **options), listener)
+        serve(
+            ServeOptions(
+                backend=resolve(backend, param="--backend"),
+                limits=Limits(**limits),
+                compile_limits=CompileLimits(**compile_limits),
+                **options,
+            ),
+            listener,
+        )
     except (ValueError, UnsupportedModelError, GuidedError) as error:
         _give_up(error)
 

@@ -62,7 +62,7 @@ def _job(body: CompletionRequest, context: ServerContext, http_id: str) -> Job:
     engine = context.engine
     if body.echo and body.logprobs is not None:
         raise InvalidRequest("echo with logprobs is not supported: prompts are not scored", param="echo")
-    wanted = asked(body, context.settings.backend)
+    wanted = asked(body, context.settings.backend, context.limits)
     prompts = text_prompts(
         engine.tokenizer,
         body.prompt,

@@ -15,6 +15,7 @@ from engine.server.protocol import GenerationRequest
 from guided.backends import AUTO, candidates, resolve
 from guided.constraint import KINDS, Constraint, ConstraintKind
 from guided.errors import GuidedError, InvalidConstraint, InvalidRequest, bounded
+from guided.limits import DEFAULT_LIMITS, Limits
 
 __all__ = ["Asked", "asked"]
 
@@ -52,8 +53,8 @@ class _Whitespace:
     pattern: str
 
 
-def asked(request: GenerationRequest, default_backend: str = AUTO) -> Asked:
-    """The request's one constraint and its backend.
+def asked(request: GenerationRequest, default_backend: str = AUTO, limits: Limits = DEFAULT_LIMITS) -> Asked:
+    """The request's one constraint, held to `limits`, and its backend.
 
     Raises:
         InvalidRequest, InvalidConstraint, ConstraintTooLarge, UnsupportedConstraint: `param` is the user's spelling.
@@ -68,7 +69,7 @@ def asked(request: GenerationRequest, default_backend: str = AUTO) -> Asked:
         _refuse_options(request, whitespace)
         return Asked(backend=backend)
     one = found[0]
-    constraint = _build(one, _one_whitespace(one, whitespace), request)
+    constraint = _build(one, _one_whitespace(one, whitespace), request, limits)
     candidates(one.kind, backend, param=backend_field)  # refuses a backend that lacks the kind, before anything runs
     return Asked(constraint, backend, one.param)
 
@@ -189,7 +190,7 @@ def _backend(request: GenerationRequest, default: str) -> tuple[str, str, list[_
     return resolve(name, param=field), field, whitespace
 
 
-def _build(one: _Found, whitespace: _Whitespace | None, request: GenerationRequest) -> Constraint:
+def _build(one: _Found, whitespace: _Whitespace | None, request: GenerationRequest, limits: Limits) -> Constraint:
     spaces = None if whitespace is None else whitespace.pattern
     closed = request.structured_outputs is not None and request.structured_outputs.disable_additional_properties
     if closed and one.kind != "json_schema":
@@ -199,16 +200,20 @@ def _build(one: _Found, whitespace: _Whitespace | None, request: GenerationReque
         match one.kind:
             case "json_schema":
                 return Constraint.json_schema(
-                    one.value, whitespace=spaces, additional_properties=not closed, param=one.param
+                    one.value,
+                    whitespace=spaces,
+                    additional_properties=not closed,
+                    limits=limits,
+                    param=one.param,
                 )
             case "json_object":
-                return Constraint.json_object(whitespace=spaces, param=one.param)
+                return Constraint.json_object(whitespace=spaces, limits=limits, param=one.param)
             case "regex":
-                return Constraint.regex(one.value, param=one.param)
+                return Constraint.regex(one.value, limits=limits, param=one.param)
             case "choice":
-                return Constraint.choice(one.value, param=one.param)
+                return Constraint.choice(one.value, limits=limits, param=one.param)
             case "grammar":
-                return Constraint.grammar(one.value, param=one.param)
+                return Constraint.grammar(one.value, limits=limits, param=one.param)
     except InvalidConstraint as error:
         if whitespace is not None and "whitespace" in error.message and error.param == one.param:
             error.param = whitespace.field  # the pattern is at fault, not what it goes with

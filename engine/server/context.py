@@ -16,6 +16,7 @@ from engine.server.errors import ModelNotFound, QueueFull, ShuttingDown
 from engine.server.metrics import Metrics
 from guided.backends import AUTO
 from guided.errors import bounded
+from guided.limits import Limits
 from guided.vocabulary import Vocabulary
 
 __all__ = ["Context", "ServerContext", "ServerSettings"]
@@ -30,6 +31,7 @@ class ServerSettings:
         api_key: None lets everybody in.
         backend: grammar backend of requests that name none.
         max_requests: generations in flight, running and waiting, before further ones get 429. Each prompt counts.
+        max_waiting: generations that wait, for their grammar or their turn, before further ones get 429.
         max_body_bytes: of a request; beyond it 413.
         stall_seconds: how long a stream's client may take nothing of what is there for it, before it is aborted.
         sampling_defaults: fields of `SamplingParams` for what requests leave out.
@@ -39,6 +41,7 @@ class ServerSettings:
     api_key: str | None = field(default=None, repr=False)
     backend: str = AUTO
     max_requests: int = 1024
+    max_waiting: int = 512
     max_body_bytes: int = 4 << 20
     stall_seconds: float = 60.0
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -67,6 +70,11 @@ class ServerContext:
     def model_name(self) -> str:
         return self.settings.model_names[0]
 
+    @property
+    def limits(self) -> Limits:
+        """What a request's constraint may be at the most."""
+        return self.engine.engine.config.limits
+
     def check_model(self, name: str | None) -> None:
         """Refuse a model that isn't served here; no name is the one that is.
 
@@ -93,6 +101,9 @@ class ServerContext:
             raise QueueFull(
                 f"{self.in_flight} requests are in flight and the limit is {self.settings.max_requests}: try again"
             )
+        waiting = self.engine.num_waiting
+        if waiting + count > self.settings.max_waiting:
+            raise QueueFull(f"{waiting} requests wait and the limit is {self.settings.max_waiting}: try again")
         self.in_flight += count
         try:
             yield

@@ -7,7 +7,7 @@ Names follow vLLM's habits (`time_to_first_token_seconds`, `num_requests_running
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 
 from fastapi import APIRouter, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, generate_latest
@@ -18,6 +18,7 @@ from prometheus_client.registry import Collector
 from engine.async_llm import AsyncLLM
 from engine.outputs import RequestMetrics, RequestOutput
 from engine.sampling_params import SamplingParams
+from guided.pool import BackendStatus
 from guided.errors import GuidedError
 
 __all__ = ["Metrics", "router"]
@@ -231,7 +232,21 @@ class _EngineCollector(Collector):
             yield GaugeMetricFamily(f"guided_{name}", text, value=value)
         for name, text, value in counters:
             yield CounterMetricFamily(f"guided_{name}", text, value=value)
+        yield from _by_backend(health.pool.backends)
         failures = CounterMetricFamily("guided_engine_failures", "Groups that ended with an error.", labels=["code"])
         for code, count in list(stats.failures.items()):
             failures.add_metric([code], count)
         yield failures
+
+
+def _by_backend(backends: Sequence[BackendStatus]) -> Iterator[Metric]:
+    up = GaugeMetricFamily("guided_backend_up", "0 while a backend is left alone for its crashes.", labels=["backend"])
+    crashes = CounterMetricFamily(
+        "guided_compile_crashes", "Compile processes that ended by themselves.", labels=["backend"]
+    )
+    timeouts = CounterMetricFamily("guided_compile_timeouts", "Compilations that took too long.", labels=["backend"])
+    for backend in backends:
+        up.add_metric([backend.name], float(backend.state == "up"))
+        crashes.add_metric([backend.name], backend.crashes)
+        timeouts.add_metric([backend.name], backend.timeouts)
+    yield from (up, crashes, timeouts)

@@ -13,7 +13,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,6 +27,7 @@ from engine.server.app import create_app
 from engine.server.context import ServerContext, ServerSettings
 from engine.server.defaults import sampling_defaults
 from engine.server.protocol import CHAT_EXAMPLE, COMPLETION_EXAMPLE
+from guided.limits import DEFAULT_LIMITS, CompileLimits, Limits
 
 __all__ = ["DEFAULT_MODEL", "ServeOptions", "serve", "start_engine"]
 
@@ -41,7 +42,9 @@ class ServeOptions:
     Args:
         model: local directory or hub name; None is the embedded model.
         parking, mask_deadline, mask_limit: see `EngineConfig`.
-        max_replays, pool_wait: see `actors.RayPool`.
+        max_replays, pool_wait, max_compiling, compile_limits: see `actors.RayPool`.
+        max_waiting: see `ServerSettings`.
+        limits, max_n: see `EngineConfig`.
         stall_seconds: see `ServerSettings`.
         grace_seconds: how long running generations may take to end by themselves once the server was told to stop.
     """
@@ -55,6 +58,11 @@ class ServeOptions:
     max_num_seqs: int = 64
     max_model_len: int | None = None
     max_requests: int = 1024
+    max_waiting: int = 512
+    max_n: int | None = None
+    limits: Limits = DEFAULT_LIMITS
+    max_compiling: int = 256
+    compile_limits: CompileLimits = field(default_factory=CompileLimits)
     parking: bool = True
     mask_deadline: float | None = None
     mask_limit: float = 5.0
@@ -77,6 +85,7 @@ class ServeOptions:
             api_key=self.api_key,
             backend=self.backend,
             max_requests=self.max_requests,
+            max_waiting=self.max_waiting,
             stall_seconds=self.stall_seconds,
             sampling_defaults=sampling_defaults(path),
         )
@@ -96,7 +105,12 @@ def start_engine(options: ServeOptions) -> AsyncLLM:
         disable_progress_bar()
     pool_options: dict[str, Any] = {}
     if options.pool == "ray":
-        pool_options |= {"max_replays": options.max_replays, "pool_wait": options.pool_wait}
+        pool_options |= {
+            "max_replays": options.max_replays,
+            "pool_wait": options.pool_wait,
+            "max_compiling": options.max_compiling,
+            "compile_limits": options.compile_limits,
+        }
         if options.ray_address is not None:
             pool_options["address"] = options.ray_address
         if options.num_actors is not None:
@@ -110,6 +124,8 @@ def start_engine(options: ServeOptions) -> AsyncLLM:
             parking=options.parking,
             mask_deadline=options.mask_deadline,
             mask_limit=options.mask_limit,
+            limits=options.limits,
+            max_n=options.max_n,
         ),
         pool_options=pool_options,
         device=options.device,

@@ -69,6 +69,7 @@ def _parse(schema: Mapping[str, Any] | bool | str, limits: Limits, param: str) -
         dialect = Dialect.of(document)
         graph = SchemaGraph.build(document, lambda position: _check_subschema(position, dialect, limits, param), param)
         graph.refuse_endless_references(param)
+        _check_alternatives(graph, limits, param)
     return document
 
 
@@ -249,6 +250,16 @@ def _check_sizes(schema: dict[str, Any], pointer: str, limits: Limits, param: st
                 param=param,
                 pointer=f"{pointer}/{keyword}",
             )
+
+
+def _check_alternatives(graph: SchemaGraph, limits: Limits, param: str) -> None:
+    count = 0
+    for node in graph.nodes():
+        for keyword in ("anyOf", "oneOf"):
+            options = node.schema.get(keyword)
+            count += len(options) if isinstance(options, list) else 0
+            if count > limits.max_alternatives:
+                raise limits.too_many_alternatives(param, f"{node.pointer}/{keyword}")
 
 
 def _check_satisfiable(schema: dict[str, Any], pointer: str, param: str) -> None:

@@ -15,7 +15,7 @@ import pytest
 from byte_vocabulary import BYTES
 
 from actors.compile_queue import Job
-from actors.compiler import CompileLimits, Compiler
+from actors.compiler import Compiler
 from guided.backends import Backends
 from guided.constraint import Constraint
 from guided.errors import (
@@ -27,6 +27,7 @@ from guided.errors import (
     UnsupportedConstraint,
     from_wire,
 )
+from guided.limits import CompileLimits
 
 WAIT = 120.0
 QUICK = Job(Constraint.regex("ab+c"), ["llguidance"])
@@ -111,7 +112,8 @@ def test_children_die_with_the_process_that_started_them() -> None:
     code = (
         "import time\n"
         "from byte_vocabulary import BYTES\n"
-        "from actors.compiler import CompileLimits, Compiler\n"
+        "from actors.compiler import Compiler\n"
+        "from guided.limits import CompileLimits\n"
         "from actors.compile_queue import Job\n"
         "from guided.constraint import Constraint\n"
         "compiler = Compiler(BYTES, CompileLimits(processes=1))\n"

@@ -14,7 +14,7 @@ import pytest
 from byte_vocabulary import BYTES
 from faulty_backend import NAME, PATHS, faulty
 
-from actors import CompileLimits, RayPool
+from actors import RayPool
 from actors.compile_process import Outcome
 from actors.compile_queue import Job
 from actors.compiler import Compiler
@@ -31,6 +31,7 @@ from guided.errors import (
     PoolUnavailable,
     from_wire,
 )
+from guided.limits import CompileLimits
 from guided.pool import BackendStatus
 
 WAIT = 120.0
@@ -220,12 +221,11 @@ def test_a_frozen_compile_actor_is_replaced(pool: RayPool, monkeypatch: pytest.M
     template = psutil.Process(pool.compile_pids()[0]).parent()
     actor = template.parent() if template is not None else None
     assert actor is not None
-    until(lambda: pool._grammars._compiler_pid == actor.pid or pool.compile(new(), [NAME]).result(WAIT) is None)
-    os.kill(actor.pid, signal.SIGSTOP)
+    slow = pool.compile(new("sleep@compile=1.5"), [NAME])  # meanwhile the actor is asked whether it is there
+    assert slow.result(WAIT).backend == NAME
     monkeypatch.setattr("actors.grammars._PULSE_SECONDS", 1.0)
-    future = pool.compile(new(), [NAME])
-    monkeypatch.setattr("actors.grammars._PULSE_SECONDS", 15.0) if future.done() else None
-    assert future.result(WAIT).backend == NAME
+    os.kill(actor.pid, signal.SIGSTOP)
+    assert pool.compile(new(), [NAME]).result(WAIT).backend == NAME
     until(lambda: not psutil.pid_exists(actor.pid))
 
 

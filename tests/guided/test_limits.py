@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
+import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from guided.errors import ConstraintTooLarge
-from guided.limits import DEFAULT_LIMITS, Limits
+from guided.constraint import Constraint
+from guided.errors import ConstraintTooLarge, InvalidConstraint
+from guided.limits import DEFAULT_LIMITS, CompileLimits, Limits
 
+SCHEMAS = Path(__file__).parents[3] / "shared" / "data" / "maskbench-dev.jsonl.gz"
 SMALL = Limits(max_nesting=3, max_repetition=100, max_grammar_rules=3)
 
 
@@ -118,3 +124,92 @@ def test_nothing_but_a_refusal_comes_out(text: str) -> None:
     for check in (SMALL.check_regex, SMALL.check_grammar):
         with contextlib.suppress(ConstraintTooLarge):
             check(text, "regex")
+
+
+FEW = Limits(max_alternatives=3)
+
+
+@pytest.mark.parametrize("pattern", ["a|b|c", r"a\|b\|c\|d", "[a|b|c|d]", "(a|b)c|d"])
+def test_alternations_within_the_limit(pattern: str) -> None:
+    FEW.check_regex(pattern, "regex")
+
+
+@pytest.mark.parametrize("pattern", ["a|b|c|d", "(a|b)(c|d|e)", "((a|b)|(c|d))", "a|||b"])
+def test_alternations_over_the_limit_count_together(pattern: str) -> None:
+    with pytest.raises(
+        ConstraintTooLarge, match=r"more than 3 alternatives; 'choice' and 'enum' may have more \(10000"
+    ):
+        FEW.check_regex(pattern, "regex")
+
+
+def test_alternatives_of_grammars() -> None:
+    FEW.check_grammar('root ::= "|||" | [|] | a # |||\na ::= "a"', "grammar")
+    FEW.check_grammar('start: "|||" | /[|||]x/ | a // |||\na: "a"', "grammar")
+    for text in ('root ::= "a" | "b" | c\nc ::= "c" | "d"', 'start: "a" | "b" | c\nc: "c" | "d"'):
+        with pytest.raises(ConstraintTooLarge, match="more than 3 alternatives"):
+            FEW.check_grammar(text, "grammar")
+
+
+def test_alternatives_of_schemas() -> None:
+    two = [{"type": "null"}, {"type": "integer"}]
+    Constraint.json_schema({"anyOf": [*two, {"type": "string"}], "enum": list(range(10))}, limits=FEW)
+    nested = {"properties": {"a": {"anyOf": two}, "b": {"oneOf": two}}}
+    with pytest.raises(ConstraintTooLarge, match="more than 3 alternatives") as caught:
+        Constraint.json_schema(nested, limits=FEW, param="response_format")
+    assert (caught.value.param, caught.value.pointer) == ("response_format", "/properties/b/oneOf")
+    # A property that has that name is none.
+    Constraint.json_schema(
+        {"properties": {"anyOf": {"enum": [1, 2, 3, 4]}}, "enum": [{"anyOf": [1, 2, 3, 4]}]}, limits=FEW
+    )
+
+
+@pytest.mark.parametrize(
+    ("constraint", "limits"),
+    [
+        (Constraint.json_schema({"enum": [1, 2, 3]}), Limits(max_enum=2)),
+        (Constraint.json_schema({"properties": {"a": {"type": "null"}}}), Limits(max_nesting=2)),
+        (Constraint.json_object(whitespace="a{5}"), Limits(max_repetition=4)),
+        (Constraint.regex("a{5}"), Limits(max_repetition=4)),
+        (Constraint.choice(["a", "b"]), Limits(max_choices=1)),
+        (Constraint.grammar('start: "a" a\na: "b"'), Limits(max_grammar_rules=1)),
+        (Constraint.regex("a" * 100), Limits(max_constraint_bytes=99)),
+    ],
+    ids=lambda each: each.kind if isinstance(each, Constraint) else "",
+)
+def test_a_constraint_can_be_held_to_other_limits_later(constraint: Constraint, limits: Limits) -> None:
+    constraint.check(DEFAULT_LIMITS)
+    with pytest.raises(ConstraintTooLarge):
+        constraint.check(limits)
+
+
+def test_limits_that_nothing_can_keep_are_refused() -> None:
+    with pytest.raises(ValueError, match="max_enum is 0; it must be at least 1"):
+        Limits(max_enum=0)
+    with pytest.raises(ValueError, match="seconds is 0; it must be more than 0"):
+        CompileLimits(seconds=0)
+
+
+def schemas() -> list[Any]:
+    if not SCHEMAS.exists():
+        return []
+    with gzip.open(SCHEMAS, "rt") as lines:
+        return [json.loads(line)["schema"] for line in lines]
+
+
+@pytest.mark.skipif(not SCHEMAS.exists(), reason="shared/data is not here")
+def test_real_schemas_are_within_the_defaults() -> None:
+    """With room to spare: the largest there are reach no more than half of these limits."""
+    roomy = Limits(
+        max_constraint_bytes=DEFAULT_LIMITS.max_constraint_bytes // 2,
+        max_alternatives=DEFAULT_LIMITS.max_alternatives // 2,
+        max_enum=DEFAULT_LIMITS.max_enum // 2,
+    )
+    refused: list[str] = []
+    for schema in schemas():
+        try:
+            Constraint.json_schema(schema, limits=roomy)
+        except ConstraintTooLarge as error:
+            refused.append(str(error))
+        except InvalidConstraint:
+            pass  # a reference that leads out of the document
+    assert refused == []

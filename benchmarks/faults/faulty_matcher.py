@@ -1,0 +1,100 @@
+"""One fault in one request's masks, the same in every engine that uses llguidance.
+
+Both engines call `llguidance.LLMatcher`; what stands there instead makes the library's own matchers, and wraps those of
+a grammar that has `MARK` in its text. A wrapped matcher does all that the library's does, until it has accepted
+`FAULT_AT` tokens: every mask after that has the fault that the environment names. It counts accepted tokens, not masks,
+so that a matcher that is opened again from its history (a replay) fails at the same place.
+
+Imports nothing but the standard library: it runs in vLLM's environment too.
+"""
+
+from __future__ import annotations
+
+import collections
+import ctypes
+import itertools
+import os
+import time
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+__all__ = ["FAULTS", "FAULT_AT", "FAULT_VARIABLE", "MARK", "SLOW_SECONDS", "install"]
+
+FAULT_VARIABLE = "BENCHMARK_FAULT"
+MARK = "injected_fault"
+FAULT_AT = 24
+SLOW_SECONDS = 0.2
+
+
+def _raise() -> None:
+    raise RuntimeError("a fault, injected into a mask")
+
+
+def _segfault() -> None:
+    ctypes.string_at(0)
+
+
+def _slow() -> None:
+    time.sleep(SLOW_SECONDS)
+
+
+def _endless() -> None:
+    # One loop in C that holds the interpreter's lock: no other Python thread of the process runs any more.
+    collections.deque(itertools.repeat(None), maxlen=0)
+
+
+FAULTS: dict[str, Callable[[], None]] = {"raise": _raise, "segfault": _segfault, "slow": _slow, "endless": _endless}
+
+
+def install(llguidance: ModuleType) -> None:
+    """Replace `llguidance.LLMatcher` where the environment names one of `FAULTS`."""
+    fault = FAULTS.get(os.environ.get(FAULT_VARIABLE, ""))
+    if fault is not None:
+        vars(llguidance)["LLMatcher"] = _Matchers(llguidance.LLMatcher, fault)
+
+
+class _Matchers:
+    """Stands where the class `LLMatcher` stood; its static methods are the library's."""
+
+    def __init__(self, original: Any, fault: Callable[[], None]) -> None:
+        self._original, self._fault = original, fault
+
+    def __call__(self, tokenizer: Any, grammar: str, *arguments: Any, **named: Any) -> Any:
+        matcher = self._original(tokenizer, grammar, *arguments, **named)
+        return _Faulty(matcher, self._fault, 0) if MARK in grammar else matcher
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._original, name)
+
+
+class _Faulty:
+    def __init__(self, inner: Any, fault: Callable[[], None], accepted: int) -> None:
+        self._inner, self._fault, self._accepted = inner, fault, accepted
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def deep_copy(self) -> _Faulty:
+        return _Faulty(self._inner.deep_copy(), self._fault, self._accepted)
+
+    def consume_token(self, token: int) -> Any:
+        self._accepted += 1
+        return self._inner.consume_token(token)
+
+    def consume_tokens(self, tokens: list[int]) -> Any:
+        self._accepted += len(tokens)
+        return self._inner.consume_tokens(tokens)
+
+    def try_consume_tokens(self, tokens: list[int]) -> Any:
+        self._accepted += len(tokens)
+        return self._inner.try_consume_tokens(tokens)
+
+    def rollback(self, count: int) -> Any:
+        self._accepted -= count
+        return self._inner.rollback(count)
+
+    def unsafe_compute_mask_ptr(self, address: int, size: int) -> Any:
+        if self._accepted >= FAULT_AT:
+            self._fault()
+        return self._inner.unsafe_compute_mask_ptr(address, size)

@@ -1,0 +1,270 @@
+"""The same faults in one request's masks, in vLLM's engine and in ours: `python -m benchmarks.vllm_faults
+--vllm-python PATH`.
+
+One request (the victim) runs beside eight others: four with a JSON Schema, two with a regex, two without a constraint.
+First without the fault, then with it, in the same engine; then two more requests are sent. What became of each?
+
+- `raise`, `segfault`, `slow`, `endless`: what the library does when it is asked for the victim's mask after its 24th
+  token. Raise an exception; read from address 0; take 0.2 s, every time; never return, and hold the interpreter's lock.
+  Both engines use llguidance here, and both get the fault from the same few lines, around the same class of the
+  library: `llguidance.LLMatcher` (benchmarks/faults/faulty_matcher.py). It is put there when the library is imported,
+  in vLLM's engine process and in each of our mask actors alike.
+- `error state`: nothing is injected. At some point of the victim's grammar llguidance goes over its own limits, and is
+  in its error state from then on: it allows the end of the text only, wherever that is.
+- `costly grammar`: nothing is injected. The victim's grammar is ambiguous: each mask takes longer than the one before.
+
+Both serve the embedded default model through their `AsyncLLM`, greedily, with one thread: vLLM's with its guidance
+backend, its engine core in a process of its own, ours with two mask actors, with and without replays, all else by
+default. Each engine and fault has processes of their own, which are ended after `--limit` seconds; a request that isn't
+over after 60 s counts as hung. Writes benchmarks/results/vllm_faults.{json,png}.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+from tqdm import tqdm
+
+from benchmarks.contest import vllm_entry
+from benchmarks.faults.asked import Answer, bystanders, is_valid, next_requests, victim
+from benchmarks.faults.faulty_matcher import FAULT_VARIABLE, FAULTS
+from benchmarks.report import RESULTS, ROOT, canvas, machine, print_table, write_json
+
+ALL_FAULTS = (*FAULTS, "error state", "costly grammar")
+MODEL = ROOT / "engine" / "default_model" / "checkpoint"
+STAGES = ("warm-up", "without", "with", "next")
+COLUMNS = {
+    "fault": "fault",
+    "system": "system",
+    "victim": "victim",
+    "victim_seconds": "after s",
+    "valid": "others valid",
+    "others": "the rest of the others",
+    "ratio": "their time, with/without",
+    "longest_gap": "longest silence s",
+    "engine": "engine",
+    "next": "next requests",
+}
+OUTCOMES = {
+    "valid": "#4c9f70",
+    "ended with an error": "#e0a030",
+    "wrong, and called complete": "#c0392b",
+    "hung": "#555555",
+}
+
+
+def systems(options: argparse.Namespace) -> dict[str, tuple[str, str]]:
+    """Label -> the host's name for the engine, and the interpreter."""
+    found = {}
+    vllm = vllm_entry(options.vllm_python)
+    if vllm is not None:
+        found["vLLM"] = ("vllm", vllm.python)
+    for replays in options.max_replays:
+        found[f"ours, max_replays={replays}"] = (f"ours:{replays}", sys.executable)
+    return found
+
+
+def observe(engine: str, python: str, fault: str, limit: float) -> dict[str, Any]:
+    """One engine, one fault: what its host said after each stage, by stage; and how it ended.
+
+    Returns:
+        Stages as `benchmarks.faults.host` writes them, `ended` ("by itself", "killed after 180 s", "with status -11")
+        and `log`, the end of what was printed.
+    """
+    with tempfile.TemporaryFile() as log, _hosted(engine, python, fault, log) as process:
+        killed = threading.Event()
+
+        def kill() -> None:
+            killed.set()
+            _kill_tree(process.pid)
+
+        timer = threading.Timer(limit, kill)
+        timer.start()
+        assert process.stdout is not None
+        stages = {stage.pop("stage"): stage for stage in map(json.loads, process.stdout)}
+        status = process.wait()
+        timer.cancel()
+        log.seek(0)
+        text = log.read().decode("utf-8", "replace")
+    ended = f"killed after {limit:g} s" if killed.is_set() else f"with status {status}" if status else "by itself"
+    return {**stages, "ended": ended, "log": text[-2000:]}
+
+
+@contextlib.contextmanager
+def _hosted(engine: str, python: str, fault: str, log: Any) -> Iterator[subprocess.Popen[str]]:
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT / "benchmarks" / "faults" / "startup"), str(ROOT)]),
+        FAULT_VARIABLE: fault,
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "VLLM_TARGET_DEVICE": "cpu",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    command = [python, "-m", "benchmarks.faults.host", engine, fault, str(MODEL)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, cwd=ROOT, env=environment, text=True)
+    try:
+        yield process
+    finally:
+        _kill_tree(process.pid)
+        process.wait()
+
+
+def _kill_tree(pid: int) -> None:
+    """A process and all that it started, which may not be able to listen any more."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        root = psutil.Process(pid)
+        for process in [*root.children(recursive=True), root]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+
+
+def judge(fault: str, system: str, seen: dict[str, Any]) -> dict[str, Any]:
+    """One line of the table."""
+    row: dict[str, Any] = {"fault": fault, "system": system, "ended": seen["ended"], "log": seen["log"]}
+    answers = {stage: [Answer(**one) for one in seen[stage]["answers"]] for stage in STAGES if stage in seen}
+    if "without" not in answers:
+        return row | {"victim": "didn't start", "engine": seen["ended"], "next": "none"}
+    if "with" not in answers:
+        # The process that asked is gone, and everybody's connection with it.
+        return row | {"victim": "no answer", "valid": "0 of 8", "engine": f"host ended {seen['ended']}", "next": "none"}
+    hurt, *others = answers["with"]
+    asked = bystanders()
+    outcomes = [_outcome(one, answer) for one, answer in zip(asked, others, strict=True)]
+    row |= {"victim": _told(hurt, _outcome(victim(fault, marked=True), hurt)), "victim_seconds": hurt.seconds}
+    row["outcomes"] = {outcome: outcomes.count(outcome) for outcome in OUTCOMES}
+    row["victim_outcome"] = _outcome(victim(fault, marked=True), hurt)
+    row["valid"] = f"{outcomes.count('valid')} of {len(asked)}"
+    row["others"] = "; ".join(_rest(others, outcomes)) or "-"
+    before = {answer.name: answer for answer in answers["without"]}
+    row["reference_valid"] = sum(is_valid(one, before[one.name]) for one in asked)
+    pairs = [
+        (answer.seconds / before[answer.name].seconds, answer.longest_gap)
+        for answer, outcome in zip(others, outcomes, strict=True)
+        if outcome == "valid"
+    ]
+    if pairs:
+        ratios = [ratio for ratio, _ in pairs]
+        row["ratio"] = f"{statistics.median(ratios):.2f} (worst {max(ratios):.2f})"
+        row["ratios"] = ratios
+        row["longest_gap"] = max(gap for _, gap in pairs)
+    row["engine"] = seen.get("state", {}).get("engine", seen["ended"])
+    if "next" in answers and all(answer.hung for answer in answers["next"]):
+        row["engine"] = f"hung (says: {row['engine']})"
+    if "next" in answers:
+        found = zip(next_requests(), answers["next"], strict=True)
+        row["next"] = "; ".join(f"{one.name}: {_short(answer, _outcome(one, answer))}" for one, answer in found)
+    row["answers"] = {stage: seen[stage]["answers"] for stage in STAGES[1:] if stage in seen}
+    return row
+
+
+def _outcome(asked: Any, answer: Answer) -> str:
+    if answer.hung:
+        return "hung"
+    if answer.error is not None:
+        return "ended with an error"
+    return "valid" if is_valid(asked, answer) else "wrong, and called complete"
+
+
+def _told(answer: Answer, outcome: str) -> str:
+    """What the victim's client is told."""
+    if outcome == "valid":
+        return "valid"
+    if answer.hung:
+        return f"nothing more after {answer.tokens} tokens"
+    if answer.error is not None:
+        return f"error: {_bounded(answer.error)}"
+    return f"finish_reason {answer.finish_reason}, text that ends in {answer.text[-6:]!r}: not in the language"
+
+
+def _rest(answers: list[Answer], outcomes: list[str]) -> list[str]:
+    kinds = [_short(answer, outcome) for answer, outcome in zip(answers, outcomes, strict=True) if outcome != "valid"]
+    return [f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds)]
+
+
+def _short(answer: Answer, outcome: str) -> str:
+    return _bounded(answer.error, 40) if answer.error is not None else outcome
+
+
+def _bounded(text: str, most: int = 70) -> str:
+    return text if len(text) <= most else text[:most] + "…"
+
+
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    """The nine requests of every run, by what became of them."""
+    drawn = [row for row in rows if "outcomes" in row]
+    figure, axes = canvas(1, width=10.0, height=0.42 * len(drawn) + 1.6)
+    axis = axes[0]
+    for at, row in enumerate(drawn):
+        counts = dict(row["outcomes"])
+        left = 0.0
+        for outcome, colour in OUTCOMES.items():
+            axis.barh(at, counts[outcome], left=left, color=colour, label=outcome if at == 0 else None, height=0.7)
+            left += counts[outcome]
+        axis.barh(at, 1, left=left + 0.3, color=OUTCOMES[row["victim_outcome"]], height=0.7, hatch="//")
+        dead = "" if row["engine"] == "alive" else f"engine {row['engine'].partition(':')[0].partition(' ')[0]}"
+        slower = f"others {row['ratio']} times as long" if "ratio" in row else ""
+        axis.text(left + 1.5, at, "; ".join(filter(None, (dead, slower))), va="center", fontsize=8)
+    axis.set_yticks(range(len(drawn)), [f"{row['fault']}, {row['system']}" for row in drawn], fontsize=8)
+    axis.invert_yaxis()
+    axis.set_xlim(0, 14)
+    axis.set_xticks(range(9))
+    axis.grid(visible=False)
+    axis.set_title(
+        "A fault in one request's masks: what became of eight others, and of the victim (hatched)", fontsize=10
+    )
+    figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False, fontsize=8)
+    figure.savefig(path, dpi=130)
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--fault", nargs="+", choices=ALL_FAULTS, default=list(ALL_FAULTS))
+    parser.add_argument(
+        "--max-replays", type=int, nargs="*", default=[0, 2], help="our pool's, each in a run of its own"
+    )
+    parser.add_argument(
+        "--limit", type=float, default=240.0, help="seconds after which an engine's processes are ended"
+    )
+    parser.add_argument("--vllm-python", help="an interpreter that has vLLM (docs/benchmarks.md)")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parsed()
+    started_on = machine()
+    taking_part = systems(options)
+    rows = []
+    with tqdm(total=len(options.fault) * len(taking_part), unit=" runs", disable=None) as bar:
+        for fault in options.fault:
+            for system, (engine, python) in taking_part.items():
+                bar.set_description(f"{fault}, {system}")
+                rows.append(judge(fault, system, observe(engine, python, fault, options.limit)))
+                bar.update()
+    print_table(rows, COLUMNS)
+    print("engine alive: it answers after the fault; their time: of the others that ended valid, median and worst")
+    setting = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
+    write_json(options.out / "vllm_faults.json", setting, rows, started_on)
+    plot(rows, options.out / "vllm_faults.png")
+    print(f"wrote {options.out / 'vllm_faults.json'} and .png")
+
+
+if __name__ == "__main__":
+    main()
