@@ -32,7 +32,9 @@ from actors.rotation import Rotation
 from actors.supervisor import Plan, Supervisor
 from guided.bitmask import words
 from guided.constraint import Constraint
-from guided.pool import GuidedError, PoolUnavailable
+from guided.errors import GuidedError, PoolUnavailable
+from guided.limits import CompileLimits
+from guided.pool import Fill, Grammar, PoolStatus, StepMasks
 from guided.vocabulary import Vocabulary
 
 __all__ = ["RayPool"]
