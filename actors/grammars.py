@@ -24,6 +24,7 @@ from ray.exceptions import RayActorError
 from actors.compile_process import Outcome
 from actors.loading import Home, Loading, Stored, ended_by
 from actors.mask_actor import Installable
+from actors.pieces import in_pieces
 from actors.suspensions import Suspensions
 from guided.backends import BACKENDS
 from guided.compilation import grammar_key
@@ -231,7 +232,7 @@ class Grammars:
 
     def _compile(self, key: CacheKey, constraint: Constraint, backends: list[str], last: bool = False) -> None:
         compiler = self._compiler
-        outcome, dumped = compiler.compile.options(num_returns=2).remote(constraint, backends)
+        outcome, dumped = compiler.compile.options(num_returns=2).remote(backends, *in_pieces(constraint))
         again = None if last else partial(self._compile_again, key, constraint, backends, compiler)
         self._when_done(outcome.future(), partial(self._compiled, key, constraint, dumped, again))
 
@@ -239,7 +240,11 @@ class Grammars:
         """The compile actor died, with all it was asked. Nothing says that this constraint did it: once more."""
         if self._compiler is lost:
             _log.error("the compile actor died: it is started again")
-            self._compiler = self._start_compiler()
+            try:
+                self._compiler = self._start_compiler()
+            except GuidedError as error:
+                self._fail(key, error)
+                return
             self._compiler_pid = self._pulse = None
         self._compile(key, constraint, backends, last=True)
 
@@ -270,7 +275,7 @@ class Grammars:
         grammar = Grammar(name, outcome.backend, constraint, key, outcome.seconds)
         with self._cache_lock:
             self._cache.weigh(grammar, outcome.nbytes)
-        stored = self._loading.add(Installable(name, outcome.backend, constraint), dumped)
+        stored = self._loading.add(Installable(name, outcome.backend, in_pieces(constraint)), dumped)
         self._arrivals.append(_Arrival(grammar, stored, time.monotonic()))
         self._check_arrivals()
 

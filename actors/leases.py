@@ -8,6 +8,7 @@ to step. Leases die with their segment, when the incarnation does.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +29,9 @@ class Leases:
         self._asked = np.zeros(count, np.int64)
         """The number of the newest request that a row was sent out with."""
         self._sent = np.zeros(count)
-        """`time.monotonic()` of that request."""
+        """`time.monotonic()` of that request, or of the first one where it was repeated."""
+        self._again = np.zeros(count)
+        """`time.monotonic()` of the last repetition."""
         self.owners = [NOBODY] * count
         """The sequence that a row is lent to, or was, until the worker has answered."""
         # Last returned, first lent: few pages of the segment are ever touched.
@@ -102,9 +105,19 @@ class Leases:
         return bool((self._asked > self._done).any())
 
     def unanswered(self, before: float) -> list[int]:
-        """Rows that were sent out earlier than `before`, and that the worker has not answered for."""
-        rows: list[int] = np.flatnonzero((self._asked > self._done) & (self._sent < before)).tolist()
+        """Rows that were last sent out earlier than `before`, and that the worker has not answered for."""
+        last = np.maximum(self._sent, self._again)
+        rows: list[int] = np.flatnonzero((self._asked > self._done) & (last < before)).tolist()
         return rows
+
+    def since(self, rows: Sequence[int]) -> NDArray[np.float64]:
+        """`time.monotonic()` of when rows were first asked for."""
+        return self._sent[list(rows)]
+
+    def repeated(self, rows: Sequence[int], since: NDArray[np.float64], now: float) -> None:
+        """The rows were asked for once more: what was owed `since` then is owed for as long."""
+        self._sent[list(rows)] = since
+        self._again[list(rows)] = now
 
     def outstanding(self) -> list[int]:
         """Rows that the worker has not answered for."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -92,8 +92,6 @@ class Link:
         """`time.monotonic()` of its last answer in words, or of the first request since it had nothing to do."""
         self._owed_for = 0.0
         """Where memory isn't shared: seconds without an answer, though it owed one, when the engine last looked."""
-        self._repeated: dict[int, int] = {}
-        """Rows that were asked for twice, by the number of the second request."""
         self._channel = wired.channel
         self._segment = wired.segment
         self._wanted, self._busy, self._since = (self.rows.mark[name] for name in ("wanted", "busy", "since"))
@@ -200,15 +198,10 @@ class Link:
         return max(0.0, now - max(moved_on, oldest))
 
     def forgotten(self, now: float, seconds: float) -> list[int]:
-        """Rows that were asked for once, more than `seconds` ago, and that the actor doesn't seem to know of."""
+        """Rows that were last asked for more than `seconds` ago, and that the actor doesn't seem to know of."""
         if self.shared and self._busy[0] != IDLE:
             return []
-        rows = self.leases.unanswered(now - seconds)
-        return [row for row in rows if self._repeated.get(row) != self.leases.asked(row)]
-
-    def repeated(self, rows: Iterable[int]) -> None:
-        """The rows were asked for once more. The first answer, should it still come, is ignored."""
-        self._repeated = {row: self.leases.asked(row) for row in rows}
+        return self.leases.unanswered(now - seconds)
 
     def busy_with(self) -> int | None:
         """The sequence whose row the actor is filling, or hangs in."""

@@ -145,7 +145,9 @@ class Loading:
         _log.error("grammar %s ended %d workers that loaded it: it is refused from now on", key, _MOST_ENDS)
         while len(self._refused) >= _MOST_REFUSED:
             del self._refused[next(iter(self._refused))]
-        self._refused[key] = WorkerDied("loading this constraint's grammar ended the worker, twice: it is refused")
+        error = WorkerDied("loading this constraint's grammar ended the worker, twice: it is refused")
+        error.retryable = False
+        self._refused[key] = error
 
     def _is_trusted(self, stored: Stored) -> bool:
         key = stored.installable.key
@@ -167,7 +169,9 @@ class Loading:
         if not home.loading:
             home.busy_since = time.monotonic()
         home.loading.append(stored.installable.key)
-        loaded: Future[None] = _in_order(home.actor.install, stored.installable, stored.dumped).future()
+        what = stored.installable
+        load = _in_order(home.actor.install, what.key, what.backend, stored.dumped, *what.pieces)
+        loaded: Future[None] = load.future()
         stored.homes[home] = loaded
         self._when_done(loaded, partial(self._loaded, stored, home))
         return loaded

@@ -17,10 +17,10 @@ import zmq
 from actors.channel import Address, connect
 from actors.memory import MemoryLimit, stay_within
 from actors.owner import Owner, exit_with
+from actors.pieces import joined
 from actors.segment import Rows, SegmentName, attach
 from actors.step_loop import StepLoop
 from guided.backends import BACKENDS, Backends
-from guided.constraint import Constraint
 from guided.vocabulary import Vocabulary
 from guided.worker import MaskWorker
 
@@ -48,7 +48,8 @@ class Installable:
 
     key: str
     backend: str
-    constraint: Constraint
+    pieces: tuple[bytes, ...]
+    """Of the constraint: arguments of their own, see `actors.pieces`."""
 
 
 class MaskActor:
@@ -99,14 +100,14 @@ class MaskActor:
         self._incarnation = incarnation
         return True
 
-    def install(self, grammar: Installable, dumped: bytes) -> None:
+    def install(self, key: str, backend: str, dumped: bytes, *pieces: bytes) -> None:
         """Load a compiled grammar and make it available to the step loop; loading happens beside that."""
         with self._installing:
-            if grammar.key in self._installed:
+            if key in self._installed:
                 return
-            loaded = self._backends[grammar.backend].load(grammar.constraint, dumped)
-            self._worker.install(grammar.key, loaded)
-            self._installed.add(grammar.key)
+            loaded = self._backends[backend].load(joined(pieces), dumped)
+            self._worker.install(key, loaded)
+            self._installed.add(key)
 
     def uninstall(self, keys: Sequence[str]) -> None:
         """Drop grammars that nobody uses any more; open matchers keep what they need."""

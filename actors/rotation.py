@@ -26,7 +26,7 @@ from actors.step import Part, Step
 from actors.supervisor import Down, Retiring, Up
 from actors.verdict import Verdict
 from guided.errors import BackendError, GuidedError, PoolUnavailable, from_wire
-from guided.messages import OpenSequence
+from guided.messages import OpenSequence, RowResult
 from guided.pool import Fill, Grammar, Row, StepMasks
 
 __all__ = ["Rotation"]
@@ -390,7 +390,7 @@ class Rotation:
         """Take the answers that are there in words."""
         for result in link.receive():
             sequence = self._sequences.get(result.sequence)
-            row = Row(_STATES[result.status], result.seconds, from_wire(result.error) if result.error else None)
+            row = Row(_STATES[result.status], result.seconds, _error(link, result) if result.error else None)
             if sequence is not None and sequence.link is link:
                 sequence.usual = sequence.confirmed = False  # should it lack the matcher, it is told to open one
                 sequence.error = row.error
@@ -469,9 +469,10 @@ class Rotation:
         for link in self._links:
             rows = link.forgotten(now, self._repeat_after)
             if rows:
+                since = link.leases.since(rows)
                 current = self._repeat_current(link, rows)
                 self._repeat_kept(link, [row for row in rows if row not in current])
-                link.repeated(rows)
+                link.leases.repeated(rows, since, now)
 
     def _repeat_current(self, link: Link, rows: Collection[int]) -> set[int]:
         """Those that the current step waits for; returns them."""
@@ -545,7 +546,7 @@ class Rotation:
         waiting = self._step.waiting()
         for sequence in self._placement.remove(link):
             if self._closed or verdict.is_lost(sequence):
-                self._lose(sequence, news.error)
+                self._lose(sequence, verdict.error(sequence))
                 row = Row("failed", error=sequence.error)
             else:
                 sequence.displace()
@@ -563,3 +564,11 @@ class Rotation:
         sequence.displace()
         sequence.error = sequence.error or error
         self._lost[sequence.opening.sequence] = sequence.error
+
+
+def _error(link: Link, result: RowResult) -> GuidedError:
+    """A row's error, with a note of whose it is: for the log."""
+    assert result.error is not None
+    error = from_wire(result.error)
+    error.add_note(f"on mask worker {link.index}, pid {link.place.pid}")
+    return error

@@ -256,10 +256,16 @@ class Supervisor:
         for shared in (True, False) if near else (False,):
             channel = plan.transport.ipc() if shared else plan.transport.tcp()
             attached = home.actor.attach.remote(self._incarnation, channel.address, segment.name, shared).future()
-            if self._wait(attached, _CONNECT_SECONDS, "connect the actor") and channel.wait_connected(_CONNECT_SECONDS):
+            connected = False
+            try:
+                connected = self._wait(attached, _CONNECT_SECONDS, "connect the actor")
+                connected = connected and channel.wait_connected(_CONNECT_SECONDS)
+            finally:
+                if not connected:
+                    channel.close()
+            if connected:
                 wired = Wired(self._index, self._incarnation, place, channel, segment, shared, home.installed)
                 return Link(wired), channel
-            channel.close()
         segment.close()
         raise PoolUnavailable(f"the actor on {place.host} can't connect to {plan.cluster.host}")
 

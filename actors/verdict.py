@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from actors.placed import Placed
 from actors.supervisor import Down
+from guided.errors import GuidedError, WorkerDied
 
 __all__ = ["Verdict"]
 
@@ -57,3 +58,11 @@ class Verdict:
             sequence.suspect = True
             sequence.deaths += self.certain
         return sequence.deaths > self.max_replays or sequence.moves > _MOST_MOVES
+
+    def error(self, sequence: Placed) -> GuidedError:
+        """What it ends with, if it does: the same request would end the next actor too, where it was its row."""
+        error = self.news.error
+        if isinstance(error, WorkerDied) and self.certain and sequence.opening.sequence in self.suspects:
+            error = WorkerDied(f"{error.message} of this request's mask")
+            error.retryable = False
+        return error

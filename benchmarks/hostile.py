@@ -258,7 +258,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--max-replays", type=int, nargs="+", default=[0, 2], help="a run each")
     parser.add_argument("--backend", nargs="+", choices=COLUMNS, default=list(COLUMNS))
     parser.add_argument("--only", nargs="+", help="ids of inputs")
-    parser.add_argument("--at-a-time", type=int, default=2, help="hostile inputs under way")
+    parser.add_argument("--at-a-time", type=int, default=1, help="hostile inputs under way")
     parser.add_argument("--flood", type=int, default=1000, help="requests of an input that is a flood of them, at most")
     parser.add_argument("--good", type=int, default=16, help="good requests under way")
     parser.add_argument("--actors", type=int, default=2)

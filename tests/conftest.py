@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 # On CI a run says something about the change, not about today's draw; elsewhere every run looks further.
 settings.register_profile("ci", derandomize=True)
+settings.register_profile("fuzz", max_examples=5000)
 if os.environ.get("CI"):
     settings.load_profile("ci")
 

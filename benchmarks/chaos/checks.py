@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
@@ -15,6 +17,7 @@ from benchmarks.chaos.examples import Example
 from benchmarks.chaos.traffic import Request
 from engine.server import errors as server_errors
 from guided.backends import Backends
+from guided.constraint import Constraint
 from guided.errors import GuidedError, InternalError
 from guided.vocabulary import Vocabulary
 
@@ -23,6 +26,7 @@ __all__ = ["DECLARED", "MUST_NOT", "Judge", "Outcome", "Verdict", "undeclared", 
 Outcome = Literal["valid", "failed", "refused", "left", "invalid", "different", "undeclared", "hung"]
 MUST_NOT: tuple[Outcome, ...] = ("invalid", "different", "undeclared", "hung")
 """What no fault excuses."""
+BLANKS = "[ \\t\\r\\n]*"
 
 
 def _codes(root: type[GuidedError]) -> set[str]:
@@ -91,12 +95,16 @@ class Judge:
     def illegal(self, example: Example, text: str, used: str | None) -> str | None:
         """What is wrong with the beginning of an output, as another backend than the one that made it sees it."""
         judge = "xgrammar" if used == "llguidance" else "llguidance"
-        matcher = self._compiled(judge, example.constraint).matcher()
-        try:
-            matcher.accept_tokens(self._backends.vocabulary.encode(text))
-        except GuidedError as error:
-            return f"cut, and no legal beginning: {text[:200]!r} ({judge}: {str(error)[:200]})"
-        return None
+        said = ""
+        for constraint in [example.constraint] if used == "llguidance" else readings(example):
+            matcher = self._compiled(judge, constraint).matcher()
+            try:
+                matcher.accept_tokens(self._backends.vocabulary.encode(text))
+            except GuidedError as error:
+                said = said or str(error)
+            else:
+                return None
+        return f"cut, and no legal beginning: {text[:200]!r} ({judge}: {said[:200]})"
 
     def _compared(self, request: Request, answer: Answer) -> Verdict:
         reference = self.references.get(request.key or "")
@@ -105,6 +113,32 @@ class Judge:
                 if (choice.text, choice.finish_reason) != (reference.text, reference.finish_reason):
                     return Verdict("different", f"{choice.text[:200]!r}, undisturbed {reference.text[:200]!r}")
         return Verdict("valid")
+
+
+def readings(example: Example) -> Iterator[Constraint]:
+    """Constraints that together allow all that `example` means: JSON's blanks, and properties in any order, which
+    backends narrow down each in its own way."""
+    if example.kind == "json_object":
+        yield Constraint.json_object(whitespace=BLANKS)
+    elif example.kind == "json_schema":
+        for schema in _orders(example.value):
+            yield Constraint.json_schema(schema, whitespace=BLANKS)
+    else:
+        yield example.constraint
+
+
+def _orders(value: Any) -> Iterator[Any]:
+    """A schema with its objects' properties in every order."""
+    if isinstance(value, dict):
+        for parts in itertools.product(*(_orders(each) for each in value.values())):
+            fields = dict(zip(value, parts, strict=True))
+            if isinstance(named := fields.get("properties"), dict):
+                for order in itertools.permutations(named):
+                    yield {**fields, "properties": {name: named[name] for name in order}}
+            else:
+                yield fields
+    else:
+        yield value
 
 
 def unsatisfied(example: Example, text: str) -> str | None:

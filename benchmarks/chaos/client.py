@@ -16,7 +16,7 @@ from benchmarks.chaos.traffic import Request
 __all__ = ["Answer", "Choice", "ask"]
 
 STALL_SECONDS = 8.0
-LEAVE_SECONDS = 0.3
+LEAVE_SECONDS = 0.5
 
 
 @dataclass
@@ -60,11 +60,12 @@ async def ask(http: httpx.AsyncClient, request: Request, limit: float) -> Answer
         limit: seconds after which it is hung.
     """
     answer = Answer(time.monotonic())
+    patience = _patience(request)
     try:
-        async with asyncio.timeout(limit):
+        async with asyncio.timeout(limit if patience is None else patience):
             content = request.content
             headers = {"content-type": "application/json"}
-            if request.stream or request.manners != "reads":
+            if request.stream:
                 async with http.stream("POST", request.path, content=content, headers=headers) as response:
                     await _read(response, request, answer)
             else:
@@ -72,7 +73,7 @@ async def ask(http: httpx.AsyncClient, request: Request, limit: float) -> Answer
                 _take_status(response, answer)
                 _take_body(response.content, answer)
     except TimeoutError:
-        answer.hung = True
+        answer.hung, answer.left = patience is None, patience is not None
     except (httpx.HTTPError, ValueError, KeyError, TypeError, AttributeError) as error:
         where = "before the status" if answer.status is None else f"after status {answer.status}"
         answer.problem = f"{type(error).__name__} {where}: {str(error)[:200]}"
@@ -80,13 +81,16 @@ async def ask(http: httpx.AsyncClient, request: Request, limit: float) -> Answer
     return answer
 
 
+def _patience(request: Request) -> float | None:
+    """Seconds after which the client goes, whatever came; None where it waits."""
+    if request.manners == "leaves" and (request.number % 2 or not request.stream):
+        return LEAVE_SECONDS * (1 + request.number % 7) / 7
+    return None
+
+
 async def _read(response: httpx.Response, request: Request, answer: Answer) -> None:
     _take_status(response, answer)
-    if request.manners == "leaves" and (request.number % 2 or not request.stream):
-        await asyncio.sleep(LEAVE_SECONDS * (request.number % 7) / 7)
-        answer.left = True
-        return
-    if response.status_code != 200 or not request.stream:
+    if response.status_code != 200:
         _take_body(await response.aread(), answer)
         return
     count = 0

@@ -38,6 +38,8 @@ class CompileBackend(BaseModel):
 
 class PoolHealth(BaseModel):
     name: str
+    trouble: str | None
+    """What keeps actors that end from being replaced, where something does."""
     compiling: int
     backends: list[CompileBackend]
     actors: list[MaskActor]
@@ -60,7 +62,7 @@ async def health(response: Response, context: Context) -> Health:
     elif not engine.alive:
         reason = f"the engine has died: {engine.error}"
     elif not pool.healthy:
-        reason = "no mask actor is up"
+        reason = "no mask actor is up" + (f": {pool.trouble}" if pool.trouble else "")
     if reason is not None:
         response.status_code = 503
     actors = [
@@ -88,5 +90,7 @@ async def health(response: Response, context: Context) -> Health:
     return Health(
         status="ok" if reason is None else "unavailable",
         reason=reason,
-        pool=PoolHealth(name=pool.name, compiling=pool.compiling, backends=backends, actors=actors),
+        pool=PoolHealth(
+            name=pool.name, trouble=pool.trouble, compiling=pool.compiling, backends=backends, actors=actors
+        ),
     )

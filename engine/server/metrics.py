@@ -18,8 +18,8 @@ from prometheus_client.registry import Collector
 from engine.async_llm import AsyncLLM
 from engine.outputs import RequestMetrics, RequestOutput
 from engine.sampling_params import SamplingParams
-from guided.pool import BackendStatus
 from guided.errors import GuidedError
+from guided.pool import BackendStatus
 
 __all__ = ["Metrics", "router"]
 

@@ -45,6 +45,7 @@ def test_a_crash_in_mid_fill_ends_who_had_a_matcher_there(driven: DrivenPool, en
     driven.go_on([*sound, culprit], 3)
     assert set(driven.errors) == {culprit, *there}
     assert all(isinstance(error, WorkerDied) for error in driven.errors.values())
+    assert {each for each, error in driven.errors.items() if not error.retryable} == {culprit}
     until(driven.all_up)
     assert len(driven.pids & pids) == 1
     again = driven.open("sound", number=4)

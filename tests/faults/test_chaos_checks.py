@@ -74,6 +74,14 @@ class TestOutputs:
         assert judge.verdict(request_, answered(right, "length", used=used)).outcome == "valid"
         assert judge.verdict(request_, answered(wrong, "length", used=used)).outcome == "invalid"
 
+    def test_blanks_and_the_order_of_properties_are_free(self, judge: Judge) -> None:
+        example = EXAMPLES["json_schema"][2]
+        request = constrained(5, example, "lm-format-enforcer", CHAT)
+        right = answered('{"city":  \n\n "Oslo" , "who": {"age": 1, "na', "length", used="lm-format-enforcer")
+        assert judge.verdict(request, right).outcome == "valid"
+        wrong = answered('{"city": "Oslo", "who": {"age": 1, "na": ', "length", used="lm-format-enforcer")
+        assert judge.verdict(request, wrong).outcome == "invalid"
+
     def test_the_backend_is_the_one_that_was_asked_for(self, judge: Judge) -> None:
         assert judge.verdict(DATE, answered("2031-12-01", used="xgrammar")).outcome == "invalid"
 

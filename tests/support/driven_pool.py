@@ -10,6 +10,7 @@ from itertools import count
 from pathlib import Path
 
 import numpy as np
+import psutil
 from byte_vocabulary import WORDS
 from faulty_backend import NAME, faulty
 
@@ -36,6 +37,11 @@ def freeze(pid: int) -> None:
     os.kill(pid, signal.SIGSTOP)
     tasks = Path(f"/proc/{pid}/task")
     until(lambda: all((task / "stat").read_text().rpartition(")")[2].split()[0] == "T" for task in tasks.iterdir()))
+
+
+def gone(pid: int) -> None:
+    """Wait for a process's end."""
+    until(lambda: not psutil.pid_exists(pid))
 
 
 class DrivenPool:

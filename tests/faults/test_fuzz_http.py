@@ -1,0 +1,194 @@
+"""The HTTP API under requests that nobody would write: the real application and engine, compilation in processes.
+
+`--hypothesis-profile fuzz` looks further; `docs/failure-model.md` says how to let schemathesis loose on a real server.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import jsonschema
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.strategies import SearchStrategy
+from schemathesis import GenerationMode
+from schemathesis.specs.openapi.checks import positive_data_acceptance
+from serving import sse
+from starlette.testclient import TestClient
+from wild import BACKEND_NAMES, FIELDS, JUNK, NAMES, TEXTS, mostly
+
+from actors import RayPool
+from actors.compiler import CompileLimits
+from engine.async_llm import AsyncLLM
+from engine.config import EngineConfig
+from engine.model_loader import load_model
+from engine.server.app import create_app
+from engine.server.context import ServerSettings
+
+EXAMPLES = max(1, settings.default.max_examples // 5)
+SETTINGS = settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+OPERATIONS = [
+    ("POST", "/v1/chat/completions"),
+    ("POST", "/v1/completions"),
+    ("POST", "/tokenize"),
+    ("POST", "/detokenize"),
+    ("GET", "/v1/models"),
+    ("GET", "/v1/models/{name}"),
+    ("GET", "/health"),
+    ("GET", "/metrics"),
+    ("GET", "/version"),
+]
+INTERNAL = {"backend_error", "dead_end", "token_rejected", "mask_timeout"}
+"""Errors of ours that a grammar may bring about. `internal_error` is none of them: that would be a surprise."""
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_llama_dir: Path, local_ray: None) -> Iterator[AsyncLLM]:
+    model = load_model(str(tiny_llama_dir), dtype="float32", device="cpu")
+    pool = RayPool(model.vocabulary, num_actors=1, compile_limits=CompileLimits(processes=1, seconds=3.0))
+    engine = AsyncLLM(model, pool, EngineConfig(max_num_seqs=8, max_model_len=96))
+    yield engine
+    engine.shutdown()
+    pool.shutdown()
+
+
+@pytest.fixture(scope="module")
+def client(engine: AsyncLLM) -> Iterator[TestClient]:
+    app = create_app(engine, ServerSettings(model_names=("tiny",)))
+    with TestClient(app, raise_server_exceptions=True) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def api(client: TestClient) -> Any:
+    return schemathesis.openapi.from_asgi("/openapi.json", client.app)
+
+
+def test_the_description_names_all_operations(api: Any) -> None:
+    found = {(each.ok().method.upper(), each.ok().path) for each in api.get_all_operations()}
+    assert found == set(OPERATIONS)
+
+
+@pytest.mark.parametrize("mode", list(GenerationMode))
+@pytest.mark.parametrize(("method", "path"), OPERATIONS)
+def test_what_the_description_promises_is_kept(api: Any, method: str, path: str, mode: GenerationMode) -> None:
+    if method == "GET" and mode is GenerationMode.NEGATIVE:
+        pytest.skip("there is nothing to get wrong")
+
+    @SETTINGS
+    @given(api[path][method].as_strategy(generation_mode=mode))
+    def keep(case: Any) -> None:
+        # What a field means (a prompt that is empty, two constraints, no such token) is checked beyond its type.
+        case.call_and_validate(excluded_checks=[positive_data_acceptance])
+
+    keep()
+
+
+def _requests() -> SearchStrategy[dict[str, Any]]:
+    """Bodies for `/v1/completions` and, with messages, the chat: one constraint mostly, and some parameters."""
+
+    def constrained(kind: str) -> SearchStrategy[dict[str, Any]]:
+        return st.fixed_dictionaries({kind: FIELDS[kind]})
+
+    one = st.sampled_from(sorted(FIELDS)).flatmap(constrained)
+    two = st.tuples(one, one).map(lambda pair: {**pair[0], **pair[1]})
+    constraints = mostly(one, st.one_of(st.just({}), two), of=5)
+    parameters = st.fixed_dictionaries(
+        {"max_tokens": mostly(st.integers(1, 24), JUNK, of=60)},
+        optional={
+            "backend": mostly(st.sampled_from(BACKEND_NAMES), JUNK, of=60),
+            "stream": mostly(st.booleans(), JUNK, of=60),
+            "temperature": mostly(st.sampled_from([0, 0.7, 2]), JUNK, of=60),
+            "seed": mostly(st.integers(0, 9), JUNK, of=60),
+            "n": mostly(st.integers(1, 3), JUNK, of=60),
+            "logprobs": mostly(st.integers(0, 3), JUNK, of=60),
+            "min_tokens": mostly(st.integers(0, 5), JUNK, of=60),
+            "ignore_eos": mostly(st.booleans(), JUNK, of=60),
+            "top_p": mostly(st.floats(0.1, 1), JUNK, of=60),
+            "top_k": mostly(st.integers(-1, 50), JUNK, of=60),
+            "logit_bias": mostly(st.dictionaries(st.integers(0, 640).map(str), st.integers(-100, 100)), JUNK, of=60),
+            "frequency_penalty": mostly(st.floats(-2, 2), JUNK, of=60),
+            "stop": mostly(TEXTS, JUNK, of=60),
+            "whitespace_pattern": mostly(st.sampled_from(["", " ?"]), JUNK, of=60),
+        },
+    )
+    prompts = mostly(
+        st.one_of(TEXTS, st.lists(TEXTS, max_size=2), st.lists(st.integers(0, 639), max_size=5)), JUNK, of=60
+    )
+    usual = st.tuples(prompts, constraints, parameters).map(lambda drawn: {"prompt": drawn[0], **drawn[1], **drawn[2]})
+    return mostly(usual, st.dictionaries(NAMES, JUNK, max_size=4), of=20)
+
+
+def _check_error(error: dict[str, Any], status: int) -> str:
+    assert set(error) == {"message", "type", "param", "code", "pointer"}, error
+    assert error["message"], error
+    assert len(error["message"]) < 2000
+    if status >= 500:
+        assert error["code"] in INTERNAL, error
+    return f"{error['code']}: {error['message']}" if status >= 500 else str(error["code"])
+
+
+def _check_text(body: dict[str, Any], text: str) -> None:
+    """An output that ended with `stop` satisfies its constraint, as others see it."""
+    if "choice" in body:
+        assert text in body["choice"]
+    elif "json_object" in body:
+        assert isinstance(json.loads(text), dict)
+    elif "json_schema" in body:
+        schema, value = body["json_schema"], json.loads(text)
+        try:
+            jsonschema.Draft202012Validator(schema).validate(value)
+        except (jsonschema.ValidationError, re.error):
+            # The dialect of a pattern is ECMA 262's, which Python's validator doesn't speak.
+            if "pattern" not in json.dumps(schema):
+                raise
+
+
+def _answered(client: TestClient, body: dict[str, Any]) -> str:
+    content = json.dumps(body, allow_nan=True).encode("utf-8", "surrogatepass")
+    answer: httpx.Response = client.post(
+        "/v1/completions", content=content, headers={"content-type": "application/json"}
+    )
+    assert answer.headers["x-request-id"]
+    if answer.status_code != 200:
+        assert answer.status_code in (400, 500), answer.text
+        assert answer.headers["x-should-retry"] == "false"
+        return _check_error(answer.json()["error"], answer.status_code)
+    if not body.get("stream"):
+        for choice in answer.json()["choices"]:
+            assert choice["finish_reason"] in ("stop", "length")
+            if choice["finish_reason"] == "stop":
+                _check_text(body, choice["text"])
+        return "answered"
+    *events, last = sse(answer.text)
+    if last == "[DONE]":
+        reasons = [event["choices"][0]["finish_reason"] for event in events]
+        assert reasons.count("stop") + reasons.count("length") >= 1
+        return "streamed"
+    return _check_error(last["error"], 500)
+
+
+def test_any_generation_is_answered_or_refused(client: TestClient, engine: AsyncLLM) -> None:
+    """A status or an event that says why, never a surprise, never an output that its constraint forbids."""
+    outcomes: Counter[str] = Counter()
+
+    @settings(SETTINGS, max_examples=5 * EXAMPLES)
+    @given(_requests())
+    def answer(body: dict[str, Any]) -> None:
+        outcomes[_answered(client, body)] += 1
+
+    answer()
+    print(*(f"{count:6} {outcome}" for outcome, count in outcomes.most_common()), sep="\n")
+    assert outcomes["answered"] + outcomes["streamed"] > 0
+    health = engine.health()
+    assert health.alive
+    assert health.num_running == health.num_waiting == 0
+    assert engine.engine.blocks.num_free == engine.engine.blocks.num_blocks

@@ -1,0 +1,209 @@
+"""Actors that end under their sequences, with `max_replays`: who is hurt, and that all others say what they would."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from faulty_backend import ADAPTER, NAME
+from generating import Requests, errors, generate, said
+from serving import wait_until
+
+from actors import RayPool, grammars
+from engine.llm_engine import LLMEngine
+from engine.model_loader import LoadedModel
+from engine.outputs import RequestOutput
+from engine.sampling_params import SamplingParams
+from guided.backends import BACKENDS
+from guided.errors import MaskTimeout, PoolUnavailable, WorkerDied
+from guided.inline import InlinePool
+
+LONG = 120.0
+Outputs = dict[str, RequestOutput]
+
+
+def bystanders() -> Requests:
+    """Random and greedy, free and constrained, one and several sequences; some are parked: their masks are late."""
+    return {
+        "free": SamplingParams(temperature=1.0, seed=1, max_tokens=30),
+        "pair": SamplingParams(regex="[a-f0-9]{24}", temperature=1.0, seed=2, n=2, max_tokens=40),
+        "greedy": SamplingParams(regex="[0-9]{9}-[a-f]{9}", temperature=0.0, max_tokens=40),
+        "late": SamplingParams(regex="sleep@fill=0.02 length=20", backend=NAME, seed=3, n=2, max_tokens=40),
+        **{
+            f"sound {seed}": SamplingParams(regex="length=24", backend=NAME, seed=seed, max_tokens=40)
+            for seed in range(4)
+        },
+    }
+
+
+def poisoned(fault: str) -> SamplingParams:
+    return SamplingParams(regex=f"{fault} length=20", backend=NAME, seed=9, max_tokens=40)
+
+
+@pytest.fixture(scope="module", params=["memory", "tcp"])
+def pool(request: pytest.FixtureRequest, tiny_model: LoadedModel, local_ray: None) -> Iterator[RayPool]:
+    transport = "tcp" if request.param == "tcp" else "auto"
+    pool = RayPool(tiny_model.vocabulary, num_actors=2, max_replays=1, mask_limit=2.0, transport=transport)
+    yield pool
+    pool.shutdown()
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_model: LoadedModel) -> Outputs:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setitem(BACKENDS, NAME, ADAPTER)
+        return generate(tiny_model, InlinePool(tiny_model.vocabulary), bystanders())
+
+
+@pytest.fixture(autouse=True)
+def all_up(pool: RayPool, faulty_here: None) -> Iterator[None]:
+    """Each test starts with all actors, and none that is about to end for somebody else's sake."""
+    wait_until(lambda: all(worker.state == "up" for worker in pool.status().workers), LONG)
+    yield
+    assert not pool._rotation._placement.sequences
+
+
+def pids(pool: RayPool) -> list[int]:
+    return [worker.pid for worker in pool.status().workers if worker.pid is not None]
+
+
+def after(steps: int, action: Callable[[LLMEngine], None]) -> Callable[[LLMEngine], None]:
+    """Do something between two steps, once, when there were so many."""
+    done: list[bool] = []
+
+    def between(engine: LLMEngine) -> None:
+        if engine.stats.steps >= steps and not done:
+            done.append(True)
+            action(engine)
+
+    return between
+
+
+def kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE, LONG)
+
+
+def test_two_poisoned_grammars_end_two_requests(pool: RayPool, tiny_model: LoadedModel, expected: Outputs) -> None:
+    """They end three or four actors between them, and all that is there each time is replayed."""
+    poison = {"segfault": poisoned("segfault@fill:3"), "exit": poisoned("exit@accept:8")}
+    found = generate(tiny_model, pool, bystanders() | poison)
+    assert errors(found) == {"segfault": WorkerDied.code, "exit": WorkerDied.code}
+    assert said(found, *poison) == said(expected)
+    assert [len(found[name].outputs[0].token_ids) for name in poison] == [3, 9]
+
+
+def test_all_actors_killed_between_two_steps(pool: RayPool, tiny_model: LoadedModel, expected: Outputs) -> None:
+    """Nobody is up for a while: constrained sequences wait, and go on where they were."""
+    lengths: dict[str, int] = {}
+
+    def kill_all(engine: LLMEngine) -> None:
+        for pid in pids(pool):
+            kill(pid)
+        lengths.update((name, len(group.sequences[0].data.output_token_ids)) for name, group in engine.groups.items())
+
+    found = generate(tiny_model, pool, bystanders(), after(8, kill_all))
+    assert all(length > 0 for length in lengths.values()), "in the middle of it"
+    assert not errors(found)
+    assert said(found) == said(expected)
+
+
+def test_killed_from_outside_in_mid_fill_and_tried_again(
+    pool: RayPool, tiny_model: LoadedModel, expected: Outputs, tmp_path: Path
+) -> None:
+    """Whose row it was is suspect, and proves that it isn't its fault."""
+    reached, go_on = tmp_path / "reached", tmp_path / "go_on"
+
+    def kill_where_it_waits(engine: LLMEngine) -> None:
+        if reached.exists() and not go_on.exists():
+            suspect = engine.groups["unlucky"].sequences[0].seq_id
+            link = pool._rotation._sequences[suspect].link
+            assert link is not None
+            go_on.touch()  # for the next time
+            kill(link.place.pid)
+
+    unlucky = poisoned(f"wait@fill:5={go_on} touch={reached}")
+    found = generate(tiny_model, pool, bystanders() | {"unlucky": unlucky}, kill_where_it_waits)
+    assert go_on.exists()
+    assert not errors(found)
+    assert said(found, "unlucky") == said(expected)
+    assert len(found["unlucky"].outputs[0].token_ids) == 21
+
+
+def test_an_endless_fill_ends_one_request(pool: RayPool, tiny_model: LoadedModel, expected: Outputs) -> None:
+    """It holds the interpreter's lock: nothing that was decided before it in its message is heard of."""
+    found = generate(tiny_model, pool, bystanders() | {"endless": poisoned("hold@fill:4")})
+    assert errors(found) == {"endless": MaskTimeout.code}
+    assert said(found, "endless") == said(expected)
+
+
+@pytest.mark.parametrize("fault", ["abort@load", "hold@load"])
+def test_a_grammar_that_cant_be_loaded_ends_its_own_request(
+    pool: RayPool, tiny_model: LoadedModel, expected: Outputs, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One actor, and then one that nobody uses yet; and it is not tried again by every other that comes up."""
+    monkeypatch.setattr(grammars, "_LOAD_SECONDS", 2.0)
+    bad = poisoned(fault)
+    found = generate(tiny_model, pool, bystanders() | {"bad": bad})
+    assert errors(found) == {"bad": WorkerDied.code}
+    assert said(found, "bad") == said(expected)
+    wait_until(lambda: all(worker.state == "up" for worker in pool.status().workers), LONG)
+    before = pids(pool)
+    assert errors(generate(tiny_model, pool, {"again": bad})) == {"again": WorkerDied.code}
+    assert pids(pool) == before
+
+
+def test_who_was_killed_while_it_loaded_loads_it_the_next_time(
+    pool: RayPool, tiny_model: LoadedModel, tmp_path: Path
+) -> None:
+    found = generate(tiny_model, pool, {"unlucky": poisoned(f"abort@load once={tmp_path / 'once'}")})
+    assert not errors(found)
+
+
+def test_at_0_a_death_ends_those_that_were_there_and_a_hang_one(
+    pool: RayPool, tiny_model: LoadedModel, expected: Outputs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool._rotation, "_max_replays", 0)
+    there: set[str] = set()
+
+    def kill_one(engine: LLMEngine) -> None:
+        link = pool._rotation._links[0]
+        there.update(
+            name
+            for name, group in engine.groups.items()
+            if link.sequences.intersection(sequence.seq_id for sequence in group.sequences)
+        )
+        kill(link.place.pid)
+
+    found = generate(tiny_model, pool, bystanders(), after(8, kill_one))
+    assert errors(found) == dict.fromkeys(there, WorkerDied.code)
+    assert there
+    assert said(found, *there) == {name: text for name, text in said(expected).items() if name not in there}
+
+    found = generate(tiny_model, pool, bystanders() | {"endless": poisoned("hold@fill:4")})
+    assert errors(found) == {"endless": MaskTimeout.code}
+    assert said(found, "endless") == said(expected)
+
+
+def test_where_no_actor_comes_up_constrained_requests_end_and_the_others_go_on(
+    pool: RayPool, tiny_model: LoadedModel, expected: Outputs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool._rotation, "_pool_wait", 0.5)
+    monkeypatch.setattr(pool._grammars, "_pool_wait", 0.5)
+
+    def kill_all(engine: LLMEngine) -> None:
+        for pid in pids(pool):
+            kill(pid)
+        wait_until(lambda: not pool.status().healthy, LONG)
+        engine.add_request("new", "Quick", SamplingParams(regex="[0-9]{5}"))
+
+    found = generate(tiny_model, pool, bystanders(), after(8, kill_all))
+    constrained = set(bystanders()) - {"free"}
+    assert errors(found) == dict.fromkeys({*constrained, "new"}, PoolUnavailable.code)
+    assert said(found, *constrained, "new") == {"free": said(expected)["free"]}

@@ -1,0 +1,79 @@
+"""What a grammar library does wrong within one row, in an actor: it ends its request, and changes nobody's output."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from faulty_backend import NAME
+from generating import Requests, errors, generate, said
+
+from actors import RayPool
+from engine.model_loader import LoadedModel
+from engine.sampling_params import SamplingParams
+from guided.errors import BackendError, DeadEnd, TokenRejected
+from guided.inline import InlinePool
+
+pytestmark = pytest.mark.usefixtures("faulty_here")
+FAULTS = {
+    "raise@accept:2": BackendError,
+    "raise@fill:3": BackendError,
+    "panic@accept:1": BackendError,
+    "panic@fill:2": BackendError,
+    "empty@fill:3": DeadEnd,
+    "reject@accept:4": TokenRejected,
+}
+AMBIGUOUS = "start: s\ns: /[0-9]/ | " + " | ".join("s " * count for count in range(2, 40))
+"""With every character there are more ways to read it: after ten or so llguidance is over its limits, and in its error
+state, which it reports as a mask that allows the end of the sequence and nothing else."""
+
+
+@pytest.fixture(scope="module")
+def pool(tiny_model: LoadedModel, local_ray: None) -> Iterator[RayPool]:
+    pool = RayPool(tiny_model.vocabulary, num_actors=2)
+    yield pool
+    pool.shutdown()
+
+
+def sound() -> Requests:
+    """Random and greedy, with and without a constraint, one and several sequences, two backends."""
+    return {
+        "free": SamplingParams(temperature=0.0, max_tokens=20),
+        "seeded": SamplingParams(temperature=1.0, seed=3, max_tokens=20),
+        "pair": SamplingParams(regex="[a-f0-9]{18}", temperature=1.0, seed=5, n=2, max_tokens=30),
+        "greedy": SamplingParams(regex="[0-9]{3}-[a-f]{9}", temperature=0.0, max_tokens=30),
+        **{
+            f"neighbour {seed}": SamplingParams(regex="length=16", backend=NAME, seed=seed, max_tokens=30)
+            for seed in range(4)
+        },
+    }
+
+
+def test_every_fault_ends_its_own_request_and_no_other(pool: RayPool, tiny_model: LoadedModel) -> None:
+    expected = generate(tiny_model, InlinePool(tiny_model.vocabulary), sound())
+    assert not errors(expected)
+    faults = {
+        fault: SamplingParams(regex=f"{fault} name={fault}", backend=NAME, seed=7, max_tokens=30) for fault in FAULTS
+    }
+    found = generate(tiny_model, pool, sound() | faults)
+    assert said(found, *faults) == said(expected)
+    assert errors(found) == {fault: error.code for fault, error in FAULTS.items()}
+    assert all(one.finish_reason == "error" for fault in faults for one in found[fault].outputs)
+    lengths = {fault: len(found[fault].outputs[0].token_ids) for fault in faults}
+    assert lengths == {fault: int(fault[-1]) + ("accept" in fault) for fault in lengths}, "at its place, not before"
+    assert {worker.restarts for worker in pool.status().workers} == {0}
+
+
+def test_llguidances_error_state_is_an_error_and_never_the_end(pool: RayPool, tiny_model: LoadedModel) -> None:
+    expected = generate(tiny_model, InlinePool(tiny_model.vocabulary), {"pair": sound()["pair"]})
+    requests = {
+        "pair": sound()["pair"],
+        "ambiguous": SamplingParams(grammar=AMBIGUOUS, backend="llguidance", min_tokens=60, seed=1, max_tokens=60),
+    }
+    found = generate(tiny_model, pool, requests)
+    assert said(found, "ambiguous") == said(expected)
+    assert errors(found) == {"ambiguous": BackendError.code}
+    (output,) = found["ambiguous"].outputs
+    assert output.finish_reason == "error"
+    assert len(output.token_ids) > 1, "it failed in the middle"
+    assert "llguidance" in str(found["ambiguous"].error)

@@ -1,0 +1,54 @@
+"""An engine, its requests, and what they say: for tests that compare runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from engine.config import EngineConfig
+from engine.llm_engine import LLMEngine
+from engine.model_loader import LoadedModel
+from engine.outputs import RequestOutput
+from engine.sampling_params import SamplingParams
+from guided.pool import MaskPool
+
+PROMPT = "Quick"
+Requests = dict[str, SamplingParams]
+
+
+def generate(
+    model: LoadedModel,
+    pool: MaskPool,
+    requests: Requests,
+    between: Callable[[LLMEngine], None] = lambda engine: None,
+    **config: Any,
+) -> dict[str, RequestOutput]:
+    """All requests to their ends, together; `between` is called between the steps."""
+    engine = LLMEngine(model, EngineConfig(max_model_len=128, **config), pool)
+    for name, params in requests.items():
+        engine.add_request(name, PROMPT, params)
+    last: dict[str, RequestOutput] = {}
+    while engine.has_unfinished:
+        engine.awake.clear()
+        if not engine.has_work:
+            assert engine.awake.wait(120), "nobody can run, and nothing happens"
+        between(engine)
+        for output in engine.step():
+            last[output.request_id] = output
+    assert engine.blocks.num_free == engine.blocks.num_blocks, "all blocks are back"
+    assert not engine.stats.parked
+    return last
+
+
+def said(outputs: dict[str, RequestOutput], *but: str) -> dict[str, list[tuple[list[int], str | None]]]:
+    """Tokens and how it ended, of every sequence of every request."""
+    return {
+        name: [(one.token_ids, one.finish_reason) for one in output.outputs]
+        for name, output in outputs.items()
+        if name not in but
+    }
+
+
+def errors(outputs: dict[str, RequestOutput]) -> dict[str, str]:
+    """The codes of those that ended with an error."""
+    return {name: output.error.code for name, output in outputs.items() if output.error is not None}

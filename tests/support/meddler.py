@@ -1,0 +1,83 @@
+"""Somebody between an engine and an actor who loses, repeats, delays and garbles messages. Real sockets, real bytes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import zmq
+from byte_vocabulary import BYTES
+from thread_actor import Wire
+
+from actors.channel import Transport, connect
+from actors.segment import Rows, attach
+from actors.step_loop import StepLoop
+from guided.backends.base import CompiledGrammar
+from guided.worker import MaskWorker
+
+Rule = Callable[[bytes], Sequence[bytes]]
+"""What is sent on for a message: itself, nothing, several, others."""
+
+
+def honest(message: bytes) -> Sequence[bytes]:
+    return [message]
+
+
+class MeddledActor:
+    """An actor on a thread; what goes to it and what comes from it passes `request_rule` and `answer_rule`."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        grammars: Mapping[str, CompiledGrammar],
+        directory: Path,
+        *,
+        shared: bool = True,
+        index: int = 0,
+        rows: int = 8,
+    ) -> None:
+        self.request_rule: Rule = honest
+        self.answer_rule: Rule = honest
+        self.wire = Wire(transport, rows=rows, shared=shared, index=index)
+        self.link = self.wire.link
+        self.worker = MaskWorker(BYTES)
+        for key, grammar in grammars.items():
+            self.worker.install(key, grammar)
+            self.wire.installed.add(key)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._inner = self._context.socket(zmq.PAIR)
+        self._inner.linger = 0
+        path = f"ipc://{directory / f'm{self.wire.incarnation}'}"
+        self._inner.bind(path)
+        mapped = attach(self.wire.segment.name) if shared else Rows.private(rows, self.wire.segment.name.words)
+        assert mapped is not None
+        address = replace(self.wire.channel.address, endpoint=path, server_key=b"", client_key=b"", client_secret=b"")
+        self._socket = connect(self._context, address)
+        StepLoop(self.wire.incarnation, self.worker, self._socket, mapped, shared, self._give_up).start()
+        self._ended = False
+        self._thread = threading.Thread(target=self._meddle, daemon=True)
+        self._thread.start()
+
+    def _meddle(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self.wire.socket, zmq.POLLIN)
+        poller.register(self._inner, zmq.POLLIN)
+        while not self._ended:
+            for socket, _ in poller.poll(20):
+                requests = socket is self.wire.socket
+                rule, to = (self.request_rule, self._inner) if requests else (self.answer_rule, self.wire.socket)
+                for message in rule(socket.recv()):
+                    to.send(message)
+
+    def _give_up(self) -> None:
+        self._socket.close(linger=0)
+
+    def close(self) -> None:
+        """End both ends of it; it must not be in a mask."""
+        self._ended = True
+        self._thread.join(10)
+        self._inner.close(linger=0)
+        self._context.term()
+        self.wire.close()
