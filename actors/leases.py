@@ -29,9 +29,10 @@ class Leases:
         self._asked = np.zeros(count, np.int64)
         """The number of the newest request that a row was sent out with."""
         self._sent = np.zeros(count)
-        """`time.monotonic()` of that request, or of the first one where it was repeated."""
+        """`time.monotonic()` of that request, or of the first one where it was repeated; infinite where it doesn't
+        matter when the answer comes."""
         self._again = np.zeros(count)
-        """`time.monotonic()` of the last repetition."""
+        """`time.monotonic()` of the last repetition, or of the request where that isn't in `_sent`."""
         self.owners = [NOBODY] * count
         """The sequence that a row is lent to, or was, until the worker has answered."""
         # Last returned, first lent: few pages of the segment are ever touched.
@@ -78,6 +79,7 @@ class Leases:
         """
         self._leaving.append(row)
         if not watched and self.owed(row):
+            self._again[row] = max(self._again[row], self._sent[row])
             self._sent[row] = math.inf
 
     def renew(self) -> None:
@@ -106,7 +108,7 @@ class Leases:
 
     def unanswered(self, before: float) -> list[int]:
         """Rows that were last sent out earlier than `before`, and that the worker has not answered for."""
-        last = np.maximum(self._sent, self._again)
+        last = np.where(np.isinf(self._sent), self._again, np.maximum(self._sent, self._again))
         rows: list[int] = np.flatnonzero((self._asked > self._done) & (last < before)).tolist()
         return rows
 
