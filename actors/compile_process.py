@@ -94,7 +94,11 @@ def _warm(backends: Backends) -> None:
             _log.info("backend %s loaded in %.2f s", name, time.perf_counter() - started)
 
 
-_WARM_UP = (Constraint.json_schema({"type": "object", "properties": {"a": {"type": "integer"}}}), Constraint.regex("a"))
+_WARM_UP = (
+    Constraint.json_schema({"type": "object", "properties": {"a": {"type": "integer"}}}),
+    Constraint.regex(r"\d\w\s"),  # classes of all Unicode: half a second, once a process
+    Constraint.grammar('root ::= "a"'),
+)
 
 
 def _compile(backends: Backends, attempt: Attempt) -> Outcome:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 from actors.leases import NOBODY
@@ -52,7 +53,9 @@ class Placed:
     prompt_rows: int = -1
     """Where it holds others up: how many rows in a row it hasn't; -1 where it doesn't."""
     waiting_since: float = 0.0
-    """`time.monotonic()` since when no actor could take it; 0 where it doesn't wait for one."""
+    """`time.monotonic()` since when it has been on no actor, and would be; 0 where it is on one."""
+    displaced: bool = False
+    """It was somewhere else before: no actor has its history."""
     suspect: bool = False
     """It may have ended an actor: its next row is filled where nobody else is."""
     deaths: int = 0
@@ -69,9 +72,11 @@ class Placed:
 
     def displace(self) -> None:
         """Forget where it was: it is placed again when it is next filled."""
-        if self.sent and self.opening.parent is not None:
+        if self.sent:
             # Its parent may be anywhere by then: it goes its own way, with its own history.
             self.opening = OpenSequence(self.opening.sequence, self.opening.grammar)
+            self.displaced = True
+        self.waiting_since = time.monotonic()
         self.link = self.ask = None
         self.row = NOBODY
         self.usual = self.sent = self.confirmed = False

@@ -268,8 +268,8 @@ class Rotation:
             if row != NOBODY:
                 step.extra.append((link, row))
         else:
-            if fill.start and not sequence.sent and sequence.opening.parent is None:
-                step.decide(index, Row("needs_history"))  # it would say so
+            if fill.start and sequence.displaced and not sequence.sent:
+                step.decide(index, Row("unplaced"))  # the actor would ask for its history
                 return
             sequence.serial = self._serial
             if sequence.ask is not None and sequence.ask.is_for(fill):

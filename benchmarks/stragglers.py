@@ -30,7 +30,7 @@ from benchmarks.report import RESULTS, canvas, fail, machine, percentiles, print
 from benchmarks.workload import DATA, Tokens, documents
 
 CASES = ("sleep", "hold", "real")
-FREE_STEPS = 6
+FREE_STEPS, QUIET_STEPS = 16, 5
 HARD_BACKEND = "lm-format-enforcer"
 HARD_SCHEMA = {
     "type": "object",
@@ -76,12 +76,16 @@ def entries(options: argparse.Namespace) -> list[Entry]:
     found = [
         Entry("ours, parking", "ray", every, options={**actors, "parking": True}),
         Entry("ours, no parking", "ray", every, options=actors),
+    ]
+    if options.ours:
+        return found
+    peers = [
         Entry("ours, inline", "inline", every),
         vllm_entry(options.vllm_python),
         Entry("xgrammar's processor", "xgrammar", frozenset({"xgrammar"})),
         Entry("lm-format-enforcer's processor", "lm-format-enforcer", frozenset({"lm-format-enforcer"})),
     ]
-    return [entry for entry in found if entry is not None]
+    return [*found, *(entry for entry in peers if entry is not None)]
 
 
 def hard_documents(tokens: Tokens) -> list[Document]:
@@ -99,8 +103,9 @@ def measure(
     able, usable = contest.load(case.backend, [*drawn, *case.pinned])
     names = {document.name for document in case.pinned}
     quick = [document for document in usable if document.name not in names]
-    if len(usable) - len(quick) < len(names):
-        bar.write(f"{case.name}: not all can do {', '.join(names)}; left out")
+    if len(usable) - len(quick) < len(names) or not quick:
+        lacking = ", ".join(names - {document.name for document in usable}) or "any of the schemas"
+        bar.write(f"{case.name}, {case.backend}: not all can do {lacking} in time; left out")
         return []
     found: dict[bool, dict[str, Samples]] = {}
     # The first row is the straggler's in both runs: what it does alone differs.
@@ -111,12 +116,15 @@ def measure(
         forward = options.forward_ms / 1e3
         race = contest.race(able, quick, options.batch, forward, case.slow if slow else quiet, pinned)
         # A way that waits for the straggler needs few steps to show it; one that doesn't is looked at for longer.
-        many = {
-            entry.label: options.steps * (1 if slow and not entry.options.get("parking") else FREE_STEPS)
-            for entry in able
-        }
+        many = {entry.label: options.steps * _more(entry, slow) for entry in able}
         found[slow] = race.run(many, options.rounds, bar)
     return [figures(case, entry, found[False][entry.label], found[True][entry.label]) for entry in able]
+
+
+def _more(entry: Entry, slow: bool) -> int:
+    if entry.options.get("parking"):
+        return FREE_STEPS
+    return 1 if slow else QUIET_STEPS
 
 
 def figures(case: Case, entry: Entry, without: Samples, with_: Samples) -> dict[str, Any]:
@@ -153,18 +161,21 @@ def plot(rows: list[dict[str, Any]], path: Path, title: str) -> None:
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", nargs="+", choices=CASES, default=list(CASES))
+    backends = ("llguidance", "xgrammar")
+    parser.add_argument("--backend", nargs="+", choices=backends, default=["llguidance"], help="of the other rows")
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--slow-ms", type=float, default=200.0, help="what each mask of the slow row takes more")
     parser.add_argument("--forward-ms", type=float, default=15.0, help="what the simulated forward pass takes")
     parser.add_argument(
         "--steps",
         type=int,
-        default=40,
-        help="measured steps of each way that waits for the straggler; six times as many else",
+        default=20,
+        help=f"measured steps of each way that waits for the straggler; {FREE_STEPS} times as many of ours",
     )
     parser.add_argument("--rounds", type=int, default=3, help="turns that the ways take")
     parser.add_argument("--actors", type=int, default=2)
     parser.add_argument("--data", type=Path, default=DATA, help="JSON lines of schemas with instances")
+    parser.add_argument("--ours", action="store_true", help="ours alone")
     parser.add_argument("--vllm-python", help="an interpreter that has vLLM (docs/benchmarks.md)")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--quick", action="store_true", help="a minute: batch 8, few steps")
@@ -183,8 +194,8 @@ def main() -> None:
     cases = [
         Case(kind, backend, Slowness(1, kind, seconds))
         for kind in ("sleep", "hold")
-        for backend in ("llguidance", "xgrammar")
         if kind in options.case
+        for backend in options.backend
     ]
     if "real" in options.case:
         hard = hard_documents(tokens)

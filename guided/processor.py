@@ -230,7 +230,10 @@ class LogitPostProcessor:
         again = [index for index, row in step.other.items() if row.state in ("needs_history", "unplaced")]
         if again:
             if patience is None:
-                deadline = time.monotonic() + limit  # those of a worker that is gone start anew
+                deadline = time.monotonic() + limit
+            for index in again:
+                if step.other[index].state == "unplaced":
+                    self._late.pop(self._rows[index].sequence_id, None)  # its time starts anew
             step.keep()
             self._pool.submit([Fill(row.sequence_id, 0, row.token_ids) for row in (self._rows[i] for i in again)])
             left = max(0.0, deadline - time.monotonic())

@@ -40,3 +40,23 @@ def test_files_that_are_named_exist(page: Path) -> None:
         r"`((?:guided|actors|engine|deploy|benchmarks|tests|docs|examples)/[\w./-]+\.\w+)`", page.read_text()
     ):
         assert (ROOT / name).exists(), name
+
+
+def test_every_test_that_the_failure_model_names_is_there_and_every_row_names_one() -> None:
+    text = (ROOT / "docs" / "failure-model.md").read_text()
+    named = re.findall(r"`([\w/]+\.py)((?:::\w+)+)`", text)
+    assert len(named) > 40
+    for file, path in named:
+        source = (ROOT / file if "/" in file else ROOT / "tests" / "faults" / file).read_text()
+        *classes, function = path.removeprefix("::").split("::")
+        for name in classes:
+            _, _, source = source.partition(f"\nclass {name}:\n")
+            source = re.split(r"\n(?=[^\s#)])", source)[0]
+        indent = "    " * len(classes)
+        assert re.search(rf"^{indent}(?:async )?def {function}\(", source, re.MULTILINE), f"{file}{path}"
+    tables, _, _ = text.partition("## `max_replays`")
+    rows = [line for line in tables.splitlines() if line.startswith("| ") and not line.startswith("| what goes wrong")]
+    assert len(rows) > 30
+    for row in rows:
+        assert len(re.split(r" \| ", row)) == 8, row
+        assert "::test_" in row or row.rstrip(" |").endswith("as above"), row

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import importlib
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
 
 from guided.backends.base import Backend
+from guided.backends.mask_cache import MASK_CACHE_BYTES, MaskCache
 from guided.constraint import KINDS, ConstraintKind
 from guided.errors import InvalidRequest, UnsupportedConstraint, bounded
 from guided.vocabulary import Vocabulary
@@ -31,6 +33,8 @@ class Adapter:
     attribute: str
     kinds: frozenset[ConstraintKind]
     aliases: tuple[str, ...] = ()
+    keeps_masks: bool = False
+    """Its class takes a `MaskCache` too: its masks take longer than copying one."""
 
     def load(self) -> type[Backend]:
         """The adapter's class; imports its library."""
@@ -54,12 +58,14 @@ BACKENDS: dict[str, Adapter] = {
         "OutlinesBackend",
         frozenset({"json_schema", "regex", "choice"}),
         ("outlines_core", "outlines-core"),
+        keeps_masks=True,
     ),
     "lm-format-enforcer": Adapter(
         "guided.backends.lmformatenforcer",
         "LMFormatEnforcerBackend",
         frozenset({"json_schema", "json_object", "regex", "choice"}),
         ("lmfe", "lmformatenforcer", "lm_format_enforcer"),
+        keeps_masks=True,
     ),
 }
 """Public name -> adapter, in the order in which "auto" tries them."""
@@ -99,10 +105,15 @@ def candidates(kind: ConstraintKind, backend: str = AUTO, *, param: str = "backe
 
 
 class Backends:
-    """One `Backend` instance a name, for one vocabulary, each made when it is first asked for. Thread-safe."""
+    """One `Backend` instance a name, for one vocabulary, each made when it is first asked for. Thread-safe.
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
+    Args:
+        mask_cache_bytes: what the masks that are kept may come to, of all backends and grammars together.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, mask_cache_bytes: int = MASK_CACHE_BYTES) -> None:
         self.vocabulary = vocabulary
+        self._masks = MaskCache(mask_cache_bytes)
         self._made: dict[str, Backend] = {}
         self._lock = threading.Lock()
 
@@ -117,5 +128,7 @@ class Backends:
             raise InvalidRequest("'auto' names no backend by itself", param="backend")
         with self._lock:
             if name not in self._made:
-                self._made[name] = BACKENDS[name].load()(self.vocabulary)
+                make: Callable[..., Backend] = BACKENDS[name].load()
+                kept = (self._masks,) if BACKENDS[name].keeps_masks else ()
+                self._made[name] = make(self.vocabulary, *kept)
             return self._made[name]

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from guided.bitmask import pack
 from guided.schema import json_syntax
 from guided.vocabulary import Vocabulary
 
@@ -91,16 +92,25 @@ class Columns:
                 column.append(number[text[at]])
             self._columns.append(np.array(column, dtype=np.int32))
 
-    def run(self, table: NDArray[np.int32], symbols: NDArray[np.int32], start: int) -> NDArray[np.int32]:
+    def run(self, table: NDArray[np.int32], symbols: NDArray[np.int32], start: int, dead: int) -> NDArray[np.int32]:
         """The state after each text, in `order`.
 
         Args:
-            table: int32 `[states, symbols]`, the next state; a state from which nothing leads on leads to itself.
+            table: int32 `[states, symbols]`, the next state.
             symbols: int32 `[len(alphabet)]`, each character's column of `table`.
+            dead: the state from which nothing leads on.
         """
         states = np.full(self._count, start, dtype=np.int32)
-        for column in self._columns:
-            states[: len(column)] = table[states[: len(column)], symbols[column]]
+        if not self._columns:
+            return states
+        first = self._columns[0]
+        states[: len(first)] = table[start][symbols][first]
+        live = np.flatnonzero(states[: len(first)] != dead)
+        for column in self._columns[1:]:  # what is dead already, mostly nearly all, is left alone
+            live = live[: np.searchsorted(live, len(column))]
+            after = table[states[live], symbols[column[live]]]
+            states[live] = after
+            live = live[after != dead]
         return states
 
 
@@ -127,24 +137,27 @@ class CharacterTokens:
         ordered = [self.texts[index] for index in self.columns.order]
         self.ids = np.array([token for token, _, _ in ordered], dtype=np.int64)
         self.whole = np.array([not tail for _, _, tail in ordered], dtype=bool)
-        self.cut = [(index, tail) for index, (_, _, tail) in enumerate(ordered) if tail]
-        self.strings = StringTokens(self.texts)
+        self.tails = [tail for _, _, tail in ordered]
+        self.cut = np.flatnonzero(~self.whole)
+        """Positions of those with a tail."""
+        self.strings = StringTokens(self.texts, vocabulary.padded_vocab_size)
         """Those that may follow within a JSON string."""
 
 
 class StringTokens:
     """Tokens by what they are within a JSON string: content of it, or content, the closing quote, and what follows.
 
-    Attributes (int64 arrays, one entry a token):
+    Attributes (int64 arrays):
         tokens: their ids.
         lengths: how many characters each adds to the string; an escape is one, a character that is cut counts.
-        rests: what follows the quote, as a position in `rest_texts`; -1 where the string stays open.
+        rests: a number for what follows the quote; -1 where the string stays open. `rest_tree` has them by their texts.
+        closing: positions of those that hold the closing quote.
         plain: positions of those without an escape; `contents` holds their contents as columns.
+        cut: positions in `plain` of those that end within a character; their `tails`, by position.
     """
 
-    def __init__(self, texts: list[TokenText]) -> None:
-        self.rest_texts = [""]
-        numbers = {"": 0}
+    def __init__(self, texts: list[TokenText], padded_vocab_size: int) -> None:
+        numbers: dict[str, int] = {}
         rows: list[tuple[int, int, int]] = []
         plain: list[tuple[int, str]] = []
         self.tails: dict[int, bytes] = {}
@@ -154,19 +167,32 @@ class StringTokens:
             if parts is None or (tail and parts[2] is not None):
                 continue
             content, length, rest = parts
-            if rest is not None and rest not in numbers:
-                numbers[rest] = len(self.rest_texts)
-                self.rest_texts.append(rest)
             if "\\" not in content:
                 plain.append((len(rows), content))
             if tail:
                 self.tails[len(rows)] = tail
-            rows.append((token, length + bool(tail), -1 if rest is None else numbers[rest]))
+            rows.append((token, length + bool(tail), -1 if rest is None else numbers.setdefault(rest, len(numbers))))
         table = np.array(rows, dtype=np.int64).reshape(-1, 3)
         self.tokens, self.lengths, self.rests = (table[:, column].copy() for column in range(3))
+        self.rest_tree = Node()
+        for rest, number in numbers.items():
+            self.rest_tree.add(number, rest)
+        self.closing = np.flatnonzero(self.rests >= 0)
         self.contents = Columns([content for _, content in plain])
         self.plain = np.array([position for position, _ in plain], dtype=np.int64)[self.contents.order]
+        self.cut = np.flatnonzero(np.isin(self.plain, np.array(list(self.tails), dtype=np.int64)))
         self.longest = int(self.lengths.max(initial=0))
+        self._padded_vocab_size = padded_vocab_size
+        self._open: dict[int, NDArray[np.int32]] = {}
+
+    def open(self, most: int) -> NDArray[np.int32]:
+        """Which tokens leave the string open and add `most` characters at the most: a mask, int32 `[words]`, not to be
+        written to. There are but as many as the longest token has characters, so they are kept."""
+        most = min(most, self.longest)
+        if most not in self._open:
+            inside = (self.rests < 0) & (self.lengths <= most)
+            self._open[most] = pack(self.tokens[inside], self._padded_vocab_size)
+        return self._open[most]
 
 
 def cut(content: bytes) -> tuple[str, bytes] | None:

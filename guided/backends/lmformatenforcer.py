@@ -12,8 +12,7 @@ wider, we refuse (`lmformatenforcer_schema.py`) or hold it to JSON's syntax.
 from __future__ import annotations
 
 import json
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
@@ -24,6 +23,7 @@ from guided.backends.character_tokens import OTHER, CharacterTokens, cut
 from guided.backends.lmformatenforcer_automata import Automaton, ChoiceAutomaton, RegexAutomaton, begins
 from guided.backends.lmformatenforcer_json import JsonAutomaton
 from guided.backends.lmformatenforcer_schema import prepare
+from guided.backends.mask_cache import MaskCache
 from guided.bitmask import pack
 from guided.constraint import Constraint, ConstraintKind
 from guided.errors import BackendError, GuidedError, TokenRejected, UnsupportedConstraint, bounded
@@ -31,7 +31,6 @@ from guided.vocabulary import Vocabulary
 
 __all__ = ["LMFormatEnforcerBackend"]
 
-_CACHE_BYTES = 64 << 20
 _MAX_FORCED = 64
 
 _State = tuple[Any, bytes]
@@ -41,14 +40,18 @@ T = TypeVar("T")
 
 
 class LMFormatEnforcerBackend:
-    """The vocabulary as characters, shared by all grammars, and the masks of states that came up."""
+    """The vocabulary as characters, shared by all grammars.
+
+    Args:
+        masks: where masks are kept; one of its own where None.
+    """
 
     name: ClassVar[str] = "lm-format-enforcer"
     kinds: ClassVar[frozenset[ConstraintKind]] = frozenset({"json_schema", "json_object", "regex", "choice"})
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
+    def __init__(self, vocabulary: Vocabulary, masks: MaskCache | None = None) -> None:
         self._tokens = CharacterTokens(vocabulary)
-        self._masks = _MaskCache(_CACHE_BYTES)
+        self._masks = MaskCache() if masks is None else masks
 
     def compile(self, constraint: Constraint) -> LMFormatEnforcerGrammar:
         """See `Backend.compile`."""
@@ -87,36 +90,13 @@ class LMFormatEnforcerBackend:
         return JsonAutomaton(prepare(schema), self._tokens, spaces=constraint.whitespace is None)
 
 
-class _MaskCache:
-    """Packed masks by state, the least recently used given up first. An entry keeps what its key names by identity."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._bytes = 0
-        self._entries: OrderedDict[Hashable, tuple[NDArray[np.int32], Any]] = OrderedDict()
-
-    def get(self, key: Hashable) -> NDArray[np.int32] | None:
-        entry = self._entries.get(key)
-        if entry is None:
-            return None
-        self._entries.move_to_end(key)
-        return entry[0]
-
-    def put(self, key: Hashable, mask: NDArray[np.int32], keeps: Any) -> None:
-        self._entries[key] = (mask, keeps)
-        self._bytes += mask.nbytes
-        while self._bytes > self._limit:
-            _, (evicted, _) = self._entries.popitem(last=False)
-            self._bytes -= evicted.nbytes
-
-
 class LMFormatEnforcerGrammar:
     """An automaton over characters; its states are immutable and shared."""
 
-    def __init__(self, automaton: Automaton, tokens: CharacterTokens, masks: _MaskCache, source_bytes: int) -> None:
+    def __init__(self, automaton: Automaton, tokens: CharacterTokens, masks: MaskCache, source_bytes: int) -> None:
         self.automaton = automaton
         self.characters = tokens
-        self.masks = masks
+        self.masks = masks.of_grammar()
         self.nbytes = 32 * 1024 + 40 * source_bytes
         """An estimate."""
 
@@ -212,7 +192,7 @@ class LMFormatEnforcerMatcher:
 
     def _mask(self, state: Any, pending: bytes) -> NDArray[np.int32]:
         key = self._automaton.key(state)
-        where = None if key is None else (id(self._automaton), key, pending)
+        where = None if key is None else (key, pending)
         mask = None if where is None else self._grammar.masks.get(where)
         if mask is None:
             if pending:
@@ -221,9 +201,9 @@ class LMFormatEnforcerMatcher:
                 tokens = [token for token in continuing if self._feed(state, pending, contents[token]) is not None]
                 mask = pack(tokens, self._vocabulary.padded_vocab_size)
             else:
-                mask = pack(self._automaton.tokens(state), self._vocabulary.padded_vocab_size)
+                mask = self._automaton.mask(state)
             if where is not None:
-                self._grammar.masks.put(where, mask, (self._automaton, state))
+                self._grammar.masks.put(where, mask, keeps=state)
         return mask
 
 

@@ -6,7 +6,7 @@ that `RegexParser` builds, `ChoiceAutomaton` a prefix tree of the choices.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterable
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,10 +14,15 @@ from interegular.fsm import anything_else
 from lmformatenforcer import CharacterLevelParserConfig, RegexParser
 from numpy.typing import NDArray
 
-from guided.backends.character_tokens import OTHER, CharacterTokens, Columns, Ids, Node
+from guided.backends.character_tokens import OTHER, CharacterTokens, Columns, Node
+from guided.bitmask import pack
 from guided.errors import InvalidConstraint
 
 __all__ = ["Automaton", "ChoiceAutomaton", "Machine", "RegexAutomaton", "begins", "config", "tree_tokens"]
+
+
+_MANY = 64
+"""A node of the vocabulary's tree with more children is looked at from the side of what may follow."""
 
 
 class Automaton(Protocol):
@@ -33,8 +38,8 @@ class Automaton(Protocol):
     def final(self, state: Any) -> bool:
         """The text so far satisfies the constraint."""
 
-    def tokens(self, state: Any) -> Ids:
-        """Tokens that may follow, of those that begin at a character (in any order, repeated perhaps)."""
+    def mask(self, state: Any) -> NDArray[np.int32]:
+        """Tokens that may follow, of those that begin at a character: int32 `[words]`, not to be written to."""
 
     def following(self, state: Any) -> Collection[str]:
         """Characters that may follow."""
@@ -61,25 +66,27 @@ def begins(automaton: Automaton, state: Any, cut: bytes) -> bool:
     return len(named) < 64 ** (width - len(cut)) and automaton.step(state, OTHER) is not None
 
 
-def tree_tokens(automaton: Automaton, state: Any, tree: Node) -> Iterator[int]:
+def tree_tokens(automaton: Automaton, state: Any, tree: Node) -> list[int]:
     """Tokens of `tree` that may follow `state`, by following both."""
+    found: list[int] = []
     pending = [(tree, state)]
     while pending:
         node, at = pending.pop()
-        yield from node.tokens
-        if not node.children and not node.tails:
-            continue
-        following = automaton.following(at)
-        other = OTHER in following
-        if other or automaton.named:
+        found += node.tokens
+        if node.tails and (automaton.named or automaton.step(at, OTHER) is not None):
             for tail, tokens in node.tails.items():
                 if begins(automaton, at, tail):
-                    yield from tokens
-        characters = [character for character in node.children if character >= "\x80"] if other else ()
-        for character in (*following, *characters):
+                    found += tokens
+        characters: Iterable[str] = node.children
+        if len(node.children) > _MANY:
+            following = automaton.following(at)
+            beyond = [character for character in node.children if character >= "\x80"] if OTHER in following else []
+            characters = {*following, *beyond}
+        for character in characters:
             child = node.children.get(character)
             if child is not None and (after := automaton.step(at, character)) is not None:
                 pending.append((child, after))
+    return found
 
 
 class ChoiceAutomaton:
@@ -90,7 +97,7 @@ class ChoiceAutomaton:
         for index, choice in enumerate(choices):
             self.start.add(index, choice)
         self.named = frozenset(character for choice in choices for character in choice if character >= "\x80")
-        self._tree = tokens.tree
+        self._tokens = tokens
 
     def step(self, state: Node, character: str) -> Node | None:
         """See `Automaton`."""
@@ -100,9 +107,9 @@ class ChoiceAutomaton:
         """See `Automaton`."""
         return bool(state.tokens)
 
-    def tokens(self, state: Node) -> Ids:
+    def mask(self, state: Node) -> NDArray[np.int32]:
         """See `Automaton`."""
-        return np.fromiter(tree_tokens(self, state, self._tree), dtype=np.int64)
+        return pack(tree_tokens(self, state, self._tokens.tree), self._tokens.vocabulary.padded_vocab_size)
 
     def following(self, state: Node) -> Collection[str]:
         """See `Automaton`."""
@@ -194,21 +201,18 @@ class RegexAutomaton:
         """See `Automaton`."""
         return bool(self._machine.finals[state])
 
-    def tokens(self, state: int) -> Ids:
+    def mask(self, state: int) -> NDArray[np.int32]:
         """See `Automaton`. All tokens at once, a column of characters a step."""
         tokens = self._tokens
-        ends = tokens.columns.run(self._machine.table, self._symbols, state)
+        ends = tokens.columns.run(self._machine.table, self._symbols, state, self._machine.dead)
         live = ends != self._machine.dead
-        allowed = [tokens.ids[live & tokens.whole]]
         may: dict[tuple[int, bytes], bool] = {}
-        for index, tail in tokens.cut:
-            if live[index]:
-                at = int(ends[index]), tail
-                if at not in may:
-                    may[at] = begins(self, *at)
-                if may[at]:
-                    allowed.append(tokens.ids[index : index + 1])
-        return np.concatenate(allowed)
+        for index in tokens.cut[live[tokens.cut]].tolist():
+            at = int(ends[index]), tokens.tails[index]
+            if at not in may:
+                may[at] = begins(self, *at)
+            live[index] = may[at]
+        return pack(tokens.ids[live], tokens.vocabulary.padded_vocab_size)
 
     def following(self, state: int) -> Collection[str]:
         """See `Automaton`."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Hashable, Iterable
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -21,27 +22,39 @@ from lmformatenforcer.jsonschemaparser import (
     ObjectParsingState,
     StringParsingState,
 )
+from numpy.typing import NDArray
 
 from guided.backends.character_tokens import OTHER, CharacterTokens, Ids
 from guided.backends.lmformatenforcer_automata import Machine, config, tree_tokens
 from guided.backends.lmformatenforcer_schema import Prepared
+from guided.bitmask import pack
 from guided.errors import InvalidConstraint, UnsupportedConstraint
 from guided.schema import json_syntax
 
 __all__ = ["JsonAutomaton", "JsonState"]
 
+_SPACE = " \t\n\r"
+
 
 class JsonState:
     """Where the schema's parser and JSON's syntax are."""
 
-    __slots__ = ("allowed", "commas", "parser", "syntax")
+    __slots__ = ("allowed", "commas", "parser", "spaced", "syntax")
 
     def __init__(self, parser: CharacterLevelParser, syntax: json_syntax.State, commas: tuple[int, ...] = ()) -> None:
         self.parser = parser
         self.syntax = syntax
         self.commas = commas
         """How many commas each open array has had, the outermost first."""
-        self.allowed = frozenset(parser.get_allowed_characters())
+        self.allowed = _characters(parser.get_allowed_characters())
+        self.spaced: JsonState | None = None
+        """Where whitespace between JSON tokens leads, once known: many tokens are runs of it, in any mixture."""
+
+
+@lru_cache(maxsize=4096)
+def _characters(text: str) -> frozenset[str]:
+    """Few different ones stand for many states: shared, they take no time and no memory."""
+    return frozenset(text)
 
 
 class JsonAutomaton:
@@ -54,14 +67,13 @@ class JsonAutomaton:
 
     def __init__(self, prepared: Prepared, tokens: CharacterTokens, spaces: bool) -> None:
         self._spaces = spaces
-        self._strings = tokens.strings
         self._machines = {pattern: _machine(pattern) for pattern in prepared.patterns}
         characters = frozenset().union(*prepared.literals, *(machine.characters for machine in self._machines.values()))
         self.named = frozenset(character for character in characters if character >= "\x80")
         self._symbols = {
-            pattern: machine.symbols(self._strings.contents) for pattern, machine in self._machines.items()
+            pattern: machine.symbols(tokens.strings.contents) for pattern, machine in self._machines.items()
         }
-        self._tree = tokens.tree
+        self._tokens = tokens
         self.start = JsonState(self._parser(prepared.schema), json_syntax.START)
 
     def _parser(self, schema: dict[str, Any]) -> JsonSchemaParser:
@@ -78,6 +90,14 @@ class JsonAutomaton:
 
     def step(self, state: JsonState, character: str) -> JsonState | None:
         """See `Automaton`."""
+        if character not in _SPACE or state.syntax[1].startswith(("text", "name")):
+            return self._step(state, character)
+        if state.spaced is not None:  # whichever it is
+            return state.spaced if character in state.allowed else None
+        state.spaced = self._step(state, character)
+        return state.spaced
+
+    def _step(self, state: JsonState, character: str) -> JsonState | None:
         symbol = character if character < "\x80" or character in self.named else OTHER
         if symbol not in state.allowed:
             return None
@@ -100,68 +120,66 @@ class JsonAutomaton:
         """See `Automaton`."""
         return [c for c in state.allowed if json_syntax.step(state.syntax, c, self._spaces) is not None]
 
-    def tokens(self, state: JsonState) -> Ids:
+    def mask(self, state: JsonState) -> NDArray[np.int32]:
         """See `Automaton`."""
         options = _options(state.parser)
         if len(options) > 1:
-            return np.concatenate([self.tokens(JsonState(option, state.syntax, state.commas)) for option in options])
+            masks = [self.mask(JsonState(option, state.syntax, state.commas)) for option in options]
+            either: NDArray[np.int32] = np.bitwise_or.reduce(masks)
+            return either
         string = _open_string(state.parser) if json_syntax.in_string(state.syntax) else None
         if string is not None:
             return self._in_string(state, string)
-        return np.fromiter(tree_tokens(self, state, self._tree), dtype=np.int64)
+        found = tree_tokens(self, state, self._tokens.tree)
+        state.spaced = None  # the state is kept; what the tree's runs of whitespace lead to need not be
+        return self._pack(found)
 
-    def _in_string(self, state: JsonState, string: StringParsingState) -> Ids:
+    def _pack(self, tokens: Any) -> NDArray[np.int32]:
+        return pack(tokens, self._tokens.vocabulary.padded_vocab_size)
+
+    def _in_string(self, state: JsonState, string: StringParsingState) -> NDArray[np.int32]:
         """Within a string that is free or follows a pattern: content tokens by length or by the pattern's table,
         closing ones by what follows the quote."""
-        strings = self._strings
+        strings = self._tokens.strings
         if string.regex_parser is None:
             low, high = _room(string)
-            inside = (strings.rests < 0) & (strings.lengths <= high)
-            closing = (strings.rests >= 0) & (strings.lengths <= high) & (strings.lengths >= low)
-            return self._with_rests(
-                state, strings.tokens[inside], closing, "a" * low if low <= strings.longest else None
-            )
+            inside = strings.open(high)
+            if low > strings.longest:
+                return inside
+            lengths = strings.lengths[strings.closing]
+            closing = strings.closing[(lengths >= low) & (lengths <= high)]
+            return self._with_closing(state, inside, closing, "a" * low)
         machine, symbols = self._machines[string.pattern], self._symbols[string.pattern]
-        ends = strings.contents.run(machine.table, symbols, machine.numbers[string.regex_parser.current_state])
+        start = machine.numbers[string.regex_parser.current_state]
+        ends = strings.contents.run(machine.table, symbols, start, machine.dead)
         live = ends != machine.dead
-        for index in np.flatnonzero(live):
-            tail = strings.tails.get(int(strings.plain[index]))
-            if tail is not None:
-                live[index] = self._may_continue(machine, int(ends[index]), tail)
-        inside = np.zeros(len(strings.tokens), dtype=bool)
-        inside[strings.plain[live]] = True
-        closing = np.zeros(len(strings.tokens), dtype=bool)
-        closing[strings.plain[machine.finals[ends]]] = True
-        inside &= strings.rests < 0
-        closing &= strings.rests >= 0
-        return self._with_rests(state, strings.tokens[inside], closing, self._content_to_final(machine, string))
+        cut = strings.cut[live[strings.cut]]
+        live[cut] = machine.table[ends[cut], machine.symbol(OTHER)] != machine.dead
+        for index in cut[~live[cut]].tolist() if self.named else ():
+            live[index] = self._may_continue(machine, int(ends[index]), strings.tails[int(strings.plain[index])])
+        reached, final = strings.plain[live], strings.plain[machine.finals[ends]]
+        inside = self._pack(strings.tokens[reached[strings.rests[reached] < 0]])
+        return self._with_closing(
+            state, inside, final[strings.rests[final] >= 0], self._content_to_final(machine, string)
+        )
 
-    def _with_rests(self, state: JsonState, inside: Ids, closing: Any, content: str | None) -> Ids:
+    def _with_closing(
+        self, state: JsonState, inside: NDArray[np.int32], closing: Ids, content: str | None
+    ) -> NDArray[np.int32]:
         """`inside`, and those of `closing` whose text behind the quote may stand; `content` leads to where it ends."""
-        strings = self._strings
-        after: JsonState | None = state if content is not None else None
+        strings = self._tokens.strings
+        after: JsonState | None = state if content is not None and len(closing) else None
         for character in (content or "") + '"':
             after = self.step(after, character) if after is not None else None
         if after is None:
             return inside
-        allowed = np.zeros(len(strings.rest_texts), dtype=bool)
-        for number in set(strings.rests[closing].tolist()):
-            allowed[number] = self._spells(after, strings.rest_texts[number])
-        closing = closing & np.where(strings.rests >= 0, allowed[strings.rests], False)
-        return np.concatenate([inside, strings.tokens[closing]])
-
-    def _spells(self, state: JsonState | None, text: str) -> bool:
-        for character in text:
-            if state is None:
-                return False
-            state = self.step(state, character)
-        return state is not None
+        spelled = tree_tokens(self, after, strings.rest_tree)
+        return inside | self._pack(strings.tokens[closing[np.isin(strings.rests[closing], spelled)]])
 
     def _may_continue(self, machine: Machine, state: int, cut: bytes) -> bool:
+        """Whether a character that the schema names, and that starts with the bytes `cut`, may follow."""
         following = machine.table[state]
-        if any(c.encode().startswith(cut) and following[machine.symbol(c)] != machine.dead for c in self.named):
-            return True
-        return bool(following[machine.symbol(OTHER)] != machine.dead)
+        return any(c.encode().startswith(cut) and following[machine.symbol(c)] != machine.dead for c in self.named)
 
     def _content_to_final(self, machine: Machine, string: StringParsingState) -> str | None:
         """The shortest text from here to where the pattern is satisfied; None where it is longer than any token."""
@@ -170,7 +188,7 @@ class JsonAutomaton:
         for state, text in pending:
             if machine.finals[state]:
                 return text
-            if len(text) >= self._strings.longest:
+            if len(text) >= self._tokens.strings.longest:
                 break
             for symbol in np.flatnonzero(machine.table[state] != machine.dead):
                 after = int(machine.table[state, symbol])

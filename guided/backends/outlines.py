@@ -6,14 +6,14 @@ What to know of it:
 - Its automata prefer the first alternative (`yes|yes please` allows `yes` only), unless the pattern ends with `$`; and
   a pattern that ends with `$` may not match the empty text. So that is said apart.
 - It knows one end-of-sequence token only, so stop tokens are the adapter's.
-- Masks are made from lists of token ids, which takes a while where much is allowed, so the latest are kept, for all
-  sequences of a grammar.
+- An `Index` gives a state's tokens as a Python list only: milliseconds where much is allowed. A `Guide` writes them as
+  bits, ten to twenty times faster, but of the state that it is in. So a grammar has one guide, which is led to a state
+  whose mask isn't kept along the tokens by which the state was first reached.
 """
 
 from __future__ import annotations
 
 import json
-from collections import OrderedDict
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, ClassVar
@@ -23,27 +23,31 @@ import outlines_core
 from numpy.typing import NDArray
 
 from guided import regex
+from guided.backends.mask_cache import MaskCache
 from guided.backends.outlines_schema import to_regex
-from guided.bitmask import pack
+from guided.bitmask import allowed_ids, words
 from guided.constraint import Constraint, ConstraintKind
 from guided.errors import BackendError, TokenRejected, UnsupportedConstraint, bounded
 from guided.vocabulary import Vocabulary
 
 __all__ = ["OutlinesBackend"]
 
-_MASK_CACHE_BYTES = 16 << 20
-"""Masks that a grammar keeps, in bytes: 1,024 states of a vocabulary of 131,072 tokens."""
 _MAX_FORCED = 64
 
 
 class OutlinesBackend:
-    """One vocabulary in outlines' own form, shared by all grammars."""
+    """One vocabulary in outlines' own form, shared by all grammars.
+
+    Args:
+        masks: where masks are kept; one of its own where None.
+    """
 
     name: ClassVar[str] = "outlines"
     kinds: ClassVar[frozenset[ConstraintKind]] = frozenset({"json_schema", "regex", "choice"})
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
+    def __init__(self, vocabulary: Vocabulary, masks: MaskCache | None = None) -> None:
         self._vocabulary = vocabulary
+        self._masks = MaskCache() if masks is None else masks
         tokens: dict[bytes, list[int]] = {}
         for token in vocabulary.text_token_ids:
             tokens.setdefault(vocabulary.token_bytes[token], []).append(token)
@@ -59,7 +63,7 @@ class OutlinesBackend:
             raise UnsupportedConstraint(
                 f"outlines refuses the {constraint.kind}: {bounded(error)}", param=constraint.kind
             ) from None
-        return OutlinesGrammar(self._vocabulary, index, empty)
+        return OutlinesGrammar(self._vocabulary, index, empty, self._masks)
 
     def load(self, constraint: Constraint, dumped: bytes) -> OutlinesGrammar:
         """See `Backend.load`."""
@@ -67,7 +71,7 @@ class OutlinesBackend:
             return self.compile(constraint)
         with _native:
             index = outlines_core.Index.from_binary(dumped[1:])
-        return OutlinesGrammar(self._vocabulary, index, dumped[:1] == b"\x01")
+        return OutlinesGrammar(self._vocabulary, index, dumped[:1] == b"\x01", self._masks)
 
     def _pattern(self, constraint: Constraint) -> tuple[str, bool]:
         """The constraint as one regex that doesn't match the empty text; and whether the constraint does."""
@@ -92,19 +96,24 @@ class OutlinesBackend:
 class OutlinesGrammar:
     """An automaton over tokens, and the masks that were made of its states."""
 
-    def __init__(self, vocabulary: Vocabulary, index: Any, empty: bool) -> None:
+    def __init__(self, vocabulary: Vocabulary, index: Any, empty: bool, masks: MaskCache) -> None:
         self._vocabulary = vocabulary
+        self._words = words(vocabulary.padded_vocab_size)
         self._index = index
+        self._guide = outlines_core.Guide(index)
+        self._start = int(index.get_initial_state())
+        self._reached: dict[int, tuple[int, int]] = {}
+        """State -> the state and the token from which it was first reached."""
         self.empty = empty
         """The empty output satisfies the constraint."""
-        self._masks: OrderedDict[int, NDArray[np.int32]] = OrderedDict()
+        self._masks = masks.of_grammar()
         self._dumped = self._dump()
-        self.nbytes = 5 * len(self._dumped) + _MASK_CACHE_BYTES
-        """An estimate. Transitions are about 4 bytes when serialised and about 16 in a hash table."""
+        self.nbytes = 5 * len(self._dumped)
+        """An estimate: transitions are about 4 bytes when serialised and about 16 in a hash table. Masks apart."""
 
     def matcher(self) -> OutlinesMatcher:
         """See `CompiledGrammar.matcher`."""
-        return OutlinesMatcher(self, [int(self._index.get_initial_state())])
+        return OutlinesMatcher(self, [self._start])
 
     def dump(self) -> bytes:
         """Whether the empty text matches (one byte), then the automaton in outlines' own serialisation."""
@@ -121,6 +130,8 @@ class OutlinesGrammar:
             return None
         with _native:
             reached: int | None = self._index.get_next_state(state, token)
+        if reached is not None and reached not in self._reached:
+            self._reached[reached] = state, token
         return reached
 
     def is_final(self, state: int) -> bool:
@@ -132,22 +143,32 @@ class OutlinesGrammar:
         """`token` ends an output."""
         return token in self._vocabulary.stop_token_ids
 
-    def allowed(self, state: int) -> list[int]:
-        """Token ids that lead on from `state`, the library's own end-of-sequence included."""
-        with _native:
-            return list(self._index.get_allowed_tokens(state) or ())
-
     def mask(self, state: int) -> NDArray[np.int32]:
-        """What `state` allows, int32 `[words]`; not to be written to."""
+        """What `state`, one that was reached, allows: int32 `[words]`, not to be written to. The library's own
+        end-of-sequence is in it where it thinks so."""
         row = self._masks.get(state)
         if row is None:
-            row = pack(self.allowed(state), self._vocabulary.padded_vocab_size)
-            self._masks[state] = row
-            while len(self._masks) * row.nbytes > _MASK_CACHE_BYTES and len(self._masks) > 1:
-                self._masks.popitem(last=False)
-        else:
-            self._masks.move_to_end(state)
+            row = np.empty(self._words, dtype=np.int32)
+            with _native:
+                self._guide.reset()
+                for token in self._path(state):
+                    self._guide.advance(token, return_tokens=False)
+                self._guide.write_mask_into(row.ctypes.data, row.size, row.itemsize)
+            self._masks.put(state, row)
         return row
+
+    def _path(self, state: int) -> list[int]:
+        """Tokens that lead to `state` from the start; no state comes twice on the way."""
+        path: list[int] = []
+        while state != self._start:
+            state, token = self._reached[state]
+            path.append(token)
+        return path[::-1]
+
+    def only(self, state: int) -> int | None:
+        """The token that is allowed in `state` where there is but one."""
+        ids = allowed_ids(self.mask(state))
+        return int(ids[0]) if len(ids) == 1 else None
 
 
 class OutlinesMatcher:
@@ -206,11 +227,11 @@ class OutlinesMatcher:
         if self._terminated or self.is_accepting():
             return forced
         while len(forced) < _MAX_FORCED and not self._grammar.is_final(state):
-            allowed = self._grammar.allowed(state)
-            reached = self._grammar.next_state(state, allowed[0]) if len(allowed) == 1 else None
-            if reached is None:
+            token = self._grammar.only(state)
+            reached = None if token is None else self._grammar.next_state(state, token)
+            if token is None or reached is None:
                 break
-            forced.append(allowed[0])
+            forced.append(token)
             state = reached
         return forced
 

@@ -65,7 +65,7 @@ class TestOutputs:
             (DATE, "llguidance", "2031-1", "2031-2"),
             (CHOICE, "outlines", "Lisbon, P", "Lisbon. "),
             (GRAMMAR, "llguidance", "12+", "1234"),
-            (OBJECT, "xgrammar", '{"name": "A', '{"age": '),
+            (OBJECT, "xgrammar", '{"name": "A', '{"name": 1'),
         ],
     )
     def test_what_is_cut_is_a_legal_beginning(

@@ -158,12 +158,12 @@ def test_woken_after_it_was_given_up_it_writes_where_nobody_reads(frozen: Frozen
     frozen.rotation.announce(Down(frozen.link, MaskTimeout("given up"), "hung"))
     assert set(frozen.rotation.failures()) == {1}
     replacement = Segment(ROWS, WORDS)  # takes the place, maybe the very descriptor, of the one that was dropped
-    replacement.rows[:] = 7
+    replacement.rows.masks[:] = 7
     for _ in range(STEPS):
         assert [each.state for each in frozen.step((2, "a"))] == ["ready"]
     frozen.wake()
     time.sleep(0.2)
     assert [each.state for each in frozen.step((2, "ab"))] == ["ready"]
     assert allowed(frozen.bitmask[0]) == "cd"
-    assert (replacement.rows == 7).all()
+    assert (replacement.rows.masks == 7).all()
     replacement.close()

@@ -14,7 +14,7 @@ from faulty_backend import ADAPTER, NAME
 from generating import Requests, errors, generate, said
 from serving import wait_until
 
-from actors import RayPool, grammars
+from actors import RayPool, grammars, supervisor
 from engine.llm_engine import LLMEngine
 from engine.model_loader import LoadedModel
 from engine.outputs import RequestOutput
@@ -48,9 +48,13 @@ def poisoned(fault: str) -> SamplingParams:
 @pytest.fixture(scope="module", params=["memory", "tcp"])
 def pool(request: pytest.FixtureRequest, tiny_model: LoadedModel, local_ray: None) -> Iterator[RayPool]:
     transport = "tcp" if request.param == "tcp" else "auto"
-    pool = RayPool(tiny_model.vocabulary, num_actors=2, max_replays=1, mask_limit=2.0, transport=transport)
-    yield pool
-    pool.shutdown()
+    with pytest.MonkeyPatch.context() as patched:
+        # Actors end here all the time: no crash loop, no long pauses.
+        patched.setattr(supervisor, "_CRASH_LOOP", 1000)
+        patched.setattr(supervisor, "_LAST_DELAY_SECONDS", 0.5)
+        pool = RayPool(tiny_model.vocabulary, num_actors=2, max_replays=1, mask_limit=2.0, transport=transport)
+        yield pool
+        pool.shutdown()
 
 
 @pytest.fixture(scope="module")
@@ -195,10 +199,12 @@ def test_at_0_a_death_ends_those_that_were_there_and_a_hang_one(
 def test_where_no_actor_comes_up_constrained_requests_end_and_the_others_go_on(
     pool: RayPool, tiny_model: LoadedModel, expected: Outputs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pool._rotation, "_pool_wait", 0.5)
-    monkeypatch.setattr(pool._grammars, "_pool_wait", 0.5)
+    monkeypatch.setattr(pool._rotation, "_pool_wait", 0.2)
+    monkeypatch.setattr(pool._grammars, "_pool_wait", 0.2)
 
     def kill_all(engine: LLMEngine) -> None:
+        monkeypatch.setattr(supervisor, "_FIRST_DELAY_SECONDS", 2.0)
+        monkeypatch.setattr(supervisor, "_LAST_DELAY_SECONDS", 2.0)
         for pid in pids(pool):
             kill(pid)
         wait_until(lambda: not pool.status().healthy, LONG)

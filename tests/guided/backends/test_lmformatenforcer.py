@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 
 from guided.backends.character_tokens import CharacterTokens, Columns
-from guided.backends.lmformatenforcer import LMFormatEnforcerBackend, _MaskCache
+from guided.backends.lmformatenforcer import LMFormatEnforcerBackend
 from guided.backends.lmformatenforcer_schema import prepare
 from guided.bitmask import allowed_ids, words
 from guided.constraint import Constraint
 from guided.errors import BackendError, InvalidConstraint, TokenRejected, UnsupportedConstraint
+from guided.schema import json_syntax
 from guided.vocabulary import Vocabulary
 
 
@@ -218,15 +219,6 @@ def test_what_the_library_raises_is_a_backend_error(
         matcher.accept_tokens(vocabulary.encode("q"))
 
 
-def test_the_cache_is_bounded_in_bytes() -> None:
-    cache = _MaskCache(1000)
-    rows = [np.full(50, index, dtype=np.int32) for index in range(10)]
-    for index, row in enumerate(rows):
-        cache.put(index, row, None)
-        assert cache.get(0) is rows[0] or index >= 5
-    assert sum(cache.get(index) is not None for index in range(10)) == 5
-
-
 def test_equal_states_share_a_mask(backend: LMFormatEnforcerBackend, vocabulary: Vocabulary) -> None:
     grammar = backend.compile(Constraint.json_schema({"type": "array", "items": {"type": "string"}}))
     matcher = grammar.matcher()
@@ -244,7 +236,7 @@ def test_columns_run_a_table_over_all_texts() -> None:
     texts = ["ab", "", "abc", "b", "ba"]
     columns = Columns(texts)
     table = np.array([[1, 3, 3], [3, 2, 3], [3, 3, 0], [3, 3, 3]], dtype=np.int32)  # (abc)*
-    ends = columns.run(table, np.arange(3, dtype=np.int32), 0)
+    ends = columns.run(table, np.arange(3, dtype=np.int32), 0, 3)
     assert dict(zip([texts[index] for index in columns.order], ends.tolist(), strict=True)) == {
         "ab": 2,
         "": 0,
@@ -259,7 +251,36 @@ def test_tokens_within_strings(vocabulary: Vocabulary) -> None:
     told = dict(zip(strings.tokens.tolist(), zip(strings.lengths, strings.rests, strict=True), strict=True))
     by_bytes = {content: token for token, content in enumerate(vocabulary.token_bytes) if content}
     assert told[by_bytes[b"a"]] == (1, -1)
-    assert strings.rest_texts[told[by_bytes[b'"']][1]] == ""
-    assert strings.rest_texts[told[by_bytes[b'":']][1]] == ":"
+    assert strings.rest_tree.tokens == (told[by_bytes[b'"']][1],)
+    assert strings.rest_tree.children[":"].tokens == (told[by_bytes[b'":']][1],)
     assert told[by_bytes[b"\xe7"]] == (1, -1)  # the first byte of a character that counts
     assert by_bytes[b"\n"] not in told
+
+
+SPACED: list[Any] = [
+    {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"enum": [1, 10, "x"]}}},
+    {"type": "array", "items": {"anyOf": [{"type": "number"}, {"type": "array", "items": {"type": "null"}}]}},
+    {"type": "object", "additionalProperties": {"type": ["boolean", "string"]}},
+]
+
+
+@pytest.mark.parametrize("schema", SPACED, ids=str)
+def test_whitespace_leads_to_the_same_whichever_it_is(
+    backend: LMFormatEnforcerBackend, vocabulary: Vocabulary, schema: Any
+) -> None:
+    grammar = backend.compile(Constraint("json_schema", json.dumps(schema)))
+    automaton: Any = grammar.automaton
+    found = 0
+    for seed in range(8):
+        generator = random.Random(seed)
+        state = automaton.start
+        for _ in range(25):
+            spaced = [automaton._step(state, character) for character in " \n\t\r"]
+            if not json_syntax.in_string(state.syntax) and "\\" not in state.syntax[1]:
+                told = [None if each is None else (each.allowed, automaton.mask(each).tobytes()) for each in spaced]
+                assert told == told[:1] * 4
+                found += spaced[0] is not None
+            state = automaton.step(state, generator.choice(sorted(automaton.following(state)) or [" "]))
+            if state is None or not state.allowed:
+                break
+    assert found > 20

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from guided.backends import outlines
 from guided.backends.base import CompiledGrammar
+from guided.backends.mask_cache import MaskCache
 from guided.backends.outlines import OutlinesBackend
 from guided.bitmask import allowed_ids, words
 from guided.constraint import Constraint
@@ -161,18 +161,23 @@ def test_both_stop_tokens_end_it_and_can_be_taken_back(backend: OutlinesBackend)
             state.rollback(2)
 
 
-def test_masks_are_kept_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_guide_writes_what_the_index_lists() -> None:
+    grammar = OutlinesBackend(BYTES, MaskCache(0)).compile(Constraint.regex("(ab|ac|bc){2,5}[a-z]*"))
+    stops = set(BYTES.stop_token_ids)
     row = np.zeros(words(BYTES.padded_vocab_size), dtype=np.int32)
-    monkeypatch.setattr(outlines, "_MASK_CACHE_BYTES", 3 * row.nbytes)
-    grammar = OutlinesBackend(BYTES).compile(Constraint.choice(["abcdefgh"]))
-    for _ in range(2):
-        state = grammar.matcher()
-        for character in "abcdefgh":
-            state.fill_bitmask(row)
-            assert list(allowed_ids(row)) == [ord(character) + 1]
-            state.accept_tokens([ord(character) + 1])
-        assert len(grammar._masks) <= 3
-    assert fits(grammar, "abcdefgh")
+    state = grammar.matcher()
+    for character in "abacbcbcxyzz":
+        state.fill_bitmask(row)
+        listed = grammar._index.get_allowed_tokens(state._states[-1])
+        assert set(allowed_ids(row).tolist()) - stops == set(listed) - stops
+        state.accept_tokens([ord(character) + 1])
+
+
+def test_the_way_to_a_state_is_no_longer_than_the_automaton() -> None:
+    grammar = OutlinesBackend(BYTES).compile(Constraint.regex("[ab]*c"))
+    state = grammar.matcher()
+    state.accept_tokens([ord(character) + 1 for character in "abbab" * 100])
+    assert len(grammar._path(state._states[-1])) <= 1
 
 
 def test_forced_tokens(backend: OutlinesBackend) -> None:

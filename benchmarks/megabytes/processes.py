@@ -1,0 +1,71 @@
+"""How much memory processes have, and which they are."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+__all__ = ["own", "processes", "segments"]
+
+MIB = 2**20
+RAY = ("gcs_server", "raylet/raylet", "log_monitor", "dashboard/dashboard", "monitor.py", "runtime_env", "agent.py")
+
+
+def own() -> dict[str, float]:
+    """This process, MiB: `anonymous`, which is its alone, and `files`, code that others may share, as resident now."""
+    found = dict(re.findall(r"^(Rss\w+):\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE))
+    return {"anonymous": int(found["RssAnon"]) / 1024, "files": (int(found["RssFile"]) + int(found["RssShmem"])) / 1024}
+
+
+def processes(root: int) -> list[dict[str, Any]]:
+    """A process and all that it started, MiB.
+
+    `pss` shares out what several processes have mapped; `uss` is what would be free if it ended; `rss` counts all.
+    """
+    tree = [psutil.Process(root), *psutil.Process(root).children(recursive=True)]
+    roles = {process.pid: "engine" if process.pid == root else _role(process) for process in tree}
+    rows = []
+    for process in tree:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            full = process.memory_full_info()
+            role = roles[process.pid]
+            if role == "compile process" and roles.get(process.ppid()) != "compile process":
+                role = "compile template"
+            sizes = {"rss": full.rss / MIB, "pss": full.pss / MIB, "uss": full.uss / MIB}
+            rows.append({"role": role, "pid": process.pid, **sizes})
+    return rows
+
+
+def _role(process: psutil.Process) -> str:
+    try:
+        command = " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return "gone"
+    if "MaskActor" in command:
+        return "mask actor"
+    if "CompileActor" in command:
+        return "compile actor"
+    if "compile_process" in command:
+        return "compile process"
+    if "janitor" in command:
+        return "janitor"
+    if command.startswith("ray::") or "default_worker" in command:
+        return "Ray: idle worker"
+    found = next((part for part in RAY if part in command), None)
+    return f"Ray: {Path(found).stem}" if found else f"other: {Path(command.split()[0]).name if command else '?'}"
+
+
+def segments() -> list[dict[str, float]]:
+    """The shared-memory segments that this process holds, MiB: reserved, and taken so far."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if "memfd:guided-rows" in os.readlink(f"/proc/self/fd/{name}"):
+                status = os.stat(f"/proc/self/fd/{name}")
+                found.append({"reserved": status.st_size / MIB, "taken": status.st_blocks * 512 / MIB})
+    return found

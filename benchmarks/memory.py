@@ -1,0 +1,221 @@
+"""What each megabyte is for: `python -m benchmarks.memory`.
+
+Three measurements, each in processes of its own:
+
+- **Processes.** A Ray pool for the real vocabulary of 131,072 tokens, and the server's engine with the embedded model
+  (2,048 tokens): PSS, USS and RSS of the engine's process, of each mask actor, the compile actor, its template and
+  processes, and Ray's own, idle; and the shared segments, before and after 64 sequences were filled.
+- **A mask actor, part by part**, without a cluster: the interpreter, Ray's worker library, our modules, the vocabulary;
+  then, for each backend, its library, its tables of the vocabulary, grammars (real schemas from `--data`, loaded as an
+  actor loads them, beside what the pool's cache weighs them with) and open sequences.
+- **The engine's process, part by part.**
+
+Parts are anonymous memory (the process's alone), after the C library gave back what it could; `files` is code and data
+that is mapped from files and may be shared; `slack` is what the C library held beside that. Writes
+benchmarks/results/memory.{json,png}.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pickle
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from actors.compile_process import Outcome
+from actors.compile_queue import Job
+from actors.compiler import Compiler
+from benchmarks.peers.rows import Document
+from benchmarks.report import RESULTS, ROOT, canvas, fail, machine, print_table, write_json
+from benchmarks.workload import DATA, Tokens, documents
+from guided.backends import BACKENDS
+from guided.constraint import Constraint
+from guided.limits import CompileLimits
+from guided.vocabulary import Vocabulary
+
+PROCESSES = {
+    "vocabulary": "vocabulary",
+    "role": "process",
+    "count": "how many",
+    "pss": "PSS each",
+    "uss": "USS",
+    "rss": "RSS",
+}
+PARTS = {
+    "part": "part",
+    "anonymous": "MiB",
+    "files": "files MiB",
+    "slack": "slack MiB",
+    "each": "each KiB",
+    "weighed": "cache weighs KiB",
+    "loaded": "brings along",
+}
+
+
+def compiled(vocabulary: Vocabulary, drawn: Sequence[Document], count: int, bar: tqdm[Any]) -> list[dict[str, Any]]:
+    """Up to `count` grammars of each backend, as a compile process hands them over, with a text for each."""
+    compiler = Compiler(vocabulary, CompileLimits())
+    found = []
+    try:
+        for name in BACKENDS:
+            have = 0
+            for document in drawn:
+                constraint = Constraint.json_schema(document.schema)
+                future: Future[Outcome] = compiler.submit(Job(constraint, [name]))
+                outcome = future.result()
+                if outcome.error is None:
+                    grammar = {"backend": name, "constraint": constraint, "tokens": list(document.tokens)}
+                    found.append({**grammar, "dumped": outcome.dumped, "nbytes": outcome.nbytes})
+                    have += 1
+                    bar.update()
+                if have == count:
+                    break
+    finally:
+        compiler.close()
+    return found
+
+
+def told(module: str, *arguments: str) -> list[dict[str, Any]]:
+    """What a process of ours said, line by line."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    with tempfile.TemporaryFile() as log:
+        command = [sys.executable, "-m", f"benchmarks.megabytes.{module}", *arguments]
+        ended = subprocess.run(command, stdout=subprocess.PIPE, stderr=log, cwd=ROOT, env=environment, check=False)
+        if ended.returncode:
+            log.seek(0)
+            fail(f"{module} ended with status {ended.returncode}: {log.read().decode('utf-8', 'replace')[-1000:]}")
+    return [json.loads(line) for line in ended.stdout.splitlines()]
+
+
+def by_role(vocabulary: str, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One line a kind of process, means of its processes, and one for all."""
+    roles = list(dict.fromkeys(row["role"] for row in rows))
+    lines = []
+    for role in roles:
+        mine = [row for row in rows if row["role"] == role]
+        means = {size: statistics.mean(row[size] for row in mine) for size in ("pss", "uss", "rss")}
+        lines.append({"vocabulary": vocabulary, "role": role, "count": len(mine), **means})
+    total = {size: sum(row[size] for row in rows) for size in ("pss", "uss")}
+    return [*lines, {"vocabulary": vocabulary, "role": "all", "count": len(rows), **total}]
+
+
+def parts(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The table of one process: what is one of many also each."""
+    rows = []
+    seen: set[str] = set()
+    for line in lines:
+        row = {key: line.get(key) for key in ("part", "anonymous", "files", "slack")}
+        if count := line.get("count"):
+            row["each"] = line["anonymous"] * 1024 / count
+            if "weighed" in line:
+                row["weighed"] = line["weighed"] * 1024 / count
+        fresh = [name for name in line["loaded"] if name not in seen]
+        seen.update(fresh)
+        rows.append({**row, "loaded": ", ".join(fresh) or None})
+    return rows
+
+
+def plot(shown: dict[str, list[dict[str, Any]]], path: Path) -> None:
+    """The parts of each process, stacked."""
+    figure, axes = canvas(1, width=11.0, height=1.1 * len(shown) + 4.2)
+    axis = axes[0]
+    import matplotlib
+
+    colours = matplotlib.colormaps["tab20"].colors
+    handles: dict[str, Any] = {}
+    for at, rows in enumerate(shown.values()):
+        left = 0.0
+        for row in rows:
+            if (size := row["anonymous"]) < 0.5:
+                continue
+            bar = axis.barh(
+                at,
+                size,
+                left=left,
+                height=0.6,
+                color=colours[len(handles) % 20]
+                if row["part"] not in handles
+                else handles[row["part"]].patches[0].get_facecolor(),
+            )
+            handles.setdefault(row["part"], bar)
+            if size > 12:
+                axis.text(left + size / 2, at, f"{size:.0f}", ha="center", va="center", fontsize=7)
+            left += size
+    axis.set_yticks(range(len(shown)), list(shown), fontsize=9)
+    axis.invert_yaxis()
+    axis.grid(visible=True, axis="x", alpha=0.3)
+    axis.set_xlabel("MiB, anonymous")
+    axis.set_title("What a process's own memory is for", fontsize=10)
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=3, frameon=False, fontsize=7)
+    figure.savefig(path, dpi=130)
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--actors", type=int, default=2)
+    parser.add_argument("--grammars", type=int, default=8, help="real schemas compiled for each backend, and one more")
+    parser.add_argument("--max-schema", type=int, default=500, help="characters; some libraries take minutes for more")
+    parser.add_argument("--sequences", type=int, default=64, help="opened for each backend")
+    parser.add_argument("--data", type=Path, default=DATA, help="JSON lines of schemas with instances")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parsed()
+    started_on = machine()
+    tokens = Tokens.tekken()
+    vocabulary = Vocabulary.from_tekken(tokens.path)
+    drawn = documents(options.data, tokens, 20 * options.grammars, max_schema=options.max_schema, lengths=(10, 120))
+    with tempfile.TemporaryDirectory(prefix="guided-memory-") as folder, tqdm(unit=" parts", disable=None) as bar:
+        vocabulary_file, grammars_file = str(Path(folder) / "vocabulary"), str(Path(folder) / "grammars")
+        Path(vocabulary_file).write_bytes(pickle.dumps(vocabulary))
+        bar.set_description("compiling")
+        grammars = compiled(vocabulary, drawn, options.grammars + 1, bar)
+        Path(grammars_file).write_bytes(pickle.dumps(grammars))
+        bar.set_description("a mask actor")
+        worker = told("worker", vocabulary_file, grammars_file, str(options.sequences))
+        small = [{**one, "tokens": []} for one in grammars if one["backend"] == "llguidance"]
+        pools = {}
+        for name, which in (("131,072 tokens", vocabulary_file), ("2,048, with the model", "default")):
+            bar.set_description(f"a pool, {name}")
+            Path(grammars_file).write_bytes(pickle.dumps(grammars if which != "default" else small))
+            pools[name] = told("owner", which, grammars_file, str(options.actors))
+    lines = [
+        line
+        for name, said in pools.items()
+        for line in by_role(name, next(one for one in said if one["part"] == "idle")["processes"])
+    ]
+    shown = {"a mask actor, 131,072 tokens": parts(worker)}
+    for name, said in pools.items():
+        shown[f"the engine, {name}"] = parts([one for one in said if "processes" not in one])
+    print_table(lines, PROCESSES)
+    for title, rows in shown.items():
+        print(f"\n{title}")
+        print_table(rows, PARTS)
+    held = {name: {one["part"]: one["segments"] for one in said if "segments" in one} for name, said in pools.items()}
+    print()
+    for name, when in held.items():
+        for part, found in when.items():
+            each = "; ".join(f"{one['taken']:.1f} of {one['reserved']:.0f} MiB" for one in found)
+            print(f"segments, {name}, {part}: {each}")
+    setting = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
+    setting["data"] = options.data.name
+    results = {"processes": lines, "parts": shown, "segments": held}
+    write_json(options.out / "memory.json", setting, results, started_on)
+    plot(shown, options.out / "memory.png")
+    print(f"wrote {options.out / 'memory.json'} and .png")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,196 @@
+"""Inputs that killed, hung or fooled servers: each is decided as it is listed, in time, by every backend and by `auto`.
+
+`shared/data/hostile-inputs.json` says what a robust service decides. A backend may refuse what it can't do. Where both
+outcomes are fine (`bounded`), what counts is that there is one, within the budget. Those take minutes, so they wait for
+GUIDED_HOSTILE=all, which gives them the budget that a server has.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import os
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from byte_vocabulary import BYTES, tokens
+
+from actors.compile_process import Outcome
+from actors.compile_queue import Job
+from actors.compiler import Compiler
+from engine.server.constraints import asked
+from engine.server.protocol import ChatRequest
+from guided.backends import AUTO, BACKENDS, Backends, candidates
+from guided.constraint import Constraint, ConstraintKind
+from guided.errors import (
+    CompileTimeout,
+    GuidedError,
+    InvalidConstraint,
+    InvalidRequest,
+    UnsupportedConstraint,
+    from_wire,
+)
+from guided.limits import CompileLimits
+
+HOSTILE = Path(__file__).parents[3] / "shared" / "data" / "hostile-inputs.json"
+ALL = os.environ.get("GUIDED_HOSTILE") == "all"
+SECONDS = 10.0 if ALL else 3.0
+SLACK_SECONDS = 20.0
+"""For a machine that does something else."""
+NAMES = ("llguidance", "xgrammar", "outlines", "lm-format-enforcer")
+FLOOD = 100 if ALL else 10
+"""How many of a stream's constraints."""
+
+pytestmark = pytest.mark.skipif(not HOSTILE.exists(), reason="shared/data is not here")
+
+FOOLED = {
+    "silent-ignore-2": ('{"code": "abc"}', ['{"code": "abcd"}', '{"code": "a1"}']),
+    "silent-ignore-3": ('"abc"', ['"a"', '"abcde"', '"ab1"']),
+    "silent-ignore-4": ("[1]", ["[2]", "[]"]),
+    "silent-ignore-5": ('{"yes": "x"}', ['{"yes": 1}', '{"no": null}']),
+    "silent-ignore-6": (
+        '{"score": 10, "tags": ["abcdefghijkl"]}',
+        ['{"score": 7, "tags": []}', '{"score": 10, "tags": ["abc"]}', '{"score": 5}'],
+    ),
+    "silent-ignore-7": ('{"fool": 1}', ['{"foo": 1.5}', '{"fo": "a"}']),
+    "silent-ignore-8": ('"a/b"', ['"a b"', '"<a>"']),
+    "silent-ignore-10": ("1", ['"a"']),
+}
+"""Listed to be refused, unless the backend enforces them: what satisfies them, and what doesn't."""
+
+
+def entries() -> list[dict[str, Any]]:
+    return json.loads(HOSTILE.read_text())["entries"] if HOSTILE.exists() else []
+
+
+def payload(entry: dict[str, Any]) -> Any:
+    if "generator_py" not in entry:
+        return entry["payload"]
+    modules = {"functools": functools, "itertools": itertools, "json": json, "random": random}
+    return eval(entry["generator_py"], dict(modules))
+
+
+def built(kind: ConstraintKind, source: Any) -> Constraint:
+    make: Any = {
+        "json_schema": Constraint.json_schema,
+        "regex": Constraint.regex,
+        "grammar": Constraint.grammar,
+        "choice": Constraint.choice,
+    }[kind]
+    constraint: Constraint = make(source)
+    return constraint
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Iterator[Compiler]:
+    compiler = Compiler(BYTES, CompileLimits(processes=2, seconds=SECONDS))
+    compiler.submit(Job(Constraint.regex("a"), ["llguidance"])).result(120)
+    yield compiler
+    compiler.close()
+
+
+def decided(compiler: Compiler, constraint: Constraint, backend: str) -> Outcome:
+    """The outcome, which is there in time and is nobody's crash."""
+    try:
+        names = list(candidates(constraint.kind, backend))
+    except UnsupportedConstraint as error:
+        return Outcome((error.code, error.message, error.param, error.pointer))
+    started = time.monotonic()
+    outcome = compiler.submit(Job(constraint, [name for name in names if name in NAMES])).result(SECONDS + 120)
+    assert time.monotonic() - started < SECONDS + SLACK_SECONDS
+    assert outcome.crashed == []
+    if outcome.error is not None:
+        error = from_wire(outcome.error)
+        assert isinstance(error, InvalidConstraint | CompileTimeout), error
+        assert len(str(error)) < 2000
+    return outcome
+
+
+def error_of(outcome: Outcome) -> GuidedError | None:
+    return None if outcome.error is None else from_wire(outcome.error)
+
+
+def cant(backend: str, error: GuidedError | None) -> bool:
+    """This backend can't: it says so, or it is one that takes its time, and that was not enough."""
+    slow = backend in ("xgrammar", "outlines", "lm-format-enforcer")
+    return isinstance(error, UnsupportedConstraint) or (slow and isinstance(error, CompileTimeout))
+
+
+def accepts(outcome: Outcome, constraint: Constraint, text: str) -> bool:
+    """Whether the compiled grammar lets `text` be the whole output."""
+    matcher = Backends(BYTES)[outcome.backend].load(constraint, outcome.dumped).matcher()
+    try:
+        matcher.accept_tokens(tokens(text))
+    except GuidedError:
+        return False
+    return matcher.is_accepting()
+
+
+SPECS = [
+    entry
+    for entry in entries()
+    if entry["scope"] in ("spec", "model-output") and (ALL or not entry["bounded"] or entry["expected"] == "reject")
+]
+
+
+@pytest.mark.parametrize("entry", SPECS, ids=lambda entry: str(entry["id"]))
+def test_it_is_decided_as_listed_by_every_backend(entry: dict[str, Any], compiler: Compiler) -> None:
+    try:
+        constraint = built(entry["kind"], payload(entry))
+    except InvalidConstraint:
+        assert entry["expected"] == "reject" or entry["bounded"]
+        return
+    slow = entry["bounded"] and not ALL
+    for backend in ("llguidance", "xgrammar", AUTO) if slow else (*NAMES, AUTO):
+        outcome = decided(compiler, constraint, backend)
+        error = error_of(outcome)
+        if entry["bounded"] or cant(backend, error):
+            continue
+        if entry["id"] in FOOLED:
+            assert error is None
+            good, bad = FOOLED[entry["id"]]
+            assert accepts(outcome, constraint, good), (backend, good)
+            for text in bad:
+                assert not accepts(outcome, constraint, text), (backend, text)
+        else:
+            assert (error is None) == (entry["expected"] == "accept"), (backend, error)
+    if entry["expected"] == "accept" and not entry["bounded"]:
+        assert error_of(decided(compiler, constraint, AUTO)) is None, "some backend can"
+
+
+@pytest.mark.parametrize(
+    "entry", [each for each in entries() if each["scope"] == "request"], ids=lambda each: each["id"]
+)
+def test_a_request_is_decided_as_listed(entry: dict[str, Any]) -> None:
+    body = {"messages": [{"role": "user", "content": "hello"}], **payload(entry)}
+    if entry["expected"] == "accept":
+        assert asked(ChatRequest.model_validate(body)).constraint is not None
+    else:
+        with pytest.raises((ValueError, InvalidRequest)):
+            asked(ChatRequest.model_validate(body))
+
+
+@pytest.mark.parametrize("backend", [*NAMES, AUTO])
+def test_streams(backend: str, compiler: Compiler) -> None:
+    stream = {entry["id"]: payload(entry) for entry in entries() if entry["scope"] == "stream"}
+    first, second = stream["vllm-43920-latch-sequence"]
+    for schema in (*stream["cache-flood-disk"][:FLOOD], first["json"]):
+        error = error_of(decided(compiler, Constraint.json_schema(schema), backend))
+        assert error is None or cant(backend, error)
+    error = error_of(decided(compiler, Constraint.grammar(second["grammar"]), backend))
+    assert isinstance(error, InvalidConstraint)
+    # Time-outs leave nothing that computes on: the next one has the machine to itself.
+    for pattern in stream["ghsa-g773-linger"] if ALL else ():
+        decided(compiler, Constraint.regex(pattern), backend)
+    error = error_of(decided(compiler, Constraint.choice(["a", "b"]), backend))
+    assert error is None or cant(backend, error)
+
+
+def test_no_backend_is_forgotten() -> None:
+    assert set(BACKENDS) - {"faulty"} == set(NAMES)
+    assert {entry["id"] for entry in entries()} >= set(FOOLED)
