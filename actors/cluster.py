@@ -29,8 +29,9 @@ _OBJECT_STORE_BYTES = 80 << 20
 _START_SECONDS = 120.0
 _REACH_SECONDS = 10.0
 _STOP_SECONDS = 30.0
-_LOOK_SECONDS = 5.0
+_LOOK_SECONDS = 1.0
 _KNOCK_SECONDS = 2.0
+_RAYLET = "this node's raylet"
 _ENVIRONMENT = {
     # Ray ends a driver whose GCS is gone for 60 s. Steps don't pass through it: outlive it.
     "RAY_gcs_rpc_server_reconnect_timeout_s": "86400",
@@ -110,10 +111,12 @@ class Cluster:
         self._users = 0
         self._ready = threading.Event()
         self._leaving = threading.Event()
+        self._raylet_ended = threading.Event()
         self._error: Exception | None = None
         self._doors: dict[str, tuple[str, int]] = {}
         """Where Ray's processes that actors can't be started without listen."""
         self._trouble: str | None = None
+        self._when_raylet_ends: list[Callable[[], None]] = []
         self._thread = threading.Thread(target=self._live, name="ray-home", daemon=True)
 
     @classmethod
@@ -164,6 +167,14 @@ class Cluster:
         """What is wrong with Ray, as it was looked after a few seconds ago; None where nothing is."""
         return self._trouble
 
+    def when_raylet_ends(self, call: Callable[[], None]) -> None:
+        """Have `call` made, once, where this node's raylet is gone: to let go of all that Ray holds for this process.
+
+        Ray (2.60) ends a process that owns objects on a node which it declares dead, some ten seconds later, because
+        the shared memory for what became of them is gone as well.
+        """
+        self._when_raylet_ends.append(call)
+
     def check(self) -> None:
         """Look now.
 
@@ -181,16 +192,18 @@ class Cluster:
             try:
                 socket.create_connection(door, timeout=_KNOCK_SECONDS).close()
             except OSError as error:
+                if who == _RAYLET and isinstance(error, ConnectionRefusedError):
+                    self._raylet_ended.set()
                 return f"{who} at {door[0]}:{door[1]} doesn't answer: {error}"
         return None
 
     def _find_doors(self) -> None:
         node_id = self.node_id
-        head, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
-        self._doors["Ray's head"] = head.strip("[]"), int(port)
         for node in ray.nodes():
             if node["NodeID"] == node_id:
-                self._doors["this node's raylet"] = node["NodeManagerAddress"], node["NodeManagerPort"]
+                self._doors[_RAYLET] = node["NodeManagerAddress"], node["NodeManagerPort"]
+        head, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
+        self._doors["Ray's head"] = head.strip("[]"), int(port)
 
     def _start(self) -> None:
         self._thread.start()
@@ -214,6 +227,9 @@ class Cluster:
             self._ready.set()
         while not self._leaving.wait(_LOOK_SECONDS):
             before, self._trouble = self._trouble, self._look()
+            if self._raylet_ended.is_set():
+                while self._when_raylet_ends:
+                    self._when_raylet_ends.pop()()
             if self._trouble != before:
                 _log.error("%s", self._trouble or "Ray is there again")
         if not already:

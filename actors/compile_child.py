@@ -22,16 +22,21 @@ from actors.frames import read_frame, readable, write_frame
 from guided.errors import BackendError, CompileTimeout, ConstraintTooLarge
 from guided.messages import decoder, encode
 
-__all__ = ["Allowance", "Child", "SliceOver", "Template"]
+__all__ = ["Allowance", "Child", "Lost", "SliceOver", "Template"]
 
 _WARM_UP_SECONDS = 120.0
-_COMMAND_SECONDS = 20.0
+_COMMAND_SECONDS = 10.0
 """A fork takes hundredths of a second; a template that takes so long is replaced."""
 _CHECK_SECONDS = 0.01
 """Between two looks at a process's memory and time."""
 _WALL_PER_SLICE = 4.0
 """A slice is over after so many times its length on the wall clock too: a process may hang without computing."""
 _SEND_TIMEOUT = struct.pack("ll", 5, 0)
+
+
+class Lost(Exception):
+    """The process is gone, and nothing says that its constraint did it: killed or stopped from outside, or with its
+    template."""
 
 
 class SliceOver(Exception):
@@ -179,6 +184,8 @@ class Child:
         self._decode = decoder(Outcome).decode
         self._ended = False
         self._computed = 0.0
+        self._started = 0.0
+        self._seen = psutil.Process(pid)
         self._least_rss = self._memory()
 
     @property
@@ -200,14 +207,14 @@ class Child:
         """Give it an attempt; `wait` follows.
 
         Raises:
-            CompileTimeout, BackendError: it doesn't take it.
+            Lost: it doesn't take it.
         """
         self._computed = self._cpu_seconds()
         self._started = time.monotonic()
         try:
             write_frame(self._jobs.fileno(), encode(attempt))
         except BlockingIOError:
-            raise CompileTimeout("the compile process took no constraint: it was stopped") from None
+            raise Lost("it took no constraint") from None
         except OSError:
             raise self._crash() from None
 
@@ -218,6 +225,7 @@ class Child:
             SliceOver: not yet; it may be waited for again.
             CompileTimeout, ConstraintTooLarge: it took too much: kill it.
             BackendError: it died.
+            Lost: it was killed, or stopped.
         """
         answers = self._jobs.fileno()
         try:
@@ -227,6 +235,8 @@ class Child:
                         f"compiling this constraint took more than {allowance.memory_bytes >> 20} MiB of memory; "
                         "a smaller one, or another backend, may do"
                     )
+                if self._is(psutil.STATUS_STOPPED):
+                    raise Lost("SIGSTOP")
                 if time.monotonic() >= allowance.deadline:
                     raise TimeoutError
                 if allowance.cpu_seconds is not None and self._slice_is_over(allowance.cpu_seconds):
@@ -253,9 +263,12 @@ class Child:
         wall = time.monotonic() - self._started
         return wall > _WALL_PER_SLICE * seconds or self._cpu_seconds() - self._computed > seconds
 
-    def _crash(self) -> BackendError:
+    def _crash(self) -> BackendError | Lost:
+        orphaned = self.orphaned
         code = self._end_of_its_own()
-        how = "it is gone" if code is None else f"exit status {code}" if code >= 0 else signal.Signals(-code).name
+        if orphaned or code is None or code == -signal.SIGKILL:
+            return Lost("SIGKILL")
+        how = f"exit status {code}" if code >= 0 else signal.Signals(-code).name
         return BackendError(f"compiling this constraint ended its process ({how})")
 
     def _end_of_its_own(self) -> int | None:
@@ -270,23 +283,26 @@ class Child:
     def _is_dying(self) -> bool:
         deadline = time.monotonic() + 1.0
         while time.monotonic() < deadline:
-            try:
-                if psutil.Process(self.pid).status() == psutil.STATUS_ZOMBIE:
-                    return True
-            except psutil.NoSuchProcess:
+            if self._is(psutil.STATUS_ZOMBIE):
                 return True
             time.sleep(0.005)
         return False
 
+    def _is(self, status: str) -> bool:
+        try:
+            return bool(self._seen.status() == status)
+        except psutil.NoSuchProcess:
+            return status == psutil.STATUS_ZOMBIE
+
     def _memory(self) -> int:
         try:
-            return int(psutil.Process(self.pid).memory_info().rss)
+            return int(self._seen.memory_info().rss)
         except psutil.NoSuchProcess:
             return 0
 
     def _cpu_seconds(self) -> float:
         try:
-            times = psutil.Process(self.pid).cpu_times()
+            times = self._seen.cpu_times()
         except psutil.NoSuchProcess:
             return 0.0
         return float(times.user + times.system)

@@ -16,7 +16,7 @@ from concurrent.futures import Future
 
 import ray
 
-from actors.compile_child import Allowance, Child, SliceOver, Template
+from actors.compile_child import Allowance, Child, Lost, SliceOver, Template
 from actors.compile_process import Attempt, Outcome
 from actors.compile_queue import SLICES, SLOW, CompileQueue, Job, Task
 from actors.owner import Owner, exit_with
@@ -94,6 +94,7 @@ class Compiler:
     def submit(self, job: Job) -> Future[Outcome]:
         """Compile when a child is free. The future never raises: an `Outcome` holds the error."""
         future: Future[Outcome] = Future()
+        future.set_running_or_notify_cancel()  # a thread is to answer it: nobody may cancel it
         self._queue.put(Task(job, future))
         return future
 
@@ -172,6 +173,9 @@ class Compiler:
                 task.level += 1
                 self._queue.put(task)
             return False
+        except Lost as lost:
+            self._lost(task, child, lost)
+            return False
         except GuidedError as error:
             self._killed(task, child, error)
             return False
@@ -197,17 +201,22 @@ class Compiler:
         sliced = SLICES[task.level] if self._has_slow and task.level < SLOW else None
         return Allowance(task.began + self._seconds(task), self._limits.memory_bytes, sliced)
 
+    def _lost(self, task: Task, child: Child, lost: Lost) -> None:
+        """Once more, where that happens for the first time."""
+        if task.retried:
+            self._killed(task, child, BackendError(f"compiling this constraint ended its process ({lost}), twice"))
+            return
+        child.kill()
+        task.spent += time.monotonic() - task.began
+        task.retried, task.level = True, 0
+        self._queue.put(task)
+
     def _killed(self, task: Task, child: Child, error: GuidedError) -> None:
         """An attempt that ended with its process, or is to."""
         seconds = self._seconds(task)
         task.spent += time.monotonic() - task.began
-        orphaned = child.orphaned
         child.kill()
         name = task.backend
-        if isinstance(error, BackendError) and orphaned and not task.retried:
-            task.retried = True  # all children went with their template: nothing says that it was this one's fault
-            self._queue.put(task)
-            return
         if isinstance(error, CompileTimeout):
             task.timed_out.append(name)
             error = CompileTimeout(
@@ -231,7 +240,7 @@ class Compiler:
             self._finish(task, conclusion(task.failed))
             return
         # Behind those that were not tried at all, and before those that are known to be slow.
-        task.level = min(1, SLOW)
+        task.level = 1
         self._queue.put(task)
 
     def _finish(self, task: Task, error: GuidedError) -> None:

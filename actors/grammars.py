@@ -47,6 +47,8 @@ _GRACE_SECONDS = 1.0
 """How long a grammar that some worker has waits for workers that are slow to load it."""
 _LOAD_SECONDS = 15.0
 """How long an actor may take for one grammar. (Compiling one takes less, or it is ended.)"""
+_COMPILE_TRIES = 5
+"""Compile actors that may die with a constraint before it is given up."""
 _TICK_SECONDS = 0.5
 _START_SECONDS = 60.0
 """How long the compile actor may take to answer its first ping: it may be starting."""
@@ -142,6 +144,10 @@ class Grammars:
         self._tasks.put(task)
         return future
 
+    def let_go(self) -> None:
+        """Ray's shared memory is gone, and the dumped grammars with it: forget them. From any thread."""
+        self._tasks.put(self._loading.let_go)
+
     def backends(self) -> list[BackendStatus]:
         """Which backends are in rotation; from any thread."""
         return self._suspensions.status()
@@ -230,14 +236,15 @@ class Grammars:
             except Exception:
                 _log.exception("a grammar task failed")
 
-    def _compile(self, key: CacheKey, constraint: Constraint, backends: list[str], last: bool = False) -> None:
+    def _compile(self, key: CacheKey, constraint: Constraint, backends: list[str], tries: int = _COMPILE_TRIES) -> None:
         compiler = self._compiler
         outcome, dumped = compiler.compile.options(num_returns=2).remote(backends, *in_pieces(constraint))
-        again = None if last else partial(self._compile_again, key, constraint, backends, compiler)
+        again = partial(self._compile_again, key, constraint, backends, tries - 1, compiler) if tries > 1 else None
         self._when_done(outcome.future(), partial(self._compiled, key, constraint, dumped, again))
 
-    def _compile_again(self, key: CacheKey, constraint: Constraint, backends: list[str], lost: Any) -> None:
-        """The compile actor died, with all it was asked. Nothing says that this constraint did it: once more."""
+    def _compile_again(self, key: CacheKey, constraint: Constraint, backends: list[str], tries: int, lost: Any) -> None:
+        """The compile actor died, with all it was asked. Nothing says that this constraint did it (native code runs in
+        its children): it is asked for again, `tries` times at the most."""
         if self._compiler is lost:
             _log.error("the compile actor died: it is started again")
             try:
@@ -246,7 +253,7 @@ class Grammars:
                 self._fail(key, error)
                 return
             self._compiler_pid = self._pulse = None
-        self._compile(key, constraint, backends, last=True)
+        self._compile(key, constraint, backends, tries)
 
     def _compiled(
         self,

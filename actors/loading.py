@@ -52,7 +52,7 @@ class Stored:
     """A compiled grammar: what every worker, now or later, loads."""
 
     installable: Installable
-    dumped: ray.ObjectRef
+    dumped: ray.ObjectRef | bytes
     homes: dict[Home, Future[None]] = field(default_factory=dict)
     proven: bool = False
     """Some actor has loaded it, and lived."""
@@ -108,6 +108,11 @@ class Loading:
         for home in self.homes:
             home.installed.difference_update(keys)
             _in_order(home.actor.uninstall, list(keys))
+
+    def let_go(self) -> None:
+        """Ray's shared memory is gone: who has no grammar yet can load only those that are compiled again there."""
+        for stored in self.stored.values():
+            stored.dumped = b""
 
     def settle(self, home: Home, needed: Collection[str]) -> list[Future[None]]:
         """A new actor: from now on it gets every grammar. Returns the loads of those needed that are not suspect."""

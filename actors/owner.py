@@ -15,7 +15,7 @@ from guided.vocabulary import Vocabulary
 __all__ = ["Owner", "exit_with"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Owner:
     """A process that can't be mistaken for a later one with the same id, nor for one on another node."""
 
@@ -24,8 +24,8 @@ class Owner:
     """Seconds since the epoch."""
     node_id: str
     """Ray's."""
-    vocabulary: ray.ObjectRef
-    """What it has for its actors: a `Vocabulary`."""
+    vocabulary: ray.ObjectRef | None
+    """What it has for its actors: a `Vocabulary`; None where Ray's shared memory is gone, and with it all there was."""
 
     @classmethod
     def me(cls, vocabulary: Vocabulary) -> Owner:

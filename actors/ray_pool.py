@@ -116,6 +116,7 @@ class RayPool:
                 tcp=transport == "tcp",
                 spread=spread,
             )
+            self._cluster.when_raylet_ends(partial(_let_go, owner, self._grammars))
             incarnations = itertools.count(1)
             for index in range(num_actors or _by_cpus()):
                 supervisor = Supervisor(index, plan, incarnations.__next__, self._rotation.announce)
@@ -200,6 +201,11 @@ def _start_compiler(owner: Owner, limits: CompileLimits) -> Any:
         return apart(lambda: actor.remote(owner, limits)).result(_CREATE_SECONDS)
     except TimeoutError:
         raise PoolUnavailable(f"Ray didn't start the compile actor within {_CREATE_SECONDS:g} s") from None
+
+
+def _let_go(owner: Owner, grammars: Grammars) -> None:
+    owner.vocabulary = None
+    grammars.let_go()
 
 
 def _shut_down(pool: weakref.WeakMethod[Callable[[], None]]) -> None:

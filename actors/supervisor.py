@@ -14,7 +14,7 @@ import signal
 import threading
 import time
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
@@ -133,6 +133,8 @@ class Supervisor:
         self._stopping = threading.Event()
         self._first_try = threading.Event()
         self._error: GuidedError | None = None
+        self._causes: Counter[str] = Counter()
+        self._last_end: str | None = None
         self._up_since = math.inf
         """`time.monotonic()` of when this incarnation was up."""
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -162,6 +164,8 @@ class Supervisor:
             node=link.place.host if link is not None else None,
             open_sequences=len(link.sequences) if link is not None else 0,
             restarts=self._restarts,
+            ends=dict(self._causes),
+            last_end=self._last_end,
         )
 
     def stop(self) -> None:
@@ -189,7 +193,7 @@ class Supervisor:
                 retired = False
                 self._error = error if isinstance(error, GuidedError) else PoolUnavailable(bounded(error))
                 if not self._stopping.is_set():
-                    _log.error("mask actor %d didn't start: %s", self._index, self._error)
+                    self._note_end("not_started", f"mask actor {self._index} didn't start: {self._error}")
             self._first_try.set()
             if retired:
                 continue
@@ -289,10 +293,15 @@ class Supervisor:
             self._announce(Down(link, PoolUnavailable("the pool was shut down")))
         else:
             error = self._obituary(link, cause)
-            _log.log(logging.INFO if cause == "retired" else logging.WARNING, "%s", error)
+            self._note_end(cause, error.message)
             process.kill()
             self._announce(Down(link, error, cause, loading=bool(home.loading)))
         return cause
+
+    def _note_end(self, cause: str, message: str) -> None:
+        self._causes[cause] += 1
+        self._last_end = bounded(message)
+        _log.log(logging.INFO if cause == "retired" else logging.WARNING, "%s", message)
 
     def _obituary(self, link: Link, cause: Cause) -> GuidedError:
         who = f"mask worker {self._index} (pid {link.place.pid}, incarnation {link.incarnation})"

@@ -6,7 +6,7 @@ requests, batches or logits: that is `LogitPostProcessor`'s.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol, overload
@@ -158,6 +158,10 @@ class WorkerStatus:
     node: str | None
     open_sequences: int
     restarts: int
+    ends: Mapping[str, int] = field(default_factory=dict)
+    """How many incarnations ended, or didn't start, by cause."""
+    last_end: str | None = None
+    """What became of the last one that ended."""
 
 
 @dataclass(frozen=True, slots=True)

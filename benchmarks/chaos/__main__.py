@@ -80,8 +80,8 @@ async def attacked(server: Server, options: argparse.Namespace) -> Run:
         busy = load.run(traffic, options.concurrency, lambda: time.monotonic() < over and watch.deaths == 0)
         await asyncio.gather(busy, harm(scene, options, over))
         lasted = time.monotonic() - begun
+        recovered = await until(lambda: _is_whole(scene, options.actors), RECOVERY_SECONDS)
         thaw(scene)
-        recovered = await until(lambda: bool(watch.seen) and watch.seen[-1].up == options.actors, RECOVERY_SECONDS)
         calm = Load(http, judge, options.limit)
         await calm.all_of([_kept(traffic.request(-number)) for number in range(1, CALM_REQUESTS + 1)], 16)
         for task in (progress, look):
@@ -89,6 +89,12 @@ async def attacked(server: Server, options: argparse.Namespace) -> Run:
             await ended(task)
     watch.memory.append((time.monotonic(), server.memory()))
     return Run(begun, lasted, load, calm, scene.events, watch, recovered, server.tracebacks())
+
+
+def _is_whole(scene: Scene, actors: int) -> bool:
+    """Whether all mask actors are up, and none of them is one that was frozen."""
+    up = [actor for actor in scene.watch.actors() if actor["state"] == "up"]
+    return len(up) == actors and not scene.stopped & {actor["pid"] for actor in up}
 
 
 def _kept(request: Request) -> Request:

@@ -102,7 +102,7 @@ class ServerContext:
                 f"{self.in_flight} requests are in flight and the limit is {self.settings.max_requests}: try again"
             )
         waiting = self.engine.num_waiting
-        if waiting + count > self.settings.max_waiting:
+        if waiting and waiting + count > self.settings.max_waiting:  # many prompts at once wait where nobody else does
             raise QueueFull(f"{waiting} requests wait and the limit is {self.settings.max_waiting}: try again")
         self.in_flight += count
         try:

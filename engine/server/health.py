@@ -23,6 +23,8 @@ class MaskActor(BaseModel):
     node: str | None
     incarnation: int
     restarts: int
+    last_end: str | None
+    """What became of the last process that ended here."""
     open_sequences: int
 
 
@@ -73,6 +75,7 @@ async def health(response: Response, context: Context) -> Health:
             node=worker.node,
             incarnation=worker.incarnation,
             restarts=worker.restarts,
+            last_end=worker.last_end,
             open_sequences=worker.open_sequences,
         )
         for worker in pool.workers

@@ -233,6 +233,10 @@ class _EngineCollector(Collector):
         for name, text, value in counters:
             yield CounterMetricFamily(f"guided_{name}", text, value=value)
         yield from _by_backend(health.pool.backends)
+        ends = CounterMetricFamily("guided_mask_actor_ends", "Mask actors that ended.", labels=["cause"])
+        for cause in sorted({cause for worker in workers for cause in worker.ends}):
+            ends.add_metric([cause], sum(worker.ends.get(cause, 0) for worker in workers))
+        yield ends
         failures = CounterMetricFamily("guided_engine_failures", "Groups that ended with an error.", labels=["code"])
         for code, count in list(stats.failures.items()):
             failures.add_metric([code], count)

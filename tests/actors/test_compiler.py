@@ -19,7 +19,6 @@ from actors.compiler import Compiler
 from guided.backends import Backends
 from guided.constraint import Constraint
 from guided.errors import (
-    BackendError,
     CompileTimeout,
     ConstraintTooLarge,
     GuidedError,
@@ -65,20 +64,6 @@ def test_what_takes_too_long_is_killed_and_the_next_one_served(compiler: Compile
     assert time.monotonic() - started < 30
     assert compiler.submit(QUICK).result(WAIT).error is None
     assert not psutil.pid_exists(before)
-
-
-def test_a_process_that_dies_is_a_failure_of_ours_and_is_replaced(compiler: Compiler) -> None:
-    compiler.submit(QUICK).result(WAIT)
-    (pid,) = compiler.pids
-    future = compiler.submit(ENDLESS)
-    time.sleep(0.5)  # it has begun
-    os.kill(pid, signal.SIGKILL)
-    wire = future.result(WAIT).error
-    assert wire is not None
-    error = from_wire(wire)
-    assert type(error) is BackendError
-    assert "SIGKILL" in str(error)
-    assert compiler.submit(QUICK).result(WAIT).error is None
 
 
 def test_a_process_that_died_while_idle_is_noticed_before_it_gets_a_job(compiler: Compiler) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -164,6 +165,35 @@ def test_the_template_is_replaced_and_what_it_took_along_is_done_again(compiler:
     go_on.touch()
     template.kill()
     assert future.result(WAIT).error is None
+    assert compiler.submit(QUICK).result(WAIT).error is None
+
+
+def test_a_process_that_is_killed_or_frozen_from_outside_is_nobodys_fault_once(
+    compiler: Compiler, tmp_path: Path
+) -> None:
+    for number, sent in enumerate((signal.SIGKILL, signal.SIGSTOP)):
+        reached, once = tmp_path / f"reached{number}", tmp_path / f"once{number}"
+        words = (f"hold@compile={number}", f"touch={reached}")
+        before = set(compiler.pids)
+        future = compiler.submit(Job(new(*words, f"once={once}"), [NAME]))
+        until(reached.exists)
+        for pid in before | set(compiler.pids):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, sent)
+        outcome = future.result(WAIT)
+        assert outcome.error is None
+        assert outcome.timed_out == outcome.crashed == []
+    reached = tmp_path / "reached"
+    future = compiler.submit(Job(new("hold@compile", f"touch={reached}"), [NAME]))
+    while not future.done():  # ... but whenever it runs
+        if reached.exists():
+            reached.unlink()
+            for pid in compiler.pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+    assert type(error_of(future.result())) is BackendError
+    assert future.result().crashed == [NAME]
     assert compiler.submit(QUICK).result(WAIT).error is None
 
 

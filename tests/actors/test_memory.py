@@ -1,0 +1,84 @@
+"""What processes take and may take, in processes of their own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from actors.memory import MemoryLimit, Reading, machine_bytes
+
+MIB = 1 << 20
+
+EATER = """
+import sys, threading, time
+from actors.memory import MemoryLimit, stay_within
+stay_within(MemoryLimit(200 << 20), watched=sys.argv[1] == "watched")
+eaten = []
+try:
+    while len(eaten) < 100:
+        eaten.append(bytearray(b"x" * (16 << 20)))
+        if sys.argv[1] == "alone":
+            time.sleep(0.05)
+except MemoryError:
+    print("refused after", 16 * len(eaten), "MiB")
+"""
+
+
+def run(how: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", EATER, how], capture_output=True, text=True, timeout=60)
+
+
+def test_beyond_the_limit_and_some_slack_no_memory_is_to_be_had() -> None:
+    """Whoever looks after it can't."""
+    ran = run("watched")
+    assert ran.returncode == 0, ran.stderr
+    assert 200 < int(ran.stdout.split()[2]) < 200 + 1024
+
+
+def test_where_nobody_looks_it_ends_itself() -> None:
+    ran = run("alone")
+    assert ran.returncode == -signal.SIGKILL
+    assert "more than 200 MiB of memory" in ran.stderr
+
+
+def test_a_reading() -> None:
+    before = Reading.of(os.getpid())
+    eaten = bytearray(b"x" * (64 * MIB))
+    after = Reading.of(os.getpid())
+    assert before is not None
+    assert after is not None
+    assert after.resident - before.resident > 48 * MIB
+    assert not after.stopped
+    assert eaten[-1] == ord("x")
+    assert Reading.of(2**22 + 1) is None  # beyond any pid
+
+
+def test_a_stopped_process_is_seen_to_be() -> None:
+    process = subprocess.Popen(["sleep", "600"])
+    try:
+        process.send_signal(signal.SIGSTOP)
+        os.waitpid(process.pid, os.WUNTRACED)
+        reading = Reading.of(process.pid)
+        assert reading is not None
+        assert reading.stopped
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize(
+    ("wanted", "hard"),
+    [(None, min(2048 * MIB, machine_bytes() // 2)), (300 * MIB, 300 * MIB), (1 << 60, machine_bytes())],
+)
+def test_no_limit_is_more_than_the_machine_has(wanted: int | None, hard: int) -> None:
+    assert MemoryLimit.of(wanted).hard == hard
+
+
+def test_an_actor_is_replaced_half_way_from_what_it_took_when_it_was_new() -> None:
+    limit = MemoryLimit(1000)
+    assert limit.soft(200) == 600
+    assert limit.soft(2000) == 2000

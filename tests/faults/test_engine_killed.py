@@ -1,0 +1,143 @@
+"""The engine killed with SIGKILL: what it had started, and left in the file system, is gone seconds later."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+from driven_pool import until
+from serving import serving
+
+SECONDS = 30.0
+"""Generous: a loaded machine is slow to reap. What it takes on a quiet one is in docs/failure-model.md."""
+
+
+@pytest.fixture
+def short_directory() -> Iterator[str]:
+    """For sockets: their paths are limited."""
+    directory = tempfile.mkdtemp(prefix="g", dir="/tmp")
+    yield directory
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+def family_of(pid: int) -> list[psutil.Process]:
+    """A process's descendants, but for the janitors: they are there to outlive it."""
+    found = psutil.Process(pid).children(recursive=True)
+    return [process for process in found if "guided-janitor" not in process.cmdline()]
+
+
+def shared_files(processes: list[psutil.Process]) -> set[str]:
+    """Files in /dev/shm that these processes have mapped."""
+    found: set[str] = set()
+    for process in processes:
+        maps = Path(f"/proc/{process.pid}/maps").read_text()
+        found.update(re.findall(r"(/dev/shm/\S+)$", maps, re.MULTILINE))
+    return found
+
+
+def assert_all_end(processes: list[psutil.Process]) -> None:
+    _, alive = psutil.wait_procs(processes, timeout=SECONDS)
+    alive = [process for process in alive if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+    try:
+        assert not alive, [process.cmdline() for process in alive]
+    finally:
+        for process in alive:
+            process.kill()
+
+
+def test_a_server_killed_in_mid_stream(short_directory: str) -> None:
+    with serving("--num-actors", "2", TMPDIR=short_directory) as server:
+        family = family_of(server.process.pid)
+        names = " ".join(process.name() for process in family)
+        assert names.count("ray::MaskActor") == 2
+        assert "ray::CompileActor" in names
+        assert os.listdir(short_directory)
+        files = shared_files(family)
+        body = {"prompt": "a", "max_tokens": 1900, "stream": True, "regex": "[a-z ]{1800,}"}
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=SECONDS) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            server.process.send_signal(signal.SIGKILL)
+            with pytest.raises(httpx.RemoteProtocolError):
+                list(lines)
+        server.process.wait(SECONDS)
+        assert_all_end(family)
+        until(lambda: not os.listdir(short_directory), SECONDS)
+        assert not [file for file in files if os.path.exists(file)]
+        host, port = server.url.removeprefix("http://").split(":")
+        with pytest.raises(OSError):  # noqa: PT011
+            socket.create_connection((host, int(port)), timeout=5)
+
+
+CLUSTER = """
+import sys
+from ray.cluster_utils import Cluster
+quiet = {"num_cpus": 1, "include_dashboard": False, "temp_dir": sys.argv[1]}
+cluster = Cluster(initialize_head=True, head_node_args=quiet)
+cluster.add_node(num_cpus=1)
+print(cluster.address, flush=True)
+sys.stdin.read()
+cluster.shutdown()
+"""
+
+ENGINE = """
+import sys, time
+import numpy as np
+from byte_vocabulary import BYTES, WORDS
+from actors import RayPool
+from guided.constraint import Constraint
+from guided.pool import Fill
+
+pool = RayPool(BYTES, num_actors=2, address=sys.argv[1], spread=True)
+grammar = pool.compile(Constraint.regex("a+"), ("llguidance",)).result(60)
+for sequence in (1, 2):
+    pool.open(sequence, grammar)
+pool.submit([Fill(1, 0, []), Fill(2, 0, [])])
+assert {row.state for row in pool.collect(np.zeros((2, WORDS), np.int32), 60)} == {"ready"}
+nodes = {link.place.node_id for link in pool._rotation._links}
+assert len(nodes) == 2
+pids = [worker.pid for worker in pool.status().workers] + pool.compile_pids() + [pool._grammars._compiler_pid]
+print(pool._scratch.path, *[pid for pid in pids if pid], flush=True)
+time.sleep(600)
+"""
+
+
+def test_an_engine_that_had_joined_a_cluster(short_directory: str) -> None:
+    """On its own node and on another; the cluster itself stays."""
+    here = Path(__file__).parents
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(here[2]), str(here[1] / "support")])}
+    start = {"stdout": subprocess.PIPE, "stdin": subprocess.PIPE, "text": True, "env": environment}
+    cluster = subprocess.Popen([sys.executable, "-c", CLUSTER, short_directory], **start)  # type: ignore[call-overload]
+    engine: subprocess.Popen[str] | None = None
+    try:
+        address = cluster.stdout.readline().strip()
+        assert address
+        engine = subprocess.Popen([sys.executable, "-c", ENGINE, address], **start)  # type: ignore[call-overload]
+        assert engine is not None
+        assert engine.stdout is not None
+        scratch, *pids = engine.stdout.readline().split()
+        family = [psutil.Process(int(pid)) for pid in pids]
+        assert len(family) >= 4
+        family += family_of(engine.pid)
+        engine.kill()
+        engine.wait(SECONDS)
+        assert_all_end(family)
+        until(lambda: not os.path.exists(scratch), SECONDS)
+        raylets = [each for each in psutil.Process(cluster.pid).children(recursive=True) if each.name() == "raylet"]
+        assert len(raylets) == 2
+    finally:
+        if engine is not None:
+            engine.kill()
+            engine.communicate()
+        cluster.communicate(timeout=SECONDS)
