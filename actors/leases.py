@@ -1,114 +1,133 @@
-"""Leases: which row of a worker's segment is promised to which (sequence, position), and when it is free again.
+"""Leases: which row of a worker's segment is promised to which sequence, and when it is free again.
 
-A row that was sent out belongs to the worker until it answered for exactly that lease. A fill that ends many steps
-late then writes into a row that is nobody else's. Leases die with their segment, when the incarnation does.
+A row that was sent out belongs to the worker until it answered for exactly that request: its number is in `Rows.done`
+then. A fill that ends many steps late then writes into a row that is nobody else's. A sequence keeps its row from step
+to step. Leases die with their segment, when the incarnation does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import math
+from collections.abc import Sequence
 
-import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
-from guided.messages import RowResult
+from actors.segment import Rows
 
-__all__ = ["Lease", "Leases"]
+__all__ = ["NOBODY", "Leases"]
 
 NOBODY = -1
 
 
-class Lease(msgspec.Struct, eq=False, gc=False):
-    """One row of one incarnation's segment, promised to one fill."""
-
-    row: int
-    sequence: int
-    position: int
-    start: int
-    tokens: list[int]
-    sent: float
-    """`time.monotonic()` of the fill."""
-    index: int = NOBODY
-    """Which row of the current step waits for it; `NOBODY` where none does."""
-    message: int = 0
-    """Which message to the actor asked for it last: only that one's answer counts."""
-    asked_again: float = 0.0
-    """`time.monotonic()` of when it was asked for once more, because nothing came."""
-    result: RowResult | None = None
-    """The worker's answer, until somebody takes it."""
-    abandoned: bool = False
-    """Nobody will ever ask for it: free the row as soon as the worker answered."""
-
-
 class Leases:
-    """The rows of one segment. Used from one thread."""
+    """The rows of one segment. Used from one thread, but for `oldest`."""
 
-    def __init__(self, rows: int) -> None:
+    def __init__(self, rows: Rows) -> None:
+        count = len(rows.done)
+        self._done = rows.done
+        self._asked = np.zeros(count, np.int64)
+        """The number of the newest request that a row was sent out with."""
+        self._sent = np.zeros(count)
+        """`time.monotonic()` of that request, or of the first one where it was repeated; infinite where it doesn't
+        matter when the answer comes."""
+        self._again = np.zeros(count)
+        """`time.monotonic()` of the last repetition, or of the request where that isn't in `_sent`."""
+        self.owners = [NOBODY] * count
+        """The sequence that a row is lent to, or was, until the worker has answered."""
         # Last returned, first lent: few pages of the segment are ever touched.
-        self._free = list(range(rows - 1, -1, -1))
-        self._out: dict[int, Lease] = {}
-        self.message = 1
-        """The number of the message that is being put together; the actor handles none twice, nor an older one."""
-        self.answered = 0
-        """The number of the message whose answers are being read."""
+        self._free = list(range(count - 1, -1, -1))
+        self._leaving: list[int] = []
+        """Given back, and not yet answered for."""
 
     @property
     def num_free(self) -> int:
-        """Rows that can be lent."""
-        return len(self._free)
+        """Rows that can be lent, now or when they are renewed."""
+        return len(self._free) + sum(not self.owed(row) for row in self._leaving)
 
-    @property
-    def outstanding(self) -> Collection[Lease]:
-        """Leases that the worker has not answered for, oldest first."""
-        return self._out.values()
-
-    @property
-    def oldest(self) -> Lease | None:
-        """The lease that has waited longest for its answer: what the worker is busy with, or stuck in."""
-        return next(iter(self._out.values()), None)
-
-    def lent(self, row: int) -> Lease | None:
-        """The unanswered lease of a row."""
-        return self._out.get(row)
-
-    def take(self, sequence: int, start: int, tokens: list[int], now: float, index: int) -> Lease | None:
-        """Lend a row for a fill; None where all are out."""
+    def take(self, sequence: int) -> int:
+        """Lend a row to a sequence; `NOBODY` where all are out."""
         if not self._free:
-            return None
+            return NOBODY
         row = self._free.pop()
-        lease = self._out[row] = Lease(row, sequence, start + len(tokens), start, tokens, now, index, self.message)
-        return lease
+        self.owners[row] = sequence
+        return row
 
-    def unsent(self, lease: Lease) -> None:
-        """Take back a lease whose message never left."""
-        if self._out.get(lease.row) is lease:
-            del self._out[lease.row]
-            self._free.append(lease.row)
+    def ask(self, rows: NDArray[np.intp], number: int, now: float) -> None:
+        """The rows were sent out: they are the worker's until it is done with request `number`, the latest so far."""
+        self._asked[rows] = number
+        self._sent[rows] = now
 
-    def answer(self, result: RowResult) -> Lease | None:
-        """The worker answered: the lease that the answer is for, None where there is no such lease (any more).
+    def owed(self, row: int) -> bool:
+        """Whether the worker has not answered for a row."""
+        return bool(self._done[row] < self._asked[row])
 
-        The row stays reserved until `give_back`, unless nobody wants it.
+    def asked(self, row: int) -> int:
+        """The number of the newest request that a row was sent out with."""
+        return int(self._asked[row])
+
+    def answer(self, row: int) -> None:
+        """The worker answered for a row in words."""
+        self._done[row] = self._asked[row]
+
+    def give_back(self, row: int, watched: bool = True) -> None:
+        """Its sequence doesn't want the row any more: it may be lent again once the worker has answered and it was
+        renewed.
+
+        Args:
+            watched: it matters when the worker answers.
         """
-        lease = self._out.get(result.row)
-        if (
-            lease is None
-            or lease.message != self.answered
-            or lease.sequence != result.sequence
-            or lease.position != result.position
-        ):
-            return None
-        del self._out[result.row]
-        lease.result = result
-        if lease.abandoned:
-            self._free.append(lease.row)
-            return None
-        return lease
+        self._leaving.append(row)
+        if not watched and self.owed(row):
+            self._again[row] = max(self._again[row], self._sent[row])
+            self._sent[row] = math.inf
 
-    def give_back(self, lease: Lease) -> None:
-        """The answered row was read, or isn't wanted: it may be lent again. At once, or when the worker answered."""
-        if lease.abandoned:
+    def renew(self) -> None:
+        """Nobody reads what was given back: lend again what the worker has answered for."""
+        if not self._leaving:
             return
-        lease.abandoned = True
-        lease.index = NOBODY
-        if lease.result is not None:
-            self._free.append(lease.row)
+        leaving, self._leaving = self._leaving, []
+        for row in leaving:
+            if self.owed(row):
+                self._leaving.append(row)
+            else:
+                self.owners[row] = NOBODY
+                self._free.append(row)
+
+    def reclaim(self, row: int) -> bool:
+        """Take a row from a sequence that has no use for it now; False where the worker owes an answer for it."""
+        if self.owed(row):
+            return False
+        self._free.append(row)
+        return True
+
+    @property
+    def owes(self) -> bool:
+        """Whether the worker has not answered for some row."""
+        return bool((self._asked > self._done).any())
+
+    def unanswered(self, before: float) -> list[int]:
+        """Rows that were last sent out earlier than `before`, and that the worker has not answered for."""
+        last = np.where(np.isinf(self._sent), self._again, np.maximum(self._sent, self._again))
+        rows: list[int] = np.flatnonzero((self._asked > self._done) & (last < before)).tolist()
+        return rows
+
+    def since(self, rows: Sequence[int]) -> NDArray[np.float64]:
+        """`time.monotonic()` of when rows were first asked for."""
+        return self._sent[list(rows)]
+
+    def repeated(self, rows: Sequence[int], since: NDArray[np.float64], now: float) -> None:
+        """The rows were asked for once more: what was owed `since` then is owed for as long."""
+        self._sent[list(rows)] = since
+        self._again[list(rows)] = now
+
+    def outstanding(self) -> list[int]:
+        """Rows that the worker has not answered for."""
+        rows: list[int] = np.flatnonzero(self._asked > self._done).tolist()
+        return rows
+
+    def oldest(self) -> float:
+        """`time.monotonic()` of the oldest request without an answer; infinite where there is none. From any
+        thread."""
+        rows = self._asked > self._done
+        return float(self._sent[rows].min()) if rows.any() else math.inf

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -12,13 +14,13 @@ import zmq
 from numpy.typing import NDArray
 
 from actors.channel import Channel
-from actors.leases import Lease, Leases
+from actors.leases import Leases
 from actors.mask_actor import Place
 from actors.segment import IDLE, Segment
-from guided.messages import OpenSequence, RowResult, StepAnswer, decoder, encode
-from guided.pool import Fill
+from guided.errors import BackendError, to_wire
+from guided.messages import OpenSequence, RowResult, RowStatus, StepAnswer, decoder, encode
 
-__all__ = ["Link", "Wired"]
+__all__ = ["Link", "Mailed", "Outbox", "Wired"]
 
 _decode = decoder(StepAnswer).decode
 
@@ -39,45 +41,62 @@ class Wired:
 
 
 @dataclass(slots=True)
-class _Outbox:
+class Outbox:
     """The message that is being put together."""
 
-    fills: list[tuple[int, int, int, list[int]]] = field(default_factory=list)
+    fills: list[tuple[int, int, int, Sequence[int]]] = field(default_factory=list)
     """`FillRow`s, as they travel."""
+    indices: list[int] = field(default_factory=list)
+    """Which row of the step each is."""
     opens: list[OpenSequence] = field(default_factory=list)
     frees: list[int] = field(default_factory=list)
-    leases: list[Lease] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Mailed:
+    """A request that went out."""
+
+    number: int
+    rows: NDArray[np.intp]
+    """Of the segment, in the order in which the worker fills them."""
+    indices: NDArray[np.intp]
+    """Of the step."""
 
 
 class Link:
-    """Sends steps, receives answers, keeps the leases of one incarnation. Used from the engine's thread only."""
+    """Sends requests, receives answers, keeps the leases of one incarnation. Used from the engine's thread only.
+
+    But for `overdue`.
+    """
 
     def __init__(self, wired: Wired) -> None:
         self.index = wired.index
         self.incarnation = wired.incarnation
         self.place = wired.place
         self.installed = wired.installed
-        self.leases = Leases(wired.segment.name.rows)
+        self.rows = wired.segment.rows
+        """The worker's memory, where that is shared; else a copy of what it sent."""
+        self.leases = Leases(self.rows)
+        self.outbox = Outbox()
         self.sequences: set[int] = set()
         """Ids of the sequences that are placed here."""
-        self.waiting_since = 0.0
-        """`time.monotonic()` of the oldest fill without an answer; 0 where there is none."""
         self.stragglers: set[int] = set()
         """Ids of the sequences that are here because they hold others up: it is a slow lane while there are any."""
-        self.moved_on = 0.0
-        """`time.monotonic()` of its last answer, or of the first fill since it had nothing to do."""
-        self.owed_for = 0.0
-        """Seconds without an answer, though it owes one, when last looked. Read by other threads."""
         self.reserved_for: int | None = None
         """The only sequence that may be here: a suspect."""
         self.retiring = False
         """A fresh actor is to take its place: sequences go elsewhere where they can. Written by its supervisor."""
         self.closed = False
+        self.shared = wired.shared
+        self._moved_on = 0.0
+        """`time.monotonic()` of its last answer in words, or of the first request since it had nothing to do."""
+        self._owed_for = 0.0
+        """Where memory isn't shared: seconds without an answer, though it owed one, when the engine last looked."""
         self._channel = wired.channel
         self._segment = wired.segment
-        self._masks = wired.segment.rows
-        self._shared = wired.shared
-        self._outbox = _Outbox()
+        self._wanted, self._busy, self._since = (self.rows.mark[name] for name in ("wanted", "busy", "since"))
+        self._mailed: deque[NDArray[np.intp]] = deque()
+        """Where memory isn't shared: rows that answers are owed for, in the order in which the worker fills them."""
 
     @property
     def socket(self) -> zmq.Socket[bytes]:
@@ -87,95 +106,107 @@ class Link:
     @property
     def has_mail(self) -> bool:
         """Whether there is something to send."""
-        outbox = self._outbox
+        outbox = self.outbox
         return bool(outbox.fills or outbox.frees)
-
-    def lend(self, fill: Fill, now: float, index: int, opening: OpenSequence | None = None) -> Lease | None:
-        """Put a fill into the next message, with a row to write to; None where all rows are out.
-
-        Args:
-            index: which row of the step it is.
-            opening: what opens its sequence, where that isn't known to be open there.
-        """
-        tokens = list(fill.tokens)
-        lease = self.leases.take(fill.sequence_id, fill.start, tokens, now, index)
-        if lease is None:
-            return None
-        outbox = self._outbox
-        outbox.fills.append((lease.sequence, lease.row, lease.start, tokens))
-        outbox.leases.append(lease)
-        if opening is not None:
-            outbox.opens.append(opening)
-        return lease
 
     def free(self, sequence: int) -> None:
         """Put a free into the next message."""
-        self._outbox.frees.append(sequence)
+        self.outbox.frees.append(sequence)
 
-    def send(self, step: int) -> list[Lease]:
-        """Send the message that was put together; never blocks.
+    def send(self, number: int, now: float) -> Mailed | None:
+        """Send the request that was put together; never blocks.
+
+        Args:
+            number: greater than that of any request before.
 
         Returns:
-            The leases of fills that didn't go out (the actor doesn't read, or is gone); none where all did.
+            What went out; None where it didn't: the actor doesn't read, or is gone.
         """
-        outbox = self._outbox
+        outbox = self.outbox
         # A StepRequest, as it travels.
-        message = encode((self.incarnation, self.leases.message, outbox.fills, outbox.opens, outbox.frees))
-        if self._channel.send(message):
-            self.leases.message += 1
-            if not self.waiting_since:
-                self.moved_on = time.monotonic()
-            self._outbox = _Outbox()
-            self._note_waiting()
-            return []
-        # What it was to free stays in the next message.
-        self._outbox = _Outbox(frees=outbox.frees)
-        for lease in outbox.leases:
-            self.leases.unsent(lease)
-        return outbox.leases
+        message = encode((self.incarnation, number, outbox.fills, outbox.opens, outbox.frees))
+        if not self._channel.send(message):
+            # What it was to free stays in the next message.
+            self.outbox = Outbox(frees=outbox.frees)
+            return None
+        rows = np.array([fill[1] for fill in outbox.fills], np.intp)
+        if not self.shared:
+            if not self._mailed:
+                self._moved_on = now
+            self._mailed.append(rows)
+        self.leases.ask(rows, number, now)
+        self.outbox = Outbox()
+        return Mailed(number, rows, np.array(outbox.indices, np.intp))
 
-    def receive(self) -> Iterator[list[RowResult]]:
-        """The answers that are there, message by message; another incarnation's, and garbled ones, are dropped."""
+    def receive(self) -> Iterator[RowResult]:
+        """What was answered in words: rows that aren't ready. Those that are, are in `rows` then.
+
+        Another incarnation's answers, those to anything but a row's newest request, and garbled ones are dropped.
+        """
         while (message := self._channel.receive()) is not None:
             try:
                 answer: StepAnswer = _decode(message)
             except msgspec.MsgspecError:
                 continue
-            if answer.incarnation == self.incarnation:
-                self.moved_on = time.monotonic()
-                self.leases.answered = answer.step
-                yield answer.results
-        self._note_waiting()
+            if answer.incarnation != self.incarnation:
+                continue
+            self._moved_on = time.monotonic()
+            for result in answer.results:
+                if self._is_owed(result, answer.step):
+                    if result.status is RowStatus.READY:
+                        result = self._take_mask(result)
+                    self.leases.answer(result.row)
+                    if result.status is not RowStatus.READY:
+                        yield result
+        while self._mailed and not any(map(self.leases.owed, self._mailed[0].tolist())):
+            self._mailed.popleft()
+        self._owed_for = time.monotonic() - self._moved_on if self._mailed else 0.0
 
-    @property
-    def masks(self) -> NDArray[np.int32] | None:
-        """int32 `[rows, words]`: what answered leases are read from; None where masks come with their answers."""
-        return self._masks if self._shared else None
+    def _is_owed(self, result: RowResult, number: int) -> bool:
+        leases, row = self.leases, result.row
+        if not 0 <= row < len(leases.owners) or leases.owners[row] != result.sequence:
+            return False
+        ready_in_words = self.shared and result.status is RowStatus.READY
+        return leases.asked(row) == number and leases.owed(row) and not ready_in_words
 
-    def mask(self, lease: Lease) -> NDArray[np.int32] | None:
-        """The mask of an answered lease, `[words]`, where it is; None where the answer holds no such mask."""
-        if self._shared:
-            row: NDArray[np.int32] = self._masks[lease.row]
-            return row
-        mask = lease.result.mask if lease.result is not None else b""
-        return np.frombuffer(mask, np.int32) if len(mask) == 4 * self._segment.name.words else None
+    def _take_mask(self, result: RowResult) -> RowResult:
+        if len(result.mask) != 4 * self._segment.name.words:
+            error = to_wire(BackendError("the worker sent a mask of another size"))
+            return msgspec.structs.replace(result, status=RowStatus.FAILED, error=error)
+        self.rows.masks[result.row] = np.frombuffer(result.mask, np.int32)
+        self.rows.seconds[result.row] = result.seconds
+        return result
+
+    def want(self) -> None:
+        """Somebody waits: have the actor say so when it is through with what it has."""
+        self._wanted[0] = 1
 
     def overdue(self, seconds: float) -> bool:
-        """Whether the actor owes an answer, and gave none for longer than `seconds`.
+        """Whether the actor owes an answer, and got nowhere for longer than `seconds`. From any thread.
 
-        As of when the engine last looked: what came while it was in a forward pass counts.
+        Without shared memory that is so as of when the engine last looked: what came while it was in a forward pass
+        counts.
         """
-        return self.owed_for > seconds
+        return self.stuck_for(time.monotonic()) > seconds if self.shared else self._owed_for > seconds
 
     def stuck_for(self, now: float) -> float:
-        """Seconds since it last answered, where it owes an answer; 0 where it doesn't."""
-        return now - self.moved_on if self.waiting_since else 0.0
+        """Seconds that it has been at one row, or has not begun with what it owes; 0 where it owes nothing."""
+        oldest = self.leases.oldest()
+        if oldest == math.inf:
+            return 0.0
+        moved_on = float(self._since[0]) if self.shared else self._moved_on
+        return max(0.0, now - max(moved_on, oldest))
+
+    def forgotten(self, now: float, seconds: float) -> list[int]:
+        """Rows that were last asked for more than `seconds` ago, and that the actor doesn't seem to know of."""
+        if self.shared and self._busy[0] != IDLE:
+            return []
+        return self.leases.unanswered(now - seconds)
 
     def busy_with(self) -> int | None:
         """The sequence whose row the actor is filling, or hangs in."""
-        row = int(self._segment.busy[0])
-        lease = self.leases.lent(row) if self._shared else self.leases.oldest
-        return lease.sequence if lease is not None else None
+        row = self._busy_row()
+        return self.leases.owners[row] if row != IDLE and self.leases.owed(row) else None
 
     def in_its_hands(self) -> set[int]:
         """The sequences whose row the actor may have been filling when it was last heard of.
@@ -183,36 +214,19 @@ class Link:
         Where memory is shared, the mark that it leaves says which: one, or none. Through TCP it may be any that it has
         not answered for: what is decided travels a moment later.
         """
-        if self._shared:
-            lease = self.leases.lent(int(self._segment.busy[0]))
-            return {lease.sequence} if lease is not None else set()
-        return {lease.sequence for lease in self.leases.outstanding}
+        if self.shared:
+            sequence = self.busy_with()
+            return set() if sequence is None else {sequence}
+        return {self.leases.owners[row] for row in self.leases.outstanding()}
 
-    def forgotten(self, now: float, seconds: float) -> list[Lease]:
-        """Fills that were last asked for more than `seconds` ago, and that the actor doesn't seem to know of."""
-        if self._shared and self._segment.busy[0] != IDLE:
-            return []
-        return [each for each in self.leases.outstanding if now - max(each.sent, each.asked_again) > seconds]
-
-    def repeat(self, lease: Lease, now: float, opening: OpenSequence | None) -> None:
-        """Ask for a fill once more, in the next message. The first answer, should it still come, is ignored."""
-        lease.asked_again = now
-        lease.message = self.leases.message
-        self._outbox.fills.append((lease.sequence, lease.row, lease.start, lease.tokens))
-        if opening is not None:
-            self._outbox.opens.append(opening)
+    def _busy_row(self) -> int:
+        if self.shared:
+            return int(self._busy[0])
+        owed = (row for rows in self._mailed for row in rows.tolist() if self.leases.owed(row))
+        return next(owed, IDLE)
 
     def close(self) -> None:
         """Give up connection and memory. Idempotent."""
         self.closed = True
         self._channel.close()
-        self._masks = self._masks[:0].copy()
         self._segment.close()
-
-    def _note_waiting(self) -> None:
-        oldest = self.leases.oldest
-        if oldest is None:
-            self.waiting_since = self.owed_for = 0.0
-        else:
-            self.waiting_since = oldest.sent
-            self.owed_for = time.monotonic() - self.moved_on

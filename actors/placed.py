@@ -5,13 +5,28 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from actors.leases import Lease
+from actors.leases import NOBODY
 from actors.link import Link
 from guided.errors import GuidedError
 from guided.messages import OpenSequence
 from guided.pool import Fill
 
-__all__ = ["Placed"]
+__all__ = ["Ask", "Placed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A fill that was late: what was asked for, and the number of the request it went out with."""
+
+    number: int
+    fill: Fill
+
+    def is_for(self, fill: Fill) -> bool:
+        """Whether `fill` asks for the same: nothing new, or the same tokens once more."""
+        mine = self.fill
+        if mine.start + len(mine.tokens) != fill.start + len(fill.tokens):
+            return False
+        return not fill.tokens or (mine.start == fill.start and list(mine.tokens) == list(fill.tokens))
 
 
 @dataclass(slots=True, eq=False)
@@ -21,14 +36,20 @@ class Placed:
     opening: OpenSequence
     link: Link | None
     """Where it is placed; None while it has to be placed (again)."""
+    row: int = NOBODY
+    """The row of that actor's segment that it keeps from step to step."""
+    usual: bool = False
+    """Nothing about it needs a thought: it is open there, prompt, and nothing of it is under way."""
+    serial: int = 0
+    """The step that it was last filled in."""
     sent: bool = False
     """The actor may have a matcher for it."""
     confirmed: bool = False
     """The actor has a matcher for it."""
-    lease: Lease | None = None
-    """Its newest fill, until that was answered and read."""
+    ask: Ask | None = None
+    """Its newest fill, where that was late; it is in `row`."""
     seconds: float = 0.0
-    """What its last row took in the worker."""
+    """What its last row took in the worker, where that was long."""
     prompt_rows: int = -1
     """Where it holds others up: how many rows in a row it hasn't; -1 where it doesn't."""
     waiting_since: float = 0.0
@@ -56,13 +77,6 @@ class Placed:
             self.opening = OpenSequence(self.opening.sequence, self.opening.grammar)
             self.displaced = True
         self.waiting_since = time.monotonic()
-        self.link = self.lease = None
-        self.sent = self.confirmed = False
-
-    def asked(self, fill: Fill) -> Lease | None:
-        """Its newest lease, where `fill` asks for the same: nothing new, or the same tokens once more."""
-        lease = self.lease
-        if lease is None or lease.position != fill.start + len(fill.tokens):
-            return None
-        same = not fill.tokens or (lease.start == fill.start and lease.tokens == list(fill.tokens))
-        return lease if same else None
+        self.link = self.ask = None
+        self.row = NOBODY
+        self.usual = self.sent = self.confirmed = False

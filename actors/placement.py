@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from actors.leases import NOBODY
 from actors.link import Link
 from actors.placed import Placed
 
@@ -74,8 +75,8 @@ class Placement:
             self.uneven = not link.stragglers
         if link.reserved_for == sequence_id:
             link.reserved_for = None
-        if sequence.lease is not None:
-            link.leases.give_back(sequence.lease)
+        if sequence.row != NOBODY:
+            link.leases.give_back(sequence.row, watched=link.shared)
         if sequence.sent:
             link.free(sequence_id)
         sequence.displace()
@@ -128,14 +129,14 @@ class Placement:
         self.uneven = False
         for link in self.links:
             if link.retiring and any(not each.retiring and each.reserved_for is None for each in self.links):
-                self._clear(link, {each for each in link.sequences if self.sequences[each].lease is not None})
+                self._clear(link, {each for each in link.sequences if self.sequences[each].ask is not None})
                 self.uneven |= bool(link.sequences)  # in a mask now: at the next step
         usual = [link for link in self.links if not link.stragglers and link.reserved_for is None and not link.retiring]
         if not usual:
             return
         most = max(usual, key=lambda link: len(link.sequences))
         fewest = min(usual, key=lambda link: len(link.sequences))
-        movable = [each for each in most.sequences if self.sequences[each].lease is None]
+        movable = [each for each in most.sequences if self.sequences[each].ask is None]
         for sequence_id in movable[: (len(most.sequences) - len(fewest.sequences)) // 2]:
             self.withdraw(self.sequences[sequence_id])
 
@@ -170,7 +171,7 @@ class Placement:
 
     def _cell(self, sequence: Placed, now: float) -> Link | None:
         """An actor for a suspect alone: an empty one, or one whose sequences can go elsewhere."""
-        able = [link for link in self.able(sequence) if not link.leases.outstanding]
+        able = [link for link in self.able(sequence) if not link.leases.owes]
         if not able:
             return None
         fewest = min(able, key=lambda link: len(link.sequences))

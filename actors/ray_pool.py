@@ -34,7 +34,7 @@ from guided.bitmask import words
 from guided.constraint import Constraint
 from guided.errors import GuidedError, PoolUnavailable
 from guided.limits import CompileLimits
-from guided.pool import Fill, Grammar, PoolStatus, Row
+from guided.pool import Fill, Grammar, PoolStatus, StepMasks
 from guided.vocabulary import Vocabulary
 
 __all__ = ["RayPool"]
@@ -151,7 +151,7 @@ class RayPool:
         with self._lock:
             self._rotation.submit(fills)
 
-    def collect(self, bitmask: NDArray[np.int32] | None, timeout: float, patience: float | None = None) -> list[Row]:
+    def collect(self, bitmask: NDArray[np.int32] | None, timeout: float, patience: float | None = None) -> StepMasks:
         with self._lock:
             return self._rotation.collect(bitmask, timeout, patience)
 

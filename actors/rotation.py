@@ -18,16 +18,16 @@ import numpy as np
 import zmq
 from numpy.typing import NDArray
 
-from actors.leases import NOBODY, Lease
-from actors.link import Link
-from actors.placed import Placed
+from actors.leases import NOBODY
+from actors.link import Link, Mailed
+from actors.placed import Ask, Placed
 from actors.placement import Placement
-from actors.step import Step
+from actors.step import Part, Step
 from actors.supervisor import Down, Retiring, Up
 from actors.verdict import Verdict
 from guided.errors import BackendError, GuidedError, PoolUnavailable, from_wire
-from guided.messages import OpenSequence, RowResult, RowStatus
-from guided.pool import Fill, Grammar, Row
+from guided.messages import OpenSequence, RowResult
+from guided.pool import Fill, Grammar, Row, StepMasks
 
 __all__ = ["Rotation"]
 
@@ -42,7 +42,9 @@ _REPEAT_SECONDS = 1.0
 _PROMPT_ROWS = 16
 """After so many rows that were no trouble a sequence is like any other again."""
 _STATES: tuple[Literal["ready", "needs_history", "failed"], ...] = ("ready", "needs_history", "failed")
-"""By `RowStatus`: a tuple, because hashing an enum's members costs more than all the rest of deciding a row."""
+"""By `RowStatus`."""
+_LOOK_SECONDS = 0.001
+"""How often it is looked for masks while they are waited for: not every one is announced."""
 
 
 class Rotation:
@@ -72,9 +74,15 @@ class Rotation:
         self._sequences = self._placement.sequences
         self._lost: dict[int, GuidedError] = {}
         self._step = Step(())
-        self._read: list[tuple[Link, Lease]] = []
-        """Answered leases whose masks the caller reads where they are, until the next step."""
+        self._extra: list[tuple[Link, int]] = []
+        """Rows that were lent for the last step only."""
+        self._unusual: list[tuple[Link, int, Placed, bool]] = []
+        """Of the fills that wait to be sent, those whose answers are news: where they go, their place there, whose they
+        are, and whether that actor had heard of it."""
+        self._serial = 0
+        """Steps so far."""
         self._number = 0
+        """Requests so far, to all actors."""
         self._news: deque[Up | Retiring | Down] = deque()
         self._interrupted = False
         self._usual = 0.0
@@ -115,73 +123,87 @@ class Rotation:
         # With the next step's message; where there will be none, now.
         for link in self._links:
             if link.has_mail and not link.sequences:
-                link.send(self._number)
+                self._send_to(link)
 
     def submit(self, fills: Sequence[Fill]) -> None:
         """See `MaskPool.submit`."""
-        self._give_back_read()
-        self._abandon_step()
+        self._finish_step()
+        self._give_back_extra()
         self._take_news()
         if self._placement.uneven:
             self._placement.level()
-        self._number += 1
-        step = self._step = Step(fills)
-        now = time.monotonic()
-        sequences = self._sequences
+        serial = self._serial = self._serial + 1
+        self._step = Step(fills)
         if self._placement.suspects:
-            self._isolate_suspects(now)
-        slow: list[tuple[float, int]] = []
+            self._isolate_suspects(time.monotonic())
+        sequences = self._sequences
+        others: list[int] = []
         for index, fill in enumerate(fills):
             sequence = sequences.get(fill.sequence_id)
+            if sequence is not None and sequence.usual and sequence.serial != serial:
+                # What happens to nearly every row.
+                sequence.serial = serial
+                outbox = sequence.link.outbox  # type: ignore[union-attr]  # a usual one has a place
+                outbox.fills.append((fill.sequence_id, sequence.row, fill.start, fill.tokens))
+                outbox.indices.append(index)
+            else:
+                others.append(index)
+        slow = self._fill_others(others) if others else []
+        self._send()
+        if slow:
+            # In a message of their own: should one take long, its neighbours have been sent.
+            for index in slow:
+                self._fill(sequences[fills[index].sequence_id], index, fills[index])
+            self._send()
+
+    def _fill_others(self, indices: Sequence[int]) -> list[int]:
+        """Fills that need a thought; returns those of sequences that are known to be slow, the slowest last."""
+        step, slow = self._step, list[tuple[float, int]]()
+        for index in indices:
+            fill = step.fills[index]
+            sequence = self._sequences.get(fill.sequence_id)
             if sequence is None:
                 step.decide(index, Row("failed", error=BackendError(f"sequence {fill.sequence_id} is not open")))
             elif sequence.seconds > _SLOW_SECONDS:
                 slow.append((sequence.seconds, index))
-            elif (
-                sequence.confirmed
-                and sequence.lease is None
-                and sequence.error is None
-                and sequence.prompt_rows < 0
-                and sequence.link is not None
-            ):
-                # What happens to nearly every row, and what `_fill` would do.
-                lease = sequence.lease = sequence.link.lend(fill, now, index)
-                if lease is None:
-                    step.decide(index, Row("late"))
             else:
-                self._fill(sequence, index, fill, now)
-        self._send()
-        if slow:
-            # In a message of their own: their neighbours' answers don't wait, though a library that holds the
-            # interpreter's lock keeps the actor from sending while it fills.
-            for _, index in sorted(slow):
-                self._fill(sequences[fills[index].sequence_id], index, fills[index], now)
-            self._send()
+                self._fill(sequence, index, fill)
+        return [index for _, index in sorted(slow)]
 
-    def collect(self, bitmask: NDArray[np.int32] | None, timeout: float, patience: float | None = None) -> list[Row]:
+    def collect(self, bitmask: NDArray[np.int32] | None, timeout: float, patience: float | None = None) -> StepMasks:
         """See `MaskPool.collect`."""
         step = self._step
-        step.collecting, step.bitmask = True, bitmask
+        if step.look():
+            self._wait_for(step, timeout, patience)
+        for index in list(step.unplaced):
+            step.decide(index, Row("unplaced"))
+        others = {**step.other, **{index: Row("late") for index in step.undecided()}}
+        found = StepMasks(len(step.fills), [part.masks() for part in step.parts], others, step.seconds)
+        self._finish_step()
+        if bitmask is not None:
+            found.copy_to(bitmask)
+        return found
+
+    def _wait_for(self, step: Step, timeout: float, patience: float | None) -> None:
+        """Wait until a step is decided, for `timeout` seconds, or for `patience` once some of it is."""
         started = time.monotonic()
         last = started + timeout
         enough = last if patience is None else started + patience
-        for link, lease in step.answered:
-            self._settle(link, lease)
         for link in self._links:
             self._receive(link)
-        while step.undecided and not self._interrupted:
-            left = (enough if step.undecided < len(step.rows) else last) - time.monotonic()
+        while True:
+            for link in self._links:
+                link.want()
+            undecided = step.look()
+            left = (enough if undecided < len(step.fills) else last) - time.monotonic()
             if not self._links:
                 left = min(left, started + _LOAD_SECONDS - time.monotonic())  # there is nothing to wait for
-            if left <= 0:
+            if not undecided or self._interrupted or left <= 0:
                 break
-            self._wait(left)
-        if step.undecided and patience is not None:
+            self._wait(min(left, _LOOK_SECONDS))
+        if undecided and patience is not None:
             self._make_way()
-        for index in step.unplaced:
-            step.decide(index, Row("unplaced"))
-        self._abandon_step()
-        return [row or Row("late") for row in step.rows]
+            step.look()
 
     def settled(self, sequence_ids: Collection[int], timeout: float) -> list[int]:
         """See `MaskPool.settled`."""
@@ -190,19 +212,21 @@ class Rotation:
         for link in self._links:
             self._receive(link)
         self._make_way()
-        while not (found := [each for each in sequence_ids if self._is_settled(each)]) and not self._interrupted:
+        while True:
+            for link in self._links:
+                link.want()
+            found = [each for each in sequence_ids if self._is_settled(each)]
             left = last - time.monotonic()
-            if left <= 0:
-                break
+            if found or self._interrupted or left <= 0:
+                return found
             self._wait(min(left, _LOAD_SECONDS) if self._links else left)
-        return found
 
     def _is_settled(self, sequence_id: int) -> bool:
         sequence = self._sequences.get(sequence_id)
         if sequence is None or sequence.error is not None:
             return True
-        if sequence.lease is not None:
-            return sequence.lease.result is not None
+        if sequence.ask is not None and sequence.link is not None:
+            return not sequence.link.leases.owed(sequence.row)
         now = time.monotonic()
         return (
             sequence.link is not None
@@ -228,35 +252,59 @@ class Rotation:
 
     # a step's way out
 
-    def _fill(self, sequence: Placed, index: int, fill: Fill, now: float) -> None:
+    def _fill(self, sequence: Placed, index: int, fill: Fill) -> None:
         step = self._step
         if sequence.error is not None:
             step.decide(index, Row("failed", error=sequence.error))
             return
-        if sequence.prompt_rows >= 0 and sequence.asked(fill) is None:
+        if sequence.prompt_rows >= 0 and not (sequence.ask is not None and sequence.ask.is_for(fill)):
             self._placement.to_lane(sequence)
-        if sequence.link is None and not self._find_place(sequence, index, now):
+        if sequence.link is None and not self._find_place(sequence, index, time.monotonic()):
             return
         link = sequence.link
         assert link is not None
-        lease = sequence.lease
-        if lease is not None:
-            if lease.index == NOBODY and sequence.asked(fill) is not None:
-                lease.index = index
-                if lease.result is not None:
-                    step.answered.append((link, lease))
+        if sequence.serial == self._serial:
+            row = self._take_row(link, sequence)
+            if row != NOBODY:
+                step.extra.append((link, row))
+        else:
+            if fill.start and sequence.displaced and not sequence.sent:
+                step.decide(index, Row("unplaced"))  # the actor would ask for its history
                 return
-            if lease.index == NOBODY:
-                link.leases.give_back(lease)
-        if fill.start and sequence.displaced and not sequence.sent:
-            step.decide(index, Row("unplaced"))  # the actor would ask for its history
-            return
-        lease = sequence.lease = link.lend(fill, now, index, None if sequence.confirmed else sequence.opening)
-        if lease is None:
+            sequence.serial = self._serial
+            if sequence.ask is not None and sequence.ask.is_for(fill):
+                mailed = Mailed(sequence.ask.number, np.array([sequence.row]), np.array([index]))
+                step.parts.append(Part(link, mailed, step.fills, [(0, sequence)]))
+                return
+            if sequence.row != NOBODY and link.leases.owed(sequence.row):
+                link.leases.give_back(sequence.row, watched=link.shared)
+                sequence.row = NOBODY
+            sequence.ask = None
+            row = sequence.row = self._take_row(link, sequence) if sequence.row == NOBODY else sequence.row
+        if row == NOBODY:
             step.decide(index, Row("late"))
-        elif not sequence.sent:
-            sequence.sent = True
-            step.opening.append(sequence)
+        else:
+            self._mail(link, sequence, row, index, fill)
+
+    def _mail(self, link: Link, sequence: Placed, row: int, index: int, fill: Fill) -> None:
+        """Put a fill into an actor's next message, and what opens its sequence where that isn't known to be open."""
+        outbox = link.outbox
+        self._unusual.append((link, len(outbox.fills), sequence, sequence.sent))
+        outbox.fills.append((fill.sequence_id, row, fill.start, fill.tokens))
+        outbox.indices.append(index)
+        if not sequence.confirmed:
+            outbox.opens.append(sequence.opening)
+        sequence.sent = True
+
+    def _take_row(self, link: Link, sequence: Placed) -> int:
+        """A row of the actor's; from a sequence that isn't in this step, where all are lent."""
+        row = link.leases.take(sequence.opening.sequence)
+        if row == NOBODY:
+            for other in map(self._sequences.__getitem__, link.sequences):
+                if other.serial != self._serial and other.row != NOBODY and link.leases.reclaim(other.row):
+                    other.row, other.usual, other.ask = NOBODY, False, None
+            row = link.leases.take(sequence.opening.sequence)
+        return row
 
     def _find_place(self, sequence: Placed, index: int, now: float) -> bool:
         """Place a sequence. False where it has to wait for an actor, or to give that up: then its row is seen to."""
@@ -291,19 +339,23 @@ class Rotation:
     def _send(self) -> None:
         for link in self._links:
             if link.has_mail:
-                self._not_sent(link, link.send(self._number))
-        self._step.opening.clear()
+                self._send_to(link)
+        self._unusual.clear()
 
-    def _not_sent(self, link: Link, leases: list[Lease]) -> None:
-        """It doesn't read, or is going: these fills are asked for again, of whoever is there then."""
-        if not leases:
-            return
-        for sequence in self._step.opening:
-            if sequence.link is link:
-                sequence.sent = False
-        for lease in leases:
-            self._sequences[lease.sequence].lease = None
-            self._step.decide(lease.index, Row("late"))
+    def _send_to(self, link: Link) -> None:
+        indices = link.outbox.indices
+        unusual = [(place, sequence, sent) for each, place, sequence, sent in self._unusual if each is link]
+        self._number += 1
+        mailed = link.send(self._number, time.monotonic())
+        if mailed is None:
+            # It doesn't read, or is going: these fills are asked for again, of whoever is there then.
+            for _, sequence, sent in unusual:
+                sequence.sent = sent
+            for index in indices:
+                self._step.decide(index, Row("late"))
+        elif indices:
+            news = [(place, sequence) for place, sequence, _ in unusual]
+            self._step.parts.append(Part(link, mailed, self._step.fills, news))
 
     # a step's way back
 
@@ -331,76 +383,77 @@ class Rotation:
         waiting, step.unplaced = step.unplaced, []
         for index in waiting:
             fill = step.fills[index]
-            self._fill(self._sequences[fill.sequence_id], index, fill, time.monotonic())
+            self._fill(self._sequences[fill.sequence_id], index, fill)
         self._send()
 
     def _receive(self, link: Link) -> None:
-        """Take the answers that are there."""
-        answer = link.leases.answer
-        step, sequences, masks = self._step, self._sequences, link.masks
-        rows, ready, read = step.rows, RowStatus.READY, self._read
-        in_place = step.collecting and step.bitmask is None and masks is not None
-        for results in link.receive():
-            if results:
-                seconds = results[len(results) // 2].seconds
-                self._usual += 0.02 * (min(seconds, 4 * self._usual + 0.0001) - self._usual)
-            for result in results:
-                lease = answer(result)
-                if lease is None:
-                    continue
-                sequence = sequences.get(lease.sequence)
-                if sequence is not None:
-                    sequence.confirmed = True
-                    sequence.seconds = result.seconds
-                    if sequence.prompt_rows >= 0:
-                        self._note_straggler(sequence)
-                    if result.error is not None:
-                        sequence.error = _error(link, result)
-                index = lease.index
-                if index == NOBODY:
-                    continue
-                if in_place and result.status is ready and rows[index] is None and sequence is not None:
-                    # What happens to nearly every row, and what `_settle` would do.
-                    rows[index] = Row("ready", result.seconds, None, masks[lease.row])  # type: ignore[index]
-                    step.undecided -= 1
-                    read.append((link, lease))
-                    if sequence.lease is lease:
-                        sequence.lease = None
-                elif step.collecting:
-                    self._settle(link, lease)
-                else:
-                    step.answered.append((link, lease))
+        """Take the answers that are there in words."""
+        for result in link.receive():
+            sequence = self._sequences.get(result.sequence)
+            row = Row(_STATES[result.status], result.seconds, _error(link, result) if result.error else None)
+            if sequence is not None and sequence.link is link:
+                sequence.usual = sequence.confirmed = False  # should it lack the matcher, it is told to open one
+                sequence.error = row.error
+                if sequence.row == result.row:
+                    sequence.ask = None
+            for part in self._step.parts:
+                if part.link is link:
+                    for place in np.flatnonzero(part.rows == result.row).tolist():
+                        self._step.decide(int(part.indices[place]), row)
 
-    def _settle(self, link: Link, lease: Lease) -> None:
-        """An answered lease that the current step waits for: decide its row; give its place back when that was read."""
-        result, bitmask = lease.result, self._step.bitmask
-        if result is None or lease.index == NOBODY or link.closed:
-            return
-        row = Row(_STATES[result.status], result.seconds)
-        if result.status is RowStatus.READY:
-            mask = link.mask(lease)
-            if mask is None:
-                row = Row("failed", result.seconds, BackendError("the worker sent a mask of another size"))
-            elif bitmask is None:
-                row.mask = mask
-            else:
-                bitmask[lease.index] = mask
-        elif result.error is not None:
-            row.error = _error(link, result)
-        self._step.decide(lease.index, row)
-        if row.mask is None:
-            link.leases.give_back(lease)
-        else:
-            self._read.append((link, lease))
-        sequence = self._sequences.get(lease.sequence)
-        if sequence is not None and sequence.lease is lease:
-            sequence.lease = None
+    def _finish_step(self) -> None:
+        """Nobody waits any more: what is late is kept for when its sequence asks again."""
+        step, self._step = self._step, Step(())
+        for part in step.parts:
+            self._note(part)
+        self._extra += step.extra
 
-    def _give_back_read(self) -> None:
+    def _give_back_extra(self) -> None:
         """Nobody looks at the masks of the last step any more."""
-        read, self._read = self._read, []
-        for link, lease in read:
-            link.leases.give_back(lease)
+        extra, self._extra = self._extra, []
+        for link, row in extra:
+            link.leases.give_back(row, watched=link.shared)
+        for link in self._links:
+            link.leases.renew()
+
+    def _note(self, part: Part) -> None:
+        """Learn from a part of a step that is over: who is slow, who is late, who is usual from now on."""
+        seconds = part.seconds
+        for place, sequence in part.unusual:
+            if part.ready[place] and sequence.link is part.link:
+                self._answered(sequence, float(seconds[place]))
+        if part.left:
+            for place in part.undecided().tolist():
+                self._keep(part, place)
+            seconds = seconds[part.ready]
+        elif part.open is not None:
+            seconds = seconds[part.ready]
+        if not len(seconds):
+            return
+        self._usual += 0.02 * (min(float(seconds[len(seconds) // 2]), 4 * self._usual + 0.0001) - self._usual)
+        if seconds.max() > _SLOW_SECONDS:
+            for place in np.flatnonzero(part.ready & (part.seconds > _SLOW_SECONDS)).tolist():
+                slow = self._sequences.get(self._owner(part, place))
+                if slow is not None:
+                    slow.seconds, slow.usual = float(part.seconds[place]), False
+
+    def _answered(self, sequence: Placed, seconds: float) -> None:
+        sequence.confirmed = True
+        sequence.ask = None
+        sequence.seconds = seconds
+        if sequence.prompt_rows >= 0:
+            self._note_straggler(sequence)
+        sequence.usual = sequence.prompt_rows < 0 and seconds <= _SLOW_SECONDS and sequence.row != NOBODY
+
+    def _keep(self, part: Part, place: int) -> None:
+        """It is late: should its sequence ask for the same again, the answer may be there."""
+        sequence = self._sequences.get(self._owner(part, place))
+        if sequence is not None and sequence.link is part.link and sequence.row == part.rows[place]:
+            sequence.usual = False
+            sequence.ask = Ask(part.number, part.fill(place))
+
+    def _owner(self, part: Part, place: int) -> int:
+        return part.fill(place).sequence_id
 
     def _make_way(self) -> None:
         """Rows are late: see that nobody waits behind a slow one, and that nothing got lost."""
@@ -414,11 +467,45 @@ class Rotation:
     def _ask_again(self, now: float) -> None:
         """For what an actor that has nothing to do owes: the request or its answer got lost."""
         for link in self._links:
-            for lease in link.forgotten(now, self._repeat_after):
-                sequence = self._sequences.get(lease.sequence)
-                link.repeat(lease, now, None if sequence is None or sequence.confirmed else sequence.opening)
-            if link.has_mail:
-                link.send(self._number)
+            rows = link.forgotten(now, self._repeat_after)
+            if rows:
+                since = link.leases.since(rows)
+                current = self._repeat_current(link, rows)
+                self._repeat_kept(link, [row for row in rows if row not in current])
+                link.leases.repeated(rows, since, now)
+
+    def _repeat_current(self, link: Link, rows: Collection[int]) -> set[int]:
+        """Those that the current step waits for; returns them."""
+        repeated: set[int] = set()
+        for part in [part for part in self._step.parts if part.link is link]:
+            for place in part.undecided().tolist():
+                row, fill, index = int(part.rows[place]), part.fill(place), int(part.indices[place])
+                sequence = self._sequences.get(fill.sequence_id)
+                if row in rows and sequence is not None and sequence.link is link:
+                    part.give_up(place)
+                    self._mail(link, sequence, row, index, fill)
+                    repeated.add(row)
+        if link.has_mail:
+            self._send()
+        return repeated
+
+    def _repeat_kept(self, link: Link, rows: Collection[int]) -> None:
+        """Those that were late, and those of sequences that were freed: such a row is free once the actor says so."""
+        if not rows:
+            return
+        asking: list[tuple[Placed, Fill]] = []
+        for row in rows:
+            owner = link.leases.owners[row]
+            sequence, fill = self._sequences.get(owner), Fill(owner, 0, [])
+            if sequence is not None and sequence.link is link and sequence.row == row and sequence.ask is not None:
+                fill = sequence.ask.fill
+                asking.append((sequence, fill))
+                if not sequence.confirmed:
+                    link.outbox.opens.append(sequence.opening)
+            link.outbox.fills.append((owner, row, fill.start, fill.tokens))
+        self._send_to(link)
+        for sequence, fill in asking:
+            sequence.ask = Ask(self._number, fill)
 
     @property
     def _prompt_seconds(self) -> float:
@@ -432,24 +519,6 @@ class Rotation:
             if sequence.link is not None:
                 sequence.link.stragglers.discard(sequence.opening.sequence)
                 self._placement.uneven = not sequence.link.stragglers
-
-    def _abandon_step(self) -> None:
-        """Nobody waits any more: what is late is kept for when its sequence asks again."""
-        step, self._step = self._step, Step(())
-        if step.undecided:
-            for link in self._links:
-                for lease in list(link.leases.outstanding):
-                    self._keep(link, lease)
-        for link, lease in step.answered:
-            self._keep(link, lease)
-
-    def _keep(self, link: Link, lease: Lease) -> None:
-        if lease.index == NOBODY:
-            return
-        lease.index = NOBODY
-        sequence = self._sequences.get(lease.sequence)
-        if sequence is None or sequence.lease is not lease:
-            link.leases.give_back(lease)
 
     # actors that come and go
 
@@ -471,6 +540,7 @@ class Rotation:
         if link not in self._links:
             return
         self._receive(link)  # what it answered before its end still counts
+        self._step.look()
         self._poller.unregister(link.socket)
         verdict = Verdict.on(news, self._max_replays)
         waiting = self._step.waiting()
@@ -485,11 +555,13 @@ class Rotation:
                 row = Row("unplaced")
             for index in waiting.get(sequence.opening.sequence, ()):
                 self._step.decide(index, row)
+        for index in self._step.undecided(link):
+            self._step.decide(index, Row("failed", error=news.error))  # of a sequence that was freed
         link.sequences.clear()
         link.close()
 
     def _lose(self, sequence: Placed, error: GuidedError) -> None:
-        sequence.link = sequence.lease = None
+        sequence.displace()
         sequence.error = sequence.error or error
         self._lost[sequence.opening.sequence] = sequence.error
 

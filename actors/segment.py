@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 
 __all__ = ["IDLE", "Rows", "Segment", "SegmentName", "attach"]
 
-_HEADER = mmap.PAGESIZE
 _NONCE_BYTES = 32
-_BUSY_OFFSET = 64
+_MARK_OFFSET, _MARK = 64, np.dtype([("since", np.float64), ("busy", np.int32), ("wanted", np.int32)])
+_DONE_OFFSET = 128
 IDLE = -1
 
 
@@ -37,37 +37,58 @@ class SegmentName:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The memory itself, mapped."""
+    """The memory itself, mapped. Both sides look at it without a message."""
 
     masks: NDArray[np.int32]
     """`[rows, words]`."""
-    busy: NDArray[np.int32]
-    """`[1]`: the row that the worker is filling, or `IDLE`. Tells whose fault it is where a worker never answers."""
+    done: NDArray[np.int64]
+    """`[rows]`: the number of the request whose mask is in that row, written after the mask."""
+    seconds: NDArray[np.float32]
+    """`[rows]`: what that mask took."""
+    mark: NDArray[np.void]
+    """`[1]`. `busy`: the row that the worker is filling, or `IDLE`: tells whose fault it is where a worker never
+    answers; `since`: the `time.monotonic()` at which it began. `wanted`: the engine waits; say so when all is done."""
 
     @classmethod
     def private(cls, rows: int, words: int) -> Rows:
         """Memory that nobody else sees."""
-        return cls(np.empty((rows, words), np.int32), np.full(1, IDLE, np.int32))
+        return cls.over(bytearray(size(rows, words)), rows, words)
+
+    @classmethod
+    def over(cls, memory: mmap.mmap | bytearray, rows: int, words: int) -> Rows:
+        """`memory`, of `size(rows, words)` bytes, zeroed or in use already."""
+        masks = np.frombuffer(memory, np.int32, rows * words, offset=_masks_offset(rows)).reshape(rows, words)
+        done = np.frombuffer(memory, np.int64, rows, offset=_DONE_OFFSET)
+        seconds = np.frombuffer(memory, np.float32, rows, offset=_DONE_OFFSET + 8 * rows)
+        return cls(masks, done, seconds, np.frombuffer(memory, _MARK, 1, offset=_MARK_OFFSET))
+
+
+def size(rows: int, words: int) -> int:
+    """Bytes of a segment."""
+    return _masks_offset(rows) + rows * words * 4
+
+
+def _masks_offset(rows: int) -> int:
+    return -(-(_DONE_OFFSET + 12 * rows) // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 class Segment:
-    """Engine side: `rows`, int32 `[rows, words]`, plus a page that holds a nonce and the row that is being filled.
+    """Engine side: makes the memory and names it.
 
     Memory is taken as rows are first written; reserving many costs nothing.
     """
 
     def __init__(self, rows: int, words: int) -> None:
-        size = _HEADER + rows * words * 4
+        length = size(rows, words)
         self._fd = os.memfd_create("guided-rows", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(self._fd, size)
+        os.ftruncate(self._fd, length)
         # Nobody can shrink it under the engine's feet: that would be a SIGBUS there.
         fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-        self._map = mmap.mmap(self._fd, size)
+        self._map = mmap.mmap(self._fd, length)
         nonce = secrets.token_bytes(_NONCE_BYTES)
         self._map[:_NONCE_BYTES] = nonce
-        mapped = _rows(self._map, rows, words)
-        self.rows, self.busy = mapped.masks, mapped.busy
-        self.busy[0] = IDLE
+        self.rows = Rows.over(self._map, rows, words)
+        self.rows.mark["busy"] = IDLE
         self.name = SegmentName(os.getpid(), self._fd, nonce, rows, words)
 
     def close(self) -> None:
@@ -76,8 +97,7 @@ class Segment:
             return
         os.close(self._fd)
         self._fd = -1
-        empty = Rows.private(0, self.rows.shape[1])
-        self.rows, self.busy = empty.masks, empty.busy
+        self.rows = Rows.private(0, self.rows.masks.shape[1])
         with contextlib.suppress(BufferError):  # a view is still alive somewhere: it unmaps when that is gone
             self._map.close()
 
@@ -92,17 +112,12 @@ def attach(name: SegmentName) -> Rows | None:
     except OSError:
         return None
     try:
-        size = _HEADER + name.rows * name.words * 4
-        if os.fstat(fd).st_size != size:
+        length = size(name.rows, name.words)
+        if os.fstat(fd).st_size != length:
             return None
-        mapped = mmap.mmap(fd, size)
+        mapped = mmap.mmap(fd, length)
     except (OSError, ValueError):
         return None
     finally:
         os.close(fd)
-    return _rows(mapped, name.rows, name.words) if mapped[:_NONCE_BYTES] == name.nonce else None
-
-
-def _rows(mapped: mmap.mmap, rows: int, words: int) -> Rows:
-    masks = np.frombuffer(mapped, np.int32, rows * words, offset=_HEADER).reshape(rows, words)
-    return Rows(masks, np.frombuffer(mapped, np.int32, 1, offset=_BUSY_OFFSET))
+    return Rows.over(mapped, name.rows, name.words) if mapped[:_NONCE_BYTES] == name.nonce else None

@@ -1,7 +1,8 @@
 """The step loop inside an actor: a request comes in, the worker fills rows, what is decided goes out.
 
-A thread of its own, so that a step never waits for a call through Ray; while it fills, a timer sees to it that rows
-which are ready don't wait for a slow one.
+A thread of its own, so that a step never waits for a call through Ray. Where memory is shared, a row that is ready is
+marked so there: nobody sends, receives or decodes anything for it. Else it travels, and while the worker fills, a timer
+sees to it that rows which are ready don't wait for a slow one.
 """
 
 from __future__ import annotations
@@ -54,15 +55,16 @@ class StepLoop:
         self._give_up = give_up
         self._decode = decoder(StepRequest).decode
         self._lock = threading.Lock()
-        self._step = 0
+        self._number = 0
         self._results: list[RowResult] = []
         self._oldest = 0.0
-        self._timer = _Timer(_FLUSH_SECONDS)
+        self._timer = None if shared else _Timer(_FLUSH_SECONDS)
 
     def start(self) -> None:
         """Serve, on daemon threads."""
-        for name, loop in (("mask-flush", self._flush_late), ("mask-steps", self._serve)):
-            threading.Thread(target=self._live, args=(loop,), name=name, daemon=True).start()
+        if self._timer is not None:
+            threading.Thread(target=self._live, args=(self._flush_late,), name="mask-flush", daemon=True).start()
+        threading.Thread(target=self._live, args=(self._serve,), name="mask-steps", daemon=True).start()
 
     def _live(self, loop: Callable[[], None]) -> None:
         try:
@@ -74,6 +76,8 @@ class StepLoop:
             self._give_up()
 
     def _serve(self) -> None:
+        # Waking up, it doesn't take the CPU from the engine's thread, which has just sent it something (sched(7)).
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
         while True:
             message = self._socket.recv()
             try:
@@ -82,29 +86,54 @@ class StepLoop:
                 _log.error("dropped a message of %d bytes that is no step request: %s", len(message), error)
                 continue
             # What was handled once, or was overtaken, might write into rows that are somebody else's by now.
-            if request.incarnation == self._incarnation and request.step > self._step and self._has_rows(request):
+            if request.incarnation == self._incarnation and request.step > self._number and self._has_rows(request):
                 self._handle(request)
 
     def _has_rows(self, request: StepRequest) -> bool:
         return all(0 <= fill.row < len(self._rows.masks) for fill in request.fills)
 
     def _handle(self, request: StepRequest) -> None:
-        self._step = request.step
+        self._number = request.step
         self._worker.free(request.frees)  # without a mark: if that ends this process, it is nobody's row
+        if self._timer is None:
+            self._fill_in_place(request)
+        else:
+            self._timer.start()
+            for result in self._worker.handle(request, self._rows.masks):
+                self._add(result)
+            self._timer.stop()
+            with self._lock:
+                self._flush()
+
+    def _fill_in_place(self, request: StepRequest) -> None:
+        """Rows that are ready are seen in the memory; the others are told at once."""
+        number, rows = request.step, self._rows
+        done, seconds, busy, since = rows.done, rows.seconds, rows.mark["busy"], rows.mark["since"]
         order = [fill.row for fill in request.fills]
         order.append(IDLE)
-        busy = self._rows.busy
+        since[0] = time.monotonic()
         busy[0] = order[0]
-        self._timer.start()
-        for done, result in enumerate(self._worker.handle(request, self._rows.masks), 1):
-            busy[0] = order[done]
-            self._add(result)
-        self._timer.stop()
-        with self._lock:
-            self._flush()
+        for place, result in enumerate(self._worker.handle(request, rows.masks), 1):
+            row = order[place - 1]
+            if result.status is RowStatus.READY:
+                seconds[row] = result.seconds
+                done[row] = number
+            since[0] = time.monotonic()
+            busy[0] = order[place]
+            if result.status is not RowStatus.READY:
+                self._send([result])
+        if rows.mark["wanted"][0]:
+            rows.mark["wanted"][0] = 0
+            self._send([])
+
+    def _send(self, results: list[RowResult]) -> None:
+        """Raises where the engine doesn't read, or is gone."""
+        self._socket.send(encode(StepAnswer(self._incarnation, self._number, results)), zmq.NOBLOCK)
+
+    # where memory isn't shared
 
     def _add(self, result: RowResult) -> None:
-        if not self._shared and result.status is RowStatus.READY:
+        if result.status is RowStatus.READY:
             result = msgspec.structs.replace(result, mask=self._rows.masks[result.row].tobytes())
         now = time.perf_counter()
         with self._lock:
@@ -115,15 +144,14 @@ class StepLoop:
                 self._flush()
 
     def _flush(self) -> None:
-        """Send what is decided; the lock is held. Raises where the engine doesn't read, or is gone."""
-        if not self._results:
-            return
-        answer = encode(StepAnswer(self._incarnation, self._step, self._results))
-        self._results = []
-        self._socket.send(answer, zmq.NOBLOCK)
+        """Send what is decided; the lock is held."""
+        if self._results:
+            results, self._results = self._results, []
+            self._send(results)
 
     def _flush_late(self) -> None:
         """Send for a step thread that is busy with a slow row (where the grammar library lets other threads run)."""
+        assert self._timer is not None
         while True:
             self._timer.wait()
             with self._lock:

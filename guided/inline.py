@@ -21,7 +21,7 @@ from guided.constraint import Constraint
 from guided.errors import GuidedError, from_wire
 from guided.grammar_cache import CacheKey, GrammarCache, cache_key
 from guided.messages import FillRow, OpenSequence, RowResult, RowStatus, StepRequest
-from guided.pool import BackendStatus, Fill, Grammar, PoolStatus, Row, WorkerStatus
+from guided.pool import BackendStatus, Fill, Grammar, PoolStatus, ReadyRows, Row, StepMasks, WorkerStatus
 from guided.vocabulary import Vocabulary
 from guided.worker import MaskWorker
 
@@ -96,22 +96,25 @@ class InlinePool:
         self._fills = fills
         self._step += 1
 
-    def collect(self, bitmask: NDArray[np.int32] | None, timeout: float, patience: float | None = None) -> list[Row]:
+    def collect(self, bitmask: NDArray[np.int32] | None, timeout: float, patience: float | None = None) -> StepMasks:
         """Does the work, here and now: neither `timeout` nor `patience` can be kept, and no row is late."""
-        own = bitmask is None
-        if bitmask is None:
-            if len(self._masks) < len(self._fills):
-                self._masks = np.empty((2 * len(self._fills), self._masks.shape[1]), np.int32)
-            bitmask = self._masks
-        return [
-            Row(
-                _STATES[result.status],
-                result.seconds,
-                from_wire(result.error) if result.error else None,
-                mask if own and result.status is RowStatus.READY else None,
-            )
-            for mask, result in zip(bitmask, self._results(bitmask), strict=False)
-        ]
+        count = len(self._fills)
+        if len(self._masks) < count:
+            self._masks = np.empty((2 * count, self._masks.shape[1]), np.int32)
+        step = StepMasks(count, [])
+        ready: list[int] = []
+        for index, result in enumerate(self._results(self._masks)):
+            step.seconds += result.seconds
+            if result.status is RowStatus.READY:
+                ready.append(index)
+            else:
+                error = from_wire(result.error) if result.error else None
+                step.other[index] = Row(_STATES[result.status], result.seconds, error)
+        places = np.array(ready, np.intp)
+        step.ready.append(ReadyRows(self._masks, places, places))
+        if bitmask is not None:
+            step.copy_to(bitmask)
+        return step
 
     def _results(self, bitmask: NDArray[np.int32]) -> Iterator[RowResult]:
         fills = [FillRow(fill.sequence_id, row, fill.start, list(fill.tokens)) for row, fill in enumerate(self._fills)]

@@ -60,17 +60,21 @@ class FillRow(msgspec.Struct, array_like=True, gc=False, frozen=True):
 
 
 class StepRequest(msgspec.Struct, array_like=True, gc=False, frozen=True):
-    """One step's work for one worker: `frees`, then `opens`, then `fills`."""
+    """Work for one worker: `frees`, then `opens`, then `fills`."""
 
     incarnation: int
     step: int
+    """The number of this request: greater than that of any before, which a worker then takes no more."""
     fills: list[FillRow]
     opens: list[OpenSequence] = []
     frees: list[int] = []
 
 
 class RowResult(msgspec.Struct, array_like=True, gc=False, frozen=True):
-    """What became of one `FillRow`; matched by (incarnation, sequence, position), ignored where nobody waits for it."""
+    """What became of one `FillRow`: matched by incarnation, request, sequence and row; ignored where nobody waits.
+
+    Where the worker shares memory with the pool, a row that is ready is told there, and not in words.
+    """
 
     sequence: int
     position: int
@@ -84,10 +88,11 @@ class RowResult(msgspec.Struct, array_like=True, gc=False, frozen=True):
 
 
 class StepAnswer(msgspec.Struct, array_like=True, gc=False, frozen=True):
-    """Rows that are decided; a step may be answered in several messages."""
+    """Rows that are decided; a request may be answered in several messages."""
 
     incarnation: int
     step: int
+    """The number of the request."""
     results: list[RowResult]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol, overload
 
 import msgspec
 import numpy as np
@@ -19,7 +19,17 @@ from guided.constraint import Constraint
 from guided.errors import GuidedError
 from guided.vocabulary import Vocabulary
 
-__all__ = ["BackendStatus", "Fill", "Grammar", "MaskPool", "PoolStatus", "Row", "WorkerStatus"]
+__all__ = [
+    "BackendStatus",
+    "Fill",
+    "Grammar",
+    "MaskPool",
+    "PoolStatus",
+    "ReadyRows",
+    "Row",
+    "StepMasks",
+    "WorkerStatus",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +65,86 @@ class Row(msgspec.Struct, gc=False):
     error: GuidedError | None = None
     mask: NDArray[np.int32] | None = None
     """int32 `[words]`, where it is ready and was not copied: read it, and not after the next `submit`."""
+
+
+class ReadyRows(NamedTuple):
+    """Masks of one step that lie in one place."""
+
+    masks: NDArray[np.int32]
+    """`[n, words]`: where a worker wrote them. To be read, and not after the next `submit`."""
+    rows: NDArray[np.intp]
+    """`[ready]`: which rows of `masks` count."""
+    indices: NDArray[np.intp]
+    """`[ready]`: which fills they are for."""
+
+
+@dataclass(slots=True)
+class StepMasks(Sequence[Row]):
+    """What became of a step, in columns: nearly every fill is `ready`, and none of those is touched one by one.
+
+    As a sequence it has a `Row` for each fill.
+    """
+
+    size: int
+    """Fills."""
+    ready: list[ReadyRows]
+    other: dict[int, Row] = field(default_factory=dict)
+    """Of each fill that isn't ready, by its place in the step."""
+    seconds: float = 0.0
+    """Accept and fill in the workers, summed."""
+    copied: bool = False
+    """The masks are in the caller's bitmask too."""
+
+    def __len__(self) -> int:
+        return self.size
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Row]: ...
+    def __getitem__(self, index: int | slice) -> Row | list[Row]:
+        if isinstance(index, slice):
+            return [self[each] for each in range(*index.indices(self.size))]
+        if not -self.size <= index < self.size:
+            raise IndexError(index)
+        index %= self.size
+        if index in self.other:
+            return self.other[index]
+        for part in self.ready:
+            for place in np.flatnonzero(part.indices == index).tolist():
+                return Row("ready", mask=None if self.copied else part.masks[part.rows[place]])
+        raise KeyError(index)
+
+    def copy_to(self, bitmask: NDArray[np.int32]) -> None:
+        """Copy what is ready: fill i's mask to row i of `bitmask`, int32 `[>= len(self), words]`."""
+        for part in self.ready:
+            bitmask[part.indices] = part.masks[part.rows]
+        self.copied = True
+
+    def keep(self) -> None:
+        """Copy what is ready to memory of its own, which no later `submit` changes."""
+        self.ready = [ReadyRows(part.masks[part.rows], np.arange(len(part.rows)), part.indices) for part in self.ready]
+
+    def update(self, later: StepMasks, indices: Sequence[int]) -> None:
+        """Take over what became of some fills that were submitted once more.
+
+        Args:
+            later: in which fill i is fill `indices[i]` of this step.
+        """
+        places = np.asarray(indices, np.intp)
+        for index in indices:
+            self.other.pop(index, None)
+        self.ready += [ReadyRows(part.masks, part.rows, places[part.indices]) for part in later.ready]
+        self.other.update((indices[index], row) for index, row in later.other.items())
+        self.seconds += later.seconds
+
+    def override(self, index: int, row: Row) -> None:
+        """Have fill `index` be what `row` says, which is not ready."""
+        self.other[index] = row
+        self.ready = [
+            ReadyRows(part.masks, part.rows[part.indices != index], part.indices[part.indices != index])
+            for part in self.ready
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,17 +230,17 @@ class MaskPool(Protocol):
     def submit(self, fills: Sequence[Fill]) -> None:
         """Send one step's work; returns in microseconds. One `collect` follows before the next `submit`."""
 
-    def collect(self, bitmask: NDArray[np.int32] | None, timeout: float, patience: float | None = None) -> list[Row]:
+    def collect(self, bitmask: NDArray[np.int32] | None, timeout: float, patience: float | None = None) -> StepMasks:
         """Wait for the step's rows, `timeout` seconds at the most.
 
         Args:
             bitmask: int32 `[>= len(fills), words]`; row i receives fill i's mask where its state is `ready`, and is
-                untouched otherwise. None: nothing is copied, and `Row.mask` is where the worker wrote it.
+                untouched otherwise. None: nothing is copied; the masks are where the workers wrote them.
             patience: seconds, less than `timeout`: once they are over it is enough that one row is decided. None: as
                 long as `timeout`.
 
         Returns:
-            One `Row` a fill, in order. `late`: not decided in time; its place is not reused before the worker answered.
+            One row a fill, in order. `late`: not decided in time; its place is not reused before the worker answered.
         """
 
     def settled(self, sequence_ids: Collection[int], timeout: float) -> list[int]:

@@ -10,7 +10,7 @@ The shape is vLLM's RFC 5423. It sees a small dataclass for a row, never the eng
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -21,7 +21,7 @@ from guided.backends import candidates
 from guided.constraint import Constraint
 from guided.errors import BackendError, GuidedError, MaskTimeout
 from guided.kernel import apply_bitmask, load_loose_kernel
-from guided.pool import Fill, Grammar, MaskPool, Row
+from guided.pool import Fill, Grammar, MaskPool, Row, StepMasks
 from guided.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
@@ -148,13 +148,14 @@ class LogitPostProcessor:
         if new:
             placed = [row for row in rows if row.sequence_id in known or self._open(row)]
         fills: list[Fill] = []
+        add = fills.append
         for row in placed:
             sequence_id, token_ids = row.sequence_id, row.token_ids
             sequence, end = known[sequence_id], len(token_ids)
             start = sequence.sent
             if start > end:
                 start = end
-            fills.append(Fill(sequence_id, start, token_ids[start:]))
+            add(Fill(sequence_id, start, token_ids[start:]))
             sequence.sent = end
         self._rows, self._fills = placed, fills
         if fills:
@@ -202,70 +203,71 @@ class LogitPostProcessor:
 
             torch.cuda.current_stream(logits.device).synchronize()  # the deadline counts from here
         started = time.perf_counter()
-        results = self._collect(patience, alone)
+        step = self._collect(patience, alone)
         report.wait_seconds = time.perf_counter() - started
-        ready = self._judge(results, report, patience is not None)
+        report.mask_seconds = step.seconds
+        if step.other:
+            self._judge(step.other, report, patience is not None)
+        if self._late:
+            self._settle(step)
         started = time.perf_counter()
-        masks = [mask for index in ready if (mask := results[index].mask) is not None]
-        apply_bitmask(logits, masks, [self._rows[index].logits_row for index in ready])
+        rows = self._rows
+        masks = [part.masks[row] for part in step.ready for row in part.rows.tolist()]
+        indices = [rows[index].logits_row for part in step.ready for index in part.indices.tolist()]
+        apply_bitmask(logits, masks, indices)
         report.kernel_seconds = time.perf_counter() - started
         self._rows, self._fills = (), []
         return report
 
-    def _collect(self, patience: float | None, alone: bool) -> list[Row]:
+    def _collect(self, patience: float | None, alone: bool) -> StepMasks:
         """Collect the step; rows whose worker lacks their history, or is gone, are sent once more, with all of it."""
         limit = self._fill_limit
         if patience is not None:
             # Beside rows without a constraint nobody has to be waited for, not even the first.
             limit = min(limit, max(patience, _ALONE_SECONDS) if alone else patience)
         deadline = time.monotonic() + limit
-        results = self._pool.collect(None, limit, patience)
-        again = [index for index, result in enumerate(results) if result.state in ("needs_history", "unplaced")]
+        step = self._pool.collect(None, limit, patience)
+        again = [index for index, row in step.other.items() if row.state in ("needs_history", "unplaced")]
         if again:
             if patience is None:
                 deadline = time.monotonic() + limit
             for index in again:
-                if results[index].state == "unplaced":
+                if step.other[index].state == "unplaced":
                     self._late.pop(self._rows[index].sequence_id, None)  # its time starts anew
-            for result in results:
-                if result.mask is not None:
-                    result.mask = result.mask.copy()
+            step.keep()
             self._pool.submit([Fill(row.sequence_id, 0, row.token_ids) for row in (self._rows[i] for i in again)])
             left = max(0.0, deadline - time.monotonic())
-            if patience is not None and len(again) < len(results):
+            if patience is not None and len(again) < len(step):
                 left = min(left, patience)
-            for index, result in zip(again, self._pool.collect(None, left, patience), strict=True):
-                results[index] = result
-        return results
+            step.update(self._pool.collect(None, left, patience), again)
+        return step
 
-    def _judge(self, results: Iterable[Row], report: ApplyReport, parking: bool) -> list[int]:
-        """Sort rows into ready (returned, by index), failed and, with `parking`, late."""
-        ready: list[int] = []
+    def _judge(self, others: Mapping[int, Row], report: ApplyReport, parking: bool) -> None:
+        """Sort rows that aren't ready into failed and, with `parking`, late."""
         now = time.monotonic()
-        for index, result in enumerate(results):
-            report.mask_seconds += result.seconds
-            if result.state == "ready":
-                ready.append(index)
-                if self._late:
-                    self._late.pop(self._rows[index].sequence_id, None)
-                continue
+        for index, row in others.items():
             sequence_id = self._rows[index].sequence_id
-            if result.state == "unplaced":
+            if row.state == "unplaced":
                 self._late[sequence_id] = now  # how long it may wait is the pool's to say
                 report.late.append(sequence_id)
                 continue
-            if parking and result.state != "failed":
+            if parking and row.state != "failed":
                 since = self._late.setdefault(sequence_id, self._asked)
                 if now - since < self._fill_limit:
                     report.late.append(sequence_id)
                     continue
-            if result.state == "late":
+            if row.state == "late":
                 error: GuidedError = MaskTimeout(f"no mask within {self._fill_limit:g} s")
             else:
-                error = result.error or BackendError("the worker lost this sequence's history twice")
+                error = row.error or BackendError("the worker lost this sequence's history twice")
             report.failed[sequence_id] = error
             self._close([sequence_id])
-        return ready
+
+    def _settle(self, step: StepMasks) -> None:
+        """Those who were late and aren't any more."""
+        for part in step.ready:
+            for index in part.indices.tolist():
+                self._late.pop(self._rows[index].sequence_id, None)
 
     def settled(self, timeout: float = 0.0) -> list[int]:
         """Late sequences to prepare again, with the tokens and logits they had: their masks are there, or failed.

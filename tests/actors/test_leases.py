@@ -1,88 +1,94 @@
-"""A row is lent to one fill at a time, until the worker answered for exactly that fill."""
+"""A row is lent to one sequence at a time, until the worker answered for what it was sent out with."""
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from actors.leases import Lease, Leases
-from guided.messages import RowResult, RowStatus
+from actors.leases import NOBODY, Leases
+from actors.segment import Rows
 
 ROWS = 5
 
 
-def result(lease: Lease, **changes: int) -> RowResult:
-    fields = {"sequence": lease.sequence, "position": lease.position, "row": lease.row, **changes}
-    return RowResult(fields["sequence"], fields["position"], fields["row"], RowStatus.READY)
-
-
 class Machine(RuleBasedStateMachine):
-    """Leases against a model: which rows the worker may still write, which hold an answer that nobody read yet."""
-
-    leases_taken = Bundle("leases")
+    """Leases against a model: who holds a row, what the worker owes, and what came back and may not be lent yet."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.leases = Leases(ROWS)
-        self.writable: dict[int, Lease] = {}
-        self.unread: dict[int, Lease] = {}
+        self.memory = Rows.private(ROWS, 1)
+        self.leases = Leases(self.memory)
+        self.held: dict[int, int] = {}
+        self.asked: dict[int, int] = {}
+        self.kept: set[int] = set()
+        self.number = 0
+        self.sequence = 0
 
-    @rule(target=leases_taken, sequence=st.integers(0, 3), start=st.integers(0, 3), tokens=st.lists(st.just(1)))
-    def take(self, sequence: int, start: int, tokens: list[int]) -> Lease:
-        lease = self.leases.take(sequence, start, tokens, now=0.0, index=0)
-        if lease is None:
-            assert len(self.writable) + len(self.unread) == ROWS
-            return Lease(0, -1, -1, 0, [], 0.0)
-        assert lease.position == start + len(tokens)
-        assert lease.row not in self.writable, "lent while the worker may still write it"
-        assert lease.row not in self.unread, "lent while its mask was not read"
-        self.writable[lease.row] = lease
-        self.leases.message += 1
-        return lease
+    @rule()
+    def take(self) -> None:
+        self.sequence += 1
+        row = self.leases.take(self.sequence)
+        if row == NOBODY:
+            assert len(self.held.keys() | self.kept) == ROWS
+            return
+        assert row not in self.held, "lent twice"
+        assert row not in self.kept, "lent while the worker may still write it, or its mask be read"
+        assert self.leases.owners[row] == self.sequence
+        self.held[row] = self.sequence
 
-    @rule(lease=leases_taken)
-    def the_worker_answers(self, lease: Lease) -> None:
-        """Once, twice, or for a lease whose row has gone to somebody else long since."""
-        self.leases.answered = lease.message
-        answered = self.leases.answer(result(lease))
-        if self.writable.get(lease.row) is lease:
-            del self.writable[lease.row]
-            if lease.abandoned:
-                assert answered is None
-            else:
-                assert answered is lease
-                self.unread[lease.row] = lease
-        else:
-            assert answered is None
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def ask(self, data: st.DataObject) -> None:
+        rows = data.draw(st.lists(st.sampled_from(sorted(self.held)), unique=True))
+        self.number += 1
+        self.leases.ask(np.array(rows, np.intp), self.number, float(self.number))
+        self.asked.update(dict.fromkeys(rows, self.number))
 
-    @precondition(lambda self: self.writable)
-    @rule(data=st.data(), off=st.sampled_from(["sequence", "position", "row", "message"]))
-    def an_answer_for_something_else_changes_nothing(self, data: st.DataObject, off: str) -> None:
-        lease = data.draw(st.sampled_from(sorted(self.writable.values(), key=lambda lease: lease.row)))
-        self.leases.answered = lease.message - (off == "message")
-        assert self.leases.answer(result(lease, **{off: 99})) is None
+    @precondition(lambda self: self.asked)
+    @rule(data=st.data(), late=st.booleans())
+    def the_worker_answers(self, data: st.DataObject, late: bool) -> None:
+        """In the memory; perhaps for a request that was not the newest."""
+        row = data.draw(st.sampled_from(sorted(self.asked)))
+        self.memory.done[row] = self.asked[row] - late
+        if not late:
+            del self.asked[row]
 
-    @rule(lease=leases_taken)
-    def nobody_wants_it_any_more(self, lease: Lease) -> None:
-        if self.writable.get(lease.row) is lease or self.unread.get(lease.row) is lease:
-            self.leases.give_back(lease)
-            self.leases.give_back(lease)
-            if self.unread.get(lease.row) is lease:
-                del self.unread[lease.row]
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def give_back(self, data: st.DataObject) -> None:
+        row = data.draw(st.sampled_from(sorted(self.held)))
+        del self.held[row]
+        self.leases.give_back(row)
+        self.kept.add(row)
 
-    @rule(lease=consumes(leases_taken))
-    def its_message_never_left(self, lease: Lease) -> None:
-        if self.writable.get(lease.row) is lease and not lease.abandoned:
-            self.leases.unsent(lease)
-            del self.writable[lease.row]
+    @rule()
+    def renew(self) -> None:
+        self.leases.renew()
+        self.kept &= self.asked.keys()
 
     @invariant()
-    def no_row_is_lost(self) -> None:
-        assert self.leases.num_free == ROWS - len(self.writable) - len(self.unread)
-        assert [lease.row for lease in self.leases.outstanding] == list(self.writable)
-        assert self.leases.oldest is next(iter(self.writable.values()), None)
+    def what_is_owed_is_known(self) -> None:
+        assert self.leases.outstanding() == sorted(self.asked)
+        oldest = min(self.asked.values(), default=math.inf)
+        assert self.leases.oldest() == oldest
+        assert self.leases.unanswered(oldest + 0.5) == sorted(r for r, n in self.asked.items() if n == oldest)
+        assert self.leases.owes == bool(self.asked)
 
 
 TestLeases = Machine.TestCase
-TestLeases.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestLeases.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_nobody_waits_for_the_answer_of_a_row_that_is_not_watched() -> None:
+    leases = Leases(Rows.private(1, 1))
+    row = leases.take(7)
+    leases.ask(np.array([row]), 1, 0.0)
+    leases.give_back(row, watched=False)
+    assert leases.oldest() == math.inf
+    assert leases.owes
+    leases.renew()
+    assert leases.take(8) == NOBODY, "it is the worker's all the same"

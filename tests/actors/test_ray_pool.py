@@ -35,7 +35,7 @@ def pool(local_ray: None) -> Iterator[RayPool]:
 def masks(pool: RayPool, *fills: tuple[int, str]) -> list[str]:
     bitmask = np.zeros((len(fills), WORDS), np.int32)
     pool.submit([Fill(sequence, 0, tokens(text)) for sequence, text in fills])
-    rows: list[Row] = pool.collect(bitmask, WAIT)
+    rows: list[Row] = list(pool.collect(bitmask, WAIT))
     assert [row.state for row in rows] == ["ready"] * len(fills), rows
     return [allowed(row) for row in bitmask]
 

@@ -17,7 +17,7 @@ from slow_grammar import SlowGrammar
 from thread_actor import ThreadActor, close_all
 
 from actors.channel import Transport
-from actors.leases import Lease
+from actors.link import Mailed
 from actors.rotation import Rotation
 from actors.supervisor import Down, Up
 from guided.constraint import Constraint
@@ -26,6 +26,13 @@ from guided.messages import RowResult, RowStatus, StepAnswer, encode
 from guided.pool import Fill, Grammar, Row
 
 WAIT = 30.0
+
+
+def make_slow(host: Host, sequence: int) -> None:
+    placed = host.rotation._sequences[sequence]
+    placed.seconds, placed.usual = 0.5, False
+
+
 ABC = [tokens("abc"), tokens("abd"), tokens("xyz")]
 
 
@@ -63,7 +70,7 @@ class Host:
         self.rotation.submit([Fill(sequence, 0, tokens(text)) for sequence, text in fills])
 
     def collect(self, timeout: float = WAIT) -> list[Row]:
-        return self.rotation.collect(self.bitmask, timeout)
+        return list(self.rotation.collect(self.bitmask, timeout))
 
     def step(self, *fills: tuple[int, str], timeout: float = WAIT) -> list[str]:
         self.submit(*fills)
@@ -103,13 +110,13 @@ def test_a_mask_that_is_read_in_place_is_lent_to_nobody_before_the_next_step(hos
     rows = host.rotation.collect(None, WAIT)
     masks = [row.mask for row in rows if row.mask is not None]
     assert [allowed(mask) for mask in masks] == ["b", "y"]
-    assert [actor.link.leases.num_free for actor in host.actors] == [7, 7]
     host.rotation.free([1])
+    assert [len(actor.link.leases._free) for actor in host.actors] == [7, 7]
     host.end(1)
     host.rotation.failures()
     assert [allowed(mask) for mask in masks] == ["b", "y"], "also of an actor that is gone"
     host.submit()
-    assert host.actors[0].link.leases.num_free == 8
+    assert len(host.actors[0].link.leases._free) == 8
 
 
 def test_a_fork_goes_to_its_parent_however_busy_that_is(host: Host) -> None:
@@ -179,15 +186,15 @@ def test_a_late_row_is_kept_and_its_neighbours_go_on(host: Host) -> None:
     assert host.step((1, ""), (2, "")) == ["ready", "ready"]
     assert host.step((1, "a"), (2, "a"), timeout=0.1) == ["late", "ready"]
     leases = host.actors[host.where(1)].link.leases
-    assert [lease.sequence for lease in leases.outstanding] == [1]
+    assert [leases.owners[row] for row in leases.outstanding()] == [1]
     assert host.step((2, "ab")) == ["ready"]
     host.slow.release.set()
     host.submit((1, "a"))
-    assert len(leases.outstanding) == 1, "what is under way is not asked for again"
+    assert len(leases.outstanding()) == 1, "what is under way is not asked for again"
     (row,) = host.collect()
     assert row.state == "ready"
     assert allowed(host.bitmask[0]) == "b"
-    assert leases.num_free == 8
+    assert leases.outstanding() == []
 
 
 def test_a_late_answer_that_came_between_two_steps_is_there_at_once(host: Host) -> None:
@@ -196,13 +203,12 @@ def test_a_late_answer_that_came_between_two_steps_is_there_at_once(host: Host) 
     host.slow.release.set()
     link = host.actors[host.where(1)].link
     deadline = time.monotonic() + WAIT
-    while link.leases.outstanding:
+    while link.leases.outstanding():
         assert time.monotonic() < deadline
         assert host.step() == []
     assert link.leases.num_free == 7
     assert host.step((1, "a"), timeout=0.0) == ["ready"]
     assert allowed(host.bitmask[0]) == "b"
-    assert link.leases.num_free == 8
 
 
 def test_patience_starts_to_count_with_the_first_mask(host: Host) -> None:
@@ -325,7 +331,7 @@ def test_a_second_straggler_joins_the_first_on_its_lane(transport: Transport) ->
     assert host.step((1, "a")) == ["ready"]
     other = host.rotation._sequences[2]
     assert other.link is not case.lane
-    other.prompt_rows = 0
+    other.prompt_rows, other.usual = 0, False
     assert host.step((2, "a")) == ["ready"]
     assert case.lane.sequences == {1, 2} == case.lane.stragglers
     host.rotation.close()
@@ -344,14 +350,14 @@ def test_slow_rows_travel_after_the_others_in_a_message_of_their_own(host: Host)
     host.open(1, 2, 3, 4)
     host.slow.release.set()
     host.step((1, ""), (3, ""))
-    host.rotation._sequences[1].seconds = 0.5
+    make_slow(host, 1)
     link = host.actors[host.where(1)].link
     sent: list[list[int]] = []
     send = link.send
 
-    def recorded(step: int) -> list[Lease]:
-        sent.append([sequence for sequence, *_ in link._outbox.fills])
-        return send(step)
+    def recorded(number: int, now: float) -> Mailed | None:
+        sent.append([sequence for sequence, *_ in link.outbox.fills])
+        return send(number, now)
 
     link.send = recorded  # type: ignore[method-assign]
     assert host.step((1, "a"), (3, "a")) == ["ready", "ready"]
@@ -366,7 +372,7 @@ def test_a_late_mask_is_no_answer_to_a_later_question(host: Host) -> None:
     assert allowed(host.bitmask[0]) == "y"
     assert host.step((1, "ab")) == ["ready"]
     assert allowed(host.bitmask[0]) == "cd"
-    assert host.actors[0].link.leases.num_free == 8
+    assert host.actors[0].link.leases.num_free == 7
 
 
 def test_a_freed_sequences_row_is_not_lent_until_the_worker_is_done_with_it(host: Host) -> None:
@@ -397,9 +403,9 @@ def test_known_slow_rows_are_filled_last(host: Host, monkeypatch: pytest.MonkeyP
     host.open(3, parent=1)
     host.slow.release.set()
     assert host.step((1, ""), (3, "")) == ["ready", "ready"]
-    host.rotation._sequences[1].seconds = 0.5
+    make_slow(host, 1)
     host.submit((1, "a"), (2, "a"), (3, "a"))
-    assert [lease.sequence for lease in host.actors[host.where(1)].link.leases.outstanding] == [3, 1]
+    assert [part.fill(0).sequence_id for part in host.rotation._step.parts] == [3, 2, 1]
     assert [row.state for row in host.collect()] == ["ready"] * 3
 
 
@@ -470,14 +476,18 @@ def test_answers_that_nobody_asked_for_change_nothing(host: Host) -> None:
     host.submit((1, "a"))
     actor = host.actors[host.where(1)]
     assert host.slow.reached.wait(WAIT)
-    (lease,) = actor.link.leases.outstanding
+    (row,) = actor.link.leases.outstanding()
+    number = actor.link.leases.asked(row)
     actor.rows.masks[:] = -1
-    right = RowResult(1, lease.position, lease.row, RowStatus.READY)
+    right = RowResult(1, 1, row, RowStatus.FAILED)
     wrong = [
-        StepAnswer(actor.wire.incarnation + 1, 1, [right]),
-        StepAnswer(actor.wire.incarnation, 1, [RowResult(1, lease.position + 1, lease.row, RowStatus.READY)]),
-        StepAnswer(actor.wire.incarnation, 1, [RowResult(2, lease.position, lease.row, RowStatus.READY)]),
-        StepAnswer(actor.wire.incarnation, 1, [RowResult(1, lease.position, 99, RowStatus.READY)]),
+        StepAnswer(actor.wire.incarnation + 1, number, [right]),
+        StepAnswer(actor.wire.incarnation, number - 1, [right]),
+        StepAnswer(actor.wire.incarnation, number + 1, [right]),
+        StepAnswer(actor.wire.incarnation, number, [RowResult(2, 1, row, RowStatus.FAILED)]),
+        StepAnswer(actor.wire.incarnation, number, [RowResult(1, 1, 99, RowStatus.FAILED)]),
+        StepAnswer(actor.wire.incarnation, number, [RowResult(1, 1, -1, RowStatus.FAILED)]),
+        StepAnswer(actor.wire.incarnation, number, [RowResult(1, 1, row, RowStatus.READY)]),  # masks aren't told here
     ]
     for message in (*map(encode, wrong), b"", b"\xc1garbled"):
         actor.wire.socket.send(message)  # the step thread is in a mask: the socket is free
@@ -491,9 +501,10 @@ def test_a_mask_of_another_size_is_no_mask(transport: Transport) -> None:
     host.submit((1, "a"))
     actor = host.actors[0]
     assert host.slow.reached.wait(WAIT)
-    (lease,) = actor.link.leases.outstanding
-    short = RowResult(1, lease.position, lease.row, RowStatus.READY, mask=b"\xff" * 4)
-    actor.wire.socket.send(encode(StepAnswer(actor.wire.incarnation, 1, [short])))
+    (place,) = actor.link.leases.outstanding()
+    short = RowResult(1, 1, place, RowStatus.READY, mask=b"\xff" * 4)
+    number = actor.link.leases.asked(place)
+    actor.wire.socket.send(encode(StepAnswer(actor.wire.incarnation, number, [short])))
     (row,) = host.collect()
     assert row.state == "failed"
     assert isinstance(row.error, BackendError)

@@ -21,13 +21,13 @@ def test_what_another_process_writes_is_read_here_and_outlives_it() -> None:
         "import pickle, sys, os, signal\n"
         "from actors.segment import attach\n"
         "rows = attach(pickle.load(sys.stdin.buffer))\n"
-        "rows.masks[2] = [1, 2, 3]; rows.busy[0] = 2\n"
+        "rows.masks[2] = [1, 2, 3]; rows.mark['busy'] = 2; rows.done[2] = 9; rows.seconds[2] = 0.5\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     other = subprocess.run([sys.executable, "-c", code], input=pickle.dumps(segment.name), check=False)
     assert other.returncode == -signal.SIGKILL
-    assert segment.rows.tolist() == [[0, 0, 0], [0, 0, 0], [1, 2, 3], [0, 0, 0]]
-    assert segment.busy.tolist() == [2]
+    assert segment.rows.masks.tolist() == [[0, 0, 0], [0, 0, 0], [1, 2, 3], [0, 0, 0]]
+    assert (segment.rows.mark["busy"][0], segment.rows.done[2], segment.rows.seconds[2]) == (2, 9, 0.5)
     again = attach(segment.name)
     assert again is not None
     assert again.masks[2].tolist() == [1, 2, 3]
@@ -54,10 +54,10 @@ def test_closed_it_is_gone_and_a_worker_that_still_has_it_writes_into_nothing_of
     segment, other = Segment(2, 2), Segment(2, 2)
     worker = attach(segment.name)
     assert worker is not None
-    assert worker.busy.tolist() == [IDLE]
+    assert worker.mark["busy"].tolist() == [IDLE]
     segment.close()
     segment.close()
     worker.masks[:] = -1
-    assert segment.rows.shape == (0, 2)
+    assert segment.rows.masks.shape == (0, 2)
     assert attach(segment.name) is None
-    assert np.count_nonzero(other.rows) == 0
+    assert np.count_nonzero(other.rows.masks) == 0

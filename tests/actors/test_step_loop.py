@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import zmq
 from byte_vocabulary import allowed, tokens
@@ -29,19 +31,38 @@ def answer(actor: ThreadActor, seconds: float = 10.0) -> StepAnswer | None:
     return found
 
 
-def test_a_step_is_answered_in_one_message_and_written_into_the_segment(transport: Transport) -> None:
+def wait_done(actor: ThreadActor, row: int, step: int) -> None:
+    deadline = time.monotonic() + 10
+    while actor.wire.segment.rows.done[row] != step:
+        assert time.monotonic() < deadline
+
+
+def test_a_row_that_is_ready_is_written_into_the_segment_and_marked_there(transport: Transport) -> None:
     actor = ThreadActor(transport, {"g": FAST})
+    memory = actor.wire.segment.rows
+    actor.link.want()
     ask(actor, FillRow(1, 3, 0, []), FillRow(2, 0, 0, tokens("a")), step=5)
     got = answer(actor)
+    assert got is not None, "somebody waits: it is said that all is done"
+    assert (got.incarnation, got.step, got.results) == (actor.wire.incarnation, 5, [])
+    assert memory.done.tolist() == [5, 0, 0, 5, 0, 0, 0, 0]
+    assert allowed(memory.masks[3]) == "a"
+    assert allowed(memory.masks[0]) == "bc"
+    assert memory.seconds[3] > 0
+    assert memory.mark["busy"][0] == IDLE
+    ask(actor, FillRow(1, 3, 0, []), step=6)
+    wait_done(actor, 3, 6)
+    assert answer(actor, 0.05) is None, "nobody waits: nobody is woken"
+    actor.link.close()
+
+
+def test_a_row_that_failed_is_told(transport: Transport) -> None:
+    actor = ThreadActor(transport, {"g": FAST})
+    ask(actor, FillRow(1, 3, 0, tokens("x")), step=5)
+    got = answer(actor)
     assert got is not None
-    assert (got.incarnation, got.step) == (actor.wire.incarnation, 5)
-    assert [(row.sequence, row.row, row.position, row.status) for row in got.results] == [
-        (1, 3, 0, RowStatus.READY),
-        (2, 0, 1, RowStatus.READY),
-    ]
-    assert allowed(actor.wire.segment.rows[3]) == "a"
-    assert allowed(actor.wire.segment.rows[0]) == "bc"
-    assert actor.wire.segment.busy[0] == IDLE
+    assert [(row.sequence, row.row, row.position, row.status) for row in got.results] == [(1, 3, 1, RowStatus.FAILED)]
+    assert actor.wire.segment.rows.done[3] != 5
     actor.link.close()
 
 
@@ -53,7 +74,7 @@ def test_without_shared_memory_the_row_is_in_the_answer(transport: Transport) ->
     assert got.results[0].mask == actor.rows.masks[3].tobytes()
     assert got.results[1].status is RowStatus.FAILED
     assert got.results[1].mask == b""
-    assert not actor.wire.segment.rows.any()
+    assert not actor.wire.segment.rows.masks.any()
     actor.link.close()
 
 
@@ -62,7 +83,20 @@ def test_a_garbled_message_is_dropped_and_the_next_one_served(transport: Transpo
     actor = ThreadActor(transport, {"g": FAST})
     assert actor.wire.channel.send(garbage)
     ask(actor, FillRow(1, 0, 0, []))
-    assert answer(actor) is not None
+    wait_done(actor, 0, 1)
+    actor.link.close()
+
+
+def test_a_request_that_comes_again_or_late_is_dropped(transport: Transport) -> None:
+    actor = ThreadActor(transport, {"g": FAST})
+    ask(actor, FillRow(1, 0, 0, []), step=7)
+    wait_done(actor, 0, 7)
+    for step in (7, 6):
+        ask(actor, FillRow(2, 0, 0, tokens("a")), step=step)  # by now the row may be somebody else's
+    ask(actor, FillRow(1, 1, 0, []), step=8)
+    wait_done(actor, 1, 8)
+    assert actor.wire.segment.rows.done[0] == 7
+    assert actor.worker.num_open == 1
     actor.link.close()
 
 
@@ -74,22 +108,31 @@ def test_another_incarnations_request_is_ignored(transport: Transport) -> None:
     actor.link.close()
 
 
-def test_rows_that_are_ready_dont_wait_for_a_slow_one(transport: Transport) -> None:
+@pytest.mark.parametrize("shared", [True, False], ids=["memory", "tcp"])
+def test_rows_that_are_ready_dont_wait_for_a_slow_one(transport: Transport, shared: bool) -> None:
     slow = SlowGrammar([tokens("abc")], slow_at=0)
-    actor = ThreadActor(transport, {"g": FAST, "slow": slow})
+    actor = ThreadActor(transport, {"g": FAST, "slow": slow}, shared=shared)
     opens = [OpenSequence(1, "g"), OpenSequence(2, "slow"), OpenSequence(3, "g")]
     fills = [FillRow(1, 0, 0, []), FillRow(2, 1, 0, []), FillRow(3, 2, 0, [])]
     actor.wire.channel.send(encode(StepRequest(actor.wire.incarnation, 1, fills, opens)))
-    first = answer(actor)
-    assert first is not None
-    assert [row.sequence for row in first.results] == [1]
-    assert slow.reached.is_set()
-    assert actor.wire.segment.busy[0] == 1  # whose fault the waiting is
+    assert slow.reached.wait(10)
+    if shared:
+        assert actor.rows.done.tolist()[:3] == [1, 0, 0]
+        assert actor.rows.mark["busy"][0] == 1, "whose fault the waiting is"
+        assert actor.rows.mark["since"][0] > 0
+    else:
+        first = answer(actor)
+        assert first is not None
+        assert [row.sequence for row in first.results] == [1]
     slow.release.set()
-    rest: list[int] = []
-    while len(rest) < 2:
-        got = answer(actor)
-        assert got is not None
-        rest.extend(row.sequence for row in got.results)
-    assert rest == [2, 3]
+    if shared:
+        wait_done(actor, 2, 1)
+        assert actor.rows.done.tolist()[:3] == [1, 1, 1]
+    else:
+        rest: list[int] = []
+        while len(rest) < 2:
+            got = answer(actor)
+            assert got is not None
+            rest.extend(row.sequence for row in got.results)
+        assert rest == [2, 3]
     actor.link.close()

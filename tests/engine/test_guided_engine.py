@@ -167,10 +167,10 @@ def test_a_mask_that_forbids_everything_is_an_error_and_no_token(
 ) -> None:
     class EmptyPool(FaultyPool):
         def collect(self, bitmask: Any, timeout: float, patience: float | None = None) -> Any:
-            rows = super().collect(bitmask, timeout, patience)
-            for row in rows:
-                row.mask[:] = 0
-            return rows
+            step = super().collect(bitmask, timeout, patience)
+            for part in step.ready:
+                part.masks[part.rows] = 0
+            return step
 
     found = run(make_engine(EmptyPool(tiny_model.vocabulary)), mixed())
     for name, output in found.items():

@@ -77,11 +77,12 @@ def pids(pool: RayPool) -> list[int]:
 
 
 def after(steps: int, action: Callable[[LLMEngine], None]) -> Callable[[LLMEngine], None]:
-    """Do something between two steps, once, when there were so many."""
+    """Do something between two steps, once, when there were so many and everybody is on the way."""
     done: list[bool] = []
 
     def between(engine: LLMEngine) -> None:
-        if engine.stats.steps >= steps and not done:
+        sequences = [sequence for group in engine.groups.values() for sequence in group.sequences]
+        if engine.stats.steps >= steps and not done and all(each.num_output_tokens for each in sequences):
             done.append(True)
             action(engine)
 

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +12,7 @@ from scripted import STOP, ScriptedBackends
 from guided.constraint import Constraint
 from guided.errors import BackendError, GuidedError, MaskTimeout, PoolUnavailable, UnsupportedConstraint, WorkerDied
 from guided.inline import InlinePool
-from guided.pool import Fill, Grammar, Row
+from guided.pool import Fill, Grammar, Row, StepMasks
 from guided.processor import GuidedRow, LogitPostProcessor
 from guided.vocabulary import Vocabulary
 
@@ -172,12 +171,12 @@ class FaultyPool(InlinePool):
         self.submitted.append(list(fills))
         super().submit(fills)
 
-    def collect(self, bitmask: NDArray[np.int32] | None, timeout: float, patience: float | None = None) -> list[Row]:
-        rows: Any = super().collect(bitmask, timeout, patience)
+    def collect(self, bitmask: NDArray[np.int32] | None, timeout: float, patience: float | None = None) -> StepMasks:
+        rows = super().collect(bitmask, timeout, patience)
         if self.state is not None:
-            rows[0] = Row(self.state, 0.0, self.error)  # type: ignore[arg-type]
+            rows.override(0, Row(self.state, 0.0, self.error))  # type: ignore[arg-type]
             self.state = None
-        return list(rows)
+        return rows
 
     def failures(self) -> dict[int, GuidedError]:
         return self.lost

@@ -9,11 +9,10 @@ from concurrent.futures import Future
 import numpy as np
 from numpy.typing import NDArray
 
-from guided.bitmask import words
 from guided.constraint import Constraint
 from guided.errors import BackendError, GuidedError, WorkerDied
 from guided.inline import InlinePool
-from guided.pool import Fill, Grammar, MaskPool, PoolStatus, Row
+from guided.pool import Fill, Grammar, MaskPool, PoolStatus, Row, StepMasks
 from guided.vocabulary import Vocabulary
 
 
@@ -72,20 +71,18 @@ class FaultyPool:
         self._fills = fills
         self.inner.submit(fills)
 
-    def collect(self, bitmask: NDArray[np.int32] | None, timeout: float, patience: float | None = None) -> list[Row]:
+    def collect(self, bitmask: NDArray[np.int32] | None, timeout: float, patience: float | None = None) -> StepMasks:
         rows = self.inner.collect(bitmask, timeout, patience)
         for index, fill in enumerate(self._fills):
             position = fill.start + len(fill.tokens)
             if self.fails(fill.sequence_id, position):
-                rows[index] = Row("failed", error=BackendError("told to fail"))
+                rows.override(index, Row("failed", error=BackendError("told to fail")))
             elif patience is not None and self._is_late(fill.sequence_id, position):
-                rows[index] = Row("late")
+                rows.override(index, Row("late"))
             else:
                 continue
             # Everything allowed: whoever uses it all the same is found out.
-            if bitmask is None:
-                rows[index].mask = np.full(words(self.vocabulary.padded_vocab_size), -1, np.int32)
-            else:
+            if bitmask is not None:
                 bitmask[index] = -1
         return rows
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -69,7 +70,8 @@ class MeddledActor:
                 requests = socket is self.wire.socket
                 rule, to = (self.request_rule, self._inner) if requests else (self.answer_rule, self.wire.socket)
                 for message in rule(socket.recv()):
-                    to.send(message)
+                    with contextlib.suppress(zmq.Again):  # that end is closed
+                        to.send(message, zmq.NOBLOCK)
 
     def _give_up(self) -> None:
         self._socket.close(linger=0)
