@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from guided.limits import CompileLimits
     from actors.ray_pool import RayPool
+    from guided.limits import CompileLimits
 
 __all__ = ["CompileLimits", "RayPool"]
 

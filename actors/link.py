@@ -7,10 +7,10 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 import numpy as np
-import zmq
 from numpy.typing import NDArray
 
 from actors.channel import Channel
@@ -99,7 +99,7 @@ class Link:
         """Where memory isn't shared: rows that answers are owed for, in the order in which the worker fills them."""
 
     @property
-    def socket(self) -> zmq.Socket[bytes]:
+    def socket(self) -> Any:
         """To poll for answers."""
         return self._channel.socket
 
@@ -180,6 +180,7 @@ class Link:
     def want(self) -> None:
         """Somebody waits: have the actor say so when it is through with what it has."""
         self._wanted[0] = 1
+        self._channel.push()
 
     def overdue(self, seconds: float) -> bool:
         """Whether the actor owes an answer, and got nowhere for longer than `seconds`. From any thread.

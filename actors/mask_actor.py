@@ -14,7 +14,8 @@ from functools import partial
 import ray
 import zmq
 
-from actors.channel import Address, connect
+from actors.address import Address
+from actors.channel import connect
 from actors.memory import MemoryLimit, stay_within
 from actors.owner import Owner, exit_with
 from actors.pieces import joined

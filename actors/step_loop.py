@@ -15,8 +15,8 @@ import time
 from collections.abc import Callable
 
 import msgspec
-import zmq
 
+from actors.channel import End
 from actors.segment import IDLE, Rows
 from guided.messages import RowResult, RowStatus, StepAnswer, StepRequest, decoder, encode
 from guided.worker import MaskWorker
@@ -33,7 +33,7 @@ class StepLoop:
 
     Args:
         worker: owned by this loop's thread; grammars may be installed from others.
-        socket: connected to the engine; used by this loop's threads only.
+        end: connected to the engine; used by this loop's threads only.
         rows: the shared segment, or the actor's own memory where `shared` is False: then a row travels in its answer.
         give_up: called when this incarnation is over; ends the process.
     """
@@ -42,14 +42,14 @@ class StepLoop:
         self,
         incarnation: int,
         worker: MaskWorker,
-        socket: zmq.Socket[bytes],
+        end: End,
         rows: Rows,
         shared: bool,
         give_up: Callable[[], object],
     ) -> None:
         self._incarnation = incarnation
         self._worker = worker
-        self._socket = socket
+        self._end = end
         self._rows = rows
         self._shared = shared
         self._give_up = give_up
@@ -79,7 +79,7 @@ class StepLoop:
         # Waking up, it doesn't take the CPU from the engine's thread, which has just sent it something (sched(7)).
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
         while True:
-            message = self._socket.recv()
+            message = self._end.recv()
             try:
                 request: StepRequest = self._decode(message)
             except msgspec.MsgspecError as error:
@@ -128,7 +128,7 @@ class StepLoop:
 
     def _send(self, results: list[RowResult]) -> None:
         """Raises where the engine doesn't read, or is gone."""
-        self._socket.send(encode(StepAnswer(self._incarnation, self._number, results)), zmq.NOBLOCK)
+        self._end.send(encode(StepAnswer(self._incarnation, self._number, results)))
 
     # where memory isn't shared
 

@@ -584,13 +584,15 @@ def test_whatever_happens_a_ready_row_is_the_mask_of_its_text(
         host.end(data.draw(st.integers(0, len(host.actors) - 1)), hung=data.draw(st.booleans()))
         host.join(len(host.actors), rows=4)
 
-    for _ in range(data.draw(st.integers(3, 15))):
-        action = data.draw(st.sampled_from([opens, opens, steps, steps, steps, frees, dies]))
-        actions.append(action)
-        action()
-    host.rotation.close()
-    close_all()
-    transport.close()
+    try:
+        for _ in range(data.draw(st.integers(3, 15))):
+            action = data.draw(st.sampled_from([opens, opens, steps, steps, steps, frees, dies]))
+            actions.append(action)
+            action()
+    finally:  # hypothesis gives up on some of its examples
+        host.rotation.close()
+        close_all()
+        transport.close()
 
 
 def test_the_test_vocabulary_is_what_the_masks_are_over() -> None:

@@ -25,9 +25,13 @@ def ask(actor: ThreadActor, *fills: FillRow, grammar: str = "g", step: int = 1, 
 
 
 def answer(actor: ThreadActor, seconds: float = 10.0) -> StepAnswer | None:
-    if not actor.wire.channel.socket.poll(int(seconds * 1000)):
+    poller = zmq.Poller()
+    poller.register(actor.wire.channel.socket, zmq.POLLIN)
+    if not poller.poll(int(seconds * 1000)):
         return None
-    found: StepAnswer = decoder(StepAnswer).decode(actor.wire.channel.socket.recv(zmq.NOBLOCK))
+    message = actor.wire.channel.receive()
+    assert message is not None
+    found: StepAnswer = decoder(StepAnswer).decode(message)
     return found
 
 

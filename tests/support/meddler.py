@@ -50,6 +50,7 @@ class MeddledActor:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._inner = self._context.socket(zmq.PAIR)
         self._inner.linger = 0
+        self._inner.sndtimeo = 0
         path = f"ipc://{directory / f'm{self.wire.incarnation}'}"
         self._inner.bind(path)
         mapped = attach(self.wire.segment.name) if shared else Rows.private(rows, self.wire.segment.name.words)
@@ -67,14 +68,14 @@ class MeddledActor:
         poller.register(self._inner, zmq.POLLIN)
         while not self._ended:
             for socket, _ in poller.poll(20):
-                requests = socket is self.wire.socket
+                requests = socket is not self._inner
                 rule, to = (self.request_rule, self._inner) if requests else (self.answer_rule, self.wire.socket)
-                for message in rule(socket.recv()):
-                    with contextlib.suppress(zmq.Again):  # that end is closed
-                        to.send(message, zmq.NOBLOCK)
+                with contextlib.suppress(zmq.Again, OSError):  # that end is closed
+                    for message in rule((self.wire.socket if requests else self._inner).recv()):
+                        to.send(message)
 
     def _give_up(self) -> None:
-        self._socket.close(linger=0)
+        self._socket.close()
 
     def close(self) -> None:
         """End both ends of it; it must not be in a mask."""

@@ -10,6 +10,7 @@ import zmq
 from byte_vocabulary import BYTES, WORDS
 
 from actors.channel import Channel, Transport, connect
+from actors.local_channel import LocalEnd
 from actors.link import Link, Wired
 from actors.mask_actor import Place
 from actors.segment import Rows, Segment, attach
@@ -36,7 +37,7 @@ class Wire:
 
     def close(self) -> None:
         """The actor's end goes away."""
-        self.socket.close(linger=0)
+        self.socket.close()
         self.context.term()
 
 
@@ -66,10 +67,12 @@ class ThreadActor:
 
     def close(self) -> None:
         """End the loop; it must not be in a mask."""
+        if isinstance(self.wire.socket, LocalEnd):
+            self.wire.socket.close()
         self.wire.context.term()
 
     def _give_up(self) -> None:
-        self.wire.socket.close(linger=0)
+        self.wire.socket.close()
 
 
 def close_all() -> None:
