@@ -165,8 +165,7 @@ class Compiler:
             task.child = None
             outcome = child.wait(self._allowance(task))
         except SliceOver:
-            if task.level == 0:
-                self._queue.note(task.backend, overrun=True)
+            self._queue.note(task, overrun=True)
             if not self._queue.hand_over(task, child):
                 child.kill()
                 task.spent += time.monotonic() - task.began
@@ -180,8 +179,8 @@ class Compiler:
             self._killed(task, child, error)
             return False
         task.spent += time.monotonic() - task.began
-        if task.level == 0:
-            self._queue.note(task.backend, overrun=False)
+        if task.level < SLOW:
+            self._queue.note(task, overrun=False)
         if outcome.error is None:
             outcome.seconds, outcome.crashed, outcome.timed_out = task.spent, task.crashed, task.timed_out
             task.future.set_result(outcome)
