@@ -14,8 +14,6 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 
-import ray
-
 from actors.compile_child import Allowance, Child, Lost, SliceOver, Template
 from actors.compile_process import Attempt, Outcome
 from actors.compile_queue import SLICES, SLOW, CompileQueue, Job, Task
@@ -55,7 +53,7 @@ class CompileActor:
 
     def __init__(self, owner: Owner, limits: CompileLimits) -> None:
         exit_with(owner)
-        self._compiler = Compiler(ray.get(owner.vocabulary), limits)
+        self._compiler = Compiler(owner.fetch(), limits)
 
     async def compile(self, backends: Sequence[str], *pieces: bytes) -> tuple[Outcome, bytes]:
         """The outcome, and beside it (an object of its own, so that it needn't visit the engine) the dumped grammar."""
