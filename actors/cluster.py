@@ -36,6 +36,8 @@ _ENVIRONMENT = {
     # Ray ends a driver whose GCS is gone for 60 s. Steps don't pass through it: outlive it.
     "RAY_gcs_rpc_server_reconnect_timeout_s": "86400",
     "RAY_USAGE_STATS_ENABLED": "0",
+    # The GCS keeps a record of every task for Ray's dashboard: it grows with each grammar.
+    "RAY_task_events_report_interval_ms": "0",
     # The engine first, then its masks: with Ray's default, 15, they starve on busy cores, and the engine waits.
     "RAY_worker_niceness": "5",
     # Started by `uv run`, Ray would rebuild the environment for every actor.

@@ -6,7 +6,7 @@ end. In front of a quick one are then at the most that many short slices, never 
 slice that is lost by a kill is small against what its constraint needs at the least.
 
 With a slow process at hand, what has used its first slice goes on there without being killed. And a backend whose
-latest constraints all used up their first slice waits for the others: a flood that one of them is slow at costs those
+latest constraints all used up their slices waits for the others: a flood that one of them is slow at costs those
 who ask another one a few slices, however long it is.
 """
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -30,7 +30,7 @@ SLICES = (0.03, 0.5)
 SLOW = len(SLICES)
 """The level of what is compiled to its end."""
 _SLOW_AFTER = 2
-"""First slices in a row that were not enough."""
+"""Slices in a row that were not enough."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +85,8 @@ class CompileQueue:
         self._idle = 0
         """Slow takers that wait."""
         self._closed = False
-        self._overruns: dict[str, int] = {}
-        """By backend: how many of its latest first slices, in a row, were not enough."""
+        self._overruns: Counter[tuple[int, str]] = Counter()
+        """By level and backend: how many of its latest slices there, in a row, were not enough."""
 
     def __len__(self) -> int:
         return sum(map(len, self._levels))
@@ -109,30 +109,32 @@ class CompileQueue:
 
     def take(self, *, slow: bool) -> Task | None:
         """The next task, as soon as there is one; None once it is closed."""
-        levels = self._levels if not self._has_slow else self._levels[SLOW:] if slow else self._levels[:SLOW]
+        every = range(len(self._levels))
+        levels = every if not self._has_slow else every[SLOW:] if slow else every[:SLOW]
         with self._changed:
             self._idle += slow
             try:
                 while not self._closed:
                     for level in levels:
-                        if level:
+                        if self._levels[level]:
                             return self._next(level)
                     self._changed.wait()
             finally:
                 self._idle -= slow
         return None
 
-    def note(self, backend: str, *, overrun: bool) -> None:
-        """What became of a first slice."""
+    def note(self, task: Task, *, overrun: bool) -> None:
+        """What became of a slice at the task's level."""
         with self._changed:
-            self._overruns[backend] = self._overruns.get(backend, 0) + 1 if overrun else 0
+            key = task.level, task.backend
+            self._overruns[key] = self._overruns[key] + 1 if overrun else 0
 
-    def _next(self, level: deque[Task]) -> Task:
-        if level is self._levels[0]:
-            for index, task in enumerate(level):
-                if self._overruns.get(task.backend, 0) < _SLOW_AFTER:
-                    del level[index]
-                    return task
+    def _next(self, number: int) -> Task:
+        level = self._levels[number]
+        for index, task in enumerate(level):
+            if self._overruns[number, task.backend] < _SLOW_AFTER:
+                del level[index]
+                return task
         return level.popleft()
 
     def close(self) -> list[Task]:

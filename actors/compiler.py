@@ -14,8 +14,6 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 
-import ray
-
 from actors.compile_child import Allowance, Child, Lost, SliceOver, Template
 from actors.compile_process import Attempt, Outcome
 from actors.compile_queue import SLICES, SLOW, CompileQueue, Job, Task
@@ -55,7 +53,7 @@ class CompileActor:
 
     def __init__(self, owner: Owner, limits: CompileLimits) -> None:
         exit_with(owner)
-        self._compiler = Compiler(ray.get(owner.vocabulary), limits)
+        self._compiler = Compiler(owner.fetch(), limits)
 
     async def compile(self, backends: Sequence[str], *pieces: bytes) -> tuple[Outcome, bytes]:
         """The outcome, and beside it (an object of its own, so that it needn't visit the engine) the dumped grammar."""
@@ -165,8 +163,7 @@ class Compiler:
             task.child = None
             outcome = child.wait(self._allowance(task))
         except SliceOver:
-            if task.level == 0:
-                self._queue.note(task.backend, overrun=True)
+            self._queue.note(task, overrun=True)
             if not self._queue.hand_over(task, child):
                 child.kill()
                 task.spent += time.monotonic() - task.began
@@ -180,8 +177,8 @@ class Compiler:
             self._killed(task, child, error)
             return False
         task.spent += time.monotonic() - task.began
-        if task.level == 0:
-            self._queue.note(task.backend, overrun=False)
+        if task.level < SLOW:
+            self._queue.note(task, overrun=False)
         if outcome.error is None:
             outcome.seconds, outcome.crashed, outcome.timed_out = task.spent, task.crashed, task.timed_out
             task.future.set_result(outcome)

@@ -22,7 +22,6 @@ from actors.pieces import joined
 from actors.segment import Rows, SegmentName, attach
 from actors.step_loop import StepLoop
 from guided.backends import BACKENDS, Backends
-from guided.vocabulary import Vocabulary
 from guided.worker import MaskWorker
 
 __all__ = ["ORDERED", "Installable", "MaskActor", "Place"]
@@ -68,7 +67,7 @@ class MaskActor:
         # A backend that is loaded in Python holds the lock for as long as it may, at every row of a step again.
         sys.setswitchinterval(_SWITCH_SECONDS)
         self._node_id = str(ray.get_runtime_context().get_node_id())
-        vocabulary: Vocabulary = ray.get(owner.vocabulary)
+        vocabulary = owner.fetch()
         self._backends = Backends(vocabulary)
         # The others, which take seconds and hundreds of megabytes, when they are first needed.
         self._backends[next(iter(BACKENDS))]

@@ -33,6 +33,12 @@ class Owner:
         node_id = str(ray.get_runtime_context().get_node_id())
         return cls(os.getpid(), psutil.Process().create_time(), node_id, ray.put(vocabulary))
 
+    def fetch(self) -> Vocabulary:
+        """In an actor, once. Keeps no reference: as long as somebody has one, the engine's process owns the object."""
+        vocabulary: Vocabulary = ray.get(self.vocabulary)
+        self.vocabulary = None
+        return vocabulary
+
     def is_alive(self) -> bool:
         """Whether that process is there. Asked on its own node."""
         try:

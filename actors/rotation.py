@@ -198,12 +198,24 @@ class Rotation:
             left = (enough if undecided < len(step.fills) else last) - time.monotonic()
             if not self._links:
                 left = min(left, started + _LOAD_SECONDS - time.monotonic())  # there is nothing to wait for
-            if not undecided or self._interrupted or left <= 0:
+            if (
+                not undecided
+                or self._interrupted
+                or left <= 0
+                or (patience is not None and self._vain(step, undecided))
+            ):
                 break
             self._wait(min(left, _LOOK_SECONDS))
         if undecided and patience is not None:
             self._make_way()
             step.look()
+
+    def _vain(self, step: Step, undecided: int) -> bool:
+        """Whether only rows of stragglers are missing, which nobody waits for: the deadline would be missed anyway."""
+        if undecided == len(step.fills) or not any(link.stragglers for link in self._links):
+            return False
+        missing = (self._sequences.get(step.fills[index].sequence_id) for index in step.undecided())
+        return all(sequence is not None and sequence.straggles for sequence in missing)
 
     def settled(self, sequence_ids: Collection[int], timeout: float) -> list[int]:
         """See `MaskPool.settled`."""

@@ -193,7 +193,7 @@ def plot(rows: list[dict[str, Any]], line: list[dict[str, Any]], path: Path, tit
     largest = max(row["batch"] for row in chosen if row["batch"] <= max(CURVE_BATCHES))
     chosen = [row for row in chosen if row["batch"] == largest]
     figure, axes = canvas(2, width=7.0)
-    names = [f"{row['masks']}\n{row['given']}" for row in chosen]
+    names = [f"{row['masks']}\n{row['given'].replace(' ', chr(10))}" for row in chosen]
     for index, way in enumerate(("ours", "xgrammar")):
         at = [place + (index - 0.5) * 0.4 for place in range(len(chosen))]
         bars = axes[0].bar(at, [row[f"{way}_p50"] for row in chosen], 0.37, label=way)

@@ -1,10 +1,15 @@
 """What it costs to ask processes for a step's masks: `python -m benchmarks.channel`.
 
-The control round trip of one step: a message with the rows of the step goes to each actor, its answers come back, and
-the masks are copied out of shared memory into the step's bitmask. Nothing is computed by the actors, so that only the
-way there and back is measured. Beside it, in the same run and taking turns: the same bytes through our channel alone,
-through plain Ray actor calls and `ray.get`, and through bare `multiprocessing` pipes. None of these copies masks, keeps
-leases or places sequences.
+A step's round trip: a message with the rows of the step goes to each actor, and their answers come back. Nothing is
+computed by the actors, so that only the way there and back is measured. Ways that take turns in one run:
+
+- a pool's step: `submit` and `collect` as the engine calls them, with leases and placing; the masks lie in shared
+  memory then, where they are used;
+- the same bytes, and nothing else, through ZeroMQ, through bare `multiprocessing` pipes, and through plain Ray actor
+  calls and `ray.get`;
+- a Ray step: the same calls, and each returns the masks of its rows (through Ray's object store).
+
+So a pool's step is to be compared with a Ray step, and bytes with bytes.
 
 Last, the whole of it: a `RayPool` with llguidance masks for a JSON Schema, `submit` and `collect` one after the other
 without a forward pass between them that would hide anything.
@@ -13,13 +18,12 @@ without a forward pass between them that would hide anything.
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import os
-import platform
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -37,13 +41,13 @@ from actors.rotation import Rotation
 from actors.segment import Segment, SegmentName, attach
 from actors.step_loop import StepLoop
 from actors.supervisor import Up
+from benchmarks.report import RESULTS, machine, write_json
 from guided.bitmask import words
 from guided.constraint import Constraint
 from guided.messages import FillRow, RowResult, RowStatus, StepAnswer, StepRequest, decoder, encode
-from guided.pool import Fill, Grammar
+from guided.pool import Fill, Grammar, Row
 from guided.vocabulary import Vocabulary
 
-RESULTS = Path(__file__).parent / "results"
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string"}, "age": {"type": "integer"}, "tags": {"type": "array"}},
@@ -51,12 +55,16 @@ SCHEMA = {
 }
 TEXT = '{"name": "Ada Lovelace", "age": 36, "tags": ["mathematics", "engines", "poetry", "programs"'
 
-OURS = "a pool's step (masks copied)"
+OURS, RAY = "a pool's step", "a Ray step"
+OURS_BYTES, PIPE_BYTES, RAY_BYTES = "bytes: ZeroMQ", "bytes: pipes", "bytes: Ray calls"
 Samples = dict[str, list[float]]
 
 
 class IdleWorker:
     """A mask worker that answers at once and computes nothing."""
+
+    def free(self, sequences: Sequence[int]) -> None:
+        pass
 
     def handle(self, request: StepRequest, bitmask: Any) -> Iterator[RowResult]:
         for fill in request.fills:
@@ -64,7 +72,7 @@ class IdleWorker:
 
 
 class ChannelActor:
-    """A Ray actor with our step loop and an idle worker; also answers the same bytes as a plain Ray call."""
+    """A Ray actor with our step loop and an idle worker; answers the same bytes over a socket or a Ray call too."""
 
     def __init__(self) -> None:
         self.worker = IdleWorker()
@@ -81,8 +89,26 @@ class ChannelActor:
         StepLoop(1, worker, connect(zmq.Context(), address), rows, True, lambda: os._exit(1)).start()
         return os.getpid()
 
+    def echo(self, address: Address) -> None:
+        import zmq
+
+        from actors.channel import connect
+
+        socket = connect(zmq.Context(), address)
+
+        def serve() -> None:
+            while True:
+                socket.send(answer(self.worker, self.decode, socket.recv()))
+
+        threading.Thread(target=serve, daemon=True).start()
+
     def step(self, message: bytes) -> bytes:
         return answer(self.worker, self.decode, message)
+
+    def masks(self, message: bytes, words: int) -> tuple[bytes, Any]:
+        """Int32 `[rows, words]`, freshly written."""
+        found = self.step(message)
+        return found, np.ones((len(decoder(StepAnswer).decode(found).results), words), np.int32)
 
 
 def answer(worker: IdleWorker, decode: Callable[[bytes], StepRequest], message: bytes) -> bytes:
@@ -125,15 +151,13 @@ class Ours:
         for sequence in range(rows):
             self.rotation.open(sequence, grammar, None)
         self.fills = [Fill(sequence, 20, [1234]) for sequence in range(rows)]
-        self.bitmask = np.zeros((rows, width), np.int32)
         self.submit_ms = 0.0
 
-    def step(self) -> None:
+    def step(self) -> Sequence[Row]:
         started = time.perf_counter()
         self.rotation.submit(self.fills)
         self.submit_ms = 1e3 * (time.perf_counter() - started)
-        states = self.rotation.collect(self.bitmask, 10.0)
-        assert all(row.state == "ready" for row in states)
+        return self.rotation.collect(None, 10.0)
 
     def close(self) -> None:
         for link in self.links:
@@ -157,13 +181,15 @@ def measure_channels(rows: int, actors: int, width: int, steps: int) -> Samples:
         calls = [actor.step.remote(message) for actor, message in zip(handles, messages, strict=True)]
         assert decoded(ray.get(calls)) == rows
 
+    def by_ray_with_masks() -> None:
+        calls = [actor.masks.remote(message, width) for actor, message in zip(handles, messages, strict=True)]
+        answers = ray.get(calls)
+        assert decoded([message for message, _ in answers]) == sum(len(masks) for _, masks in answers) == rows
+
     def by_channel() -> None:
-        for link, message in zip(ours.links, messages, strict=True):
-            assert link._channel.send(message)
-        for link in ours.links:
-            left = rows // actors
-            while left:  # a step that takes longer than a millisecond is answered in several messages
-                left -= decoded([link.socket.recv()])
+        for channel, message in zip(channels, messages, strict=True):
+            channel.socket.send(message)
+        assert decoded([channel.socket.recv() for channel in channels]) == rows
 
     def by_pipe() -> None:
         for (pipe, _), message in zip(pairs, messages, strict=True):
@@ -172,20 +198,29 @@ def measure_channels(rows: int, actors: int, width: int, steps: int) -> Samples:
 
     with tempfile.TemporaryDirectory(prefix="guided-") as directory:
         ours = Ours(handles, rows, width, directory)
-        ways = {
+        channels = [ours.transport.ipc() for _ in handles]
+        ray.get([actor.echo.remote(channel.address) for actor, channel in zip(handles, channels, strict=True)])
+        ways: dict[str, Callable[[], object]] = {
             OURS: ours.step,
-            "ZeroMQ (bytes only)": by_channel,
-            "multiprocessing pipe": by_pipe,
-            "Ray calls + ray.get": by_ray,
+            OURS_BYTES: by_channel,
+            PIPE_BYTES: by_pipe,
+            RAY_BYTES: by_ray,
+            RAY: by_ray_with_masks,
         }
         for index in range(steps + steps // 10):
             for name, step in ways.items():
                 started = time.perf_counter()
-                step()
+                found = step()
+                elapsed = 1e3 * (time.perf_counter() - started)
+                if name == OURS:
+                    assert isinstance(found, Sequence)
+                    assert all(row.state == "ready" for row in found)
                 if index >= steps // 10:
-                    samples.setdefault(name, []).append(1e3 * (time.perf_counter() - started))
-                    if name is OURS:
-                        samples.setdefault("  of it: submit", []).append(ours.submit_ms)
+                    samples.setdefault(name, []).append(elapsed)
+                    if name == OURS:
+                        samples.setdefault(f"{OURS}: submit", []).append(ours.submit_ms)
+        for channel in channels:
+            channel.close()
         ours.close()
     for pipe, _ in pairs:
         pipe.send_bytes(b"")
@@ -200,7 +235,6 @@ def measure_pool(vocabulary: Vocabulary, rows: int, actors: int, steps: int) -> 
     pool = RayPool(vocabulary, num_actors=actors)
     grammar = pool.compile(Constraint.json_schema(SCHEMA), ("llguidance",)).result(120)
     tokens = vocabulary.encode(TEXT)
-    bitmask = np.zeros((rows, words(vocabulary.padded_vocab_size)), np.int32)
     samples: Samples = {"pool: submit": [], "pool: submit + collect": [], "pool: mask a row (in the worker)": []}
     done, opened = 0, 0
     while done < steps:
@@ -214,13 +248,13 @@ def measure_pool(vocabulary: Vocabulary, rows: int, actors: int, steps: int) -> 
             started = time.perf_counter()
             pool.submit(fills)
             submitted = time.perf_counter()
-            results = pool.collect(bitmask, 30.0)
+            results = pool.collect(None, 30.0)
             ended = time.perf_counter()
             assert all(row.state == "ready" for row in results)
             if opened > rows:
                 samples["pool: submit"].append(1e3 * (submitted - started))
                 samples["pool: submit + collect"].append(1e3 * (ended - started))
-                samples["pool: mask a row (in the worker)"].extend(1e3 * row.seconds for row in results)
+                samples["pool: mask a row (in the worker)"].append(1e3 * results.seconds / rows)
                 done += 1
         pool.free(sequences)
     pool.shutdown()
@@ -250,10 +284,15 @@ def plot(samples: Samples, path: Path, title: str) -> None:
 
     figure, axes = pyplot.subplots(figsize=(8, 4.5))
     for name, values in samples.items():
-        if name.startswith(("a pool", "ZeroMQ", "multiprocessing", "Ray")):
+        if name in (OURS, RAY, OURS_BYTES, PIPE_BYTES, RAY_BYTES):
             ordered = np.sort(values)
-            axes.plot(ordered, np.arange(1, len(ordered) + 1) / len(ordered) * 100, label=name)
-    axes.set(xscale="log", xlabel="control round trip of a step, ms", ylabel="steps that were faster, %", title=title)
+            axes.plot(
+                ordered,
+                np.arange(1, len(ordered) + 1) / len(ordered) * 100,
+                label=name,
+                linestyle=":" if name.startswith("bytes") else "-",
+            )
+    axes.set(xscale="log", xlabel="round trip of a step, ms", ylabel="steps that were faster, %", title=title)
     axes.grid(visible=True, which="both", alpha=0.3)
     axes.legend()
     figure.tight_layout()
@@ -265,36 +304,32 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=64, help="rows of a step, over all actors")
     parser.add_argument("--actors", type=int, default=2)
     parser.add_argument("--steps", type=int, default=2000, help="measured steps of each channel")
-    parser.add_argument("--output", type=Path, default=RESULTS, help="folder for channel.json and channel.png")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for channel.json and channel.png")
+    parser.add_argument("--quick", action="store_true", help="half a minute: few steps")
     options = parser.parse_args()
+    if options.quick:
+        options.steps = 200
+    started_on = machine()
     vocabulary = big_vocabulary()
     width = words(vocabulary.padded_vocab_size)
-    load = os.getloadavg()[0]
     samples = measure_channels(options.rows, options.actors, width, options.steps)
     samples |= measure_pool(vocabulary, options.rows, options.actors, options.steps // 4)
     table = summary(samples)
-    print(
-        f"{options.rows} rows, {options.actors} actors, {vocabulary.vocab_size} tokens, load {load:.1f}; milliseconds"
-    )
+    print(f"{options.rows} rows, {options.actors} actors, {vocabulary.vocab_size} tokens; milliseconds")
     print(f"{'':36}{'p50':>9}{'p90':>9}{'p99':>9}")
     for name, row in table.items():
         print(f"{name:36}" + "".join(f"{row[label]:9.3f}" for label in ("p50", "p90", "p99")))
-    options.output.mkdir(parents=True, exist_ok=True)
-    record = {
-        "rows": options.rows,
-        "actors": options.actors,
-        "steps": options.steps,
-        "vocabulary": vocabulary.vocab_size,
-        "cpus": os.cpu_count(),
-        "load_before": round(load, 2),
-        "python": platform.python_version(),
-        "ray": ray.__version__,
-        "milliseconds": table,
+    ratios = {
+        f"{theirs} / {ours}": {at: round(table[theirs][at] / table[ours][at], 1) for at in ("p50", "p99")}
+        for ours, theirs in ((OURS, RAY), (OURS_BYTES, RAY_BYTES))
     }
-    (options.output / "channel.json").write_text(json.dumps(record, indent=2) + "\n")
-    plot(
-        samples, options.output / "channel.png", f"{options.rows} rows, {options.actors} actors, {os.cpu_count()} CPUs"
-    )
+    for name, ratio in ratios.items():
+        print(f"{name:36}{ratio['p50']:9.1f}{ratio['p99']:18.1f}  times")
+    setting = {"rows": options.rows, "actors": options.actors, "steps": options.steps, "words": width}
+    write_json(options.out / "channel.json", setting, {"milliseconds": table, "ratios": ratios}, started_on)
+    title = f"{options.rows} rows, {options.actors} actors, {started_on['cpus']} CPUs"
+    plot(samples, options.out / "channel.png", title)
+    print(f"wrote {options.out / 'channel.json'} and .png")
 
 
 if __name__ == "__main__":

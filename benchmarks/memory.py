@@ -6,8 +6,8 @@ Three measurements, each in processes of its own:
   (2,048 tokens): PSS, USS and RSS of the engine's process, of each mask actor, the compile actor, its template and
   processes, and Ray's own, idle; and the shared segments, before and after 64 sequences were filled.
 - **A mask actor, part by part**, without a cluster: the interpreter, Ray's worker library, our modules, the vocabulary;
-  then, for each backend, its library, its tables of the vocabulary, grammars (real schemas from `--data`, loaded as an
-  actor loads them, beside what the pool's cache weighs them with) and open sequences.
+  then, for each backend in a process of its own, its library, its tables of the vocabulary, grammars (real schemas from
+  `--data`, loaded as an actor loads them, beside what the pool's cache weighs them with) and open sequences.
 - **The engine's process, part by part.**
 
 Parts are anonymous memory (the process's alone), after the C library gave back what it could; `files` is code and data
@@ -127,28 +127,22 @@ def parts(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def plot(shown: dict[str, list[dict[str, Any]]], path: Path) -> None:
     """The parts of each process, stacked."""
-    figure, axes = canvas(1, width=11.0, height=1.1 * len(shown) + 4.2)
+    figure, axes = canvas(1, width=11.0, height=0.7 * len(shown) + 2.6)
     axis = axes[0]
     import matplotlib
 
-    colours = matplotlib.colormaps["tab20"].colors
+    colours = matplotlib.colormaps["tab20"]
     handles: dict[str, Any] = {}
     for at, rows in enumerate(shown.values()):
         left = 0.0
         for row in rows:
-            if (size := row["anonymous"]) < 0.5:
+            size, part = row["anonymous"], row["part"].rpartition(": ")[2]
+            if size < 0.5:
                 continue
-            bar = axis.barh(
-                at,
-                size,
-                left=left,
-                height=0.6,
-                color=colours[len(handles) % 20]
-                if row["part"] not in handles
-                else handles[row["part"]].patches[0].get_facecolor(),
-            )
-            handles.setdefault(row["part"], bar)
-            if size > 12:
+            colour = handles[part].patches[0].get_facecolor() if part in handles else colours(len(handles) % 20)
+            bar = axis.barh(at, size, left=left, height=0.6, color=colour)
+            handles.setdefault(part, bar)
+            if size > 10:
                 axis.text(left + size / 2, at, f"{size:.0f}", ha="center", va="center", fontsize=7)
             left += size
     axis.set_yticks(range(len(shown)), list(shown), fontsize=9)
@@ -183,8 +177,11 @@ def main() -> None:
         bar.set_description("compiling")
         grammars = compiled(vocabulary, drawn, options.grammars + 1, bar)
         Path(grammars_file).write_bytes(pickle.dumps(grammars))
-        bar.set_description("a mask actor")
-        worker = told("worker", vocabulary_file, grammars_file, str(options.sequences))
+        workers = {}
+        for name in BACKENDS:
+            bar.set_description(f"a mask actor, {name}")
+            Path(grammars_file).write_bytes(pickle.dumps([one for one in grammars if one["backend"] == name]))
+            workers[name] = told("worker", vocabulary_file, grammars_file, str(options.sequences))
         small = [{**one, "tokens": []} for one in grammars if one["backend"] == "llguidance"]
         pools = {}
         for name, which in (("131,072 tokens", vocabulary_file), ("2,048, with the model", "default")):
@@ -196,7 +193,7 @@ def main() -> None:
         for name, said in pools.items()
         for line in by_role(name, next(one for one in said if one["part"] == "idle")["processes"])
     ]
-    shown = {"a mask actor, 131,072 tokens": parts(worker)}
+    shown = {f"a mask actor, 131,072 tokens, {name}": parts(said) for name, said in workers.items()}
     for name, said in pools.items():
         shown[f"the engine, {name}"] = parts([one for one in said if "processes" not in one])
     print_table(lines, PROCESSES)
@@ -207,7 +204,7 @@ def main() -> None:
     print()
     for name, when in held.items():
         for part, found in when.items():
-            each = "; ".join(f"{one['taken']:.1f} of {one['reserved']:.0f} MiB" for one in found)
+            each = "; ".join(f"{one['taken']:.2f} of {one['reserved']:.2f} MiB" for one in found)
             print(f"segments, {name}, {part}: {each}")
     setting = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
     setting["data"] = options.data.name

@@ -1,10 +1,10 @@
 """Full speed for a long time, and what each process weighs meanwhile: `python -m benchmarks.soak`.
 
 Clients keep `--concurrency` requests under way: every kind of constraint on every backend, plain ones, streams and not,
-several choices; `--fresh` of the constrained ones with a constraint that nobody asked for before. After `--warm-up` the
-memory (PSS, which shares out what processes share; RSS beside it) of each sort of process has to stay flat: the median
-of the last fifth of the samples is at most `--flat` above that of the first fifth after the warm-up, or `FLOOR_MIB` a
-process.
+several choices; `--fresh` of the constrained ones with a constraint that nobody asked for before. After `--warm-up`
+(which has to fill the cache of compiled grammars, that is bounded in bytes) the memory of each sort of process has to
+stay flat: the median of the last fifth of the samples is at most `--flat` above that of the first fifth after the
+warm-up, or `FLOOR_MIB` a process. That is RSS; PSS, beside it, changes with who else maps the same libraries.
 
 Exit status 1 where memory grew, where an answer was none that may be (see `benchmarks.chaos`), a good request failed,
 or the engine died. Writes soak.{json,png}.
@@ -48,10 +48,10 @@ class Growth:
 
     @property
     def percent(self) -> float:
-        return 100 * (self.pss[1] / self.pss[0] - 1)
+        return 100 * (self.rss[1] / self.rss[0] - 1)
 
     def is_flat(self, percent: float) -> bool:
-        return self.percent <= percent or self.pss[1] - self.pss[0] <= FLOOR_MIB
+        return self.percent <= percent or self.rss[1] - self.rss[0] <= FLOOR_MIB
 
 
 def growths(samples: Sequence[Sample], warm: float) -> list[Growth]:
@@ -112,21 +112,21 @@ def violations(load: Load, watch: Watch, found: Sequence[Growth], flat: float) -
     if watch.deaths:
         wrong.append("the engine or the server died")
     grown = [each for each in found if not each.is_flat(flat)]
-    return wrong + [f"{each.process} grew from {each.pss[0]:.0f} to {each.pss[1]:.0f} MiB" for each in grown]
+    return wrong + [f"{each.process} grew from {each.rss[0]:.0f} to {each.rss[1]:.0f} MiB" for each in grown]
 
 
 def plot(path: Path, title: str, begun: float, warm: float, samples: Sequence[Sample], found: Sequence[Growth]) -> None:
     figure, axes = canvas(2, width=5.5, height=4.2)
     memory_panel(axes[0], begun, samples)
     for growth in found:
-        if growth.pss[0] < 10:
+        if growth.rss[0] < 10:
             continue
-        mine = [(at, [row["pss_mib"] for row in rows if row["process"] == growth.process]) for at, rows in samples]
-        points = [(at - begun, statistics.fmean(sizes) / growth.pss[0]) for at, sizes in mine if sizes]
+        mine = [(at, [row["rss_mib"] for row in rows if row["process"] == growth.process]) for at, rows in samples]
+        points = [(at - begun, statistics.fmean(sizes) / growth.rss[0]) for at, sizes in mine if sizes]
         style = "--" if growth.process.startswith("Ray:") else "-"
         axes[1].plot(*zip(*points, strict=True), linewidth=1, linestyle=style, label=growth.process)
     axes[1].axvline(warm - begun, color="black", linewidth=0.8, linestyle=":")
-    axes[1].set_ylabel("PSS of one process : after the warm-up")
+    axes[1].set_ylabel("RSS of one process : after the warm-up")
     axes[1].legend(fontsize=6, frameon=False)
     for axis in axes:
         axis.set_xlabel("seconds")
@@ -137,7 +137,7 @@ def plot(path: Path, title: str, begun: float, warm: float, samples: Sequence[Sa
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=20.0)
-    parser.add_argument("--warm-up", type=float, help="minutes; default: a quarter of the time")
+    parser.add_argument("--warm-up", type=float, help="minutes; default: a third of the time")
     parser.add_argument("--fresh", type=float, default=0.3, help="share of constrained requests with one of their own")
     parser.add_argument("--flat", type=float, default=5.0, help="per cent that a process may grow after the warm-up")
     parser.add_argument("--actors", type=int, default=2)
@@ -147,7 +147,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--log", type=Path, help="where the server's output goes; default: a temporary file")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
-    options.warm_up = options.minutes / 4 if options.warm_up is None else options.warm_up
+    options.warm_up = options.minutes / 3 if options.warm_up is None else options.warm_up
     if not 0 <= options.warm_up < options.minutes:
         fail("--warm-up takes less time than --minutes")
     return options
@@ -184,8 +184,8 @@ def main() -> None:
         ],
     }
     print(f"{result['requests']} requests, {result['requests_per_second']} a second: {result['outcomes']}\n")
-    headings = {"process": "process", "count": "count", "pss_warm": "PSS MiB each, warm", "pss_end": "end"}
-    print_table(rows, {**headings, "percent": "growth %", "rss_warm": "RSS MiB each, warm", "rss_end": "end"})
+    headings = {"process": "process", "count": "count", "rss_warm": "RSS MiB each, warm", "rss_end": "end"}
+    print_table(rows, {**headings, "percent": "growth %", "pss_warm": "PSS MiB each, warm", "pss_end": "end"})
     setting = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
     write_json(options.out / "soak.json", setting, result, started_on)
     title = f"{options.minutes:g} minutes, {options.concurrency} at a time, {options.fresh:.0%} of constraints new"

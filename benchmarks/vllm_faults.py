@@ -137,9 +137,10 @@ def _kill_tree(pid: int) -> None:
 
 def judge(fault: str, system: str, seen: dict[str, Any]) -> dict[str, Any]:
     """One line of the table."""
-    row: dict[str, Any] = {"fault": fault, "system": system, "ended": seen["ended"], "log": seen["log"]}
+    row: dict[str, Any] = {"fault": fault, "system": system, "ended": seen["ended"]}
     answers = {stage: [Answer(**one) for one in seen[stage]["answers"]] for stage in STAGES if stage in seen}
     if "without" not in answers:
+        print(f"{fault}, {system}, didn't start: {seen['log']}", file=sys.stderr)
         return row | {"victim": "didn't start", "engine": seen["ended"], "next": "none"}
     if "with" not in answers:
         # The process that asked is gone, and everybody's connection with it.

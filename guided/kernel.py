@@ -92,20 +92,18 @@ def _apply_on_cpu(logits: torch.Tensor, masks: Masks, rows: list[int], minus_inf
         logits[rows, covered:] = -torch.inf
         logits = logits[:, :covered]
     tight, loose, others = _sorted_by_density(block, rows)
+    signed, unsigned = (torch.int32, np.uint32) if logits.element_size() == 4 else (torch.int16, np.uint16)
+    bits: Bits = logits.view(signed).numpy(force=True).view(unsigned)
     if loose:
         lead = _lead(block) if len(loose) == len(logits) >= _LEAD_ROWS else 0
-        if lead:
-            logits[:, : lead * 32] = -torch.inf
+        if lead:  # not by torch: its threads wait for each other, for milliseconds where a core is busy
+            bits[:, : lead * 32] = minus_infinity
         sys.modules["xgrammar"].apply_token_bitmask_inplace(
             logits[:, lead * 32 :],
             torch.from_numpy(block[:, lead:]),
             vocab_size=logits.shape[1] - lead * 32,
             indices=loose,
         )
-        if len(loose) == len(rows):
-            return
-    signed, unsigned = (torch.int32, np.uint32) if logits.element_size() == 4 else (torch.int16, np.uint16)
-    bits: Bits = logits.view(signed).numpy(force=True).view(unsigned)
     if tight:
         _fill_and_restore(bits, block, tight, _floors_of_byte(minus_infinity))
     if others:

@@ -21,7 +21,7 @@ COLORS = {
     "failed": "tab:orange",
     "must not be": "red",
 }
-RAY = ("ray::IDLE", "ray::DashboardAgent", "ray::RuntimeEnvAgent")
+RAY = ("Ray:", "ray::IDLE", "ray::DashboardAgent", "ray::RuntimeEnvAgent")
 
 
 def timeline(
@@ -75,10 +75,10 @@ def memory_panel(axis: Any, zero: float, samples: Sequence[tuple[float, list[dic
     sizes: dict[str, list[float]] = {}
     for index, (_, rows) in enumerate(samples):
         for row in rows:
-            name = "Ray" if row["process"] in RAY or row["process"].startswith("Ray:") else row["process"]
+            name = "Ray" if row["process"].startswith(RAY) else row["process"]
             sizes.setdefault(name, [0.0] * len(samples))[index] += row["pss_mib"]
     if sizes:
         axis.stackplot([at - zero for at, _ in samples], list(sizes.values()), labels=list(sizes), linewidth=0)
-        axis.set_ylim(top=1.25 * max(map(sum, zip(*sizes.values(), strict=True))))
+        axis.set_ylim(top=1.35 * max(map(sum, zip(*sizes.values(), strict=True))))
     axis.set_ylabel("PSS, MiB")
-    axis.legend(loc="upper left", ncols=len(sizes), fontsize=7, frameon=False)
+    axis.legend(loc="upper left", ncols=3, fontsize=7, frameon=False)

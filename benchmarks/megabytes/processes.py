@@ -54,18 +54,20 @@ def _role(process: psutil.Process) -> str:
         return "compile process"
     if "janitor" in command:
         return "janitor"
-    if command.startswith("ray::") or "default_worker" in command:
-        return "Ray: idle worker"
+    if command.startswith("ray::"):
+        return f"Ray: {command.split()[0].removeprefix('ray::')}"
+    if "default_worker" in command:
+        return "Ray: a worker that starts"
     found = next((part for part in RAY if part in command), None)
     return f"Ray: {Path(found).stem}" if found else f"other: {Path(command.split()[0]).name if command else '?'}"
 
 
 def segments() -> list[dict[str, float]]:
     """The shared-memory segments that this process holds, MiB: reserved, and taken so far."""
-    found = []
+    found = {}
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             if "memfd:guided-rows" in os.readlink(f"/proc/self/fd/{name}"):
                 status = os.stat(f"/proc/self/fd/{name}")
-                found.append({"reserved": status.st_size / MIB, "taken": status.st_blocks * 512 / MIB})
-    return found
+                found[status.st_ino] = {"reserved": status.st_size / MIB, "taken": status.st_blocks * 512 / MIB}
+    return list(found.values())

@@ -289,6 +289,18 @@ def test_who_waits_behind_a_straggler_goes_elsewhere(transport: Transport, share
     host.rotation.close()
 
 
+def test_nobody_waits_for_a_known_straggler(transport: Transport) -> None:
+    case = Straggling(transport)
+    host = case.host
+    case.stick()
+    case.step("a")
+    host.submit((1, "a"), *((sequence, "a") for sequence in range(2, 7)))
+    states = [row.state for row in host.rotation.collect(host.bitmask, WAIT, 10 * WAIT)]
+    assert states == ["late"] + ["ready"] * 5, "a deadline that is far away is not waited for"
+    host.slow.release.set()
+    host.rotation.close()
+
+
 def test_one_who_straggles_no_more_shares_its_actor_again(transport: Transport) -> None:
     case = Straggling(transport)
     host = case.host

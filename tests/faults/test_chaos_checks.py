@@ -17,7 +17,7 @@ from benchmarks.chaos.faults import Event
 from benchmarks.chaos.hostile_inputs import Entry, backends_of, requests
 from benchmarks.chaos.traffic import ABLE, CHAT, Request, Traffic, constrained, plain
 from benchmarks.chaos.watch import Replacement, Seen, replacements
-from benchmarks.soak import growths
+from benchmarks.soak import Growth, growths
 from guided.backends import AUTO, BACKENDS
 from guided.constraint import KINDS
 
@@ -265,3 +265,4 @@ def test_memory_is_flat_when_its_last_fifth_is_like_its_first() -> None:
     assert (actor.count, actor.pss, actor.rss) == (2, (57.5, 73.5), (115, 147))
     assert not actor.is_flat(5)
     assert actor.is_flat(30)
+    assert Growth("small", 1, (1, 2), (1, 2)).is_flat(5)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import signal
 import socket
 import threading
 from collections.abc import Iterator
@@ -15,9 +17,9 @@ import httpx
 import llguidance
 import psutil
 import pytest
-from faulty_backend import ADAPTER, NAME
+from faulty_backend import ADAPTER, NAME, environment
 from hosting import WAIT, Hosted, events_in, hosted, read_to_the_end
-from serving import sse, wait_until
+from serving import ServerProcess, serving, sse, wait_until
 
 from engine.model_loader import LoadedModel, load_model
 from engine.server.errors import BodyTooLarge, ModelNotFound, QueueFull, ShuttingDown, Unauthorized
@@ -329,3 +331,58 @@ class TestClientsThatDontRead:
             texts[choice["index"]] += choice["text"]
         assert texts == [choice["text"] for choice in whole["choices"]]
         assert len(events) < 4 * 400
+
+
+@pytest.fixture(scope="module")
+def real() -> Iterator[ServerProcess]:
+    with serving("--num-actors", "2", **environment()) as server:
+        yield server
+
+
+class TestActors:
+    """`guided serve` as it is: what an actor's end looks like from outside."""
+
+    def post(self, server: ServerProcess, **body: Any) -> httpx.Response:
+        return httpx.post(f"{server.url}/v1/completions", json={"prompt": "a", "temperature": 0, **body}, timeout=120)
+
+    def all_up(self, server: ServerProcess) -> bool:
+        return all(actor["state"] == "up" for actor in server.health()["pool"]["actors"])
+
+    def test_a_segfault_is_an_error_that_would_come_again(self, real: ServerProcess) -> None:
+        plain = {"max_tokens": 200, "ignore_eos": True}
+        calm = self.post(real, **plain).json()["choices"]
+        with ThreadPoolExecutor(2) as threads:
+            running = threads.submit(self.post, real, **plain)
+            answer = self.post(real, regex="segfault@fill:3", backend=NAME)
+        assert running.result().json()["choices"] == calm
+        assert (answer.status_code, error_of(answer)["code"]) == (500, "worker_died")
+        assert answer.headers["x-should-retry"] == "false"
+        pid = error_of(answer)["message"].partition("pid ")[2].partition(",")[0]
+        assert pid.isdecimal()
+        log = "".join(real.log)
+        assert f"pid {pid}" in log.partition(answer.headers["x-request-id"])[2].partition("\n")[0]
+        *_, last = sse(self.post(real, regex="segfault@fill:3 name=other", backend=NAME, stream=True).text)
+        assert last["error"]["code"] == "worker_died"
+        wait_until(lambda: self.all_up(real), 120)
+        assert real.metric("guided_mask_actor_restarts_total") >= 2
+        assert real.metric("guided_engine_failures_total") >= 2
+        assert self.post(real, regex="[0-9]{4}").status_code == 200
+
+    def test_a_kill_is_one_that_may_be_tried_again(self, real: ServerProcess) -> None:
+        wait_until(lambda: self.all_up(real), 120)
+        with ThreadPoolExecutor(1) as threads:
+            waiting = threads.submit(self.post, real, regex="[a-z]{1500}", max_tokens=1800)
+            busy: list[int] = []
+
+            def is_open() -> bool:
+                actors = real.health()["pool"]["actors"]
+                busy[:] = [actor["pid"] for actor in actors if actor["open_sequences"]]
+                return bool(busy)
+
+            wait_until(is_open, 60)
+            os.kill(busy[0], signal.SIGKILL)
+            answer = waiting.result()
+        assert (answer.status_code, error_of(answer)["code"]) == (500, "worker_died")
+        in_its_hands = error_of(answer)["message"].endswith("died of this request's mask")
+        assert answer.headers["x-should-retry"] == ("false" if in_its_hands else "true")
+        assert self.post(real, regex="[a-z]{20}").status_code == 200
