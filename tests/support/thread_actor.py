@@ -10,8 +10,8 @@ import zmq
 from byte_vocabulary import BYTES, WORDS
 
 from actors.channel import Channel, Transport, connect
-from actors.local_channel import LocalEnd
 from actors.link import Link, Wired
+from actors.local_channel import LocalEnd
 from actors.mask_actor import Place
 from actors.segment import Rows, Segment, attach
 from actors.step_loop import StepLoop
