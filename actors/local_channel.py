@@ -178,6 +178,10 @@ class LocalEnd:
         """To poll for messages."""
         return self._socket.fileno()
 
+    def waiting(self) -> bytes | None:
+        """The next message, where it has come with the last one."""
+        return self._frames.next()
+
     def recv(self) -> bytes:
         """Wait for the next message.
 

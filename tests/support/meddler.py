@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +13,8 @@ from byte_vocabulary import BYTES
 from thread_actor import Wire
 
 from actors.channel import Transport, connect
+from actors.local_channel import LocalEnd
+from actors.remote_channel import RemoteEnd
 from actors.segment import Rows, attach
 from actors.step_loop import StepLoop
 from guided.backends.base import CompiledGrammar
@@ -64,15 +66,24 @@ class MeddledActor:
 
     def _meddle(self) -> None:
         poller = zmq.Poller()
-        poller.register(self.wire.socket, zmq.POLLIN)
+        end = self.wire.socket  # a ZeroMQ socket can't be polled by its file descriptor alone
+        poller.register(end._socket if isinstance(end, RemoteEnd) else end, zmq.POLLIN)
         poller.register(self._inner, zmq.POLLIN)
         while not self._ended:
             for socket, _ in poller.poll(20):
                 requests = socket is not self._inner
                 rule, to = (self.request_rule, self._inner) if requests else (self.answer_rule, self.wire.socket)
                 with contextlib.suppress(zmq.Again, OSError):  # that end is closed
-                    for message in rule((self.wire.socket if requests else self._inner).recv()):
-                        to.send(message)
+                    for message in self._requests() if requests else [self._inner.recv()]:
+                        for each in rule(message):
+                            to.send(each)
+
+    def _requests(self) -> Iterator[bytes]:
+        """The one that makes the connection readable, and what came with it."""
+        end = self.wire.socket
+        yield end.recv()
+        while isinstance(end, LocalEnd) and (message := end.waiting()) is not None:
+            yield message
 
     def _give_up(self) -> None:
         self._socket.close()
