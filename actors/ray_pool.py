@@ -1,7 +1,7 @@
 """RayPool: mask workers in Ray actors, at in-process speed.
 
-Ray places, starts and ends the actors and carries what is rare and large (the vocabulary, compiled grammars). ZeroMQ
-carries the steps: one message an actor a step. Shared memory carries the bitmasks.
+Ray places, starts and ends the actors and carries what is rare and large (the vocabulary, compiled grammars). A
+socket carries the steps: one message an actor a step. Shared memory carries the bitmasks.
 """
 
 from __future__ import annotations
