@@ -198,6 +198,11 @@ class Link:
         moved_on = float(self._since[0]) if self.shared else self._moved_on
         return max(0.0, now - max(moved_on, oldest))
 
+    def is_prompt(self, now: float, seconds: float) -> bool:
+        """Whether it has got somewhere within the last `seconds`, or owes nothing."""
+        # The first is so nearly always, and takes a glance.
+        return (self.shared and now - float(self._since[0]) <= seconds) or self.stuck_for(now) <= seconds
+
     def forgotten(self, now: float, seconds: float) -> list[int]:
         """Rows that were last asked for more than `seconds` ago, and that the actor doesn't seem to know of."""
         if self.shared and self._busy[0] != IDLE:

@@ -57,7 +57,7 @@ class Placement:
             able = [link for link in able if not link.retiring] or able
             # Where there are slow lanes, those who straggle go there and nobody else does.
             able = [link for link in able if bool(link.stragglers) == sequence.straggles] or able
-            able = [link for link in able if link.stuck_for(now) <= prompt] or able
+            able = [link for link in able if link.is_prompt(now, prompt)] or able
             link = min(able, key=lambda link: len(link.sequences))
         if sequence.straggles:
             link.stragglers.add(opening.sequence)
@@ -108,7 +108,7 @@ class Placement:
         Returns:
             Who has to be placed again.
         """
-        stuck = [link for link in self.links if link.stuck_for(now) > prompt]
+        stuck = [link for link in self.links if not link.is_prompt(now, prompt)]
         moved: list[int] = []
         for link in stuck:
             culprit = link.busy_with()

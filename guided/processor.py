@@ -137,29 +137,33 @@ class LogitPostProcessor:
         """
         if self._prepared:
             raise RuntimeError("prepare() was called twice without apply() between")
+        self._unplaced = {}
         known = self._sequences
-        placed: Sequence[GuidedRow] = rows
-        new = not known.keys() >= {row.sequence_id for row in rows}
-        if new:
-            self._check_new(row for row in rows if row.sequence_id not in known)
+        try:
+            sequences = [known[row.sequence_id] for row in rows]
+        except KeyError:
+            rows = self._open_new(rows)
+            sequences = [known[row.sequence_id] for row in rows]
         self._prepared = True
         self._asked = time.monotonic()
-        self._unplaced = {}
-        if new:
-            placed = [row for row in rows if row.sequence_id in known or self._open(row)]
         fills: list[Fill] = []
         add = fills.append
-        for row in placed:
-            sequence_id, token_ids = row.sequence_id, row.token_ids
-            sequence, end = known[sequence_id], len(token_ids)
-            start = sequence.sent
+        for row, sequence in zip(rows, sequences, strict=True):
+            token_ids = row.token_ids
+            end, start = len(token_ids), sequence.sent
             if start > end:
                 start = end
-            add(Fill(sequence_id, start, token_ids[start:]))
+            add(Fill(row.sequence_id, start, token_ids[start:]))
             sequence.sent = end
-        self._rows, self._fills = placed, fills
+        self._rows, self._fills = rows, fills
         if fills:
             self._pool.submit(fills)
+
+    def _open_new(self, rows: Sequence[GuidedRow]) -> list[GuidedRow]:
+        """Open matchers for those that have none; returns the rows that have one now."""
+        known = self._sequences
+        self._check_new(row for row in rows if row.sequence_id not in known)
+        return [row for row in rows if row.sequence_id in known or self._open(row)]
 
     def _check_new(self, rows: Iterable[GuidedRow]) -> None:
         for row in rows:
