@@ -178,8 +178,7 @@ class Rotation:
         for index in list(step.unplaced):
             step.decide(index, Row("unplaced"))
         others = {**step.other, **{index: Row("late") for index in step.undecided()}}
-        found = StepMasks(len(step.fills), [part.masks() for part in step.parts], others, step.seconds)
-        self._finish_step()
+        found = StepMasks(len(step.fills), [part.masks() for part in step.parts], others, self._finish_step())
         if bitmask is not None:
             found.copy_to(bitmask)
         return found
@@ -413,12 +412,15 @@ class Rotation:
                     for place in np.flatnonzero(part.rows == result.row).tolist():
                         self._step.decide(int(part.indices[place]), row)
 
-    def _finish_step(self) -> None:
-        """Nobody waits any more: what is late is kept for when its sequence asks again."""
+    def _finish_step(self) -> float:
+        """Nobody waits any more: what is late is kept for when its sequence asks again.
+
+        Returns:
+            What the workers spent on what is ready, seconds.
+        """
         step, self._step = self._step, Step(())
-        for part in step.parts:
-            self._note(part)
         self._extra += step.extra
+        return sum(map(self._note, step.parts))
 
     def _give_back_extra(self) -> None:
         """Nobody looks at the masks of the last step any more."""
@@ -428,26 +430,30 @@ class Rotation:
         for link in self._links:
             link.leases.renew()
 
-    def _note(self, part: Part) -> None:
-        """Learn from a part of a step that is over: who is slow, who is late, who is usual from now on."""
-        seconds = part.seconds
+    def _note(self, part: Part) -> float:
+        """Learn from a part of a step that is over: who is slow, who is late, who is usual from now on.
+
+        Returns:
+            What the worker spent on what is ready of it, seconds.
+        """
+        seconds: list[float] = part.seconds.tolist()
         for place, sequence in part.unusual:
             if part.ready[place] and sequence.link is part.link:
-                self._answered(sequence, float(seconds[place]))
+                self._answered(sequence, seconds[place])
         if part.left:
             for place in part.undecided().tolist():
                 self._keep(part, place)
-            seconds = seconds[part.ready]
-        elif part.open is not None:
-            seconds = seconds[part.ready]
-        if not len(seconds):
-            return
-        self._usual += 0.02 * (min(float(seconds[len(seconds) // 2]), 4 * self._usual + 0.0001) - self._usual)
-        if seconds.max() > _SLOW_SECONDS:
-            for place in np.flatnonzero(part.ready & (part.seconds > _SLOW_SECONDS)).tolist():
-                slow = self._sequences.get(self._owner(part, place))
+        if part.left or part.open is not None:
+            seconds = [each if ready else 0.0 for each, ready in zip(seconds, part.ready.tolist(), strict=True)]
+        typical = seconds[len(seconds) // 2]
+        if typical:
+            self._usual += 0.02 * (min(typical, 4 * self._usual + 0.0001) - self._usual)
+        if max(seconds) > _SLOW_SECONDS:
+            for place, each in enumerate(seconds):
+                slow = self._sequences.get(self._owner(part, place)) if each > _SLOW_SECONDS else None
                 if slow is not None:
-                    slow.seconds, slow.usual = float(part.seconds[place]), False
+                    slow.seconds, slow.usual = each, False
+        return sum(seconds)
 
     def _answered(self, sequence: Placed, seconds: float) -> None:
         sequence.confirmed = True

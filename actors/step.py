@@ -89,11 +89,6 @@ class Step:
         self.extra: list[tuple[Link, int]] = []
         """Rows that are lent for this step only."""
 
-    @property
-    def seconds(self) -> float:
-        """What the workers spent on what is ready."""
-        return sum(float(part.seconds[part.ready].sum()) for part in self.parts)
-
     def look(self) -> int:
         """See what is there now; returns how many fills are undecided."""
         left = len(self.unplaced)
