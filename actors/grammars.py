@@ -9,6 +9,7 @@ import contextlib
 import logging
 import os
 import queue
+import select
 import signal
 import threading
 import time
@@ -353,12 +354,22 @@ class Grammars:
         with contextlib.suppress(Exception):
             ray.kill(self._compiler)
         if self._compiler_pid is not None:  # Ray asks it to end; it may be unable to
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self._compiler_pid, signal.SIGKILL)
+            _kill(self._compiler_pid, after=1.0)
         self._compiler_pid = self._pulse = None
 
     def _when_done(self, future: Future[Any], task: Callable[[Future[Any]], None]) -> None:
         future.add_done_callback(lambda done: self._tasks.put(partial(task, done)))
+
+
+def _kill(pid: int, after: float) -> None:
+    """Kill a process, if it doesn't end by itself within `after` seconds."""
+    with contextlib.suppress(OSError):
+        process = os.pidfd_open(pid)
+        gone = select.poll()
+        gone.register(process, select.POLLIN)
+        if not gone.poll(after * 1000):
+            signal.pidfd_send_signal(process, signal.SIGKILL)
+        os.close(process)
 
 
 def _failed(error: GuidedError) -> Future[Grammar]:

@@ -175,8 +175,8 @@ class Supervisor:
         home, process = self._home, self._process
         if home is not None:
             _kill(home.actor)
-        if process is not None:
-            process.signal()
+        if process is not None and self._plan.cluster.trouble is not None:
+            process.signal()  # else Ray ends it, and would report as an accident what ends behind its back
 
     def join(self, seconds: float) -> bool:
         """Wait until the actor is gone; False where that takes longer."""

@@ -94,14 +94,17 @@ class Contest:
             Those entries, and the documents that all of them can do.
         """
         able = [entry for entry in self.entries if backend in entry.backends]
-        # Our Ray pool first: what takes too long or too much is ended there, and the others are spared.
-        able.sort(key=lambda entry: entry.way != "ray")
+        # Our Ray pool first: what takes too long or too much is ended there, and the others are spared. These compile
+        # beside each other: nothing is measured yet.
+        first = [entry for entry in able if entry.way == "ray"]
         left = list(documents)
-        for entry in tqdm(able, desc=f"compiling for {backend}", leave=False, disable=None):
-            process = self._processes[entry.label]
-            refused = process.ask(do="load", backend=backend, documents=[dataclasses.asdict(one) for one in left])
-            left = [one for one in left if one.name not in refused["refused"]]
-        able.sort(key=self.entries.index)
+        for group in (first, [entry for entry in able if entry not in first]):
+            fields = [dataclasses.asdict(one) for one in left]
+            for entry in group:
+                self._processes[entry.label].send(do="load", backend=backend, documents=fields)
+            for entry in tqdm(group, desc=f"compiling for {backend}", leave=False, disable=None):
+                refused = self._processes[entry.label].answer()["refused"]
+                left = [one for one in left if one.name not in refused]
         return able, left
 
     def race(

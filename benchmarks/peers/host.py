@@ -75,6 +75,12 @@ def _lm_format_enforcer(options: dict[str, Any]) -> Way:
     return LMFormatEnforcerProcessor(_vocabulary(options))
 
 
+def _outlines(options: dict[str, Any]) -> Way:
+    from benchmarks.peers.outlines_processor import OutlinesProcessor
+
+    return OutlinesProcessor(_vocabulary(options))
+
+
 WAYS: dict[str, Callable[[dict[str, Any]], Way]] = {
     "unguided": _unguided,
     "inline": _inline,
@@ -82,6 +88,7 @@ WAYS: dict[str, Callable[[dict[str, Any]], Way]] = {
     "vllm": _vllm,
     "xgrammar": _xgrammar,
     "lm-format-enforcer": _lm_format_enforcer,
+    "outlines": _outlines,
 }
 
 

@@ -252,7 +252,7 @@ def test_nothing_is_left_when_the_engines_process_is_gone(ending: str, tmp_path:
     family: list[psutil.Process] = []
     try:
         *pids, sockets, ray = engine.stdout.readline().split()
-        assert len(pids) == 4
+        assert len(pids) >= 3, "two actors, and what compiles"
         family = psutil.Process(engine.pid).children(recursive=True) if ending != "raise" else []
         family.extend(psutil.Process(int(pid)) for pid in pids if psutil.pid_exists(int(pid)))
         family = [process for process in family if "guided-janitor" not in process.cmdline()]
@@ -261,7 +261,7 @@ def test_nothing_is_left_when_the_engines_process_is_gone(ending: str, tmp_path:
         engine.wait(WAIT)
         gone, alive = psutil.wait_procs(family, timeout=30)
         assert not alive, [process.cmdline() for process in alive if process.is_running()]
-        assert len(gone) >= (4 if ending != "raise" else 0)
+        assert len(gone) >= (len(pids) if ending != "raise" else 0)
         until(lambda: not os.path.exists(sockets) and not os.path.exists(ray), 15)
     finally:
         engine.kill()

@@ -142,7 +142,13 @@ STAYS = "125" if SLOW else "8"
 SOON = {} if SLOW else {"RAY_health_check_initial_delay_ms": "500", "RAY_health_check_period_ms": "700"}
 
 
-@pytest.mark.parametrize("process", ["gcs_server", "raylet"])
+@pytest.mark.parametrize(
+    "process",
+    [
+        "gcs_server",
+        pytest.param("raylet", marks=pytest.mark.skipif(not SLOW, reason="takes minutes: set GUIDED_SLOW_TESTS")),
+    ],
+)
 def test_rays_own_processes_gone(process: str) -> None:
     said = run(LOSS, process, STAYS, **SOON)
     assert "alive" in said
