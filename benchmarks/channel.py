@@ -5,8 +5,8 @@ computed by the actors, so that only the way there and back is measured. Ways th
 
 - a pool's step: `submit` and `collect` as the engine calls them, with leases and placing; the masks lie in shared
   memory then, where they are used;
-- the same bytes, and nothing else, through ZeroMQ, through bare `multiprocessing` pipes, and through plain Ray actor
-  calls and `ray.get`;
+- the same bytes, and nothing else, through our channel, ZeroMQ (`PAIR` over ipc), bare `multiprocessing` pipes, and
+  plain Ray actor calls with `ray.get`;
 - a Ray step: the same calls, and each returns the masks of its rows (through Ray's object store).
 
 So a pool's step is to be compared with a Ray step, and bytes with bytes.
@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import os
+import select
 import tempfile
 import threading
 import time
@@ -31,8 +32,10 @@ from typing import Any
 import matplotlib
 import numpy as np
 import ray
+import zmq
 
-from actors.channel import Address, Transport
+from actors.address import Address
+from actors.channel import Channel, Transport
 from actors.cluster import Cluster
 from actors.link import Link, Wired
 from actors.mask_actor import Place
@@ -56,7 +59,8 @@ SCHEMA = {
 TEXT = '{"name": "Ada Lovelace", "age": 36, "tags": ["mathematics", "engines", "poetry", "programs"'
 
 OURS, RAY = "a pool's step", "a Ray step"
-OURS_BYTES, PIPE_BYTES, RAY_BYTES = "bytes: ZeroMQ", "bytes: pipes", "bytes: Ray calls"
+OURS_BYTES, ZEROMQ_BYTES, PIPE_BYTES = "bytes: our channel", "bytes: ZeroMQ", "bytes: pipes"
+RAY_BYTES = "bytes: Ray calls"
 Samples = dict[str, list[float]]
 
 
@@ -94,11 +98,19 @@ class ChannelActor:
 
         from actors.channel import connect
 
-        socket = connect(zmq.Context(), address)
+        self._echo_through(connect(zmq.Context(), address))
 
+    def echo_by_zeromq(self, endpoint: str) -> None:
+        import zmq
+
+        socket = zmq.Context().socket(zmq.PAIR)
+        socket.connect(endpoint)
+        self._echo_through(socket)
+
+    def _echo_through(self, end: Any) -> None:
         def serve() -> None:
             while True:
-                socket.send(answer(self.worker, self.decode, socket.recv()))
+                end.send(answer(self.worker, self.decode, end.recv()))
 
         threading.Thread(target=serve, daemon=True).start()
 
@@ -131,6 +143,13 @@ def requests(rows: int, actors: int) -> list[bytes]:
 def decoded(answers: list[bytes]) -> int:
     decode = decoder(StepAnswer).decode
     return sum(len(decode(message).results) for message in answers)
+
+
+def received(channel: Channel) -> bytes:
+    """The next message, when it is there."""
+    while (message := channel.receive()) is None:
+        select.select([channel.socket], [], [])
+    return message
 
 
 class Ours:
@@ -176,6 +195,7 @@ def measure_channels(rows: int, actors: int, width: int, steps: int) -> Samples:
         process.start()
     messages = requests(rows, actors)
     samples: Samples = {}
+    zeromq: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
 
     def by_ray() -> None:
         calls = [actor.step.remote(message) for actor, message in zip(handles, messages, strict=True)]
@@ -188,8 +208,13 @@ def measure_channels(rows: int, actors: int, width: int, steps: int) -> Samples:
 
     def by_channel() -> None:
         for channel, message in zip(channels, messages, strict=True):
-            channel.socket.send(message)
-        assert decoded([channel.socket.recv() for channel in channels]) == rows
+            assert channel.send(message)
+        assert decoded([received(channel) for channel in channels]) == rows
+
+    def by_zeromq() -> None:
+        for socket, message in zip(sockets, messages, strict=True):
+            socket.send(message)
+        assert decoded([socket.recv() for socket in sockets]) == rows
 
     def by_pipe() -> None:
         for (pipe, _), message in zip(pairs, messages, strict=True):
@@ -200,9 +225,16 @@ def measure_channels(rows: int, actors: int, width: int, steps: int) -> Samples:
         ours = Ours(handles, rows, width, directory)
         channels = [ours.transport.ipc() for _ in handles]
         ray.get([actor.echo.remote(channel.address) for actor, channel in zip(handles, channels, strict=True)])
+        sockets = [zeromq.socket(zmq.PAIR) for _ in handles]
+        for index, (actor, socket) in enumerate(zip(handles, sockets, strict=True)):
+            socket.bind(f"ipc://{directory}/z{index}")
+            ray.get(actor.echo_by_zeromq.remote(f"ipc://{directory}/z{index}"))
+        for channel in channels:
+            assert channel.wait_connected(10)
         ways: dict[str, Callable[[], object]] = {
             OURS: ours.step,
             OURS_BYTES: by_channel,
+            ZEROMQ_BYTES: by_zeromq,
             PIPE_BYTES: by_pipe,
             RAY_BYTES: by_ray,
             RAY: by_ray_with_masks,
@@ -222,6 +254,7 @@ def measure_channels(rows: int, actors: int, width: int, steps: int) -> Samples:
         for channel in channels:
             channel.close()
         ours.close()
+        zeromq.destroy(linger=0)
     for pipe, _ in pairs:
         pipe.send_bytes(b"")
     for process in processes:
