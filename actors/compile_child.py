@@ -190,8 +190,8 @@ class Child:
 
     @property
     def alive(self) -> bool:
-        """It has not hung up. Asked while it has nothing to do."""
-        return not self._ended and not readable(self._jobs.fileno(), 0)
+        """It has not hung up, and its template is there. Asked while it has nothing to do."""
+        return not self._ended and not self.orphaned and not readable(self._jobs.fileno(), 0)
 
     @property
     def orphaned(self) -> bool:

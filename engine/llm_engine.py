@@ -237,7 +237,7 @@ class LLMEngine:
         self.append(sampled, metadata, skipped)
 
     def _park(self, sequence: Sequence, logits: torch.Tensor, row: int, metadata: SamplingMetadata) -> None:
-        if sequence.parked is None:
+        if sequence.parked is None and not sequence.status.is_finished:  # a row before it may have ended its group
             sequence.parked = self.sampler.park(logits, row, metadata)
             self._parked[sequence.seq_id] = sequence
             self.stats.parkings += 1
@@ -393,6 +393,8 @@ class LLMEngine:
     # -- ends
 
     def _fail(self, group: SequenceGroup, error: GuidedError) -> None:
+        if group.is_finished:
+            return
         self.stats.failures[error.code] = self.stats.failures.get(error.code, 0) + 1
         self._end(group, SequenceStatus.FINISHED_INTERNAL_ERROR, error)
 

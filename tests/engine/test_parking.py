@@ -78,6 +78,19 @@ def test_parking_changes_when_and_never_what(
     assert (engine.scheduler.num_preemptions > 0) == ("num_blocks" in config)
 
 
+def test_who_is_late_when_its_group_has_just_failed_is_not_parked(
+    make_engine: MakeEngine, tiny_model: LoadedModel, finish: Run
+) -> None:
+    pool = FaultyPool(tiny_model.vocabulary)
+    engine = make_engine(pool)
+    pool.fails = lambda sequence_id, position: position == 2 and sequence_id != pool.opened[-1]
+    pool.delay = lambda sequence_id, position: FOREVER if position == 2 and sequence_id == pool.opened[-1] else 0
+    engine.add_request("three", PROMPT, SamplingParams(regex="[0-9]{12}", n=3, max_tokens=30))
+    finish(engine)
+    assert engine.stats.parked == engine.stats.parkings == 0
+    assert engine.stats.failures == {BackendError.code: 1}, "a group, not a row"
+
+
 def test_without_parking_everybody_waits(make_engine: MakeEngine, tiny_model: LoadedModel, run: Run) -> None:
     pool = FaultyPool(tiny_model.vocabulary)
     pool.delay = lambda sequence_id, position: 3

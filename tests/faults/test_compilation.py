@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import time
@@ -162,8 +161,9 @@ def test_the_template_is_replaced_and_what_it_took_along_is_done_again(compiler:
     assert template is not None
     future = compiler.submit(Job(new(f"wait@compile={go_on}", f"touch={reached}"), [NAME]))
     until(reached.exists)
-    go_on.touch()
     template.kill()
+    template.wait()
+    go_on.touch()
     assert future.result(WAIT).error is None
     assert compiler.submit(QUICK).result(WAIT).error is None
 
@@ -174,12 +174,9 @@ def test_a_process_that_is_killed_or_frozen_from_outside_is_nobodys_fault_once(
     for number, sent in enumerate((signal.SIGKILL, signal.SIGSTOP)):
         reached, once = tmp_path / f"reached{number}", tmp_path / f"once{number}"
         words = (f"hold@compile={number}", f"touch={reached}")
-        before = set(compiler.pids)
         future = compiler.submit(Job(new(*words, f"once={once}"), [NAME]))
         until(reached.exists)
-        for pid in before | set(compiler.pids):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, sent)
+        os.kill(int(reached.read_text()), sent)
         outcome = future.result(WAIT)
         assert outcome.error is None
         assert outcome.timed_out == outcome.crashed == []
@@ -187,10 +184,9 @@ def test_a_process_that_is_killed_or_frozen_from_outside_is_nobodys_fault_once(
     future = compiler.submit(Job(new("hold@compile", f"touch={reached}"), [NAME]))
     while not future.done():  # ... but whenever it runs
         if reached.exists():
+            pid = int(reached.read_text())
             reached.unlink()
-            for pid in compiler.pids:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            os.kill(pid, signal.SIGKILL)
         time.sleep(0.01)
     assert type(error_of(future.result())) is BackendError
     assert future.result().crashed == [NAME]

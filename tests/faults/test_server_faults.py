@@ -359,8 +359,8 @@ class TestActors:
         assert answer.headers["x-should-retry"] == "false"
         pid = error_of(answer)["message"].partition("pid ")[2].partition(",")[0]
         assert pid.isdecimal()
-        log = "".join(real.log)
-        assert f"pid {pid}" in log.partition(answer.headers["x-request-id"])[2].partition("\n")[0]
+        number = answer.headers["x-request-id"]
+        wait_until(lambda: any(f"pid {pid}" in line.partition(number)[2] for line in real.log))
         *_, last = sse(self.post(real, regex="segfault@fill:3 name=other", backend=NAME, stream=True).text)
         assert last["error"]["code"] == "worker_died"
         wait_until(lambda: self.all_up(real), 120)

@@ -15,7 +15,7 @@ there are, none is all of them. Mind that the first mask is computed where it is
 
     length=N     sentences have so many tokens (default 12), then only the stop token is allowed
     name=TEXT    grammars of one name and length allow the same, whatever their faults
-    touch=PATH   this file is made when a fault is reached
+    touch=PATH   this file is made when a fault is reached; the process id stands in it
     once=PATH    a fault only happens where this file isn't there yet; it is made then
 
 Which tokens are allowed is drawn from the whole history: a matcher that was brought there wrongly allows others.
@@ -107,7 +107,9 @@ class _Plan:
                     continue
                 Path(self.once).touch()
             if self.touch:
-                Path(self.touch).touch()
+                written = Path(f"{self.touch}.{os.getpid()}")
+                written.write_text(str(os.getpid()))
+                written.rename(self.touch)  # who sees it can read it
             if fault.action in ("empty", "reject"):
                 return fault.action
             _ACTIONS[fault.action](fault.argument)
