@@ -7,7 +7,6 @@ says whether the same request would probably succeed: `GuidedError.retryable`.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +16,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from engine.server.protocol import MISPLACED, REFUSED, UNSUPPORTED
+from guided.error_body import envelope, error_body, error_headers
 from guided.errors import GuidedError, InternalError, InvalidRequest, bounded
 
 __all__ = [
@@ -60,33 +60,12 @@ class ShuttingDown(InternalError):
     retryable = True
 
 
-def error_body(error: GuidedError) -> dict[str, Any]:
-    """The answer's body, and the payload of a stream's error event."""
-    return _body(error.status, str(error), error.param, error.code, error.pointer)
-
-
-def error_headers(error: GuidedError) -> dict[str, str]:
-    """Whether and when to try again; a 401's challenge."""
-    headers = {"x-should-retry": "true" if error.retryable else "false"}
-    if error.status in (429, 503):
-        headers["retry-after"] = str(math.ceil(error.retry_after))
-    if error.status == 401:
-        headers["www-authenticate"] = "Bearer"
-    return headers
-
-
 def install_handlers(app: FastAPI) -> None:
     """Give every error of the app this shape."""
     app.add_exception_handler(GuidedError, _on_guided_error)
     app.add_exception_handler(RequestValidationError, _on_shape_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(Exception, _on_surprise)
-
-
-def _body(status: int, message: str, param: str | None, code: str, pointer: str | None = None) -> dict[str, Any]:
-    kind = "server_error" if status >= 500 else "rate_limit_error" if status == 429 else "invalid_request_error"
-    fields = {"message": message, "type": kind, "param": param, "code": code, "pointer": pointer}
-    return {"error": fields}
 
 
 async def _on_guided_error(request: Request, error: Exception) -> JSONResponse:
@@ -99,7 +78,7 @@ async def _on_shape_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
     message, param, code = _describe(error.errors())
     request.app.state.context.metrics.failed(code)
-    return JSONResponse(_body(400, message, param, code), 400, headers={"x-should-retry": "false"})
+    return JSONResponse(envelope(400, message, param, code), 400, headers={"x-should-retry": "false"})
 
 
 async def _on_http_exception(request: Request, error: Exception) -> JSONResponse:
@@ -108,7 +87,7 @@ async def _on_http_exception(request: Request, error: Exception) -> JSONResponse
     code = {404: "not_found", 405: "method_not_allowed", 413: BodyTooLarge.code}.get(
         error.status_code, "invalid_request"
     )
-    body = _body(error.status_code, bounded(error.detail), None, code)
+    body = envelope(error.status_code, bounded(error.detail), None, code)
     request.app.state.context.metrics.failed(code)
     return JSONResponse(body, error.status_code, headers=headers)
 
@@ -119,7 +98,7 @@ async def _on_surprise(request: Request, error: Exception) -> JSONResponse:
     logger.error("x-request-id %s: %s %s failed: %r", request_id, request.method, request.url.path, error)
     request.app.state.context.metrics.failed(InternalError.code)
     headers = {"x-should-retry": "false", "x-request-id": request_id}
-    body = _body(500, "the server failed on this request; its log says why", None, InternalError.code)
+    body = envelope(500, "the server failed on this request; its log says why", None, InternalError.code)
     return JSONResponse(body, 500, headers=headers)
 
 
