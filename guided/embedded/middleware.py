@@ -1,4 +1,4 @@
-"""The middleware of `vllm serve --middleware guided.embedded.middleware.GuidedErrors`: what failed is an error there too.
+"""`vllm serve --middleware guided.embedded.middleware.GuidedErrors`: what failed is answered with an error.
 
 Within vLLM a logits processor can only end a request, and it ends `stop`, as if its output were complete. What became
 of it is told out of band (`guided.embedded.statuses`), under a request id that is put into the request here. An answer
