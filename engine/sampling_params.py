@@ -11,6 +11,7 @@ from typing import Any
 from guided.backends import candidates, resolve
 from guided.constraint import KINDS, Constraint
 from guided.errors import InvalidConstraint, InvalidRequest, bounded
+from guided.request import refuse_stops
 
 __all__ = ["MAX_LOGPROBS", "SamplingParams"]
 
@@ -209,12 +210,7 @@ class SamplingParams:
         if self.constraint is None:
             return
         candidates(self.constraint.kind, self.backend)
-        for name in ("stop", "stop_token_ids"):
-            if getattr(self, name):
-                raise InvalidRequest(
-                    f"{name} would cut the {self.constraint.kind} constraint short: leave one of the two out",
-                    param=name,
-                )
+        refuse_stops(self.constraint, stop=self.stop, stop_token_ids=self.stop_token_ids)
 
 
 def _integer(name: str, value: object, *, least: int, most: int | None = None) -> None:

@@ -16,6 +16,7 @@ from guided.backends import AUTO, candidates, resolve
 from guided.constraint import KINDS, Constraint, ConstraintKind
 from guided.errors import GuidedError, InvalidConstraint, InvalidRequest, bounded
 from guided.limits import DEFAULT_LIMITS, Limits
+from guided.request import GivenConstraint, GivenWhitespace, build, take_one, take_whitespace
 
 __all__ = ["Asked", "asked"]
 
@@ -36,23 +37,6 @@ class Asked:
         return error
 
 
-@dataclass(frozen=True)
-class _Found:
-    """One constraint field that is set."""
-
-    kind: ConstraintKind
-    field: str
-    """Path of the field: what a message about several of them says."""
-    value: Any
-    param: str
-
-
-@dataclass(frozen=True)
-class _Whitespace:
-    field: str
-    pattern: str
-
-
 def asked(request: GenerationRequest, default_backend: str = AUTO, limits: Limits = DEFAULT_LIMITS) -> Asked:
     """The request's one constraint, held to `limits`, and its backend.
 
@@ -62,39 +46,36 @@ def asked(request: GenerationRequest, default_backend: str = AUTO, limits: Limit
     backend, backend_field, backend_whitespace = _backend(request, default_backend)
     found = [*_plain(request), *_response_format(request), *_structured_outputs(request), *_older(request)]
     whitespace = [*_whitespace(request), *backend_whitespace]
-    if len(found) > 1:
-        names = " and ".join(one.field for one in found)
-        raise InvalidConstraint(f"{names} are given: a request takes one constraint", param=found[1].param)
-    if not found:
-        _refuse_options(request, whitespace)
+    one = take_one(found)
+    spaces = take_whitespace(one, whitespace)
+    if one is None:
         return Asked(backend=backend)
-    one = found[0]
-    constraint = _build(one, _one_whitespace(one, whitespace), request, limits)
+    constraint = _build(one, spaces, request, limits)
     candidates(one.kind, backend, param=backend_field)  # refuses a backend that lacks the kind, before anything runs
     return Asked(constraint, backend, one.param)
 
 
-def _plain(request: GenerationRequest) -> Iterator[_Found]:
+def _plain(request: GenerationRequest) -> Iterator[GivenConstraint]:
     for kind in KINDS:
         value = getattr(request, kind)
         if value is not None and not (kind == "json_object" and value is False):
-            yield _Found(kind, kind, value, kind)
+            yield GivenConstraint(kind, kind, value, kind)
 
 
-def _response_format(request: GenerationRequest) -> Iterator[_Found]:
+def _response_format(request: GenerationRequest) -> Iterator[GivenConstraint]:
     chosen = request.response_format
     if chosen is None:
         return
     if chosen.type == "structural_tag":
         raise InvalidConstraint("response_format of type structural_tag is not supported", param="response_format.type")
     if chosen.type == "json_object":
-        yield _Found("json_object", "response_format", True, "response_format")
+        yield GivenConstraint("json_object", "response_format", True, "response_format")
     if chosen.type == "json_schema":
         if chosen.json_schema is None or chosen.json_schema.schema_ is None:
             missing = "response_format.json_schema" + ("" if chosen.json_schema is None else ".schema")
             raise InvalidConstraint(f"Missing required parameter: '{missing}'", param=missing)
         # OpenAI's own param for a schema that is wrong.
-        yield _Found("json_schema", "response_format", chosen.json_schema.schema_, "response_format")
+        yield GivenConstraint("json_schema", "response_format", chosen.json_schema.schema_, "response_format")
     elif chosen.json_schema is not None:
         raise InvalidConstraint(
             f"response_format.json_schema goes with type json_schema, not {chosen.type}",
@@ -102,7 +83,7 @@ def _response_format(request: GenerationRequest) -> Iterator[_Found]:
         )
 
 
-def _structured_outputs(request: GenerationRequest) -> Iterator[_Found]:
+def _structured_outputs(request: GenerationRequest) -> Iterator[GivenConstraint]:
     outputs = request.structured_outputs
     if outputs is None:
         return
@@ -116,7 +97,7 @@ def _structured_outputs(request: GenerationRequest) -> Iterator[_Found]:
         "json_object": ("json_object", outputs.json_object or None),
     }
     given = [
-        _Found(kind, f"structured_outputs.{name}", value, f"structured_outputs.{name}")
+        GivenConstraint(kind, f"structured_outputs.{name}", value, f"structured_outputs.{name}")
         for kind, (name, value) in fields.items()
         if value is not None
     ]
@@ -128,7 +109,7 @@ def _structured_outputs(request: GenerationRequest) -> Iterator[_Found]:
     yield from given
 
 
-def _older(request: GenerationRequest) -> Iterator[_Found]:
+def _older(request: GenerationRequest) -> Iterator[GivenConstraint]:
     fields: dict[str, ConstraintKind] = {
         "guided_json": "json_schema",
         "guided_regex": "regex",
@@ -138,37 +119,22 @@ def _older(request: GenerationRequest) -> Iterator[_Found]:
     for name, kind in fields.items():
         value = getattr(request, name)
         if value is not None:
-            yield _Found(kind, name, value, name)
+            yield GivenConstraint(kind, name, value, name)
 
 
-def _whitespace(request: GenerationRequest) -> Iterator[_Whitespace]:
+def _whitespace(request: GenerationRequest) -> Iterator[GivenWhitespace]:
     for name in ("whitespace_pattern", "guided_whitespace_pattern"):
         pattern = getattr(request, name)
         if pattern is not None:
-            yield _Whitespace(name, pattern)
+            yield GivenWhitespace(name, pattern)
     outputs = request.structured_outputs
     if outputs is not None and outputs.whitespace_pattern is not None:
-        yield _Whitespace("structured_outputs.whitespace_pattern", outputs.whitespace_pattern)
+        yield GivenWhitespace("structured_outputs.whitespace_pattern", outputs.whitespace_pattern)
     if outputs is not None and outputs.disable_any_whitespace:
-        yield _Whitespace("structured_outputs.disable_any_whitespace", "")
+        yield GivenWhitespace("structured_outputs.disable_any_whitespace", "")
 
 
-def _one_whitespace(one: _Found, given: list[_Whitespace]) -> _Whitespace | None:
-    if len(given) > 1:
-        names = " and ".join(each.field for each in given)
-        raise InvalidRequest(f"{names} are given: choose one", param=given[1].field)
-    if given and one.kind not in ("json_schema", "json_object"):
-        raise InvalidRequest(f"{given[0].field} goes with JSON constraints, not with {one.field}", param=given[0].field)
-    return given[0] if given else None
-
-
-def _refuse_options(request: GenerationRequest, whitespace: list[_Whitespace]) -> None:
-    if whitespace:
-        field = whitespace[0].field
-        raise InvalidRequest(f"{field} goes with a JSON constraint, and there is none", param=field)
-
-
-def _backend(request: GenerationRequest, default: str) -> tuple[str, str, list[_Whitespace]]:
+def _backend(request: GenerationRequest, default: str) -> tuple[str, str, list[GivenWhitespace]]:
     """Backend, the field that named it, and the whitespace that vLLM's backend options ask for."""
     if request.backend is not None and request.guided_decoding_backend is not None:
         raise InvalidRequest(
@@ -181,7 +147,7 @@ def _backend(request: GenerationRequest, default: str) -> tuple[str, str, list[_
     whitespace = []
     for option in filter(None, options.split(",")):
         if option == "disable-any-whitespace":
-            whitespace.append(_Whitespace(field, ""))
+            whitespace.append(GivenWhitespace(field, ""))
         elif option != "no-fallback":  # a named backend is never left for another one here
             raise InvalidRequest(
                 f"{field}: no option {bounded(option, 60)!r}; there are no-fallback and disable-any-whitespace",
@@ -190,31 +156,11 @@ def _backend(request: GenerationRequest, default: str) -> tuple[str, str, list[_
     return resolve(name, param=field), field, whitespace
 
 
-def _build(one: _Found, whitespace: _Whitespace | None, request: GenerationRequest, limits: Limits) -> Constraint:
-    spaces = None if whitespace is None else whitespace.pattern
+def _build(
+    one: GivenConstraint, whitespace: GivenWhitespace | None, request: GenerationRequest, limits: Limits
+) -> Constraint:
     closed = request.structured_outputs is not None and request.structured_outputs.disable_additional_properties
     if closed and one.kind != "json_schema":
         field = "structured_outputs.disable_additional_properties"
         raise InvalidRequest(f"{field} goes with a JSON schema, not with {one.field}", param=field)
-    try:
-        match one.kind:
-            case "json_schema":
-                return Constraint.json_schema(
-                    one.value,
-                    whitespace=spaces,
-                    additional_properties=not closed,
-                    limits=limits,
-                    param=one.param,
-                )
-            case "json_object":
-                return Constraint.json_object(whitespace=spaces, limits=limits, param=one.param)
-            case "regex":
-                return Constraint.regex(one.value, limits=limits, param=one.param)
-            case "choice":
-                return Constraint.choice(one.value, limits=limits, param=one.param)
-            case "grammar":
-                return Constraint.grammar(one.value, limits=limits, param=one.param)
-    except InvalidConstraint as error:
-        if whitespace is not None and "whitespace" in error.message and error.param == one.param:
-            error.param = whitespace.field  # the pattern is at fault, not what it goes with
-        raise
+    return build(one, whitespace, additional_properties=not closed, limits=limits)

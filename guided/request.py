@@ -1,0 +1,120 @@
+"""What a request asks for: of the fields that are given, one constraint. Every surface refuses in these words.
+
+The surface (HTTP body, vLLM's extra arguments) finds its fields; what they may be together is decided here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from guided.constraint import Constraint, ConstraintKind
+from guided.errors import InvalidConstraint, InvalidRequest
+from guided.limits import DEFAULT_LIMITS, Limits
+
+__all__ = ["GivenConstraint", "GivenWhitespace", "build", "refuse_stops", "take_one", "take_whitespace"]
+
+
+@dataclass(frozen=True)
+class GivenConstraint:
+    """One constraint field that is set."""
+
+    kind: ConstraintKind
+    field: str
+    """Path of the field: what a message about several of them says."""
+    value: Any
+    param: str
+    """What an error about its value names."""
+
+
+@dataclass(frozen=True)
+class GivenWhitespace:
+    """One field that is set and says what may stand between JSON tokens."""
+
+    field: str
+    pattern: str
+
+
+def take_one(given: Sequence[GivenConstraint]) -> GivenConstraint | None:
+    """The one that is given, if one is.
+
+    Raises:
+        InvalidConstraint: several are.
+    """
+    if len(given) > 1:
+        names = " and ".join(one.field for one in given)
+        raise InvalidConstraint(f"{names} are given: a request takes one constraint", param=given[1].param)
+    return given[0] if given else None
+
+
+def take_whitespace(one: GivenConstraint | None, given: Sequence[GivenWhitespace]) -> GivenWhitespace | None:
+    """The one that is given with the constraint `one`, if one is.
+
+    Raises:
+        InvalidRequest: several are, or it goes with nothing.
+    """
+    if not given:
+        return None
+    if one is None:
+        field = given[0].field
+        raise InvalidRequest(f"{field} goes with a JSON constraint, and there is none", param=field)
+    if len(given) > 1:
+        names = " and ".join(each.field for each in given)
+        raise InvalidRequest(f"{names} are given: choose one", param=given[1].field)
+    if one.kind not in ("json_schema", "json_object"):
+        raise InvalidRequest(f"{given[0].field} goes with JSON constraints, not with {one.field}", param=given[0].field)
+    return given[0]
+
+
+def build(
+    one: GivenConstraint,
+    whitespace: GivenWhitespace | None = None,
+    *,
+    additional_properties: bool = True,
+    limits: Limits = DEFAULT_LIMITS,
+) -> Constraint:
+    """The constraint itself.
+
+    Raises:
+        InvalidConstraint, ConstraintTooLarge: `param` is the field that is at fault.
+    """
+    spaces = None if whitespace is None else whitespace.pattern
+    try:
+        match one.kind:
+            case "json_schema":
+                return Constraint.json_schema(
+                    one.value,
+                    whitespace=spaces,
+                    additional_properties=additional_properties,
+                    limits=limits,
+                    param=one.param,
+                )
+            case "json_object":
+                return Constraint.json_object(whitespace=spaces, limits=limits, param=one.param)
+            case "regex":
+                return Constraint.regex(one.value, limits=limits, param=one.param)
+            case "choice":
+                return Constraint.choice(one.value, limits=limits, param=one.param)
+            case "grammar":
+                return Constraint.grammar(one.value, limits=limits, param=one.param)
+    except InvalidConstraint as error:
+        if whitespace is not None and "whitespace" in error.message and error.param == one.param:
+            error.param = whitespace.field  # the pattern is at fault, not what it goes with
+        raise
+
+
+def refuse_stops(constraint: Constraint, **stops: Sequence[object] | str | None) -> None:
+    """What ends with `stop` satisfies its constraint: nothing else may end it.
+
+    Args:
+        stops: `stop` and `stop_token_ids`, as the request has them.
+
+    Raises:
+        InvalidRequest: there are some.
+    """
+    for name, value in stops.items():
+        if value:
+            raise InvalidRequest(
+                f"{name} would cut the {constraint.kind} constraint short: leave one of the two out", param=name
+            )

@@ -1,0 +1,111 @@
+"""What vLLM's extra arguments ask for; and that they are refused in the words of our HTTP server."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from engine.server.constraints import asked as asked_over_http
+from engine.server.protocol import CompletionRequest
+from guided.constraint import Constraint
+from guided.embedded.request_params import Asked, asked
+from guided.errors import GuidedError, InvalidConstraint, InvalidRequest
+
+SCHEMA = '{"type": "object", "properties": {"a": {"type": "integer"}}}'
+
+
+def params(extra: dict[str, Any] | None, **others: Any) -> Any:
+    plain = {
+        "stop": [],
+        "stop_token_ids": [],
+        "ignore_eos": False,
+        "structured_outputs": None,
+        "thinking_token_budget": None,
+        "trace_decode_token_ids": None,
+    }
+    return SimpleNamespace(extra_args=extra, **{**plain, **others})
+
+
+@pytest.mark.parametrize("extra", [None, {}, {"session_id": "s"}, {"json_object": 0}, {"json_object": "false"}])
+def test_others_ask_for_nothing(extra: dict[str, Any] | None) -> None:
+    assert asked(params(extra, stop=["x"], ignore_eos=True)) is None
+
+
+@pytest.mark.parametrize(
+    ("extra", "constraint"),
+    [
+        ({"json_schema": SCHEMA}, Constraint.json_schema(SCHEMA)),
+        ({"json_schema": {"type": "integer"}}, Constraint.json_schema({"type": "integer"})),
+        ({"json_object": 1, "whitespace_pattern": " ?"}, Constraint.json_object(whitespace=" ?")),
+        ({"regex": "[0-9]+"}, Constraint.regex("[0-9]+")),
+        ({"choice": ["yes", "no"]}, Constraint.choice(["yes", "no"])),
+        ({"grammar": 'start: "a"'}, Constraint.grammar('start: "a"')),
+    ],
+)
+def test_every_kind(extra: dict[str, Any], constraint: Constraint) -> None:
+    assert asked(params(extra)) == Asked(constraint)
+
+
+def test_the_backend_and_the_id() -> None:
+    found = asked(params({"regex": "a", "backend": "outlines_core", "guided_request_id": 7}))
+    assert found == Asked(Constraint.regex("a"), "outlines", "7")
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"json_schema": '{"type": "objekt"}'},
+        {"json_schema": '{"$ref": "https://example.com/schema"}'},
+        {"json_schema": "{"},
+        {"regex": "a", "choice": ["b"]},
+        {"regex": ""},
+        {"regex": "a{100000}"},
+        {"regex": "a\x00"},
+        {"choice": []},
+        {"grammar": " "},
+        {"grammar": 'start: "a"', "backend": "lm-format-enforcer"},
+        {"regex": "a", "backend": "nobody"},
+        {"whitespace_pattern": " "},
+        {"regex": "a", "whitespace_pattern": " "},
+        {"json_object": True, "whitespace_pattern": "a{100000}"},
+    ],
+    ids=str,
+)
+def test_refused_as_our_server_refuses(extra: dict[str, Any]) -> None:
+    with pytest.raises(GuidedError) as theirs:
+        asked_over_http(CompletionRequest.model_validate({"model": "m", "prompt": "p", **extra}))
+    with pytest.raises(GuidedError) as ours:
+        asked(params(extra))
+    assert type(ours.value) is type(theirs.value)
+    assert (str(ours.value), ours.value.param) == (str(theirs.value), theirs.value.param)
+
+
+@pytest.mark.parametrize(
+    ("others", "param"),
+    [
+        ({"stop": ["x"]}, "stop"),
+        ({"stop_token_ids": [5]}, "stop_token_ids"),
+        ({"ignore_eos": True}, "ignore_eos"),
+        ({"structured_outputs": object()}, "structured_outputs"),
+        ({"thinking_token_budget": 5}, "thinking_token_budget"),
+        ({"trace_decode_token_ids": [1]}, "trace_decode_token_ids"),
+    ],
+)
+def test_what_would_cut_it_short_or_write_over_it_is_refused(others: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        asked(params({"regex": "a+"}, **others))
+    assert refused.value.param == param
+
+
+@pytest.mark.parametrize("name", ["guided_json", "guided_regex", "guided_decoding_backend"])
+def test_older_names_are_not_ignored(name: str) -> None:
+    with pytest.raises(InvalidRequest, match="is called"):
+        asked(params({name: "x"}))
+
+
+@pytest.mark.parametrize("extra", [{"backend": 5}, {"json_object": "perhaps"}, {"json_object": [1]}])
+def test_what_is_of_no_use_is_refused(extra: dict[str, Any]) -> None:
+    with pytest.raises((InvalidRequest, InvalidConstraint)):
+        asked(params(extra))
