@@ -36,6 +36,7 @@ class Arguments(BaseModel):
     pool_wait: float = 30.0
     device: str = "auto"
     dtype: str = "auto"
+    logits_processors: tuple[str, ...] = ()
     api_key: str | None = None
     served_model_name: str | None = None
     num_cpus: float = 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Tokens
 from functools import lru_cache
 
@@ -18,9 +19,20 @@ __all__ = ["Admission"]
 
 
 class Admission:
-    """Checks what `SamplingParams` can't know: the prompt, the context, the vocabulary, the engine's limits."""
+    """Checks what `SamplingParams` can't know: the prompt, the context, the vocabulary, the engine's limits.
 
-    def __init__(self, model: LoadedModel, config: EngineConfig, max_model_len: int) -> None:
+    Args:
+        validate: what the logits processors say to a request's parameters: raises `InvalidRequest`.
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        config: EngineConfig,
+        max_model_len: int,
+        validate: Callable[[SamplingParams], None],
+    ) -> None:
+        self._validate = validate
         self._tokenizer = model.tokenizer
         self._max_n = min(config.max_n or config.max_num_seqs, config.max_num_seqs)
         self._limits = config.limits
@@ -109,6 +121,7 @@ class Admission:
             beyond = [token for token in tokens if token >= self._vocab_size]
             if beyond:
                 raise InvalidRequest(f"{name} names token {beyond[0]}; the model has {self._vocab_size}", param=name)
+        self._validate(params)
 
 
 @lru_cache(maxsize=1024)

@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, with_processors
 from engine.llm import PoolChoice, open_pool, set_threads
 from engine.llm_engine import EngineStats, LLMEngine
 from engine.model_loader import LoadedModel, load_model
@@ -94,8 +94,10 @@ class AsyncLLM:
         config: EngineConfig | None = None,
         *,
         pool_options: Mapping[str, Any] | None = None,
+        logits_processors: Sequence[str | type] = (),
         **load_options: Any,
     ) -> None:
+        config = with_processors(config, logits_processors)
         self.model = load_model(model, **load_options) if isinstance(model, str) else model
         self.model.context_length(config.max_model_len if config else None)  # before a pool is started in vain
         set_threads(self.model, config)

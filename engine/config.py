@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from guided.limits import DEFAULT_LIMITS, Limits
 
-__all__ = ["EngineConfig"]
+__all__ = ["EngineConfig", "with_processors"]
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,8 @@ class EngineConfig:
             None is the larger of 1 ms and 5 % of the mean step.
         mask_limit: seconds that a mask may take, before its request fails with `MaskTimeout`. A pool that is started
             with the engine goes by it too, and ends the process that hangs.
+        logits_processors: custom ones, in the order in which they run: classes, or `module:Class`
+            (docs/logits-processors.md). Those of installed packages' entry points come before them.
     """
 
     max_num_seqs: int = 64
@@ -50,6 +53,7 @@ class EngineConfig:
     mask_limit: float = 5.0
     limits: Limits = DEFAULT_LIMITS
     max_n: int | None = None
+    logits_processors: tuple[str | type, ...] = ()
 
     def __post_init__(self) -> None:
         for name in (
@@ -68,3 +72,11 @@ class EngineConfig:
             raise ValueError(f"mask_deadline is {self.mask_deadline}; it must be a time in seconds, 0 or more")
         if not 0 < self.mask_limit < math.inf:
             raise ValueError(f"mask_limit is {self.mask_limit}; it must be a time in seconds, more than 0")
+
+
+def with_processors(config: EngineConfig | None, logits_processors: Sequence[str | type]) -> EngineConfig | None:
+    """The config with these logits processors after its own."""
+    if not logits_processors:
+        return config
+    config = config or EngineConfig()
+    return replace(config, logits_processors=(*config.logits_processors, *logits_processors))

@@ -1,4 +1,4 @@
-"""The distribution that random rows are drawn from: temperature, min_p, top_k, top_p."""
+"""The distribution that random rows are drawn from: temperature, top_k, top_p."""
 
 from __future__ import annotations
 
@@ -25,19 +25,28 @@ class Distribution:
         self._temperatures = column([p.temperature for p in params])
         self._ks = [p.top_k for p in params]
         self._top_p = column([p.top_p for p in params]) if any(p.top_p < 1.0 for p in params) else None
-        self._log_min_p = column([p.min_p for p in params]).log_() if any(p.min_p > 0.0 for p in params) else None
+
+    def scaled(self, logits: torch.Tensor) -> torch.Tensor:
+        """`logits`, float32 `[len(rows), vocab]`, divided by the temperatures: a new tensor."""
+        return logits / self._temperatures
+
+    def scaled_whole(self, logits: torch.Tensor) -> torch.Tensor:
+        """Likewise for the logits of the whole batch, greedy rows as they are: a new tensor."""
+        if len(self.rows) == len(logits):
+            return self.scaled(logits)
+        return logits.index_copy(0, self.index, self.scaled(logits[self.index]))
 
     def draw(self, logits: torch.Tensor, uniforms: list[float]) -> torch.Tensor:
         """One token a row, by the inverse of the distribution function.
 
         Args:
-            logits: float32 `[len(rows), vocab]`.
+            logits: float32 `[len(rows), vocab]`, scaled.
             uniforms: one number in [0, 1) a row.
 
         Returns:
             int64 `[len(rows)]`.
         """
-        logits = self._truncated(logits / self._temperatures)
+        logits = self._truncated(logits)
         cumulated = logits.softmax(-1).cumsum(-1, dtype=torch.float64)
         # A hair less than the total, so that rounding never leads past the last token that has a probability.
         targets = torch.tensor(uniforms, dtype=torch.float64, device=logits.device)[:, None]
@@ -45,10 +54,7 @@ class Distribution:
         return torch.searchsorted(cumulated, targets, right=True)[:, 0].clamp_(max=logits.shape[1] - 1)
 
     def _truncated(self, logits: torch.Tensor) -> torch.Tensor:
-        """Forbid what min_p, top_k and top_p leave out."""
-        if self._log_min_p is not None:
-            floor = logits.max(-1, keepdim=True).values + self._log_min_p
-            logits = logits.masked_fill(logits < floor, float("-inf"))
+        """Forbid what top_k and top_p leave out."""
         if self._top_p is None and all(k <= 0 for k in self._ks):
             return logits
         vocab = logits.shape[1]

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from tqdm import tqdm
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, with_processors
 from engine.llm_engine import LLMEngine
 from engine.model_loader import LoadedModel, load_model
 from engine.outputs import RequestOutput
@@ -77,6 +77,7 @@ class LLM:
             used as it is, and not shut down.
         config: the engine's limits and sizes.
         pool_options: for the pool, where its kind is named.
+        logits_processors: custom ones, after those of `config`.
         load_options: for `load_model`: dtype, device, tokenizer, revision.
     """
 
@@ -87,8 +88,10 @@ class LLM:
         config: EngineConfig | None = None,
         *,
         pool_options: Mapping[str, Any] | None = None,
+        logits_processors: Sequence[str | type] = (),
         **load_options: Any,
     ) -> None:
+        config = with_processors(config, logits_processors)
         loaded = load_model(model, **load_options) if isinstance(model, str) else model
         loaded.context_length(config.max_model_len if config else None)  # before a pool is started in vain
         set_threads(loaded, config)

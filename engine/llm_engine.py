@@ -15,6 +15,7 @@ from engine.admission import Admission
 from engine.block_manager import BlockManager
 from engine.config import EngineConfig
 from engine.kv_cache import KVCache, plan_blocks
+from engine.logits_processors.loading import processors_of
 from engine.model_loader import LoadedModel
 from engine.model_runner import ModelRunner
 from engine.outputs import RequestOutput
@@ -93,14 +94,15 @@ class LLMEngine:
             max_num_batched_tokens=max(config.max_num_batched_tokens, self.max_model_len + config.max_num_seqs),
         )
         self.runner = ModelRunner(model, cache, self.blocks)
-        self.sampler = Sampler(model.vocabulary.stop_token_ids)
+        processors = processors_of(model, config, self.max_model_len)
+        self.sampler = Sampler(model.vocabulary.stop_token_ids, processors)
         self.processor = None if pool is None else LogitPostProcessor(pool, config.mask_limit)
         self.stats = EngineStats()
         self.groups: dict[str, SequenceGroup] = {}
         """Requests that have not finished, by id."""
         self.awake = threading.Event()
         """Set when something has happened that a step should see; cleared by whoever waits for it."""
-        self._admission = Admission(model, config, self.max_model_len)
+        self._admission = Admission(model, config, self.max_model_len, processors.validate)
         self._metadata: SamplingMetadata | None = None
         self._compiled: deque[tuple[SequenceGroup, Future[Grammar]]] = deque()
         self._changed: dict[SequenceGroup, None] = {}
@@ -203,6 +205,7 @@ class LLMEngine:
                 metadata = self._metadata = SamplingMetadata.for_batch(batch, self.model.device, self._metadata)
                 if self.config.overlap:
                     self.prepare(metadata)
+                self.sampler.begin(metadata)
                 hidden = self.execute(batch)
                 logits = self.compute_logits(hidden, metadata)
                 if not self.config.overlap:
@@ -223,6 +226,7 @@ class LLMEngine:
             return
         assert self.processor is not None
         settled = [self._parked[seq_id] for seq_id in self.processor.settled(timeout) if seq_id in self._parked]
+        settled = settled[: self.config.max_num_seqs]  # rows that logits processors are prepared for; the rest has time
         if not settled:
             return
         with torch.inference_mode():
@@ -296,7 +300,11 @@ class LLMEngine:
 
     def compute_logits(self, hidden: torch.Tensor, metadata: SamplingMetadata) -> torch.Tensor:
         """Logits of the sampled rows, float32 `[rows, vocab]`, with bias and penalties: all but the mask."""
-        return self.sampler.adjust(self.runner.compute_logits(hidden, metadata), metadata)
+
+        def raw() -> torch.Tensor:
+            return self.runner.compute_logits(hidden, metadata)
+
+        return self.sampler.adjust(raw(), metadata, raw)
 
     def apply(self, logits: torch.Tensor, metadata: SamplingMetadata, *, alone: bool = True) -> ApplyReport:
         """Wait for the masks, until the step's mask deadline, and apply them, in place.
@@ -332,13 +340,16 @@ class LLMEngine:
     ) -> tuple[SamplerOutput, frozenset[int]]:
         """Sample every row that may be: returns the tokens, and the rows that were skipped.
 
-        Rows whose mask failed or is late are not sampled. The groups of failed ones end here; a late one's sequence is
-        parked.
+        Rows whose mask or logits processor failed, or whose mask is late, are not sampled. The groups of failed ones
+        end here; a late one's sequence is parked.
         """
         skipped: frozenset[int] = frozenset()
-        if report.failed or report.late:
+        broken = self.sampler.processors.failed
+        if report.failed or report.late or broken:
             late = set(report.late)
-            excluded: list[int] = []
+            excluded = list(broken)
+            for row, failure in broken.items():
+                self._fail(metadata.sequences[row].group, failure)
             for row in metadata.guided:
                 sequence = metadata.sequences[row]
                 error = report.failed.get(sequence.seq_id)
@@ -351,6 +362,8 @@ class LLMEngine:
                 excluded.append(row)
             skipped = frozenset(excluded)
         sampled = self.sampler.sample(logits, metadata, skipped)
+        for row, failure in sampled.failed.items():
+            self._fail(metadata.sequences[row].group, failure)
         for row in sampled.broken:
             self._fail(metadata.sequences[row].group, InternalError("no token of this step has a finite logit"))
         return sampled, skipped

@@ -1,28 +1,28 @@
 """Sampler: logits to tokens, for a whole batch at once.
 
-The order is: bias, penalties and suppressed tokens (`min_tokens`, `ignore_eos`) in `adjust`; then the guided mask,
-which is not this file's; then temperature, min_p, top_k, top_p and the draw in `sample`. What `adjust` suppresses
-becomes very small but stays finite, and what the mask forbids becomes -inf: where only suppressed tokens are legal,
-the mask wins.
+The order is: bias, custom logits processors, penalties and suppressed tokens (`min_tokens`, `ignore_eos`) in `adjust`;
+then the guided mask, which is not this file's; then temperature, min_p, custom processors that are argmax-invariant,
+top_k, top_p and the draw in `sample`. What `adjust` suppresses becomes very small but stays finite, and what the mask
+forbids becomes -inf: where only suppressed tokens are legal, the mask wins.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 import torch
 
 from engine.distribution import Distribution
+from engine.logits_processors.builtin import SUPPRESSED
+from engine.logits_processors.processors import LogitsProcessorFailed, LogitsProcessors
+from engine.logits_processors.vllm_config import VllmConfig
 from engine.penalties import Penalties
 from engine.sampling_metadata import SamplingMetadata
-from engine.sequence import Logprob, Parked, Sequence
+from engine.sequence import Logprob, Parked
 
 __all__ = ["SUPPRESSED", "Sampler", "SamplerOutput"]
-
-SUPPRESSED = -1e30
-"""The logit of a suppressed token: finite in float32 even when a penalty or the lowest temperature multiplies it."""
 
 
 @dataclass(slots=True)
@@ -32,54 +32,69 @@ class SamplerOutput:
     token_ids: list[int]
     broken: list[int] = field(default_factory=list)
     """Rows whose sampled logit is not a finite number: all forbidden, or the model computed none."""
+    failed: dict[int, LogitsProcessorFailed] = field(default_factory=dict)
+    """Rows that a custom logits processor raised on, in `adjust` or since."""
     logprobs: dict[int, dict[int, Logprob]] = field(default_factory=dict)
     """By row, where asked for: the sampled token's and the most likely ones'."""
 
 
 class Sampler:
-    """Used as a pair, once a step: `adjust` before the mask, `sample` after it.
+    """Used as a triple, once a step: `begin` before the forward pass, `adjust` before the mask, `sample` after it.
 
     Log-probabilities are of the raw logits: the model's own distribution, before bias, penalties, mask and temperature
     (as vLLM reports them by default).
 
     Args:
         eos_ids: the model's own stop tokens.
+        processors: the engine's; None is the built-in ones, on the CPU.
     """
 
-    def __init__(self, eos_ids: Collection[int]) -> None:
+    def __init__(self, eos_ids: Collection[int], processors: LogitsProcessors | None = None) -> None:
         self._eos = sorted(eos_ids)
+        if processors is None:
+            processors = LogitsProcessors(VllmConfig(stop_token_ids=frozenset(eos_ids)), torch.device("cpu"))
+        self.processors = processors
         self._eos_ids: torch.Tensor | None = None
         self._penalties: Penalties | None = None
         self._distribution: Distribution | None = None
         self._raw: torch.Tensor | None = None
 
-    def adjust(self, logits: torch.Tensor, metadata: SamplingMetadata) -> torch.Tensor:
-        """Bias, suppression and penalties, in place. `logits`: float32 `[rows, vocab]`, returned."""
+    def begin(self, metadata: SamplingMetadata) -> None:
+        """Tell the logits processors of the step's batch."""
+        self.processors.begin(metadata)
+
+    def adjust(
+        self, logits: torch.Tensor, metadata: SamplingMetadata, again: Callable[[], torch.Tensor] | None = None
+    ) -> torch.Tensor:
+        """Bias, custom processors, penalties and suppression.
+
+        Args:
+            logits: float32 `[rows, vocab]`, changed in place.
+            again: the same logits once more, for when a custom processor raises in the middle of them.
+
+        Returns:
+            The adjusted logits: normally `logits`.
+        """
         if metadata.with_logprobs:
             self._raw = logits[metadata.with_logprobs].log_softmax(-1)
-        for row in metadata.biased:
-            _add_bias(logits[row], metadata.sequences[row])
+        logits = self.processors.before_penalties(logits, metadata, again or logits.clone().clone)
         if metadata.penalised:
             if self._penalties is None or self._penalties.metadata is not metadata:
                 self._penalties = Penalties(metadata, logits.shape[1])
             self._penalties.apply(logits)
-        if metadata.with_min_tokens or metadata.without_eos:
-            self._suppress(logits, metadata)
+        if metadata.without_eos:
+            self._suppress_eos(logits, metadata)
+        self.processors.after_penalties(logits, metadata)
         return logits
 
-    def _suppress(self, logits: torch.Tensor, metadata: SamplingMetadata) -> None:
-        if metadata.without_eos:
-            if self._eos_ids is None:
-                self._eos_ids = torch.tensor(self._eos, device=logits.device)
-            if len(metadata.without_eos) == len(logits):
-                logits.index_fill_(1, self._eos_ids, SUPPRESSED)
-            else:
-                rows = torch.tensor(metadata.without_eos, device=logits.device)
-                logits[rows[:, None], self._eos_ids] = SUPPRESSED
-        for row in metadata.with_min_tokens:
-            sequence = metadata.sequences[row]
-            if sequence.num_output_tokens < sequence.params.min_tokens:
-                logits[row, torch.tensor([*sequence.stop_ids, *self._eos], device=logits.device)] = SUPPRESSED
+    def _suppress_eos(self, logits: torch.Tensor, metadata: SamplingMetadata) -> None:
+        if self._eos_ids is None:
+            self._eos_ids = torch.tensor(self._eos, device=logits.device)
+        if len(metadata.without_eos) == len(logits):
+            logits.index_fill_(1, self._eos_ids, SUPPRESSED)
+        else:
+            rows = torch.tensor(metadata.without_eos, device=logits.device)
+            logits[rows[:, None], self._eos_ids] = SUPPRESSED
 
     def park(self, logits: torch.Tensor, row: int, metadata: SamplingMetadata) -> Parked:
         """Between `adjust` and `sample`: what `recall` needs to sample this row another time."""
@@ -90,6 +105,7 @@ class Sampler:
 
     def recall(self, metadata: SamplingMetadata) -> torch.Tensor:
         """In the place of `adjust`, where all rows are parked: their logits, float32 `[rows, vocab]`, a copy."""
+        self.processors.begin_parked(metadata)
         parked = [sequence.parked for sequence in metadata.sequences]
         raw = [one.logprobs for one in parked if one is not None and one.logprobs is not None]
         self._raw = torch.stack(raw) if raw else None
@@ -104,8 +120,8 @@ class Sampler:
         """
         best, chosen = logits.max(-1)
         if not metadata.is_all_greedy:
-            best, chosen = self._draw(logits, chosen, metadata, skip)
-        output = SamplerOutput(chosen.tolist())
+            best, chosen = self._draw(logits, best, chosen, metadata, skip)
+        output = SamplerOutput(chosen.tolist(), failed=self.processors.failed)
         finite = best.isfinite()
         if not finite.all():
             output.broken = [row for row in (~finite).nonzero()[:, 0].tolist() if row not in skip]
@@ -114,19 +130,34 @@ class Sampler:
         return output
 
     def _draw(
-        self, logits: torch.Tensor, greedy: torch.Tensor, metadata: SamplingMetadata, skip: Collection[int]
+        self,
+        logits: torch.Tensor,
+        best: torch.Tensor,
+        greedy: torch.Tensor,
+        metadata: SamplingMetadata,
+        skip: Collection[int],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The chosen tokens' logits, and the tokens: random where the row is random, `greedy` elsewhere."""
+        """The chosen tokens' logits, and the tokens: random where the row is random, `best` and `greedy` elsewhere."""
         plan = self._distribution
         if plan is None or plan.metadata is not metadata:
             plan = self._distribution = Distribution(metadata)
         sequences = metadata.sequences
         uniforms = [0.5 if row in skip else sequences[row].uniforms.next() for row in plan.rows]
-        if len(plan.rows) == len(logits):
-            chosen = plan.draw(logits, uniforms)
+        everybody = len(plan.rows) == len(logits)
+        if self.processors.runs_after_mask(metadata):
+
+            def whole() -> torch.Tensor:
+                return plan.scaled_whole(logits)
+
+            processed = self.processors.after_temperature(whole(), metadata, whole)
+            scaled = processed if everybody else processed[plan.index]
         else:
-            chosen = greedy.index_copy(0, plan.index, plan.draw(logits[plan.index], uniforms))
-        return logits.gather(1, chosen[:, None])[:, 0], chosen
+            scaled = plan.scaled(logits if everybody else logits[plan.index])
+        drawn = plan.draw(scaled, uniforms)
+        values = scaled.gather(1, drawn[:, None])[:, 0]
+        if everybody:
+            return values, drawn
+        return best.index_copy(0, plan.index, values), greedy.index_copy(0, plan.index, drawn)
 
     def _logprobs(self, chosen: torch.Tensor, metadata: SamplingMetadata) -> dict[int, dict[int, Logprob]]:
         raw, rows = self._raw, metadata.with_logprobs
@@ -145,9 +176,3 @@ class Sampler:
                 entries.setdefault(other, Logprob(logprob, place))
             found[row] = entries
         return found
-
-
-def _add_bias(logits: torch.Tensor, sequence: Sequence) -> None:
-    bias = sequence.params.logit_bias or {}
-    tokens = torch.tensor(list(bias), dtype=torch.int64, device=logits.device)
-    logits[tokens] += torch.tensor(list(bias.values()), dtype=logits.dtype, device=logits.device)

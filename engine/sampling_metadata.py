@@ -39,8 +39,8 @@ class SamplingMetadata:
     with_min_tokens: list[int] = field(default_factory=list)
     without_eos: list[int] = field(default_factory=list)
     with_logprobs: list[int] = field(default_factory=list)
-    truncated: list[int] = field(default_factory=list)
-    """Rows with top_k, top_p or min_p."""
+    with_min_p: list[int] = field(default_factory=list)
+    """Of the random rows."""
     stop_checked: list[int] = field(default_factory=list)
     """Rows with stop strings."""
 
@@ -87,8 +87,8 @@ class SamplingMetadata:
                 self.greedy.append(row)
             else:
                 (self.random if params.seed is None else self.seeded).append(row)
-                if params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0:
-                    self.truncated.append(row)
+                if params.min_p > 0.0:
+                    self.with_min_p.append(row)
             if params.constraint is not None:
                 self.guided.append(row)
             if params.logit_bias:

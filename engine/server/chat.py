@@ -56,9 +56,7 @@ def _job(body: ChatRequest, context: ServerContext, http_id: str) -> Job:
     wanted = asked(body, context.settings.backend, context.limits)
     max_tokens, max_tokens_param = _max_tokens(body)
     try:
-        params = sampling_params(
-            body, wanted, max_tokens=max_tokens, logprobs=_logprobs(body), defaults=context.settings.sampling_defaults
-        )
+        params = sampling_params(body, wanted, max_tokens=max_tokens, logprobs=_logprobs(body), context=context)
     except InvalidRequest as error:
         error.param = {"max_tokens": max_tokens_param, "logprobs": "top_logprobs"}.get(error.param or "", error.param)
         raise

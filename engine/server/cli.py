@@ -108,6 +108,12 @@ def serve(
     ] = 30.0,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto (the checkpoint's), float32, bfloat16 or float16.")] = "auto",
+    logits_processors: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="MODULE:CLASS", help="A custom logits processor (docs/logits-processors.md). May be given again."
+        ),
+    ] = None,
     api_key: Annotated[
         str | None,
         typer.Option(
@@ -179,6 +185,7 @@ def serve(
                 pool_wait=pool_wait,
                 device=device,
                 dtype=dtype,
+                logits_processors=tuple(logits_processors or ()),
                 api_key=api_key or None,
                 served_model_name=served_model_name,
                 stall_seconds=stall_seconds,

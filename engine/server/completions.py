@@ -77,9 +77,7 @@ def _job(body: CompletionRequest, context: ServerContext, http_id: str) -> Job:
     max_tokens = body.max_tokens
     if max_tokens is None and wanted.constraint is None:
         max_tokens = max(1, min(OPENAI_MAX_TOKENS, engine.max_model_len - longest))
-    params = sampling_params(
-        body, wanted, max_tokens=max_tokens, logprobs=body.logprobs, defaults=context.settings.sampling_defaults
-    )
+    params = sampling_params(body, wanted, max_tokens=max_tokens, logprobs=body.logprobs, context=context)
     check_length(longest, max_tokens, engine.max_model_len, prompt_param="prompt", max_tokens_param="max_tokens")
     return Job(f"cmpl-{uuid.uuid4().hex}", http_id, prompts, params, wanted, body.stream)
 

@@ -75,6 +75,11 @@ class ServerContext:
         """What a request's constraint may be at the most."""
         return self.engine.engine.config.limits
 
+    @property
+    def has_logits_processors(self) -> bool:
+        """Somebody reads what requests bring in `vllm_xargs`."""
+        return bool(self.engine.engine.sampler.processors.classes)
+
     def check_model(self, name: str | None) -> None:
         """Refuse a model that isn't served here; no name is the one that is.
 

@@ -81,6 +81,8 @@ async def running(context: ServerContext, job: Job) -> AsyncIterator[Outputs]:
             guided = outputs.guided
             yield outputs
     except GuidedError as error:
+        if error.param == "extra_args":
+            error.param = "vllm_xargs"  # as the request spells it
         report(job, error, guided)
         raise
 

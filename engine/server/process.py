@@ -44,7 +44,7 @@ class ServeOptions:
         parking, mask_deadline, mask_limit: see `EngineConfig`.
         max_replays, pool_wait, max_compiling, compile_limits: see `actors.RayPool`.
         max_waiting: see `ServerSettings`.
-        limits, max_n: see `EngineConfig`.
+        limits, max_n, logits_processors: see `EngineConfig`.
         stall_seconds: see `ServerSettings`.
         grace_seconds: how long running generations may take to end by themselves once the server was told to stop.
     """
@@ -70,6 +70,7 @@ class ServeOptions:
     pool_wait: float = 30.0
     device: str = "auto"
     dtype: str = "auto"
+    logits_processors: tuple[str, ...] = ()
     api_key: str | None = None
     served_model_name: str | None = None
     stall_seconds: float = 60.0
@@ -126,6 +127,7 @@ def start_engine(options: ServeOptions) -> AsyncLLM:
             mask_limit=options.mask_limit,
             limits=options.limits,
             max_n=options.max_n,
+            logits_processors=options.logits_processors,
         ),
         pool_options=pool_options,
         device=options.device,

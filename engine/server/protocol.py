@@ -146,6 +146,9 @@ class StreamOptions(Body):
     include_obfuscation: bool | None = Field(default=None, description="Taken; nothing is obfuscated.")
 
 
+ExtraArg = str | int | float | bool
+
+
 class GenerationRequest(Body):
     """What chat and text completions share."""
 
@@ -204,6 +207,9 @@ class GenerationRequest(Body):
     best_of: int | None = None
     use_beam_search: bool | None = None
     prompt_logprobs: int | None = None
+    vllm_xargs: dict[str, ExtraArg | list[ExtraArg]] | None = Field(
+        default=None, description="For the server's custom logits processors: their `extra_args`."
+    )
 
     # Taken, and without effect on the output.
     user: Any = None

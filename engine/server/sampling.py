@@ -7,6 +7,7 @@ from typing import Any
 
 from engine.sampling_params import SamplingParams
 from engine.server.constraints import Asked
+from engine.server.context import ServerContext
 from engine.server.protocol import GenerationRequest
 from guided.errors import InvalidRequest, bounded
 
@@ -41,7 +42,7 @@ def sampling_params(
     *,
     max_tokens: int | None,
     logprobs: int | None,
-    defaults: Mapping[str, Any],
+    context: ServerContext,
 ) -> SamplingParams:
     """Build and check them. What is null is the model's default, else OpenAI's.
 
@@ -50,13 +51,20 @@ def sampling_params(
     """
     given: dict[str, Any] = {name: getattr(request, name) for name in _SAME_NAME}
     given = {name: value for name, value in given.items() if value is not None}
+    if request.vllm_xargs and not context.has_logits_processors:
+        raise InvalidRequest(
+            "no logits processor is loaded here that could read vllm_xargs: the server is told of one with"
+            " --logits-processors",
+            param="vllm_xargs",
+        )
     return SamplingParams(
-        **{**defaults, **given},
+        **{**context.settings.sampling_defaults, **given},
         max_tokens=max_tokens,
         logprobs=logprobs,
         logit_bias=_logit_bias(request.logit_bias),
         constraint=asked.constraint,
         backend=asked.backend,
+        extra_args=request.vllm_xargs,
     )
 
 

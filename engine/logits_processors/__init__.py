@@ -1,0 +1,33 @@
+"""Custom logits processors: what to import to write one, and what the engine runs them with.
+
+For a processor that was written for vLLM, `from engine.logits_processors import ...` takes the place of its imports
+from `vllm`, `vllm.config`, `vllm.sampling_params` and `vllm.v1.sample.logits_processor`.
+"""
+
+from engine.logits_processors.adapter import AdapterLogitsProcessor
+from engine.logits_processors.builtin import LogitBiasLogitsProcessor, MinPLogitsProcessor, MinTokensLogitsProcessor
+from engine.logits_processors.interface import (
+    BatchUpdate,
+    LogitsProcessor,
+    MoveDirectionality,
+    RequestLogitsProcessor,
+    process_dict_updates,
+)
+from engine.logits_processors.revised import RevisedLogitsProcessor
+from engine.logits_processors.vllm_config import VllmConfig
+from engine.sampling_params import SamplingParams
+
+__all__ = [
+    "AdapterLogitsProcessor",
+    "BatchUpdate",
+    "LogitBiasLogitsProcessor",
+    "LogitsProcessor",
+    "MinPLogitsProcessor",
+    "MinTokensLogitsProcessor",
+    "MoveDirectionality",
+    "RequestLogitsProcessor",
+    "RevisedLogitsProcessor",
+    "SamplingParams",
+    "VllmConfig",
+    "process_dict_updates",
+]

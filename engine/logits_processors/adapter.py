@@ -1,0 +1,62 @@
+"""AdapterLogitsProcessor: request-level callables, one a request, as a batch-level logits processor."""
+
+from __future__ import annotations
+
+import inspect
+from abc import abstractmethod
+from collections.abc import Callable
+from functools import partial
+from typing import cast
+
+import torch
+
+from engine.logits_processors.interface import (
+    BatchUpdate,
+    LogitsProcessor,
+    RequestLogitsProcessor,
+    process_dict_updates,
+)
+from engine.logits_processors.vllm_config import VllmConfig
+from engine.sampling_params import SamplingParams
+
+__all__ = ["AdapterLogitsProcessor"]
+
+_OfRow = Callable[[torch.Tensor], torch.Tensor]
+
+
+class AdapterLogitsProcessor(LogitsProcessor):
+    """Subclass it, and define `is_argmax_invariant` and `new_req_logits_processor`; whoever overrides `__init__` calls
+    `super().__init__(vllm_config, device, is_pin_memory)`.
+
+    A sequence that comes back from a preemption or from being parked gets a new callable, with all its output ids: what
+    it does should follow from them, not from how often it was called.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
+        self.req_info: dict[int, _OfRow] = {}
+        """By row: its callable, with the token ids that it takes, by reference."""
+
+    @abstractmethod
+    def new_req_logits_processor(self, params: SamplingParams) -> RequestLogitsProcessor | None:
+        """A callable of a new sequence's own, or None where it has nothing to do there. With two parameters it gets the
+        output ids and the logits, with three the prompt ids before them."""
+        raise NotImplementedError
+
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        process_dict_updates(self.req_info, batch_update, self._bound)
+
+    def _bound(self, params: SamplingParams, prompt_ids: list[int] | None, output_ids: list[int]) -> _OfRow | None:
+        callable_ = self.new_req_logits_processor(params)
+        if callable_ is None:
+            return None
+        with_prompt = len(inspect.signature(callable_).parameters) == 3
+        ids = (prompt_ids, output_ids) if with_prompt else (output_ids,)
+        return cast(_OfRow, partial(callable_, *ids))
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        for row, of_row in self.req_info.items():
+            before = logits[row]
+            after = of_row(before)
+            if after is not before:
+                logits[row] = after
+        return logits

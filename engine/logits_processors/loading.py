@@ -1,0 +1,79 @@
+"""Where an engine's custom logits processors come from: entry points, qualified names, classes. Once, at start-up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import Any
+
+from engine.config import EngineConfig
+from engine.logits_processors.interface import LogitsProcessor
+from engine.logits_processors.processors import LogitsProcessors, ProcessorClass
+from engine.logits_processors.revised import RevisedLogitsProcessor
+from engine.logits_processors.vllm_config import ModelConfig, SchedulerConfig, VllmConfig
+from engine.model_loader import LoadedModel
+from guided.errors import bounded
+
+__all__ = ["GROUP", "load_classes", "processors_of"]
+
+GROUP = "guided.logits_processors"
+"""Entry points of this group are loaded into every engine. (vLLM's own group is vLLM's: it is not looked at.)"""
+
+
+def processors_of(model: LoadedModel, config: EngineConfig, max_model_len: int) -> LogitsProcessors:
+    """Load and make an engine's logits processors.
+
+    Raises:
+        ValueError: one can't be loaded or made; the message names it.
+    """
+    told = VllmConfig(
+        ModelConfig(model.name, max_model_len, model.vocabulary.padded_vocab_size, model.dtype, model.config),
+        SchedulerConfig(config.max_num_seqs, config.max_num_batched_tokens),
+        model.tokenizer,
+        frozenset(model.vocabulary.stop_token_ids),
+    )
+    return LogitsProcessors(told, model.device, load_classes(config.logits_processors))
+
+
+def load_classes(given: Sequence[str | type]) -> list[ProcessorClass]:
+    """The classes of all entry points of `GROUP`, by name, then those that were given.
+
+    Args:
+        given: classes, and `module:Class` for what can be imported.
+
+    Raises:
+        ValueError: there is no such thing, or it is no logits processor.
+    """
+    found = [
+        _checked(_loaded(f"entry point {point.name} = {point.value}", point.load), point.value)
+        for point in sorted(entry_points(group=GROUP), key=lambda point: point.name)
+    ]
+    for one in given:
+        found.append(_checked(one if isinstance(one, type) else _named(one), one))
+    return found
+
+
+def _named(name: str) -> Any:
+    module, colon, path = name.partition(":")
+    if not (colon and module and path):
+        raise ValueError(f"{bounded(name)!r} is no logits processor: give it as module:Class")
+    found = _loaded(name, lambda: import_module(module))
+    for part in path.split("."):
+        found = _loaded(name, lambda owner=found, part=part: getattr(owner, part))
+    return found
+
+
+def _loaded(what: str, load: Any) -> Any:
+    try:
+        return load()
+    except Exception as error:
+        raise ValueError(f"the logits processor {bounded(what)} can't be loaded: {bounded(repr(error))}") from error
+
+
+def _checked(found: Any, what: object) -> ProcessorClass:
+    if isinstance(found, type) and issubclass(found, LogitsProcessor | RevisedLogitsProcessor):
+        return found
+    raise ValueError(
+        f"{bounded(what)} is no subclass of engine.logits_processors.LogitsProcessor (or RevisedLogitsProcessor)"
+    )

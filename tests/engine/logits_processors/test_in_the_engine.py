@@ -1,0 +1,357 @@
+"""Custom processors in a running engine: in which order, on which rows, and what is left of a batch when one raises."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import sample_processors as sample
+import torch
+from faulty_pool import FaultyPool
+
+from engine.config import EngineConfig
+from engine.llm import LLM
+from engine.llm_engine import LLMEngine
+from engine.logits_processors import LogitsProcessor, MinPLogitsProcessor
+from engine.logits_processors.processors import LogitsProcessorFailed
+from engine.model_loader import LoadedModel
+from engine.outputs import RequestOutput
+from engine.sampling_params import SamplingParams
+from guided.errors import InvalidRequest
+
+MakeEngine = Callable[..., LLMEngine]
+Run = Callable[..., dict[str, RequestOutput]]
+PROMPT = "Zwölf Boxkämpfer"
+REGEX = "[0-9]{30,60}[a-f]{4,9}"
+TIGHT = {"block_size": 4, "num_blocks": 26, "max_model_len": 72}
+"""So few blocks that sequences are preempted."""
+
+
+def tokens(found: dict[str, RequestOutput]) -> dict[str, list[list[int]]]:
+    return {name: [list(one.token_ids) for one in output.outputs] for name, output in found.items()}
+
+
+TARGETED = [sample.DummyLogitsProcessor, sample.DictUpdatesLogitsProcessor, sample.WrappedPerReqLogitsProcessor]
+
+
+@pytest.mark.parametrize("processor", TARGETED)
+@pytest.mark.parametrize("config", [{}, TIGHT])
+def test_processors_written_for_vllm_s_documentation_run(
+    make_engine: MakeEngine, run: Run, processor: type[LogitsProcessor], config: dict[str, Any]
+) -> None:
+    """Requests of different lengths come, go and are preempted: each keeps to its own token, the others to none."""
+    free = {f"free {n}": (PROMPT, SamplingParams(temperature=0.0, max_tokens=10 + 5 * n)) for n in range(3)}
+    mine = {
+        f"token {n}": (
+            PROMPT,
+            SamplingParams(seed=n, n=1 + n % 2, max_tokens=4 + 5 * n, extra_args={"target_token": 100 + n}),
+        )
+        for n in range(8)
+    }
+    together = dict(random.Random(3).sample(sorted({**free, **mine}.items()), 11))
+    engine = make_engine(logits_processors=(processor,), max_num_seqs=8, **config)
+    found = tokens(run(engine, together))
+    for n in range(8):
+        assert found[f"token {n}"] == [[100 + n] * (4 + 5 * n)] * (1 + n % 2)
+    expected = tokens(run(make_engine(), free))
+    assert {name: found[name] for name in free} == expected
+    assert (engine.scheduler.num_preemptions > 0) == bool(config)
+
+
+@pytest.mark.parametrize("processor", [sample.EchoLogitsProcessor, sample.RevisedEcho])
+@pytest.mark.parametrize("config", [{}, TIGHT])
+def test_a_processor_sees_prompt_and_output(
+    make_engine: MakeEngine, run: Run, processor: type, config: dict[str, Any]
+) -> None:
+    requests = {
+        f"{n}": ([10 + n, 20 + n, 30 + n], SamplingParams(max_tokens=9 + 7 * n, extra_args={"echo": True}))
+        for n in range(7)
+    }
+    engine = make_engine(logits_processors=(processor,), max_num_seqs=7, **config)
+    found = tokens(run(engine, requests))
+    assert (engine.scheduler.num_preemptions > 0) == bool(config)
+    for n in range(7):
+        assert found[f"{n}"] == [[(10 + n, 20 + n, 30 + n)[place % 3] for place in range(9 + 7 * n)]]
+
+
+def requests(bias: str, min_p: str) -> dict[str, tuple[Any, SamplingParams]]:
+    """With a bias and min_p: the engine's own, or those of processors that do the same."""
+    values = {20: 4.0, 30: -3.0, 40: 2.5}
+    fields: dict[str, dict[str, Any]] = {
+        "seeded": {"regex": REGEX, "n": 3, "seed": 5, "logprobs": 2, min_p: 0.05},
+        "unseeded": {"regex": REGEX, "top_k": 20, "min_tokens": 25, bias: values, min_p: 0.2},
+        "penalised": {"regex": REGEX, "temperature": 0.0, "repetition_penalty": 1.3, bias: values},
+        "biased": {"regex": REGEX, "temperature": 0.0, bias: values, "logprobs": 0},
+        "free": {"temperature": 0.0, "repetition_penalty": 1.1, bias: values},
+        "random": {"seed": 3, "temperature": 0.8, min_p: 0.1, "presence_penalty": 0.5},
+        "plain": {"seed": 4, "top_p": 0.9},
+    }
+    built = {}
+    for name, given in fields.items():
+        extra = {key.removeprefix("my "): given.pop(key) for key in list(given) if key.startswith("my ")}
+        built[name] = (PROMPT, SamplingParams(**{"max_tokens": 30, **given}, extra_args=extra or None))
+    return built
+
+
+@pytest.mark.parametrize("model", [(sample.MyBias, sample.MyMinP), (sample.RevisedBias, sample.RevisedMinP)])
+@pytest.mark.parametrize("config", [{}, TIGHT])
+@pytest.mark.parametrize("late", [False, True])
+def test_what_a_processor_does_is_what_the_engine_s_own_does(
+    make_engine: MakeEngine, tiny_model: LoadedModel, run: Run, model: Any, config: dict[str, Any], late: bool
+) -> None:
+    """Before the penalties and after the mask, preempted or not, and with rows that are parked: the same tokens."""
+    expected = run(make_engine(parking=False), requests("logit_bias", "min_p"))
+    pool = FaultyPool(tiny_model.vocabulary)
+    if late:
+        generator = random.Random(1)
+        pool.delay = lambda sequence_id, position: generator.choice([0, 0, 0, 0, 1, 4])
+    engine = make_engine(pool, logits_processors=model, **config)
+    found = run(engine, requests("my bias", "my min_p"))
+    assert tokens(found) == tokens(expected)
+    assert (engine.stats.parkings > 20) == late
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_the_engine_s_own_min_p_with_rows_that_are_parked(
+    make_engine: MakeEngine, tiny_model: LoadedModel, run: Run, late: bool
+) -> None:
+    expected = run(make_engine(), requests("logit_bias", "min_p"))
+    pool = FaultyPool(tiny_model.vocabulary)
+    pool.delay = lambda sequence_id, position: 2 if late and position % 3 == 0 else 0
+    assert tokens(run(make_engine(pool), requests("logit_bias", "min_p"))) == tokens(expected)
+
+
+class Recorder(sample.DummyLogitsProcessor):
+    """What it sees: per step, the size and whether -inf is there already; and the values of token 5."""
+
+    seen: list[tuple[int, bool, list[float]]]
+    updates: list[Any]
+    invariant = False
+
+    def __init__(self, *config: Any) -> None:
+        type(self).seen, type(self).updates = [], []
+
+    def is_argmax_invariant(self) -> bool:
+        return self.invariant
+
+    def update_state(self, batch_update: Any) -> None:
+        self.updates.append(batch_update)
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        self.seen.append((len(logits), bool(logits.isinf().any()), logits[:, 5].tolist()))
+        return logits
+
+
+class RecorderAfter(Recorder):
+    invariant = True
+
+
+def test_the_order_is_min_tokens_bias_processors_penalties_mask_temperature_invariant_ones(
+    make_engine: MakeEngine, tiny_model: LoadedModel, run: Run
+) -> None:
+    eos = next(iter(tiny_model.vocabulary.stop_token_ids))
+    seen: list[torch.Tensor] = []
+
+    class Before(Recorder):
+        def apply(self, logits: torch.Tensor) -> torch.Tensor:
+            seen.append(logits.clone())
+            return logits
+
+    class After(Before):
+        invariant = True
+
+    common = {"prompt": [5, 6, 7], "max_tokens": 1}
+
+    def logits_of(processor: type[LogitsProcessor], **params: Any) -> torch.Tensor:
+        engine = make_engine(logits_processors=(processor,))
+        run(engine, {"r": (common["prompt"], SamplingParams(max_tokens=1, **params))})
+        (found,) = seen
+        seen.clear()
+        return found[0]
+
+    raw = logits_of(Before)
+    assert torch.equal(logits_of(Before, repetition_penalty=2.0, regex="[0-9]"), raw), "not penalised, not masked"
+    biased = logits_of(Before, logit_bias={9: 3.0}, min_tokens=1)
+    assert biased[9] == raw[9] + 3.0
+    assert biased[eos] == pytest.approx(-1e30)
+    after = logits_of(After, repetition_penalty=2.0, temperature=0.5, regex="[0-9]", min_p=0.5)
+    allowed = after.isfinite()
+    assert 0 < allowed.sum() < 12, "masked, and min_p is over"
+    assert 5 not in allowed.nonzero()
+    assert torch.allclose(after[allowed], raw[allowed] / 0.5)
+
+
+def test_argmax_invariant_ones_are_skipped_where_everybody_is_greedy(make_engine: MakeEngine, run: Run) -> None:
+    for processor, greedy, expected in [(Recorder, True, 6), (RecorderAfter, True, 0), (RecorderAfter, False, 6)]:
+        params = SamplingParams(temperature=0.0 if greedy else 1.0, max_tokens=6, min_tokens=6)
+        run(make_engine(logits_processors=(processor,)), {"r": (PROMPT, params)})
+        assert len(processor.seen) == expected
+        assert [update is not None for update in processor.updates] == [True] + [False] * 5
+
+
+def test_a_processor_is_told_before_the_forward_pass(make_engine: MakeEngine) -> None:
+    events: list[str] = []
+
+    class Told(Recorder):
+        def update_state(self, batch_update: Any) -> None:
+            events.append("update_state")
+
+        def apply(self, logits: torch.Tensor) -> torch.Tensor:
+            events.append("apply")
+            return logits
+
+    engine = make_engine(logits_processors=(Told,))
+    execute = engine.runner.execute
+    engine.runner.execute = lambda batch: (events.append("execute"), execute(batch))[1]  # type: ignore
+    engine.add_request("r", PROMPT, SamplingParams(max_tokens=3))
+    engine.step()
+    engine.step()
+    assert events == ["update_state", "execute", "apply"] * 2
+
+
+def test_built_ins_that_nobody_uses_hear_of_nobody(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine()
+    processors = engine.sampler.processors
+    called: list[str] = []
+    for name in ("_bias", "_min_tokens", "_min_p"):
+        host = getattr(processors, name)
+        for verb in ("begin", "apply"):
+            real = getattr(host, verb)
+            monkeypatch.setattr(
+                host, verb, lambda *args, _real=real, _name=name, **kw: (called.append(_name), _real(*args, **kw))[1]
+            )
+    engine.add_request("plain", PROMPT, SamplingParams(seed=1, top_k=5, max_tokens=20))
+    engine.step()
+    engine.step()
+    assert not called
+    engine.add_request("min_p", PROMPT, SamplingParams(seed=1, min_p=0.2, max_tokens=2))
+    engine.step()
+    assert {*called} == {"_min_p"}
+    engine.step()
+    engine.step()
+    called.clear()
+    engine.step()
+    assert not called, "who used it is gone, and was forgotten"
+
+
+# -- what raises
+
+
+def poisoned(where: str, **params: Any) -> SamplingParams:
+    return SamplingParams(extra_args={"poison": where}, max_tokens=12, **params)
+
+
+@pytest.mark.parametrize("where", ["apply", "update_state", "None", "shape"])
+@pytest.mark.parametrize("processor", [sample.Poisonable, sample.PoisonableLate])
+@pytest.mark.parametrize("constrained", [False, True])
+def test_who_a_processor_raises_on_fails_and_nobody_else(
+    make_engine: MakeEngine, run: Run, processor: type[sample.Poisonable], where: str, constrained: bool
+) -> None:
+    """Although it has spoilt all logits by then. The engine goes on, with a processor that was made anew."""
+    others = {name: each for name, each in requests("logit_bias", "min_p").items() if name != "seeded"}
+    expected = run(make_engine(), others)
+    processor.made = 0
+    engine = make_engine(logits_processors=(processor,))
+    engine.add_request("early", PROMPT, SamplingParams(max_tokens=40, seed=2))
+    engine.step()
+    kind = {"regex": REGEX} if constrained else {}
+    found = run(engine, {**others, "poison": (PROMPT, poisoned(where, n=2, seed=1, **kind))})
+    error = found.pop("poison").error
+    assert isinstance(error, LogitsProcessorFailed)
+    assert processor.__name__ in str(error)
+    assert found.pop("early").error is None
+    assert tokens(found) == tokens(expected)
+    assert engine.stats.failures == {"logits_processor_failed": 1}
+    made = processor.made
+    assert made > 1
+    again = run(engine, others)
+    assert tokens(again) == tokens(expected)
+    assert processor.made == made
+
+
+@pytest.mark.parametrize("where", ["add_request", "update_state", "apply"])
+def test_who_a_revised_one_raises_on_fails_and_nobody_else(make_engine: MakeEngine, run: Run, where: str) -> None:
+    others = requests("logit_bias", "min_p")
+    expected = run(make_engine(), others)
+    engine = make_engine(logits_processors=(sample.RevisedPoisonable,))
+    found = run(engine, {**requests("my bias", "min_p"), "poison": (PROMPT, poisoned(where))})
+    assert isinstance(found.pop("poison").error, LogitsProcessorFailed)
+    assert tokens(found) == tokens(expected)
+
+
+def test_a_second_processor_does_its_work_once_where_the_first_raises(make_engine: MakeEngine, run: Run) -> None:
+    others = requests("logit_bias", "min_p")
+    expected = run(make_engine(), others)
+    for order in ([sample.MyBias, sample.Poisonable], [sample.Poisonable, sample.MyBias]):
+        engine = make_engine(logits_processors=tuple(order))
+        found = run(engine, {**requests("my bias", "min_p"), "poison": (PROMPT, poisoned("apply"))})
+        assert found.pop("poison").error is not None
+        assert tokens(found) == tokens(expected)
+
+
+def test_a_processor_that_can_t_be_made_again_fails_everybody_and_says_so(make_engine: MakeEngine, run: Run) -> None:
+    class Once(sample.Poisonable):
+        made = 0
+
+        def __init__(self, *config: Any) -> None:
+            super().__init__(*config)
+            if type(self).made > 1:
+                raise OSError("the file has gone")
+
+    engine = make_engine(logits_processors=(Once,))
+    found = run(engine, {"a": (PROMPT, poisoned("apply")), "b": (PROMPT, SamplingParams(max_tokens=3))})
+    assert all("the file has gone" in str(output.error) for output in found.values())
+    later = run(engine, {"c": (PROMPT, SamplingParams(max_tokens=3))})
+    assert isinstance(later["c"].error, LogitsProcessorFailed), "never without it"
+
+
+def test_what_forbids_all_tokens_is_an_error_of_that_request(make_engine: MakeEngine, run: Run) -> None:
+    class Nothing(sample.MyBias):
+        def apply(self, logits: torch.Tensor) -> torch.Tensor:
+            logits[self.bias[: self.size, 0] != 0] = float("-inf")
+            return logits
+
+    class NothingLate(Nothing):
+        def is_argmax_invariant(self) -> bool:
+            return True
+
+    for processor in (Nothing, NothingLate):
+        found = run(
+            make_engine(logits_processors=(processor,)),
+            {
+                "none": (PROMPT, SamplingParams(max_tokens=3, extra_args={"bias": {0: 1.0}})),
+                "some": (PROMPT, SamplingParams(max_tokens=3, ignore_eos=True)),
+            },
+        )
+        assert "finite" in str(found["none"].error)
+        assert len(found["some"].outputs[0].token_ids) == 3
+
+
+# -- admission, and ways in
+
+
+def test_validate_params_refuses(make_engine: MakeEngine) -> None:
+    engine = make_engine(logits_processors=(sample.DummyLogitsProcessor,))
+    with pytest.raises(InvalidRequest, match="target_token value five is not int") as refused:
+        engine.add_request("r", PROMPT, SamplingParams(extra_args={"target_token": "five"}))
+    assert refused.value.param == "extra_args"
+    assert not engine.has_unfinished
+    engine = make_engine(logits_processors=(sample.BadValidator,))
+    with pytest.raises(LogitsProcessorFailed, match="BadValidator"):
+        engine.add_request("r", PROMPT, SamplingParams())
+
+
+def test_a_script_names_them_beside_the_config_s(tiny_model: LoadedModel) -> None:
+    config = EngineConfig(max_model_len=128, logits_processors=("sample_processors:MyBias",))
+    with LLM(tiny_model, config=config, logits_processors=[sample.DummyLogitsProcessor]) as llm:
+        [output] = llm.generate(
+            PROMPT, SamplingParams(temperature=0.0, max_tokens=4, extra_args={"target_token": 67}), use_tqdm=False
+        )
+    assert list(output.outputs[0].token_ids) == [67] * 4
+    assert llm.engine.sampler.processors.classes == (sample.MyBias, sample.DummyLogitsProcessor)
+
+
+def test_a_built_in_is_a_processor_like_any_other() -> None:
+    assert issubclass(MinPLogitsProcessor, LogitsProcessor)

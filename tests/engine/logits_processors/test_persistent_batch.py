@@ -1,0 +1,169 @@
+"""Batch updates, against a model that only knows ids: whoever follows them has the batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.detokenizer import Detokenizer, TokenTexts
+from engine.logits_processors import BatchUpdate, MoveDirectionality, process_dict_updates
+from engine.logits_processors.persistent_batch import PersistentBatch
+from engine.logits_processors.slots import Slots
+from engine.sampling_params import SamplingParams
+from engine.sequence import Sequence, SequenceStatus
+from guided.vocabulary import Vocabulary
+
+TEXTS = TokenTexts(Vocabulary((b"", b"a"), (0,), frozenset({0}), 2), tokenizer=[])
+COUNT = 9
+"""Sequences that there are; batches hold some of them in any order."""
+
+histories = st.lists(st.lists(st.integers(0, COUNT - 1), unique=True), min_size=1, max_size=12)
+
+
+def sequences(count: int = COUNT) -> list[Sequence]:
+    return [
+        Sequence(
+            0,
+            SamplingParams(extra_args={"id": number}),
+            [number + 1, 7],
+            max_length=100,
+            stop_ids=frozenset(),
+            seed=0,
+            detokenizer=Detokenizer(TEXTS),
+        )
+        for number in range(count)
+    ]
+
+
+def id_of(params: SamplingParams, *_: Any) -> int:
+    assert params.extra_args is not None
+    found: int = params.extra_args["id"]
+    return found
+
+
+def follow(batch: dict[int, int], update: BatchUpdate, *, added_first: bool) -> None:
+    """By index, whose it is. Moves overwrite and vacate as they say, with no look at what makes sense."""
+
+    def add() -> None:
+        for index, params, _, _ in update.added:
+            batch[index] = id_of(params)
+
+    if added_first:
+        add()
+    for index in update.removed:
+        del batch[index]
+    if not added_first:
+        add()
+    for first, second, direction in update.moved:
+        moving = batch.pop(first)
+        if direction is MoveDirectionality.SWAP:
+            batch[first] = batch.pop(second)
+        batch[second] = moving
+
+
+@given(histories, st.booleans())
+def test_whoever_follows_the_updates_has_the_batch(history: list[list[int]], added_first: bool) -> None:
+    every, batch = sequences(), PersistentBatch()
+    followed: dict[int, int] = {}
+    largest, before = 0, list[int]()
+    for rows in history:
+        update = batch.update([every[number] for number in rows])
+        assert (update is None) == (rows == before)
+        if update is not None:
+            largest = max(len(rows), len(before))
+            assert update.batch_size == len(rows)
+            assert not {*update.removed} & {index for index, *_ in update.added}, "in whatever order they are taken"
+            touched = [*update.removed, *(add[0] for add in update.added), *(i for m in update.moved for i in m[:2])]
+            assert all(0 <= index < largest for index in touched), "an array of max_num_seqs is enough"
+            assert {id_of(params) for _, params, _, _ in update.added} == {*rows} - {*before}, "who stays is not added"
+            follow(followed, update, added_first=added_first)
+        assert followed == dict(enumerate(rows))
+        before = rows
+
+
+@given(histories)
+def test_process_dict_updates_keeps_those_it_is_for(history: list[list[int]]) -> None:
+    every, batch = sequences(), PersistentBatch()
+    mine: dict[int, int] = {}
+    for rows in history:
+        update = batch.update([every[number] for number in rows])
+        before = dict(mine)
+        changed = process_dict_updates(mine, update, lambda params, *_: id_of(params) if id_of(params) % 2 else None)
+        assert mine == {row: number for row, number in enumerate(rows) if number % 2}
+        assert changed or mine == before
+    assert process_dict_updates(mine, None, lambda *_: 1) is False
+
+
+def test_an_added_request_brings_its_tokens_by_reference() -> None:
+    (one,) = sequences(1)
+    one.append(5)
+    update = PersistentBatch().update([one])
+    assert update is not None
+    ((index, params, prompt, output),) = update.added
+    assert (index, params, prompt, output) == (0, one.params, [1, 7], [5])
+    one.append(6)
+    assert output == [5, 6]
+
+
+def test_updates_are_those_that_vllm_documents() -> None:
+    """New ones take the places of the finished from the lowest; what is empty then is filled from the end."""
+    a, b, c, d, e, f, *_ = sequences()
+    batch = PersistentBatch()
+    batch.update([a, b, c, d])
+    update = batch.update([a, e, c, d])
+    assert update is not None
+    assert [add[0] for add in update.added] == [1]
+    assert (update.removed, update.moved) == ([], [])
+    update = batch.update([a, d, c])
+    assert update is not None
+    assert (update.added, update.removed) == ([], [1])
+    assert update.moved == [(3, 1, MoveDirectionality.UNIDIRECTIONAL)]
+    update = batch.update([f, b, d, c])
+    assert update is not None
+    assert [add[0] for add in update.added] == [0, 3]
+    assert update.removed == []
+    assert update.moved == [(1, 3, MoveDirectionality.SWAP), (2, 3, MoveDirectionality.SWAP)]
+
+
+events = st.lists(
+    st.tuples(st.lists(st.integers(0, COUNT - 1), unique=True, max_size=4), st.sampled_from(SequenceStatus)), min_size=1
+)
+
+
+@given(events)
+def test_slots_are_a_sequence_s_own_and_show_its_tokens(history: list[tuple[list[int], SequenceStatus]]) -> None:
+    """Batches of up to four of nine in four slots; between batches somebody changes his status."""
+    every, slots = sequences(), Slots(4, 100)
+    places: dict[int, int] = {}
+    for rows, status in history:
+        batch = [every[number] for number in rows]
+        for one in batch:
+            one.status = SequenceStatus.RUNNING
+        mapping = slots.take(batch).tolist()
+        assert len({*mapping}) == len(mapping)
+        for number, index in zip(rows, mapping, strict=True):
+            one = every[number]
+            assert slots.holders[index] is one
+            assert slots.token_ids[index, : slots.seq_lens[index]].tolist() == one.data.token_ids
+        held = {number: index for index, one in slots.holders.items() for number in [every.index(one)]}
+        if len({*places} | {*rows}) <= 4:
+            kept = {number for number in places if every[number].status is SequenceStatus.RUNNING}
+            assert all(held.get(number) == places[number] for number in kept), "while there is room nobody has to move"
+        places = held
+        for place, one in enumerate(batch):
+            one.append(place + 10)
+        if batch:
+            batch[0].status = status
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 0, 1]])
+def test_a_slot_that_is_given_out_again_starts_empty(order: list[int]) -> None:
+    every, slots = sequences(3), Slots(1, 10)
+    for number in order:
+        every[number].status = SequenceStatus.RUNNING
+        assert slots.take([every[number]]).tolist() == [0]
+        assert slots.token_ids[0, : slots.seq_lens[0]].tolist() == [number + 1, 7]
+        every[number].status = SequenceStatus.FINISHED_STOPPED

@@ -1,0 +1,109 @@
+"""Custom logits processors over HTTP: `vllm_xargs`, what is refused, and what a client sees of one that raises."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sample_processors import DummyLogitsProcessor
+from starlette.testclient import TestClient
+
+from engine.async_llm import AsyncLLM
+from engine.config import EngineConfig
+from engine.server.app import create_app
+from engine.server.context import ServerSettings
+
+PROCESSORS = ["sample_processors:DummyLogitsProcessor", "sample_processors:Poisonable"]
+
+
+@pytest.fixture(scope="module")
+def with_processors(tiny_llama_dir: Path) -> Iterator[TestClient]:
+    engine = AsyncLLM(
+        str(tiny_llama_dir), "inline", EngineConfig(max_num_seqs=8), dtype="float32", logits_processors=PROCESSORS
+    )
+    with TestClient(create_app(engine, ServerSettings(model_names=("tiny",))), raise_server_exceptions=False) as client:
+        yield client
+    engine.shutdown()
+
+
+def complete(client: TestClient, **fields: Any) -> Any:
+    return client.post("/v1/completions", json={"prompt": "Hello", "max_tokens": 4, **fields})
+
+
+def test_a_request_s_arguments_reach_the_processor(with_processors: TestClient) -> None:
+    answer = complete(with_processors, vllm_xargs={"target_token": 67}, logprobs=0)
+    assert answer.status_code == 200
+    [choice] = answer.json()["choices"]
+    assert len(choice["logprobs"]["tokens"]) == 4
+    assert len({*choice["logprobs"]["tokens"]}) == 1
+    chat = with_processors.post(
+        "/v1/chat/completions",
+        json={
+            "messages": [{"role": "user", "content": "Hello"}],
+            "max_tokens": 4,
+            "vllm_xargs": {"target_token": 67, "others": [1, "two", 0.5]},
+        },
+    )
+    assert chat.json()["choices"][0]["message"]["content"] == choice["text"]
+
+
+def test_what_validate_params_refuses_is_a_400_that_names_the_field(with_processors: TestClient) -> None:
+    answer = complete(with_processors, vllm_xargs={"target_token": "five"})
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert (error["param"], error["code"]) == ("vllm_xargs", "invalid_request")
+    assert error["message"] == "target_token value five is not int"
+
+
+def test_one_that_raises_is_that_request_s_500_and_the_server_goes_on(with_processors: TestClient) -> None:
+    answer = complete(with_processors, vllm_xargs={"poison": "apply"})
+    assert answer.status_code == 500
+    error = answer.json()["error"]
+    assert error["code"] == "logits_processor_failed"
+    assert "Poisonable" in error["message"]
+    assert answer.headers["x-should-retry"] == "false"
+    assert complete(with_processors).status_code == 200
+    assert with_processors.get("/health").status_code == 200
+    assert 'guided_engine_failures_total{code="logits_processor_failed"} 1.0' in with_processors.get("/metrics").text
+
+
+@pytest.mark.parametrize("value", ["text", {"a": {"b": 1}}, {"a": [[1]]}, {"a": None}])
+def test_vllm_xargs_are_strings_numbers_and_flat_lists(with_processors: TestClient, value: Any) -> None:
+    assert complete(with_processors, vllm_xargs=value).status_code == 400
+
+
+def test_without_a_processor_they_are_refused_and_not_ignored(client_with: Callable[..., TestClient]) -> None:
+    answer = complete(client_with(), vllm_xargs={"target_token": 67})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "vllm_xargs"
+    assert "--logits-processors" in answer.json()["error"]["message"]
+    assert complete(client_with(), vllm_xargs={}).status_code == 200
+    assert complete(client_with(), vllm_xargs=None).status_code == 200
+
+
+def test_the_command_line_names_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    from typer.testing import CliRunner
+
+    from engine.server import process
+    from engine.server.cli import app
+
+    given: list[process.ServeOptions] = []
+    monkeypatch.setattr(process, "serve", lambda options, listener: given.append(options))
+    names = [part for name in PROCESSORS for part in ("--logits-processors", name)]
+    assert CliRunner().invoke(app, ["serve", "--port", "0", *names]).exit_code == 0
+    assert given[0].logits_processors == tuple(PROCESSORS)
+    assert DummyLogitsProcessor.__name__ in PROCESSORS[0]
+
+
+def test_a_name_that_leads_nowhere_is_one_line_at_the_start(tiny_llama_dir: Path) -> None:
+    from typer.testing import CliRunner
+
+    from engine.server.cli import app
+
+    result = CliRunner().invoke(
+        app, ["serve", str(tiny_llama_dir), "--port", "0", "--pool", "inline", "--logits-processors", "nowhere:It"]
+    )
+    assert result.exit_code == 1
+    assert "guided serve: the logits processor nowhere:It can't be loaded" in result.output

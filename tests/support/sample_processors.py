@@ -1,0 +1,352 @@
+"""Logits processors for tests: as vLLM's documentation shows how to write them, and some that do what a sampling
+parameter does, so that their outputs can be compared."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+import torch
+
+from engine.logits_processors import (
+    AdapterLogitsProcessor,
+    BatchUpdate,
+    LogitsProcessor,
+    MoveDirectionality,
+    RequestLogitsProcessor,
+    RevisedLogitsProcessor,
+    SamplingParams,
+    VllmConfig,
+    process_dict_updates,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class DummyLogitsProcessor(LogitsProcessor):
+    """All tokens but `target_token` are forbidden. (vLLM: docs/features/custom_logitsprocs.md)"""
+
+    @classmethod
+    def validate_params(cls, sampling_params: SamplingParams) -> None:
+        token = (sampling_params.extra_args or {}).get("target_token")
+        if token is not None and not isinstance(token, int):
+            raise ValueError(f"target_token value {token} is not int")
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
+        self.req_info: dict[int, int] = {}
+
+    def is_argmax_invariant(self) -> bool:
+        return False
+
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        if not batch_update:
+            return
+        # As there: additions before removals.
+        for index, params, _, _ in batch_update.added:
+            assert params is not None
+            if params.extra_args and (target_token := params.extra_args.get("target_token")):
+                self.req_info[index] = target_token
+            else:
+                self.req_info.pop(index, None)
+        if self.req_info:
+            for index in batch_update.removed:
+                self.req_info.pop(index, None)
+            for adx, bdx, direct in batch_update.moved:
+                a_val = self.req_info.pop(adx, None)
+                b_val = self.req_info.pop(bdx, None)
+                if a_val is not None:
+                    self.req_info[bdx] = a_val
+                if direct == MoveDirectionality.SWAP and b_val is not None:
+                    self.req_info[adx] = b_val
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        if not self.req_info:
+            return logits
+        cols = torch.tensor(list(self.req_info.values()), dtype=torch.long, device=logits.device)
+        rows = torch.tensor(list(self.req_info.keys()), dtype=torch.long, device=logits.device)
+        values_to_keep = logits[rows, cols].clone()
+        logits[rows] = float("-inf")
+        logits[rows, cols] = values_to_keep
+        return logits
+
+
+class DictUpdatesLogitsProcessor(DummyLogitsProcessor):
+    """The same with `process_dict_updates`. (vLLM: examples/offline_inference/logits_processor/custom.py)"""
+
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        process_dict_updates(
+            self.req_info,
+            batch_update,
+            lambda params, _, __: params.extra_args and params.extra_args.get("target_token"),
+        )
+
+
+class DummyPerReqLogitsProcessor:
+    """A request-level callable. (vLLM: examples/offline_inference/logits_processor/custom_req.py)"""
+
+    def __init__(self, target_token: int) -> None:
+        self.target_token = target_token
+
+    def __call__(self, output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+        val_to_keep = logits[self.target_token].item()
+        logits[:] = float("-inf")
+        logits[self.target_token] = val_to_keep
+        return logits
+
+
+class WrappedPerReqLogitsProcessor(AdapterLogitsProcessor):
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
+        super().__init__(vllm_config, device, is_pin_memory)
+        self.is_cpu = device.type == "cpu"
+
+    def is_argmax_invariant(self) -> bool:
+        return False
+
+    def new_req_logits_processor(self, params: SamplingParams) -> RequestLogitsProcessor | None:
+        target_token: Any = params.extra_args and params.extra_args.get("target_token")
+        if target_token is None:
+            return None
+        if not isinstance(target_token, int):
+            logger.warning("target_token value %s is not int; not applying logits processor to request.", target_token)
+            return None
+        return DummyPerReqLogitsProcessor(target_token)
+
+
+class EchoLogitsProcessor(AdapterLogitsProcessor):
+    """A callable with prompt ids: the prompt over and over; the result is another tensor."""
+
+    def is_argmax_invariant(self) -> bool:
+        return False
+
+    def new_req_logits_processor(self, params: SamplingParams) -> RequestLogitsProcessor | None:
+        if not (params.extra_args or {}).get("echo"):
+            return None
+
+        def echo(prompt_ids: list[int], output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+            forced = torch.full_like(logits, float("-inf"))
+            forced[prompt_ids[len(output_ids) % len(prompt_ids)]] = 0.0
+            return forced
+
+        return echo
+
+
+class MyBias(LogitsProcessor):
+    """`logit_bias`, dense: a tensor that is moved about as the batch is; the result is another tensor."""
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
+        rows = vllm_config.scheduler_config.max_num_seqs
+        self.bias = torch.zeros(rows, vllm_config.model_config.get_vocab_size(), device=device)
+        self.size = 0
+
+    def is_argmax_invariant(self) -> bool:
+        return False
+
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        if batch_update is None:
+            return
+        for index in batch_update.removed:
+            self.bias[index] = 0
+        for index, params, _, _ in batch_update.added:
+            self.bias[index] = 0
+            for token, value in (params.extra_args or {}).get("bias", {}).items():
+                self.bias[index, token] = value
+        for source, target, direct in batch_update.moved:
+            if direct is MoveDirectionality.SWAP:
+                self.bias[[source, target]] = self.bias[[target, source]]
+            else:
+                self.bias[target], self.bias[source] = self.bias[source].clone(), 0
+        self.size = batch_update.batch_size
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        assert len(logits) == self.size
+        return logits + self.bias[: self.size]
+
+
+class MyMinP(MyBias):
+    """`min_p` for everybody who has it in `extra_args`."""
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
+        self.min_p: dict[int, float] = {}
+        self.size = 0
+
+    def is_argmax_invariant(self) -> bool:
+        return True
+
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        process_dict_updates(self.min_p, batch_update, lambda params, *_: (params.extra_args or {}).get("min_p"))
+        if batch_update is not None:
+            self.size = batch_update.batch_size
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        assert len(logits) == self.size
+        for row, min_p in self.min_p.items():
+            floor = logits[row].max() + torch.tensor(min_p).log()
+            logits[row, logits[row] < floor] = float("-inf")
+        return logits
+
+
+class RevisedBias(RevisedLogitsProcessor):
+    """`logit_bias` in the revised model."""
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
+        self.count = vllm_config.scheduler_config.max_num_seqs
+        self.params: dict[int, SamplingParams] = {}
+        self.rows: list[int] = []
+
+    def is_argmax_invariant(self) -> bool:
+        return False
+
+    def add_request(self, index: int, params: SamplingParams, prompt_len: int) -> None:
+        assert index not in self.params
+        assert 0 <= index < self.count
+        self.params[index] = params
+
+    def remove_request(self, index: int) -> None:
+        del self.params[index]
+
+    def update_state(
+        self,
+        index_mapping: np.ndarray[Any, Any] | None,
+        token_ids: np.ndarray[Any, Any],
+        seq_lens: np.ndarray[Any, Any],
+    ) -> None:
+        if index_mapping is not None:
+            self.rows = index_mapping.tolist()
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        assert len(logits) == len(self.rows)
+        for row, index in enumerate(self.rows):
+            for token, value in (self.params[index].extra_args or {}).get("bias", {}).items():
+                logits[row, token] += value
+        return logits
+
+
+class RevisedMinP(RevisedBias):
+    """`min_p` in the revised model."""
+
+    def is_argmax_invariant(self) -> bool:
+        return True
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        assert len(logits) == len(self.rows)
+        for row, index in enumerate(self.rows):
+            min_p = (self.params[index].extra_args or {}).get("min_p")
+            if min_p is not None:
+                floor = logits[row].max() + torch.tensor(min_p).log()
+                logits[row, logits[row] < floor] = float("-inf")
+        return logits
+
+
+class RevisedEcho(RevisedBias):
+    """The prompt over and over, from the tokens that the engine shows."""
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
+        super().__init__(vllm_config, device, is_pin_memory)
+        self.prompt_lens: dict[int, int] = {}
+
+    def add_request(self, index: int, params: SamplingParams, prompt_len: int) -> None:
+        super().add_request(index, params, prompt_len)
+        self.prompt_lens[index] = prompt_len
+
+    def update_state(
+        self,
+        index_mapping: np.ndarray[Any, Any] | None,
+        token_ids: np.ndarray[Any, Any],
+        seq_lens: np.ndarray[Any, Any],
+    ) -> None:
+        super().update_state(index_mapping, token_ids, seq_lens)
+        self.next: dict[int, int] = {}
+        for index in self.rows:
+            prompt, length = self.prompt_lens[index], int(seq_lens[index])
+            said = token_ids[index, prompt:length].tolist()
+            wanted = [int(token_ids[index, i % prompt]) for i in range(len(said) + 1)]
+            assert said == wanted[:-1]
+            self.next[index] = wanted[-1]
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        for row, index in enumerate(self.rows):
+            logits[row] = float("-inf")
+            logits[row, self.next[index]] = 0.0
+        return logits
+
+
+class Poisonable(MyBias):
+    """Raises on requests that say so in `extra_args`: `poison` is where ("apply", "update_state"), after it has spoilt
+    what it could reach; `never_made` counts how often it was made."""
+
+    made = 0
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
+        type(self).made += 1
+        self.poison: dict[int, str] = {}
+
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        process_dict_updates(self.poison, batch_update, lambda params, *_: (params.extra_args or {}).get("poison"))
+        if "update_state" in self.poison.values():
+            raise LookupError("poisoned update_state")
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        if "apply" in self.poison.values():
+            logits.fill_(float("nan"))
+            raise LookupError("poisoned apply")
+        if "None" in self.poison.values():
+            return None  # type: ignore[return-value]
+        if "shape" in self.poison.values():
+            return logits[:, 1:]
+        return logits
+
+
+class PoisonableLate(Poisonable):
+    """The same after the mask."""
+
+    def is_argmax_invariant(self) -> bool:
+        return True
+
+
+class RevisedPoisonable(RevisedBias):
+    """The same in the revised model; "add_request" too."""
+
+    def add_request(self, index: int, params: SamplingParams, prompt_len: int) -> None:
+        super().add_request(index, params, prompt_len)
+        self._raise("add_request", [index])
+
+    def update_state(
+        self,
+        index_mapping: np.ndarray[Any, Any] | None,
+        token_ids: np.ndarray[Any, Any],
+        seq_lens: np.ndarray[Any, Any],
+    ) -> None:
+        super().update_state(index_mapping, token_ids, seq_lens)
+        self._raise("update_state", self.rows)
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        self._raise("apply", self.rows)
+        return super().apply(logits)
+
+    def _raise(self, where: str, indices: list[int]) -> None:
+        if any((self.params[index].extra_args or {}).get("poison") == where for index in indices):
+            raise LookupError(f"poisoned {where}")
+
+
+class CantBeMade(LogitsProcessor):
+    """Its constructor raises."""
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
+        raise OSError("no such file")
+
+    def is_argmax_invariant(self) -> bool:
+        return False
+
+    def update_state(self, batch_update: BatchUpdate | None) -> None: ...
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits
+
+
+class BadValidator(DummyLogitsProcessor):
+    """Its `validate_params` has a bug."""
+
+    @classmethod
+    def validate_params(cls, sampling_params: SamplingParams) -> None:
+        raise KeyError("target")
