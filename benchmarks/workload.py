@@ -19,7 +19,7 @@ from benchmarks.peers.rows import Document
 from benchmarks.report import ROOT, fail
 from guided.vocabulary import Vocabulary
 
-__all__ = ["DATA", "Tokens", "documents", "shared_documents", "tekken"]
+__all__ = ["DATA", "Tokens", "documents", "read_rows", "shared_documents", "tekken"]
 
 DATA = ROOT.parent / "shared" / "data" / "maskbench-dev.jsonl.gz"
 WORDS = ("amber", "basket", "candle", "ember", "forest", "garden", "harbor", "island", "lantern", "meadow", "zephyr")
@@ -71,13 +71,14 @@ class Tokens:
         trainer = trainers.BpeTrainer(
             vocab_size=size, special_tokens=["</s>"], initial_alphabet=alphabet, show_progress=False
         )
-        tokenizer.train_from_iterator((json.dumps(row["schema"])[:5000] for row in _read(data)), trainer)
+        tokenizer.train_from_iterator((json.dumps(row["schema"])[:5000] for row in read_rows(data)), trainer)
         tokenizer.save(str(path))
         vocabulary = Vocabulary.from_tokenizer(tokenizer, stop_token_ids=[0])
         return cls(path, vocabulary.padded_vocab_size, 0, vocabulary.encode)
 
 
-def _read(path: Path) -> list[dict[str, Any]]:
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The file's rows; ends the program where it can't be read."""
     try:
         with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
             return [json.loads(line) for line in lines]
@@ -102,7 +103,7 @@ def documents(
         max_schema: characters of a schema's JSON; larger ones take some backends minutes to compile.
         lengths: tokens of an instance, at the least and at the most.
     """
-    rows = _read(path)
+    rows = read_rows(path)
     random.Random(seed).shuffle(rows)
     found: list[Document] = []
     for row in rows:
@@ -131,7 +132,7 @@ def shared_documents(path: Path, tokens: Tokens, schemas: Sequence[str], each: i
     """
     random_ = random.Random(seed)
     found: list[Document] = []
-    for row in _read(path):
+    for row in read_rows(path):
         if str(row["id"]) in schemas:
             schema = json.dumps(row["schema"], ensure_ascii=False)
             instance = next(test["data"] for test in row["tests"] if test["valid"])

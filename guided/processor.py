@@ -191,7 +191,7 @@ class LogitPostProcessor:
             logits: float `[rows, padded_vocab_size]` on any device; only prepared rows are written.
             patience: the step's mask deadline, in seconds from when the logits are there: a row that misses it is
                 `late`. As long as there is nobody to go on without it (no row with a mask, and `alone`) it is waited
-                for a little longer. None: every mask is waited for, and no row is late.
+                for a little longer. None: every mask is waited for, and a row is late only while no worker is up.
             alone: nobody but the prepared rows could be sampled now.
 
         Never raises for a row: a row without a valid mask is in `failed` or `late`, and is not masked.
@@ -315,6 +315,15 @@ class LogitPostProcessor:
             elif future.exception() is None:
                 self._pool.release(future.result())
         self._leaving = waiting
+
+    def rollback(self, sequence_id: int, length: int) -> None:
+        """What was prepared of this sequence is so no more, beyond its first `length` output tokens (a rejected draft).
+
+        Only needed where tokens change; a history that has merely become shorter is noticed. Unknown ids are ignored.
+        """
+        sequence = self._sequences.get(sequence_id)
+        if sequence is not None:
+            sequence.sent = min(sequence.sent, length)
 
     def free_sequence(self, sequence_id: int) -> None:
         """One sequence of a request is over; the others go on. Idempotent."""

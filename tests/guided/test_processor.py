@@ -120,6 +120,18 @@ def test_a_history_that_got_shorter_is_rolled_back() -> None:
         assert allowed(logits, 0) == [expected]
 
 
+def test_tokens_that_turned_out_otherwise_are_rolled_back() -> None:
+    subject = processor()
+    subject.initialize("r", Constraint.choice(["1234", "1567"]))
+    for tokens, still_true, expected in (([1, 2, 3], 0, 4), ([1, 5, 6], 1, 7), ([1, 5], 2, 6), ([1, 2], 1, 3)):
+        subject.rollback(1, still_true)
+        subject.prepare([GuidedRow("r", 1, tokens, 0)])
+        logits = torch.zeros(1, WIDTH)
+        assert not subject.apply(logits).failed
+        assert allowed(logits, 0) == [expected]
+    subject.rollback(2, 0)
+
+
 def test_a_fork_takes_over_its_parents_state() -> None:
     subject = processor()
     subject.initialize("r", Constraint.choice(["123", "129"]))

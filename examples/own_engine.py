@@ -1,0 +1,153 @@
+"""Guided decoding in an engine of your own, a plain PyTorch loop: `python examples/own_engine.py [MODEL] [--ray]`.
+
+`--ray` computes the masks in actors, while the forward pass runs; else this process does, when they are asked for.
+"""
+
+from __future__ import annotations
+
+import sys
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from engine.default_model import checkpoint_path
+from guided import Constraint, Grammar, GuidedError, GuidedRow, InlinePool, LogitPostProcessor, MaskPool, Vocabulary
+
+DEADLINE = 0.002
+"""Seconds that a step waits for masks once its logits are there."""
+
+
+@dataclass
+class Request:
+    prompt: list[int]
+    constraint: Constraint | None = None
+    output: list[int] = field(default_factory=list)
+    error: GuidedError | None = None
+
+
+@torch.inference_mode()
+def decode(model: Any, processor: LogitPostProcessor, requests: list[Request], max_tokens: int = 100) -> None:
+    """Run all requests to their ends, greedily: fills in `output`, and `error` of those that failed."""
+    compiling: dict[int, Future[Grammar]] = {}
+    running: list[int] = []
+    late: set[int] = set()
+
+    def end(index: int, error: GuidedError | None = None) -> None:
+        requests[index].error = error
+        processor.free(str(index))
+        late.discard(index)
+        if index in running:
+            running.remove(index)
+
+    for index, request in enumerate(requests):  # per request: its grammar is compiled elsewhere
+        if request.constraint is None:
+            running.append(index)
+            continue
+        try:
+            compiling[index] = processor.initialize(str(index), request.constraint)
+        except GuidedError as error:
+            end(index, error)
+
+    while compiling or running or late:
+        if not running and not late:
+            wait(compiling.values(), return_when="FIRST_COMPLETED")
+        for index in [index for index, future in compiling.items() if future.done()]:
+            try:
+                compiling.pop(index).result()
+                running.append(index)
+            except GuidedError as error:
+                end(index, error)
+        for name, lost in processor.failures().items():  # a worker died between two steps
+            end(int(name), lost)
+        for index in processor.settled(0.0 if running else 0.05):  # late ones whose masks have come run again
+            late.remove(index)
+            running.append(index)
+        if not running:
+            continue
+
+        batch = [requests[index] for index in running]
+        processor.prepare(
+            [
+                GuidedRow(str(index), index, request.output, row)
+                for row, (index, request) in enumerate(zip(running, batch, strict=True))
+                if request.constraint is not None
+            ]
+        )
+        hidden = forward(model, [request.prompt + request.output for request in batch])  # masks are computed meanwhile
+        logits = model.lm_head(hidden).float()
+        report = processor.apply(logits, DEADLINE, alone=all(request.constraint for request in batch))
+
+        tokens = logits.argmax(dim=-1).tolist()
+        for index, token in zip(list(running), tokens, strict=True):
+            if index in report.failed:
+                end(index, report.failed[index])
+            elif index in report.late:  # not sampled; the others go on without it
+                running.remove(index)
+                late.add(index)
+            elif token in processor.vocabulary.stop_token_ids:
+                end(index)
+            else:
+                requests[index].output.append(token)
+                if len(requests[index].output) == max_tokens:
+                    end(index)
+
+
+def forward(model: Any, texts: list[list[int]]) -> torch.Tensor:
+    """The hidden state of each text's last token, `[texts, hidden]`; a real engine would keep what it has computed."""
+    longest = max(map(len, texts))
+    tokens = torch.tensor([text + [0] * (longest - len(text)) for text in texts], device=model.device)
+    lengths = torch.tensor([len(text) for text in texts], device=model.device)
+    mask = torch.arange(longest, device=model.device) < lengths[:, None]
+    hidden: torch.Tensor = model.model(tokens, attention_mask=mask.long(), use_cache=False).last_hidden_state
+    return hidden[torch.arange(len(texts)), lengths - 1]
+
+
+def open_pool(vocabulary: Vocabulary, ray: bool) -> MaskPool:
+    if not ray:
+        return InlinePool(vocabulary)
+    from actors import RayPool
+
+    return RayPool(vocabulary)
+
+
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+QUESTIONS = [
+    ("Extract name and age as JSON. Anna Weber is 47 years old.", Constraint.json_schema(PERSON)),
+    ("The meeting takes place on 2031-05-17 in Oslo. Extract the date.", Constraint.regex(r"\d{4}-\d{2}-\d{2}")),
+    ("The hotel is wonderful. Is that good?", Constraint.choice(["yes", "no"])),
+    ("Say something.", None),
+    ("Something that no backend has.", Constraint.regex(r"a(?=b)")),
+]
+
+
+def main() -> None:
+    arguments = [argument for argument in sys.argv[1:] if argument != "--ray"]
+    path = arguments[0] if arguments else checkpoint_path()
+    model = AutoModelForCausalLM.from_pretrained(path).eval()  # per model
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    vocabulary = Vocabulary.from_tokenizer(tokenizer, model.config.vocab_size)
+    pool = open_pool(vocabulary, "--ray" in sys.argv)
+    prompts = [
+        tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True, tokenize=False)
+        for text, _ in QUESTIONS
+    ]
+    requests = [
+        Request(tokenizer.encode(prompt, add_special_tokens=False), constraint)
+        for prompt, (_, constraint) in zip(prompts, QUESTIONS, strict=True)
+    ]
+    decode(model, LogitPostProcessor(pool), requests)
+    for request in requests:
+        print(request.error or vocabulary.decode(request.output).decode())
+    pool.shutdown()
+
+
+if __name__ == "__main__":
+    main()

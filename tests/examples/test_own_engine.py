@@ -1,0 +1,178 @@
+"""The loop in docs/embedding.md, as a reader runs it, and where masks fail or are late."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from faulty_pool import FaultyPool
+from transformers import AutoModelForCausalLM
+
+from engine.default_model import checkpoint_path
+from engine.default_model.tokenizer import load
+from guided.constraint import Constraint
+from guided.errors import BackendError, UnsupportedConstraint, WorkerDied
+from guided.inline import InlinePool
+from guided.processor import LogitPostProcessor
+from guided.vocabulary import Vocabulary
+
+ROOT = Path(__file__).parents[2]
+FILE = ROOT / "examples" / "own_engine.py"
+DATE = r"20\d\d-\d\d-\d\d"
+
+
+def test_the_docs_print_what_is_run_here() -> None:
+    blocks = re.findall(
+        r"^```python\n(.*?)^```", (ROOT / "docs" / "embedding.md").read_text(), re.DOTALL | re.MULTILINE
+    )
+    printed = [block for block in blocks if "def decode(" in block]
+    assert len(printed) == 1
+    source = FILE.read_text()
+    start = source.index("@torch.inference_mode()")
+    assert printed[0] == source[start : source.index("\n\n\n", start) + 1]
+
+
+def test_it_runs_as_printed() -> None:
+    command = [sys.executable, str(FILE.relative_to(ROOT))]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=True)
+    lines = found.stdout.splitlines()
+    assert len(lines) == 5
+    assert json.loads(lines[0]).keys() == {"name", "age"}
+    assert re.fullmatch(r"\d{4}-\d{2}-\d{2}", lines[1])
+    assert lines[2] in ("yes", "no")
+    assert lines[3]
+    assert "(?=" in lines[4]
+
+
+@pytest.fixture(scope="module")
+def example() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("own_engine", FILE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["own_engine"] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return AutoModelForCausalLM.from_pretrained(checkpoint_path(), dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def vocabulary(model: Any) -> Vocabulary:
+    return Vocabulary.from_tokenizer(load(checkpoint_path()), model.config.vocab_size)
+
+
+def requests(example: ModuleType, vocabulary: Vocabulary) -> list[Any]:
+    """Three dates in different batches' places, and somebody without a constraint."""
+    prompts = ["On 2024-03-05: ", "It was 2021-12-24, then ", "2030-01-01, or ", "Anything: "]
+    constraints = [*[Constraint.regex(DATE)] * 3, None]
+    return [
+        example.Request(vocabulary.encode(text), constraint)
+        for text, constraint in zip(prompts, constraints, strict=True)
+    ]
+
+
+def texts(vocabulary: Vocabulary, found: list[Any]) -> list[bytes]:
+    return [vocabulary.decode(request.output) for request in found]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(example: ModuleType, model: Any, vocabulary: Vocabulary) -> list[bytes]:
+    found = requests(example, vocabulary)
+    example.decode(model, LogitPostProcessor(InlinePool(vocabulary)), found, max_tokens=20)
+    assert all(re.fullmatch(DATE, text.decode()) for text in texts(vocabulary, found)[:3])
+    return texts(vocabulary, found)
+
+
+def test_late_rows_get_the_tokens_that_they_would_have_got(
+    example: ModuleType, model: Any, vocabulary: Vocabulary, undisturbed: list[bytes]
+) -> None:
+    pool = FaultyPool(vocabulary)
+    waited: list[tuple[int, int]] = []
+
+    def delay(sequence_id: int, position: int) -> int:
+        waited.append((sequence_id, position))
+        return 3 if sequence_id == 0 and position % 3 == 1 else 2 * (sequence_id == 1 and position == 4)
+
+    pool.delay = delay
+    found = requests(example, vocabulary)
+    example.decode(model, LogitPostProcessor(pool), found, max_tokens=20)
+    assert {(0, 1), (0, 4), (1, 4)} <= set(waited)
+    assert texts(vocabulary, found) == undisturbed
+    assert not any(request.error for request in found)
+    assert set(pool.opened) == pool.freed
+
+
+def test_masks_from_actors_are_the_same(
+    example: ModuleType, model: Any, vocabulary: Vocabulary, undisturbed: list[bytes], local_ray: None
+) -> None:
+    """`--ray`, in the Ray that these tests have."""
+    found = requests(example, vocabulary)
+    pool = example.open_pool(vocabulary, ray=True)
+    try:
+        example.decode(model, LogitPostProcessor(pool), found, max_tokens=20)
+    finally:
+        pool.shutdown()
+    assert not any(request.error for request in found)
+    assert texts(vocabulary, found) == undisturbed
+
+
+def test_all_late_at_once(example: ModuleType, model: Any, vocabulary: Vocabulary, undisturbed: list[bytes]) -> None:
+    pool = FaultyPool(vocabulary)
+    pool.delay = lambda sequence_id, position: 1
+    found = requests(example, vocabulary)[:3]
+    example.decode(model, LogitPostProcessor(pool), found, max_tokens=20)
+    assert texts(vocabulary, found) == undisturbed[:3]
+
+
+def test_a_failed_row_ends_its_request_and_no_other(
+    example: ModuleType, model: Any, vocabulary: Vocabulary, undisturbed: list[bytes]
+) -> None:
+    pool = FaultyPool(vocabulary)
+    pool.fails = lambda sequence_id, position: sequence_id == 1 and position == 2
+    found = requests(example, vocabulary)
+    example.decode(model, LogitPostProcessor(pool), found, max_tokens=20)
+    assert isinstance(found[1].error, BackendError)
+    assert len(found[1].output) == 2
+    for index in (0, 2, 3):
+        assert found[index].error is None
+        assert texts(vocabulary, found)[index] == undisturbed[index]
+    assert pool.released == 3
+
+
+def test_a_worker_that_dies_between_two_steps_ends_who_was_there(
+    example: ModuleType, model: Any, vocabulary: Vocabulary, undisturbed: list[bytes]
+) -> None:
+    pool = FaultyPool(vocabulary)
+
+    def dies(sequence_id: int, position: int) -> bool:
+        if (sequence_id, position) == (2, 3):
+            pool.lose(2)
+        return False
+
+    pool.fails = dies
+    found = requests(example, vocabulary)
+    example.decode(model, LogitPostProcessor(pool), found, max_tokens=20)
+    assert isinstance(found[2].error, WorkerDied)
+    assert texts(vocabulary, found)[:2] == undisturbed[:2]
+
+
+def test_what_cant_be_compiled_is_said_and_the_others_run(
+    example: ModuleType, model: Any, vocabulary: Vocabulary, undisturbed: list[bytes]
+) -> None:
+    found = requests(example, vocabulary)
+    found[0].constraint = Constraint.regex("a(?=b)")
+    example.decode(model, LogitPostProcessor(FaultyPool(vocabulary)), found, max_tokens=20)
+    assert isinstance(found[0].error, UnsupportedConstraint)
+    assert texts(vocabulary, found)[1:] == undisturbed[1:]
