@@ -20,7 +20,7 @@ from actors.segment import IDLE, Segment
 from guided.errors import BackendError, to_wire
 from guided.messages import OpenSequence, RowResult, RowStatus, StepAnswer, decoder, encode
 
-__all__ = ["Link", "Mailed", "Outbox", "Wired"]
+__all__ = ["Link", "Mailed", "Outbox", "Packed", "Wired"]
 
 _decode = decoder(StepAnswer).decode
 
@@ -54,13 +54,22 @@ class Outbox:
 
 @dataclass(frozen=True, slots=True)
 class Mailed:
-    """A request that went out."""
+    """What a request asks for."""
 
     number: int
     rows: NDArray[np.intp]
     """Of the segment, in the order in which the worker fills them."""
     indices: NDArray[np.intp]
     """Of the step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A request that is ready to go."""
+
+    message: bytes
+    mailed: Mailed
+    frees: list[int]
 
 
 class Link:
@@ -113,30 +122,31 @@ class Link:
         """Put a free into the next message."""
         self.outbox.frees.append(sequence)
 
-    def send(self, number: int, now: float) -> Mailed | None:
-        """Send the request that was put together; never blocks.
+    def pack(self, number: int) -> Packed:
+        """Encode the request that was put together, for `send`.
 
         Args:
             number: greater than that of any request before.
-
-        Returns:
-            What went out; None where it didn't: the actor doesn't read, or is gone.
         """
-        outbox = self.outbox
+        outbox, self.outbox = self.outbox, Outbox()
         # A StepRequest, as it travels.
         message = encode((self.incarnation, number, outbox.fills, outbox.opens, outbox.frees))
-        if not self._channel.send(message):
-            # What it was to free stays in the next message.
-            self.outbox = Outbox(frees=outbox.frees)
-            return None
         rows = np.array([fill[1] for fill in outbox.fills], np.intp)
+        return Packed(message, Mailed(number, rows, np.array(outbox.indices, np.intp)), outbox.frees)
+
+    def send(self, packed: Packed, now: float) -> bool:
+        """Send it; never blocks. False where it doesn't go out: the actor doesn't read, or is gone."""
+        if not self._channel.send(packed.message):
+            # What it was to free stays in the next message.
+            self.outbox.frees = packed.frees + self.outbox.frees
+            return False
+        rows, number = packed.mailed.rows, packed.mailed.number
         if not self.shared:
             if not self._mailed:
                 self._moved_on = now
             self._mailed.append(rows)
         self.leases.ask(rows, number, now)
-        self.outbox = Outbox()
-        return Mailed(number, rows, np.array(outbox.indices, np.intp))
+        return True
 
     def receive(self) -> Iterator[RowResult]:
         """What was answered in words: rows that aren't ready. Those that are, are in `rows` then.

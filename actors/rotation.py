@@ -19,7 +19,7 @@ import zmq
 from numpy.typing import NDArray
 
 from actors.leases import NOBODY
-from actors.link import Link, Mailed
+from actors.link import Link, Mailed, Packed
 from actors.placed import Ask, Placed
 from actors.placement import Placement
 from actors.step import Part, Step
@@ -123,7 +123,7 @@ class Rotation:
         # With the next step's message; where there will be none, now.
         for link in self._links:
             if link.has_mail and not link.sequences:
-                self._send_to(link)
+                self._send_to([link])
 
     def submit(self, fills: Sequence[Fill]) -> None:
         """See `MaskPool.submit`."""
@@ -348,25 +348,31 @@ class Rotation:
             self._placement.isolate(self._sequences[sequence_id], now)
 
     def _send(self) -> None:
-        for link in self._links:
-            if link.has_mail:
-                self._send_to(link)
+        self._send_to([link for link in self._links if link.has_mail])
         self._unusual.clear()
 
-    def _send_to(self, link: Link) -> None:
-        indices = link.outbox.indices
-        unusual = [(place, sequence, sent) for each, place, sequence, sent in self._unusual if each is link]
-        self._number += 1
-        mailed = link.send(self._number, time.monotonic())
-        if mailed is None:
-            # It doesn't read, or is going: these fills are asked for again, of whoever is there then.
-            for _, sequence, sent in unusual:
+    def _send_to(self, links: Collection[Link]) -> None:
+        packed: list[tuple[Link, Packed]] = []
+        for link in links:
+            self._number += 1
+            packed.append((link, link.pack(self._number)))
+        now = time.monotonic()
+        # Nothing is done between these: an actor that wakes up may have this CPU for milliseconds.
+        sent = [link.send(each, now) for link, each in packed]
+        for (link, each), went in zip(packed, sent, strict=True):
+            if not went:
+                self._not_sent(link, each)
+            elif len(each.mailed.indices):
+                news = [(place, sequence) for other, place, sequence, _ in self._unusual if other is link]
+                self._step.parts.append(Part(link, each.mailed, self._step.fills, news))
+
+    def _not_sent(self, link: Link, packed: Packed) -> None:
+        """It doesn't read, or is going: these fills are asked for again, of whoever is there then."""
+        for other, _, sequence, sent in self._unusual:
+            if other is link:
                 sequence.sent = sent
-            for index in indices:
-                self._step.decide(index, Row("late"))
-        elif indices:
-            news = [(place, sequence) for place, sequence, _ in unusual]
-            self._step.parts.append(Part(link, mailed, self._step.fills, news))
+        for index in packed.mailed.indices.tolist():
+            self._step.decide(index, Row("late"))
 
     # a step's way back
 
@@ -521,7 +527,7 @@ class Rotation:
                 if not sequence.confirmed:
                     link.outbox.opens.append(sequence.opening)
             link.outbox.fills.append((owner, row, fill.start, fill.tokens))
-        self._send_to(link)
+        self._send_to([link])
         for sequence, fill in asking:
             sequence.ask = Ask(self._number, fill)
 

@@ -134,24 +134,39 @@ class Contest:
         return self._processes[entry.label].pid
 
 
+_WARM_UP = 5
+
+
 class Race:
     """Rows on their way, in several processes that take turns: one computes while the others wait."""
 
     def __init__(self, running: Sequence[tuple[Entry, _Process]]) -> None:
         self._running = running
 
-    def run(self, steps: int | Mapping[str, int], rounds: int, bar: tqdm[Any], warm_up: int = 5) -> dict[str, Samples]:
-        """`steps` steps of each (or by label), in `rounds` turns, after `warm_up` that don't count. By labels."""
+    def run(
+        self,
+        steps: int | Mapping[str, int],
+        rounds: int,
+        bar: tqdm[Any],
+        seconds: float | None = None,
+    ) -> dict[str, Samples]:
+        """`steps` steps of each (or by label), in `rounds` turns. By labels.
+
+        A turn begins with some that don't count: who has waited for the others finds its caches cold, which no engine
+        under load does. Who would take more than `seconds` for them does fewer: as many as begin in that time, one a
+        turn at the least.
+        """
         samples = {entry.label: Samples() for entry, _ in self._running}
-        for round_ in range(rounds + 1):
+        share = None if seconds is None else seconds / rounds
+        for _ in range(rounds):
             for entry, process in self._running:
                 bar.set_postfix_str(entry.label, refresh=False)
                 wanted = steps if isinstance(steps, int) else steps[entry.label]
-                turn = -(-wanted // rounds) if round_ else warm_up
-                answer = process.ask(do="run", steps=turn)
-                if round_:
-                    for name, values in answer.items():
-                        getattr(samples[entry.label], name).extend(values)
+                turn = -(-wanted // rounds)
+                process.ask(do="run", steps=_WARM_UP, seconds=share)
+                answer = process.ask(do="run", steps=turn, seconds=share)
+                for name, values in answer.items():
+                    getattr(samples[entry.label], name).extend(values)
                 bar.update(turn)
         for _, process in self._running:
             process.ask(do="end")

@@ -50,6 +50,7 @@ COLUMNS = {
     "kernel_p50": "kernel p50",
     "cpu_p50": "CPU p50",
     "tokens_per_second": "tokens/s",
+    "steps": "steps",
 }
 
 
@@ -114,7 +115,7 @@ def measure(
         bar.set_description(f"{backend}, {schemas}, batch {batch}")
         steps = options.steps if backend in FAST else max(1, int(options.steps * options.slow_share))
         race = contest.race(able, usable, batch, options.forward_ms / 1e3)
-        for label, samples in race.run(steps, options.rounds, bar).items():
+        for label, samples in race.run(steps, options.rounds, bar, seconds=options.seconds).items():
             entry = next(one for one in able if one.label == label)
             place = {"backend": backend, "schemas": schemas, "batch": batch, "way": label}
             more = {"in_process": entry.in_process, "documents": len(usable)}
@@ -193,6 +194,9 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--forward-ms", type=float, default=15.0, help="what the simulated forward pass takes")
     parser.add_argument("--steps", type=int, default=200, help="measured steps of each way")
     parser.add_argument("--slow-share", type=float, default=0.3, help="of the steps, for the slow backends")
+    parser.add_argument(
+        "--seconds", type=float, default=30.0, help="for one way's steps at one place: a very slow one does fewer"
+    )
     parser.add_argument("--rounds", type=int, default=4, help="turns that the ways take")
     parser.add_argument("--actors", type=int, default=2)
     parser.add_argument("--compile-seconds", type=float, default=2.0, help="schemas that take longer are left out")

@@ -117,7 +117,7 @@ def measure(
         race = contest.race(able, quick, options.batch, forward, case.slow if slow else quiet, pinned)
         # A way that waits for the straggler needs few steps to show it; one that doesn't is looked at for longer.
         many = {entry.label: options.steps * _more(entry, slow) for entry in able}
-        found[slow] = race.run(many, options.rounds, bar)
+        found[slow] = race.run(many, options.rounds, bar, seconds=options.seconds)
     return [figures(case, entry, found[False][entry.label], found[True][entry.label]) for entry in able]
 
 
@@ -171,6 +171,9 @@ def parsed() -> argparse.Namespace:
         type=int,
         default=20,
         help=f"measured steps of each way that waits for the straggler; {FREE_STEPS} times as many of ours",
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=30.0, help="for one way's steps at a time: a very slow one does fewer"
     )
     parser.add_argument("--rounds", type=int, default=3, help="turns that the ways take")
     parser.add_argument("--actors", type=int, default=2)

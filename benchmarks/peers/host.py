@@ -122,9 +122,9 @@ class Host:
         self._run = Run(self._way, rows, forward, slowness)
         return {}
 
-    def run(self, steps: int) -> dict[str, Any]:
+    def run(self, steps: int, seconds: float | None) -> dict[str, Any]:
         assert self._run is not None
-        return dataclasses.asdict(self._run.steps(steps))
+        return dataclasses.asdict(self._run.steps(steps, seconds))
 
     def end(self) -> dict[str, Any]:
         assert self._run is not None

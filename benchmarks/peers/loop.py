@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -142,10 +143,13 @@ class Run:
         for sequence in rows.sequences:
             way.open(sequence)
 
-    def steps(self, count: int) -> Samples:
-        """Run `count` steps."""
+    def steps(self, count: int, seconds: float | None = None) -> Samples:
+        """Run `count` steps, or as many as begin within `seconds`: one at the least."""
         samples = Samples()
-        for _ in range(count):
+        over = math.inf if seconds is None else time.monotonic() + seconds
+        for done in range(count):
+            if done and time.monotonic() >= over:
+                break
             self._step(samples)
         return samples
 
