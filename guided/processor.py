@@ -25,7 +25,9 @@ from guided.pool import Fill, Grammar, MaskPool, Row, StepMasks
 from guided.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
+    from numpy.typing import NDArray
 
 __all__ = ["ApplyReport", "GuidedRow", "LogitPostProcessor"]
 
@@ -206,14 +208,7 @@ class LogitPostProcessor:
             import torch
 
             torch.cuda.current_stream(logits.device).synchronize()  # the deadline counts from here
-        started = time.perf_counter()
-        step = self._collect(patience, alone)
-        report.wait_seconds = time.perf_counter() - started
-        report.mask_seconds = step.seconds
-        if step.other:
-            self._judge(step.other, report, patience is not None)
-        if self._late:
-            self._settle(step)
+        step = self._finish(report, patience, alone)
         started = time.perf_counter()
         rows = self._rows
         masks = [part.masks[row] for part in step.ready for row in part.rows.tolist()]
@@ -222,6 +217,36 @@ class LogitPostProcessor:
         report.kernel_seconds = time.perf_counter() - started
         self._rows, self._fills = (), []
         return report
+
+    def collect(self, bitmask: NDArray[np.int32]) -> ApplyReport:
+        """Instead of `apply`, for a host that writes -inf itself: every mask is waited for.
+
+        Args:
+            bitmask: int32 `[rows, words]`; a prepared row's mask goes to row `logits_row` of it. That of one that
+                `failed`, or is `late` because no worker is up, is untouched.
+        """
+        if not self._prepared:
+            raise RuntimeError("collect() without prepare()")
+        self._prepared = False
+        report = ApplyReport(failed=self._unplaced)
+        if self._fills:
+            rows = self._rows
+            for part in self._finish(report, None, True).ready:
+                bitmask[[rows[index].logits_row for index in part.indices.tolist()]] = part.masks[part.rows]
+            self._rows, self._fills = (), []
+        return report
+
+    def _finish(self, report: ApplyReport, patience: float | None, alone: bool) -> StepMasks:
+        """Collect the step, and sort out who is not ready."""
+        started = time.perf_counter()
+        step = self._collect(patience, alone)
+        report.wait_seconds = time.perf_counter() - started
+        report.mask_seconds = step.seconds
+        if step.other:
+            self._judge(step.other, report, patience is not None)
+        if self._late:
+            self._settle(step)
+        return step
 
     def _collect(self, patience: float | None, alone: bool) -> StepMasks:
         """Collect the step; rows whose worker lacks their history, or is gone, are sent once more, with all of it."""

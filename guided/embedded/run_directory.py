@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
+import logging
 import multiprocessing
 import os
 import secrets
@@ -28,6 +29,7 @@ serves engines that don't descend from the process that answers."""
 _PREFIX = "guided-vllm-"
 _OWNER = "owner"
 _FOR_RAY = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"
+_log = logging.getLogger("guided.embedded")
 
 
 class Process:
@@ -64,19 +66,28 @@ def _started(pid: int) -> str:
 
 
 def announce() -> None:
-    """Make sure that this process, and those it starts, have a run directory. Idempotent."""
+    """Make sure that this process, and those it starts, have a run directory. Idempotent; without one, it is logged."""
     named = find()
     if named is not None and not _is_somebody_elses(named):
         return
-    _sweep()
-    path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=_root()))  # 0700
-    (path / _OWNER).write_text(str(Process.me()))
+    try:
+        path = _make()
+    except OSError:  # the engine goes on: guided requests are refused where nobody can register
+        _log.exception("there can be no run directory")
+        return
     os.environ[VARIABLE] = str(path)
     # Workers on a Ray cluster inherit nothing; vLLM hands them what is named here.
     copied = [name for name in os.environ.get(_FOR_RAY, "").split(",") if name]
     if VARIABLE not in copied:
         os.environ[_FOR_RAY] = ",".join([*copied, VARIABLE])
+
+
+def _make() -> Path:
+    _sweep()
+    path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=_root()))  # 0700
+    (path / _OWNER).write_text(str(Process.me()))
     atexit.register(_remove, path, os.getpid())
+    return path
 
 
 def find() -> Path | None:
