@@ -17,7 +17,7 @@ from slow_grammar import SlowGrammar
 from thread_actor import ThreadActor, close_all
 
 from actors.channel import Transport
-from actors.link import Mailed
+from actors.link import Packed
 from actors.rotation import Rotation
 from actors.supervisor import Down, Up
 from guided.constraint import Constraint
@@ -365,13 +365,13 @@ def test_slow_rows_travel_after_the_others_in_a_message_of_their_own(host: Host)
     make_slow(host, 1)
     link = host.actors[host.where(1)].link
     sent: list[list[int]] = []
-    send = link.send
+    pack = link.pack
 
-    def recorded(number: int, now: float) -> Mailed | None:
+    def recorded(number: int) -> Packed:
         sent.append([sequence for sequence, *_ in link.outbox.fills])
-        return send(number, now)
+        return pack(number)
 
-    link.send = recorded  # type: ignore[method-assign]
+    link.pack = recorded  # type: ignore[method-assign]
     assert host.step((1, "a"), (3, "a")) == ["ready", "ready"]
     assert sent == [[3], [1]]
 
