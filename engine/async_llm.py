@@ -103,7 +103,12 @@ class AsyncLLM:
         set_threads(self.model, config)
         self._own_pool = open_pool(pool, self.model.vocabulary, pool_options, config) if isinstance(pool, str) else None
         self.pool: MaskPool = self._own_pool or pool  # type: ignore[assignment]  # a MaskPool where it is no name
-        self.engine = LLMEngine(self.model, config, self.pool)
+        try:
+            self.engine = LLMEngine(self.model, config, self.pool)
+        except BaseException:  # a logits processor can't be loaded, for one
+            if self._own_pool is not None:
+                self._own_pool.shutdown()
+            raise
         self.tokenizer = self.model.tokenizer
         self.max_model_len = self.engine.max_model_len
         self._inbox: deque[_Stream | str] = deque()

@@ -97,7 +97,12 @@ class LLM:
         set_threads(loaded, config)
         self._own_pool = open_pool(pool, loaded.vocabulary, pool_options, config) if isinstance(pool, str) else None
         self.pool: MaskPool = self._own_pool or pool  # type: ignore[assignment]  # a MaskPool where it is no name
-        self.engine = LLMEngine(loaded, config, self.pool)
+        try:
+            self.engine = LLMEngine(loaded, config, self.pool)
+        except BaseException:  # a logits processor can't be loaded, for one
+            if self._own_pool is not None:
+                self._own_pool.shutdown()
+            raise
         self.tokenizer = loaded.tokenizer
         self._ids = itertools.count()
 

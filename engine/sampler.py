@@ -77,7 +77,7 @@ class Sampler:
         """
         if metadata.with_logprobs:
             self._raw = logits[metadata.with_logprobs].log_softmax(-1)
-        logits = self.processors.before_penalties(logits, metadata, again or logits.clone().clone)
+        logits = self.processors.before_penalties(logits, metadata, again)
         if metadata.penalised:
             if self._penalties is None or self._penalties.metadata is not metadata:
                 self._penalties = Penalties(metadata, logits.shape[1])

@@ -61,9 +61,11 @@ class LogitsProcessors:
         self._bias = made(LogitBiasLogitsProcessor)
         self._min_tokens = made(MinTokensLogitsProcessor)
         self._min_p = made(MinPLogitsProcessor)
-        hosts = [host(one) for one in classes]
-        self._before = [one for one in hosts if not one.argmax_invariant]
-        self._after = [one for one in hosts if one.argmax_invariant]
+        self._custom = [host(one) for one in classes]
+        self._before = [one for one in self._custom if not one.argmax_invariant]
+        self._after = [one for one in self._custom if one.argmax_invariant]
+        self._is_used = False
+        """Some built-in one knows of somebody."""
         self._broken: set[Host] = set()
         """Those that have raised and were not begun anew since."""
         self._told: SamplingMetadata | None = None
@@ -94,16 +96,21 @@ class LogitsProcessors:
         """Tell them of the step's batch."""
         self.failed = {}
         self._told, self._is_fresh = metadata, True
-        rows = metadata.sequences
+        used = metadata.biased or metadata.with_min_tokens or metadata.with_min_p
+        if used or self._is_used:
+            self._begin_builtins(metadata)
+            self._is_used = bool(used)
+        for host in self._custom:
+            self._tell(host, partial(host.begin, metadata.sequences))
+
+    def _begin_builtins(self, metadata: SamplingMetadata) -> None:
         for builtin, users in (
             (self._bias, metadata.biased),
             (self._min_tokens, metadata.with_min_tokens),
             (self._min_p, metadata.with_min_p),
         ):
             if users or not builtin.is_empty:
-                self._tell(builtin, partial(builtin.begin, rows if users else ()))
-        for host in (*self._before, *self._after):
-            self._tell(host, partial(host.begin, rows))
+                self._tell(builtin, partial(builtin.begin, metadata.sequences if users else ()))
 
     def begin_parked(self, metadata: SamplingMetadata) -> None:
         """Tell those that run after the mask of rows that were parked; the others had their turn before."""
@@ -112,6 +119,7 @@ class LogitsProcessors:
         if metadata.is_all_greedy:
             return
         if metadata.with_min_p:
+            self._is_used = True
             self._tell(self._min_p, partial(self._min_p.begin_parked, metadata.sequences))
         for host in self._after:
             self._tell(host, partial(host.begin_parked, metadata.sequences))
@@ -128,12 +136,12 @@ class LogitsProcessors:
     # -- after it
 
     def before_penalties(
-        self, logits: torch.Tensor, metadata: SamplingMetadata, again: Callable[[], torch.Tensor]
+        self, logits: torch.Tensor, metadata: SamplingMetadata, again: Callable[[], torch.Tensor] | None
     ) -> torch.Tensor:
         """min_tokens, bias and the custom processors that may change the best token: float32 `[rows, vocab]`.
 
         Args:
-            again: the logits as they were, for when a processor raises in the middle of them.
+            again: the logits as they were, for when a processor raises in the middle of them. None: they are kept.
         """
         if not self._is_fresh or self._told is not metadata:
             self.begin(metadata)
@@ -145,7 +153,7 @@ class LogitsProcessors:
             first.append(self._bias)
         if not first and not self._before:
             return logits
-        return self._run([*first, *self._before], logits, metadata, again)
+        return self._run([*first, *self._before], logits, metadata, again or logits.clone().clone)
 
     def after_penalties(self, logits: torch.Tensor, metadata: SamplingMetadata) -> None:
         """min_tokens again, or for the first time: nothing that ran since has lifted it."""

@@ -9,9 +9,13 @@ from typing import Any
 import pytest
 import sample_processors as sample
 
+from engine import async_llm, llm
 from engine.llm_engine import LLMEngine
 from engine.logits_processors import loading
 from engine.logits_processors.loading import GROUP, load_classes
+from engine.model_loader import LoadedModel
+from guided.inline import InlinePool
+from guided.vocabulary import Vocabulary
 
 
 def test_by_qualified_name_and_as_classes_in_order() -> None:
@@ -53,3 +57,23 @@ def test_what_is_none_is_refused(given: Any, message: str) -> None:
 def test_one_that_can_t_be_made_stops_the_start(make_engine: Callable[..., LLMEngine]) -> None:
     with pytest.raises(ValueError, match=r"CantBeMade can't be made: OSError\('no such file'\)"):
         make_engine(logits_processors=(sample.CantBeMade,))
+
+
+def test_where_the_engine_doesn_t_start_its_pool_is_shut_down(
+    tiny_model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[InlinePool] = []
+    shut: list[InlinePool] = []
+
+    def opening(choice: str, vocabulary: Vocabulary, *others: Any) -> InlinePool:
+        opened.append(InlinePool(vocabulary))
+        return opened[-1]
+
+    monkeypatch.setattr(llm, "open_pool", opening)
+    monkeypatch.setattr(async_llm, "open_pool", opening)
+    monkeypatch.setattr(InlinePool, "shutdown", lambda pool: shut.append(pool))
+    for kind in (llm.LLM, async_llm.AsyncLLM):
+        with pytest.raises(ValueError, match="CantBeMade"):
+            kind(tiny_model, logits_processors=[sample.CantBeMade])
+    assert len(opened) == 2
+    assert shut == opened
