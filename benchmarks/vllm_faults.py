@@ -1,5 +1,5 @@
-"""The same faults in one request's masks, in vLLM's engine and in ours: `python -m benchmarks.vllm_faults
---vllm-python PATH`.
+"""The same faults in one request's masks, in vLLM's engine, with our plugin there, and in our engine:
+`python -m benchmarks.vllm_faults --vllm-python PATH`.
 
 One request (the victim) runs beside eight others: four with a JSON Schema, two with a regex, two without a constraint.
 First without the fault, then with it, in the same engine; then two more requests are sent. What became of each?
@@ -13,10 +13,11 @@ First without the fault, then with it, in the same engine; then two more request
   in its error state from then on: it allows the end of the text only, wherever that is.
 - `costly grammar`: nothing is injected. The victim's grammar is ambiguous: each mask takes longer than the one before.
 
-Both serve the embedded default model through their `AsyncLLM`, greedily, with one thread: vLLM's with its guidance
-backend, its engine core in a process of its own, ours with two mask actors, with and without replays, all else by
-default. Each engine and fault has processes of their own, which are ended after `--limit` seconds; a request that isn't
-over after 60 s counts as hung. Writes benchmarks/results/vllm_faults.{json,png}.
+All serve the embedded default model through their `AsyncLLM`, greedily, with one thread: vLLM's with its guidance
+backend, or with our plugin where the interpreter has it (`make test-vllm` makes such an environment), its engine core
+in a process of its own; ours with two mask actors, with and without replays; all else by default. Each engine and
+fault has processes of their own, which are ended after `--limit` seconds; a request that isn't over after 60 s counts
+as hung. Writes benchmarks/results/vllm_faults.{json,png}.
 """
 
 from __future__ import annotations
@@ -71,9 +72,19 @@ def systems(options: argparse.Namespace) -> dict[str, tuple[str, str]]:
     vllm = vllm_entry(options.vllm_python)
     if vllm is not None:
         found["vLLM"] = ("vllm", vllm.python)
+        if has_plugin(vllm.python):
+            found["vLLM, our plugin"] = ("vllm:plugin", vllm.python)
     for replays in options.max_replays:
         found[f"ours, max_replays={replays}"] = (f"ours:{replays}", sys.executable)
     return found
+
+
+def has_plugin(python: str) -> bool:
+    """Whether this package, with Ray, is installed there."""
+    code = (
+        "import importlib.metadata as m; import ray, guided.embedded.vllm; assert m.entry_points(group='guided.pools')"
+    )
+    return subprocess.run([python, "-c", code], cwd=ROOT, capture_output=True, check=False).returncode == 0
 
 
 def observe(engine: str, python: str, fault: str, limit: float) -> dict[str, Any]:

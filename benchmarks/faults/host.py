@@ -69,7 +69,8 @@ async def run(engine_name: str, fault: str, model: str) -> None:
         answers.write(json.dumps({"stage": stage, **what}) + "\n")
         answers.flush()
 
-    engine = vllm(model) if engine_name == "vllm" else ours(model, int(engine_name.partition(":")[2]))
+    name, _, option = engine_name.partition(":")
+    engine = vllm(model, option == "plugin") if name == "vllm" else ours(model, int(option))
     others = bystanders()
     for stage, marked in (("warm-up", False), ("without", False), ("with", True)):
         tell(f"begins {stage}")

@@ -9,8 +9,8 @@ to POST /v1/completions or /v1/chat/completions with a guided parameter in `vllm
   of text are passed on as they come; what fails after the first is one event `data: {"error": ...}`, which ends the
   stream, without `[DONE]`.
 
-Every other request, and its answer, passes untouched and unbuffered, but for the bodies of these two routes: they are
-read here before vLLM reads them.
+Every other request, and its answer, passes untouched and unbuffered, but for the bodies sent to these two routes: they
+are read to their end when vLLM asks for the first part.
 """
 
 from __future__ import annotations
@@ -54,21 +54,11 @@ class GuidedErrors:
         self._reported = reported
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] != "POST" or not scope["path"].endswith(PATHS):
-            return await self._app(scope, receive, send)
-        body = await _read(receive)
-        if body is None:
-            return None  # the client is gone
-        found = _identified(body)
-        if found is None:
-            incoming = _Incoming(body, receive)
-            return await self._app(scope, incoming.receive, send)
-        body, request_id = found
-        incoming = _Incoming(body, receive)
-        answer = _Answer(request_id, self._reported, send, incoming.end)
-        return await self._app(
-            {**scope, "headers": _with_length(scope["headers"], body)}, incoming.receive, answer.send
-        )
+        if scope["type"] == "http" and scope["method"] == "POST" and scope["path"].endswith(PATHS):
+            request = _Request(receive)
+            await self._app(scope, request.receive, _Answer(request, self._reported, send).send)
+        else:
+            await self._app(scope, receive, send)
 
 
 async def _read(receive: Receive) -> bytes | None:
@@ -100,17 +90,17 @@ def _identified(body: bytes) -> tuple[bytes, str] | None:
     return json.dumps(request).encode(), request_id
 
 
-def _with_length(headers: list[tuple[bytes, bytes]], body: bytes) -> list[tuple[bytes, bytes]]:
-    length = str(len(body)).encode()
-    return [(name, length if name == b"content-length" else value) for name, value in headers]
+class _Request:
+    """What the application receives: the body, read and marked when it asks for it; then that its client is gone.
 
+    vLLM checks API keys before it reads a body, and so the body of who has none isn't read here either.
+    """
 
-class _Incoming:
-    """What the application receives: a body that was read already, then that its client went; or that it is to stop."""
-
-    def __init__(self, body: bytes, receive: Receive) -> None:
-        self._body: bytes | None = body
+    def __init__(self, receive: Receive) -> None:
+        self.id: str | None = None
+        """By which its end is reported; None where it isn't guided, or not read yet."""
         self._receive = receive
+        self._read = False
         self._ended = asyncio.Event()
 
     def end(self) -> None:
@@ -118,9 +108,11 @@ class _Incoming:
         self._ended.set()
 
     async def receive(self) -> Message:
-        if self._body is not None:
-            body, self._body = self._body, None
-            return {"type": "http.request", "body": body, "more_body": False}
+        if not self._read:
+            self._read = True
+            return await self._first()
+        if self.id is None:
+            return await self._receive()
         client, ended = asyncio.ensure_future(self._receive()), asyncio.ensure_future(self._ended.wait())
         try:
             await asyncio.wait((client, ended), return_when=asyncio.FIRST_COMPLETED)
@@ -129,15 +121,23 @@ class _Incoming:
             client.cancel()
             ended.cancel()
 
+    async def _first(self) -> Message:
+        body = await _read(self._receive)
+        if body is None:
+            return {"type": "http.disconnect"}
+        found = _identified(body)
+        if found is not None:  # Content-Length is that of what was sent: nobody behind uvicorn counts by it
+            body, self.id = found
+        return {"type": "http.request", "body": body, "more_body": False}
+
 
 class _Answer:
-    """What is sent in answer to one guided request."""
+    """What is sent in answer to one request; as it comes where that isn't guided."""
 
-    def __init__(self, request_id: str, reported: Reported, send: Send, end: Callable[[], None]) -> None:
-        self._request_id = request_id
+    def __init__(self, request: _Request, reported: Reported, send: Send) -> None:
+        self._request = request
         self._reported = reported
         self._send = send
-        self._end = end
         self._start: Message = {}
         self._streams = False
         self._started = False
@@ -148,9 +148,11 @@ class _Answer:
         self._failed = False
 
     async def send(self, message: Message) -> None:
-        if self._failed:
+        if self._request.id is None:
+            await self._send(message)
+        elif self._failed:
             return
-        if message["type"] == "http.response.start":
+        elif message["type"] == "http.response.start":
             self._start = message
             content_type = dict(message.get("headers", ())).get(b"content-type", b"")
             self._streams = content_type.startswith(b"text/event-stream")
@@ -197,17 +199,18 @@ class _Answer:
 
     async def _fail(self) -> bool:
         """Send the error that was reported, where one was; it is the end of the answer."""
-        error = self._reported(self._request_id)
+        request_id = self._request.id
+        error = None if request_id is None else self._reported(request_id)
         if error is None or self._start["status"] >= 400:  # what vLLM refused never ran
             return False
         self._failed = True
-        logger.error("request %s failed, %s: %s", self._request_id, error.code, error)
+        logger.error("request %s failed, %s: %s", request_id, error.code, error)
         if self._started:
             event = b"data: " + json.dumps(error_body(error)).encode() + b"\n\n"
             await self._send({"type": "http.response.body", "body": event, "more_body": False})
         else:
             await self._send_error(error)
-        self._end()
+        self._request.end()
         return True
 
     async def _send_error(self, error: GuidedError) -> None:

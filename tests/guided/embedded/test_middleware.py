@@ -96,7 +96,6 @@ def vllm(reply: Reply, seen: list[dict[str, Any]] | None = None) -> Starlette:
 
     async def answer(request: Request) -> Response:
         body = await request.json()
-        assert request.headers["content-length"] == str(len(await request.body()))
         if seen is not None:
             seen.append(body)
         return reply(request, body)
@@ -389,12 +388,23 @@ class TestClientsThatGo:
         client = Client(GUIDED)
         client._parts = []
         client.leaves.set()
+        seen = []
 
         async def app(scope: Any, receive: Any, send: Any) -> None:
-            raise AssertionError("nobody waits for an answer")
+            seen.append(await receive())
 
         asyncio.run(client.ask(GuidedErrors(app, Told())))
-        assert client.messages == []
+        assert (seen, client.messages) == ([{"type": "http.disconnect"}], [])
+
+    def test_who_is_refused_by_the_headers_is_not_listened_to(self) -> None:
+        client = Client(GUIDED)
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            await JSONResponse({"error": "Unauthorized"}, 401)(scope, receive, send)
+
+        asyncio.run(client.ask(GuidedErrors(app, Told())))
+        assert client.status == 401
+        assert len(client._parts) == 2, "nothing of the body was read"
 
     def test_in_the_middle_of_a_stream(self) -> None:
         ended = []

@@ -1,0 +1,278 @@
+"""What guided requests cost within vLLM: `python -m benchmarks.vllm_plugin --vllm-python PATH`.
+
+The same requests, all at once, through vLLM's own engine (its `LLM`, the engine core a process of its own):
+
+- `unguided`: without constraints, as many tokens each as the plugin's answers had.
+- `own, guidance`, `own, xgrammar`: vLLM's structured outputs, masks in the engine's process.
+- `plugin, ray`, `plugin, inline`: ours, with llguidance: masks in two Ray actors, or in the engine's process.
+
+Three in four requests have a JSON Schema (eight different ones), the others a regex; both kinds have ends, and blanks
+between JSON tokens are forbidden everywhere. Answers are checked. Models: `embedded`, the default model of 2.9 million
+parameters, greedy; `HxL`, a Llama of L layers, H wide, with made-up weights and the same tokenizer, sampled with seeds.
+Every way has a process of its own, with one thread; all are started first, and then take turns, `--rounds` times after
+one that doesn't count. Tokens per second are those of the median round. Writes
+benchmarks/results/vllm_plugin.{json,png}.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import shutil
+import statistics
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import jsonschema
+from tqdm import tqdm
+
+from benchmarks.contest import vllm_entry
+from benchmarks.report import RESULTS, ROOT, canvas, fail, machine, print_table, write_json
+from benchmarks.vllm_faults import has_plugin
+
+WAYS = {
+    "unguided": "unguided",
+    "own, guidance": "own:guidance",
+    "own, xgrammar": "own:xgrammar",
+    "plugin, ray": "plugin:ray",
+    "plugin, inline": "plugin:inline",
+}
+REFERENCE = "plugin, ray"
+"""The way whose answers' lengths the unguided requests take."""
+COLUMNS = {
+    "model": "model",
+    "batch": "at once",
+    "way": "way",
+    "rate": "tokens/s",
+    "slowest": "slowest round",
+    "fastest": "fastest",
+    "share": "of unguided",
+    "step_ms": "ms a step",
+    "valid": "valid",
+    "tokens": "tokens a round",
+}
+CHECKPOINT = ROOT / "engine" / "default_model" / "checkpoint"
+PROMPT = "Text: Maria Keller is {age} years old and lives in Lisbon.\nJSON: "
+
+
+def requests(count: int, temperature: float) -> list[dict[str, Any]]:
+    """`count` of them, about 100 tokens each."""
+    found = []
+    for index in range(count):
+        name = f"name_{index % 8}"
+        one: dict[str, Any] = {"prompt": PROMPT.format(age=20 + index), "max_tokens": 600, "seed": index}
+        one["temperature"] = temperature
+        if index % 4 == 3:
+            one["regex"] = rf"{index}: [a-z ]{{150}}\."
+        else:
+            person = {
+                "type": "object",
+                "properties": {name: {"type": "string", "maxLength": 10}, "age": {"enum": list(range(18, 100))}},
+                "required": [name, "age"],
+                "additionalProperties": False,
+            }
+            one["json"] = json.dumps({"type": "array", "minItems": 5, "maxItems": 5, "items": person})
+        found.append(one)
+    return found
+
+
+def is_valid(asked: dict[str, Any], answer: dict[str, Any]) -> bool:
+    """It is complete, and it is what was asked for."""
+    if answer["finish_reason"] != "stop":
+        return False
+    if "regex" in asked:
+        return re.fullmatch(asked["regex"], answer["text"]) is not None
+    with contextlib.suppress(ValueError):
+        return jsonschema.Draft202012Validator(json.loads(asked["json"])).is_valid(json.loads(answer["text"]))
+    return False
+
+
+class Host:
+    """A `benchmarks.peers.vllm_engine`."""
+
+    def __init__(self, python: str, way: str, model: Path, dummy: bool, batch: int, log: IO[bytes]) -> None:
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            "VLLM_TARGET_DEVICE": "cpu",
+            "VLLM_LOGGING_LEVEL": "ERROR",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_NO_USAGE_STATS": "1",
+        }
+        command = [python, "-m", "benchmarks.peers.vllm_engine", way, str(model)]
+        self._process = subprocess.Popen(
+            [*command, "dummy" if dummy else "real", str(batch)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            cwd=ROOT,
+            env=environment,
+            text=True,
+        )
+        self._log = log
+
+    def answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            self._log.seek(0)
+            raise RuntimeError(f"vLLM's process ended\n{self._log.read().decode('utf-8', 'replace')[-3000:]}")
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+    def ask(self, asked: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(asked) + "\n")
+        self._process.stdin.flush()
+        return self.answer()
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(60)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+@contextlib.contextmanager
+def hosts(python: str, model: Path, dummy: bool, batch: int) -> Iterator[dict[str, Host]]:
+    """A process for each way, started one after the other."""
+    with contextlib.ExitStack() as stack:
+        found = {}
+        for label, way in tqdm(WAYS.items(), desc="starting", leave=False, disable=None):
+            log = stack.enter_context(tempfile.TemporaryFile())
+            found[label] = Host(python, way, model, dummy, batch, log)
+            stack.callback(found[label].close)
+            found[label].answer()
+        yield found
+
+
+@contextlib.contextmanager
+def checkpoint(model: str) -> Iterator[tuple[Path, bool]]:
+    """A model's folder, and whether its weights are to be made up."""
+    if model == "embedded":
+        yield CHECKPOINT, False
+        return
+    sizes = re.fullmatch(r"(\d+)x(\d+)", model)
+    if sizes is None or int(sizes[1]) % 64:
+        fail(f"no model {model}: embedded, or WIDTHxLAYERS with a width that 64 divides")
+    width, layers = map(int, sizes.groups())
+    with tempfile.TemporaryDirectory() as folder:
+        for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+            if (CHECKPOINT / name).exists():
+                shutil.copy(CHECKPOINT / name, folder)
+        config = json.loads((CHECKPOINT / "config.json").read_text())
+        config |= {"hidden_size": width, "intermediate_size": 4 * width, "num_hidden_layers": layers, "head_dim": 64}
+        config |= {"num_attention_heads": width // 64, "num_key_value_heads": width // 64}
+        config |= {"tie_word_embeddings": False}
+        (Path(folder) / "config.json").write_text(json.dumps(config))
+        yield Path(folder), True
+
+
+def measure(running: dict[str, Host], model: str, batch: int, rounds: int, bar: tqdm[Any]) -> list[dict[str, Any]]:
+    """One row a way."""
+    asked = requests(batch, 0.0 if model == "embedded" else 1.0)
+    lengths = [one["tokens"] for one in running[REFERENCE].ask(asked)["answers"]]
+    free = [one | {"max_tokens": length} for one, length in zip(asked, lengths, strict=True)]
+    found: dict[str, list[dict[str, Any]]] = {label: [] for label in running}
+    for round_ in range(rounds + 1):
+        for label, host in running.items():
+            bar.set_description(f"{model}, {batch}, {label}")
+            answer = host.ask(free if label == "unguided" else asked)
+            if round_:
+                found[label].append(answer)
+            bar.update()
+    rows = []
+    for label, answers in found.items():
+        rates = [sum(one["tokens"] for one in answer["answers"]) / answer["seconds"] for answer in answers]
+        steps = [max(one["tokens"] for one in answer["answers"]) for answer in answers]
+        valid = sum(is_valid(one, said) for one, said in zip(asked, answers[-1]["answers"], strict=True))
+        rows.append(
+            {
+                "model": model,
+                "batch": batch,
+                "way": label,
+                "rate": statistics.median(rates),
+                "slowest": min(rates),
+                "fastest": max(rates),
+                "step_ms": statistics.median(
+                    1e3 * answer["seconds"] / count for answer, count in zip(answers, steps, strict=True)
+                ),
+                "valid": "-" if label == "unguided" else f"{valid} of {batch}",
+                "tokens": sum(one["tokens"] for one in answers[-1]["answers"]),
+                "seconds": [answer["seconds"] for answer in answers],
+            }
+        )
+    unguided = next(row["rate"] for row in rows if row["way"] == "unguided")
+    return [row | {"share": round(row["rate"] / unguided, 3)} for row in rows]
+
+
+def plot(rows: list[dict[str, Any]], path: Path, title: str) -> None:
+    """Tokens per second, by model and batch."""
+    cases = list(dict.fromkeys((row["model"], row["batch"]) for row in rows))
+    figure, axes = canvas(len(cases), width=3.4, height=3.6)
+    for axis, case in zip(axes, cases, strict=True):
+        mine = [row for row in rows if (row["model"], row["batch"]) == case]
+        bars = axis.bar(range(len(mine)), [row["rate"] for row in mine], color=[f"C{at}" for at in range(len(mine))])
+        axis.bar_label(bars, [f"{row['rate']:.0f}\n{row['share']:.0%}" for row in mine], fontsize=7)
+        axis.set_xticks(range(len(mine)), [row["way"].replace(", ", "\n") for row in mine], fontsize=7)
+        axis.set_ylim(0, 1.2 * max(row["rate"] for row in mine))
+        axis.set_title(f"{case[0]}, {case[1]} requests at once", fontsize=9)
+    axes[0].set_ylabel("tokens/s")
+    figure.suptitle(title, fontsize=10)
+    figure.savefig(path, dpi=130)
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", nargs="+", default=["embedded", "768x8"], help="embedded, or WIDTHxLAYERS")
+    parser.add_argument("--batch", type=int, nargs="+", default=[8, 32], help="requests at once")
+    parser.add_argument("--rounds", type=int, default=5, help="turns that the ways take")
+    parser.add_argument("--vllm-python", required=True, help="an interpreter that has vLLM and this package")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--quick", action="store_true", help="the embedded model alone, 8 requests, two rounds")
+    options = parser.parse_args()
+    if options.quick:
+        options.model, options.batch, options.rounds = ["embedded"], [8], 2
+    return options
+
+
+def main() -> None:
+    options = parsed()
+    vllm = vllm_entry(options.vllm_python)
+    assert vllm is not None
+    if not has_plugin(vllm.python):
+        fail(f"{options.vllm_python} has no guided[ray]: `make test-vllm` makes an environment that has (docs/vllm.md)")
+    started_on = machine()
+    rows: list[dict[str, Any]] = []
+    turns = len(options.model) * len(options.batch) * (options.rounds + 1) * len(WAYS)
+    with tqdm(total=turns, unit=" turns", disable=None) as bar:
+        for model in options.model:
+            with (
+                checkpoint(model) as (folder, dummy),
+                hosts(vllm.python, folder, dummy, max(options.batch)) as running,
+            ):
+                for batch in options.batch:
+                    rows += measure(running, model, batch, options.rounds, bar)
+    print_table(rows, COLUMNS)
+    setting = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
+    write_json(options.out / "vllm_plugin.json", setting, rows, started_on)
+    plot(rows, options.out / "vllm_plugin.png", f"guided requests within vLLM, {started_on['cpus']} CPUs")
+    print(f"wrote {options.out / 'vllm_plugin.json'} and .png")
+
+
+if __name__ == "__main__":
+    main()

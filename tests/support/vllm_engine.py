@@ -1,0 +1,104 @@
+"""vLLM's engine with the plugin: its engine core is a process of its own, as it is behind its server."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import psutil
+
+from guided.embedded.statuses import REQUEST_ID, take
+
+PLUGIN = "guided.embedded.vllm:GuidedLogitsProcessor"
+OPTIONS = {"guided": {"pool": "ray", "num_actors": 2}}
+MAX_MODEL_LEN = 512
+WAIT = 240.0
+Result = TypeVar("Result")
+
+
+@dataclass
+class Answer:
+    """What vLLM said of one request at its end."""
+
+    text: str = ""
+    tokens: int = 0
+    finish_reason: str | None = None
+    error: str | None = None
+    """The code that was reported out of band."""
+
+
+class Engine:
+    """vLLM's `AsyncLLM` with the plugin, and an event loop for it."""
+
+    def __init__(self, model: Path, **arguments: Any) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="vllm", daemon=True)
+        self._thread.start()
+        self._engine = self.submit(self._make(model, arguments)).result(WAIT)
+
+    async def _make(self, model: Path, arguments: Mapping[str, Any]) -> Any:
+        from vllm import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        options = {
+            "model": str(model),
+            "load_format": "dummy",
+            "enforce_eager": True,
+            "max_model_len": MAX_MODEL_LEN,
+            "max_num_seqs": 16,
+            "logits_processors": [PLUGIN],
+            "additional_config": OPTIONS,
+            **arguments,
+        }
+        return AsyncLLM.from_engine_args(AsyncEngineArgs(**options))
+
+    def submit(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
+        """Run something on the engine's loop."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def ask(self, requests: Mapping[str, Any], seen: Callable[[str, Answer], None] | None = None) -> dict[str, Answer]:
+        """All requests (sampling parameters by id) at once, to their ends.
+
+        Args:
+            seen: called with what is there of a request, each time there is more.
+        """
+
+        async def all_of_them() -> dict[str, Answer]:
+            answers = await asyncio.gather(*(self.follow(name, params, seen) for name, params in requests.items()))
+            return dict(zip(requests, answers, strict=True))
+
+        return self.submit(all_of_them()).result(WAIT)
+
+    async def follow(self, name: str, params: Any, seen: Callable[[str, Answer], None] | None = None) -> Answer:
+        answer = Answer()
+        async for output in self._engine.generate("Text: ", params, name):
+            one = output.outputs[0]
+            answer.text, answer.tokens, answer.finish_reason = one.text, len(one.token_ids), one.finish_reason
+            if seen is not None:
+                seen(name, answer)
+        reported = take((params.extra_args or {}).get(REQUEST_ID, name))
+        answer.error = None if reported is None else reported.code
+        return answer
+
+    def abort(self, name: str) -> None:
+        self.submit(self._engine.abort(name)).result(WAIT)
+
+    def is_alive(self) -> bool:
+        self.submit(self._engine.check_health()).result(WAIT)
+        return not self._engine.errored
+
+    def close(self) -> None:
+        self._engine.shutdown()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(WAIT)
+
+
+def mask_actors(pid: int | None = None) -> list[psutil.Process]:
+    """Those that this process's engine, or that of process `pid`, has started, and that are there."""
+    family = psutil.Process(pid).children(recursive=True)
+    return [process for process in family if process.name().startswith("ray::MaskActor")]

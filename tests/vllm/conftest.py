@@ -1,0 +1,69 @@
+"""A tiny model, a real vLLM engine around it, and a real `vllm serve`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from transformers import LlamaConfig, PreTrainedTokenizerFast
+from vllm_engine import MAX_MODEL_LEN, Engine
+from vllm_server import Server, serving_vllm
+
+ENVIRONMENT = {
+    "VLLM_TARGET_DEVICE": "cpu",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("filterwarnings", "default")  # vLLM's own are not ours to mend
+    for name, value in ENVIRONMENT.items():  # read when vLLM is imported, which nothing has done yet
+        os.environ.setdefault(name, value)
+
+
+@pytest.fixture(scope="session")
+def vllm_model(tiny_tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama without weights (`load_format="dummy"` makes up some) and the tokenizer of 600 tokens; 640 logits.
+
+    The weights that vLLM makes up are so small that every token is about as probable as any other.
+    """
+    path = tmp_path_factory.mktemp("vllm-llama")
+    config = LlamaConfig(
+        architectures=["LlamaForCausalLM"],
+        vocab_size=640,
+        hidden_size=128,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=MAX_MODEL_LEN,
+        bos_token_id=tiny_tokenizer.bos_token_id,
+        eos_token_id=tiny_tokenizer.eos_token_id,
+        pad_token_id=tiny_tokenizer.pad_token_id,
+        dtype="float32",
+    )
+    config.save_pretrained(path)
+    tiny_tokenizer.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def engine(vllm_model: Path) -> Iterator[Engine]:
+    """One engine for many tests, with few blocks: eight long requests don't fit, and some are preempted."""
+    engine = Engine(vllm_model, block_size=32, num_gpu_blocks_override=40, disable_log_stats=False)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def server(vllm_model: Path) -> Iterator[Server]:
+    with serving_vllm(vllm_model) as server:
+        yield server

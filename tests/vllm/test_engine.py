@@ -1,0 +1,174 @@
+"""The plugin in vLLM's real engine: outputs, preemption, aborts, actors that die."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from itertools import count
+from typing import Any
+
+import pytest
+from vllm_engine import Answer, Engine, mask_actors
+from wanted import BACKENDS, KINDS, LONG, PLAIN, Wanted, regex
+
+_ids = count(1)
+
+
+def requests(*wanted: Wanted, **sampling: Any) -> tuple[dict[str, Any], dict[str, Wanted]]:
+    """Parameters, and what they are about, by request id; the plugin reports by the same id."""
+    by_id = {f"{next(_ids)} {one.name}": one for one in wanted}
+    return {name: one.params(name, **sampling) for name, one in by_id.items()}, by_id
+
+
+def assert_valid(answers: dict[str, Answer], wanted: dict[str, Wanted]) -> None:
+    for name, answer in answers.items():
+        assert answer.error is None, name
+        if wanted[name] is not PLAIN:
+            assert answer.finish_reason == "stop", name
+        assert wanted[name].is_valid(answer.text), (name, answer.text)
+
+
+def preemptions() -> float:
+    from vllm.v1.metrics.reader import get_metrics_snapshot
+
+    return sum(metric.value for metric in get_metrics_snapshot() if metric.name == "vllm:num_preemptions")
+
+
+class TestOutputs:
+    def test_every_kind_beside_requests_without_a_constraint(self, engine: Engine) -> None:
+        params, wanted = requests(*KINDS, PLAIN, *KINDS, PLAIN)
+        answers = engine.ask(params)
+        assert_valid(answers, wanted)
+        assert [answers[name].tokens for name in wanted if wanted[name] is PLAIN] == [300, 300]
+
+    def test_greedy(self, engine: Engine) -> None:
+        params, wanted = requests(*KINDS, PLAIN, temperature=0.0)
+        assert_valid(engine.ask(params), wanted)
+
+    def test_several_backends_in_one_engine(self, engine: Engine) -> None:
+        params, wanted = requests(*BACKENDS)
+        assert_valid(engine.ask(params), wanted)
+
+    @pytest.mark.parametrize("sampling", [{"min_tokens": 200}, {"logit_bias": {65: 50.0}}])
+    def test_the_mask_wins(self, engine: Engine, sampling: dict[str, Any]) -> None:
+        params, wanted = requests(regex("[0-9]{4}"), regex("yes|no"), **sampling)
+        answers = engine.ask(params)
+        for name, answer in answers.items():
+            assert wanted[name].is_valid(answer.text.strip()), (name, answer)
+
+    def test_several_choices_of_one_request(self, engine: Engine) -> None:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        async def generate() -> list[str]:
+            kind = RequestOutputKind.FINAL_ONLY
+            params = SamplingParams(n=3, max_tokens=50, output_kind=kind, extra_args={"regex": "[a-c]{3,9}x"})
+            async for output in engine._engine.generate("Text: ", params, "three"):
+                texts = [one.text for one in output.outputs]
+            return texts
+
+        texts = engine.submit(generate()).result(240)
+        assert len(texts) == 3
+        assert all(map(regex("[a-c]{3,9}x").is_valid, texts))
+
+    def test_cut_short_is_a_beginning(self, engine: Engine) -> None:
+        params, _ = requests(regex("[a-z]{200}"), max_tokens=20)
+        (answer,) = engine.ask(params).values()
+        assert answer.finish_reason == "length"
+        assert regex("[a-z]+").is_valid(answer.text)
+
+
+class TestBatches:
+    def test_those_that_are_preempted_go_on_where_they_were(self, engine: Engine) -> None:
+        before = preemptions()
+        params, wanted = requests(*[LONG] * 10, PLAIN, PLAIN, max_tokens=450)
+        assert_valid(engine.ask(params), wanted)
+        assert preemptions() > before, "nobody was preempted: the test is about nothing"
+
+    def test_those_that_are_aborted_leave_their_places(self, engine: Engine) -> None:
+        params, wanted = requests(*[LONG] * 4, *KINDS, *[LONG] * 4, max_tokens=450)
+        gone = [name for index, name in enumerate(name for name in wanted if wanted[name] is LONG) if index % 2]
+        lock, given_up = threading.Lock(), set()
+
+        def seen(name: str, answer: Answer) -> None:
+            if name in gone and answer.tokens >= 5:
+                with lock:
+                    new = name not in given_up
+                    given_up.add(name)
+                if new:
+                    threading.Thread(target=engine.abort, args=(name,)).start()
+
+        answers = engine.ask(params, seen)
+        assert_valid({name: answer for name, answer in answers.items() if name not in gone}, wanted)
+        assert [answers[name].finish_reason for name in gone] == ["abort"] * len(gone)
+        params, wanted = requests(*KINDS)
+        assert_valid(engine.ask(params), wanted)
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("extra", "sampling", "words"),
+        [
+            ({"json_schema": '{"type": 7}'}, {}, "at '/type'"),
+            ({"json_schema": "{"}, {}, "JSON"),
+            ({"regex": ""}, {}, "the regex is empty"),
+            ({"choice": []}, {}, "choice is empty"),
+            ({"choice": ["a", ""]}, {}, "every choice is a non-empty string"),
+            ({"regex": "a", "choice": ["a"]}, {}, "regex and choice are given: a request takes one constraint"),
+            ({"regex": "a", "backend": "guesswork"}, {}, "guesswork"),
+            ({"grammar": "start: 'a'", "backend": "outlines"}, {}, "outlines"),
+            ({"regex": "a"}, {"ignore_eos": True}, "ignore_eos can't be kept"),
+            ({"regex": "a"}, {"stop": ["b"]}, "stop"),
+        ],
+    )
+    def test_what_our_server_refuses_with_its_words(
+        self, engine: Engine, extra: dict[str, Any], sampling: dict[str, Any], words: str
+    ) -> None:
+        from vllm import SamplingParams
+        from vllm.exceptions import VLLMValidationError
+
+        with pytest.raises(VLLMValidationError) as refusal:
+            engine.ask({f"{next(_ids)}": SamplingParams(extra_args=extra, **sampling)})
+        assert words in str(refusal.value)
+        params, wanted = requests(KINDS[1])
+        assert_valid(engine.ask(params), wanted)
+
+
+class TestFaults:
+    def test_a_constraint_that_is_none_ends_its_request_alone(self, engine: Engine) -> None:
+        """Syntax is judged where it is compiled, in a process that may be killed: after vLLM has taken the request."""
+        params, wanted = requests(regex("(a"), *KINDS, PLAIN)
+        bad, *_ = wanted
+        answers = engine.ask(params)
+        answer = answers.pop(bad)
+        assert answer.error == "invalid_constraint"
+        assert answer.tokens <= 1
+        assert_valid(answers, wanted)
+
+    def test_an_actor_killed_in_mid_generation(self, engine: Engine) -> None:
+        params, wanted = requests(*[LONG] * 6, PLAIN, PLAIN, max_tokens=450)
+        actors = mask_actors()
+        assert len(actors) == 2
+        victim, lock, begun, killed = actors[0], threading.Lock(), set(), threading.Event()
+
+        def seen(name: str, answer: Answer) -> None:
+            with lock:
+                if answer.tokens >= 10:
+                    begun.add(name)
+                if len(begun) == len(wanted) and not killed.is_set():
+                    killed.set()
+                    victim.send_signal(signal.SIGKILL)
+
+        answers = engine.ask(params, seen)
+        assert killed.is_set()
+        lost = {name for name, answer in answers.items() if answer.error is not None}
+        assert {answers[name].error for name in lost} == {"worker_died"}
+        assert 1 <= len(lost) < 6, "those that had a matcher there, and nobody else"
+        assert not [name for name in lost if wanted[name] is PLAIN]
+        for name in lost:
+            assert answers[name].finish_reason == "stop"
+            assert regex("[a-z ]*").is_valid(answers[name].text), "what came before its end was masked"
+        assert_valid({name: answer for name, answer in answers.items() if name not in lost}, wanted)
+        assert engine.is_alive()
+        params, wanted = requests(*KINDS, LONG, PLAIN, max_tokens=450)
+        assert_valid(engine.ask(params), wanted)

@@ -1,0 +1,279 @@
+"""The plugin behind vLLM's own V2 interface: its loader, its request state and its context; the device is made up.
+
+vLLM's V2 runner needs a GPU. Here a stand-in does what that runner does with slots, tokens and rows, on the CPU.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scripted import STOP, ScriptedBackends
+from vllm import SamplingParams
+from vllm.v1.worker.gpu.sample.logits_processor import (
+    LogitsContext,
+    build_custom_logits_processors,
+    build_custom_logits_processors_params_validator,
+)
+
+from guided.embedded import run_directory, statuses
+from guided.inline import InlinePool
+from guided.vocabulary import Vocabulary
+
+NAME = "guided.embedded.vllm:GuidedLogitsProcessor"
+WIDTH, SLOTS, LENGTH, DRAFTS = 40, 6, 64, 3
+VOCABULARY = Vocabulary(
+    token_bytes=(b"</s>", *(bytes([97 + index]) for index in range(20))),
+    stop_token_ids=(STOP,),
+    special_token_ids=frozenset({STOP}),
+    padded_vocab_size=WIDTH,
+)
+SENTENCES = ["123", "129", "1456789", "22222222222", "3", "314159265", "9876543219"]
+
+
+class Tensor:
+    """In the place of `UvaBackedTensor` and `StagedWriteTensor`: what host and device see is one memory."""
+
+    def __init__(self, *size: int) -> None:
+        self.gpu = torch.zeros(size, dtype=torch.int32)
+        self.np = self.gpu.numpy()
+
+
+@dataclass
+class Request:
+    params: SamplingParams
+    prompt: list[int]
+    output: list[int] = field(default_factory=list)
+    slot: int = -1
+
+
+class Runner:
+    """What the V2 runner does, step by step, with the processors that its loader makes."""
+
+    def __init__(self, drafts: int = 0, seed: int = 0, fail_at: int | None = None, **parallel: Any) -> None:
+        self.random = random.Random(seed)
+        self.drafts = drafts
+        self.device, self.max_num_reqs, self.vocab_size = torch.device("cpu"), SLOTS, WIDTH
+        self.all_token_ids, self.total_len = Tensor(SLOTS, LENGTH), Tensor(SLOTS)
+        self.prompt_len, self.prefill_len = Tensor(SLOTS), Tensor(SLOTS)
+        self.free = list(range(SLOTS))
+        self.running: list[Request] = []
+        self.config = SimpleNamespace(
+            parallel_config=SimpleNamespace(
+                pipeline_parallel_size=1,
+                tensor_parallel_size=1,
+                distributed_executor_backend="uni",
+                enable_batch_sharded_sampling=False,
+                **parallel,
+            ),
+            scheduler_config=SimpleNamespace(async_scheduling=True),
+            speculative_config=SimpleNamespace(num_speculative_tokens=drafts) if drafts else None,
+            additional_config={},
+            model_config=SimpleNamespace(logits_processors=[NAME], get_vocab_size=lambda: WIDTH),
+        )
+        self.processors = build_custom_logits_processors(self.config, self, False, [NAME])
+
+    def add(self, request: Request) -> bool:
+        request.slot = slot = self.free.pop()
+        tokens = request.prompt + request.output
+        self.prompt_len.np[slot], self.prefill_len.np[slot] = len(request.prompt), len(tokens)
+        self.total_len.np[slot] = len(tokens)
+        self.all_token_ids.np[slot] = -7  # what somebody else has left there
+        self.all_token_ids.np[slot, : len(tokens)] = tokens
+        self.running.append(request)
+        return any([each.add_request(slot, request.params) for each in self.processors])
+
+    def remove(self, request: Request) -> None:
+        """It has ended, or is preempted: nobody is told."""
+        self.running.remove(request)
+        self.free.append(request.slot)
+
+    def step(self, batch: list[Request] | None = None) -> dict[int, list[list[int]]]:
+        """One step of `batch`; returns each request's allowed tokens, row by row, and samples from them."""
+        batch = self.random.sample(self.running, len(self.running)) if batch is None else batch
+        for each in self.processors:
+            each.apply_staged_writes()
+        guesses = [[self.random.randrange(10) for _ in range(self.random.randint(0, self.drafts))] for _ in batch]
+        fed = [
+            [request.output[-1] if request.output else 5, *more] for request, more in zip(batch, guesses, strict=True)
+        ]
+        slots = [request.slot for request in batch]
+        context = LogitsContext(
+            expanded_idx_mapping=torch.tensor([s for s, row in zip(slots, fed, strict=True) for _ in row]),
+            idx_mapping=torch.tensor(slots),
+            idx_mapping_np=np.array(slots),
+            expanded_local_pos=torch.tensor([place for row in fed for place in range(len(row))]),
+            input_ids=torch.tensor([token for row in fed for token in row]),
+            pos=torch.zeros(1),
+            seq_lens_upper_bound_np=np.zeros(1),
+        )
+        logits = torch.zeros(sum(map(len, fed)), WIDTH)
+        for each in self.processors:
+            logits = each.apply(logits, context)
+        allowed = [torch.isfinite(row).nonzero().flatten().tolist() for row in logits]
+        seen: dict[int, list[list[int]]] = {}
+        for request, row in zip(batch, fed, strict=True):
+            seen[id(request)] = mine = [allowed.pop(0) for _ in row]
+            self._sample(request, row[1:], mine)
+        return seen
+
+    def _sample(self, request: Request, guesses: list[int], allowed: list[list[int]]) -> None:
+        """As rejection sampling has it: guesses are accepted while the masks allow them, then one is sampled."""
+        for guess, here in zip([*guesses, -1], allowed, strict=True):
+            token = guess if guess in here else self.random.choice(here)
+            self.all_token_ids.np[request.slot, self.total_len.np[request.slot]] = token
+            self.total_len.np[request.slot] += 1
+            request.output.append(token)
+            if token != guess or token == STOP:
+                return
+
+
+@pytest.fixture(autouse=True)
+def _run(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv(run_directory.VARIABLE, str(tmp_path_factory.mktemp("run")))
+    use_pool(monkeypatch)
+    yield
+
+
+def use_pool(monkeypatch: pytest.MonkeyPatch, fail_at: int | None = None) -> None:
+    backends = ScriptedBackends(VOCABULARY, fail_at)
+    monkeypatch.setattr(
+        "guided.embedded.vllm._open_pool",
+        lambda config, options: InlinePool(VOCABULARY, backends),  # type: ignore[arg-type]
+    )
+
+
+def guided(*choices: str, name: str | None = None) -> Request:
+    extra = {"choice": list(choices), **({"guided_request_id": name} if name else {})}
+    params = SamplingParams(max_tokens=50, extra_args=extra)
+    params.update_from_generation_config({}, STOP)
+    return Request(params, [5, 6, 7])
+
+
+def plain() -> Request:
+    return Request(SamplingParams(max_tokens=50), [5, 6])
+
+
+def text(request: Request) -> str:
+    assert request.output[-1] == STOP
+    return "".join(map(str, request.output[: request.output.index(STOP)]))
+
+
+def test_the_loader_takes_the_class_and_a_second_one_of_the_same_engine_does_nothing() -> None:
+    """vLLM makes two where it is both passed by name and an entry point."""
+    runner = Runner()
+    processors = build_custom_logits_processors(runner.config, runner, False, [NAME, NAME])
+    assert all(each._idle for each in processors), "there is one already"
+    assert sum(not each._idle for each in runner.processors) == 1
+    assert not runner.add(plain())
+    assert runner.add(guided("12"))
+
+
+def test_a_guided_request_beside_others() -> None:
+    runner = Runner()
+    mine, other = guided("123", "129"), plain()
+    runner.add(other)
+    runner.add(mine)
+    seen = [runner.step() for _ in range(4)]
+    assert [each[id(mine)] for each in seen] == [[[1]], [[2]], [[3, 9]], [[STOP]]]
+    assert all(each[id(other)] == [list(range(WIDTH))] for each in seen)
+
+
+def test_a_slot_is_filled_again_without_a_word() -> None:
+    runner = Runner()
+    for request, allowed in (
+        (guided("12"), [1]),
+        (guided("34"), [3]),
+        (plain(), list(range(WIDTH))),
+        (guided("5"), [5]),
+    ):
+        runner.add(request)
+        assert runner.step()[id(request)] == [allowed]
+        slot = request.slot
+        runner.remove(request)
+        assert runner.free[-1] == slot
+
+
+def test_a_preempted_request_goes_on_where_it_was() -> None:
+    runner = Runner()
+    request, other = guided("123456"), guided("99999999")
+    runner.add(request)
+    for _ in range(3):
+        runner.step()
+    runner.remove(request)
+    runner.add(other)  # in its slot
+    runner.step()
+    runner.add(request)
+    assert runner.step([request, other])[id(request)] == [[4]]
+    assert runner.step([other])[id(other)] == [[9]]
+    assert runner.step([request, other])[id(request)] == [[5]]
+
+
+def test_each_draft_token_has_its_row() -> None:
+    runner = Runner(drafts=DRAFTS, seed=3)
+    requests = [guided(*SENTENCES) for _ in range(4)]
+    for request in requests:
+        runner.add(request)
+    while not all(STOP in request.output for request in requests):
+        runner.step([request for request in requests if STOP not in request.output])
+    assert all(text(request) in SENTENCES for request in requests)
+
+
+@pytest.mark.parametrize("drafts", [0, DRAFTS])
+@pytest.mark.parametrize("seed", range(8))
+def test_whatever_the_runner_does_outputs_are_valid(drafts: int, seed: int) -> None:
+    runner = Runner(drafts, seed)
+    choose = runner.random
+    waiting, ended = [], []
+    for number in range(40):
+        waiting.append(plain() if number % 4 == 0 else guided(*choose.sample(SENTENCES, 3)))
+    while waiting or runner.running:
+        while waiting and runner.free and choose.random() < 0.7:
+            runner.add(waiting.pop())
+        if runner.running and choose.random() < 0.1:  # preempted, or aborted
+            out = choose.choice(runner.running)
+            runner.remove(out)
+            if choose.random() < 0.5:
+                waiting.append(out)
+        batch = [request for request in runner.running if choose.random() < 0.8]
+        if not batch:
+            continue
+        runner.step(choose.sample(batch, len(batch)))
+        for request in batch:
+            if STOP in request.output or len(request.output) > 20:
+                runner.remove(request)
+                ended.append(request)
+    mine = [request for request in ended if request.params.extra_args]
+    assert len(mine) > 15
+    for request in mine:
+        assert text(request) in request.params.extra_args["choice"]
+
+
+def test_a_failed_request_gets_its_stop_token_and_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_pool(monkeypatch, fail_at=2)
+    runner = Runner()
+    request = guided("1234", name="sick")
+    runner.add(request)
+    assert [runner.step()[id(request)] for _ in range(3)] == [[[1]], [[2]], [[STOP]]]
+    error = statuses.take("sick")
+    assert error is not None
+    assert error.code == "backend_error"
+
+
+def test_what_the_front_end_refuses() -> None:
+    validate = build_custom_logits_processors_params_validator([NAME])
+    with pytest.raises(ValueError, match="no worker of this engine"):
+        validate(guided("12").params)
+    validate(plain().params)
+    Runner()
+    validate(guided("12").params)
+    with pytest.raises(ValueError, match="choice is empty"):
+        validate(SamplingParams(extra_args={"choice": []}))
+    with pytest.raises(ValueError, match="stop would cut"):
+        validate(SamplingParams(extra_args={"choice": ["1"]}, stop=["x"]))
