@@ -6,7 +6,6 @@ vLLM's V2 runner needs a GPU. Here a stand-in does what that runner does with sl
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +15,7 @@ import pytest
 import torch
 from scripted import STOP, ScriptedBackends
 from vllm import SamplingParams
+from vllm.exceptions import VLLMValidationError
 from vllm.v1.worker.gpu.sample.logits_processor import (
     LogitsContext,
     build_custom_logits_processors,
@@ -87,7 +87,8 @@ class Runner:
         self.all_token_ids.np[slot] = -7  # what somebody else has left there
         self.all_token_ids.np[slot, : len(tokens)] = tokens
         self.running.append(request)
-        return any([each.add_request(slot, request.params) for each in self.processors])
+        taken = [each.add_request(slot, request.params) for each in self.processors]  # each of them has to know
+        return any(taken)
 
     def remove(self, request: Request) -> None:
         """It has ended, or is preempted: nobody is told."""
@@ -135,10 +136,9 @@ class Runner:
 
 
 @pytest.fixture(autouse=True)
-def _run(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _run(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(run_directory.VARIABLE, str(tmp_path_factory.mktemp("run")))
     use_pool(monkeypatch)
-    yield
 
 
 def use_pool(monkeypatch: pytest.MonkeyPatch, fail_at: int | None = None) -> None:
@@ -268,12 +268,12 @@ def test_a_failed_request_gets_its_stop_token_and_is_reported(monkeypatch: pytes
 
 def test_what_the_front_end_refuses() -> None:
     validate = build_custom_logits_processors_params_validator([NAME])
-    with pytest.raises(ValueError, match="no worker of this engine"):
+    with pytest.raises(VLLMValidationError, match="no worker of this engine"):
         validate(guided("12").params)
     validate(plain().params)
     Runner()
     validate(guided("12").params)
-    with pytest.raises(ValueError, match="choice is empty"):
+    with pytest.raises(VLLMValidationError, match="choice is empty"):
         validate(SamplingParams(extra_args={"choice": []}))
-    with pytest.raises(ValueError, match="stop would cut"):
+    with pytest.raises(VLLMValidationError, match="stop would cut"):
         validate(SamplingParams(extra_args={"choice": ["1"]}, stop=["x"]))
