@@ -76,6 +76,38 @@ def test_a_processor_sees_prompt_and_output(
         assert found[f"{n}"] == [[(10 + n, 20 + n, 30 + n)[place % 3] for place in range(9 + 7 * n)]]
 
 
+@pytest.mark.parametrize(("seed", "processor"), [*enumerate([*TARGETED, sample.RevisedBias])])
+def test_whoever_comes_and_goes_at_random_keeps_to_his_token(
+    make_engine: MakeEngine, tiny_model: LoadedModel, processor: type, seed: int
+) -> None:
+    """Arrivals and aborts between steps, groups of up to three, late masks, preemptions: rows are never mixed up."""
+    generator = random.Random(seed)
+    pool = FaultyPool(tiny_model.vocabulary)
+    pool.delay = lambda sequence_id, position: generator.choice([0, 0, 0, 2])
+    engine = make_engine(pool, logits_processors=(processor,), max_num_seqs=7, **TIGHT)
+    digits = tiny_model.tokenizer.convert_tokens_to_ids(list("0123456789"))
+    seen = count = 0
+    while count < 30 or engine.has_unfinished:
+        if count < 30 and generator.random() < 0.5:
+            token = digits[count % 10]
+            regex = "[0-9]{60}" if generator.random() < 0.5 else None
+            extra = {"target_token": token, "bias": {token: 1e6}}
+            length, n = generator.randint(1, 30), generator.randint(1, 3)
+            params = SamplingParams(n=n, regex=regex, max_tokens=length, extra_args=extra)
+            engine.add_request(f"{count} {token}", PROMPT, params)
+            count += 1
+        if engine.groups and generator.random() < 0.1:
+            engine.abort_request(generator.choice(sorted(engine.groups)))
+        for output in engine.step():
+            assert output.error is None
+            token = int(output.request_id.split()[1])
+            assert all({*one.token_ids} <= {token} for one in output.outputs)
+            seen += sum(len(one.token_ids) for one in output.outputs)
+    assert seen > 200
+    assert engine.stats.parkings > 10
+    assert engine.scheduler.num_preemptions > 0
+
+
 def requests(bias: str, min_p: str) -> dict[str, tuple[Any, SamplingParams]]:
     """With a bias and min_p: the engine's own, or those of processors that do the same."""
     values = {20: 4.0, 30: -3.0, 40: 2.5}
@@ -269,6 +301,22 @@ def test_who_a_processor_raises_on_fails_and_nobody_else(
     again = run(engine, others)
     assert tokens(again) == tokens(expected)
     assert processor.made == made
+
+
+@pytest.mark.parametrize("where", ["apply", "update_state"])
+def test_one_that_raises_on_rows_that_were_parked(
+    make_engine: MakeEngine, tiny_model: LoadedModel, run: Run, where: str
+) -> None:
+    others = {name: each for name, each in requests("logit_bias", "min_p").items() if name != "seeded"}
+    expected = run(make_engine(), others)
+    pool = FaultyPool(tiny_model.vocabulary)
+    pool.delay = lambda sequence_id, position: 2 if position == 0 else 0
+    engine = make_engine(pool, logits_processors=(sample.PoisonableLate,))
+    found = run(engine, {**others, "poison": (PROMPT, poisoned(where, regex=REGEX))})
+    assert isinstance(found.pop("poison").error, LogitsProcessorFailed)
+    assert tokens(found) == tokens(expected)
+    assert engine.stats.parkings > 1
+    assert engine.stats.parked == 0
 
 
 @pytest.mark.parametrize("where", ["add_request", "update_state", "apply"])
