@@ -276,3 +276,17 @@ def test_masks_that_came_before_a_history_was_sent_again_stay_as_they_are() -> N
     logits = torch.zeros(2, WIDTH)
     assert not subject.apply(logits).failed
     assert [allowed(logits, row) for row in (0, 1)] == [[3], [6]]
+
+
+def test_masks_can_be_collected_instead_of_applied() -> None:
+    subject = processor(fail_at=1)
+    subject.initialize("a", Constraint.choice(["12"]))
+    subject.initialize("b", Constraint.choice(["34"]))
+    subject.prepare([GuidedRow("b", 2, [], 3), GuidedRow("a", 1, [1], 1)])
+    bitmask = np.full((4, 2), -1, np.int32)
+    report = subject.collect(bitmask)
+    assert list(report.failed) == [1]
+    assert bitmask[3].tolist() == [1 << 3, 0]
+    assert (bitmask[:3] == -1).all()
+    with pytest.raises(RuntimeError, match="without prepare"):
+        subject.collect(bitmask)
