@@ -1,7 +1,8 @@
 """Loading: compiled grammars onto the mask actors, and those that end an actor by being loaded onto none.
 
 A grammar goes to one actor first, and to the others when that one lives. What was being loaded when an actor ended is
-suspect: only actors that nobody uses yet load it, one suspect at a time. Who ends two of them is refused.
+suspect, and what waited behind it and was never loaded anywhere: only actors that nobody uses yet load it, one suspect
+at a time. Who ends two of them is refused.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ __all__ = ["Home", "Loading", "Stored", "ended_by"]
 _MOST_ENDS = 2
 """Actors that a grammar may end by being loaded alone: the first may have been killed by somebody else."""
 _MOST_REFUSED = 1000
+_LIBRARY_SECONDS = 60.0
+"""Importing a backend's library, and what it makes of the vocabulary, takes seconds; on a crowded machine, tens."""
 _log = logging.getLogger(__name__)
 
 
@@ -37,14 +40,21 @@ class Home:
     installed: set[str] = field(default_factory=set)
     serving: bool = False
     """Sequences are placed on it."""
-    loading: list[str] = field(default_factory=list)
-    """Keys of what it was asked to load and hasn't yet, in that order."""
+    loading: list[Installable] = field(default_factory=list)
+    """What it was asked to load and hasn't yet, in that order."""
+    backends: set[str] = field(default_factory=set)
+    """Those whose libraries it has loaded: they came with a grammar."""
     busy_since: float = 0.0
-    """`time.monotonic()` of when it began with the first of these."""
+    """`time.monotonic()` of when it began with the first of `loading`."""
 
     def overdue(self, seconds: float) -> bool:
-        """Whether it has been loading one grammar for longer than `seconds`. From any thread."""
-        return bool(self.loading) and time.monotonic() - self.busy_since > seconds
+        """Whether it has been loading one grammar for longer than `seconds`, or than a library takes that comes with
+        it. From any thread."""
+        first = next(iter(tuple(self.loading)), None)
+        if first is None:
+            return False
+        allowed = seconds if first.backend in self.backends else max(seconds, _LIBRARY_SECONDS)
+        return time.monotonic() - self.busy_since > allowed
 
 
 @dataclass(eq=False, slots=True)
@@ -137,7 +147,10 @@ class Loading:
     def leave(self, home: Home) -> None:
         """That actor is gone. What it was loading may be why."""
         self.homes = tuple(each for each in self.homes if each is not home)
-        for key in home.loading:
+        for place, key in enumerate(what.key for what in home.loading):
+            stored = self.stored.get(key)
+            if place and stored is not None and stored.proven:
+                continue  # it waited, and has ended nobody yet
             ends = self._suspects.get(key, 0) + (len(home.loading) == 1)
             self._suspects[key] = ends
             if ends >= _MOST_ENDS and key not in self._refused:
@@ -173,8 +186,8 @@ class Loading:
     def _load(self, stored: Stored, home: Home) -> Future[None]:
         if not home.loading:
             home.busy_since = time.monotonic()
-        home.loading.append(stored.installable.key)
         what = stored.installable
+        home.loading.append(what)
         load = _in_order(home.actor.install, what.key, what.backend, stored.dumped, *what.pieces)
         loaded: Future[None] = load.future()
         stored.homes[home] = loaded
@@ -184,7 +197,8 @@ class Loading:
     def _loaded(self, stored: Stored, home: Home, done: Future[None]) -> None:
         key = stored.installable.key
         if not ended_by(done):  # else `leave` looks at what it was loading
-            home.loading.remove(key)
+            home.loading.remove(stored.installable)
+            home.backends.add(stored.installable.backend)
             home.busy_since = time.monotonic()
         if done.exception() is None:
             if self.stored.get(key) is stored:  # else it was dropped meanwhile, there too

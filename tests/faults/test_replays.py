@@ -14,7 +14,7 @@ from faulty_backend import ADAPTER, NAME
 from generating import Requests, errors, generate, said
 from serving import wait_until
 
-from actors import RayPool, grammars, supervisor
+from actors import RayPool, grammars, loading, supervisor
 from engine.llm_engine import LLMEngine
 from engine.model_loader import LoadedModel
 from engine.outputs import RequestOutput
@@ -154,6 +154,7 @@ def test_a_grammar_that_cant_be_loaded_ends_its_own_request(
 ) -> None:
     """One actor, and then one that nobody uses yet; and it is not tried again by every other that comes up."""
     monkeypatch.setattr(grammars, "_LOAD_SECONDS", 2.0)
+    monkeypatch.setattr(loading, "_LIBRARY_SECONDS", 2.0)
     bad = poisoned(fault)
     found = generate(tiny_model, pool, bystanders() | {"bad": bad})
     assert errors(found) == {"bad": WorkerDied.code}

@@ -1,0 +1,133 @@
+"""Loading: who is suspect when an actor ends, and how long a load may take."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+from ray.exceptions import RayActorError
+
+from actors import loading
+from actors.loading import Home, Loading, Stored
+from actors.mask_actor import Installable
+from guided.errors import GuidedError
+
+
+class Actor:
+    """Ray's handle of a mask actor that loads when it is told to."""
+
+    def __init__(self) -> None:
+        self.asked: dict[str, Future[None]] = {}
+        self.install = self.uninstall = self
+
+    def options(self, **options: Any) -> Actor:
+        return self
+
+    def remote(self, key: str, *arguments: Any) -> Actor:
+        self.asked[key] = self.last = Future[None]()
+        return self
+
+    def future(self) -> Future[None]:
+        return self.last
+
+    def end(self) -> None:
+        for future in self.asked.values():
+            if not future.done():
+                future.set_exception(RayActorError())
+
+
+class Desk:
+    """The grammars' thread."""
+
+    def __init__(self) -> None:
+        self.tasks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self.refused: dict[str, GuidedError] = {}
+        self.loading = Loading(self.when_done, lambda: None, self.refused)
+
+    def when_done(self, future: Future[Any], task: Callable[[Future[Any]], None]) -> None:
+        future.add_done_callback(lambda done: self.tasks.put(lambda: task(done)))
+
+    def work(self) -> None:
+        while not self.tasks.empty():
+            self.tasks.get()()
+
+    def add(self, *keys: str) -> None:
+        for key in keys:
+            self.loading.add(Installable(key, key.partition(":")[0], ()), b"")  # type: ignore[arg-type]
+
+    def enter(self) -> tuple[Home, Actor]:
+        actor = Actor()
+        home = Home(actor)
+        self.loading.settle(home, set(self.loading.stored))
+        return home, actor
+
+    def finish(self, actor: Actor, *keys: str) -> None:
+        for key in keys:
+            actor.asked[key].set_result(None)
+        self.work()
+
+    def end(self, home: Home, actor: Actor) -> None:
+        actor.end()
+        self.work()
+        self.loading.leave(home)
+
+
+def test_of_proven_grammars_only_the_one_that_was_being_loaded_is_suspect() -> None:
+    desk = Desk()
+    _, first = desk.enter()
+    desk.add("a:1", "a:2", "a:3", "a:4")
+    desk.finish(first, "a:1", "a:2", "a:3", "a:4")
+    second = desk.enter()
+    assert list(second[1].asked) == ["a:1", "a:2", "a:3", "a:4"]
+    desk.finish(second[1], "a:1")
+    desk.end(*second)
+    third, actor = desk.enter()
+    assert list(actor.asked) == ["a:1", "a:3", "a:4"]
+    desk.finish(actor, "a:1", "a:3", "a:4")
+    assert desk.loading.next_suspect(third) is not None
+    desk.finish(actor, "a:2")
+    assert desk.loading.next_suspect(third) is None
+    assert third.installed == {"a:1", "a:2", "a:3", "a:4"}
+
+
+def test_what_waited_and_was_never_loaded_is_suspect_too() -> None:
+    desk = Desk()
+    one, actor = desk.enter()
+    desk.add("a:1", "a:2")
+    desk.end(one, actor)
+    two, actor = desk.enter()
+    assert not actor.asked
+    assert desk.loading.next_suspect(two) is not None
+    desk.finish(actor, "a:1")
+    assert desk.loading.next_suspect(two) is not None
+    desk.end(two, actor)
+    assert not desk.refused, "it may have been killed by somebody else"
+    three, actor = desk.enter()
+    desk.finish(actor, "a:1")
+    desk.loading.next_suspect(three)
+    desk.end(three, actor)
+    assert list(desk.refused) == ["a:2"]
+
+
+def test_the_first_grammar_of_a_backend_brings_its_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(loading.time, "monotonic", lambda: now)
+    desk = Desk()
+    home, actor = desk.enter()
+    desk.add("a:1", "a:2", "b:1")
+    now += 20
+    assert not home.overdue(15)
+    desk.finish(actor, "a:1")
+    now += 14
+    assert not home.overdue(15)
+    now += 2
+    assert home.overdue(15)
+    desk.finish(actor, "a:2")
+    now += 50
+    assert not home.overdue(15)
+    now += 20
+    assert home.overdue(15)
+    assert isinstance(desk.loading.stored["b:1"], Stored)
