@@ -1,11 +1,12 @@
 """Writing -inf over the logits that token bitmasks forbid, in place, where the logits are.
 
-On the CPU a row goes the way that is fastest for its mask, told from a sample (131,072 tokens, float32, one core):
+On the CPU a row goes the way that is fastest for its mask, told from a sample. (131,072 tokens, float32, 64 rows, one
+thread: `python -m benchmarks.apply_kernel`.)
 
-- tight, nearly all forbidden: what is allowed is saved, the row filled with -inf, and that put back: 17 us;
-- loose, nearly all allowed: xgrammar's kernel, which touches each forbidden logit: 11 us a row where 2.5 % are
-  forbidden (xgrammar's own time: 12 us, and 400 us for a tight row);
-- neither, which real masks hardly ever are: a table from eight bits of the mask to eight words of the row: 38 us.
+- tight, nearly all forbidden: what is allowed is saved, the row filled with -inf, and that put back: 36 us a row;
+- loose, nearly all allowed: xgrammar's kernel, which touches each forbidden logit: 15 us a row where 2.5 % are
+  forbidden (xgrammar's own time: 15 us, and 440 us for a tight row);
+- neither, which real masks hardly ever are: a table from eight bits of the mask to eight words of the row: 46 us.
 
 Torch is imported where it is called: a process that computes masks does without its 3 seconds and 170 MB.
 """
