@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from importlib import metadata
 from types import TracebackType
 from typing import Any, ClassVar
 
@@ -26,6 +27,9 @@ from guided.vocabulary import Vocabulary
 
 __all__ = ["LLGuidanceBackend"]
 
+_VERSION = metadata.version("llguidance")
+_REPEATS_WHITESPACE = tuple(map(int, _VERSION.split(".")[:2])) < (1, 8)
+"""Seen with 1.7.6, which vLLM 0.32 pins, and not with 1.9.1. Blanks where no pattern is given are unbounded there."""
 _ESCAPES = 'bfnrt"\\'
 """Letters that may follow a backslash in JSON strings where a schema names properties. Without `u`: llguidance lets
 additional keys be spelled with escapes, so that `{"\\u0061": ...}` would slip by what is said of `a`."""
@@ -219,6 +223,12 @@ def _json_source(schema: dict[str, Any] | bool, whitespace: str | None) -> str:
     options |= {"item_separator": ",", "key_separator": ":"}
     options |= {"whitespace_flexible": whitespace != "", "whitespace_pattern": None}
     if whitespace != "":
+        if whitespace is not None and _REPEATS_WHITESPACE:
+            raise UnsupportedConstraint(
+                f"llguidance {_VERSION} takes any number of matches of whitespace_pattern in a row, instead of one; "
+                "leave the pattern out, or use another backend",
+                param="whitespace_pattern",
+            )
         pattern = USUAL_WHITESPACE if whitespace is None else whitespace
         options["whitespace_pattern"] = regex.canonical(pattern, param="whitespace_pattern")
     return str(llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options))

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from guided.backends import Backends
+from guided.backends import llguidance as llguidance_backend
 from guided.backends.base import Matcher
 from guided.backends.llguidance import LLGuidanceBackend
 from guided.bitmask import allowed_ids, words
@@ -130,6 +131,17 @@ def test_whitespace_pattern(vocabulary: Vocabulary) -> None:
         else:
             with pytest.raises(TokenRejected):
                 matcher.accept_tokens(vocabulary.encode(text))
+
+
+def test_a_release_that_repeats_the_whitespace_pattern_refuses_one(
+    vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(llguidance_backend, "_REPEATS_WHITESPACE", True)
+    backend = LLGuidanceBackend(vocabulary)
+    with pytest.raises(UnsupportedConstraint, match="any number of matches"):
+        backend.compile(Constraint.json_object(whitespace="[ ]{0,2}"))
+    backend.compile(Constraint.json_object())
+    backend.compile(Constraint.json_object(whitespace=""))
 
 
 def test_ten_thousand_choices(vocabulary: Vocabulary) -> None:
