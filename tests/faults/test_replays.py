@@ -45,7 +45,10 @@ def poisoned(fault: str) -> SamplingParams:
     return SamplingParams(regex=f"{fault} length=20", backend=NAME, seed=9, max_tokens=40)
 
 
-@pytest.fixture(scope="module", params=["memory", "tcp"])
+_SLOW = pytest.mark.skipif("GUIDED_SLOW_TESTS" not in os.environ, reason="the same again: set GUIDED_SLOW_TESTS")
+
+
+@pytest.fixture(scope="module", params=["memory", pytest.param("tcp", marks=_SLOW)])
 def pool(request: pytest.FixtureRequest, tiny_model: LoadedModel, local_ray: None) -> Iterator[RayPool]:
     transport = "tcp" if request.param == "tcp" else "auto"
     with pytest.MonkeyPatch.context() as patched:

@@ -21,6 +21,7 @@ from faulty_backend import ADAPTER, NAME, environment
 from hosting import WAIT, Hosted, events_in, hosted, read_to_the_end
 from serving import ServerProcess, serving, sse, wait_until
 
+from engine.logits_processors.processors import LogitsProcessorFailed
 from engine.model_loader import LoadedModel, load_model
 from engine.server.errors import BodyTooLarge, ModelNotFound, QueueFull, ShuttingDown, Unauthorized
 from guided.backends import BACKENDS
@@ -63,6 +64,7 @@ ERRORS: dict[type[GuidedError], tuple[int, str, bool]] = {
     ModelNotFound: (404, "model_not_found", False),
     BodyTooLarge: (413, "body_too_large", False),
     QueueFull: (429, "queue_full", True),
+    LogitsProcessorFailed: (500, "logits_processor_failed", False),
     ShuttingDown: (503, "shutting_down", True),
 }
 ROW_FAULTS = {
