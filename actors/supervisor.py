@@ -46,8 +46,9 @@ _FIRST_DELAY_SECONDS = 0.5
 _LAST_DELAY_SECONDS = 30.0
 _CRASH_LOOP = 5
 _CRASH_LOOP_SECONDS = 60.0
-_PROVEN_SECONDS = 10.0
-"""An incarnation that was up for so long is no part of a crash loop, whatever ended it."""
+_PROVEN_SECONDS = 2.0
+"""An incarnation that was up for so long is no part of a crash loop, whatever ended it: masks were had from it, and a
+longer pause before the next one would keep them from those who wait."""
 _TICK_MS = 200
 """What eats a gigabyte a second is a fifth of one over its limit when it is seen."""
 _log = logging.getLogger(__name__)
@@ -135,8 +136,10 @@ class Supervisor:
         self._error: GuidedError | None = None
         self._causes: Counter[str] = Counter()
         self._last_end: str | None = None
+        self._began = 0.0
+        """`time.monotonic()` of when this incarnation was started."""
         self._up_since = math.inf
-        """`time.monotonic()` of when this incarnation was up."""
+        """And of when it was up."""
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         # Not before nobody can write to it any more.
         weakref.finalize(self, os.close, self._wake)
@@ -211,6 +214,7 @@ class Supervisor:
 
     def _live(self) -> Cause:
         """One incarnation, from start to end. Raises what kept it from starting."""
+        self._began = time.monotonic()
         self._incarnation = self._next_incarnation()
         self._plan.cluster.check()
         home = self._home = Home(self._wait(apart(self._create), _CREATE_SECONDS, "start an actor"))
@@ -282,6 +286,10 @@ class Supervisor:
             self._restarts += 1
         self._announce(Up(link))
         self._plan.grammars.serve(home)
+        seconds, grammars = self._up_since - self._began, len(home.installed)
+        _log.info(
+            "mask actor %d (pid %d) is up after %.1f s: %d grammars", self._index, link.place.pid, seconds, grammars
+        )
         self._first_try.set()
         try:
             cause = self._watch(home, link, channel, process)

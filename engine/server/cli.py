@@ -106,6 +106,13 @@ def serve(
     pool_wait: Annotated[
         float, typer.Option(help="Seconds that constrained requests wait while no mask actor is up.", min=0)
     ] = 30.0,
+    actor_memory_mib: Annotated[
+        int | None,
+        typer.Option(help="MiB that a mask actor may take. Default: 2048, or half of the machine's.", min=256),
+    ] = None,
+    grammar_cache_mib: Annotated[
+        int, typer.Option(help="MiB that compiled grammars may weigh that no request uses.", min=0)
+    ] = 256,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto (the checkpoint's), float32, bfloat16 or float16.")] = "auto",
     logits_processors: Annotated[
@@ -183,6 +190,8 @@ def serve(
                 mask_limit=mask_limit,
                 max_replays=max_replays,
                 pool_wait=pool_wait,
+                actor_memory_bytes=actor_memory_mib << 20 if actor_memory_mib is not None else None,
+                max_cache_bytes=grammar_cache_mib << 20,
                 device=device,
                 dtype=dtype,
                 logits_processors=tuple(logits_processors or ()),

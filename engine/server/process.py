@@ -42,7 +42,8 @@ class ServeOptions:
     Args:
         model: local directory or hub name; None is the embedded model.
         parking, mask_deadline, mask_limit: see `EngineConfig`.
-        max_replays, pool_wait, max_compiling, compile_limits: see `actors.RayPool`.
+        max_replays, pool_wait, actor_memory_bytes, max_cache_bytes: see `actors.RayPool`.
+        max_compiling, compile_limits: see there, too.
         max_waiting: see `ServerSettings`.
         limits, max_n, logits_processors: see `EngineConfig`.
         stall_seconds: see `ServerSettings`.
@@ -68,6 +69,8 @@ class ServeOptions:
     mask_limit: float = 5.0
     max_replays: int = 0
     pool_wait: float = 30.0
+    actor_memory_bytes: int | None = None
+    max_cache_bytes: int = 256 << 20
     device: str = "auto"
     dtype: str = "auto"
     logits_processors: tuple[str, ...] = ()
@@ -109,6 +112,8 @@ def start_engine(options: ServeOptions) -> AsyncLLM:
         pool_options |= {
             "max_replays": options.max_replays,
             "pool_wait": options.pool_wait,
+            "actor_memory_bytes": options.actor_memory_bytes,
+            "max_cache_bytes": options.max_cache_bytes,
             "max_compiling": options.max_compiling,
             "compile_limits": options.compile_limits,
         }

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from actors import supervisor as module
-from actors.supervisor import Plan, Supervisor
+from actors.supervisor import Cause, Plan, Supervisor
 from guided.errors import PoolUnavailable
 
 
@@ -42,5 +42,25 @@ def test_a_crash_loop_is_slowed_down_and_then_shown_as_down(attempts: list[float
     assert all(pause >= expected for pause, expected in zip(pauses, [0.05, 0.1, 0.2, 0.4], strict=True))
     assert supervisor.status().pid is None
     assert news == []
+    supervisor.stop()
+    assert supervisor.join(60)
+
+
+def test_who_was_up_is_replaced_without_a_longer_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    lives: list[float] = []
+
+    def live(supervisor: Supervisor) -> Cause:
+        lives.append(time.monotonic())
+        supervisor._up_since = time.monotonic() - 1.0
+        return "died"
+
+    monkeypatch.setattr(Supervisor, "_live", live)
+    monkeypatch.setattr(module, "_FIRST_DELAY_SECONDS", 0.01)
+    monkeypatch.setattr(module, "_PROVEN_SECONDS", 0.5)
+    supervisor = Supervisor(0, cast(Plan, None), count(1).__next__, lambda news: None)
+    deadline = time.monotonic() + 60
+    while len(lives) < 12:  # were the pauses doubled, the last would be of 10 s
+        assert time.monotonic() < deadline
+        assert supervisor.status().state != "down"
     supervisor.stop()
     assert supervisor.join(60)

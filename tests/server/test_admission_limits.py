@@ -117,5 +117,7 @@ def test_the_command_line_has_every_limit_and_the_same_default() -> None:
     }
     assert given["compile_seconds"] == CompileLimits().seconds
     assert given["compile_memory_mib"] << 20 == CompileLimits().memory_bytes
+    assert given["grammar_cache_mib"] << 20 == ServeOptions().max_cache_bytes
+    assert given["actor_memory_mib"] is ServeOptions().actor_memory_bytes is None
     for name in ("max_requests", "max_waiting", "max_compiling", "max_n"):
         assert given[name] == getattr(ServeOptions(), name)

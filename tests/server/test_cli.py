@@ -6,10 +6,12 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 from typer.testing import CliRunner
 
+from engine.server import process
 from engine.server.cli import app
 
 
@@ -92,3 +94,25 @@ def test_what_others_say_in_many_lines_is_one(tmp_path: Path) -> None:
     last = text.strip().splitlines()[-1]
     assert last.startswith("guided serve:")
     assert "nonesuch" in last
+
+
+def test_what_the_pool_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+
+    def engine(*_: Any, pool_options: dict[str, Any], **__: Any) -> NoReturn:
+        given.update(pool_options)
+        raise ValueError("that will do")
+
+    monkeypatch.setattr(process, "AsyncLLM", engine)
+    limits = ("--actor-memory-mib", "700", "--grammar-cache-mib", "9", "--max-replays", "3", "--pool-wait", "4")
+    assert run("serve", "--port", "0", "--num-actors", "5", *limits)[0] == 1
+    compile_limits = given.pop("compile_limits")
+    assert compile_limits.seconds == 10.0
+    assert given == {
+        "num_actors": 5,
+        "actor_memory_bytes": 700 << 20,
+        "max_cache_bytes": 9 << 20,
+        "max_replays": 3,
+        "pool_wait": 4.0,
+        "max_compiling": 256,
+    }
