@@ -1,4 +1,4 @@
-"""Writing -inf over the logits that token bitmasks forbid, in place, where the logits are.
+"""Writing -inf over the logits that token bitmasks forbid, in place or into other memory, where the logits are.
 
 On the CPU a row goes the way that is fastest for its mask, told from a sample. (131,072 tokens, float32, 64 rows, one
 thread: `python -m benchmarks.apply_kernel`.)
@@ -44,7 +44,13 @@ _LEAD_WORDS, _LEAD_ROWS = 64, 16
 pays to write such a run at once."""
 
 
-def apply_bitmask(logits: torch.Tensor, bitmask: Masks, rows: Sequence[int]) -> None:
+def apply_bitmask(
+    logits: torch.Tensor,
+    bitmask: Masks,
+    rows: Sequence[int],
+    out: torch.Tensor | None = None,
+    least: float | None = None,
+) -> None:
     """Write -inf over the forbidden logits, in place.
 
     Args:
@@ -53,6 +59,9 @@ def apply_bitmask(logits: torch.Tensor, bitmask: Masks, rows: Sequence[int]) -> 
         bitmask: of `len(rows)` rows, in this machine's memory; row i belongs to `logits[rows[i]]`. On CUDA too they
             may be overwritten as soon as this returns.
         rows: distinct rows of `logits`.
+        out: like `logits`, and written to in their stead: all of these rows, and no other. A tight row takes no longer
+            than in place, others take as long as a copy besides.
+        least: what an allowed logit that is less (-inf, say) is raised to.
 
     Columns of `logits` beyond the bitmask (none when both are padded alike) are forbidden too. A forbidden NaN may stay
     one: it is no logit, and the model's fault.
@@ -64,12 +73,18 @@ def apply_bitmask(logits: torch.Tensor, bitmask: Masks, rows: Sequence[int]) -> 
         return
     rows = list(rows)
     dtype = str(logits.dtype).removeprefix("torch.")
+    target = logits if out is None else out
+    on_cpu = logits.device.type == "cpu" and dtype in _MINUS_INFINITY
+    if on_cpu and logits.stride(1) == target.stride(1) == 1:
+        _apply_on_cpu(logits, bitmask, rows, _MINUS_INFINITY[dtype], target, least)
+        return
+    if out is not None or least is not None:
+        taken = logits[rows]
+        target[rows] = taken if least is None else taken.clamp_(min=least)
     if logits.device.type == "cuda":
-        _apply_on_cuda(logits, bitmask, rows)
-    elif logits.device.type == "cpu" and dtype in _MINUS_INFINITY and logits.stride(1) == 1:
-        _apply_on_cpu(logits, bitmask, rows, _MINUS_INFINITY[dtype])
+        _apply_on_cuda(target, bitmask, rows)
     else:
-        _apply_by_torch(logits, bitmask, rows)
+        _apply_by_torch(target, bitmask, rows)
 
 
 def load_loose_kernel() -> None:
@@ -84,31 +99,47 @@ def load_loose_kernel() -> None:
 # on the CPU
 
 
-def _apply_on_cpu(logits: torch.Tensor, masks: Masks, rows: list[int], minus_infinity: Any) -> None:
+def _apply_on_cpu(
+    logits: torch.Tensor, masks: Masks, rows: list[int], minus_infinity: Any, out: torch.Tensor, least: float | None
+) -> None:
     import torch
 
     block = _gathered(masks, rows)
     covered = block.shape[1] * 32
     if covered < logits.shape[1]:
-        logits[rows, covered:] = -torch.inf
-        logits = logits[:, :covered]
+        out[rows, covered:] = -torch.inf
+        logits, out = logits[:, :covered], out[:, :covered]
     tight, loose, others = _sorted_by_density(block, rows)
-    signed, unsigned = (torch.int32, np.uint32) if logits.element_size() == 4 else (torch.int16, np.uint16)
-    bits: Bits = logits.view(signed).numpy(force=True).view(unsigned)
+    bits, target = _bits(logits), _bits(out)
+    ceiling = None if least is None else _bits(torch.tensor([[least]], dtype=logits.dtype))[0, 0]
     if loose:
+        for row in loose if out is not logits or least is not None else ():
+            if ceiling is None:
+                target[row] = bits[row]
+            else:
+                np.minimum(bits[row], ceiling, out=target[row])
         lead = _lead(block) if len(loose) == len(logits) >= _LEAD_ROWS else 0
         if lead:  # not by torch: its threads wait for each other, for milliseconds where a core is busy
-            bits[:, : lead * 32] = minus_infinity
+            target[:, : lead * 32] = minus_infinity
         sys.modules["xgrammar"].apply_token_bitmask_inplace(
-            logits[:, lead * 32 :],
+            out[:, lead * 32 :],
             torch.from_numpy(block[:, lead:]),
             vocab_size=logits.shape[1] - lead * 32,
             indices=loose,
         )
+    floors = _floors_of_byte(minus_infinity)
     if tight:
-        _fill_and_restore(bits, block, tight, _floors_of_byte(minus_infinity))
+        _fill_and_restore(bits, target, block, tight, floors, ceiling)
     if others:
-        _raise_to_floor(bits, block, others, _floors_of_byte(minus_infinity))
+        _raise_to_floor(bits, target, block, others, floors, ceiling)
+
+
+def _bits(logits: torch.Tensor) -> Bits:
+    import torch
+
+    signed, unsigned = (torch.int32, np.uint32) if logits.element_size() == 4 else (torch.int16, np.uint16)
+    bits: Bits = logits.view(signed).numpy(force=True).view(unsigned)
+    return bits
 
 
 def _gathered(masks: Masks, rows: list[int]) -> NDArray[np.int32]:
@@ -158,8 +189,15 @@ def _lead(block: NDArray[np.int32]) -> int:
     return 0 if block[:, :lead].any() else lead
 
 
-def _fill_and_restore(bits: Bits, block: NDArray[np.int32], rows: list[int], floors: Bits) -> None:
-    """Save what is in words with something allowed, fill the rows, put it back: all rows at once."""
+def _fill_and_restore(
+    bits: Bits, target: Bits, block: NDArray[np.int32], rows: list[int], floors: Bits, ceiling: Any
+) -> None:
+    """Save what is in words with something allowed, fill the rows, put it back: all rows at once.
+
+    Args:
+        ceiling: the least that an allowed logit may be, or None. (As integers, negative floats are the larger the less
+            they are.)
+    """
     whole = bits.shape[1] // 32
     if len(rows) == len(block):
         at, word = np.nonzero(block[:, :whole] != 0)
@@ -167,15 +205,29 @@ def _fill_and_restore(bits: Bits, block: NDArray[np.int32], rows: list[int], flo
         at, word = np.nonzero(block[rows, :whole] != 0)
         at = np.asarray(rows)[at]
     kept = floors.take(block[at, word].view(np.uint8), 0).reshape(-1, 32)
-    by_word = bits[:, : whole * 32].reshape(len(bits), whole, 32)
-    np.maximum(kept, by_word[at, word], out=kept)
+    saved = _by_word(bits, whole)[at, word]
+    if ceiling is not None:
+        np.minimum(saved, ceiling, out=saved)
+    np.maximum(kept, saved, out=kept)
     for row in rows:
-        bits[row, : whole * 32] = floors[0, 0]
-    by_word[at, word] = kept
-    _raise_to_floor(bits, block, rows, floors, whole)
+        target[row, : whole * 32] = floors[0, 0]
+    _by_word(target, whole)[at, word] = kept
+    _raise_to_floor(bits, target, block, rows, floors, ceiling, whole)
 
 
-def _raise_to_floor(bits: Bits, block: NDArray[np.int32], rows: Iterable[int], floors: Bits, start: int = 0) -> None:
+def _by_word(bits: Bits, words: int) -> Bits:
+    return bits[:, : words * 32].reshape(len(bits), words, 32)
+
+
+def _raise_to_floor(
+    bits: Bits,
+    target: Bits,
+    block: NDArray[np.int32],
+    rows: Iterable[int],
+    floors: Bits,
+    ceiling: Any,
+    start: int = 0,
+) -> None:
     """Row by row from word `start` on, without a branch, whatever the mask."""
     width = bits.shape[1] - start * 32
     if not width:
@@ -183,7 +235,10 @@ def _raise_to_floor(bits: Bits, block: NDArray[np.int32], rows: Iterable[int], f
     floor = np.empty(((block.shape[1] - start) * 4, 8), floors.dtype)
     for row in rows:
         np.take(floors, block[row, start:].view(np.uint8), axis=0, out=floor, mode="clip")
-        np.maximum(bits[row, start * 32 :], floor.reshape(-1)[:width], out=bits[row, start * 32 :])
+        source, written = bits[row, start * 32 :], target[row, start * 32 :]
+        if ceiling is not None:
+            source = np.minimum(source, ceiling, out=written)
+        np.maximum(source, floor.reshape(-1)[:width], out=written)
 
 
 @cache

@@ -6,7 +6,7 @@
 
 transformers is not imported: `generate()` asks nothing of a logits processor but that it can be called with token ids
 and scores. Masks can't be computed during the forward pass here, since `generate()` tells nobody of a token before it
-asks for the next; a Ray pool gives isolation alone.
+asks for the next; a Ray pool (`pool="ray"`) gives isolation alone.
 """
 
 from __future__ import annotations
@@ -21,9 +21,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from guided.bitmask import words
 from guided.constraint import Constraint
+from guided.embedded.pools import find_pool
+from guided.embedded.recycled_memory import RecycledMemory
 from guided.errors import GuidedError, InvalidRequest, from_wire, to_wire
 from guided.inline import InlinePool
+from guided.kernel import apply_bitmask
 from guided.pool import MaskPool
 from guided.processor import GuidedRow, LogitPostProcessor
 from guided.vocabulary import Vocabulary
@@ -32,7 +36,10 @@ __all__ = ["GuidedLogitsProcessor"]
 
 _FLOOR = -1e4
 """What other processors forbid comes to this where the constraint allows it: too little to be chosen beside anything
-else, and chosen where there is nothing else; as a beam, before `generate()`'s empty ones (-1e9)."""
+else, and chosen where there is nothing else; as a beam, before `generate()`'s empty ones (-1e9). Where enough else is
+allowed it stays as it is."""
+_WINDOW = 1024
+"""Logits of a row, in its middle, among which enough is looked for."""
 _LOST = -1e30
 """What ends a failed row: the only token that is left, and as a beam behind all others."""
 _LATE_SECONDS = 1.0
@@ -71,16 +78,21 @@ class GuidedLogitsProcessor:
             (`model.generation_config.eos_token_id`) among its stop tokens.
         constraints: one for all rows, or one for each prompt, None where it has none. A prompt's beams and its
             `num_return_sequences` share its constraint.
-        pool: where masks are computed, over the same vocabulary; not shut down here. None: in this process.
+        pool: where masks are computed. None: in this process. A name, "ray": that pool (entry point `guided.pools`), as
+            its class makes it without options, opened here and shut down by `close()`. A pool, over the same
+            vocabulary: shared, and not shut down here.
         backend: "auto", or the name of one backend.
         failed_rows: what happens where a row has no valid mask, because a backend failed, its worker died, or it holds
             a token that its masks forbade. "raise" ends `generate()` with that error, the row named. "end" has the row
             stop at once (as a beam it loses against all others), notes the error in `failed`, and the other rows go
             on. Beam sampling (`num_beams` with `do_sample`) draws forbidden tokens where it finds too few others, for
             beams that can't win: it needs "end".
+        in_place: write into the scores that are handed in, which saves a copy of those that allow much. Not where
+            somebody keeps them: with `output_logits=True`, `generate()` does, and would return masked logits as raw.
 
     Raises:
         GuidedError: a constraint can't be compiled; says which one (its place in `constraints`) and why.
+        PoolUnavailable: there is no pool of that name, or it can't be opened.
     """
 
     def __init__(
@@ -88,21 +100,27 @@ class GuidedLogitsProcessor:
         vocabulary: Vocabulary,
         constraints: Constraint | Sequence[Constraint | None],
         *,
-        pool: MaskPool | None = None,
+        pool: MaskPool | str | None = None,
         backend: str = "auto",
         failed_rows: Literal["raise", "end"] = "raise",
+        in_place: bool = False,
     ) -> None:
-        if pool is not None and pool.vocabulary != vocabulary:
+        if not (pool is None or isinstance(pool, str)) and pool.vocabulary != vocabulary:
             raise InvalidRequest(f"the pool's masks are over {pool.vocabulary}, not over {vocabulary}", param="pool")
         self.failed: dict[int, GuidedError] = {}
         """Rows of the current or last generation that were ended (`failed_rows="end"`): as they stood when it was."""
         self._constraints = [constraints] if isinstance(constraints, Constraint) else list(constraints)
         self._end_failed = failed_rows == "end"
+        self._in_place = in_place
         self._own_pool: MaskPool | None = None
         if pool is None:
             pool = self._own_pool = InlinePool(vocabulary)
+        elif isinstance(pool, str):
+            pool = self._own_pool = find_pool(pool, {})(vocabulary)
         self._processor = LogitPostProcessor(pool)
         self._width = vocabulary.padded_vocab_size
+        self._bitmask: NDArray[np.int32] = np.empty((0, words(self._width)), np.int32)
+        self._memory = RecycledMemory()
         self._stop = list(vocabulary.stop_token_ids)
         self._text = np.zeros(self._width + 1, np.bool_)  # the last for whatever is no token
         self._text[list(vocabulary.text_token_ids)] = True
@@ -137,7 +155,7 @@ class GuidedLogitsProcessor:
 
         Args:
             input_ids: int64 `[rows, tokens]`: prompts, padded on the left where need be, and what was generated.
-            scores: float `[rows, width]`, logits or log-probabilities; not written to.
+            scores: float `[rows, width]`, logits or log-probabilities; not written to but with `in_place`.
 
         Raises:
             GuidedError: a row has no valid mask, and `failed_rows` is "raise".
@@ -153,12 +171,16 @@ class GuidedLogitsProcessor:
             )
         if not self._goes_on(input_ids):
             self._begin(input_ids)
-        masked = scores.clamp(min=_FLOOR)
-        free = [row for row in range(len(scores)) if row not in self._branches]
-        if free:
-            masked[free] = scores[free]
-        self._mask(masked)
-        self._end(masked)
+        rows = self._collect(len(scores))
+        masked = scores if self._in_place else self._memory.like(scores)
+        if masked is not scores:
+            for row in range(len(scores)):
+                if row not in self._branches:
+                    masked[row] = scores[row]
+        enough = self._has_enough(scores, rows)
+        for some, least in ((rows[enough], None), (rows[~enough], _FLOOR)):
+            apply_bitmask(scores, self._bitmask[some], some.tolist(), masked, least)
+        self._end(scores, masked)
         return masked
 
     # which row is whose
@@ -265,17 +287,19 @@ class GuidedLogitsProcessor:
 
     # masks
 
-    def _mask(self, masked: torch.Tensor) -> None:
-        """Mask the rows that go on, in place; those without a valid mask end."""
+    def _collect(self, batch: int) -> NDArray[np.intp]:
+        """Have the masks of the rows that go on in `_bitmask`; which rows these are. Those without a mask end."""
         processor = self._processor
         processor.failures()  # those that are lost fail below, in their rows
+        if len(self._bitmask) < batch:
+            self._bitmask = np.empty((batch, self._bitmask.shape[1]), np.int32)
         rows = self._rows()
         by_id = {row.sequence_id: row for row in rows}
         failed: dict[int, GuidedError] = {}
         waiting: set[int] = set()
         while rows:
             processor.prepare(rows)
-            report = processor.apply(masked)
+            report = processor.collect(self._bitmask)
             failed |= report.failed
             waiting |= set(report.late)
             rows = []
@@ -288,6 +312,24 @@ class GuidedLogitsProcessor:
         self._leaving.clear()
         if failed:
             self._fail({by_id[sequence_id].logits_row: error for sequence_id, error in failed.items()})
+        return np.array([row.logits_row for one, row in by_id.items() if one not in failed], np.intp)
+
+    def _has_enough(self, scores: torch.Tensor, rows: NDArray[np.intp]) -> NDArray[np.bool_]:
+        """`[len(rows)]`: whether so much is seen to be left of what is allowed that nobody takes anything else.
+
+        The most that is looked at are `max(2, 1 + stop tokens)` candidates a beam, of all its prompt's beams together.
+        """
+        first = self._width // 64 * 32
+        last = min(first + _WINDOW, self._width // 32 * 32)
+        least = (2 + len(self._stop)) * len(scores)
+        if least > last - first or not len(rows):
+            return np.zeros(len(rows), np.bool_)
+        allowed = np.unpackbits(
+            self._bitmask[rows, first // 32 : last // 32].view(np.uint8), axis=1, bitorder="little"
+        ).view(np.bool_)
+        left = scores[:, first:last][rows] > _FLOOR
+        enough: NDArray[np.bool_] = np.count_nonzero(left.numpy(force=True) & allowed, axis=1) >= least
+        return enough
 
     def _rows(self) -> list[GuidedRow]:
         """All that go on; copies before their originals, which accept a token of their own in this step."""
@@ -315,14 +357,14 @@ class GuidedLogitsProcessor:
             branch.sequence_id = None
             self.failed.setdefault(row, error)
 
-    def _end(self, masked: torch.Tensor) -> None:
-        """Rows that are over may only stop, in place: `generate()` asks for them as long as others go on."""
+    def _end(self, scores: torch.Tensor, masked: torch.Tensor) -> None:
+        """Rows that are over may only stop: `generate()` asks for them as long as others go on."""
         over = [row for row, branch in self._branches.items() if branch.over]
         if over:
             failed = torch.tensor([self._branches[row].failed for row in over], device=masked.device)
             rows = torch.tensor(over, device=masked.device).unsqueeze(1)
             stop = torch.tensor(self._stop, device=masked.device)
-            kept = masked[rows, stop]
+            kept = scores[rows, stop].clamp_(min=_FLOOR)
             kept[failed] = max(_LOST, torch.finfo(masked.dtype).min)
             masked[over] = -torch.inf
             masked[rows, stop] = kept
@@ -348,6 +390,7 @@ class GuidedLogitsProcessor:
             return
         self._closed = True
         self.reset()
+        self._memory.clear()
         for place in range(len(self._constraints)):
             self._processor.free(str(place))
         if self._own_pool is not None:

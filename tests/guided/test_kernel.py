@@ -75,6 +75,27 @@ def test_minus_infinity_is_written_exactly_where_forbidden(way: str, data: st.Da
     assert torch.equal(logits, expected)
 
 
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(data=st.data())
+def test_it_is_written_elsewhere_and_what_is_allowed_is_raised(way: str, data: st.DataObject) -> None:
+    size = data.draw(SIZES.get(way, st.integers(1, 100)))
+    rows = data.draw(st.permutations(range(4)))[: data.draw(st.integers(0, 4))]
+    allowed = [data.draw(st.sets(st.integers(0, size - 1))) for _ in rows]
+    dtype = torch.float64 if way == "torch" else data.draw(st.sampled_from(DTYPES))
+    least = data.draw(st.sampled_from([None, -1.0, -1e4]))
+    logits = noise(4, size + data.draw(st.sampled_from([0, 40])), dtype)
+    before = logits.clone()
+    out = logits if data.draw(st.booleans()) else torch.full_like(logits, 7.0)
+    expected = masked(logits if least is None else logits.clamp(min=least), allowed, rows)
+    others = [row for row in range(4) if row not in rows]
+    expected[others] = out[others]
+
+    apply_bitmask(logits, [pack(ids, size) for ids in allowed], rows, None if out is logits else out, least)
+
+    assert torch.equal(out, expected)
+    assert out is logits or torch.equal(logits, before)
+
+
 def test_columns_beyond_the_bitmask_are_forbidden(way: str) -> None:
     size = 4096
     logits = torch.zeros(2, size + 6, dtype=torch.float64 if way == "torch" else torch.float32)
@@ -98,6 +119,9 @@ def test_logits_whose_rows_lie_apart_or_whose_columns_do(way: str) -> None:
     allowed = [{3, 40}, set(range(size)) - {7}]
     for strided in (torch.zeros(4, 2 * size)[::2, :size], torch.zeros(size, 2).t()):
         expected = masked(strided, allowed, [1, 0])
+        out = torch.zeros(2, size)
+        apply_bitmask(strided, [pack(ids, size) for ids in allowed], [1, 0], out, -1.0)
+        assert torch.equal(out, expected)
         apply_bitmask(strided, [pack(ids, size) for ids in allowed], [1, 0])
         assert torch.equal(strided, expected)
 
@@ -117,8 +141,11 @@ def test_rows_of_one_batch_each_go_their_way(monkeypatch: pytest.MonkeyPatch) ->
     rows = [6, 0, 3, 1, 5, 2]
     logits = noise(8, size, torch.float32)
     expected = masked(logits, allowed, rows)
+    out = torch.empty_like(logits)
+    apply_bitmask(logits, [pack(ids, size) for ids in allowed], rows, out)
+    assert torch.equal(out[rows], expected[rows])
     apply_bitmask(logits, [pack(ids, size) for ids in allowed], rows)
-    assert seen == [([0, 2], [6, 1, 5], [3])]
+    assert seen == [([0, 2], [6, 1, 5], [3])] * 2
     assert torch.equal(logits, expected)
 
 

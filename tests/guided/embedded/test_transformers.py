@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import numpy as np
+import psutil
 import pytest
 import torch
 from faulty_pool import FaultyPool
@@ -23,9 +26,12 @@ from guided.backends import Backends
 from guided.backends.base import CompiledGrammar
 from guided.bitmask import allowed_ids
 from guided.constraint import Constraint
+from guided.embedded import transformers
+from guided.embedded.recycled_memory import RecycledMemory
 from guided.embedded.transformers import GuidedLogitsProcessor
-from guided.errors import BackendError, InvalidRequest, TokenRejected, UnsupportedConstraint
+from guided.errors import BackendError, InvalidRequest, PoolUnavailable, TokenRejected, UnsupportedConstraint
 from guided.inline import InlinePool
+from guided.pool import Grammar, MaskPool
 from guided.vocabulary import Vocabulary
 
 SCHEMA = {
@@ -137,16 +143,26 @@ MODES: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: "-".join(f"{key}={value}" for key, value in mode.items()))
 def test_a_batch_of_different_constraints_comes_out_valid_and_as_if_replayed(
-    model: LlamaForCausalLM, vocabulary: Vocabulary, tiny_tokenizer: PreTrainedTokenizerFast, mode: dict[str, Any]
+    model: LlamaForCausalLM,
+    vocabulary: Vocabulary,
+    tiny_tokenizer: PreTrainedTokenizerFast,
+    monkeypatch: pytest.MonkeyPatch,
+    mode: dict[str, Any],
 ) -> None:
+    fresh = RecycledMemory.like
+    monkeypatch.setattr(RecycledMemory, "like", lambda self, scores: fresh(self, scores).fill_(1e9))
     batch = inputs(tiny_tokenizer, PROMPTS)
     length = batch["input_ids"].shape[1]
-    with GuidedLogitsProcessor(vocabulary, CONSTRAINTS) as subject:
+    with (
+        GuidedLogitsProcessor(vocabulary, CONSTRAINTS) as subject,
+        GuidedLogitsProcessor(vocabulary, CONSTRAINTS, in_place=True) as writer,
+    ):
         found = []
-        for processor in (subject, Replaying(vocabulary, CONSTRAINTS, length)):
+        for processor in (subject, writer, Replaying(vocabulary, CONSTRAINTS, length)):
             torch.manual_seed(1)
             found.append(model.generate(**batch, **mode, logits_processor=[processor], max_new_tokens=TOKENS))
-    assert torch.equal(*found)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
     each = len(found[0]) // len(PROMPTS)
     ended = 0
     for row, (text, end) in enumerate(outputs(vocabulary, found[0], length)):
@@ -252,6 +268,85 @@ def test_what_others_forbid_never_makes_room_for_what_the_constraint_forbids(
                 **batch, **mode, logits_processor=[subject], min_new_tokens=20, max_new_tokens=30
             )
             assert outputs(vocabulary, sequences, length) == [("yes", True)] * 2
+
+
+class Seeing(LogitsProcessor):
+    """Keeps copies of what the model says."""
+
+    def __init__(self) -> None:
+        self.scores: list[torch.Tensor] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.scores.append(scores.clone())
+        return scores
+
+
+@pytest.mark.parametrize("mode", [{}, {"do_sample": True}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 3}], ids=str)
+def test_raw_logits_and_scores_that_are_kept_stay_as_they_were(
+    model: LlamaForCausalLM, vocabulary: Vocabulary, tiny_tokenizer: PreTrainedTokenizerFast, mode: dict[str, Any]
+) -> None:
+    batch = inputs(tiny_tokenizer, ["2024-10-11 and "] if "prompt_lookup_num_tokens" in mode else PROMPTS)
+    constraints = CONSTRAINTS if len(batch["input_ids"]) > 1 else CONSTRAINTS[1:2]
+    found, seeing = [], Seeing()
+    in_place = "num_beams" in mode or "prompt_lookup_num_tokens" in mode  # where `generate()` has copies
+    with (
+        GuidedLogitsProcessor(vocabulary, constraints) as subject,
+        GuidedLogitsProcessor(vocabulary, constraints, in_place=in_place) as writer,
+    ):
+        for processor in (subject, writer, Replaying(vocabulary, constraints, batch["input_ids"].shape[1])):
+            torch.manual_seed(1)
+            result = model.generate(
+                **batch,
+                **mode,
+                logits_processor=[seeing, processor],
+                max_new_tokens=20,
+                return_dict_in_generate=True,
+                output_logits=True,
+                output_scores=True,
+            )
+            found.append(result)
+    *ours, replayed = found
+    if "prompt_lookup_num_tokens" not in mode:
+        for raw, seen in zip(ours[0].logits, seeing.scores, strict=False):
+            assert torch.equal(raw.log_softmax(-1) if "num_beams" in mode else raw, seen)
+    for result in ours:
+        assert len(result.logits) == len(result.scores) > 5
+        for one, other in zip(result.logits, replayed.logits, strict=True):
+            assert torch.equal(one, other)
+            assert one.isfinite().all()
+        for one, other in zip(result.scores, replayed.scores, strict=True):
+            assert torch.equal(one, other)
+
+
+def test_in_place_writes_into_what_it_gets(vocabulary: Vocabulary) -> None:
+    prompt, constraints = torch.tensor([[1], [2]]), [Constraint.regex("a+"), None]
+    scores = torch.randn(2, vocabulary.padded_vocab_size)
+    with (
+        GuidedLogitsProcessor(vocabulary, constraints) as subject,
+        GuidedLogitsProcessor(vocabulary, constraints, in_place=True) as writer,
+    ):
+        expected = subject(prompt, scores)
+        assert writer(prompt, scores) is scores
+    assert torch.equal(scores, expected)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_what_others_forbid_is_raised_only_where_too_little_is_left(vocabulary: Vocabulary, in_place: bool) -> None:
+    a = vocabulary.encode("a")[0]
+    scores = torch.randn(2, vocabulary.padded_vocab_size)
+    scores[:, a] = -torch.inf
+    with GuidedLogitsProcessor(
+        vocabulary, [Constraint.regex("a"), Constraint.regex("(?s:.)*")], in_place=in_place
+    ) as subject:
+        masked = subject(torch.tensor([[1], [2]]), scores.clone())
+        assert masked[0].isfinite().nonzero().flatten().tolist() == [a]
+        assert masked[1].isfinite().sum() > 300
+        assert masked[1, a].isneginf() or masked[1, a] <= -1e4
+        subject.reset()
+        scores[:] = -torch.inf
+        masked = subject(torch.tensor([[1], [2]]), scores)
+    assert masked[0].isfinite().nonzero().flatten().tolist() == [a]
+    assert masked[1].isfinite().sum() > 300
 
 
 def test_scores_are_not_written_to_and_rows_without_a_constraint_are_left_alone(vocabulary: Vocabulary) -> None:
@@ -398,31 +493,98 @@ class TestRefusals:
         ):
             subject(torch.tensor([[1]] * 3), torch.zeros(3, vocabulary.padded_vocab_size))
 
+    def test_a_pool_that_there_is_not(self, vocabulary: Vocabulary) -> None:
+        with pytest.raises(PoolUnavailable, match="no pool 'rey': there are inline, ray"):
+            GuidedLogitsProcessor(vocabulary, Constraint.regex("a+"), pool="rey")
+
     def test_a_pool_over_other_tokens(self, vocabulary: Vocabulary, pool: InlinePool) -> None:
         other = Vocabulary(vocabulary.token_bytes[:300], (1,), frozenset({1}), 300)
         with pytest.raises(InvalidRequest, match="the pool's masks are over"):
             GuidedLogitsProcessor(other, Constraint.regex("a+"), pool=pool)
 
 
-def test_with_a_ray_pool(
-    model: LlamaForCausalLM, vocabulary: Vocabulary, tiny_tokenizer: PreTrainedTokenizerFast, local_ray: None
-) -> None:
-    from actors import RayPool
+class TestPools:
+    def test_one_of_ray(
+        self, model: LlamaForCausalLM, vocabulary: Vocabulary, tiny_tokenizer: PreTrainedTokenizerFast, local_ray: None
+    ) -> None:
+        from actors import RayPool
 
-    batch = inputs(tiny_tokenizer, PROMPTS)
-    pool = RayPool(vocabulary, num_actors=2)
-    try:
+        batch = inputs(tiny_tokenizer, PROMPTS)
+        pool = RayPool(vocabulary, num_actors=2)
+        try:
+            with (
+                GuidedLogitsProcessor(vocabulary, CONSTRAINTS, pool=pool) as there,
+                GuidedLogitsProcessor(vocabulary, CONSTRAINTS) as here,
+            ):
+                for mode in ({}, {"num_beams": 3}):
+                    found = [
+                        model.generate(**batch, **mode, logits_processor=[one], max_new_tokens=30)
+                        for one in (there, here)
+                    ]
+                    assert torch.equal(*found)
+            assert pool.status().healthy
+        finally:
+            pool.shutdown()
+
+    def test_by_name_it_is_opened_and_shut_down(
+        self,
+        model: LlamaForCausalLM,
+        vocabulary: Vocabulary,
+        tiny_tokenizer: PreTrainedTokenizerFast,
+        local_ray: None,
+        opened: list[MaskPool],
+    ) -> None:
+        batch = inputs(tiny_tokenizer, PROMPTS)
         with (
-            GuidedLogitsProcessor(vocabulary, CONSTRAINTS, pool=pool) as there,
-            GuidedLogitsProcessor(vocabulary, CONSTRAINTS) as here,
+            GuidedLogitsProcessor(vocabulary, CONSTRAINTS, pool="ray") as there,
+            GuidedLogitsProcessor(vocabulary, CONSTRAINTS, pool="inline") as here,
         ):
-            for mode in ({}, {"num_beams": 3}):
-                found = [
-                    model.generate(**batch, **mode, logits_processor=[one], max_new_tokens=30) for one in (there, here)
-                ]
-                assert torch.equal(*found)
-    finally:
-        pool.shutdown()
+            ray, inline = opened
+            assert (ray.status().name, inline.status().name) == ("ray", "inline")
+            pids = [worker.pid for worker in ray.status().workers]
+            assert pids
+            assert os.getpid() not in pids
+            found = [model.generate(**batch, logits_processor=[one], max_new_tokens=20) for one in (there, here)]
+            assert torch.equal(*found)
+        for pid in pids:
+            assert pid is not None
+            with contextlib.suppress(psutil.NoSuchProcess):
+                psutil.Process(pid).wait(120)
+        with pytest.raises(PoolUnavailable):
+            ray.open(1, Grammar("", "", CONSTRAINTS[1] or CONSTRAINTS[0], ()))
+
+    def test_it_is_shut_down_where_a_constraint_cant_be_compiled(
+        self, vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        closed = []
+
+        class Noting(InlinePool):
+            def shutdown(self) -> None:
+                closed.append(self)
+                super().shutdown()
+
+        monkeypatch.setattr(transformers, "find_pool", lambda name, options: Noting)
+        with pytest.raises(InvalidRequest, match="constraint 0: "):
+            GuidedLogitsProcessor(vocabulary, Constraint.regex(r"a(?=b)c"), pool="noting")
+        assert len(closed) == 1
+
+    @pytest.fixture
+    def opened(self, monkeypatch: pytest.MonkeyPatch) -> list[MaskPool]:
+        """Pools that were opened by name."""
+        found: list[MaskPool] = []
+        real = transformers.find_pool
+
+        def noted(name: str, options: Mapping[str, Any]) -> Callable[[Vocabulary], MaskPool]:
+            open_pool = real(name, options)
+
+            def open_noted(vocabulary: Vocabulary) -> MaskPool:
+                found.append(open_pool(vocabulary))
+                return found[-1]
+
+            return open_noted
+
+        monkeypatch.setattr(transformers, "find_pool", noted)
+        return found
 
 
 @pytest.mark.skipif(not DATA.exists(), reason="the development data isn't there (shared/data beside the repository)")

@@ -1,0 +1,68 @@
+"""Memory that comes back is used again; memory that anybody still has is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from guided.embedded.recycled_memory import RecycledMemory
+
+SHAPE = torch.zeros(4, 1000)
+
+
+def test_what_is_let_go_of_is_used_again() -> None:
+    memory = RecycledMemory()
+    seen = set()
+    tensor = memory.like(SHAPE)
+    for _ in range(10):
+        tensor = memory.like(SHAPE)  # the last one lives until this one is there
+        seen.add(tensor.data_ptr())
+    assert len(seen) == 2
+
+
+@pytest.mark.parametrize(
+    "keep",
+    [
+        lambda tensor: tensor,
+        lambda tensor: tensor[2:, 5:],
+        lambda tensor: tensor.detach(),
+        lambda tensor: tensor.numpy(),
+        lambda tensor: tensor.view(torch.int32),
+        lambda tensor: tensor.untyped_storage(),
+        lambda tensor: memoryview(tensor.numpy()),
+    ],
+    ids=["itself", "a part", "detached", "numpy's view", "another type's", "its storage", "a memoryview"],
+)
+@pytest.mark.parametrize("inference", [False, True])
+def test_what_anybody_still_has_is_not_written_to(keep: Callable[[torch.Tensor], Any], inference: bool) -> None:
+    memory = RecycledMemory()
+    kept = []
+    with torch.inference_mode(inference):
+        for number in range(6):
+            tensor = memory.like(SHAPE).fill_(number)
+            kept.append(keep(tensor))
+            del tensor
+        pointers = {memory.like(SHAPE).data_ptr() for _ in range(3)}
+    for number, one in enumerate(kept):
+        if isinstance(one, torch.UntypedStorage):
+            one = torch.tensor([], dtype=torch.float32).set_(one)
+        if isinstance(one, torch.Tensor) and one.dtype is torch.int32:
+            one = one.view(torch.float32)
+        values = torch.from_numpy(np.asarray(one))
+        assert (values == number).all()
+        assert values.data_ptr() not in pointers
+
+
+@pytest.mark.parametrize("like", [torch.zeros(3, 5, dtype=torch.bfloat16), torch.zeros(5, 3).t(), torch.zeros(0, 7)])
+def test_like_what_was_given(like: torch.Tensor) -> None:
+    memory = RecycledMemory()
+    memory.like(SHAPE)
+    tensor = memory.like(like)
+    assert (tensor.shape, tensor.dtype, tensor.device) == (like.shape, like.dtype, like.device)
+    assert tensor.is_contiguous()
+    memory.clear()
+    assert memory.like(SHAPE).shape == SHAPE.shape
