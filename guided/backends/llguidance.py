@@ -29,7 +29,7 @@ __all__ = ["LLGuidanceBackend"]
 
 _VERSION = metadata.version("llguidance")
 _REPEATS_WHITESPACE = tuple(map(int, _VERSION.split(".")[:2])) < (1, 8)
-"""Seen with 1.7.6, which vLLM 0.32 pins, and not with 1.9.1. Blanks where no pattern is given are unbounded there."""
+"""Seen with 1.7.6, which vLLM 0.32 pins, and not with 1.9.1. What separates items and keys isn't repeated there."""
 _ESCAPES = 'bfnrt"\\'
 """Letters that may follow a backslash in JSON strings where a schema names properties. Without `u`: llguidance lets
 additional keys be spelled with escapes, so that `{"\\u0061": ...}` would slip by what is said of `a`."""
@@ -220,18 +220,29 @@ def _json_source(schema: dict[str, Any] | bool, whitespace: str | None) -> str:
     options: dict[str, Any] = {"lenient": False, "coerce_one_of": False, "json_allowed_escapes": None}
     if any(keyword in ("properties", "patternProperties") for _, keyword, _, _ in walk_keywords(schema)):
         options["json_allowed_escapes"] = _ESCAPES
-    options |= {"item_separator": ",", "key_separator": ":"}
-    options |= {"whitespace_flexible": whitespace != "", "whitespace_pattern": None}
-    if whitespace != "":
-        if whitespace is not None and _REPEATS_WHITESPACE:
-            raise UnsupportedConstraint(
-                f"llguidance {_VERSION} takes any number of matches of whitespace_pattern in a row, instead of one; "
-                "leave the pattern out, or use another backend",
-                param="whitespace_pattern",
-            )
-        pattern = USUAL_WHITESPACE if whitespace is None else whitespace
-        options["whitespace_pattern"] = regex.canonical(pattern, param="whitespace_pattern")
+    options |= _spaced(whitespace)
     return str(llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options))
+
+
+def _spaced(whitespace: str | None) -> dict[str, Any]:
+    """What may stand between JSON tokens, as options. (The separators are regexes in either release.)"""
+    if whitespace and _REPEATS_WHITESPACE:
+        raise UnsupportedConstraint(
+            f"llguidance {_VERSION} takes any number of matches of whitespace_pattern in a row, instead of one; "
+            "leave the pattern out, or use another backend",
+            param="whitespace_pattern",
+        )
+    pattern = regex.canonical(USUAL_WHITESPACE if whitespace is None else whitespace, param="whitespace_pattern")
+    if whitespace is None and _REPEATS_WHITESPACE:  # behind commas and colons, if nowhere else
+        pattern, after = "", pattern
+    else:
+        after = ""
+    return {
+        "item_separator": f",{after}",
+        "key_separator": f":{after}",
+        "whitespace_flexible": pattern != "",
+        "whitespace_pattern": pattern or None,
+    }
 
 
 def _check_patterns(schema: dict[str, Any]) -> None:

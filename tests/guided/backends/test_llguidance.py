@@ -140,8 +140,27 @@ def test_a_release_that_repeats_the_whitespace_pattern_refuses_one(
     backend = LLGuidanceBackend(vocabulary)
     with pytest.raises(UnsupportedConstraint, match="any number of matches"):
         backend.compile(Constraint.json_object(whitespace="[ ]{0,2}"))
-    backend.compile(Constraint.json_object())
     backend.compile(Constraint.json_object(whitespace=""))
+
+
+def test_there_blanks_stand_behind_commas_and_colons_and_are_bounded(
+    vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(llguidance_backend, "_REPEATS_WHITESPACE", True)
+    schema = {"type": "object", "properties": {"a": {"type": "array"}}, "patternProperties": {"^x": {"type": "null"}}}
+    grammars = [
+        LLGuidanceBackend(vocabulary).compile(constraint)
+        for constraint in (Constraint.json_object(), Constraint.json_schema(schema), Constraint.json_schema({}))
+    ]
+    for text in ('{"a":[1,{"b":"c   d"}],"x":null}', '{"a": [1, {"b": []}]}', '{"a":\n\t\t[1,\r\n 2],\n  "x": null}'):
+        for grammar in grammars:
+            matcher = grammar.matcher()
+            matcher.accept_tokens(vocabulary.encode(text))
+            assert matcher.is_accepting()
+    for text in ('{"a":  []}', '{"a":\n\n[]}', '{"a":[1,' + "\n" + " " * 41 + "2]}", '{ "a":[]}', '{"a":[] }'):
+        for grammar in grammars:
+            with pytest.raises(TokenRejected):
+                grammar.matcher().accept_tokens(vocabulary.encode(text))
 
 
 def test_ten_thousand_choices(vocabulary: Vocabulary) -> None:
