@@ -48,8 +48,9 @@ _GRACE_SECONDS = 1.0
 """How long a grammar that some worker has waits for workers that are slow to load it."""
 _LOAD_SECONDS = 15.0
 """How long an actor may take for one grammar. (Compiling one takes less, or it is ended.)"""
-_COMPILE_TRIES = 5
-"""Compile actors that may die with a constraint before it is given up."""
+_COMPILE_TRIES = 10
+"""Compile actors that may die with a constraint before it is given up. It is none of its doing: what one of them does
+with a constraint it does in processes of its own."""
 _TICK_SECONDS = 0.5
 _START_SECONDS = 60.0
 """How long the compile actor may take to answer its first ping: it may be starting."""
@@ -266,11 +267,15 @@ class Grammars:
     ) -> None:
         try:
             outcome = done.result()
-        except Exception as error:
-            if again is not None and isinstance(error, RayActorError):
+        except RayActorError:
+            if again is not None:
                 again()
             else:
-                self._fail(key, PoolUnavailable(f"the compile actor failed: {bounded(error)}"))
+                lost = f"the compile actor died {_COMPILE_TRIES} times with this constraint"
+                self._fail(key, PoolUnavailable(lost))
+            return
+        except Exception as error:
+            self._fail(key, PoolUnavailable(f"the compile actor failed: {bounded(error)}"))
             return
         for backend in outcome.crashed:
             self._suspensions.crashed(backend, constraint.key)

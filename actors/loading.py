@@ -19,7 +19,7 @@ import ray
 from ray.exceptions import RayActorError
 
 from actors.mask_actor import ORDERED, Installable
-from guided.errors import GuidedError, WorkerDied
+from guided.errors import GuidedError, WorkerDied, bounded
 
 __all__ = ["Home", "Loading", "Stored", "ended_by"]
 
@@ -206,8 +206,8 @@ class Loading:
             stored.proven = True
             self._suspects.pop(key, None)
             self._spread(stored)
-        elif home in self.homes:
-            _log.warning("%s was not loaded: %s", key, done.exception())
+        elif home in self.homes and not ended_by(done):
+            _log.warning("%s was not loaded: %s", key, bounded(done.exception()))
         self._changed()
 
 
