@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import random
 import time
 from pathlib import Path
@@ -37,6 +38,8 @@ from benchmarks.chaos.watch import Watch, watching
 from benchmarks.report import RESULTS, fail, machine, write_json
 
 CALM_REQUESTS = 100
+CLIENTS_NICENESS = 5
+"""Clients have machines of their own: here they are no more urgent than the actors that are started again."""
 RECOVERY_SECONDS = 120.0
 
 
@@ -151,6 +154,7 @@ def main() -> None:
     if options.max_replays is not None:
         arguments += ["--max-replays", str(options.max_replays)]
     with running_server(*arguments, log=options.log) as server, hostile_inputs.deep():
+        os.nice(CLIENTS_NICENESS)
         run = asyncio.run(attacked(server, options))
     wrong = violations(run, every_good=bool(options.max_replays))
     result: dict[str, Any] = summary(run)

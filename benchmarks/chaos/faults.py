@@ -92,8 +92,10 @@ async def _slow(scene: Scene) -> Event | None:
     event = _signal(scene, "slow", signal.SIGSTOP)
     if event is not None:
         await asyncio.sleep(scene.source.uniform(*SLOW_SECONDS))
+        pid = int(event.target)
         with contextlib.suppress(ProcessLookupError):
-            os.kill(int(event.target), signal.SIGCONT)
+            if pid not in scene.stopped:  # else it was frozen meanwhile, for good
+                os.kill(pid, signal.SIGCONT)
     return event
 
 
