@@ -2,9 +2,14 @@
 
 vLLM drops logits processors without a word in some set-ups. The process that admits requests must know: a guided
 request that nobody masks is refused.
+
+vLLM doesn't say which engine a request is for. Where a process has several, all of them need a worker that registered.
 """
 
 from __future__ import annotations
+
+from multiprocessing import active_children
+from typing import Any
 
 from guided.embedded.run_directory import Process, find, read_note, write_note
 from guided.errors import PoolUnavailable
@@ -12,13 +17,16 @@ from guided.errors import PoolUnavailable
 __all__ = ["check", "register"]
 
 _DIRECTORY = "workers"
+_ENGINE = "EngineCore"
+"""How vLLM names the processes of engines, which it starts through `multiprocessing`."""
 
 
-def register(refusal: str | None = None) -> None:
+def register(refusal: str | None = None, engine: str = "") -> None:
     """In a worker: it has the logits processor.
 
     Args:
         refusal: why it can't be used all the same; None where it can.
+        engine: whose worker it is: what all workers of one engine, and of no other, say here.
 
     Raises:
         OSError: there is no run directory, or it can't be written to.
@@ -27,7 +35,9 @@ def register(refusal: str | None = None) -> None:
     if run is None:
         raise FileNotFoundError("there is no run directory")
     me = Process.me()
-    write_note(run / _DIRECTORY, f"{me.host}-{me.pid}", {"process": str(me), "refusal": refusal})
+    lineage = [str(process) for process in Process.lineage()]
+    note = {"process": str(me), "refusal": refusal, "engine": engine, "lineage": lineage}
+    write_note(run / _DIRECTORY, f"{me.host}-{me.pid}", note)
 
 
 def check() -> None:
@@ -39,16 +49,42 @@ def check() -> None:
     run = find()
     notes = [read_note(path) for path in (run / _DIRECTORY).glob("[!.]*")] if run is not None else []
     living = [note for note in notes if _is_alive(note)]
-    if not living:
-        raise PoolUnavailable(
-            "no worker of this engine masks guided requests: with speculative decoding vLLM's V1 runner leaves "
-            "logits processors out, without it start vLLM with "
-            "--logits-processors guided.embedded.vllm:GuidedLogitsProcessor (and where VLLM_PLUGINS is set, "
-            "it has to have 'guided' among its names)"
-        )
     for note in living:
         if note["refusal"] is not None:
             raise PoolUnavailable(note["refusal"])
+    help_ = (
+        "with speculative decoding vLLM's V1 runner leaves logits processors out, without it start vLLM with "
+        "--logits-processors guided.embedded.vllm:GuidedLogitsProcessor (and where VLLM_PLUGINS is set, "
+        "it has to have 'guided' among its names)"
+    )
+    if not living:
+        raise PoolUnavailable(f"no worker of this engine masks guided requests: {help_}")
+    if _without_worker(living):
+        raise PoolUnavailable(
+            "this process has several engines, and one of them has no worker that masks guided requests, or is just "
+            f"starting: vLLM doesn't say which engine a request is for. {help_[0].upper()}{help_[1:]}"
+        )
+
+
+def _without_worker(living: list[dict[str, Any]]) -> bool:
+    """Whether this process has an engine that nobody registered for.
+
+    An engine's workers descend from its process, but for those that Ray started: they are counted, by engine.
+    """
+    engines = {
+        str(Process.of(child.pid)) for child in active_children() if child.pid and child.name.startswith(_ENGINE)
+    }
+    elsewhere: set[str] = set()
+    found: set[str] = set()
+    me = str(Process.me())
+    for note in living:
+        lineage: list[str] = note.get("lineage", [])
+        if engines.isdisjoint(lineage):
+            if note["process"] != me:
+                elsewhere.add(note.get("engine", ""))
+        else:
+            found.update(engines.intersection(lineage))
+    return len(engines - found) > len(elsewhere)
 
 
 def _is_alive(note: object) -> bool:

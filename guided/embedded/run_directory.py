@@ -40,7 +40,21 @@ class Process:
 
     @classmethod
     def me(cls) -> Process:
-        return cls(socket.gethostname(), os.getpid(), _started(os.getpid()))
+        return cls.of(os.getpid())
+
+    @classmethod
+    def of(cls, pid: int) -> Process:
+        """One of this machine."""
+        return cls(socket.gethostname(), pid, _started(pid))
+
+    @classmethod
+    def lineage(cls) -> list[Process]:
+        """This process, the one that started it, the one that started that, and so on."""
+        pid, found = os.getpid(), []
+        while pid > 0:
+            found.append(cls.of(pid))
+            pid = int((_stat(pid) or ["", "0"])[1])
+        return found
 
     @classmethod
     def parse(cls, text: str) -> Process | None:
@@ -58,11 +72,16 @@ class Process:
 
 def _started(pid: int) -> str:
     """When a process started, in clock ticks since the machine did (proc(5)); "" where there is none, or a zombie."""
+    fields = _stat(pid)
+    return "" if not fields or fields[0] == "Z" else fields[19]
+
+
+def _stat(pid: int) -> list[str]:
+    """What proc(5) says of a process, from its state on; nothing where there is none."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return ""
-    return "" if fields[0] == "Z" else fields[19]
+        return []
 
 
 def announce() -> None:

@@ -91,7 +91,7 @@ class GuidedLogitsProcessor(V1LogitsProcessor, V2LogitsProcessor):  # type: igno
             self._copies = TokenCopies(self._state)
             self._copied: list[int] | None = None
         if ranks is None or ranks.computes:
-            _register(self._refusal)
+            _register(self._refusal, vllm_config.instance_id)
         if self._refusal is not None:
             _log.warning("guided requests are refused: %s", self._refusal)
 
@@ -203,9 +203,9 @@ class GuidedLogitsProcessor(V1LogitsProcessor, V2LogitsProcessor):  # type: igno
         return logits
 
 
-def _register(refusal: str | None) -> None:
+def _register(refusal: str | None, engine: str) -> None:
     try:
-        registrations.register(refusal)
+        registrations.register(refusal, engine)
     except OSError:  # others than guided requests go on as if this was not installed
         _log.exception("guided requests will be refused: this worker can't say that it masks them")
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from itertools import count
+from multiprocessing import active_children
+from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm_engine import Answer, Engine, mask_actors
+from vllm_engine import WAIT, Answer, Engine, mask_actors
 from wanted import BACKENDS, KINDS, LONG, PLAIN, Wanted, regex
 
 _ids = count(1)
@@ -131,6 +134,29 @@ class TestRefusals:
             engine.ask({f"{next(_ids)}": SamplingParams(extra_args=extra, **sampling)})
         assert words in str(refusal.value)
         params, wanted = requests(KINDS[1])
+        assert_valid(engine.ask(params), wanted)
+
+
+class TestSeveralEnginesOfOneProcess:
+    def test_one_that_masks_nothing_is_not_vouched_for_by_the_other(self, engine: Engine, vllm_model: Path) -> None:
+        """Where there is speculative decoding, vLLM's V1 runner drops the installed entry point without a word."""
+        from vllm.exceptions import VLLMValidationError
+
+        drafts = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
+        second = Engine(vllm_model, logits_processors=None, speculative_config=drafts)
+        try:
+            for one in (second, engine):
+                params, _ = requests(KINDS[1])
+                with pytest.raises(VLLMValidationError, match="one of them has no worker that masks guided requests"):
+                    one.ask(params)
+                params, wanted = requests(PLAIN)
+                assert_valid(one.ask(params), wanted)
+        finally:
+            second.close()
+        deadline = time.monotonic() + WAIT
+        while len(active_children()) > 1 and time.monotonic() < deadline:  # it was killed, and is about to end
+            time.sleep(0.05)
+        params, wanted = requests(*KINDS)
         assert_valid(engine.ask(params), wanted)
 
 

@@ -65,6 +65,7 @@ class Runner:
         self.free = list(range(SLOTS))
         self.running: list[Request] = []
         self.config = SimpleNamespace(
+            instance_id="one",
             parallel_config=SimpleNamespace(
                 pipeline_parallel_size=1,
                 tensor_parallel_size=1,

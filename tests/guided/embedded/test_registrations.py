@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 
 from guided.embedded import registrations, run_directory
@@ -46,6 +52,78 @@ def test_another_machines_worker_is_believed(tmp_path: Path) -> None:
     note = {"process": "elsewhere 1 5", "refusal": None}
     run_directory.write_note(tmp_path / "workers", "elsewhere-1", note)
     registrations.check()
+
+
+WAITS = "import sys, subprocess, time; "
+IDLE = WAITS + "time.sleep(3600)"
+REGISTERS = "from guided.embedded.registrations import register; register(engine='{0}'); "
+WORKS = WAITS + REGISTERS + "time.sleep(3600)"
+HAS_A_WORKER = WAITS + f"""subprocess.run([sys.executable, '-c', "import time; {REGISTERS}time.sleep(3600)"])"""
+
+
+class TestSeveralEnginesOfOneProcess:
+    """vLLM hands `validate_params` nothing to tell them apart by."""
+
+    @pytest.fixture
+    def start(self, tmp_path: Path) -> Iterator[Callable[[str, bool], Any]]:
+        """Start a process as vLLM starts an engine's; has it registered?"""
+        with ExitStack() as stack:
+
+            def started(code: str, registers: bool) -> Any:
+                notes = len(list(tmp_path.glob("workers/[!.]*")))
+                process = get_context("spawn").Process(target=exec, args=(code,), name="EngineCore_DP0", daemon=True)
+                process.start()
+                stack.callback(end, process)
+                while registers and len(list(tmp_path.glob("workers/[!.]*"))) == notes:
+                    assert process.is_alive()
+                    time.sleep(0.02)
+                return process
+
+            yield started
+
+    def test_one_without_a_worker_is_not_vouched_for_by_the_other(self, start: Callable[[str, bool], Any]) -> None:
+        start(WORKS.format("a"), True)
+        registrations.check()
+        second = start(IDLE, False)
+        with pytest.raises(PoolUnavailable, match="several engines, and one of them has no worker"):
+            registrations.check()
+        end(second)
+        registrations.check()
+
+    def test_all_with_workers(self, start: Callable[[str, bool], Any]) -> None:
+        """One is its own worker, the other has started one."""
+        start(WORKS.format("a"), True)
+        start(HAS_A_WORKER.format("b"), True)
+        registrations.check()
+
+    def test_workers_that_ray_started_are_counted_by_their_engine(
+        self, start: Callable[[str, bool], Any], tmp_path: Path
+    ) -> None:
+        def register_elsewhere(worker: int, engine: str) -> None:
+            note = {"process": f"elsewhere {worker} 5", "refusal": None, "engine": engine, "lineage": []}
+            run_directory.write_note(tmp_path / "workers", f"elsewhere-{worker}", note)
+
+        start(IDLE, False)
+        start(IDLE, False)
+        register_elsewhere(1, "a")
+        register_elsewhere(2, "a")
+        with pytest.raises(PoolUnavailable, match="several engines"):
+            registrations.check()
+        register_elsewhere(3, "b")
+        registrations.check()
+
+    def test_a_worker_in_this_process_vouches_for_no_other(self, start: Callable[[str, bool], Any]) -> None:
+        registrations.register(engine="a")
+        start(IDLE, False)
+        with pytest.raises(PoolUnavailable, match="several engines"):
+            registrations.check()
+
+
+def end(process: Any) -> None:
+    for child in psutil.Process(process.pid).children(recursive=True) if process.is_alive() else ():
+        child.kill()
+    process.kill()
+    process.join()
 
 
 def test_what_is_no_registration_is_none(tmp_path: Path) -> None:
