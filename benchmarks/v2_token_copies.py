@@ -1,0 +1,124 @@
+"""What vLLM's V2 runner costs our plugin a step: its tokens lie on the device. `python -m benchmarks.v2_token_copies`.
+
+`guided/embedded/v2_tokens.py` copies what a step added: `begin` before the forward pass, `read` after it was launched.
+Each is timed on the host, for a batch of guided slots that got one token each, or up to five (with four drafts). With
+`--device cuda`, a forward pass of about `--forward-ms` is under way between the two, and what `read` takes is waiting
+for the step before as well; `--device cpu`, where tokens needn't be copied from anywhere, is what the host does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from benchmarks.report import RESULTS, fail, machine, percentiles, print_table, write_json
+from guided.embedded.v2_tokens import TokenCopies
+
+COLUMNS = {
+    "slots": "guided slots",
+    "width": "tokens each",
+    "begin_p50": "begin p50, ms",
+    "begin_p99": "p99",
+    "read_p50": "read p50, ms",
+    "read_p99": "p99",
+    "both_p50": "both p50, ms",
+    "both_p99": "p99",
+}
+MAX_MODEL_LEN = 8192
+
+
+class Forward:
+    """Work for the device: none on a CPU, which has enough to do."""
+
+    def __init__(self, device: torch.device, milliseconds: float) -> None:
+        self._times = 0
+        if device.type == "cuda":
+            self._matrix = torch.randn(4096, 4096, device=device, dtype=torch.float16)
+            self._times = 20
+            self.launch()
+            torch.cuda.synchronize()
+            started = time.perf_counter()
+            self.launch()
+            torch.cuda.synchronize()
+            self._times = max(1, round(20 * milliseconds / 1e3 / (time.perf_counter() - started)))
+
+    def launch(self) -> None:
+        for _ in range(self._times):
+            self._matrix @ self._matrix
+
+
+def measured(device: torch.device, forward: Forward, slots: int, width: int, steps: int) -> dict[str, Any]:
+    """One row of the table, in milliseconds. What is copied is compared with what was written."""
+    tokens = torch.randint(100_000, (4 * slots, MAX_MODEL_LEN), dtype=torch.int32)
+    lengths = torch.randint(100, MAX_MODEL_LEN - width, (4 * slots,), dtype=torch.int32)
+    state = SimpleNamespace(
+        device=device,
+        all_token_ids=SimpleNamespace(gpu=tokens.to(device)),
+        total_len=SimpleNamespace(gpu=lengths.to(device)),
+    )
+    copies = TokenCopies(state)
+    seconds: dict[str, list[float]] = {"begin": [], "read": [], "both": []}
+    chosen = random.Random(0)
+    for step in range(20 + steps):
+        which = chosen.sample(range(4 * slots), slots)
+        starts = lengths[which].tolist()
+        started = time.perf_counter()
+        copies.begin(which, starts, width)
+        begun = time.perf_counter()
+        forward.launch()
+        launched = time.perf_counter()
+        totals, found = copies.read()
+        read = time.perf_counter()
+        expected = [tokens[row, start : start + width].tolist() for row, start in zip(which, starts, strict=True)]
+        if totals != starts or found != expected:
+            raise AssertionError(f"step {step}: what was copied is not what was there")
+        if step >= 20:
+            seconds["begin"].append(begun - started)
+            seconds["read"].append(read - launched)
+            seconds["both"].append(begun - started + read - launched)
+    row: dict[str, Any] = {"slots": slots, "width": width}
+    for name, values in seconds.items():
+        row |= {f"{name}_{key}": value for key, value in percentiles(values).items()}
+    return row
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--slots", type=int, nargs="+", default=[8, 64])
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--forward-ms", type=float, default=15.0)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--quick", action="store_true", help="seconds: few steps")
+    options = parser.parse_args()
+    if options.quick:
+        options.steps = 200
+    return options
+
+
+def main() -> None:
+    options = parsed()
+    device = torch.device(options.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        fail("torch sees no CUDA device here: --device cpu")
+    torch.set_num_threads(1)
+    started_on = machine()
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else started_on["processor"]
+    forward = Forward(device, options.forward_ms)
+    rows = [measured(device, forward, slots, width, options.steps) for slots in options.slots for width in (1, 5)]
+    print(f"{device.type}: {name}")
+    print_table(rows, COLUMNS)
+    setting = vars(options) | {"device": device.type, "device_name": name}
+    path = options.out / f"v2_token_copies_{device.type}.json"
+    write_json(path, setting, rows, started_on)
+    print(f"wrote {path}")
+
+
+if __name__ == "__main__":
+    main()
