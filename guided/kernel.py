@@ -39,6 +39,8 @@ _LOOSE = 240
 """Of the 256 sampled tokens, so many at the least are allowed."""
 _LEAST_WORDS = 128
 """Shorter rows aren't told apart. (There, xgrammar's kernel was seen to write what it shouldn't.)"""
+_WINDOW, _PLENTY = 1024, 512
+"""Where so many of a window in a row's middle are allowed and more than the least, nobody needs the others raised."""
 _LEAD_WORDS, _LEAD_ROWS = 64, 16
 """Special tokens come first in many vocabularies, and no constraint allows them. Where so many rows are the batch, it
 pays to write such a run at once."""
@@ -61,7 +63,8 @@ def apply_bitmask(
         rows: distinct rows of `logits`.
         out: like `logits`, and written to in their stead: all of these rows, and no other. A tight row takes no longer
             than in place, others take as long as a copy besides.
-        least: what an allowed logit that is less (-inf, say) is raised to.
+        least: what an allowed logit that is less (-inf, say) is raised to, unless the row is seen to have hundreds of
+            others that are allowed and are more.
 
     Columns of `logits` beyond the bitmask (none when both are padded alike) are forbidden too. A forbidden NaN may stay
     one: it is no logit, and the model's fault.
@@ -112,12 +115,13 @@ def _apply_on_cpu(
     tight, loose, others = _sorted_by_density(block, rows)
     bits, target = _bits(logits), _bits(out)
     ceiling = None if least is None else _bits(torch.tensor([[least]], dtype=logits.dtype))[0, 0]
+    poor = [] if ceiling is None else _poor(bits, block, loose + others, ceiling)
     if loose:
-        for row in loose if out is not logits or least is not None else ():
-            if ceiling is None:
-                target[row] = bits[row]
-            else:
+        for row in loose:
+            if ceiling is not None and row in poor:
                 np.minimum(bits[row], ceiling, out=target[row])
+            elif out is not logits:
+                target[row] = bits[row]
         lead = _lead(block) if len(loose) == len(logits) >= _LEAD_ROWS else 0
         if lead:  # not by torch: its threads wait for each other, for milliseconds where a core is busy
             target[:, : lead * 32] = minus_infinity
@@ -131,7 +135,19 @@ def _apply_on_cpu(
     if tight:
         _fill_and_restore(bits, target, block, tight, floors, ceiling)
     if others:
-        _raise_to_floor(bits, target, block, others, floors, ceiling)
+        _raise_to_floor(bits, target, block, set(others).difference(poor), floors, None)
+        _raise_to_floor(bits, target, block, set(others).intersection(poor), floors, ceiling)
+
+
+def _poor(bits: Bits, block: NDArray[np.int32], rows: list[int], ceiling: Any) -> list[int]:
+    """Which rows may have less than `_PLENTY` that is allowed and more than the least, for all that is seen of them."""
+    if not rows:
+        return []
+    first = bits.shape[1] // 64 * 32
+    more = np.count_nonzero(bits[rows, first : first + _WINDOW] < ceiling, axis=1).tolist()
+    masks = block[:, first // 32 : (first + _WINDOW) // 32]
+    allowed = [int.from_bytes(masks[row].tobytes(), "little").bit_count() for row in rows]
+    return [row for row, one, other in zip(rows, more, allowed, strict=True) if one + other - _WINDOW < _PLENTY]
 
 
 def _bits(logits: torch.Tensor) -> Bits:

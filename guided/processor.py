@@ -232,7 +232,8 @@ class LogitPostProcessor:
         if self._fills:
             rows = self._rows
             for part in self._finish(report, None, True).ready:
-                bitmask[[rows[index].logits_row for index in part.indices.tolist()]] = part.masks[part.rows]
+                for place, index in zip(part.rows.tolist(), part.indices.tolist(), strict=True):
+                    bitmask[rows[index].logits_row] = part.masks[place]
             self._rows, self._fills = (), []
         return report
 

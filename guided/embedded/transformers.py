@@ -36,10 +36,7 @@ __all__ = ["GuidedLogitsProcessor"]
 
 _FLOOR = -1e4
 """What other processors forbid comes to this where the constraint allows it: too little to be chosen beside anything
-else, and chosen where there is nothing else; as a beam, before `generate()`'s empty ones (-1e9). Where enough else is
-allowed it stays as it is."""
-_WINDOW = 1024
-"""Logits of a row, in its middle, among which enough is looked for."""
+else, and chosen where there is nothing else; as a beam, before `generate()`'s empty ones (-1e9)."""
 _LOST = -1e30
 """What ends a failed row: the only token that is left, and as a beam behind all others."""
 _LATE_SECONDS = 1.0
@@ -122,8 +119,7 @@ class GuidedLogitsProcessor:
         self._bitmask: NDArray[np.int32] = np.empty((0, words(self._width)), np.int32)
         self._memory = RecycledMemory()
         self._stop = list(vocabulary.stop_token_ids)
-        self._text = np.zeros(self._width + 1, np.bool_)  # the last for whatever is no token
-        self._text[list(vocabulary.text_token_ids)] = True
+        self._text = frozenset(vocabulary.text_token_ids)
         self._closed = False
         self._prompts = torch.empty(0, 0, dtype=torch.long)
         self._outputs: NDArray[np.int64] = np.empty((0, 0), np.int64)
@@ -177,9 +173,7 @@ class GuidedLogitsProcessor:
             for row in range(len(scores)):
                 if row not in self._branches:
                     masked[row] = scores[row]
-        enough = self._has_enough(scores, rows)
-        for some, least in ((rows[enough], None), (rows[~enough], _FLOOR)):
-            apply_bitmask(scores, self._bitmask[some], some.tolist(), masked, least)
+        apply_bitmask(scores, self._masks(rows), rows, masked, _FLOOR)
         self._end(scores, masked)
         return masked
 
@@ -214,23 +208,23 @@ class GuidedLogitsProcessor:
         parents = self._parents(outputs)
         if parents is None:
             return False
-        if any(row != parent for row, parent in parents.items()):
+        if parents:
             self._move(parents)
         known = outputs.shape[1] - 1
         tokens = outputs[:, -1].tolist()
-        texts = self._is_text(outputs[:, -1])
         for row, branch in self._branches.items():
             if len(branch.tokens) > known:
                 self._roll_back(branch, known)
             branch.tokens.append(tokens[row])
-            if not texts[row]:
+            if tokens[row] not in self._text:
                 branch.over = True
                 self._leave(branch)
         self._outputs = outputs
         return True
 
     def _parents(self, outputs: NDArray[np.int64]) -> dict[int, int] | None:
-        """By constrained row: the row that it was before its last token; None where one was none of them.
+        """By constrained row: the row that it was before its last token. Empty where all stayed what they were; None
+        where one was none of them.
 
         Args:
             outputs: `[rows, tokens]`, at least one token.
@@ -238,9 +232,11 @@ class GuidedLogitsProcessor:
         before, known = self._outputs, outputs.shape[1] - 1
         if known > before.shape[1]:
             return None
+        if np.array_equal(outputs[:, :known], before[:, :known]):
+            return {}
         stayed = (outputs[:, :known] == before[:, :known]).all(axis=1).tolist()
         if all(stayed[row] for row in self._branches):
-            return {row: row for row in self._branches}
+            return {}
         if known < before.shape[1]:
             return None
         histories = {(self._requests[row], before[row].tobytes()): row for row in self._branches}
@@ -271,13 +267,9 @@ class GuidedLogitsProcessor:
     def _roll_back(self, branch: _Branch, known: int) -> None:
         """An assistant's draft is not so any more."""
         del branch.tokens[known:]
-        branch.over = branch.failed or not all(self._is_text(np.array(branch.tokens, np.int64)))
+        branch.over = branch.failed or not self._text.issuperset(branch.tokens)
         if branch.sequence_id is not None:
             self._processor.rollback(branch.sequence_id, known)
-
-    def _is_text(self, tokens: NDArray[np.int64]) -> list[bool]:
-        found: list[bool] = self._text[np.where((tokens < 0) | (tokens > self._width), self._width, tokens)].tolist()
-        return found
 
     def _leave(self, branch: _Branch) -> None:
         """Its matcher isn't needed any more, once this step's copies of it are made."""
@@ -287,7 +279,7 @@ class GuidedLogitsProcessor:
 
     # masks
 
-    def _collect(self, batch: int) -> NDArray[np.intp]:
+    def _collect(self, batch: int) -> list[int]:
         """Have the masks of the rows that go on in `_bitmask`; which rows these are. Those without a mask end."""
         processor = self._processor
         processor.failures()  # those that are lost fail below, in their rows
@@ -312,24 +304,11 @@ class GuidedLogitsProcessor:
         self._leaving.clear()
         if failed:
             self._fail({by_id[sequence_id].logits_row: error for sequence_id, error in failed.items()})
-        return np.array([row.logits_row for one, row in by_id.items() if one not in failed], np.intp)
+        return sorted(row.logits_row for one, row in by_id.items() if one not in failed)
 
-    def _has_enough(self, scores: torch.Tensor, rows: NDArray[np.intp]) -> NDArray[np.bool_]:
-        """`[len(rows)]`: whether so much is seen to be left of what is allowed that nobody takes anything else.
-
-        The most that is looked at are `max(2, 1 + stop tokens)` candidates a beam, of all its prompt's beams together.
-        """
-        first = self._width // 64 * 32
-        last = min(first + _WINDOW, self._width // 32 * 32)
-        least = (2 + len(self._stop)) * len(scores)
-        if least > last - first or not len(rows):
-            return np.zeros(len(rows), np.bool_)
-        allowed = np.unpackbits(
-            self._bitmask[rows, first // 32 : last // 32].view(np.uint8), axis=1, bitorder="little"
-        ).view(np.bool_)
-        left = scores[:, first:last][rows] > _FLOOR
-        enough: NDArray[np.bool_] = np.count_nonzero(left.numpy(force=True) & allowed, axis=1) >= least
-        return enough
+    def _masks(self, rows: list[int]) -> NDArray[np.int32] | list[NDArray[np.int32]]:
+        """Of these rows, as the kernel takes them without a copy."""
+        return self._bitmask[: len(rows)] if rows == list(range(len(rows))) else [self._bitmask[row] for row in rows]
 
     def _rows(self) -> list[GuidedRow]:
         """All that go on; copies before their originals, which accept a token of their own in this step."""

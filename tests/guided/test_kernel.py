@@ -96,6 +96,31 @@ def test_it_is_written_elsewhere_and_what_is_allowed_is_raised(way: str, data: s
     assert out is logits or torch.equal(logits, before)
 
 
+@pytest.mark.parametrize("forbidden", [range(0), range(0, 5000, 3), range(2000, 3800)], ids=["none", "some", "a run"])
+@pytest.mark.parametrize(
+    "left", [range(5000), range(2), range(0, 5000, 2), range(600)], ids=["all", "two", "half", "few"]
+)
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_what_is_allowed_is_raised_unless_hundreds_are_more(forbidden: range, left: range, elsewhere: bool) -> None:
+    """By whichever way the row goes; -inf where others forbid, and at least hundreds or all of what may be is there."""
+    size = 5000
+    logits = torch.full((1, size), -torch.inf)
+    logits[0, list(left)] = torch.randn(len(left))
+    allowed = sorted(set(range(size)) - set(forbidden))
+    before, out = logits.clone(), torch.empty_like(logits) if elsewhere else None
+    apply_bitmask(logits, [pack(allowed, size)], [0], out, -1e4)
+    found = logits if out is None else out
+    there = found[0].isfinite().nonzero().flatten().tolist()
+    assert set(there) <= set(allowed)
+    kept = sorted(set(allowed) & set(left))
+    assert torch.equal(found[0, kept], before[0, kept])
+    if len(there) < len(allowed):
+        assert len(kept) > 512
+        assert there == kept
+    else:
+        assert (found[0, sorted(set(allowed) - set(left))] == -1e4).all()
+
+
 def test_columns_beyond_the_bitmask_are_forbidden(way: str) -> None:
     size = 4096
     logits = torch.zeros(2, size + 6, dtype=torch.float64 if way == "torch" else torch.float32)
