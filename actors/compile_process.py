@@ -27,6 +27,7 @@ from typing import Any, NoReturn
 import msgspec
 
 from actors.frames import read_frame, write_frame
+from actors.lean_imports import leave_out_torch
 from guided.backends import BACKENDS, Backends
 from guided.compilation import compile_with
 from guided.constraint import Constraint
@@ -160,6 +161,7 @@ def _main(control: socket.socket, parent: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # dumping half a gigabyte takes seconds, at every crash
     os.dup2(2, 1)
+    leave_out_torch()
     backends = Backends(Vocabulary.from_bytes(read_frame(control.fileno())))
     _warm(backends)
     gc.collect()

@@ -16,6 +16,7 @@ import zmq
 
 from actors.address import Address
 from actors.channel import connect
+from actors.lean_imports import leave_out_torch
 from actors.memory import MemoryLimit, stay_within
 from actors.owner import Owner, exit_with
 from actors.pieces import joined
@@ -64,6 +65,7 @@ class MaskActor:
     def __init__(self, owner: Owner, memory: MemoryLimit) -> None:
         near = exit_with(owner)
         stay_within(memory, watched=near)
+        leave_out_torch()
         # A backend that is loaded in Python holds the lock for as long as it may, at every row of a step again.
         sys.setswitchinterval(_SWITCH_SECONDS)
         self._node_id = str(ray.get_runtime_context().get_node_id())
