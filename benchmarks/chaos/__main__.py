@@ -1,12 +1,13 @@
 """The real server under load while it is harmed at random: `python -m benchmarks.chaos`.
 
 Clients keep `--concurrency` requests under way: every kind of constraint on every backend, plain ones, streams and not,
-several choices, constraints of their own, and some clients leave or stop reading. Every `--every` seconds a mask actor
-that is up is killed (SIGKILL) or frozen (SIGSTOP); half-way between, something else happens: an actor is stopped for
-0.1 to 2 s, a compile process or the compile actor is killed, a constraint comes whose compilation eats memory or never
-ends, or an input from the file of hostile ones (`--data`). Every answer is checked: an output that satisfies its
-constraint, or a legal beginning of one; an unconstrained greedy one equals what was answered undisturbed; an error is a
-declared one and says truthfully whether to try again. What takes longer than `--limit` is hung.
+several choices, constraints of their own, and some clients leave or stop reading. Every `--every` seconds an actor is
+hit: one of the mask actors that are up is killed (SIGKILL) or frozen (SIGSTOP) or, as often as any one of them, the
+compile actor is killed. Half-way between, something else happens: a mask actor is stopped for 0.1 to 2 s, a compile
+process is killed, a constraint comes whose compilation eats memory or never ends, or an input from the file of hostile
+ones (`--data`). Every answer is checked: an output that satisfies its constraint, or a legal beginning of one; an
+unconstrained greedy one equals what was answered undisturbed; an error is a declared one and says truthfully whether to
+try again. What takes longer than `--limit` is hung.
 
 Exit status 1 where something happened that must not: an invalid, different, undeclared or hung answer, an engine that
 died, a server that doesn't recover; with `--max-replays`, a good request (not hostile, and its client stayed) that was
@@ -27,7 +28,7 @@ from tqdm import tqdm
 
 from benchmarks.chaos import hostile_inputs
 from benchmarks.chaos.checks import Judge
-from benchmarks.chaos.faults import ACTOR_FAULTS, FAULTS, Scene, inject, thaw
+from benchmarks.chaos.faults import COMPILE_ACTOR_FAULT, FAULTS, MASK_ACTOR_FAULTS, Scene, inject, thaw
 from benchmarks.chaos.load import Load, client_for, ended, until
 from benchmarks.chaos.picture import timeline
 from benchmarks.chaos.reference import undisturbed
@@ -45,15 +46,19 @@ RECOVERY_SECONDS = 120.0
 
 async def harm(scene: Scene, options: argparse.Namespace, until_: float) -> None:
     """Faults, in turn of an actor and of another kind, until the time is over."""
-    actor = [name for name in options.faults if name in ACTOR_FAULTS]
-    other = [name for name in options.faults if name not in ACTOR_FAULTS and (name != "hostile" or scene.hostile)]
+    masks = [name for name in options.faults if name in MASK_ACTOR_FAULTS]
+    shares = dict.fromkeys(masks, options.actors / max(1, len(masks)))
+    if COMPILE_ACTOR_FAULT in options.faults:
+        shares[COMPILE_ACTOR_FAULT] = 1.0
+    others = {name: 1.0 for name in options.faults if name not in shares and (name != "hostile" or scene.hostile)}
     due, turn = time.monotonic() + options.every / 2, 0
     tasks: set[asyncio.Task[bool]] = set()
     while due < until_:
         await asyncio.sleep(max(0.0, due - time.monotonic()))
-        kinds = (actor, other)[turn % 2] or ()
+        kinds = (shares, others)[turn % 2]
         if kinds:
-            task = asyncio.create_task(inject(scene, scene.source.choice(kinds)))
+            (fault,) = scene.source.choices(list(kinds), list(kinds.values()))
+            task = asyncio.create_task(inject(scene, fault))
             tasks.add(task)
             task.add_done_callback(tasks.discard)
         due, turn = due + options.every / 2, turn + 1

@@ -16,8 +16,11 @@ from benchmarks.chaos.server import COMPILE_ACTOR, COMPILE_PROCESS, Server
 from benchmarks.chaos.traffic import CHAT, Request
 from benchmarks.chaos.watch import Watch
 
-__all__ = ["ACTOR_FAULTS", "FAULTS", "Event", "Scene", "inject"]
+__all__ = ["COMPILE_ACTOR_FAULT", "FAULTS", "MASK_ACTOR_FAULTS", "Event", "Scene", "inject"]
 
+MASK_ACTOR_FAULTS = ("kill", "freeze")
+"""Those that end a mask actor."""
+COMPILE_ACTOR_FAULT = "compile actor"
 SLOW_SECONDS = (0.1, 2.0)
 MEMORY_HOGS: list[dict[str, Any]] = [
     {"regex": "[ab]*a[ab]{20}", "backend": "outlines"},  # an automaton of 2^21 states
@@ -129,10 +132,8 @@ FAULTS: dict[str, Fault] = {
     "memory": _memory,
     "hostile": _hostile,
     "compile process": _kill_compile_process,
-    "compile actor": _kill_compile_actor,
+    COMPILE_ACTOR_FAULT: _kill_compile_actor,
 }
-ACTOR_FAULTS = ("kill", "freeze")
-"""Those that end a mask actor."""
 
 
 def _signal(scene: Scene, fault: str, number: signal.Signals) -> Event | None:
