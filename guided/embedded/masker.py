@@ -57,6 +57,8 @@ class Guest:
     """Unique within the masker's life."""
     asked: Asked | None
     """None: it can't be masked."""
+    request_id: str | None
+    """What it is reported by, where it has something."""
     stop_token: int
     """What ends it."""
     contested: bool
@@ -123,16 +125,21 @@ class Masker:
         """This step's masks are gathered first, rather than written to the logits one by one."""
         self._under_way = False
 
-    def begin(self, asked: Asked | GuidedError, stop_token: int, contested: bool = False) -> Guest:
+    def begin(
+        self, asked: Asked | Exception, stop_token: int, contested: bool = False, request_id: str | None = None
+    ) -> Guest:
         """A request enters the batch: have its constraint compiled.
 
         Args:
             asked: what for; an error where that is not known, or can't be done: it fails with the first row.
+            request_id: to report that error by.
         """
-        what = None if isinstance(asked, GuidedError) else asked
-        guest = Guest(str(next(self._names)), what, stop_token, contested)
+        what = None if isinstance(asked, Exception) else asked
+        guest = Guest(
+            str(next(self._names)), what, request_id if what is None else what.request_id, stop_token, contested
+        )
         self._guests[guest.name] = guest
-        if isinstance(asked, GuidedError):
+        if isinstance(asked, Exception):
             self.fail(guest, asked)
         elif self.computes:
             self._opening.ask()
@@ -360,7 +367,7 @@ class Masker:
             return
         known = error if isinstance(error, GuidedError) else InternalError(bounded(f"{type(error).__name__}: {error}"))
         guest.error = known
-        request_id = guest.asked.request_id if guest.asked is not None else None
+        request_id = guest.request_id
         _log.error("guided request %s ends: %s", request_id or "without an id", known)
         if self.computes and request_id is not None:
             try:

@@ -15,7 +15,7 @@ from guided.embedded.statuses import REQUEST_ID
 from guided.errors import InvalidConstraint, InvalidRequest
 from guided.request import GivenConstraint, GivenWhitespace, build, refuse_stops, take_one, take_whitespace
 
-__all__ = ["Asked", "HostParams", "asked"]
+__all__ = ["Asked", "HostParams", "asked", "refuse_host_stops", "request_id"]
 
 _OLDER = {
     "guided_json": "json_schema",
@@ -57,6 +57,9 @@ def asked(params: HostParams) -> Asked | None:
 
     Raises:
         InvalidRequest, InvalidConstraint, ConstraintTooLarge, UnsupportedConstraint: as our HTTP server has it.
+
+    What is read here stays as the user gave it. vLLM adds the model's further ends to `stop_token_ids` once the request
+    is admitted: those are looked at by `refuse_host_stops`, before.
     """
     extra = params.extra_args or {}
     for name, ours in _OLDER.items():
@@ -70,9 +73,17 @@ def asked(params: HostParams) -> Asked | None:
         return None
     constraint = build(one, whitespace)
     candidates(one.kind, backend)
-    refuse_stops(constraint, stop=params.stop, stop_token_ids=params.stop_token_ids)
     _refuse_other_masters(params, constraint)
-    return Asked(constraint, backend, _request_id(extra))
+    return Asked(constraint, backend, request_id(params))
+
+
+def refuse_host_stops(what: Asked, params: HostParams) -> None:
+    """In the process that admits requests, where `params` are as the user gave them.
+
+    Raises:
+        InvalidRequest: something else than the constraint would end the output.
+    """
+    refuse_stops(what.constraint, stop=params.stop, stop_token_ids=params.stop_token_ids)
 
 
 def _given(extra: Mapping[str, Any]) -> list[GivenConstraint]:
@@ -113,6 +124,7 @@ def _text(extra: Mapping[str, Any], name: str) -> str | None:
     return value
 
 
-def _request_id(extra: Mapping[str, Any]) -> str | None:
-    value = extra.get(REQUEST_ID)
+def request_id(params: HostParams) -> str | None:
+    """What a request is reported by, where it has something; whatever else is wrong with it."""
+    value = (params.extra_args or {}).get(REQUEST_ID)
     return None if value is None else str(value)

@@ -25,7 +25,7 @@ from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor
 from guided.embedded import registrations, statuses
 from guided.embedded.masker import UNKNOWN, Guest, GuestRow, Masker
 from guided.embedded.pools import DEFAULT, Opening, find_pool
-from guided.embedded.request_params import asked
+from guided.embedded.request_params import asked, refuse_host_stops, request_id
 from guided.embedded.run_directory import announce
 from guided.embedded.tensor_parallel import TensorParallelRanks
 from guided.embedded.v1_rows import V1Rows
@@ -60,7 +60,9 @@ class GuidedLogitsProcessor(V1LogitsProcessor, V2LogitsProcessor):  # type: igno
             VLLMValidationError: what our HTTP server refuses, in its words; or nobody here would mask it.
         """
         try:
-            if asked(sampling_params) is not None:
+            what = asked(sampling_params)
+            if what is not None:
+                refuse_host_stops(what, sampling_params)
                 registrations.check()
         except GuidedError as error:
             raise VLLMValidationError(str(error)) from error
@@ -103,8 +105,8 @@ class GuidedLogitsProcessor(V1LogitsProcessor, V2LogitsProcessor):  # type: igno
         """The guest that a request of the batch is; None where it asks for nothing of ours."""
         try:
             what = asked(params)
-        except GuidedError as error:
-            return self._masker.begin(error, _stop_token(params))
+        except Exception as error:
+            return self._masker.begin(error, _stop_token(params), request_id=request_id(params))
         if what is None:
             return None
         guest = self._masker.begin(what, _stop_token(params), _is_contested(params))

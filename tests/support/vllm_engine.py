@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import uuid
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from guided.embedded.statuses import REQUEST_ID, take
 PLUGIN = "guided.embedded.vllm:GuidedLogitsProcessor"
 OPTIONS = {"guided": {"pool": "ray", "num_actors": 2}}
 MAX_MODEL_LEN = 512
+ALSO_ENDS = "<|user|>"
+"""The model's second token that ends an output."""
 WAIT = 240.0
 Result = TypeVar("Result")
 
@@ -73,6 +76,17 @@ class Engine:
             return dict(zip(requests, answers, strict=True))
 
         return self.submit(all_of_them()).result(WAIT)
+
+    def ask_once(self, params: Any) -> list[Any]:
+        """One request to its end; vLLM's own outputs, one a choice."""
+
+        async def generate() -> list[Any]:
+            outputs: list[Any] = []
+            async for output in self._engine.generate("Text: ", params, uuid.uuid4().hex):
+                outputs = output.outputs
+            return outputs
+
+        return self.submit(generate()).result(WAIT)
 
     async def follow(self, name: str, params: Any, seen: Callable[[str, Answer], None] | None = None) -> Answer:
         answer = Answer()

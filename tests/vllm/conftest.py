@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from transformers import LlamaConfig, PreTrainedTokenizerFast
-from vllm_engine import MAX_MODEL_LEN, Engine
+from vllm_engine import ALSO_ENDS, MAX_MODEL_LEN, Engine
 from vllm_server import Server, serving_vllm
 
 ENVIRONMENT = {
@@ -33,7 +34,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def vllm_model(tiny_tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Llama without weights (`load_format="dummy"` makes up some) and the tokenizer of 600 tokens; 640 logits.
 
-    The weights that vLLM makes up are so small that every token is about as probable as any other.
+    Like many that chat, it has two tokens that end an output. The weights that vLLM makes up are so small that every
+    token is about as probable as any other.
     """
     path = tmp_path_factory.mktemp("vllm-llama")
     config = LlamaConfig(
@@ -52,6 +54,8 @@ def vllm_model(tiny_tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest
     )
     config.save_pretrained(path)
     tiny_tokenizer.save_pretrained(path)
+    ends = [tiny_tokenizer.eos_token_id, tiny_tokenizer.convert_tokens_to_ids(ALSO_ENDS)]
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
     return path
 
 

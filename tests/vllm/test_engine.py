@@ -63,16 +63,24 @@ class TestOutputs:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        async def generate() -> list[str]:
-            kind = RequestOutputKind.FINAL_ONLY
-            params = SamplingParams(n=3, max_tokens=50, output_kind=kind, extra_args={"regex": "[a-c]{3,9}x"})
-            async for output in engine._engine.generate("Text: ", params, "three"):
-                texts = [one.text for one in output.outputs]
-            return texts
-
-        texts = engine.submit(generate()).result(240)
+        kind = RequestOutputKind.FINAL_ONLY
+        params = SamplingParams(n=3, max_tokens=50, output_kind=kind, extra_args={"regex": "[a-c]{3,9}x"})
+        texts = [one.text for one in engine.ask_once(params)]
         assert len(texts) == 3
         assert all(map(regex("[a-c]{3,9}x").is_valid, texts))
+
+    def test_every_token_that_ends_the_models_outputs_ends_them(self, engine: Engine) -> None:
+        """vLLM hands the second of them over as a stop token of the request's, which nobody may give."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        kind = RequestOutputKind.FINAL_ONLY
+        params = SamplingParams(n=24, max_tokens=50, output_kind=kind, extra_args={"regex": "[ab]"})
+        outputs = engine.ask_once(params)
+        assert all(map(regex("[ab]").is_valid, (one.text for one in outputs)))
+        reasons = {one.stop_reason for one in outputs}
+        assert len(reasons) == 2, "one is as probable as the other"
+        assert None in reasons, "the tokenizer's own"
 
     def test_cut_short_is_a_beginning(self, engine: Engine) -> None:
         params, _ = requests(regex("[a-z]{200}"), max_tokens=20)

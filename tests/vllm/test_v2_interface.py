@@ -267,6 +267,15 @@ def test_a_failed_request_gets_its_stop_token_and_is_reported(monkeypatch: pytes
     assert error.code == "backend_error"
 
 
+def test_further_ends_of_the_model_are_no_stop_tokens_of_the_users() -> None:
+    request = guided("12")
+    request.params.update_from_generation_config({"eos_token_id": [STOP, 30]}, STOP)
+    assert request.params.stop_token_ids == [30]
+    runner = Runner()
+    runner.add(request)
+    assert [runner.step()[id(request)] for _ in range(3)] == [[[1]], [[2]], [[STOP]]]
+
+
 def test_what_the_front_end_refuses() -> None:
     validate = build_custom_logits_processors_params_validator([NAME])
     with pytest.raises(VLLMValidationError, match="no worker of this engine"):

@@ -110,8 +110,11 @@ def test_a_constraint_that_does_not_compile_ends_its_request() -> None:
 
 def test_who_was_refused_from_the_start_ends() -> None:
     subject = Subject()
-    guest = subject.masker.begin(PoolUnavailable("not here"), STOP)
+    guest = subject.masker.begin(PoolUnavailable("not here"), STOP, request_id="a")
     assert allowed(subject.step(GuestRow(guest, 0, [])), 0) == [STOP]
+    guest = subject.masker.begin(RecursionError("too deep"), STOP, request_id="b")
+    assert allowed(subject.step(GuestRow(guest, 0, [])), 0) == [STOP]
+    assert subject.codes() == [("a", "pool_unavailable"), ("b", "internal_error")]
 
 
 def test_an_output_that_has_ended_is_not_asked_for_again() -> None:

@@ -10,7 +10,7 @@ import pytest
 from engine.server.constraints import asked as asked_over_http
 from engine.server.protocol import CompletionRequest
 from guided.constraint import Constraint
-from guided.embedded.request_params import Asked, asked
+from guided.embedded.request_params import Asked, asked, refuse_host_stops, request_id
 from guided.errors import GuidedError, InvalidConstraint, InvalidRequest
 
 SCHEMA = '{"type": "object", "properties": {"a": {"type": "integer"}}}'
@@ -85,18 +85,34 @@ def test_refused_as_our_server_refuses(extra: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("others", "param"),
     [
-        ({"stop": ["x"]}, "stop"),
-        ({"stop_token_ids": [5]}, "stop_token_ids"),
         ({"ignore_eos": True}, "ignore_eos"),
         ({"structured_outputs": object()}, "structured_outputs"),
         ({"thinking_token_budget": 5}, "thinking_token_budget"),
         ({"trace_decode_token_ids": [1]}, "trace_decode_token_ids"),
     ],
 )
-def test_what_would_cut_it_short_or_write_over_it_is_refused(others: dict[str, Any], param: str) -> None:
+def test_what_would_write_over_it_is_refused(others: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
         asked(params({"regex": "a+"}, **others))
     assert refused.value.param == param
+
+
+@pytest.mark.parametrize("others", [{"stop": ["x"]}, {"stop_token_ids": [5]}])
+def test_what_would_cut_it_short_is_refused_where_it_is_admitted_and_nowhere_else(others: dict[str, Any]) -> None:
+    """vLLM puts the model's further ends into `stop_token_ids` afterwards, and the worker reads the request again."""
+    given = params({"regex": "a+"}, **others)
+    what = asked(given)
+    assert what == Asked(Constraint.regex("a+"))
+    with pytest.raises(InvalidRequest) as refused:
+        refuse_host_stops(what, given)
+    assert [refused.value.param] == list(others)
+    refuse_host_stops(what, params({"regex": "a+"}))
+
+
+def test_the_id_is_known_whatever_else_is_wrong() -> None:
+    assert request_id(params({"regex": 5, "guided_request_id": "a"})) == "a"
+    assert request_id(params({"regex": 5})) is None
+    assert request_id(params(None)) is None
 
 
 @pytest.mark.parametrize("name", ["guided_json", "guided_regex", "guided_decoding_backend"])
