@@ -1,13 +1,16 @@
 """`vllm serve --middleware guided.embedded.middleware.GuidedErrors`: what failed is answered with an error.
 
 Within vLLM a logits processor can only end a request, and it ends `stop`, as if its output were complete. What became
-of it is told out of band (`guided.embedded.statuses`), under a request id that is put into the request here. An answer
-to POST /v1/completions or /v1/chat/completions with a guided parameter in `vllm_xargs` is looked at:
+of it is told out of band (`guided.embedded.statuses`), under a request id that is put into the request here: one of our
+own, whatever the client's is, so that nobody is told of another's request. An answer to POST /v1/completions or
+/v1/chat/completions with a guided parameter in `vllm_xargs` is looked at:
 
 - Not streamed: it is kept until it is complete; an error with its HTTP status takes its place where the request failed.
 - Streamed: nothing is sent before the first piece of text, so that what fails before it has an HTTP status too. Pieces
   of text are passed on as they come; what fails after the first is one event `data: {"error": ...}`, which ends the
   stream, without `[DONE]`.
+
+What vLLM would answer without a look at `vllm_xargs` (beam search) is refused here.
 
 Every other request, and its answer, passes untouched and unbuffered, but for the bodies sent to these two routes: they
 are read to their end when vLLM asks for the first part.
@@ -25,13 +28,15 @@ from typing import Any
 from guided.constraint import KINDS
 from guided.embedded.statuses import REQUEST_ID, take
 from guided.error_body import error_body, error_headers
-from guided.errors import GuidedError
+from guided.errors import GuidedError, InvalidRequest, bounded
 
 __all__ = ["GuidedErrors"]
 
 logger = logging.getLogger("guided.embedded")
 
 DONE = b"data: [DONE]"
+_NOTHING = b"{"
+"""What the application is given in place of a request that is refused here: it can't but refuse it."""
 PATHS = ("/v1/completions", "/v1/chat/completions")
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -74,8 +79,13 @@ async def _read(receive: Receive) -> bytes | None:
 
 
 def _identified(body: bytes) -> tuple[bytes, str] | None:
-    """A guided request's body with a request id in it, and that id; None where it isn't guided."""
-    if b"vllm_xargs" not in body and b"\\u" not in body:  # the name may be written with escapes
+    """A guided request's body with a request id in it, and that id; None where it isn't guided.
+
+    Raises:
+        InvalidRequest: nobody would mask it.
+    """
+    # The name may be written with escapes, and all of it in UTF-16 or 32, which have zeros.
+    if b"vllm_xargs" not in body and b"\\u" not in body and b"\0" not in body:
         return None
     try:
         request = json.loads(body)
@@ -84,9 +94,14 @@ def _identified(body: bytes) -> tuple[bytes, str] | None:
     extra = request.get("vllm_xargs") if isinstance(request, dict) else None
     if not isinstance(extra, dict) or extra.keys().isdisjoint(KINDS):
         return None
-    if extra.get(REQUEST_ID) is not None:
-        return body, str(extra[REQUEST_ID])
-    request_id = extra[REQUEST_ID] = uuid.uuid4().hex
+    if request.get("use_beam_search"):
+        raise InvalidRequest(
+            "use_beam_search can't be kept to a constraint: vLLM leaves vllm_xargs out there", param="use_beam_search"
+        )
+    label, request_id = extra.get(REQUEST_ID), uuid.uuid4().hex
+    if label is not None:
+        request_id += f" {bounded(repr(label))}"  # for the log
+    extra[REQUEST_ID] = request_id
     return json.dumps(request).encode(), request_id
 
 
@@ -99,6 +114,8 @@ class _Request:
     def __init__(self, receive: Receive) -> None:
         self.id: str | None = None
         """By which its end is reported; None where it isn't guided, or not read yet."""
+        self.refusal: GuidedError | None = None
+        """Why it isn't the application's to answer."""
         self._receive = receive
         self._read = False
         self._ended = asyncio.Event()
@@ -125,7 +142,11 @@ class _Request:
         body = await _read(self._receive)
         if body is None:
             return {"type": "http.disconnect"}
-        found = _identified(body)
+        try:
+            found = _identified(body)
+        except InvalidRequest as error:
+            self.refusal = error
+            return {"type": "http.request", "body": _NOTHING, "more_body": False}
         if found is not None:  # Content-Length is that of what was sent: nobody behind uvicorn counts by it
             body, self.id = found
         return {"type": "http.request", "body": body, "more_body": False}
@@ -148,10 +169,14 @@ class _Answer:
         self._failed = False
 
     async def send(self, message: Message) -> None:
-        if self._request.id is None:
-            await self._send(message)
-        elif self._failed:
+        if self._failed:
             return
+        if self._request.refusal is not None:
+            self._failed = True
+            self._start = message
+            await self._send_error(self._request.refusal)
+        elif self._request.id is None:
+            await self._send(message)
         elif message["type"] == "http.response.start":
             self._start = message
             content_type = dict(message.get("headers", ())).get(b"content-type", b"")

@@ -50,6 +50,27 @@ class TestErrors:
         assert answer.status_code == 400
         assert "at '/type'" in answer.text
 
+    @pytest.mark.parametrize("chat", [False, True])
+    def test_beam_search_would_not_be_masked(self, server: Server, chat: bool) -> None:
+        answer = server.post({"regex": "[0-9]{3}"}, chat, use_beam_search=True, n=2, max_tokens=8)
+        assert answer.status_code == 400, answer.text
+        assert answer.json()["error"]["param"] == "use_beam_search"
+        answer = server.post(None, chat, use_beam_search=True, n=2, max_tokens=8)
+        assert answer.status_code == 200, answer.text
+
+    def test_two_users_of_one_id_are_told_of_their_own(self, server: Server) -> None:
+        answers: dict[str, httpx.Response] = {}
+
+        def ask(pattern: str) -> None:
+            answers[pattern] = server.post({"regex": pattern, "guided_request_id": "1"})
+
+        threads = [threading.Thread(target=ask, args=(pattern,)) for pattern in ("[a-c]{200}", "(a")]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(WAIT)
+        assert {pattern: answer.status_code for pattern, answer in answers.items()} == {"[a-c]{200}": 200, "(a": 400}
+
     def test_without_a_constraint_nothing_changes(self, server: Server) -> None:
         answer = server.post(max_tokens=5)
         assert answer.status_code == 200

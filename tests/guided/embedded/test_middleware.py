@@ -95,7 +95,10 @@ def vllm(reply: Reply, seen: list[dict[str, Any]] | None = None) -> Starlette:
     """An application with vLLM's routes."""
 
     async def answer(request: Request) -> Response:
-        body = await request.json()
+        try:
+            body = await request.json()
+        except ValueError:
+            return JSONResponse({"error": "no JSON"}, 400, headers={"x-request-id": "abc"})
         if seen is not None:
             seen.append(body)
         return reply(request, body)
@@ -301,12 +304,23 @@ class TestRequestIds:
         assert sorted(told.asked) == sorted(ids)
         assert seen == [GUIDED, GUIDED], "everything else is as it was sent"
 
-    def test_the_clients_own_stays(self) -> None:
+    @pytest.mark.parametrize("label", ["mine", "1", 1, True, "a\nb", "x" * 5000])
+    def test_the_clients_own_is_a_label_and_tells_nobody_apart(self, label: Any) -> None:
+        """Two users may choose the same: one must not be told what became of the other's request."""
         seen: list[dict[str, Any]] = []
-        told = Told(mine=WorkerDied("gone"))
-        body = {"vllm_xargs": {"regex": "a", ID: "mine"}, "prompt": "ü\ud83d"}
-        client = asyncio.run(Client(body).ask(GuidedErrors(vllm(whole(), seen), told)))
-        assert (seen, client.status) == ([body], 500)
+        told = Told(**{str(label): WorkerDied("somebody else's")})
+        body = {"vllm_xargs": {"regex": "a", ID: label}, "prompt": "ü\ud83d"}
+        app = GuidedErrors(vllm(whole(), seen), told)
+
+        async def two() -> list[Client]:
+            return await asyncio.gather(Client(body).ask(app), Client(body).ask(app))
+
+        assert [client.status for client in asyncio.run(two())] == [200, 200]
+        ids = [sent["vllm_xargs"].pop(ID) for sent in seen]
+        assert len(set(ids)) == 2
+        assert sorted(told.asked) == sorted(ids)
+        assert all(repr(label)[:50] in one and len(one) < 500 and one.isprintable() for one in ids)
+        assert seen == [{"vllm_xargs": {"regex": "a"}, "prompt": "ü\ud83d"}] * 2, "everything else is as it was sent"
 
     @pytest.mark.parametrize("name", KINDS)
     def test_for_every_kind_of_constraint(self, name: str) -> None:
@@ -318,6 +332,40 @@ class TestRequestIds:
         told = Told()
         ask(whole(), b'{"vllm\\u005fxargs": {"regex": "a"}}', told)
         assert len(told.asked) == 1
+
+    @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-32"])
+    def test_however_the_body_is_encoded(self, encoding: str) -> None:
+        told = Told()
+        ask(whole(), json.dumps(GUIDED).encode(encoding), told)
+        assert len(told.asked) == 1
+
+
+class TestBeamSearch:
+    """vLLM's own leaves `vllm_xargs` out: nobody would see the constraint."""
+
+    @pytest.mark.parametrize("wanted", [True, 1, "true"])
+    @pytest.mark.parametrize("path", PATHS)
+    @pytest.mark.parametrize("encoding", ["utf-8", "utf-16"])
+    def test_with_a_constraint_it_is_refused_and_not_run(self, wanted: Any, path: str, encoding: str) -> None:
+        seen: list[dict[str, Any]] = []
+        body = json.dumps({**GUIDED, "use_beam_search": wanted}).encode(encoding)
+        client = asyncio.run(Client(body, path).ask(GuidedErrors(vllm(whole(), seen), Told())))
+        error = json.loads(client.body)["error"]
+        assert (client.status, error["code"], error["param"]) == (400, "invalid_request", "use_beam_search")
+        assert client.headers["x-request-id"] == "abc"
+        assert not seen
+
+    @pytest.mark.parametrize(
+        "body",
+        [
+            {"use_beam_search": True},
+            {"use_beam_search": True, "vllm_xargs": {"a": 1}},
+            {**GUIDED, "use_beam_search": False},
+            {**GUIDED, "use_beam_search": None},
+        ],
+    )
+    def test_one_without_the_other_runs(self, body: dict[str, Any]) -> None:
+        assert ask(whole(), body, Told()).status == 200
 
 
 class TestUntouched:
