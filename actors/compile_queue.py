@@ -59,7 +59,8 @@ class Task:
     """Backends that were tried, and what became of it."""
     crashed: list[str] = field(default_factory=list)
     timed_out: list[str] = field(default_factory=list)
-    retried: bool = False
+    lost: int = 0
+    """Processes that were killed with it, by nobody knows whom."""
 
     @property
     def backend(self) -> str:

@@ -40,6 +40,8 @@ _RESERVE = 0.1
 """Share of the budget that is kept for each backend that may still be tried: most refuse or compile in far less."""
 _KEPT_BYTES = 256 << 20
 """A process that has grown by more than this does no further constraint."""
+_MOST_LOST = 4
+"""Processes that may be killed with a constraint, by nobody knows whom: the system kills so what takes its memory."""
 _RETRY_SECONDS = 1.0
 _log = logging.getLogger(__name__)
 
@@ -199,13 +201,15 @@ class Compiler:
         return Allowance(task.began + self._seconds(task), self._limits.memory_bytes, sliced)
 
     def _lost(self, task: Task, child: Child, lost: Lost) -> None:
-        """Once more, where that happens for the first time."""
-        if task.retried:
-            self._killed(task, child, BackendError(f"compiling this constraint ended its process ({lost}), twice"))
+        """Once more, unless that has happened too often."""
+        task.lost += 1
+        if task.lost == _MOST_LOST:
+            ended = f"compiling this constraint ended its process ({lost}), {_MOST_LOST} times"
+            self._killed(task, child, BackendError(ended))
             return
         child.kill()
         task.spent += time.monotonic() - task.began
-        task.retried, task.level = True, 0
+        task.level = 0
         self._queue.put(task)
 
     def _killed(self, task: Task, child: Child, error: GuidedError) -> None:

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
@@ -51,6 +51,8 @@ _LOAD_SECONDS = 15.0
 _COMPILE_TRIES = 10
 """Compile actors that may die with a constraint before it is given up. It is none of its doing: what one of them does
 with a constraint it does in processes of its own."""
+_COMPILE_PATIENCE = 60.0
+"""Seconds after which none more may."""
 _TICK_SECONDS = 0.5
 _START_SECONDS = 60.0
 """How long the compile actor may take to answer its first ping: it may be starting."""
@@ -68,6 +70,14 @@ class _Arrival:
     stored: Stored
     since: float
     """`time.monotonic()` when it was compiled, or asked for again."""
+
+
+@dataclass(eq=False, slots=True)
+class _Lives:
+    """How often a constraint was lost with the compile actor."""
+
+    since: float = field(default_factory=time.monotonic)
+    lost: int = 0
 
 
 class Grammars:
@@ -238,15 +248,23 @@ class Grammars:
             except Exception:
                 _log.exception("a grammar task failed")
 
-    def _compile(self, key: CacheKey, constraint: Constraint, backends: list[str], tries: int = _COMPILE_TRIES) -> None:
+    def _compile(self, key: CacheKey, constraint: Constraint, backends: list[str], lives: _Lives | None = None) -> None:
         compiler = self._compiler
         outcome, dumped = compiler.compile.options(num_returns=2).remote(backends, *in_pieces(constraint))
-        again = partial(self._compile_again, key, constraint, backends, tries - 1, compiler) if tries > 1 else None
+        again = partial(self._compile_again, key, constraint, backends, lives or _Lives(), compiler)
         self._when_done(outcome.future(), partial(self._compiled, key, constraint, dumped, again))
 
-    def _compile_again(self, key: CacheKey, constraint: Constraint, backends: list[str], tries: int, lost: Any) -> None:
+    def _compile_again(
+        self, key: CacheKey, constraint: Constraint, backends: list[str], lives: _Lives, lost: Any
+    ) -> None:
         """The compile actor died, with all it was asked. Nothing says that this constraint did it (native code runs in
-        its children): it is asked for again, `tries` times at the most."""
+        its children): it is asked for again."""
+        lives.lost += 1
+        seconds = time.monotonic() - lives.since
+        if lives.lost == _COMPILE_TRIES or seconds > _COMPILE_PATIENCE:
+            often = f"the compile actor died {lives.lost} times within {seconds:.0f} s while it had this constraint"
+            self._fail(key, PoolUnavailable(often))
+            return
         if self._compiler is lost:
             _log.error("the compile actor died: it is started again")
             try:
@@ -255,24 +273,20 @@ class Grammars:
                 self._fail(key, error)
                 return
             self._compiler_pid = self._pulse = None
-        self._compile(key, constraint, backends, tries)
+        self._compile(key, constraint, backends, lives)
 
     def _compiled(
         self,
         key: CacheKey,
         constraint: Constraint,
         dumped: ray.ObjectRef,
-        again: Callable[[], None] | None,
+        again: Callable[[], None],
         done: Future[Outcome],
     ) -> None:
         try:
             outcome = done.result()
         except RayActorError:
-            if again is not None:
-                again()
-            else:
-                lost = f"the compile actor died {_COMPILE_TRIES} times with this constraint"
-                self._fail(key, PoolUnavailable(lost))
+            again()
             return
         except Exception as error:
             self._fail(key, PoolUnavailable(f"the compile actor failed: {bounded(error)}"))
