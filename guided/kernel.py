@@ -114,7 +114,7 @@ def _apply_on_cpu(
         logits, out = logits[:, :covered], out[:, :covered]
     tight, loose, others = _sorted_by_density(block, rows)
     bits, target = _bits(logits), _bits(out)
-    ceiling = None if least is None else _bits(torch.tensor([[least]], dtype=logits.dtype))[0, 0]
+    ceiling = None if least is None else _bits_of(least, logits.dtype)
     poor = [] if ceiling is None else _poor(bits, block, loose + others, ceiling)
     if loose:
         for row in loose:
@@ -148,6 +148,13 @@ def _poor(bits: Bits, block: NDArray[np.int32], rows: list[int], ceiling: Any) -
     masks = block[:, first // 32 : (first + _WINDOW) // 32]
     allowed = [int.from_bytes(masks[row].tobytes(), "little").bit_count() for row in rows]
     return [row for row, one, other in zip(rows, more, allowed, strict=True) if one + other - _WINDOW < _PLENTY]
+
+
+@cache
+def _bits_of(value: float, dtype: torch.dtype) -> Any:
+    import torch
+
+    return _bits(torch.tensor([[value]], dtype=dtype))[0, 0]
 
 
 def _bits(logits: torch.Tensor) -> Bits:

@@ -11,7 +11,8 @@ asks for the next; a Ray pool (`pool="ray"`) gives isolation alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from types import TracebackType
@@ -85,7 +86,8 @@ class GuidedLogitsProcessor:
             on. Beam sampling (`num_beams` with `do_sample`) draws forbidden tokens where it finds too few others, for
             beams that can't win: it needs "end".
         in_place: write into the scores that are handed in, which saves a copy of those that allow much. Not where
-            somebody keeps them: with `output_logits=True`, `generate()` does, and would return masked logits as raw.
+            somebody keeps them: with `output_logits=True`, `generate()` does, and would return masked logits as raw. It
+            ends at the second token then.
 
     Raises:
         GuidedError: a constraint can't be compiled; says which one (its place in `constraints`) and why.
@@ -109,6 +111,7 @@ class GuidedLogitsProcessor:
         self._constraints = [constraints] if isinstance(constraints, Constraint) else list(constraints)
         self._end_failed = failed_rows == "end"
         self._in_place = in_place
+        self._taken: Callable[[], torch.Tensor | None] = lambda: None
         self._own_pool: MaskPool | None = None
         if pool is None:
             pool = self._own_pool = InlinePool(vocabulary)
@@ -155,7 +158,8 @@ class GuidedLogitsProcessor:
 
         Raises:
             GuidedError: a row has no valid mask, and `failed_rows` is "raise".
-            InvalidRequest: the scores are not as wide as the vocabulary, or rows and constraints don't go together.
+            InvalidRequest: the scores are not as wide as the vocabulary, or rows and constraints don't go together; or
+                somebody has kept those that were last written to, with `in_place`.
         """
         if self._closed:
             raise RuntimeError("this processor is closed")
@@ -165,17 +169,29 @@ class GuidedLogitsProcessor:
                 f"padded_vocab_size={scores.shape[1]}",
                 param="vocabulary",
             )
+        if self._in_place:
+            self._take(scores)
         if not self._goes_on(input_ids):
             self._begin(input_ids)
         rows = self._collect(len(scores))
-        masked = scores if self._in_place else self._memory.like(scores)
-        if masked is not scores:
+        masked = scores.detach() if self._in_place else self._memory.like(scores)
+        if not self._in_place:
             for row in range(len(scores)):
                 if row not in self._branches:
                     masked[row] = scores[row]
         apply_bitmask(scores, self._masks(rows), rows, masked, _FLOOR)
         self._end(scores, masked)
         return masked
+
+    def _take(self, scores: torch.Tensor) -> None:
+        """These will be written to. The last ones must be gone by now: what is returned is another object."""
+        kept, self._taken = self._taken(), weakref.ref(scores)
+        if kept is not None and kept is not scores:
+            raise InvalidRequest(
+                "in_place=True writes into the scores that are handed in, and somebody keeps them: "
+                "generate(output_logits=True) does, or another logits processor",
+                param="in_place",
+            )
 
     # which row is whose
 

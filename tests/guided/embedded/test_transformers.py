@@ -326,8 +326,25 @@ def test_in_place_writes_into_what_it_gets(vocabulary: Vocabulary) -> None:
         GuidedLogitsProcessor(vocabulary, constraints, in_place=True) as writer,
     ):
         expected = subject(prompt, scores)
-        assert writer(prompt, scores) is scores
+        assert writer(prompt, scores).data_ptr() == scores.data_ptr()
     assert torch.equal(scores, expected)
+
+
+def test_in_place_and_raw_logits_are_refused_and_scores_that_are_kept_are_not(
+    model: LlamaForCausalLM, vocabulary: Vocabulary, tiny_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    batch = inputs(tiny_tokenizer, PROMPTS)
+    replaying = Replaying(vocabulary, CONSTRAINTS, batch["input_ids"].shape[1])
+    options = {**batch, "max_new_tokens": 20, "return_dict_in_generate": True, "output_scores": True}
+    with GuidedLogitsProcessor(vocabulary, CONSTRAINTS, in_place=True) as subject:
+        with pytest.raises(InvalidRequest, match="output_logits=True"):
+            model.generate(**options, logits_processor=[subject], output_logits=True)
+        for _ in range(2):
+            found, expected = (
+                model.generate(**options, logits_processor=[processor]) for processor in (subject, replaying)
+            )
+            assert torch.equal(found.sequences, expected.sequences)
+            assert all(map(torch.equal, found.scores, expected.scores))
 
 
 @pytest.mark.parametrize("in_place", [False, True])
