@@ -61,6 +61,9 @@ def main() -> None:
 
     tell("Ray's worker library")
     import actors.mask_actor  # noqa: F401
+    from actors.lean_imports import leave_out_torch
+
+    leave_out_torch()
 
     tell("our own modules, numpy, ZeroMQ")
     vocabulary = pickle.loads(vocabulary_file.read_bytes())
