@@ -9,9 +9,10 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
@@ -91,7 +92,8 @@ class Masker:
         ranks: where several processes mask the same batch; None where there is one.
         width: of the logits.
         fill_limit: seconds that a mask may take.
-        grammar_limit: seconds that the first mask of a request may wait for its grammar. The engine waits with it.
+        wait_limit: seconds that a row may wait for its grammar, and for a worker while none is up. The engine waits
+            with it.
         pool_limit: seconds that the first request may wait for the pool.
     """
 
@@ -103,14 +105,14 @@ class Masker:
         width: int,
         *,
         fill_limit: float = 5.0,
-        grammar_limit: float = 15.0,
+        wait_limit: float = 15.0,
         pool_limit: float = 120.0,
     ) -> None:
         self._opening = pool
         self._report = report
         self._ranks = ranks
         self._width = width
-        self._limits = fill_limit, grammar_limit, pool_limit
+        self._limits = fill_limit, wait_limit, pool_limit
         self._processor: LogitPostProcessor | None = None
         self._pool: MaskPool | None = None
         self._names = itertools.count()
@@ -121,6 +123,8 @@ class Masker:
         """Of this step's rows: those that are allowed one token only."""
         self._sent: dict[int, int] = {}
         """Sequence id -> which of this step's rows: those whose mask is being computed."""
+        self._guided: list[GuidedRow] = []
+        """The same rows, as they were sent."""
         self._gathers = False
         """This step's masks are gathered first, rather than written to the logits one by one."""
         self._under_way = False
@@ -149,13 +153,16 @@ class Masker:
 
     def end(self, guest: Guest) -> None:
         """It has left the batch. Idempotent."""
-        self.rest(guest)
         self._guests.pop(guest.name, None)
+        self.rest(guest)
 
     def rest(self, guest: Guest) -> None:
         """Give back what it holds; with its next row it is opened again, from its tokens."""
         if guest.grammar is not None and self._processor is not None:
-            self._processor.free(guest.name)
+            try:
+                self._processor.free(guest.name)
+            except Exception:
+                _log.exception("what request %s held can't be given back", guest.request_id or "without an id")
         guest.grammar = None
         guest.sequences.clear()
         guest.settled.clear()
@@ -248,10 +255,10 @@ class Masker:
         if processor is None:  # there is no pool: all have failed
             self._forced = list(range(len(rows)))
             return
-        for name, error in processor.failures().items():
-            if name in self._guests:
-                self.fail(self._guests[name], error)
-        guided: list[GuidedRow] = []
+        lost = processor.failures()
+        if lost:
+            self._lose(lost, rows)
+        self._guided = guided = []
         for index, row in enumerate(rows):
             guest = row.guest
             if guest.error is None and _is_unknown(row) and not row.drafts:
@@ -269,6 +276,13 @@ class Masker:
             guided.append(GuidedRow(guest.name, sequence_id, row.token_ids, place, parent))
         processor.prepare(guided)
         self._under_way = True
+
+    def _lose(self, lost: Mapping[str, GuidedError], rows: Sequence[GuestRow]) -> None:
+        """Matchers were lost between steps. Of an output that is complete nobody needs one."""
+        complete = {row.guest.name for row in rows if not row.drafts and self._is_over(row)}
+        for name, error in lost.items():
+            if name in self._guests and name not in complete:
+                self.fail(self._guests[name], error)
 
     def _is_over(self, row: GuestRow) -> bool:
         """Nothing is sampled here: the output has ended (and the engine doesn't know yet), or this guess is none."""
@@ -290,7 +304,9 @@ class Masker:
             assert self._pool is not None
             size = words(self._pool.vocabulary.padded_vocab_size)
             rows = 1 + max((len(self._rows), *(row.logits_row for row in self._rows)))
-            self._judge(self._processor.collect(np.empty((rows, size), np.int32)))
+            report = self._processor.collect(np.empty((rows, size), np.int32))
+            report.late.clear()  # there may be a worker when they are asked for again
+            self._judge(report)
         except Exception as error:
             self._break(error)
 
@@ -304,16 +320,16 @@ class Masker:
         """
         if not self._rows:
             return
-        if self._gathers:
-            self._apply_gathered(logits)
-            return
-        if self._under_way:
-            self._under_way = False
-            try:
+        try:
+            if self._gathers:
+                self._apply_gathered(logits)
+                return
+            if self._under_way:
+                self._under_way = False
                 assert self._processor is not None
-                self._judge(self._processor.apply(logits))
-            except Exception as error:
-                self._break(error)
+                self._judge(self._collect(partial(self._processor.apply, logits)))
+        except Exception as error:
+            self._break(error)
         if self._forced:
             rows = [self._rows[index] for index in self._forced]
             allow_only(logits, [row.logits_row for row in rows], [row.guest.stop_token for row in rows])
@@ -324,7 +340,7 @@ class Masker:
             self._under_way = False
             try:
                 assert self._processor is not None
-                self._judge(self._processor.collect(bitmask))
+                self._judge(self._collect(partial(self._processor.collect, bitmask)))
             except Exception as error:
                 self._break(error)
         if self._forced:
@@ -337,9 +353,29 @@ class Masker:
         free_what_is_allowed(logits, bitmask, rows, contested)
         apply_bitmask(logits, bitmask, rows)
 
+    def _collect(self, take: Callable[[], ApplyReport]) -> ApplyReport:
+        """This step's masks. Rows that no worker is there for are asked for again until one is, or for too long.
+
+        Args:
+            take: what was prepared last.
+        """
+        report = take()
+        if not report.late:
+            return report
+        assert self._processor is not None
+        deadline, waiting = time.monotonic() + self._limits[1], set(report.late)
+        while waiting and (left := deadline - time.monotonic()) > 0:
+            settled = waiting.intersection(self._processor.settled(left))
+            if settled:
+                self._processor.prepare([row for row in self._guided if row.sequence_id in settled])
+                again = take()
+                report.failed |= again.failed
+                waiting = waiting - settled | set(again.late)
+        for sequence_id in waiting:
+            report.failed[sequence_id] = PoolUnavailable(f"no mask actor was up for {self._limits[1]:g} s")
+        return report
+
     def _judge(self, report: ApplyReport) -> None:
-        for sequence_id in report.late:  # it can't be asked again later
-            report.failed[sequence_id] = PoolUnavailable("no mask actor was up in time")
         for sequence_id, error in report.failed.items():
             index = self._sent[sequence_id]
             row = self._rows[index]
@@ -374,10 +410,13 @@ class Masker:
                 self._report(request_id, known)
             except Exception:
                 _log.exception("why request %s ended can't be reported", request_id)
-        try:
-            self.rest(guest)
-        except Exception:
-            _log.exception("what request %s held can't be given back", request_id or "without an id")
+        self.rest(guest)
+
+    def break_off(self, rows: Sequence[GuestRow], error: Exception) -> None:
+        """Instead of `prepare`: it isn't known what these rows may become. Their requests end."""
+        self._rows = rows
+        self._gathers = self._ranks is not None
+        self._break(error)
 
     def _break(self, error: Exception) -> None:
         """What should not happen: this step's requests end, and later ones start anew."""
@@ -386,8 +425,7 @@ class Masker:
         self._forced = list(range(len(self._rows)))
         self._under_way = False
         for guest in self._guests.values():
-            guest.grammar = None
-            guest.sequences.clear()
+            self.rest(guest)
         if self._pool is not None:
             self._processor = LogitPostProcessor(self._pool, self._limits[0])
 

@@ -41,7 +41,7 @@ def find_pool(name: str, options: Mapping[str, Any]) -> Callable[[Vocabulary], M
         pool = found[name].load()
     except ImportError as error:
         raise PoolUnavailable(
-            f"the {name} pool can't be loaded: {bounded(error)} (pip install 'guided[ray]' has what the Ray pool needs)"
+            f"the {name} pool can't be loaded: {bounded(error)} (in a checkout of guided: pip install '.[ray]')"
         ) from error
     try:
         inspect.signature(pool).bind(None, **options)
@@ -77,7 +77,10 @@ class Opening:
         failed = self._future is not None and self._future.done() and self._future.exception() is not None
         if self._future is None or (failed and time.monotonic() - self._failed_at > _PAUSE_SECONDS):
             self._future = Future()
-            threading.Thread(target=self._open, args=(self._future,), name="open-pool", daemon=True).start()
+            try:
+                threading.Thread(target=self._open, args=(self._future,), name="open-pool", daemon=True).start()
+            except RuntimeError as error:  # no thread is to be had
+                self._fail(self._future, error)
         return self._future
 
     def _open(self, future: Future[MaskPool]) -> None:
@@ -85,17 +88,18 @@ class Opening:
         try:
             pool = self._open_pool()
         except Exception as error:
-            _log.exception("the mask pool can't be opened")
-            self._failed_at = time.monotonic()
-            known = isinstance(error, GuidedError)
-            future.set_exception(
-                error if known else PoolUnavailable(f"the mask pool can't be opened: {bounded(error)}")
-            )
+            self._fail(future, error)
             return
         _log.info("the mask pool is open, after %.1f s", time.monotonic() - started)
         future.set_result(pool)
         if self._closed:
             pool.shutdown()
+
+    def _fail(self, future: Future[MaskPool], error: Exception) -> None:
+        _log.error("the mask pool can't be opened", exc_info=error)
+        self._failed_at = time.monotonic()
+        known = isinstance(error, GuidedError)
+        future.set_exception(error if known else PoolUnavailable(f"the mask pool can't be opened: {bounded(error)}"))
 
     def close(self) -> None:
         """Shut the pool down, if it was opened; if it is just being opened, as soon as it is. Idempotent."""

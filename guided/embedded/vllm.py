@@ -13,6 +13,7 @@ import logging
 import weakref
 from collections.abc import Mapping
 from functools import partial
+from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
@@ -29,7 +30,7 @@ from guided.embedded.request_params import asked, refuse_host_stops, request_id
 from guided.embedded.run_directory import announce
 from guided.embedded.tensor_parallel import TensorParallelRanks
 from guided.embedded.v1_rows import V1Rows
-from guided.embedded.v2_rows import V2Rows, rows_of_step
+from guided.embedded.v2_rows import Row, V2Rows, rows_of_step
 from guided.embedded.v2_tokens import TokenCopies
 from guided.errors import GuidedError, InvalidRequest, PoolUnavailable
 from guided.pool import MaskPool
@@ -80,9 +81,12 @@ class GuidedLogitsProcessor(V1LogitsProcessor, V2LogitsProcessor):  # type: igno
         announce()
         v2 = isinstance(runner[0], LogitsProcRequestState)
         self._refusal = _refusal(vllm_config, v2)
-        self._opening = Opening(partial(_open_pool, vllm_config, _pool_options(vllm_config)))
+        options = _pool_options(vllm_config)
+        self._opening = Opening(partial(_open_pool, vllm_config, options))
         ranks = _ranks(vllm_config)
-        self._masker = Masker(self._opening, statuses.report, ranks, vllm_config.model_config.get_vocab_size())
+        width = vllm_config.model_config.get_vocab_size()
+        self._masker = Masker(self._opening, statuses.report, ranks, width, **_masker_options(options))
+        self._contested = _has_others(vllm_config)
         weakref.finalize(self, self._opening.close)
         self._v1: V1Rows[tuple[Guest, list[int]]] = V1Rows()
         self._step: list[GuestRow] = []
@@ -92,6 +96,7 @@ class GuidedLogitsProcessor(V1LogitsProcessor, V2LogitsProcessor):  # type: igno
             self._state: LogitsProcRequestState = runner[0]
             self._copies = TokenCopies(self._state)
             self._copied: list[int] | None = None
+            self._not_copied: Exception | None = None
         if ranks is None or ranks.computes:
             _register(self._refusal, vllm_config.instance_id)
         if self._refusal is not None:
@@ -109,7 +114,7 @@ class GuidedLogitsProcessor(V1LogitsProcessor, V2LogitsProcessor):  # type: igno
             return self._masker.begin(error, _stop_token(params), request_id=request_id(params))
         if what is None:
             return None
-        guest = self._masker.begin(what, _stop_token(params), _is_contested(params))
+        guest = self._masker.begin(what, _stop_token(params), self._contested or _is_contested(params))
         if self._refusal is not None:
             self._masker.fail(guest, UNKNOWN if self._refusal == str(UNKNOWN) else PoolUnavailable(self._refusal))
         return guest
@@ -149,15 +154,22 @@ class GuidedLogitsProcessor(V1LogitsProcessor, V2LogitsProcessor):  # type: igno
         """Before the forward pass: begin to copy the tokens that the step before added."""
         if self._idle:
             return
-        self._copied = None
+        self._copied = self._not_copied = None
         if not len(self._v2) or not self._masker.computes:
             return
-        self._copied = list(self._v2)
-        slots = [self._v2[index] for index in self._copied]
+        copied = list(self._v2)
+        slots = [self._v2[index] for index in copied]
         width = 1 + _drafts(self._config) + max(slot.prior for slot in slots)
-        self._copies.begin(self._copied, [slot.length for slot in slots], width)
+        try:
+            self._copies.begin(copied, [slot.length for slot in slots], width)
+        except Exception as error:  # to be told of in `apply`, where it is seen whose masks need the tokens
+            self._not_copied = error
+        else:
+            self._copied = copied
 
     def _take_copy(self) -> None:
+        if self._not_copied is not None:
+            raise self._not_copied
         if self._copied is None:
             return
         copied, self._copied = self._copied, None
@@ -168,10 +180,21 @@ class GuidedLogitsProcessor(V1LogitsProcessor, V2LogitsProcessor):  # type: igno
             rest = self._state.all_token_ids.gpu[index, slot.length : by_slot[index]].tolist()
             self._v2.take_over({index: by_slot[index]}, {index: rest})
 
-    def _rows(self, context: LogitsContext) -> list[GuestRow]:
+    def _prepare_v2(self, context: LogitsContext) -> None:
         slots, offsets, fed = _layout(context)
+        step = rows_of_step(self._v2, slots, offsets)
+        try:
+            self._take_copy()
+            rows = self._rows(step, fed)
+        except Exception as error:  # without the tokens nobody knows what comes next
+            whose = [GuestRow(self._v2[row.slot].request, row.logits_row, (), row.offset) for row in step]
+            self._masker.break_off(whose, error)
+        else:
+            self._masker.prepare(rows, wait=True)
+
+    def _rows(self, step: list[Row], fed: list[int]) -> list[GuestRow]:
         rows: list[GuestRow] = []
-        for row in rows_of_step(self._v2, slots, offsets):
+        for row in step:
             slot = self._v2[row.slot]
             # The first row's input is the last token that is committed; each later row's is one guess more.
             first = row.logits_row - row.offset
@@ -192,12 +215,11 @@ class GuidedLogitsProcessor(V1LogitsProcessor, V2LogitsProcessor):  # type: igno
             return logits
         if ctx is not None:
             present = set(ctx.idx_mapping_np.tolist())
-            if present.isdisjoint(self._v2):
-                return logits
-            self._take_copy()
-            self._masker.prepare(self._rows(ctx), wait=True)
             for guest in self._v2.absent(present, _ABSENT_STEPS):
                 self._masker.rest(guest)
+            if present.isdisjoint(self._v2):
+                return logits
+            self._prepare_v2(ctx)
         elif not self._prepared:
             self._masker.prepare(self._step, wait=True)
         self._masker.apply(logits)
@@ -235,6 +257,8 @@ def _drafts(config: VllmConfig) -> int:
 
 def _refusal(config: VllmConfig, v2: bool) -> str | None:
     """Why guided requests can't be masked in this engine, where they can't."""
+    if config.model_config.is_diffusion:
+        return "vLLM doesn't call logits processors for diffusion models: guided requests can't be masked"
     if v2:
         if config.parallel_config.enable_batch_sharded_sampling:
             return "with batch-sharded sampling each rank has other rows: start vLLM without it for guided requests"
@@ -255,6 +279,23 @@ def _pool_options(config: VllmConfig) -> dict[str, Any]:
     return options
 
 
+def _masker_options(options: Mapping[str, Any]) -> dict[str, float]:
+    """What the pool is told of waiting holds for who waits for it."""
+    return {"fill_limit": float(options["mask_limit"])} if "mask_limit" in options else {}
+
+
+def _has_others(config: VllmConfig) -> bool:
+    """Whether there are other custom logits processors: what comes before may forbid all that a mask allows."""
+    mine = f"{GuidedLogitsProcessor.__module__}:{GuidedLogitsProcessor.__qualname__}"
+    found = {entry.value for entry in entry_points(group="vllm.logits_processors")}
+    found.update(map(_qualified_name, config.model_config.logits_processors or ()))
+    return bool(found - {mine})
+
+
+def _qualified_name(processor: type | str) -> str:
+    return processor if isinstance(processor, str) else f"{processor.__module__}:{processor.__qualname__}"
+
+
 def _without_pool(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if name != "pool"}
 
@@ -271,6 +312,7 @@ def _vocabulary(config: VllmConfig) -> Vocabulary:
     tokenizer = cached_tokenizer_from_config(model)
     if tokenizer is None:
         raise InvalidRequest("guided requests need the tokenizer: start vLLM without --skip-tokenizer-init")
+    tokenizer = getattr(tokenizer, "transformers_tokenizer", tokenizer)  # in vLLM's own for Mistral's models
     also = (model.try_get_generation_config() or {}).get("eos_token_id")
     stops = [tokenizer.eos_token_id, *(also if isinstance(also, list) else [also])]
     return Vocabulary.from_tokenizer(

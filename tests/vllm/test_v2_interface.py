@@ -6,16 +6,21 @@ vLLM's V2 runner needs a GPU. Here a stand-in does what that runner does with sl
 from __future__ import annotations
 
 import random
+import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import mistral_common
 import numpy as np
 import pytest
 import torch
 from scripted import STOP, ScriptedBackends
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
+from vllm.tokenizers.mistral import MistralTokenizer
 from vllm.v1.worker.gpu.sample.logits_processor import (
     LogitsContext,
     build_custom_logits_processors,
@@ -23,6 +28,8 @@ from vllm.v1.worker.gpu.sample.logits_processor import (
 )
 
 from guided.embedded import run_directory, statuses
+from guided.embedded.v2_tokens import TokenCopies
+from guided.embedded.vllm import _vocabulary
 from guided.inline import InlinePool
 from guided.vocabulary import Vocabulary
 
@@ -56,7 +63,9 @@ class Request:
 class Runner:
     """What the V2 runner does, step by step, with the processors that its loader makes."""
 
-    def __init__(self, drafts: int = 0, seed: int = 0, fail_at: int | None = None, **parallel: Any) -> None:
+    def __init__(
+        self, drafts: int = 0, seed: int = 0, diffusion: bool = False, others: Sequence[str] = (), **options: Any
+    ) -> None:
         self.random = random.Random(seed)
         self.drafts = drafts
         self.device, self.max_num_reqs, self.vocab_size = torch.device("cpu"), SLOTS, WIDTH
@@ -64,6 +73,8 @@ class Runner:
         self.prompt_len, self.prefill_len = Tensor(SLOTS), Tensor(SLOTS)
         self.free = list(range(SLOTS))
         self.running: list[Request] = []
+        self.forbidden: list[int] = []
+        """By other logits processors, before ours."""
         self.config = SimpleNamespace(
             instance_id="one",
             parallel_config=SimpleNamespace(
@@ -71,12 +82,13 @@ class Runner:
                 tensor_parallel_size=1,
                 distributed_executor_backend="uni",
                 enable_batch_sharded_sampling=False,
-                **parallel,
             ),
             scheduler_config=SimpleNamespace(async_scheduling=True),
             speculative_config=SimpleNamespace(num_speculative_tokens=drafts) if drafts else None,
-            additional_config={},
-            model_config=SimpleNamespace(logits_processors=[NAME], get_vocab_size=lambda: WIDTH),
+            additional_config={"guided": options},
+            model_config=SimpleNamespace(
+                logits_processors=[NAME, *others], get_vocab_size=lambda: WIDTH, is_diffusion=diffusion
+            ),
         )
         self.processors = build_custom_logits_processors(self.config, self, False, [NAME])
 
@@ -116,6 +128,7 @@ class Runner:
             seq_lens_upper_bound_np=np.zeros(1),
         )
         logits = torch.zeros(sum(map(len, fed)), WIDTH)
+        logits[:, self.forbidden] = -torch.inf
         for each in self.processors:
             logits = each.apply(logits, context)
         allowed = [torch.isfinite(row).nonzero().flatten().tolist() for row in logits]
@@ -274,6 +287,83 @@ def test_further_ends_of_the_model_are_no_stop_tokens_of_the_users() -> None:
     runner = Runner()
     runner.add(request)
     assert [runner.step()[id(request)] for _ in range(3)] == [[[1]], [[2]], [[STOP]]]
+
+
+@pytest.mark.parametrize("drafts", [0, DRAFTS])
+@pytest.mark.parametrize("where", ["begin", "read"])
+def test_tokens_that_cannot_be_copied_end_the_requests_of_the_step(
+    drafts: int, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = Runner(drafts)
+    sick, other, late = guided("123456", name="sick"), plain(), guided("98")
+    runner.add(sick)
+    runner.add(other)
+    runner.step()
+    runner.add(late)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(TokenCopies, where, fail)
+        seen = runner.step([sick, other])
+    assert {tuple(row) for row in seen[id(sick)]} == {(STOP,)}
+    assert {tuple(row) for row in seen[id(other)]} == {tuple(range(WIDTH))}
+    error = statuses.take("sick")
+    assert error is not None
+    assert error.code == "internal_error"
+    assert runner.step([late])[id(late)][0] == [9]
+
+
+def test_what_others_have_forbidden_before_is_allowed_again() -> None:
+    runner = Runner(others=["somebody:Else"])
+    request = guided("12", "19")
+    runner.add(request)
+    runner.forbidden = [0, 1, 2, 9]
+    assert [runner.step()[id(request)] for _ in range(2)] == [[[1]], [[2, 9]]]
+
+
+def test_a_matcher_is_given_back_though_no_guided_request_comes_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("guided.embedded.vllm._ABSENT_STEPS", 5)
+    runner = Runner()
+    request, other = guided("1234567"), plain()
+    runner.add(request)
+    runner.add(other)
+    runner.step()
+    (mine,) = (each for each in runner.processors if not each._idle)
+    runner.remove(request)
+    for _ in range(4):
+        runner.step()
+    assert mine._masker._processor._sequences
+    runner.step()
+    assert not mine._masker._processor._sequences
+
+
+def test_masks_may_take_as_long_as_the_pool_is_told() -> None:
+    runner = Runner(pool="ray", mask_limit=20)
+    (mine,) = (each for each in runner.processors if not each._idle)
+    assert mine._masker._limits[0] == 20
+
+
+def test_diffusion_models_are_refused() -> None:
+    """vLLM builds logits processors for them, and calls none."""
+    Runner(diffusion=True)
+    validate = build_custom_logits_processors_params_validator([NAME])
+    with pytest.raises(VLLMValidationError, match="diffusion"):
+        validate(guided("12").params)
+
+
+def test_mistrals_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For models that come with a tekken.json vLLM has a tokenizer class of its own."""
+    data = Path(mistral_common.__file__).parent / "data" / "tekken_240911.json"
+    shutil.copy(data, tmp_path / "tekken.json")
+    tokenizer = MistralTokenizer.from_pretrained(str(tmp_path))
+    monkeypatch.setattr("vllm.tokenizers.cached_tokenizer_from_config", lambda config: tokenizer)
+    model = SimpleNamespace(get_vocab_size=lambda: 131072, try_get_generation_config=dict)
+    found = _vocabulary(SimpleNamespace(model_config=model))  # type: ignore[arg-type]
+    assert found.stop_token_ids == (tokenizer.eos_token_id,)
+    (token,) = tokenizer.encode("Hello", add_special_tokens=False)
+    assert found.token_bytes[token] == b"Hello"
 
 
 def test_what_the_front_end_refuses() -> None:

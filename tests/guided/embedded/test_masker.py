@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 
 import numpy as np
@@ -16,9 +16,9 @@ from guided.constraint import Constraint
 from guided.embedded.masker import Guest, GuestRow, Masker
 from guided.embedded.pools import Opening
 from guided.embedded.request_params import Asked
-from guided.errors import GuidedError, InternalError, PoolUnavailable
+from guided.errors import GuidedError, InternalError, PoolUnavailable, WorkerDied
 from guided.inline import InlinePool
-from guided.pool import Fill, MaskPool, Row, StepMasks
+from guided.pool import Fill, Grammar, MaskPool, Row, StepMasks
 from guided.vocabulary import Vocabulary
 
 WIDTH = 40
@@ -38,7 +38,7 @@ def inline(fail_at: int | None = None) -> InlinePool:
 class Subject:
     """A masker, and what it reported."""
 
-    def __init__(self, open_pool: Callable[[], MaskPool] = inline, pool_limit: float = 60.0, **others: object) -> None:
+    def __init__(self, open_pool: Callable[[], MaskPool] = inline, pool_limit: float = 60.0, **limits: float) -> None:
         self.reports: Reports = []
         self.opening = Opening(open_pool)
         self.masker = Masker(
@@ -47,6 +47,7 @@ class Subject:
             None,
             WIDTH,
             pool_limit=pool_limit,
+            **limits,
         )
 
     def begin(self, *choices: str, name: str | None = None, contested: bool = False) -> Guest:
@@ -318,6 +319,19 @@ def test_a_pool_that_does_not_open_in_time() -> None:
     there.set()
 
 
+def test_no_thread_to_open_it_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    subject = Subject()
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("threading.Thread.start", fail)
+        guest = subject.begin("1", name="a")
+        assert allowed(subject.step(GuestRow(guest, 0, [])), 0) == [STOP]
+    assert subject.codes() == [("a", "pool_unavailable")]
+
+
 def test_closed_while_it_opens_it_is_shut_down_when_it_comes() -> None:
     there, gone = threading.Event(), threading.Event()
 
@@ -342,6 +356,25 @@ class Broken(InlinePool):
     """Raises what no pool should; `when` says in which of its methods."""
 
     when = ""
+    none_up = 0
+    """So many times no worker is there for a step's first row."""
+    lost = False
+    """All open sequences are, once."""
+    released = 0
+
+    def release(self, grammar: Grammar) -> None:
+        self.released += 1
+        super().release(grammar)
+
+    def failures(self) -> dict[int, GuidedError]:
+        gone = list(self._worker._sequences) if self.lost else []
+        self.lost = False
+        return dict.fromkeys(gone, WorkerDied("gone"))
+
+    def free(self, sequence_ids: Collection[int]) -> None:
+        if self.when == "free":
+            raise ValueError("out of order")
+        super().free(sequence_ids)
 
     def submit(self, fills: Sequence[Fill]) -> None:
         if self.when == "submit":
@@ -355,14 +388,21 @@ class Broken(InlinePool):
         if self.when == "no worker":
             for index in range(len(step)):
                 step.override(index, Row("unplaced"))
+        if self.none_up:
+            self.none_up -= 1
+            step.override(0, Row("unplaced"))
         return step
+
+
+def broken() -> Broken:
+    return Broken(VOCABULARY, ScriptedBackends(VOCABULARY))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("contested", [False, True])
 @pytest.mark.parametrize("when", ["submit", "collect", "no worker"])
 def test_nothing_is_raised_whatever_happens_and_later_requests_start_anew(when: str, contested: bool) -> None:
-    pool = Broken(VOCABULARY, ScriptedBackends(VOCABULARY))  # type: ignore[arg-type]
-    subject = Subject(lambda: pool)
+    pool = broken()
+    subject = Subject(lambda: pool, wait_limit=0.05)
     guest = subject.begin("123", name="a", contested=contested)
     assert allowed(subject.step(GuestRow(guest, 0, [])), 0) == [1]
     pool.when = when
@@ -371,6 +411,95 @@ def test_nothing_is_raised_whatever_happens_and_later_requests_start_anew(when: 
     pool.when = ""
     assert allowed(subject.step(GuestRow(subject.begin("45"), 0, [])), 0) == [4]
     assert allowed(subject.step(GuestRow(guest, 0, [1])), 0) == [STOP]
+
+
+@pytest.mark.parametrize("contested", [False, True])
+@pytest.mark.parametrize("times", [1, 2, 3, 7])
+def test_a_row_that_no_worker_is_there_for_is_asked_for_again_until_one_is(times: int, contested: bool) -> None:
+    pool = broken()
+    subject = Subject(lambda: pool)
+    one, other = subject.begin("1234", name="one", contested=contested), subject.begin("567", name="other")
+    subject.step(GuestRow(one, 2, []), GuestRow(other, 0, []))
+    pool.none_up = times
+    logits = subject.step(GuestRow(one, 2, [1]), GuestRow(other, 0, [5]))
+    assert (allowed(logits, 2), allowed(logits, 0)) == ([2], [6])
+    assert not pool.none_up
+    assert not subject.reports
+    logits = subject.step(GuestRow(other, 0, [5, 6]), GuestRow(one, 1, [1, 2]))
+    assert (allowed(logits, 1), allowed(logits, 0)) == ([3], [7])
+
+
+def test_what_was_prepared_in_vain_fails_nobody_for_want_of_a_worker() -> None:
+    pool = broken()
+    subject = Subject(lambda: pool)
+    guest = subject.begin("123", name="a")
+    subject.step(GuestRow(guest, 0, []))
+    pool.none_up = 2
+    assert subject.masker.prepare([GuestRow(guest, 0, [1])])
+    assert allowed(subject.step(GuestRow(guest, 0, [1])), 0) == [2]
+    assert not subject.reports
+
+
+def test_a_matcher_that_is_lost_once_the_output_is_complete_fails_nobody() -> None:
+    """The engine schedules one step more before it sees the end."""
+    pool = broken()
+    subject = Subject(lambda: pool)
+    done, half = subject.begin("12", name="done"), subject.begin("345", name="half")
+    subject.step(GuestRow(done, 0, [1, 2]), GuestRow(half, 1, [3]))
+    pool.lost = True
+    logits = subject.step(GuestRow(done, 0, [1, 2, STOP]), GuestRow(half, 1, [3, 4]))
+    assert (allowed(logits, 0), allowed(logits, 1)) == ([STOP], [STOP])
+    assert subject.codes() == [("half", "worker_died")]
+
+
+def test_what_a_guest_held_that_cannot_be_given_back_raises_nothing() -> None:
+    pool = broken()
+    subject = Subject(lambda: pool)
+    guests = [subject.begin("123", name="a") for _ in range(2)]
+    subject.step(*(GuestRow(guest, row, []) for row, guest in enumerate(guests)))
+    pool.when = "free"
+    subject.masker.end(guests[0])
+    subject.masker.rest(guests[1])
+    pool.when = ""
+    assert allowed(subject.step(GuestRow(guests[1], 0, [1])), 0) == [2]
+
+
+@pytest.mark.parametrize("contested", [False, True])
+@pytest.mark.parametrize("where", ["apply_bitmask", "free_what_is_allowed"])
+def test_masks_that_cannot_be_written_end_their_requests(
+    where: str, contested: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subject = Subject()
+    guests = [subject.begin("123", name="a", contested=contested) for _ in range(2)]
+    subject.step(*(GuestRow(guest, row, []) for row, guest in enumerate(guests)))
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("no memory")
+
+    for module in ("guided.embedded.masker", "guided.processor"):
+        monkeypatch.setattr(f"{module}.{where}", fail, raising=False)
+    logits = subject.step(*(GuestRow(guest, row, [1]) for row, guest in enumerate(guests)))
+    if where == "free_what_is_allowed" and not contested:
+        assert [allowed(logits, row) for row in range(2)] == [[2], [2]]
+        return
+    assert [allowed(logits, row) for row in range(2)] == [[STOP], [STOP]]
+    assert subject.codes() == [("a", "internal_error")] * 2
+
+
+def test_what_is_broken_off_ends_and_nothing_of_it_stays_open() -> None:
+    pool = broken()
+    subject = Subject(lambda: pool)
+    sick, other = subject.begin("123", name="sick"), subject.begin("45", name="other")
+    subject.step(GuestRow(sick, 0, []), GuestRow(other, 1, []))
+    subject.masker.break_off([GuestRow(sick, 1, ())], RuntimeError("no tokens"))
+    subject.masker.apply(logits := torch.zeros(2, WIDTH))
+    assert allowed(logits, 1) == [STOP]
+    assert torch.isfinite(logits[0]).all()
+    assert subject.codes() == [("sick", "internal_error")]
+    assert pool.released == 2
+    logits = subject.step(GuestRow(sick, 1, [1]), GuestRow(other, 0, [4]))
+    assert (allowed(logits, 1), allowed(logits, 0)) == ([STOP], [5])
+    assert pool._worker.num_open == 1
 
 
 def test_a_guest_that_rests_is_opened_again_from_its_tokens() -> None:

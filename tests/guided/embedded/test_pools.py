@@ -44,5 +44,5 @@ def test_what_it_needs_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None
         return [EntryPoint("ray", "no_such_package:RayPool", group)]
 
     monkeypatch.setattr(pools, "entry_points", installed)
-    with pytest.raises(PoolUnavailable, match=r"guided\[ray\]"):
+    with pytest.raises(PoolUnavailable, match=r"'\.\[ray\]'"):
         find_pool("ray", {})
