@@ -47,11 +47,11 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-# Waits for the end of its input, that is, of the process that holds the other end. Then ends those of Ray's processes
-# that have their logs in the directory (its agents otherwise wait for as long as the GCS may be gone: a day), and
-# removes it; several times, because what is going down may still write.
+# Waits for a line, that it isn't needed, or for the end of its input, that is, of the process that holds the other end.
+# Then ends those of Ray's processes that have their logs in the directory (its agents otherwise wait for as long as the
+# GCS may be gone: a day), and removes it; several times, because what is going down may still write.
 _JANITOR = r"""
-read -r _
+read -r _ && exit
 for pause in 0 1 3 5; do
     sleep "$pause"
     for process in /proc/[0-9]*; do
@@ -64,27 +64,41 @@ done
 """
 
 
+# What starts the janitor ends at once, which makes it a child of init's: a host that ends all its descendants, as vLLM
+# does, doesn't find it. Its input is named, because a shell gives what it starts in the background none.
+_START_JANITOR = """
+exec 3<&0
+/bin/sh -c "$1" guided-janitor "$2" <&3 3<&- &
+"""
+
+
 class ScratchDirectory:
     """A short, private (0700) directory that is gone when this process is, killed or not."""
 
     def __init__(self) -> None:
         self.path = tempfile.mkdtemp(prefix="guided-")
         # A shell: it survives this process, and costs next to nothing.
-        self._janitor = subprocess.Popen(
-            ["/bin/sh", "-c", _JANITOR, "guided-janitor", self.path],
+        start = subprocess.Popen(
+            ["/bin/sh", "-c", _START_JANITOR, "guided-janitor", _JANITOR, self.path],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
             cwd="/",
         )
+        assert start.stdin is not None
+        self._janitor = start.stdin
+        start.wait()
 
     def remove(self) -> None:
         """Remove it now. Idempotent."""
         shutil.rmtree(self.path, ignore_errors=True)
-        self._janitor.kill()
-        self._janitor.communicate()
-        shutil.rmtree(self.path, ignore_errors=True)
+        if not os.path.exists(self.path):  # else something still writes there, and the janitor has more patience
+            with contextlib.suppress(OSError, ValueError):  # it was killed; it was told before
+                self._janitor.write(b"\n")
+                self._janitor.flush()
+        with contextlib.suppress(OSError):
+            self._janitor.close()
 
 
 def apart(call: Callable[[], T]) -> Future[T]:
@@ -255,7 +269,8 @@ class Cluster:
             # The actors take no CPUs, and Ray keeps an idle process ready for every CPU it has.
             num_cpus=0,
             num_gpus=0,
-            _temp_dir=self._scratch.path,
+            # Within, because Ray opens its own directory to everybody (0777).
+            _temp_dir=os.path.join(self._scratch.path, "ray"),
             **quiet,
         )
 
