@@ -11,7 +11,7 @@ from __future__ import annotations
 from multiprocessing import active_children
 from typing import Any
 
-from guided.embedded.run_directory import Process, find, read_note, write_note
+from guided.embedded.run_directory import VARIABLE, Process, find, read_note, write_note
 from guided.errors import PoolUnavailable
 
 __all__ = ["check", "register"]
@@ -55,7 +55,8 @@ def check() -> None:
     help_ = (
         "with speculative decoding vLLM's V1 runner leaves logits processors out, without it start vLLM with "
         "--logits-processors guided.embedded.vllm:GuidedLogitsProcessor (and where VLLM_PLUGINS is set, "
-        "it has to have 'guided' among its names)"
+        "it has to have 'guided' among its names); workers on other machines, or not started from here, are seen where "
+        f"{VARIABLE} names one directory for all"
     )
     if not living:
         raise PoolUnavailable(f"no worker of this engine masks guided requests: {help_}")
