@@ -94,6 +94,7 @@ cluster.shutdown()
 ENGINE = """
 import sys, time
 import numpy as np
+import ray
 from byte_vocabulary import BYTES, WORDS
 from actors import RayPool
 from guided.constraint import Constraint
@@ -107,8 +108,9 @@ pool.submit([Fill(1, 0, []), Fill(2, 0, [])])
 assert {row.state for row in pool.collect(np.zeros((2, WORDS), np.int32), 60)} == {"ready"}
 nodes = {link.place.node_id for link in pool._rotation._links}
 assert len(nodes) == 2
-pids = [worker.pid for worker in pool.status().workers] + pool.compile_pids() + [pool._grammars._compiler_pid]
-print(pool._scratch.path, *[pid for pid in pids if pid], flush=True)
+compiler = ray.get(pool._grammars._compiler.pid.remote(), timeout=60)
+pids = [worker.pid for worker in pool.status().workers] + pool.compile_pids() + [compiler]
+print(pool._scratch.path, *pids, flush=True)
 time.sleep(600)
 """
 
