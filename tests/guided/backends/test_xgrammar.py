@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from guided.backends import xgrammar as xgrammar_module
 from guided.backends.base import Matcher
 from guided.backends.xgrammar import XGrammarBackend
 from guided.bitmask import allowed_ids, words
@@ -236,10 +237,16 @@ def test_whitespace(backend: XGrammarBackend) -> None:
     assert caught.value.param == "whitespace_pattern"
 
 
-def test_what_was_dumped_is_what_is_loaded(backend: XGrammarBackend) -> None:
+@pytest.mark.parametrize("quick", [0.0, 60.0])
+def test_what_was_dumped_is_what_is_loaded(
+    backend: XGrammarBackend, quick: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(xgrammar_module, "_QUICK_SECONDS", quick)
     constraint = Constraint.json_schema({"type": "object", "properties": {"a": {"type": "string", "maxLength": 9}}})
     compiled = backend.compile(constraint)
-    loaded = XGrammarBackend(BYTES).load(constraint, compiled.dump())
+    dumped = compiled.dump()
+    assert bool(dumped) == (quick == 0.0), "what compiles quickly is compiled again"
+    loaded = XGrammarBackend(BYTES).load(constraint, dumped)
     assert loaded.nbytes == compiled.nbytes > 0
     rows = np.zeros((2, words(BYTES.padded_vocab_size)), dtype=np.int32)
     states = [grammar.matcher() for grammar in (compiled, loaded)]
