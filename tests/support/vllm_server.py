@@ -70,7 +70,7 @@ def text_of(events: list[Any]) -> str:
 
 @contextlib.contextmanager
 def serving_vllm(model: Path, *arguments: str) -> Iterator[Server]:
-    """Run `vllm serve` until the block ends; then it, and all that it started, have to be gone."""
+    """Run `vllm serve` until the block ends; then it, all that it started and what we left in files have to be gone."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -80,14 +80,18 @@ def serving_vllm(model: Path, *arguments: str) -> Iterator[Server]:
     command += ["--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", "16"]
     command += ["--logits-processors", PLUGIN, "--middleware", MIDDLEWARE]
     command += ["--additional-config", json.dumps(OPTIONS), *arguments]
-    with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, env=dict(os.environ))
+    # A short one: sockets' paths are limited.
+    with tempfile.TemporaryFile() as log, tempfile.TemporaryDirectory("", "g", "/tmp", True) as files:
+        process = subprocess.Popen(
+            command, stdout=log, stderr=log, env={**os.environ, "TMPDIR": files, "XDG_RUNTIME_DIR": files}
+        )
         server = Server(process, f"http://127.0.0.1:{port}", str(model), log)
         try:
             _wait(server)
             yield server
         finally:
             _end(process)
+        _wait_for_clean(Path(files))
 
 
 def _wait(server: Server) -> None:
@@ -99,6 +103,13 @@ def _wait(server: Server) -> None:
         assert server.process.poll() is None, server.tail()
         assert time.monotonic() < deadline, server.tail()
         time.sleep(0.5)
+
+
+def _wait_for_clean(files: Path) -> None:
+    deadline = time.monotonic() + WAIT
+    while left := [path.name for path in files.glob("guided-*")]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.2)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -48,7 +48,8 @@ class Wanted:
         from vllm import SamplingParams
 
         extra = {**self.extra, REQUEST_ID: request_id} if request_id else self.extra
-        return SamplingParams(**{"max_tokens": 300, "temperature": 1.0, **sampling}, extra_args=extra or None)
+        usual = {"max_tokens": 300, "temperature": 1.0, "ignore_eos": not self.extra}  # else plain ones end by chance
+        return SamplingParams(**{**usual, **sampling}, extra_args=extra or None)
 
 
 def satisfies(schema: dict[str, Any]) -> Callable[[str], bool]:

@@ -152,6 +152,7 @@ class Runner:
 @pytest.fixture(autouse=True)
 def _run(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(run_directory.VARIABLE, str(tmp_path_factory.mktemp("run")))
+    monkeypatch.setattr("guided.embedded.registrations.active_children", list)  # engines of other tests
     use_pool(monkeypatch)
 
 
