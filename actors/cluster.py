@@ -25,7 +25,10 @@ from guided.errors import PoolUnavailable, bounded
 
 __all__ = ["Cluster", "ScratchDirectory", "apart"]
 
-_OBJECT_STORE_BYTES = 80 << 20
+_LEAST_STORE_BYTES, _MOST_STORE_BYTES = 80 << 20, 320 << 20
+"""Ray's least; and room for all compiled grammars that are kept (`RayPool(max_cache_bytes=...)`), what there isn't room
+for being written to disk and read again, by processes that Ray starts for it. Memory is taken when it is used."""
+_SHARED_MEMORY = "/dev/shm"
 _START_SECONDS = 120.0
 _REACH_SECONDS = 10.0
 _STOP_SECONDS = 30.0
@@ -265,7 +268,7 @@ class Cluster:
             # "local" also where RAY_ADDRESS is set: a cluster is joined when one is named, not by accident.
             address="local",
             include_dashboard=False,
-            object_store_memory=_OBJECT_STORE_BYTES,
+            object_store_memory=_store_bytes(),
             # The actors take no CPUs, and Ray keeps an idle process ready for every CPU it has.
             num_cpus=0,
             num_gpus=0,
@@ -278,6 +281,11 @@ class Cluster:
         with contextlib.suppress(Exception):
             if self._scratch is not None:
                 self._scratch.remove()
+
+
+def _store_bytes() -> int:
+    """For Ray's object store: in shared memory, of which containers may have little."""
+    return max(_LEAST_STORE_BYTES, min(_MOST_STORE_BYTES, shutil.disk_usage(_SHARED_MEMORY).free // 2))
 
 
 def _check_reachable(address: str) -> None:
