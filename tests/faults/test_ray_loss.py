@@ -109,7 +109,11 @@ with tempfile.TemporaryDirectory(prefix="r", dir="/tmp", ignore_cleanup_errors=T
     actor.suspend()  # a node that is gone says nothing any more
     cluster.remove_node(second, allow_graceful=False)
     driven.go_on(sequences, 3)
-    print("lost:", sorted(there) == sorted(driven.errors), {type(each).__name__ for each in driven.errors.values()})
+    until(lambda: not driven.step([]) and far[0] not in driven.links, 120)
+    driven.go_on(sequences, 3)
+    # Whoever was there is lost, or was out of the way of a mask that didn't come before the node was known to be gone.
+    assert set(driven.errors) <= there
+    assert all(type(each) is WorkerDied for each in driven.errors.values())
     until(lambda: driven.all_up())
     assert {link.place.node_id for link in driven.links} == {ray.get_runtime_context().get_node_id()}
     driven.go_on(driven.open("sound", number=4), 2)
@@ -158,5 +162,4 @@ def test_rays_own_processes_gone(process: str) -> None:
 
 def test_an_actors_node_gone() -> None:
     said = run(NODE)
-    assert "lost: True {'WorkerDied'}" in said
     assert "done" in said
