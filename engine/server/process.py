@@ -31,6 +31,9 @@ from guided.limits import DEFAULT_LIMITS, CompileLimits, Limits
 
 __all__ = ["DEFAULT_MODEL", "ServeOptions", "serve", "start_engine"]
 
+_KEEP_ALIVE_SECONDS = 75
+"""How long a connection may be idle: longer than clients and proxies keep theirs (5 to 60 s), because who closes first
+may do so just when the other sends a request."""
 DEFAULT_MODEL = "guided-default"
 """The name that the embedded model is served under."""
 
@@ -154,7 +157,12 @@ def serve(options: ServeOptions, listener: socket.socket) -> None:
         engine = start_engine(options)
         try:
             app = create_app(engine, options.settings)
-            config = uvicorn.Config(app, log_level=options.log_level, timeout_graceful_shutdown=5)
+            config = uvicorn.Config(
+                app,
+                log_level=options.log_level,
+                timeout_graceful_shutdown=5,
+                timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+            )
             _Server(config, app.state.context, options).run(sockets=[listener])
         finally:
             engine.shutdown()
