@@ -2,7 +2,8 @@
 
 Importing this imports no grammar library: an adapter's module is imported when it is first used (xgrammar alone takes
 1.5 s). To add a backend, write `guided/backends/<name>.py` with a class that keeps `guided.backends.base.Backend`'s
-contract, and add one line to `BACKENDS`; the contract tests pick it up.
+contract, and add one line to `BACKENDS`; the contract tests pick it up. An adapter does without torch: a pool's own
+processes may keep it out.
 """
 
 from __future__ import annotations

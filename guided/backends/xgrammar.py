@@ -53,7 +53,7 @@ _SOURCE_LINE = re.compile(r"^\[[\d:]+\] \S+?:\d+: ")
 
 _QUICK_SECONDS = 1.0
 """What compiles in less is compiled again where it is needed. Writing and reading xgrammar's JSON, tens of megabytes,
-takes twice as long as compiling the usual schema (131,072 tokens: 0.46 s to 0.27; 4,096: 0.047 to 0.006), and reading
+takes twice as long as compiling the usual schema (131,072 tokens: 0.46 s to 0.27; 2,048: 0.047 to 0.006), and reading
 it holds the interpreter's lock, compiling doesn't."""
 
 

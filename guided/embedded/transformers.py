@@ -65,7 +65,8 @@ class GuidedLogitsProcessor:
     A row's state is that of its token history after the prompt: where a beam has moved to another row, its matcher is
     copied. A call whose rows don't go on from those of the call before begins a new generation, so one processor serves
     many `generate()` calls, one after the other, from one thread. One thing looks like going on and may not be meant
-    so: a prompt that is the last prompt and what was generated then, or a part of it. `reset()` is for that.
+    so: a prompt that is the last prompt, a beginning of what was generated then (or nothing), and one token more, any
+    token: all behind the last prompt counts as output. Call `reset()` before such a prompt.
 
     What a constraint allows is never empty: where other processors (`min_new_tokens`, `bad_words_ids`, ...) forbid all
     of it, the constraint wins. Put it behind processors of your own; transformers' temperature, top-k and the like run
