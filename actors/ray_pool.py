@@ -14,8 +14,9 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import ray
@@ -35,6 +36,7 @@ from guided.constraint import Constraint
 from guided.errors import GuidedError, PoolUnavailable
 from guided.limits import CompileLimits
 from guided.pool import Fill, Grammar, PoolStatus, StepMasks
+from guided.pool_options import RayPoolOptions
 from guided.vocabulary import Vocabulary
 
 __all__ = ["RayPool"]
@@ -49,26 +51,8 @@ class RayPool:
 
     Args:
         vocabulary: what the masks are over.
-        num_actors: mask actors; each serves its sequences one row after the other. None: by the CPUs, at least 2.
-        address: of a Ray cluster to join; None uses the one that this process is in, else starts a local one.
-        compile_limits: what one compilation may take.
-        mask_limit: seconds that a mask may take: then its actor is taken for hung and ended, and the sequence whose
-            mask it was fails with `MaskTimeout`; the others are opened elsewhere.
-        max_replays: what an actor's death costs. 0: all sequences with a matcher there fail with `WorkerDied`. More:
-            they are opened elsewhere from their histories, to the same masks, and the one whose mask it was is tried
-            again where nobody else is, so often, before it fails. (Then so is one whose mask took too long.)
-        pool_wait: seconds that constraints and sequences wait for an actor while none is up, before they fail with
-            `PoolUnavailable`.
-        actor_memory_bytes: resident memory of one actor. The sequence whose mask takes it beyond that fails, its actor
-            is ended and the others are opened elsewhere; one that got half way there is replaced when nobody is hurt.
-            None: 2 GiB, or half of the machine's. Never more than the machine has.
-        rows: masks that can be under way at each actor; more wait for a later step.
-        max_cache_bytes: what compiled grammars that nobody uses may weigh together.
-        max_compiling: distinct constraints that are being compiled or wait for it; more are refused with
-            `CompileQueueFull`.
-        transport: "tcp" sends masks through authenticated TCP even on this node; "auto" does where memory can't be
-            shared.
-        spread: place actors on all nodes of the cluster in turn, rather than on this one.
+        options: None is `RayPoolOptions()`.
+        changes: fields of `RayPoolOptions` that replace those of `options`.
 
     Raises:
         PoolUnavailable: Ray can't be reached or started, or an actor didn't start; says why.
@@ -77,48 +61,40 @@ class RayPool:
     def __init__(
         self,
         vocabulary: Vocabulary,
-        num_actors: int | None = None,
-        address: str | None = None,
-        *,
-        compile_limits: CompileLimits | None = None,
-        mask_limit: float = 5.0,
-        max_replays: int = 0,
-        pool_wait: float = 30.0,
-        actor_memory_bytes: int | None = None,
-        rows: int = 1024,
-        max_cache_bytes: int = 256 << 20,
-        max_compiling: int = 1024,
-        transport: Literal["auto", "tcp"] = "auto",
-        spread: bool = False,
+        options: RayPoolOptions | None = None,
+        **changes: Any,
     ) -> None:
+        options = replace(options or RayPoolOptions(), **changes)
         self._vocabulary = vocabulary
         self._lock = threading.Lock()
         self._closed = False
         refused: dict[str, GuidedError] = {}
-        self._rotation = Rotation(mask_limit, pool_wait, max_replays, refused)
+        self._rotation = Rotation(options.mask_limit, options.pool_wait, options.max_replays, refused)
         self._supervisors: list[Supervisor] = []
-        self._cluster = Cluster.join(address)
+        self._cluster = Cluster.join(options.address)
         self._scratch = ScratchDirectory()
         self._transport = Transport(self._scratch.path, self._cluster.host)
         try:
             owner = Owner.me(vocabulary)
-            start_compiler = partial(_start_compiler, owner, compile_limits or CompileLimits())
-            self._grammars = Grammars(start_compiler, max_cache_bytes, max_compiling, pool_wait, refused)
+            start_compiler = partial(_start_compiler, owner, options.compile_limits)
+            self._grammars = Grammars(
+                start_compiler, options.max_cache_bytes, options.max_compiling, options.pool_wait, refused
+            )
             plan = Plan(
                 cluster=self._cluster,
                 transport=self._transport,
                 grammars=self._grammars,
                 owner=owner,
-                rows=rows,
+                rows=options.slots,
                 words=words(vocabulary.padded_vocab_size),
-                mask_limit=mask_limit,
-                memory=MemoryLimit.of(actor_memory_bytes),
-                tcp=transport == "tcp",
-                spread=spread,
+                mask_limit=options.mask_limit,
+                memory=MemoryLimit.of(options.actor_memory_bytes),
+                tcp=options.transport == "tcp",
+                spread=options.spread,
             )
             self._cluster.when_raylet_ends(partial(_let_go, owner, self._grammars))
             incarnations = itertools.count(1)
-            for index in range(num_actors or _by_cpus()):
+            for index in range(options.num_actors or _by_cpus()):
                 supervisor = Supervisor(index, plan, incarnations.__next__, self._rotation.announce)
                 self._supervisors.append(supervisor)
             for supervisor in self._supervisors:

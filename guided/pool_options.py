@@ -1,0 +1,67 @@
+"""RayPoolOptions: every option of the Ray pool, with its default value.
+
+`actors.RayPool`, `LLM`, `guided serve` and the Ray Serve application all take their pool options from this class.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+from guided.limits import CompileLimits
+
+__all__ = ["RayPoolOptions"]
+
+
+@dataclass(frozen=True)
+class RayPoolOptions:
+    """How many mask actors a pool has, where they run and what each of them may take.
+
+    Args:
+        num_actors: mask actors. None: one for every four CPUs, at least 2, at most 8.
+        address: address of a Ray cluster to join. None: the cluster that this process is connected to, else a local
+            cluster that the pool starts.
+        spread: place the actors on all nodes of the cluster in turn, instead of on the node of this process.
+        transport: "tcp" sends masks over authenticated TCP even on this node. "auto" does so only where an actor
+            cannot map the engine's shared memory.
+        slots: sequences that can be open on one actor at the same time.
+        mask_limit: seconds that one mask may take. The actor is killed after that, and the sequence fails with
+            `MaskTimeout`. The actor's other sequences are opened on another actor.
+        max_replays: what the death of an actor costs. 0: every sequence with a matcher on the actor fails with
+            `WorkerDied`. More: the sequences are opened on another actor from their output tokens, and the sequence
+            that the actor was filling is tried again up to `max_replays` times, alone on an actor.
+        pool_wait: seconds that constraints and sequences wait while no actor is up, before they fail with
+            `PoolUnavailable`.
+        actor_memory_bytes: resident memory of one actor. An actor over the limit is killed, and the sequence that it
+            was filling fails. An actor that has grown half way to the limit is replaced once it can be emptied.
+            None: 2 GiB or half of the machine's memory, whichever is less.
+        max_cache_bytes: memory for compiled grammars that no request uses.
+        max_compiling: distinct constraints that are being compiled or wait for it. More are rejected with
+            `CompileQueueFull`.
+        compile_limits: what one compilation may take.
+
+    Raises:
+        ValueError: a value is out of range.
+    """
+
+    num_actors: int | None = None
+    address: str | None = None
+    spread: bool = False
+    transport: Literal["auto", "tcp"] = "auto"
+    slots: int = 1024
+    mask_limit: float = 5.0
+    max_replays: int = 0
+    pool_wait: float = 30.0
+    actor_memory_bytes: int | None = None
+    max_cache_bytes: int = 256 << 20
+    max_compiling: int = 256
+    compile_limits: CompileLimits = field(default_factory=CompileLimits)
+
+    def __post_init__(self) -> None:
+        for name in ("num_actors", "slots", "max_compiling"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}; it must be at least 1")
+        if not 0 < self.mask_limit < math.inf:
+            raise ValueError(f"mask_limit is {self.mask_limit}; it must be a time in seconds, more than 0")
