@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from actors.channel import Channel
 from actors.leases import Leases
-from actors.mask_actor import Place
 from actors.segment import IDLE, Segment
+from actors.supervision.process import ActorLocation
 from guided.errors import BackendError, to_wire
 from guided.messages import OpenSequence, RowResult, RowStatus, StepAnswer, decoder, encode
 
@@ -32,7 +32,7 @@ class Wired:
     index: int
     """Which of the pool's actors."""
     incarnation: int
-    place: Place
+    place: ActorLocation
     channel: Channel
     segment: Segment
     shared: bool

@@ -23,7 +23,7 @@ from actors.link import Link, Mailed, Packed
 from actors.placed import Ask, Placed
 from actors.placement import Placement
 from actors.step import Part, Step
-from actors.supervisor import Down, Retiring, Up
+from actors.supervision.supervisor import WorkerDown, WorkerRetiring, WorkerUp
 from actors.verdict import Verdict
 from guided.errors import BackendError, GuidedError, PoolUnavailable, from_wire
 from guided.messages import OpenSequence, RowResult
@@ -83,7 +83,7 @@ class Rotation:
         """Steps so far."""
         self._number = 0
         """Requests so far, to all actors."""
-        self._news: deque[Up | Retiring | Down] = deque()
+        self._news: deque[WorkerUp | WorkerRetiring | WorkerDown] = deque()
         self._interrupted = False
         self._usual = 0.0
         """Seconds that most rows take, about."""
@@ -94,7 +94,7 @@ class Rotation:
         weakref.finalize(self, os.close, self._wake)
         self._poller.register(self._wake, zmq.POLLIN)
 
-    def announce(self, news: Up | Retiring | Down) -> None:
+    def announce(self, news: WorkerUp | WorkerRetiring | WorkerDown) -> None:
         """An actor came or went. From any thread."""
         self._news.append(news)
         os.eventfd_write(self._wake, 1)
@@ -257,7 +257,7 @@ class Rotation:
         self._closed = True
         error = PoolUnavailable("the pool is shut down")
         for link in list(self._links):
-            self._end(Down(link, error))
+            self._end(WorkerDown(link, error))
         for sequence in self._sequences.values():
             sequence.error = sequence.error or error
 
@@ -549,16 +549,16 @@ class Rotation:
     def _take_news(self) -> None:
         while self._news:
             news = self._news.popleft()
-            if isinstance(news, Up):
+            if isinstance(news, WorkerUp):
                 self._links.append(news.link)
                 self._poller.register(news.link.socket, zmq.POLLIN)
                 self._placement.uneven |= any(link.retiring for link in self._links)
-            elif isinstance(news, Retiring):
+            elif isinstance(news, WorkerRetiring):
                 self._placement.uneven = True
             else:
                 self._end(news)
 
-    def _end(self, news: Down) -> None:
+    def _end(self, news: WorkerDown) -> None:
         """An actor is gone: some of who was there are lost, the others are placed again (`Verdict`)."""
         link = news.link
         if link not in self._links:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from actors.placed import Placed
-from actors.supervisor import Down
+from actors.supervision.supervisor import WorkerDown
 from guided.errors import GuidedError, WorkerDied
 
 __all__ = ["Verdict"]
@@ -27,13 +27,13 @@ class Verdict:
         max_replays: how often a sequence is tried again after an actor ended with its row in its hands.
     """
 
-    news: Down
+    news: WorkerDown
     suspects: frozenset[int]
     """Whose row it may have been working on."""
     max_replays: int
 
     @classmethod
-    def on(cls, news: Down, max_replays: int) -> Verdict:
+    def on(cls, news: WorkerDown, max_replays: int) -> Verdict:
         """Look at what the actor left: before its segment is dropped."""
         # One that was retired had nothing in its hands, whatever the mark says by now.
         suspects = frozenset() if news.cause == "retired" else frozenset(news.link.in_its_hands())
