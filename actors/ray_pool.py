@@ -24,13 +24,12 @@ from numpy.typing import NDArray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.channel import Transport
-from actors.cluster import Cluster, ScratchDirectory, apart
-from actors.compiler import CompileActor
-from actors.grammars import Grammars
-from actors.memory import MemoryLimit
-from actors.owner import Owner
+from actors.cluster import Cluster, ScratchDirectory, call_in_thread
+from actors.compile.compiler import CompileActor
+from actors.compile.grammars import Grammars
 from actors.rotation import Rotation
-from actors.supervisor import Plan, Supervisor
+from actors.supervision.process import MemoryLimit, Owner
+from actors.supervision.supervisor import IncarnationSettings, Supervisor
 from guided.bitmask import words
 from guided.constraint import Constraint
 from guided.errors import GuidedError, PoolUnavailable
@@ -80,7 +79,7 @@ class RayPool:
             self._grammars = Grammars(
                 start_compiler, options.max_cache_bytes, options.max_compiling, options.pool_wait, refused
             )
-            plan = Plan(
+            plan = IncarnationSettings(
                 cluster=self._cluster,
                 transport=self._transport,
                 grammars=self._grammars,
@@ -174,7 +173,7 @@ def _start_compiler(owner: Owner, limits: CompileLimits) -> Any:
     here = NodeAffinitySchedulingStrategy(owner.node_id, soft=False)
     actor = ray.remote(CompileActor).options(num_cpus=0, scheduling_strategy=here)
     try:
-        return apart(lambda: actor.remote(owner, limits)).result(_CREATE_SECONDS)
+        return call_in_thread(lambda: actor.remote(owner, limits)).result(_CREATE_SECONDS)
     except TimeoutError:
         raise PoolUnavailable(f"Ray didn't start the compile actor within {_CREATE_SECONDS:g} s") from None
 

@@ -38,12 +38,12 @@ from actors.address import Address
 from actors.channel import Channel, Transport
 from actors.cluster import Cluster
 from actors.link import Link, Wired
-from actors.mask_actor import Place
 from actors.ray_pool import RayPool
 from actors.rotation import Rotation
 from actors.segment import Segment, SegmentName, attach
 from actors.step_loop import StepLoop
-from actors.supervisor import Up
+from actors.supervision.process import ActorLocation
+from actors.supervision.supervisor import WorkerUp
 from benchmarks.report import RESULTS, machine, write_json
 from guided.bitmask import words
 from guided.constraint import Constraint
@@ -163,9 +163,9 @@ class Ours:
             segment, channel = Segment(1024, width), self.transport.ipc()
             pid = ray.get(actor.attach.remote(channel.address, segment.name))
             assert channel.wait_connected(10)
-            link = Link(Wired(index, 1, Place(pid, "", ""), channel, segment, True, {"g"}))
+            link = Link(Wired(index, 1, ActorLocation(pid, "", ""), channel, segment, True, {"g"}))
             self.links.append(link)
-            self.rotation.announce(Up(link))
+            self.rotation.announce(WorkerUp(link))
         grammar = Grammar("g", "none", Constraint.json_object(), ("g",))
         for sequence in range(rows):
             self.rotation.open(sequence, grammar, None)

@@ -32,9 +32,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from actors.compile_process import Outcome
-from actors.compile_queue import Job
-from actors.compiler import Compiler
+from actors.compile.compiler import CompileJob, Compiler
+from actors.compile.process import CompileResult
 from benchmarks.peers.rows import Document
 from benchmarks.report import RESULTS, ROOT, canvas, fail, machine, print_table, write_json
 from benchmarks.workload import DATA, Tokens, documents
@@ -71,7 +70,7 @@ def compiled(vocabulary: Vocabulary, drawn: Sequence[Document], count: int, bar:
             have = 0
             for document in drawn:
                 constraint = Constraint.json_schema(document.schema)
-                future: Future[Outcome] = compiler.submit(Job(constraint, [name]))
+                future: Future[CompileResult] = compiler.submit(CompileJob(constraint, [name]))
                 outcome = future.result()
                 if outcome.error is None:
                     grammar = {"backend": name, "constraint": constraint, "tokens": list(document.tokens)}

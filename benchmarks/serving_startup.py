@@ -103,7 +103,7 @@ def role(process: psutil.Process) -> str:
         return command.split()[0].partition(".")[0]
     if "default_worker.py" in command:
         return "Ray: worker that starts"
-    if "actors.compile_process" in command:
+    if "actors.compile.process" in command:
         return "compile process"
     return "server" if "serve" in command else command[:40]
 

@@ -2,7 +2,7 @@
 `python -m benchmarks.megabytes.worker VOCABULARY GRAMMARS SEQUENCES`, with files of `benchmarks.memory`: the
 vocabulary, and one backend's grammars.
 
-Does what `actors.mask_actor.MaskActor` does, in the same order, and writes a line of JSON after each part.
+Does what `actors.supervision.mask_actor.MaskActor` does, in the same order, and writes a line of JSON after each part.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def main() -> None:
     import ray  # noqa: F401
 
     tell("Ray's worker library")
-    import actors.mask_actor  # noqa: F401
+    import actors.supervision.mask_actor  # noqa: F401
     from actors.lean_imports import leave_out_torch
 
     leave_out_torch()

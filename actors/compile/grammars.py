@@ -22,11 +22,9 @@ from typing import Any, TypeVar
 import ray
 from ray.exceptions import RayActorError
 
-from actors.compile_process import Outcome
-from actors.loading import Home, Loading, Stored, ended_by
-from actors.mask_actor import Installable
-from actors.pieces import in_pieces
-from actors.suspensions import Suspensions
+from actors.compile.loading import ActorHandle, GrammarPackage, Loading, StoredGrammar, ended_by, to_chunks
+from actors.compile.process import CompileResult
+from actors.compile.suspensions import Suspensions
 from guided.backends import BACKENDS
 from guided.compilation import grammar_key
 from guided.constraint import Constraint
@@ -63,17 +61,17 @@ _Answer = TypeVar("_Answer")
 
 
 @dataclass(eq=False, slots=True)
-class _Arrival:
+class _PendingInstall:
     """A compiled grammar whose future waits for the workers that are to have it."""
 
     grammar: Grammar
-    stored: Stored
+    stored: StoredGrammar
     since: float
     """`time.monotonic()` when it was compiled, or asked for again."""
 
 
 @dataclass(eq=False, slots=True)
-class _Lives:
+class _Retries:
     """How often a constraint was lost with the compile actor."""
 
     since: float = field(default_factory=time.monotonic)
@@ -112,7 +110,7 @@ class Grammars:
         # From here on: the thread's own.
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._loading = Loading(self._when_done, self._check_arrivals, refused)
-        self._arrivals: list[_Arrival] = []
+        self._arrivals: list[_PendingInstall] = []
         self._pulse: tuple[Future[Any], float] | None = None
         self._compiler_pid: int | None = None
         """Once it has answered."""
@@ -178,7 +176,7 @@ class Grammars:
         if evicted:
             self._tasks.put(partial(self._loading.forget, evicted))
 
-    def settle(self, home: Home, timeout: float) -> None:
+    def settle(self, home: ActorHandle, timeout: float) -> None:
         """A new worker: from now on it gets every grammar; returns when it has those in use, and those that may have
         ended another.
 
@@ -196,7 +194,7 @@ class Grammars:
         self._tasks.put(lambda: answer.set_result(question()))
         return answer.result(timeout)
 
-    def _await(self, home: Home, loads: Sequence[Future[None]], deadline: float) -> None:
+    def _await(self, home: ActorHandle, loads: Sequence[Future[None]], deadline: float) -> None:
         missing = set(loads)
         while missing:
             done, missing = wait(missing, _TICK_SECONDS, FIRST_COMPLETED)
@@ -205,16 +203,16 @@ class Grammars:
             if missing and (home.overdue(_LOAD_SECONDS) or time.monotonic() > deadline):
                 raise PoolUnavailable(f"{len(missing)} of {len(loads)} grammars were not loaded in time")
 
-    def hangs(self, home: Home) -> bool:
+    def hangs(self, home: ActorHandle) -> bool:
         """Whether a worker has been loading one grammar for too long. From any thread."""
         return home.overdue(_LOAD_SECONDS)
 
-    def serve(self, home: Home) -> None:
+    def serve(self, home: ActorHandle) -> None:
         """From now on sequences are placed on that worker: who waited for a worker with its grammar has one."""
         home.serving = True
         self._tasks.put(self._check_arrivals)
 
-    def leave(self, home: Home) -> None:
+    def leave(self, home: ActorHandle) -> None:
         """That worker is gone."""
         self._tasks.put(partial(self._leave, home))
 
@@ -248,14 +246,16 @@ class Grammars:
             except Exception:
                 _log.exception("a grammar task failed")
 
-    def _compile(self, key: CacheKey, constraint: Constraint, backends: list[str], lives: _Lives | None = None) -> None:
+    def _compile(
+        self, key: CacheKey, constraint: Constraint, backends: list[str], lives: _Retries | None = None
+    ) -> None:
         compiler = self._compiler
-        outcome, dumped = compiler.compile.options(num_returns=2).remote(backends, *in_pieces(constraint))
-        again = partial(self._compile_again, key, constraint, backends, lives or _Lives(), compiler)
+        outcome, dumped = compiler.compile.options(num_returns=2).remote(backends, *to_chunks(constraint))
+        again = partial(self._compile_again, key, constraint, backends, lives or _Retries(), compiler)
         self._when_done(outcome.future(), partial(self._compiled, key, constraint, dumped, again))
 
     def _compile_again(
-        self, key: CacheKey, constraint: Constraint, backends: list[str], lives: _Lives, lost: Any
+        self, key: CacheKey, constraint: Constraint, backends: list[str], lives: _Retries, lost: Any
     ) -> None:
         """The compile actor died, with all it was asked. Nothing says that this constraint did it (native code runs in
         its children): it is asked for again."""
@@ -281,7 +281,7 @@ class Grammars:
         constraint: Constraint,
         dumped: ray.ObjectRef,
         again: Callable[[], None],
-        done: Future[Outcome],
+        done: Future[CompileResult],
     ) -> None:
         try:
             outcome = done.result()
@@ -302,8 +302,8 @@ class Grammars:
         grammar = Grammar(name, outcome.backend, constraint, key, outcome.seconds)
         with self._cache_lock:
             self._cache.weigh(grammar, outcome.nbytes)
-        stored = self._loading.add(Installable(name, outcome.backend, in_pieces(constraint)), dumped)
-        self._arrivals.append(_Arrival(grammar, stored, time.monotonic()))
+        stored = self._loading.add(GrammarPackage(name, outcome.backend, to_chunks(constraint)), dumped)
+        self._arrivals.append(_PendingInstall(grammar, stored, time.monotonic()))
         self._check_arrivals()
 
     def _bring_home(self, grammar: Grammar, constraint: Constraint, backends: list[str]) -> None:
@@ -313,21 +313,21 @@ class Grammars:
             self._compile(grammar.cache_key, constraint, backends)
             return
         self._loading.try_again(stored)
-        self._arrivals.append(_Arrival(grammar, stored, time.monotonic()))
+        self._arrivals.append(_PendingInstall(grammar, stored, time.monotonic()))
         self._check_arrivals()
 
-    def _settle(self, home: Home) -> list[Future[None]]:
+    def _settle(self, home: ActorHandle) -> list[Future[None]]:
         with self._cache_lock:
             needed = {grammar.key for grammar in self._cache.in_use()}
         needed.update(arrival.grammar.key for arrival in self._arrivals)
         return self._loading.settle(home, needed)
 
-    def _leave(self, home: Home) -> None:
+    def _leave(self, home: ActorHandle) -> None:
         self._loading.leave(home)
         self._check_arrivals()
 
     def _check_arrivals(self) -> None:
-        waiting: list[_Arrival] = []
+        waiting: list[_PendingInstall] = []
         now = time.monotonic()
         for arrival in self._arrivals:
             age = now - arrival.since

@@ -8,49 +8,36 @@ import platform
 import sys
 import threading
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 import ray
 import zmq
 
 from actors.address import Address
 from actors.channel import connect
+from actors.compile.loading import from_chunks
 from actors.lean_imports import leave_out_torch
-from actors.memory import MemoryLimit, stay_within
-from actors.owner import Owner, exit_with
-from actors.pieces import joined
 from actors.segment import Rows, SegmentName, attach
 from actors.step_loop import StepLoop
+from actors.supervision.process import ActorLocation, MemoryLimit, Owner, exit_with_owner, limit_memory
 from guided.backends import BACKENDS, Backends
 from guided.worker import MaskWorker
 
-__all__ = ["ORDERED", "Installable", "MaskActor", "Place"]
+__all__ = ["ORDERED", "MaskActor"]
 
 ORDERED = "grammars"
 """The concurrency group whose calls run one after the other, in the order of the calls."""
 
 _SWITCH_SECONDS = 0.0005
+_Method = TypeVar("_Method")
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where an actor runs."""
-
-    pid: int
-    node_id: str
-    host: str
-
-
-@dataclass(frozen=True, slots=True)
-class Installable:
-    """A compiled grammar on its way to a worker; what was dumped travels beside it."""
-
-    key: str
-    backend: str
-    pieces: tuple[bytes, ...]
-    """Of the constraint: arguments of their own, see `actors.pieces`."""
+def _in_order(method: _Method) -> _Method:
+    """Have calls of an actor's method run one after the other, in the order in which they were made."""
+    decorated: _Method = ray.method(concurrency_group=ORDERED)(method)
+    return decorated
 
 
 class MaskActor:
@@ -63,8 +50,8 @@ class MaskActor:
     """
 
     def __init__(self, owner: Owner, memory: MemoryLimit) -> None:
-        near = exit_with(owner)
-        stay_within(memory, watched=near)
+        near = exit_with_owner(owner)
+        limit_memory(memory, watched=near)
         leave_out_torch()
         # A backend that is loaded in Python holds the lock for as long as it may, at every row of a step again.
         sys.setswitchinterval(_SWITCH_SECONDS)
@@ -79,9 +66,9 @@ class MaskActor:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._incarnation: int | None = None
 
-    def place(self) -> Place:
+    def place(self) -> ActorLocation:
         """Where this is; also the sign that it is alive."""
-        return Place(os.getpid(), self._node_id, platform.node())
+        return ActorLocation(os.getpid(), self._node_id, platform.node())
 
     def attach(self, incarnation: int, address: Address, segment: SegmentName, shared: bool) -> bool:
         """Connect to the engine and serve steps from now on.
@@ -102,15 +89,17 @@ class MaskActor:
         self._incarnation = incarnation
         return True
 
+    @_in_order
     def install(self, key: str, backend: str, dumped: bytes, *pieces: bytes) -> None:
         """Load a compiled grammar and make it available to the step loop; loading happens beside that."""
         with self._installing:
             if key in self._installed:
                 return
-            loaded = self._backends[backend].load(joined(pieces), dumped)
+            loaded = self._backends[backend].load(from_chunks(pieces), dumped)
             self._worker.install(key, loaded)
             self._installed.add(key)
 
+    @_in_order
     def uninstall(self, keys: Sequence[str]) -> None:
         """Drop grammars that nobody uses any more; open matchers keep what they need."""
         with self._installing:

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import resource
+import select
 import signal
 import threading
 import time
@@ -13,13 +14,35 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-__all__ = ["MemoryLimit", "Reading", "machine_bytes", "stay_within"]
+import psutil
+import ray
+
+from guided.vocabulary import Vocabulary
+
+__all__ = [
+    "ActorLocation",
+    "MemoryLimit",
+    "Owner",
+    "ProcessReading",
+    "exit_with_owner",
+    "limit_memory",
+    "machine_bytes",
+]
 
 _WATCH_SECONDS = 0.2
 _SLACK_BYTES = 1 << 30
 """Address space without pages of its own: stacks of some sixty threads, what allocators keep."""
 _CGROUP_FILES = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ActorLocation:
+    """Where an actor runs."""
+
+    pid: int
+    node_id: str
+    host: str
 
 
 def machine_bytes() -> int:
@@ -52,7 +75,7 @@ class MemoryLimit:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class ProcessReading:
     """One look at a process of this machine."""
 
     resident: int
@@ -61,7 +84,7 @@ class Reading:
     """By a signal: none of its threads runs."""
 
     @classmethod
-    def of(cls, pid: int) -> Reading | None:
+    def of(cls, pid: int) -> ProcessReading | None:
         """None where there is no such process. Takes some ten microseconds: proc_pid_stat(5)."""
         try:
             with open(f"/proc/{pid}/stat", "rb") as file:
@@ -71,7 +94,7 @@ class Reading:
         return cls(int(fields[21]) * resource.getpagesize(), fields[0] == b"T")
 
 
-def stay_within(limit: MemoryLimit, watched: bool) -> None:
+def limit_memory(limit: MemoryLimit, watched: bool) -> None:
     """In an actor: end this process rather than let it take more than `limit`.
 
     Args:
@@ -85,13 +108,66 @@ def stay_within(limit: MemoryLimit, watched: bool) -> None:
         resource.RLIMIT_DATA, (most if ceiling == resource.RLIM_INFINITY else min(most, ceiling), ceiling)
     )
     if not watched:
-        threading.Thread(target=_watch, args=(limit.hard,), name="memory-watch", daemon=True).start()
+        threading.Thread(target=_watch_memory, args=(limit.hard,), name="memory-watch", daemon=True).start()
 
 
-def _watch(most: int) -> None:
+def _watch_memory(most: int) -> None:
     me = os.getpid()
-    while (reading := Reading.of(me)) is not None:
+    while (reading := ProcessReading.of(me)) is not None:
         if reading.resident > most:
             _log.error("this mask actor took more than %d MiB of memory", most >> 20)
             os.kill(me, signal.SIGKILL)
         time.sleep(_WATCH_SECONDS)
+
+
+@dataclass(slots=True)
+class Owner:
+    """A process that can't be mistaken for a later one with the same id, nor for one on another node."""
+
+    pid: int
+    started: float
+    """Seconds since the epoch."""
+    node_id: str
+    """Ray's."""
+    vocabulary: ray.ObjectRef | None
+    """What it has for its actors: a `Vocabulary`; None where Ray's shared memory is gone, and with it all there was."""
+
+    @classmethod
+    def me(cls, vocabulary: Vocabulary) -> Owner:
+        """This process."""
+        node_id = str(ray.get_runtime_context().get_node_id())
+        return cls(os.getpid(), psutil.Process().create_time(), node_id, ray.put(vocabulary))
+
+    def fetch(self) -> Vocabulary:
+        """In an actor, once. Keeps no reference: as long as somebody has one, the engine's process owns the object."""
+        vocabulary: Vocabulary = ray.get(self.vocabulary)
+        self.vocabulary = None
+        return vocabulary
+
+    def is_alive(self) -> bool:
+        """Whether that process is there. Asked on its own node."""
+        try:
+            return abs(psutil.Process(self.pid).create_time() - self.started) < 1.0
+        except psutil.Error:
+            return False
+
+
+def exit_with_owner(owner: Owner) -> bool:
+    """End this process as soon as `owner` ends. On another node (False) Ray does that, when it loses the driver."""
+    near = str(ray.get_runtime_context().get_node_id()) == owner.node_id
+    if near:
+        threading.Thread(target=_watch_owner, args=(owner,), name="owner-watch", daemon=True).start()
+    return near
+
+
+def _watch_owner(owner: Owner) -> None:
+    try:
+        watched = os.pidfd_open(owner.pid)
+    except ProcessLookupError:
+        os._exit(0)
+    if owner.is_alive():
+        gone = select.poll()
+        gone.register(watched, select.POLLIN)
+        gone.poll()
+    # Not sys.exit: a grammar library may hold the main thread for ever.
+    os._exit(0)

@@ -17,12 +17,21 @@ from dataclasses import dataclass
 
 import psutil
 
-from actors.compile_process import COMMAND, FORK, NOT_YET, REAP, Attempt, Outcome
-from actors.frames import read_frame, readable, write_frame
+from actors.compile.process import (
+    COMMAND,
+    FORK,
+    NOT_YET,
+    REAP,
+    CompileRequest,
+    CompileResult,
+    read_frame,
+    readable,
+    write_frame,
+)
 from guided.errors import BackendError, CompileTimeout, ConstraintTooLarge
 from guided.messages import decoder, encode
 
-__all__ = ["Allowance", "Child", "Lost", "SliceOver", "Template"]
+__all__ = ["CompileProcess", "ForkServer", "ProcessLimits", "ProcessLost", "TimeSliceExceeded"]
 
 _WARM_UP_SECONDS = 120.0
 _COMMAND_SECONDS = 10.0
@@ -34,23 +43,23 @@ _WALL_PER_SLICE = 4.0
 _SEND_TIMEOUT = struct.pack("ll", 5, 0)
 
 
-class Lost(Exception):
+class ProcessLost(Exception):
     """The process is gone, and nothing says that its constraint did it: killed or stopped from outside, or with its
     template."""
 
 
-class SliceOver(Exception):
+class TimeSliceExceeded(Exception):
     """It isn't done, and has computed for as long as it may while others wait. It goes on running."""
 
 
 @dataclass(frozen=True, slots=True)
-class Allowance:
+class ProcessLimits:
     """What one attempt may take.
 
     Args:
         deadline: `time.monotonic()` at which it is killed.
         memory_bytes: resident memory beyond what a compile process has when it is forked.
-        cpu_seconds: computing time after which `SliceOver` is raised; None: there is no slice.
+        cpu_seconds: computing time after which `TimeSliceExceeded` is raised; None: there is no slice.
     """
 
     deadline: float
@@ -58,7 +67,7 @@ class Allowance:
     cpu_seconds: float | None = None
 
 
-class Template:
+class ForkServer:
     """The warm process that compile processes are forked from; started when it is needed, and again when it is lost.
 
     It ends with the thread that had it started, and its forks with it: threads that call `fork` live as long as it.
@@ -72,7 +81,7 @@ class Template:
         self.started = time.monotonic()
         """When it was last ready."""
 
-    def fork(self) -> Child:
+    def fork(self) -> CompileProcess:
         """A compile process.
 
         Raises:
@@ -92,7 +101,7 @@ class Template:
             except OSError:
                 ours.close()
                 raise
-            return Child(self, process, pid, ours)
+            return CompileProcess(self, process, pid, ours)
 
     def is_lost(self, process: subprocess.Popen[bytes]) -> bool:
         """That template, and so everything that it forked, is gone."""
@@ -126,7 +135,7 @@ class Template:
         path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "actors.compile_process", str(theirs.fileno()), str(os.getpid())],
+                [sys.executable, "-m", "actors.compile.process", str(theirs.fileno()), str(os.getpid())],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
@@ -172,16 +181,16 @@ class Template:
             self._control = None
 
 
-class Child:
+class CompileProcess:
     """One compile process. Used by one thread at a time."""
 
-    def __init__(self, template: Template, made_by: subprocess.Popen[bytes], pid: int, jobs: socket.socket) -> None:
+    def __init__(self, template: ForkServer, made_by: subprocess.Popen[bytes], pid: int, jobs: socket.socket) -> None:
         self.pid = pid
         self._template = template
         self._made_by = made_by
         self._jobs = jobs
         jobs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _SEND_TIMEOUT)
-        self._decode = decoder(Outcome).decode
+        self._decode = decoder(CompileResult).decode
         self._ended = False
         self._computed = 0.0
         self._started = 0.0
@@ -203,29 +212,29 @@ class Child:
         """Resident bytes more than it had in the beginning."""
         return self._memory() - self._least_rss
 
-    def start(self, attempt: Attempt) -> None:
+    def start(self, attempt: CompileRequest) -> None:
         """Give it an attempt; `wait` follows.
 
         Raises:
-            Lost: it doesn't take it.
+            ProcessLost: it doesn't take it.
         """
         self._computed = self._cpu_seconds()
         self._started = time.monotonic()
         try:
             write_frame(self._jobs.fileno(), encode(attempt))
         except BlockingIOError:
-            raise Lost("it took no constraint") from None
+            raise ProcessLost("it took no constraint") from None
         except OSError:
             raise self._crash() from None
 
-    def wait(self, allowance: Allowance) -> Outcome:
+    def wait(self, allowance: ProcessLimits) -> CompileResult:
         """The outcome of what it was given.
 
         Raises:
-            SliceOver: not yet; it may be waited for again.
+            TimeSliceExceeded: not yet; it may be waited for again.
             CompileTimeout, ConstraintTooLarge: it took too much: kill it.
             BackendError: it died.
-            Lost: it was killed, or stopped.
+            ProcessLost: it was killed, or stopped.
         """
         answers = self._jobs.fileno()
         try:
@@ -236,12 +245,12 @@ class Child:
                         "a smaller one, or another backend, may do"
                     )
                 if self._is(psutil.STATUS_STOPPED):
-                    raise Lost("SIGSTOP")
+                    raise ProcessLost("SIGSTOP")
                 if time.monotonic() >= allowance.deadline:
                     raise TimeoutError
                 if allowance.cpu_seconds is not None and self._slice_is_over(allowance.cpu_seconds):
-                    raise SliceOver
-            outcome: Outcome = self._decode(read_frame(answers, allowance.deadline))
+                    raise TimeSliceExceeded
+            outcome: CompileResult = self._decode(read_frame(answers, allowance.deadline))
         except TimeoutError:
             raise CompileTimeout("") from None
         except (EOFError, OSError):
@@ -263,11 +272,11 @@ class Child:
         wall = time.monotonic() - self._started
         return wall > _WALL_PER_SLICE * seconds or self._cpu_seconds() - self._computed > seconds
 
-    def _crash(self) -> BackendError | Lost:
+    def _crash(self) -> BackendError | ProcessLost:
         orphaned = self.orphaned
         code = self._end_of_its_own()
         if orphaned or code is None or code == -signal.SIGKILL:
-            return Lost("SIGKILL")
+            return ProcessLost("SIGKILL")
         how = f"exit status {code}" if code >= 0 else signal.Signals(-code).name
         return BackendError(f"compiling this constraint ended its process ({how})")
 

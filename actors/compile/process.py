@@ -1,12 +1,12 @@
-"""Processes that compile: a warm template, forked for each process that is needed. `python -m actors.compile_process`.
+"""Processes that compile: a warm template, forked for each process that is needed. `python -m actors.compile.process`.
 
 Importing the grammar libraries and reading a large vocabulary take up to ten seconds; a fork of a process that has done
 it takes hundredths of one. So a compile process that had to be killed is replaced at once, and what one constraint
 leaves in memory is gone with it. The template has one thread, computes nothing but a warm-up, and never sees a
 constraint of a user's.
 
-The template's socket (`Template` in `actors/compile_child.py` is the other end): the vocabulary as a frame, answered by
-an empty one when warm; then commands. A compile process's own socket: jobs in, outcomes out, as frames. What a grammar
+The template's socket (`ForkServer` in `actors/compile/child.py` is the other end): the vocabulary as a frame, answered
+by an empty one when warm; then commands. A compile process's own socket: jobs in, outcomes out, as frames. What a grammar
 library prints goes to stderr.
 """
 
@@ -17,6 +17,7 @@ import gc
 import logging
 import os
 import resource
+import select
 import signal
 import socket
 import struct
@@ -26,7 +27,6 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from actors.frames import read_frame, write_frame
 from actors.lean_imports import leave_out_torch
 from guided.backends import BACKENDS, Backends
 from guided.compilation import compile_with
@@ -35,7 +35,17 @@ from guided.errors import ConstraintTooLarge, Wire, to_wire
 from guided.messages import decoder, encode
 from guided.vocabulary import Vocabulary
 
-__all__ = ["COMMAND", "FORK", "NOT_YET", "REAP", "Attempt", "Outcome"]
+__all__ = [
+    "COMMAND",
+    "FORK",
+    "NOT_YET",
+    "REAP",
+    "CompileRequest",
+    "CompileResult",
+    "read_frame",
+    "readable",
+    "write_frame",
+]
 
 COMMAND = struct.Struct("<cq")
 """To the template: what, and of which process. Back: the same shape, with an answer."""
@@ -45,13 +55,16 @@ REAP: how the process ended, as `os.waitstatus_to_exitcode` says it, or `NOT_YET
 """
 NOT_YET = 1 << 32
 
+_LENGTH = struct.Struct("<Q")
+_CHUNK = 1 << 20
+
 _PR_SET_PDEATHSIG = 1
 _NICENESS = 10
 """A compilation takes whole seconds of a core: the engine and the masks go first."""
 _log = logging.getLogger(__name__)
 
 
-class Attempt(msgspec.Struct, array_like=True, frozen=True):
+class CompileRequest(msgspec.Struct, array_like=True, frozen=True):
     """Compile `constraint` by `backend`; refuse the result where it weighs more than `max_bytes`."""
 
     constraint: Constraint
@@ -59,7 +72,7 @@ class Attempt(msgspec.Struct, array_like=True, frozen=True):
     max_bytes: int
 
 
-class Outcome(msgspec.Struct, array_like=True):
+class CompileResult(msgspec.Struct, array_like=True):
     """What became of it: an error, or the grammar as another process can load it."""
 
     error: Wire | None = None
@@ -102,7 +115,7 @@ _WARM_UP = (
 )
 
 
-def _compile(backends: Backends, attempt: Attempt) -> Outcome:
+def _compile(backends: Backends, attempt: CompileRequest) -> CompileResult:
     started = time.perf_counter()
     try:
         compiled = compile_with(backends, attempt.constraint, attempt.backend)
@@ -114,15 +127,15 @@ def _compile(backends: Backends, attempt: Attempt) -> Outcome:
                 f"the limit is {attempt.max_bytes >> 20} MiB"
             )
     except Exception as error:
-        return Outcome(to_wire(error), attempt.backend, time.perf_counter() - started)
-    return Outcome(None, attempt.backend, time.perf_counter() - started, nbytes, dumped)
+        return CompileResult(to_wire(error), attempt.backend, time.perf_counter() - started)
+    return CompileResult(None, attempt.backend, time.perf_counter() - started, nbytes, dumped)
 
 
 def _serve(backends: Backends, jobs: int, template: int) -> NoReturn:
     """What a compile process does, from its fork to its end."""
     _die_with(template)
     os.nice(_NICENESS)
-    decode = decoder(Attempt).decode
+    decode = decoder(CompileRequest).decode
     try:
         while True:
             write_frame(jobs, encode(_compile(backends, decode(read_frame(jobs)))))
@@ -199,6 +212,47 @@ def _start(arguments: list[str]) -> Any:
     except (EOFError, BrokenPipeError, ConnectionResetError):  # the compile actor is gone
         return 0
     return 0
+
+
+def write_frame(fd: int, data: bytes) -> None:
+    """Write one frame. Raises `BrokenPipeError` where nobody reads any more."""
+    view = memoryview(_LENGTH.pack(len(data)) + data)
+    while view:
+        view = view[os.write(fd, view[:_CHUNK]) :]
+
+
+def read_frame(fd: int, deadline: float | None = None) -> bytes:
+    """Read one frame.
+
+    Args:
+        deadline: `time.monotonic()` until which to wait; None waits for ever.
+
+    Raises:
+        TimeoutError: it didn't come in time.
+        EOFError: the other end is closed.
+    """
+    (length,) = _LENGTH.unpack(_read(fd, _LENGTH.size, deadline))
+    return _read(fd, length, deadline)
+
+
+def readable(fd: int, timeout: float) -> bool:
+    """Whether there is something to read (or the end) within `timeout` seconds."""
+    waiting = select.poll()
+    waiting.register(fd, select.POLLIN)
+    return bool(waiting.poll(max(0.0, timeout * 1000)))
+
+
+def _read(fd: int, count: int, deadline: float | None) -> bytes:
+    chunks: list[bytes] = []
+    while count:
+        if deadline is not None and not readable(fd, deadline - time.monotonic()):
+            raise TimeoutError
+        chunk = os.read(fd, min(count, _CHUNK))
+        if not chunk:
+            raise EOFError
+        chunks.append(chunk)
+        count -= len(chunk)
+    return b"".join(chunks)
 
 
 if __name__ == "__main__":

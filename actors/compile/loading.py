@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,21 +18,34 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError
 
-from actors.mask_actor import ORDERED, Installable
+from guided.constraint import Constraint
 from guided.errors import GuidedError, WorkerDied, bounded
+from guided.messages import decoder, encode
 
-__all__ = ["Home", "Loading", "Stored", "ended_by"]
+__all__ = ["ActorHandle", "GrammarPackage", "Loading", "StoredGrammar", "ended_by", "from_chunks", "to_chunks"]
 
 _MOST_ENDS = 2
 """Actors that a grammar may end by being loaded alone: the first may have been killed by somebody else."""
 _MOST_REFUSED = 1000
 _LIBRARY_SECONDS = 60.0
 """Importing a backend's library, and what it makes of the vocabulary, takes seconds; on a crowded machine, tens."""
+_PIECE_BYTES = 64 << 10
+_decode = decoder(Constraint).decode
 _log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class GrammarPackage:
+    """A compiled grammar on its way to a worker; what was dumped travels beside it."""
+
+    key: str
+    backend: str
+    pieces: tuple[bytes, ...]
+    """Of the constraint: arguments of their own, see `actors.compile.loading`."""
+
+
 @dataclass(eq=False, slots=True)
-class Home:
+class ActorHandle:
     """A mask actor as the grammars see it."""
 
     actor: Any
@@ -40,7 +53,7 @@ class Home:
     installed: set[str] = field(default_factory=set)
     serving: bool = False
     """Sequences are placed on it."""
-    loading: list[Installable] = field(default_factory=list)
+    loading: list[GrammarPackage] = field(default_factory=list)
     """What it was asked to load and hasn't yet, in that order."""
     backends: set[str] = field(default_factory=set)
     """Those whose libraries it has loaded: they came with a grammar."""
@@ -58,12 +71,12 @@ class Home:
 
 
 @dataclass(eq=False, slots=True)
-class Stored:
+class StoredGrammar:
     """A compiled grammar: what every worker, now or later, loads."""
 
-    installable: Installable
+    installable: GrammarPackage
     dumped: ray.ObjectRef | bytes
-    homes: dict[Home, Future[None]] = field(default_factory=dict)
+    homes: dict[ActorHandle, Future[None]] = field(default_factory=dict)
     proven: bool = False
     """Some actor has loaded it, and lived."""
 
@@ -93,17 +106,17 @@ class Loading:
         self._refused = refused
         self._suspects: dict[str, int] = {}
         """How many actors each has ended that loaded nothing else."""
-        self.stored: dict[str, Stored] = {}
-        self.homes: tuple[Home, ...] = ()
+        self.stored: dict[str, StoredGrammar] = {}
+        self.homes: tuple[ActorHandle, ...] = ()
         """Replaced, never changed: read by other threads."""
 
-    def add(self, installable: Installable, dumped: ray.ObjectRef) -> Stored:
+    def add(self, installable: GrammarPackage, dumped: ray.ObjectRef) -> StoredGrammar:
         """A grammar was compiled: have it loaded. Equal ones are stored once."""
-        stored = self.stored.setdefault(installable.key, Stored(installable, dumped))
+        stored = self.stored.setdefault(installable.key, StoredGrammar(installable, dumped))
         self._spread(stored)
         return stored
 
-    def try_again(self, stored: Stored) -> None:
+    def try_again(self, stored: StoredGrammar) -> None:
         """Have it loaded by those that couldn't before, too."""
         for home, load in list(stored.homes.items()):
             if load.done() and load.exception() is not None:
@@ -117,14 +130,14 @@ class Loading:
             self._suspects.pop(key, None)
         for home in self.homes:
             home.installed.difference_update(keys)
-            _in_order(home.actor.uninstall, list(keys))
+            home.actor.uninstall.remote(list(keys))
 
     def let_go(self) -> None:
         """Ray's shared memory is gone: who has no grammar yet can load only those that are compiled again there."""
         for stored in self.stored.values():
             stored.dumped = b""
 
-    def settle(self, home: Home, needed: Collection[str]) -> list[Future[None]]:
+    def settle(self, home: ActorHandle, needed: Collection[str]) -> list[Future[None]]:
         """A new actor: from now on it gets every grammar. Returns the loads of those needed that are not suspect."""
         self.homes += (home,)
         first = [stored for key, stored in self.stored.items() if key in needed]
@@ -136,7 +149,7 @@ class Loading:
                     loads.append(load)
         return loads
 
-    def next_suspect(self, home: Home) -> Future[None] | None:
+    def next_suspect(self, home: ActorHandle) -> Future[None] | None:
         """Have an actor that nobody uses yet, and that loads nothing, load one suspect; None where there is none."""
         for key in self._suspects:
             stored = self.stored.get(key)
@@ -144,7 +157,7 @@ class Loading:
                 return self._load(stored, home)
         return None
 
-    def leave(self, home: Home) -> None:
+    def leave(self, home: ActorHandle) -> None:
         """That actor is gone. What it was loading may be why."""
         self.homes = tuple(each for each in self.homes if each is not home)
         for place, key in enumerate(what.key for what in home.loading):
@@ -167,11 +180,11 @@ class Loading:
         error.retryable = False
         self._refused[key] = error
 
-    def _is_trusted(self, stored: Stored) -> bool:
+    def _is_trusted(self, stored: StoredGrammar) -> bool:
         key = stored.installable.key
         return key not in self._suspects and key not in self._refused
 
-    def _spread(self, stored: Stored) -> None:
+    def _spread(self, stored: StoredGrammar) -> None:
         """To one actor; where that has it and lives, to all."""
         if not self._is_trusted(stored):
             return
@@ -183,18 +196,18 @@ class Loading:
             usable = [home for home in lacking if home.serving] or lacking
             self._load(stored, min(usable, key=lambda home: (len(home.loading), len(home.installed))))
 
-    def _load(self, stored: Stored, home: Home) -> Future[None]:
+    def _load(self, stored: StoredGrammar, home: ActorHandle) -> Future[None]:
         if not home.loading:
             home.busy_since = time.monotonic()
         what = stored.installable
         home.loading.append(what)
-        load = _in_order(home.actor.install, what.key, what.backend, stored.dumped, *what.pieces)
+        load = home.actor.install.remote(what.key, what.backend, stored.dumped, *what.pieces)
         loaded: Future[None] = load.future()
         stored.homes[home] = loaded
         self._when_done(loaded, partial(self._loaded, stored, home))
         return loaded
 
-    def _loaded(self, stored: Stored, home: Home, done: Future[None]) -> None:
+    def _loaded(self, stored: StoredGrammar, home: ActorHandle, done: Future[None]) -> None:
         key = stored.installable.key
         if not ended_by(done):  # else `leave` looks at what it was loading
             home.loading.remove(stored.installable)
@@ -211,6 +224,13 @@ class Loading:
         self._changed()
 
 
-def _in_order(method: Any, *arguments: Any) -> Any:
-    """Call a method of a `MaskActor` after those that were called this way before."""
-    return method.options(concurrency_group=ORDERED).remote(*arguments)
+def to_chunks(constraint: Constraint) -> tuple[bytes, ...]:
+    """Arguments for a call through Ray."""
+    data = encode(constraint)
+    return tuple(data[start : start + _PIECE_BYTES] for start in range(0, len(data), _PIECE_BYTES))
+
+
+def from_chunks(pieces: Iterable[bytes]) -> Constraint:
+    """The constraint that `to_chunks` took apart."""
+    constraint: Constraint = _decode(b"".join(pieces))
+    return constraint

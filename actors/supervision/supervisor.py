@@ -26,18 +26,17 @@ import zmq
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.channel import Channel, Transport
-from actors.cluster import Cluster, apart
-from actors.grammars import Grammars
+from actors.cluster import Cluster, call_in_thread
+from actors.compile.grammars import Grammars
+from actors.compile.loading import ActorHandle
 from actors.link import Link, Wired
-from actors.loading import Home
-from actors.mask_actor import ORDERED, MaskActor, Place
-from actors.memory import MemoryLimit, Reading
-from actors.owner import Owner
 from actors.segment import Segment
+from actors.supervision.mask_actor import ORDERED, MaskActor
+from actors.supervision.process import ActorLocation, MemoryLimit, Owner, ProcessReading
 from guided.errors import BackendError, GuidedError, MaskTimeout, PoolUnavailable, WorkerDied, bounded
 from guided.pool import WorkerStatus
 
-__all__ = ["Cause", "Down", "Plan", "Retiring", "Supervisor", "Up"]
+__all__ = ["Cause", "IncarnationSettings", "Supervisor", "WorkerDown", "WorkerRetiring", "WorkerUp"]
 
 _START_SECONDS = 120.0
 _CONNECT_SECONDS = 30.0
@@ -60,7 +59,7 @@ memory; it had grown, and a fresh one takes its place."""
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class IncarnationSettings:
     """What every incarnation of a pool's actors is made with."""
 
     cluster: Cluster
@@ -76,25 +75,25 @@ class Plan:
     tcp: bool
     """Use TCP even where shared memory can be had."""
     spread: bool
-    """Place actors on all nodes in turn, rather than on this one."""
+    """ActorLocation actors on all nodes in turn, rather than on this one."""
 
 
 @dataclass(frozen=True, slots=True)
-class Up:
+class WorkerUp:
     """An incarnation that has all grammars in use: the engine's thread may place sequences on it."""
 
     link: Link
 
 
 @dataclass(frozen=True, slots=True)
-class Retiring:
+class WorkerRetiring:
     """An incarnation that is to be replaced by a fresh one: its sequences go elsewhere, where they can."""
 
     link: Link
 
 
 @dataclass(frozen=True, slots=True)
-class Down:
+class WorkerDown:
     """An incarnation that is over."""
 
     link: Link
@@ -116,9 +115,9 @@ class Supervisor:
     def __init__(
         self,
         index: int,
-        plan: Plan,
+        plan: IncarnationSettings,
         next_incarnation: Callable[[], int],
-        announce: Callable[[Up | Retiring | Down], None],
+        announce: Callable[[WorkerUp | WorkerRetiring | WorkerDown], None],
     ) -> None:
         self._index = index
         self._plan = plan
@@ -126,7 +125,7 @@ class Supervisor:
         self._announce = announce
         self._state: Literal["starting", "up", "restarting", "down"] = "starting"
         self._link: Link | None = None
-        self._home: Home | None = None
+        self._home: ActorHandle | None = None
         self._process: _Process | None = None
         self._incarnation = -1
         self._restarts = 0
@@ -217,9 +216,9 @@ class Supervisor:
         self._began = time.monotonic()
         self._incarnation = self._next_incarnation()
         self._plan.cluster.check()
-        home = self._home = Home(self._wait(apart(self._create), _CREATE_SECONDS, "start an actor"))
+        home = self._home = ActorHandle(self._wait(call_in_thread(self._create), _CREATE_SECONDS, "start an actor"))
         try:
-            place: Place = self._wait(home.actor.place.remote().future(), _START_SECONDS, "bring the actor up")
+            place: ActorLocation = self._wait(home.actor.place.remote().future(), _START_SECONDS, "bring the actor up")
             process = self._process = _Process(place, self._plan.cluster.node_id)
             link, channel = self._wire(home, place)
             try:
@@ -256,7 +255,7 @@ class Supervisor:
                 raise PoolUnavailable(f"Ray didn't {what} within {seconds:g} s")
         return answer.result()
 
-    def _wire(self, home: Home, place: Place) -> tuple[Link, Channel]:
+    def _wire(self, home: ActorHandle, place: ActorLocation) -> tuple[Link, Channel]:
         """Connect to the actor: shared memory and ipc where it can reach our memory, TCP else."""
         plan = self._plan
         segment = Segment(plan.rows, plan.words)
@@ -277,14 +276,14 @@ class Supervisor:
         segment.close()
         raise PoolUnavailable(f"the actor on {place.host} can't connect to {plan.cluster.host}")
 
-    def _serve(self, home: Home, link: Link, channel: Channel, process: _Process) -> Cause:
+    def _serve(self, home: ActorHandle, link: Link, channel: Channel, process: _Process) -> Cause:
         """In rotation, until it is over."""
         self._link = link
         self._state = "up"
         self._up_since = time.monotonic()
         if self._first_try.is_set():
             self._restarts += 1
-        self._announce(Up(link))
+        self._announce(WorkerUp(link))
         self._plan.grammars.serve(home)
         seconds, grammars = self._up_since - self._began, len(home.installed)
         _log.info(
@@ -298,12 +297,12 @@ class Supervisor:
             self._link = None
             self._state = "restarting"
         if self._stopping.is_set():
-            self._announce(Down(link, PoolUnavailable("the pool was shut down")))
+            self._announce(WorkerDown(link, PoolUnavailable("the pool was shut down")))
         else:
-            error = self._obituary(link, cause)
+            error = self._failure_of(link, cause)
             self._note_end(cause, error.message)
             process.kill()
-            self._announce(Down(link, error, cause, loading=bool(home.loading)))
+            self._announce(WorkerDown(link, error, cause, loading=bool(home.loading)))
         return cause
 
     def _note_end(self, cause: str, message: str) -> None:
@@ -311,7 +310,7 @@ class Supervisor:
         self._last_end = bounded(message)
         _log.log(logging.INFO if cause == "retired" else logging.WARNING, "%s", message)
 
-    def _obituary(self, link: Link, cause: Cause) -> GuidedError:
+    def _failure_of(self, link: Link, cause: Cause) -> GuidedError:
         who = f"mask worker {self._index} (pid {link.place.pid}, incarnation {link.incarnation})"
         if cause == "hung":
             return MaskTimeout(f"{who} was ended: a mask took longer than {self._plan.mask_limit:g} s")
@@ -321,7 +320,7 @@ class Supervisor:
             return WorkerDied(f"{who} had grown: a fresh one takes its place")
         return WorkerDied(f"{who} died")
 
-    def _watch(self, home: Home, link: Link, channel: Channel, process: _Process) -> Cause:
+    def _watch(self, home: ActorHandle, link: Link, channel: Channel, process: _Process) -> Cause:
         """Return when the incarnation is over (or to be ended), and why."""
         plan = self._plan
         watched = zmq.Poller()
@@ -353,23 +352,23 @@ class Supervisor:
             elif look.resident > soft:
                 link.retiring = True
                 _log.info("mask worker %d takes %d MiB: it is replaced", self._index, look.resident >> 20)
-                self._announce(Retiring(link))
+                self._announce(WorkerRetiring(link))
         return "died"
 
 
 class _Process:
     """An actor's process. On this node it can be watched and killed without Ray."""
 
-    def __init__(self, place: Place, node_id: str) -> None:
+    def __init__(self, place: ActorLocation, node_id: str) -> None:
         self.fd = -1
         self._pid = place.pid
         if place.node_id == node_id:
             with contextlib.suppress(OSError):
                 self.fd = os.pidfd_open(place.pid)
 
-    def look(self) -> Reading | None:
+    def look(self) -> ProcessReading | None:
         """How it is; None on another node, or where it is gone."""
-        return Reading.of(self._pid) if self.fd >= 0 else None
+        return ProcessReading.of(self._pid) if self.fd >= 0 else None
 
     def signal(self) -> None:
         """SIGKILL, from any thread. On another node that is Ray's to do."""
