@@ -1,4 +1,4 @@
-"""The step channel: one connection per actor incarnation, created by the engine and never used twice. Sends never block.
+"""The step channel: one connection per actor incarnation, created by the engine, never used twice. Sends never block.
 
 `LocalChannel` is a Unix socket to a process of the same machine, which the engine's thread writes to itself. ZeroMQ
 would hand each message to a thread of its own, and each wake-up on the way costs tens of microseconds and may take the
@@ -53,7 +53,7 @@ class Address:
 
 
 class Channel(Protocol):
-    """Engine side of one incarnation's connection. Created on one thread, then used by the one that sends and receives."""
+    """Engine side of one incarnation's connection. Created on one thread, then used by one that sends and receives."""
 
     @property
     def address(self) -> Address:
@@ -192,7 +192,7 @@ class _Frames:
 
 
 class LocalChannel:
-    """Engine side of a Unix socket; see `Channel`. A second connection, which carries nothing, tells of the actor's end.
+    """Engine side of a Unix socket; see `Channel`. A second connection carries nothing: its end is the actor's end.
 
     Args:
         path: of the socket, in a directory that other users cannot enter.

@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -37,21 +37,15 @@ from actors.steps.protocol import (
     SlotTable,
 )
 from guided.errors import GuidedError, from_wire
-from guided.messages import decoder, encode
+from guided.messages import encode
 from guided.sequence import GuidedSequence
 
-__all__ = ["ActorLocation", "SequenceState", "StepPart", "WorkerConnection", "send_all"]
+if TYPE_CHECKING:
+    from actors.supervision.process import ActorLocation
 
-_decode = decoder(Answer).decode
+__all__ = ["SequenceState", "StepPart", "WorkerConnection", "send_all"]
 
-
-@dataclass(frozen=True, slots=True)
-class ActorLocation:
-    """Where an actor runs."""
-
-    pid: int
-    node_id: str
-    host: str
+_decode = msgspec.msgpack.Decoder(Answer).decode
 
 
 @dataclass(slots=True, eq=False)
@@ -413,5 +407,3 @@ def send_all(workers: Collection[WorkerConnection]) -> None:
     now = time.monotonic()
     for worker, frame in packed:
         worker.send(frame, now)
-
-

@@ -234,7 +234,9 @@ class Placement:
             if worker.retiring and any(not each.retiring and each.reserved_for is None for each in self.workers):
                 self._clear(worker, {state for state in worker.sequences.values() if state.late_since})
                 self.needs_rebalancing |= bool(worker.num_open)  # a late mask is being computed: at the next step
-        usual = [each for each in self.workers if not each.stragglers and each.reserved_for is None and not each.retiring]
+        usual = [
+            each for each in self.workers if not each.stragglers and each.reserved_for is None and not each.retiring
+        ]
         if usual:
             most = max(usual, key=lambda worker: worker.num_open)
             fewest = min(usual, key=lambda worker: worker.num_open)

@@ -25,7 +25,6 @@ from actors.steps.protocol import (
     OK,
     POSITION,
     Answer,
-    Edit,
     Failed,
     Filled,
     Free,

@@ -29,14 +29,15 @@ from actors.channel import Channel, Transport
 from actors.cluster import Cluster, call_in_thread
 from actors.compile.grammars import Grammars
 from actors.compile.loading import ActorHandle
-from actors.link import Link, Wired
-from actors.segment import Segment
+from actors.steps.connection import WorkerConnection
+from actors.steps.placement import Cause, WorkerDown, WorkerRetiring, WorkerUp
+from actors.steps.protocol import Segment
 from actors.supervision.mask_actor import ORDERED, MaskActor
 from actors.supervision.process import ActorLocation, MemoryLimit, Owner, ProcessReading
 from guided.errors import BackendError, GuidedError, MaskTimeout, PoolUnavailable, WorkerDied, bounded
 from guided.pool import WorkerStatus
 
-__all__ = ["Cause", "IncarnationSettings", "Supervisor", "WorkerDown", "WorkerRetiring", "WorkerUp"]
+__all__ = ["IncarnationSettings", "Supervisor"]
 
 _START_SECONDS = 120.0
 _CONNECT_SECONDS = 30.0
@@ -53,11 +54,6 @@ _TICK_MS = 200
 _log = logging.getLogger(__name__)
 
 
-Cause = Literal["died", "hung", "memory", "retired"]
-"""Why an incarnation is over: it died by itself; it was ended for a mask that didn't come, or that took too much
-memory; it had grown, and a fresh one takes its place."""
-
-
 @dataclass(frozen=True, slots=True)
 class IncarnationSettings:
     """What every incarnation of a pool's actors is made with."""
@@ -66,7 +62,7 @@ class IncarnationSettings:
     transport: Transport
     grammars: Grammars
     owner: Owner
-    rows: int
+    slots: int
     words: int
     mask_limit: float
     """Seconds after which an actor that owes an answer, or that was stopped, is taken for hung."""
@@ -76,32 +72,6 @@ class IncarnationSettings:
     """Use TCP even where shared memory can be had."""
     spread: bool
     """ActorLocation actors on all nodes in turn, rather than on this one."""
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerUp:
-    """An incarnation that has all grammars in use: the engine's thread may place sequences on it."""
-
-    link: Link
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerRetiring:
-    """An incarnation that is to be replaced by a fresh one: its sequences go elsewhere, where they can."""
-
-    link: Link
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerDown:
-    """An incarnation that is over."""
-
-    link: Link
-    error: GuidedError
-    """For those who are lost (`actors.verdict`)."""
-    cause: Cause = "died"
-    loading: bool = False
-    """It was loading a grammar as well: that may be what ended it."""
 
 
 class Supervisor:
@@ -124,7 +94,7 @@ class Supervisor:
         self._next_incarnation = next_incarnation
         self._announce = announce
         self._state: Literal["starting", "up", "restarting", "down"] = "starting"
-        self._link: Link | None = None
+        self._link: WorkerConnection | None = None
         self._home: ActorHandle | None = None
         self._process: _Process | None = None
         self._incarnation = -1
@@ -162,9 +132,9 @@ class Supervisor:
             index=self._index,
             incarnation=self._incarnation,
             state=self._state,
-            pid=link.place.pid if link is not None else None,
-            node=link.place.host if link is not None else None,
-            open_sequences=len(link.sequences) if link is not None else 0,
+            pid=link.location.pid if link is not None else None,
+            node=link.location.host if link is not None else None,
+            open_sequences=link.num_open if link is not None else 0,
             restarts=self._restarts,
             ends=dict(self._causes),
             last_end=self._last_end,
@@ -255,10 +225,10 @@ class Supervisor:
                 raise PoolUnavailable(f"Ray didn't {what} within {seconds:g} s")
         return answer.result()
 
-    def _wire(self, home: ActorHandle, place: ActorLocation) -> tuple[Link, Channel]:
+    def _wire(self, home: ActorHandle, place: ActorLocation) -> tuple[WorkerConnection, Channel]:
         """Connect to the actor: shared memory and ipc where it can reach our memory, TCP else."""
         plan = self._plan
-        segment = Segment(plan.rows, plan.words)
+        segment = Segment(plan.slots, plan.words)
         near = place.node_id == plan.cluster.node_id and not plan.tcp
         for shared in (True, False) if near else (False,):
             channel = plan.transport.ipc() if shared else plan.transport.tcp()
@@ -271,12 +241,14 @@ class Supervisor:
                 if not connected:
                     channel.close()
             if connected:
-                wired = Wired(self._index, self._incarnation, place, channel, segment, shared, home.installed)
-                return Link(wired), channel
+                connection = WorkerConnection(
+                    self._index, self._incarnation, place, channel, segment, shared, home.installed
+                )
+                return connection, channel
         segment.close()
         raise PoolUnavailable(f"the actor on {place.host} can't connect to {plan.cluster.host}")
 
-    def _serve(self, home: ActorHandle, link: Link, channel: Channel, process: _Process) -> Cause:
+    def _serve(self, home: ActorHandle, link: WorkerConnection, channel: Channel, process: _Process) -> Cause:
         """In rotation, until it is over."""
         self._link = link
         self._state = "up"
@@ -287,7 +259,7 @@ class Supervisor:
         self._plan.grammars.serve(home)
         seconds, grammars = self._up_since - self._began, len(home.installed)
         _log.info(
-            "mask actor %d (pid %d) is up after %.1f s: %d grammars", self._index, link.place.pid, seconds, grammars
+            "mask actor %d (pid %d) is up after %.1f s: %d grammars", self._index, link.location.pid, seconds, grammars
         )
         self._first_try.set()
         try:
@@ -310,8 +282,8 @@ class Supervisor:
         self._last_end = bounded(message)
         _log.log(logging.INFO if cause == "retired" else logging.WARNING, "%s", message)
 
-    def _failure_of(self, link: Link, cause: Cause) -> GuidedError:
-        who = f"mask worker {self._index} (pid {link.place.pid}, incarnation {link.incarnation})"
+    def _failure_of(self, link: WorkerConnection, cause: Cause) -> GuidedError:
+        who = f"mask worker {self._index} (pid {link.location.pid}, incarnation {link.incarnation})"
         if cause == "hung":
             return MaskTimeout(f"{who} was ended: a mask took longer than {self._plan.mask_limit:g} s")
         if cause == "memory":
@@ -320,7 +292,7 @@ class Supervisor:
             return WorkerDied(f"{who} had grown: a fresh one takes its place")
         return WorkerDied(f"{who} died")
 
-    def _watch(self, home: ActorHandle, link: Link, channel: Channel, process: _Process) -> Cause:
+    def _watch(self, home: ActorHandle, link: WorkerConnection, channel: Channel, process: _Process) -> Cause:
         """Return when the incarnation is over (or to be ended), and why."""
         plan = self._plan
         watched = zmq.Poller()
@@ -347,7 +319,7 @@ class Supervisor:
             elif time.monotonic() - ran > plan.mask_limit:
                 return "hung"
             if link.retiring:
-                if not link.sequences:
+                if not link.num_open:
                     return "retired"
             elif look.resident > soft:
                 link.retiring = True
