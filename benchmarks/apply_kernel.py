@@ -241,10 +241,11 @@ def main() -> None:
     print_table(line, {key: heading for key, heading in columns.items() if key in line[0]})
     mixture = {"tight": float((share <= TIGHT).mean()), "loose": float((share >= LOOSE).mean())}
     print(f"of {len(masks)} masks, {mixture['tight']:.0%} are tight and {mixture['loose']:.0%} loose; milliseconds")
-    setting = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
-    setting["data"] = options.data.name
     write_json(
-        options.out / "apply_kernel.json", setting, {"real": results, "random": line, "mixture": mixture}, started_on
+        options.out / "apply_kernel.json",
+        vars(options),
+        {"real": results, "random": line, "mixture": mixture},
+        started_on,
     )
     title = (
         f"{tokens.width} tokens, {results[0]['dtype']}, {results[0]['threads']} thread(s), {started_on['cpus']} CPUs"

@@ -90,7 +90,7 @@ def by_transformers(model: Any, pad: int, many: list[list[int]], new_tokens: int
             ids, attention_mask=mask, max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=False,
             pad_token_id=pad,
         )  # fmt: skip
-    return len(many) * (out.shape[1] - longest)
+    return len(many) * int(out.shape[1] - longest)
 
 
 def by_engine(llm: LLM, many: list[list[int]], params: SamplingParams) -> int:

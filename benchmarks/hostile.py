@@ -292,8 +292,7 @@ def main() -> None:
     results = [summary(side) for side in sides]
     for side, result in zip(sides, results, strict=True):
         show(side, result, options.budget + options.slack)
-    setting = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
-    write_json(options.out / "hostile.json", setting, {"runs": results, "violations": wrong}, started_on)
+    write_json(options.out / "hostile.json", vars(options), {"runs": results, "violations": wrong}, started_on)
     title = f"{results[0]['inputs']} hostile inputs, {options.at_a_time} at a time, beside {options.good} good streams"
     plot(sides, options.out / "hostile.png", title, options.budget + options.slack)
     print(f"wrote {options.out / 'hostile.json'} and .png")

@@ -35,6 +35,7 @@ from tqdm import tqdm
 from actors.compile_process import Outcome
 from actors.compile_queue import Job
 from actors.compiler import Compiler
+from benchmarks.child_process import SINGLE_THREADED, log_tail
 from benchmarks.peers.rows import Document
 from benchmarks.report import RESULTS, ROOT, canvas, fail, machine, print_table, write_json
 from benchmarks.workload import DATA, Tokens, documents
@@ -85,15 +86,14 @@ def compiled(vocabulary: Vocabulary, drawn: Sequence[Document], count: int, bar:
     return found
 
 
-def told(module: str, *arguments: str) -> list[dict[str, Any]]:
-    """What a process of ours said, line by line."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+def run_part(module: str, *arguments: str) -> list[dict[str, Any]]:
+    """Run a module of `benchmarks.memory_processes` and return its lines of JSON."""
+    environment = {**os.environ, **SINGLE_THREADED}
     with tempfile.TemporaryFile() as log:
-        command = [sys.executable, "-m", f"benchmarks.megabytes.{module}", *arguments]
+        command = [sys.executable, "-m", f"benchmarks.memory_processes.{module}", *arguments]
         ended = subprocess.run(command, stdout=subprocess.PIPE, stderr=log, cwd=ROOT, env=environment, check=False)
         if ended.returncode:
-            log.seek(0)
-            fail(f"{module} ended with status {ended.returncode}: {log.read().decode('utf-8', 'replace')[-1000:]}")
+            fail(f"{module} ended with status {ended.returncode}: {log_tail(log, 1000)}")
     return [json.loads(line) for line in ended.stdout.splitlines()]
 
 
@@ -181,13 +181,13 @@ def main() -> None:
         for name in BACKENDS:
             bar.set_description(f"a mask actor, {name}")
             Path(grammars_file).write_bytes(pickle.dumps([one for one in grammars if one["backend"] == name]))
-            workers[name] = told("worker", vocabulary_file, grammars_file, str(options.sequences))
+            workers[name] = run_part("mask_actor", vocabulary_file, grammars_file, str(options.sequences))
         small = [{**one, "tokens": []} for one in grammars if one["backend"] == "llguidance"]
         pools = {}
         for name, which in (("131,072 tokens", vocabulary_file), ("2,048, with the model", "default")):
             bar.set_description(f"a pool, {name}")
             Path(grammars_file).write_bytes(pickle.dumps(grammars if which != "default" else small))
-            pools[name] = told("owner", which, grammars_file, str(options.actors))
+            pools[name] = run_part("engine_process", which, grammars_file, str(options.actors))
     lines = [
         line
         for name, said in pools.items()
@@ -206,10 +206,8 @@ def main() -> None:
         for part, found in when.items():
             each = "; ".join(f"{one['taken']:.2f} of {one['reserved']:.2f} MiB" for one in found)
             print(f"segments, {name}, {part}: {each}")
-    setting = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
-    setting["data"] = options.data.name
     results = {"processes": lines, "parts": shown, "segments": held}
-    write_json(options.out / "memory.json", setting, results, started_on)
+    write_json(options.out / "memory.json", vars(options), results, started_on)
     plot(shown, options.out / "memory.png")
     print(f"wrote {options.out / 'memory.json'} and .png")
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from benchmarks.contest import Contest, Entry
+from benchmarks.comparison import Candidate, Comparison
 from benchmarks.peers.loop import Samples
 from benchmarks.report import RESULTS, canvas, fail, machine, percentiles, print_table, write_json
 from benchmarks.workload import DATA, Tokens, documents
@@ -41,36 +41,36 @@ def vocabulary(name: str, data: Path) -> Iterator[Tokens]:
             yield Tokens.trained(data, 4096, Path(folder) / "tokenizer.json")
 
 
-def ours(label: str, actors: int) -> Entry:
-    return Entry(label, "ray", frozenset(BACKENDS), options={"actors": actors, "compile_seconds": 2.0})
+def ours(label: str, actors: int) -> Candidate:
+    return Candidate(label, "ray", frozenset(BACKENDS), options={"actors": actors, "compile_seconds": 2.0})
 
 
 def by_actors(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Masks a second, for each backend."""
-    entries = [ours(f"{count}", count) for count in options.actors]
+    candidates = [ours(f"{count}", count) for count in options.actors]
     rows: list[dict[str, Any]] = []
     with (
         vocabulary("131k", options.data) as tokens,
-        Contest(entries, tokens) as contest,
+        Comparison(candidates, tokens) as comparison,
         tqdm(unit=" steps", disable=None) as bar,
     ):
         for backend in options.backend:
             batch = options.slow_batch if backend in SLOW else options.batch
             drawn = documents(options.data, tokens, batch, max_schema=MAX_SCHEMA[backend])
-            able, usable = contest.load(backend, drawn)
+            able, usable = comparison.load(backend, drawn)
             if not usable:
                 continue
             bar.set_description(f"actors, {backend}")
-            race = contest.race(able, usable, batch, 0.0)
-            found = race.run(options.steps // 4 if backend in SLOW else options.steps, options.rounds, bar)
+            measurement = comparison.start(able, usable, batch, 0.0)
+            found = measurement.run(options.steps // 4 if backend in SLOW else options.steps, options.rounds, bar)
             first: float | None = None
-            for entry in able:
-                samples = found[entry.label]
+            for candidate in able:
+                samples = found[candidate.label]
                 # Without the kernel, which a GPU would do.
                 seconds = np.asarray(samples.step) - np.asarray(samples.kernel)
                 rate = batch / float(seconds.mean())
                 first = first or rate
-                row = {"backend": backend, "batch": batch, "actors": int(entry.label), "masks_per_second": rate}
+                row = {"backend": backend, "batch": batch, "actors": int(candidate.label), "masks_per_second": rate}
                 rows.append({**row, "times_one": rate / first, **spread(samples)})
     return rows
 
@@ -79,14 +79,14 @@ def by_batch(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Steps beside a forward pass, for each vocabulary and batch."""
     rows: list[dict[str, Any]] = []
     for name in options.vocabulary:
-        with vocabulary(name, options.data) as tokens, Contest([ours("ours", 2)], tokens) as contest:
+        with vocabulary(name, options.data) as tokens, Comparison([ours("ours", 2)], tokens) as comparison:
             drawn = documents(options.data, tokens, 128, max_schema=4000, lengths=(24, 600))
-            able, usable = contest.load("llguidance", drawn)
+            able, usable = comparison.load("llguidance", drawn)
             with tqdm(unit=" steps", disable=None) as bar:
                 for batch in options.batches:
                     bar.set_description(f"{name} tokens, batch {batch}")
-                    race = contest.race(able, usable, batch, options.forward_ms / 1e3)
-                    samples = race.run(options.steps, 1, bar)["ours"]
+                    measurement = comparison.start(able, usable, batch, options.forward_ms / 1e3)
+                    samples = measurement.run(options.steps, 1, bar)["ours"]
                     row = {"vocabulary": name, "tokens": tokens.width, "batch": batch}
                     rows.append({**row, **spread(samples)})
     return rows
@@ -157,9 +157,7 @@ def main() -> None:
     columns = {"vocabulary": "vocabulary", "batch": "batch", "step_p50": "step p50", "step_p99": "p99"}
     more = {"exposed_p50": "exposed p50", "exposed_p99": "p99", "hidden_p50": "hidden p50", "kernel_p50": "kernel p50"}
     print_table(batches, {**columns, **more, "cpu_p50": "CPU p50"})
-    setting = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
-    setting["data"] = options.data.name
-    write_json(options.out / "scaling.json", setting, {"actors": actors, "batches": batches}, started_on)
+    write_json(options.out / "scaling.json", vars(options), {"actors": actors, "batches": batches}, started_on)
     plot(actors, batches, options.out / "scaling.png", options.forward_ms, started_on["cpus"])
     print(f"wrote {options.out / 'scaling.json'} and .png")
 

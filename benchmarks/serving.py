@@ -120,8 +120,8 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
         row: dict[str, Any] = {"pool": pool, "guided_percent": round(100 * share), "requests": timings.requests}
         row["requests_per_second"] = timings.requests / timings.seconds
         row["tokens_per_second"] = row["requests_per_second"] * options.tokens
-        for name in ("ttft", "tpot", "itl"):
-            row |= {f"{name}_{key}": value for key, value in percentiles(getattr(timings, name)).items()}
+        for name, values in {"ttft": timings.ttft, "tpot": timings.tpot, "itl": timings.itl}.items():
+            row |= {f"{name}_{key}": value for key, value in percentiles(values).items()}
         base = runs[pool, options.share[0]]
         row["of_first"] = row["requests_per_second"] / (base.requests / base.seconds)
         rows.append(row)
@@ -184,8 +184,7 @@ def main() -> None:
     columns = {"pool": "pool", "guided_percent": "% guided", "requests_per_second": "requests/s", "of_first": "ratio"}
     spread = {f"{name}_{at}": f"{name.upper()} {at}" for name in ("ttft", "tpot", "itl") for at in ("p50", "p99")}
     print_table(rows, {**columns, "tokens_per_second": "tokens/s", **spread})
-    setting = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
-    setting["model"] = Path(options.model).name if options.model else "embedded"
+    setting = vars(options) | {"model": Path(options.model).name if options.model else "embedded"}
     write_json(options.out / "serving.json", setting, rows, started_on)
     title = f"{setting['model']} model, {options.concurrency} at a time, {options.tokens} tokens an answer"
     plot(rows, options.out / "serving.png", f"{title}, {started_on['cpus']} CPUs")

@@ -186,8 +186,7 @@ def main() -> None:
     print(f"{result['requests']} requests, {result['requests_per_second']} a second: {result['outcomes']}\n")
     headings = {"process": "process", "count": "count", "rss_warm": "RSS MiB each, warm", "rss_end": "end"}
     print_table(rows, {**headings, "percent": "growth %", "pss_warm": "PSS MiB each, warm", "pss_end": "end"})
-    setting = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
-    write_json(options.out / "soak.json", setting, result, started_on)
+    write_json(options.out / "soak.json", vars(options), result, started_on)
     title = f"{options.minutes:g} minutes, {options.concurrency} at a time, {options.fresh:.0%} of constraints new"
     plot(options.out / "soak.png", title, begun, warm, watch.memory, found)
     print(f"wrote {options.out / 'soak.json'} and .png")

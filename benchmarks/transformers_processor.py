@@ -130,7 +130,7 @@ class Generation:
             except GuidedError:
                 continue
             count -= 1
-            instance = next((test["data"] for test in row["tests"] if test["valid"]), {})
+            instance: Any = next((test["data"] for test in row["tests"] if test["valid"]), {})
             yield Task(str(row["id"]), row["schema"], constraint, self.prompt(instance))
 
     def prompt(self, instance: Any) -> str:
@@ -383,10 +383,8 @@ def main() -> None:
         cost = costs(options.data, options.rows, options.rounds, bar)
     print("\none step, ms")
     print_table(cost, COST)
-    setting = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
-    setting["data"] = options.data.name
     name = "transformers_processor"
-    write_json(options.out / f"{name}.json", setting, {"validity": validity, "cost": cost}, started_on)
+    write_json(options.out / f"{name}.json", vars(options), {"validity": validity, "cost": cost}, started_on)
     plot(validity, cost, options.out / f"{name}.png", f"{len(tasks)} schemas; 131,072 tokens, one thread")
     print(f"wrote {options.out / name}.json and .png")
 

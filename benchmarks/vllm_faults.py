@@ -38,9 +38,10 @@ from typing import Any
 import psutil
 from tqdm import tqdm
 
-from benchmarks.contest import vllm_entry
-from benchmarks.faults.asked import Answer, bystanders, is_valid, next_requests, victim
+from benchmarks.child_process import SINGLE_THREADED, VLLM_ON_CPU, log_tail
+from benchmarks.comparison import vllm_candidate
 from benchmarks.faults.faulty_matcher import FAULT_VARIABLE, FAULTS
+from benchmarks.faults.requests import Answer, bystanders, is_valid, next_requests, victim
 from benchmarks.report import RESULTS, ROOT, canvas, machine, print_table, write_json
 
 ALL_FAULTS = (*FAULTS, "error state", "costly grammar")
@@ -69,7 +70,7 @@ OUTCOMES = {
 def systems(options: argparse.Namespace) -> dict[str, tuple[str, str]]:
     """Label -> the host's name for the engine, and the interpreter."""
     found = {}
-    vllm = vllm_entry(options.vllm_python)
+    vllm = vllm_candidate(options.vllm_python)
     if vllm is not None:
         found["vLLM"] = ("vllm", vllm.python)
         if has_plugin(vllm.python):
@@ -107,26 +108,20 @@ def observe(engine: str, python: str, fault: str, limit: float) -> dict[str, Any
         stages = {stage.pop("stage"): stage for stage in map(json.loads, process.stdout)}
         status = process.wait()
         timer.cancel()
-        log.seek(0)
-        text = log.read().decode("utf-8", "replace")
+        text = log_tail(log, 2000)
     ended = f"killed after {limit:g} s" if killed.is_set() else f"with status {status}" if status else "by itself"
-    return {**stages, "ended": ended, "log": text[-2000:]}
+    return {**stages, "ended": ended, "log": text}
 
 
 @contextlib.contextmanager
 def _hosted(engine: str, python: str, fault: str, log: Any) -> Iterator[subprocess.Popen[str]]:
     environment = {
         **os.environ,
+        **SINGLE_THREADED,
+        **VLLM_ON_CPU,
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "PYTHONPATH": os.pathsep.join([str(ROOT / "benchmarks" / "faults" / "startup"), str(ROOT)]),
         FAULT_VARIABLE: fault,
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "VLLM_TARGET_DEVICE": "cpu",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_NO_USAGE_STATS": "1",
     }
     command = [python, "-m", "benchmarks.faults.host", engine, fault, str(MODEL)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, cwd=ROOT, env=environment, text=True)
@@ -154,18 +149,18 @@ def judge(fault: str, system: str, seen: dict[str, Any]) -> dict[str, Any]:
         print(f"{fault}, {system}, didn't start: {seen['log']}", file=sys.stderr)
         return row | {"victim": "didn't start", "engine": seen["ended"], "next": "none"}
     if "with" not in answers:
-        # The process that asked is gone, and everybody's connection with it.
+        # The engine's process is gone, and all connections with it.
         return row | {"victim": "no answer", "valid": "0 of 8", "engine": f"host ended {seen['ended']}", "next": "none"}
     hurt, *others = answers["with"]
-    asked = bystanders()
-    outcomes = [_outcome(one, answer) for one, answer in zip(asked, others, strict=True)]
+    requests = bystanders()
+    outcomes = [_outcome(one, answer) for one, answer in zip(requests, others, strict=True)]
     row |= {"victim": _told(hurt, _outcome(victim(fault, marked=True), hurt)), "victim_seconds": hurt.seconds}
     row["outcomes"] = {outcome: outcomes.count(outcome) for outcome in OUTCOMES}
     row["victim_outcome"] = _outcome(victim(fault, marked=True), hurt)
-    row["valid"] = f"{outcomes.count('valid')} of {len(asked)}"
+    row["valid"] = f"{outcomes.count('valid')} of {len(requests)}"
     row["others"] = "; ".join(_rest(others, outcomes)) or "-"
     before = {answer.name: answer for answer in answers["without"]}
-    row["reference_valid"] = sum(is_valid(one, before[one.name]) for one in asked)
+    row["reference_valid"] = sum(is_valid(one, before[one.name]) for one in requests)
     pairs = [
         (answer.seconds / before[answer.name].seconds, answer.longest_gap)
         for answer, outcome in zip(others, outcomes, strict=True)
@@ -186,12 +181,12 @@ def judge(fault: str, system: str, seen: dict[str, Any]) -> dict[str, Any]:
     return row
 
 
-def _outcome(asked: Any, answer: Answer) -> str:
+def _outcome(request: Any, answer: Answer) -> str:
     if answer.hung:
         return "hung"
     if answer.error is not None:
         return "ended with an error"
-    return "valid" if is_valid(asked, answer) else "wrong, and called complete"
+    return "valid" if is_valid(request, answer) else "wrong, and called complete"
 
 
 def _told(answer: Answer, outcome: str) -> str:
@@ -272,8 +267,7 @@ def main() -> None:
                 bar.update()
     print_table(rows, COLUMNS)
     print("engine alive: it answers after the fault; their time: of the others that ended valid, median and worst")
-    setting = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
-    write_json(options.out / "vllm_faults.json", setting, rows, started_on)
+    write_json(options.out / "vllm_faults.json", vars(options), rows, started_on)
     plot(rows, options.out / "vllm_faults.png")
     print(f"wrote {options.out / 'vllm_faults.json'} and .png")
 

@@ -19,20 +19,19 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import re
 import shutil
 import statistics
-import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import jsonschema
 from tqdm import tqdm
 
-from benchmarks.contest import vllm_entry
+from benchmarks.child_process import SINGLE_THREADED, VLLM_ON_CPU, JsonProcess
+from benchmarks.comparison import vllm_candidate
 from benchmarks.report import RESULTS, ROOT, canvas, fail, machine, print_table, write_json
 from benchmarks.vllm_faults import has_plugin
 
@@ -93,70 +92,19 @@ def is_valid(asked: dict[str, Any], answer: dict[str, Any]) -> bool:
     return False
 
 
-class Host:
-    """A `benchmarks.peers.vllm_engine`."""
-
-    def __init__(self, python: str, way: str, model: Path, dummy: bool, batch: int, log: IO[bytes]) -> None:
-        environment = {
-            **os.environ,
-            "PYTHONPATH": str(ROOT),
-            "OMP_NUM_THREADS": "1",
-            "HF_HUB_OFFLINE": "1",
-            "TOKENIZERS_PARALLELISM": "false",
-            "VLLM_TARGET_DEVICE": "cpu",
-            "VLLM_LOGGING_LEVEL": "ERROR",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "VLLM_NO_USAGE_STATS": "1",
-        }
-        command = [python, "-m", "benchmarks.peers.vllm_engine", way, str(model)]
-        self._process = subprocess.Popen(
-            [*command, "dummy" if dummy else "real", str(batch)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            cwd=ROOT,
-            env=environment,
-            text=True,
-        )
-        self._log = log
-
-    def answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            self._log.seek(0)
-            raise RuntimeError(f"vLLM's process ended\n{self._log.read().decode('utf-8', 'replace')[-3000:]}")
-        found: dict[str, Any] = json.loads(line)
-        return found
-
-    def ask(self, asked: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(asked) + "\n")
-        self._process.stdin.flush()
-        return self.answer()
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
-        try:
-            self._process.wait(60)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-
-
 @contextlib.contextmanager
-def hosts(python: str, model: Path, dummy: bool, batch: int) -> Iterator[dict[str, Host]]:
-    """A process for each way, started one after the other."""
+def engines(python: str, model: Path, dummy: bool, batch: int) -> Iterator[dict[str, JsonProcess]]:
+    """Start a `benchmarks.peers.vllm_engine` per way, one after the other."""
+    environment = SINGLE_THREADED | VLLM_ON_CPU | {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "PYTHONPATH": str(ROOT)}
     with contextlib.ExitStack() as stack:
         found = {}
         for label, way in tqdm(WAYS.items(), desc="starting", leave=False, disable=None):
-            log = stack.enter_context(tempfile.TemporaryFile())
-            found[label] = Host(python, way, model, dummy, batch, log)
-            stack.callback(found[label].close)
-            found[label].answer()
+            arguments = (way, str(model), "dummy" if dummy else "real", str(batch))
+            process = JsonProcess(
+                "benchmarks.peers.vllm_engine", *arguments, label=label, environment=environment, python=python
+            )
+            found[label] = stack.enter_context(process)
+            process.answer()
         yield found
 
 
@@ -182,16 +130,18 @@ def checkpoint(model: str) -> Iterator[tuple[Path, bool]]:
         yield Path(folder), True
 
 
-def measure(running: dict[str, Host], model: str, batch: int, rounds: int, bar: tqdm[Any]) -> list[dict[str, Any]]:
-    """One row a way."""
+def measure(
+    running: dict[str, JsonProcess], model: str, batch: int, rounds: int, bar: tqdm[Any]
+) -> list[dict[str, Any]]:
+    """Return one row per way."""
     asked = requests(batch, 0.0 if model == "embedded" else 1.0)
     lengths = [one["tokens"] for one in running[REFERENCE].ask(asked)["answers"]]
     free = [one | {"max_tokens": length} for one, length in zip(asked, lengths, strict=True)]
     found: dict[str, list[dict[str, Any]]] = {label: [] for label in running}
     for round_ in range(rounds + 1):
-        for label, host in running.items():
+        for label, process in running.items():
             bar.set_description(f"{model}, {batch}, {label}")
-            answer = host.ask(free if label == "unguided" else asked)
+            answer = process.ask(free if label == "unguided" else asked)
             if round_:
                 found[label].append(answer)
             bar.update()
@@ -252,7 +202,7 @@ def parsed() -> argparse.Namespace:
 
 def main() -> None:
     options = parsed()
-    vllm = vllm_entry(options.vllm_python)
+    vllm = vllm_candidate(options.vllm_python)
     assert vllm is not None
     if not has_plugin(vllm.python):
         fail(f"{options.vllm_python} has no guided[ray]: `make test-vllm` makes an environment that has (docs/vllm.md)")
@@ -263,13 +213,12 @@ def main() -> None:
         for model in options.model:
             with (
                 checkpoint(model) as (folder, dummy),
-                hosts(vllm.python, folder, dummy, max(options.batch)) as running,
+                engines(vllm.python, folder, dummy, max(options.batch)) as running,
             ):
                 for batch in options.batch:
                     rows += measure(running, model, batch, options.rounds, bar)
     print_table(rows, COLUMNS)
-    setting = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
-    write_json(options.out / "vllm_plugin.json", setting, rows, started_on)
+    write_json(options.out / "vllm_plugin.json", vars(options), rows, started_on)
     plot(rows, options.out / "vllm_plugin.png", f"guided requests within vLLM, {started_on['cpus']} CPUs")
     print(f"wrote {options.out / 'vllm_plugin.json'} and .png")
 

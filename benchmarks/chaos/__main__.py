@@ -164,8 +164,7 @@ def main() -> None:
     wrong = violations(run, every_good=bool(options.max_replays))
     result: dict[str, Any] = summary(run)
     print_run(run, result)
-    setting = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
-    write_json(options.out / "chaos.json", setting, {**result, "violations": wrong}, started_on)
+    write_json(options.out / "chaos.json", vars(options), {**result, "violations": wrong}, started_on)
     faults = f"{len(run.events)} faults, an actor killed or frozen every {options.every:g} s"
     title = f"{options.concurrency} requests at a time, {options.actors} mask actors, {faults}"
     timeline(options.out / "chaos.png", title, run.begun, run.load.records, run.events, run.watch)

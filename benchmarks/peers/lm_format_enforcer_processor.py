@@ -16,15 +16,15 @@ import lmformatenforcer
 import torch
 from transformers import PrefixConstrainedLogitsProcessor
 
-from benchmarks.peers.busy import busy
+from benchmarks.delay import delay
+from benchmarks.peers.import_fixes import fix_lm_format_enforcer_imports
 from benchmarks.peers.loop import Forward, Slowness, Times
-from benchmarks.peers.mended import mend_lm_format_enforcer
 from benchmarks.peers.rows import Document, RunningSequence
 from guided.vocabulary import Vocabulary
 
 __all__ = ["LMFormatEnforcerProcessor"]
 
-mend_lm_format_enforcer()
+fix_lm_format_enforcer_imports()
 integration: Any = importlib.import_module("lmformatenforcer.integrations.transformers")
 
 
@@ -76,7 +76,7 @@ class LMFormatEnforcerProcessor:
     def _allowed(self, row: int, tokens: torch.Tensor) -> list[int]:
         started, cpu = time.perf_counter(), time.process_time()
         if self._slow.hits(row):
-            busy(self._slow.kind, self._slow.seconds)
+            delay(self._slow.kind, self._slow.seconds)
         allowed: list[int] = self._functions[row](row, tokens)
         self._seconds += time.perf_counter() - started
         self._cpu += time.process_time() - cpu

@@ -1,4 +1,4 @@
-"""Our own ways: no masks at all, and masks of a pool (inline or Ray) through `LogitPostProcessor`."""
+"""Our own ways of masking: no masks, and masks of a pool (inline or Ray) through `LogitPostProcessor`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-import xgrammar  # noqa: F401  # the processor loads its kernel on a thread, which must not be measured
+import xgrammar  # noqa: F401  # imported before the measurement: the processor would load its kernel on a thread
 
 import guided.processor as processor_module
 from benchmarks.peers.loop import Forward, Slowness, Times
@@ -24,13 +24,13 @@ from guided.processor import GuidedRow, LogitPostProcessor
 __all__ = ["Guided", "Unguided"]
 
 COMPILE_SECONDS = 600.0
-"""How long all compilations together may take; the pool limits each."""
+"""Time limit for all compilations together. The pool limits each of them."""
 CHECK_SECONDS = 5.0
 CHECK_ROWS = 32
 
 
 class Unguided:
-    """The forward pass alone."""
+    """Run only the forward pass."""
 
     def load(self, backend: str, documents: Sequence[Document]) -> dict[str, str]:
         return {}
@@ -56,10 +56,10 @@ class Unguided:
 
 
 class Guided:
-    """Our post-processor over a pool, called as our engine calls it.
+    """Mask with our post-processor over a pool, called as our engine calls it.
 
     Args:
-        parking: rows whose mask misses the engine's default deadline are parked.
+        parking: park rows whose mask misses the engine's default deadline.
     """
 
     def __init__(self, pool: MaskPool, parking: bool) -> None:
@@ -73,7 +73,7 @@ class Guided:
         self._rows: dict[int, GuidedRow] = {}
         self._slow = Slowness()
         self._kernel_cpu = 0.0
-        # Its CPU time is the kernel's, not the engine's: nothing but the clock is added.
+        # The kernel's CPU time is measured apart from the engine's. Only the clock is added to it.
         kernel: Callable[..., None] = vars(processor_module)["apply_bitmask"]
         vars(processor_module)["apply_bitmask"] = self._clocked(kernel)
 
@@ -108,7 +108,7 @@ class Guided:
         return self._grammars[key]
 
     def _check(self, some: list[tuple[Document, Grammar]]) -> dict[str, str]:
-        """Those whose tokens the grammar doesn't accept to the end."""
+        """Return the documents whose tokens the grammar rejects: name -> reason."""
         ids = [-1 - index for index in range(len(some))]
         for sequence_id, (_, grammar) in zip(ids, some, strict=True):
             self._pool.open(sequence_id, grammar)
@@ -122,7 +122,7 @@ class Guided:
             if result.state != "ready":
                 refused[document.name] = str(result.error or result.state)
             elif not mask[stop // 32] >> (stop % 32) & 1:
-                refused[document.name] = "it may not end where it ends"
+                refused[document.name] = "the grammar does not allow its end"
         return refused
 
     def begin(self, batch: int, slow: Slowness) -> None:
@@ -146,7 +146,7 @@ class Guided:
         self._rows.pop(sequence.id, None)
 
     def resume(self) -> list[tuple[RunningSequence, bool]]:
-        """Sample the parked sequences whose masks have come, from the logits that were kept."""
+        """Sample the parked sequences whose masks are ready, from their saved logits."""
         settled = [self._parked[id_] for id_ in self._processor.settled() if id_ in self._parked]
         if not settled:
             return []
@@ -196,7 +196,7 @@ class Guided:
         return logits, times
 
     def _patience(self) -> float | None:
-        """As `EngineConfig.mask_deadline` has it."""
+        """Return the mask deadline in seconds, as `EngineConfig.mask_deadline` defines it; None waits."""
         return max(0.001, 0.05 * self._mean_step) if self._parking else None
 
     def sampled(self, sequences: Sequence[RunningSequence], tokens: Sequence[int]) -> float:

@@ -23,7 +23,7 @@ from outlines_core.kernels.torch import (
     fill_next_token_bitmask,
 )
 
-from benchmarks.peers.busy import busy
+from benchmarks.delay import delay
 from benchmarks.peers.loop import Forward, Slowness, Times
 from benchmarks.peers.rows import Document, RunningSequence
 from guided.vocabulary import Vocabulary
@@ -90,7 +90,7 @@ class OutlinesProcessor:
         started = time.perf_counter()
         for row, mask in enumerate(self._masks):
             if self._slow.hits(row):
-                busy(self._slow.kind, self._slow.seconds)
+                delay(self._slow.kind, self._slow.seconds)
             guide = self._guides[row]
             if row in self._last and not guide.is_finished():
                 guide.advance(self._last[row], return_tokens=False)

@@ -27,9 +27,9 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.utils import apply_grammar_bitmask
 
-from benchmarks.peers.busy import busy
+from benchmarks.delay import delay
+from benchmarks.peers.import_fixes import fix_lm_format_enforcer_imports
 from benchmarks.peers.loop import Forward, Slowness, Times
-from benchmarks.peers.mended import mend_lm_format_enforcer
 from benchmarks.peers.rows import Document, RunningSequence
 
 __all__ = ["VLLMManager"]
@@ -62,7 +62,7 @@ class VLLMManager:
     """
 
     def __init__(self, vocabulary: str) -> None:
-        mend_lm_format_enforcer(vllm=True)
+        fix_lm_format_enforcer_imports(vllm=True)
         self._config = _config(vocabulary)
         self._manager = StructuredOutputManager(self._config)
         self._backend = ""
@@ -151,7 +151,7 @@ class _Slow:
         self._inner, self._slow = inner, slow
 
     def fill_bitmask(self, bitmask: torch.Tensor, index: int) -> None:
-        busy(self._slow.kind, self._slow.seconds)
+        delay(self._slow.kind, self._slow.seconds)
         self._inner.fill_bitmask(bitmask, index)
 
     def __getattr__(self, name: str) -> Any:

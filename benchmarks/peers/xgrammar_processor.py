@@ -14,7 +14,7 @@ import torch
 import xgrammar
 import xgrammar.contrib.hf
 
-from benchmarks.peers.busy import busy
+from benchmarks.delay import delay
 from benchmarks.peers.loop import Forward, Slowness, Times
 from benchmarks.peers.rows import Document, RunningSequence
 from guided.vocabulary import Vocabulary
@@ -138,7 +138,7 @@ class _SlowMatcher:
         self._inner, self._slow = inner, slow
 
     def fill_next_token_bitmask(self, bitmask: torch.Tensor, index: int) -> None:
-        busy(self._slow.kind, self._slow.seconds)
+        delay(self._slow.kind, self._slow.seconds)
         self._inner.fill_next_token_bitmask(bitmask, index)
 
     def __getattr__(self, name: str) -> Any:

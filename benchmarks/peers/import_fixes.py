@@ -7,10 +7,10 @@ from __future__ import annotations
 import importlib
 import sys
 
-__all__ = ["mend_lm_format_enforcer"]
+__all__ = ["fix_lm_format_enforcer_imports"]
 
 
-def mend_lm_format_enforcer(vllm: bool = False) -> None:
+def fix_lm_format_enforcer_imports(vllm: bool = False) -> None:
     """Before its integration is imported.
 
     Args:
