@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import shlex
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -82,7 +83,13 @@ def write_json(path: Path, setting: Mapping[str, Any], results: Any, started_on:
         "setting": {name: _portable(value) for name, value in setting.items()},
         "results": results,
     }
-    path.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n")
+    path.write_text(_as_text(document) + "\n")
+
+
+def _as_text(document: Any) -> str:
+    """Return JSON with lists and objects that contain only plain values on one line each."""
+    text = json.dumps(document, indent=1, ensure_ascii=False)
+    return re.sub(r"[\[{][^][{}]*[]}]", lambda found: " ".join(found[0].split()), text)
 
 
 def _portable(value: Any) -> Any:
@@ -99,7 +106,7 @@ def print_table(rows: Iterable[Mapping[str, Any]], columns: Mapping[str, str]) -
     """Print rows below headings.
 
     Args:
-        columns: key of a row -> heading. A blank line separates rows whose first columns differ.
+        columns: key of a row -> heading.
     """
     cells = [[_text(row.get(key)) for key in columns] for row in rows]
     widths = [max(map(len, column)) for column in zip(columns.values(), *cells, strict=True)]

@@ -1,8 +1,8 @@
-"""How masks scale: with actors, with the batch, with the vocabulary: `python -m benchmarks.scaling`.
+"""Measure how masks scale with the number of actors, the batch and the vocabulary: `python -m benchmarks.scaling`.
 
-Actors: masks a second of the Ray pool, batch after batch with no forward pass between them, for 1, 2, 4, ... actors as
-far as there are cores. Batch and vocabulary: the step beside a simulated forward pass (see benchmarks.step_overhead),
-for vocabularies of 4,096 tokens (trained here on the data), 32,000 and 131,072 (mistral_common's). Rows follow real
+Actors: masks per second of the Ray pool for 1, 2, 4, ... actors, at most one per core. Steps follow each other without
+a forward pass. Batch and vocabulary: the step with a simulated forward pass (see benchmarks.step_overhead), for
+vocabularies of 4,096 tokens (trained here on the data), 32,000 and 131,072 (mistral_common's). Rows follow real
 instances of real schemas. Writes benchmarks/results/scaling.{json,png}.
 """
 
@@ -31,7 +31,7 @@ SLOW = ("outlines", "lm-format-enforcer")
 
 @contextmanager
 def vocabulary(name: str, data: Path) -> Iterator[Tokens]:
-    """One of `VOCABULARIES`; what is made for it lies in a temporary folder."""
+    """Return one of `VOCABULARIES`. A trained one is in a temporary folder."""
     if name == "131k":
         yield Tokens.tekken()
     elif name == "32k":
@@ -46,7 +46,7 @@ def ours(label: str, actors: int) -> Candidate:
 
 
 def by_actors(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Masks a second, for each backend."""
+    """Measure masks per second, for each backend and number of actors."""
     candidates = [ours(f"{count}", count) for count in options.actors]
     rows: list[dict[str, Any]] = []
     with (
@@ -66,7 +66,7 @@ def by_actors(options: argparse.Namespace) -> list[dict[str, Any]]:
             first: float | None = None
             for candidate in able:
                 samples = found[candidate.label]
-                # Without the kernel, which a GPU would do.
+                # Without the kernel, which would run on a GPU.
                 seconds = np.asarray(samples.step) - np.asarray(samples.kernel)
                 rate = batch / float(seconds.mean())
                 first = first or rate
@@ -76,7 +76,7 @@ def by_actors(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def by_batch(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Steps beside a forward pass, for each vocabulary and batch."""
+    """Measure steps with a forward pass, for each vocabulary and batch."""
     rows: list[dict[str, Any]] = []
     for name in options.vocabulary:
         with vocabulary(name, options.data) as tokens, Comparison([ours("ours", 2)], tokens) as comparison:
@@ -113,7 +113,7 @@ def plot(actors: list[dict[str, Any]], batches: list[dict[str, Any]], path: Path
         axes[1].plot(
             at, [row["kernel_p50"] for row in mine], ":", color=line.get_color(), label=f"{name}: kernel (CPU)"
         )
-    axes[1].set(xscale="log", yscale="log", xlabel="batch", ylabel="ms a step, p50")
+    axes[1].set(xscale="log", yscale="log", xlabel="batch", ylabel="ms per step, p50")
     axes[1].set_title(f"llguidance, {forward_ms:g} ms forward pass, 2 actors", fontsize=10)
     axes[0].title.set_fontsize(10)
     for axis in axes:
@@ -127,22 +127,22 @@ def parsed() -> argparse.Namespace:
     default = [count for count in (1, 2, 4, 8) if count <= max(2, cores)]
     parser.add_argument("--actors", type=int, nargs="+", default=default)
     parser.add_argument("--backend", nargs="*", choices=BACKENDS, default=["llguidance", "xgrammar", *SLOW[1:]])
-    parser.add_argument("--batch", type=int, default=64, help="for the actors")
-    parser.add_argument("--slow-batch", type=int, default=32, help="the same, for the slow backends")
+    parser.add_argument("--batch", type=int, default=64, help="of the measurement by actors")
+    parser.add_argument("--slow-batch", type=int, default=32, help="the same for the slow backends")
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 8, 32, 64, 128, 256, 512])
     parser.add_argument("--vocabulary", nargs="*", choices=VOCABULARIES, default=list(VOCABULARIES))
-    parser.add_argument("--forward-ms", type=float, default=15.0, help="what the simulated forward pass takes")
+    parser.add_argument("--forward-ms", type=float, default=15.0, help="duration of the simulated forward pass")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--data", type=Path, default=DATA, help="JSON lines of schemas with instances")
     parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--quick", action="store_true", help="a minute: llguidance, two batches, two vocabularies")
+    parser.add_argument("--quick", action="store_true", help="run a minute: llguidance, two batches, two vocabularies")
     options = parser.parse_args()
     if options.quick:
         options.backend, options.batches, options.vocabulary = ["llguidance"], [1, 16], ["4k", "131k"]
         options.batch, options.steps, options.rounds = 16, 20, 2
     if min([*options.actors, *options.batches, options.batch], default=1) < 1:
-        fail("--actors, --batch and --batches take numbers from 1 on")
+        fail("--actors, --batch and --batches must be at least 1")
     return options
 
 
@@ -152,7 +152,7 @@ def main() -> None:
     actors = by_actors(options) if options.backend else []
     batches = by_batch(options)
     columns = {"backend": "backend", "batch": "batch", "actors": "actors", "masks_per_second": "masks/s"}
-    print_table(actors, {**columns, "times_one": "times one actor's", "step_p50": "step p50", "step_p99": "p99"})
+    print_table(actors, {**columns, "times_one": "relative to one", "step_p50": "step p50", "step_p99": "p99"})
     print()
     columns = {"vocabulary": "vocabulary", "batch": "batch", "step_p50": "step p50", "step_p99": "p99"}
     more = {"exposed_p50": "exposed p50", "exposed_p99": "p99", "hidden_p50": "hidden p50", "kernel_p50": "kernel p50"}

@@ -1,16 +1,16 @@
-"""What guided requests cost within vLLM: `python -m benchmarks.vllm_plugin --vllm-python PATH`.
+"""Measure what guided requests cost within vLLM: `python -m benchmarks.vllm_plugin --vllm-python PATH`.
 
-The same requests, all at once, through vLLM's own engine (its `LLM`, the engine core a process of its own):
+The same requests run, all at once, through vLLM's own engine (its `LLM`, with the engine core in another process):
 
-- `unguided`: without constraints, as many tokens each as the plugin's answers had.
-- `own, guidance`, `own, xgrammar`: vLLM's structured outputs, masks in the engine's process.
-- `plugin, ray`, `plugin, inline`: ours, with llguidance: masks in two Ray actors, or in the engine's process.
+- `unguided`: without constraints, with the same numbers of tokens as the plugin's answers.
+- `own, guidance`, `own, xgrammar`: vLLM's structured outputs, with masks in the engine's process.
+- `plugin, ray`, `plugin, inline`: our plugin with llguidance, with masks in two Ray actors or in the engine's process.
 
-Three in four requests have a JSON Schema (eight different ones), the others a regex; both kinds have ends, and blanks
-between JSON tokens are forbidden everywhere. Answers are checked. Models: `embedded`, the default model of 2.9 million
-parameters, greedy; `HxL`, a Llama of L layers, H wide, with made-up weights and the same tokenizer, sampled with seeds.
-Every way has a process of its own, with one thread; all are started first, and then take turns, `--rounds` times after
-one that doesn't count. Tokens per second are those of the median round. Writes
+Three of four requests have a JSON Schema (eight different ones), the others a regex. All outputs are finite, and JSON
+has no white space between tokens. Answers are checked. The models are `embedded`, the default model of 2.9 million
+parameters, greedy; and `HxL`, a Llama of L layers and width H with random weights and the same tokenizer, sampled with
+seeds. Each way runs in its own process with one thread. All are started first and then take turns, `--rounds` times
+after one warm-up round. Tokens per second are those of the median round. Writes
 benchmarks/results/vllm_plugin.{json,png}.
 """
 
@@ -43,7 +43,7 @@ WAYS = {
     "plugin, inline": "plugin:inline",
 }
 REFERENCE = "plugin, ray"
-"""The way whose answers' lengths the unguided requests take."""
+"""The unguided requests have the lengths of this way's answers."""
 COLUMNS = {
     "model": "model",
     "batch": "at once",
@@ -51,17 +51,17 @@ COLUMNS = {
     "rate": "tokens/s",
     "slowest": "slowest round",
     "fastest": "fastest",
-    "share": "of unguided",
-    "step_ms": "ms a step",
+    "share": "to unguided",
+    "step_ms": "ms per step",
     "valid": "valid",
-    "tokens": "tokens a round",
+    "tokens": "tokens per round",
 }
 CHECKPOINT = ROOT / "engine" / "default_model" / "checkpoint"
 PROMPT = "Text: Maria Keller is {age} years old and lives in Lisbon.\nJSON: "
 
 
 def requests(count: int, temperature: float) -> list[dict[str, Any]]:
-    """`count` of them, about 100 tokens each."""
+    """Return `count` requests with outputs of about 100 tokens."""
     found = []
     for index in range(count):
         name = f"name_{index % 8}"
@@ -82,7 +82,7 @@ def requests(count: int, temperature: float) -> list[dict[str, Any]]:
 
 
 def is_valid(asked: dict[str, Any], answer: dict[str, Any]) -> bool:
-    """It is complete, and it is what was asked for."""
+    """Return whether an answer is complete and satisfies its constraint."""
     if answer["finish_reason"] != "stop":
         return False
     if "regex" in asked:
@@ -110,13 +110,13 @@ def engines(python: str, model: Path, dummy: bool, batch: int) -> Iterator[dict[
 
 @contextlib.contextmanager
 def checkpoint(model: str) -> Iterator[tuple[Path, bool]]:
-    """A model's folder, and whether its weights are to be made up."""
+    """Return a model's folder, and whether vLLM must use random weights."""
     if model == "embedded":
         yield CHECKPOINT, False
         return
     sizes = re.fullmatch(r"(\d+)x(\d+)", model)
     if sizes is None or int(sizes[1]) % 64:
-        fail(f"no model {model}: embedded, or WIDTHxLAYERS with a width that 64 divides")
+        fail(f"--model: {model} is neither `embedded` nor WIDTHxLAYERS with a width that is a multiple of 64")
     width, layers = map(int, sizes.groups())
     with tempfile.TemporaryDirectory() as folder:
         for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
@@ -171,7 +171,7 @@ def measure(
 
 
 def plot(rows: list[dict[str, Any]], path: Path, title: str) -> None:
-    """Tokens per second, by model and batch."""
+    """Draw tokens per second, by model and batch."""
     cases = list(dict.fromkeys((row["model"], row["batch"]) for row in rows))
     figure, axes = canvas(len(cases), width=3.4, height=3.6)
     for axis, case in zip(axes, cases, strict=True):
@@ -190,10 +190,10 @@ def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", nargs="+", default=["embedded", "768x8"], help="embedded, or WIDTHxLAYERS")
     parser.add_argument("--batch", type=int, nargs="+", default=[8, 32], help="requests at once")
-    parser.add_argument("--rounds", type=int, default=5, help="turns that the ways take")
-    parser.add_argument("--vllm-python", required=True, help="an interpreter that has vLLM and this package")
+    parser.add_argument("--rounds", type=int, default=5, help="number of turns per way")
+    parser.add_argument("--vllm-python", required=True, help="a Python interpreter with vLLM and this package")
     parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--quick", action="store_true", help="the embedded model alone, 8 requests, two rounds")
+    parser.add_argument("--quick", action="store_true", help="only the embedded model, 8 requests, two rounds")
     options = parser.parse_args()
     if options.quick:
         options.model, options.batch, options.rounds = ["embedded"], [8], 2
@@ -205,7 +205,7 @@ def main() -> None:
     vllm = vllm_candidate(options.vllm_python)
     assert vllm is not None
     if not has_plugin(vllm.python):
-        fail(f"{options.vllm_python} has no guided[ray]: `make test-vllm` makes an environment that has (docs/vllm.md)")
+        fail(f"{options.vllm_python} has no guided[ray]: `make test-vllm` makes such an environment (docs/vllm.md)")
     started_on = machine()
     rows: list[dict[str, Any]] = []
     turns = len(options.model) * len(options.batch) * (options.rounds + 1) * len(WAYS)

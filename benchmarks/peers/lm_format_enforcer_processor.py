@@ -1,7 +1,7 @@
-"""lm-format-enforcer's own function for transformers' `PrefixConstrainedLogitsProcessor`: masks in the caller, after
-the forward pass.
+"""lm-format-enforcer's own function for transformers' `PrefixConstrainedLogitsProcessor`.
 
-A row that starts gets an enforcer of its own, to which what stands in the row already is the prompt.
+The caller computes the masks after the forward pass. A row that starts gets a new enforcer, which takes the row's
+earlier tokens as the prompt.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class LMFormatEnforcerProcessor:
         def decode(tokens: Sequence[int]) -> str:
             return vocabulary.decode(tokens).decode("utf-8", "replace").rstrip("�")
 
-        # As `build_token_enforcer_tokenizer_data` does with a byte-level tokenizer: no token starts a word.
+        # Like `build_token_enforcer_tokenizer_data` with a byte-level tokenizer: no token starts a word.
         regular = [(token, decode([token]), False) for token in vocabulary.text_token_ids]
         stop = vocabulary.stop_token_ids[0]
         self._data = lmformatenforcer.TokenEnforcerTokenizerData(
@@ -67,7 +67,7 @@ class LMFormatEnforcerProcessor:
         self._input_ids = torch.ones(batch, 1, dtype=torch.int64)
 
     def open(self, sequence: RunningSequence) -> None:
-        # What is in the row so far is the prompt to a new enforcer.
+        # The new enforcer takes the row's earlier tokens as the prompt.
         self._functions[sequence.row] = self._function(sequence.document)
 
     def close(self, sequence: RunningSequence) -> None:

@@ -59,7 +59,7 @@ class Guided:
     """Mask with our post-processor over a pool, called as our engine calls it.
 
     Args:
-        parking: park rows whose mask misses the engine's default deadline.
+        parking: park a row if its mask misses the engine's default deadline.
     """
 
     def __init__(self, pool: MaskPool, parking: bool) -> None:
@@ -108,7 +108,7 @@ class Guided:
         return self._grammars[key]
 
     def _check(self, some: list[tuple[Document, Grammar]]) -> dict[str, str]:
-        """Return the documents whose tokens the grammar rejects: name -> reason."""
+        """Return the documents with tokens that the grammar rejects: name -> reason."""
         ids = [-1 - index for index in range(len(some))]
         for sequence_id, (_, grammar) in zip(ids, some, strict=True):
             self._pool.open(sequence_id, grammar)
@@ -146,7 +146,7 @@ class Guided:
         self._rows.pop(sequence.id, None)
 
     def resume(self) -> list[tuple[RunningSequence, bool]]:
-        """Sample the parked sequences whose masks are ready, from their saved logits."""
+        """Sample the parked sequences that have their masks now, from their saved logits."""
         settled = [self._parked[id_] for id_ in self._processor.settled() if id_ in self._parked]
         if not settled:
             return []
