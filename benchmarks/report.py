@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import re
 import shlex
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -86,10 +85,19 @@ def write_json(path: Path, setting: Mapping[str, Any], results: Any, started_on:
     path.write_text(_as_text(document) + "\n")
 
 
-def _as_text(document: Any) -> str:
-    """Return JSON with lists and objects that contain only plain values on one line each."""
-    text = json.dumps(document, indent=1, ensure_ascii=False)
-    return re.sub(r"[\[{][^][{}]*[]}]", lambda found: " ".join(found[0].split()), text)
+def _as_text(value: Any, indent: str = "") -> str:
+    """Return JSON in which lists and objects of plain values take one line."""
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    if not any(isinstance(part, dict | list | tuple) for part in parts):
+        return json.dumps(value, ensure_ascii=False)
+    inner = indent + " "
+    lines = [_as_text(part, inner) for part in parts]
+    if isinstance(value, dict):
+        lines = [
+            f"{json.dumps(str(name), ensure_ascii=False)}: {line}" for name, line in zip(value, lines, strict=True)
+        ]
+    left, right = "{}" if isinstance(value, dict) else "[]"
+    return f"{left}\n{inner}" + f",\n{inner}".join(lines) + f"\n{indent}{right}"
 
 
 def _portable(value: Any) -> Any:
