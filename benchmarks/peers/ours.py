@@ -25,13 +25,13 @@ from guided.sequence import GuidedSequence
 __all__ = ["Guided", "Unguided"]
 
 COMPILE_SECONDS = 600.0
-"""How long all compilations together may take; the pool limits each."""
+"""Time limit for all compilations together. The pool limits each of them."""
 CHECK_SECONDS = 5.0
 CHECK_ROWS = 32
 
 
 class Unguided:
-    """The forward pass alone."""
+    """Run only the forward pass."""
 
     def load(self, backend: str, documents: Sequence[Document]) -> dict[str, str]:
         return {}
@@ -57,10 +57,10 @@ class Unguided:
 
 
 class Guided:
-    """Our post-processor over a pool, called as our engine calls it.
+    """Mask with our post-processor over a pool, called as our engine calls it.
 
     Args:
-        parking: rows whose mask misses the engine's default deadline are parked.
+        parking: park a row if its mask misses the engine's default deadline.
     """
 
     def __init__(self, pool: MaskPool, parking: bool) -> None:
@@ -79,7 +79,7 @@ class Guided:
         self._new_tokens: NDArray[np.int32] | None = None
         self._slow = Slowness()
         self._kernel_cpu = 0.0
-        # Its CPU time is the kernel's, not the engine's: nothing but the clock is added.
+        # The kernel's CPU time is measured apart from the engine's. Only the clock is added to it.
         kernel: Callable[..., None] = vars(processor_module)["apply_bitmask"]
         vars(processor_module)["apply_bitmask"] = self._clocked(kernel)
 
@@ -154,7 +154,7 @@ class Guided:
         self._changed = True
 
     def resume(self) -> list[tuple[RunningSequence, bool]]:
-        """Sample the parked sequences whose masks have come, from the logits that were kept."""
+        """Sample the parked sequences that have their masks now, from their saved logits."""
         settled = [self._parked[id_] for id_ in self._processor.settled() if id_ in self._parked]
         if not settled:
             return []
@@ -207,7 +207,7 @@ class Guided:
         return logits, times
 
     def _patience(self) -> float | None:
-        """As `EngineConfig.mask_deadline` has it."""
+        """Return the mask deadline in seconds, as `EngineConfig.mask_deadline` defines it; None waits."""
         return max(0.001, 0.05 * self._mean_step) if self._parking else None
 
     def sampled(self, sequences: Sequence[RunningSequence], tokens: Sequence[int]) -> float:
