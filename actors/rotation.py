@@ -11,7 +11,7 @@ import os
 import time
 import weakref
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Literal
 
 import numpy as np
@@ -55,7 +55,7 @@ class Rotation:
             to know of is asked for again long before.
         pool_wait: seconds that a sequence waits for an actor, before it fails with `PoolUnavailable`.
         max_replays: see `Verdict`.
-        refused: why grammars are loaded by no actor any more, by their keys; grows while this lives.
+        rejection_of: why no worker loads the grammar with a given key any more; None where workers may load it.
     """
 
     def __init__(
@@ -63,12 +63,12 @@ class Rotation:
         mask_limit: float = 5.0,
         pool_wait: float = 30.0,
         max_replays: int = 0,
-        refused: Mapping[str, GuidedError] | None = None,
+        rejection_of: Callable[[str], GuidedError | None] = lambda key: None,
     ) -> None:
         self._repeat_after = min(_REPEAT_SECONDS, mask_limit / 4)
         self._pool_wait = pool_wait
         self._max_replays = max_replays
-        self._refused = {} if refused is None else refused
+        self._rejection_of = rejection_of
         self._placement = Placement()
         self._links = self._placement.links
         self._sequences = self._placement.sequences
@@ -336,7 +336,7 @@ class Rotation:
 
     def _why_not_wait(self, sequence: Placed, now: float) -> GuidedError | None:
         """What a sequence that no actor can take fails with, where it has waited long enough or would wait in vain."""
-        refusal = self._refused.get(sequence.opening.grammar)
+        refusal = self._rejection_of(sequence.opening.grammar)
         if refusal is None and sequence.waiting_since and now - sequence.waiting_since >= self._pool_wait:
             refusal = PoolUnavailable(f"no mask worker was there for it for {self._pool_wait:g} s")
         return refusal
