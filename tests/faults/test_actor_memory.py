@@ -9,7 +9,8 @@ import pytest
 from byte_vocabulary import BYTES
 from driven_pool import DrivenPool, gone, until
 
-from actors import RayPool, supervisor
+from actors import RayPool
+from actors.supervision import supervisor
 from guided.errors import BackendError
 
 MIB = 1 << 20
