@@ -112,7 +112,7 @@ def test_after_shutdown_everything_says_so_and_nothing_is_left(local_ray: None) 
 
 
 TWO_NODES = """
-import sys, tempfile
+import os, sys, tempfile
 import numpy as np
 import ray
 from byte_vocabulary import BYTES, WORDS, allowed, tokens
@@ -122,6 +122,7 @@ from guided.constraint import Constraint
 from guided.pool import Fill
 
 with tempfile.TemporaryDirectory(prefix="r", dir="/tmp", ignore_cleanup_errors=True) as directory:
+    os.makedirs(os.path.join(tempfile.gettempdir(), "ray"), exist_ok=True)  # Ray writes there
     quiet = {"num_cpus": 1, "include_dashboard": False, "temp_dir": directory}
     cluster = Cluster(initialize_head=True, head_node_args=quiet)
     cluster.add_node(num_cpus=1)

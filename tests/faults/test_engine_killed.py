@@ -70,8 +70,9 @@ def test_a_server_killed_in_mid_stream(short_directory: str) -> None:
 
 
 CLUSTER = """
-import sys
+import os, sys, tempfile
 from ray.cluster_utils import Cluster
+os.makedirs(os.path.join(tempfile.gettempdir(), "ray"), exist_ok=True)  # Ray writes there
 quiet = {"num_cpus": 1, "include_dashboard": False, "temp_dir": sys.argv[1]}
 cluster = Cluster(initialize_head=True, head_node_args=quiet)
 cluster.add_node(num_cpus=1)
