@@ -23,10 +23,10 @@ from numpy.typing import NDArray
 
 from actors.channel import Transport
 from actors.cluster import Cluster, ScratchDirectory
-from actors.compile.grammars import Grammars
+from actors.compile import Grammars
 from actors.rotation import Rotation
+from actors.supervision import IncarnationSettings, Supervisor
 from actors.supervision.process import MemoryLimit, Owner
-from actors.supervision.supervisor import IncarnationSettings, Supervisor
 from guided.bitmask import words
 from guided.constraint import Constraint
 from guided.errors import GuidedError

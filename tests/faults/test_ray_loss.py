@@ -84,7 +84,7 @@ print("done", flush=True)
 """
 
 NODE = """
-import tempfile, time
+import os, tempfile, time
 import numpy as np
 import psutil, ray
 from ray.cluster_utils import Cluster
