@@ -351,7 +351,7 @@ class Supervisor:
             return MaskTimeout(f"{worker} was killed: a mask took longer than {seconds:g} s")
         if cause == "memory":
             limit = self._settings.memory.hard >> 20
-            return BackendError(f"{worker} was killed: a mask took its memory above {limit} MiB")
+            return BackendError(f"{worker} was killed: it took more than {limit} MiB of memory")
         if cause == "retired":
             return WorkerDied(f"{worker} had grown and is replaced")
         return WorkerDied(f"{worker} died")
