@@ -1,4 +1,4 @@
-"""Actors that crash, are killed, or are frozen, in whatever they are doing. The pool's defaults: nobody is replayed."""
+"""Actors that crash, are killed or stopped at any time. With the pool's defaults: nothing is replayed."""
 
 from __future__ import annotations
 

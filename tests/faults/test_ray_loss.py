@@ -112,7 +112,7 @@ with tempfile.TemporaryDirectory(prefix="r", dir="/tmp", ignore_cleanup_errors=T
     driven.go_on(sequences, 3)
     until(lambda: not driven.step([]) and far[0] not in driven.links, 120)
     driven.go_on(sequences, 3)
-    # Whoever was there is lost, or was out of the way of a mask that didn't come before the node was known to be gone.
+    # Its sequences are lost, except those that were moved because of a late mask before the node was known to be gone.
     assert set(driven.errors) <= there
     assert all(type(each) is WorkerDied for each in driven.errors.values())
     until(lambda: driven.all_up())
