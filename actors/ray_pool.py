@@ -24,14 +24,15 @@ from numpy.typing import NDArray
 from actors.channel import Transport
 from actors.cluster import Cluster, ScratchDirectory
 from actors.compile import Grammars
-from actors.rotation import Rotation
+from actors.steps import Dispatcher
 from actors.supervision import IncarnationSettings, Supervisor
 from actors.supervision.process import MemoryLimit, Owner
 from guided.bitmask import words
 from guided.constraint import Constraint
 from guided.errors import GuidedError
-from guided.pool import Fill, Grammar, PoolStatus, StepMasks
+from guided.pool import Grammar, PoolStatus, StepMasks
 from guided.pool_options import RayPoolOptions
+from guided.sequence import GuidedSequence
 from guided.vocabulary import Vocabulary
 
 __all__ = ["RayPool"]
@@ -63,7 +64,7 @@ class RayPool:
         self._vocabulary = vocabulary
         self._lock = threading.Lock()
         self._closed = False
-        self._rotation = Rotation(options.mask_limit, options.pool_wait, options.max_replays, self._rejection_of)
+        self._dispatcher = Dispatcher(options.mask_limit, options.pool_wait, options.max_replays, self._rejection_of)
         self._supervisors: list[Supervisor] = []
         self._cluster = Cluster.join(options.address)
         self._scratch = ScratchDirectory()
@@ -83,7 +84,7 @@ class RayPool:
             self._cluster.when_raylet_ends(partial(_let_go, owner, self._grammars))
             incarnations = itertools.count(1)
             for index in range(options.num_actors or _by_cpus()):
-                supervisor = Supervisor(index, settings, incarnations.__next__, self._rotation.announce)
+                supervisor = Supervisor(index, settings, incarnations.__next__, self._dispatcher.announce)
                 self._supervisors.append(supervisor)
             for supervisor in self._supervisors:
                 supervisor.wait_started()
@@ -103,29 +104,33 @@ class RayPool:
     def release(self, grammar: Grammar) -> None:
         self._grammars.release(grammar)
 
-    def open(self, sequence_id: int, grammar: Grammar, parent_id: int | None = None) -> None:
+    def open(self, sequence: GuidedSequence, grammar: Grammar) -> None:
         with self._lock:
-            self._rotation.open(sequence_id, grammar, parent_id)
+            self._dispatcher.open(sequence, grammar)
 
     def free(self, sequence_ids: Collection[int]) -> None:
         with self._lock:
-            self._rotation.free(sequence_ids)
+            self._dispatcher.free(sequence_ids)
 
-    def submit(self, fills: Sequence[Fill]) -> None:
+    def rollback(self, sequence_id: int, length: int) -> None:
         with self._lock:
-            self._rotation.submit(fills)
+            self._dispatcher.rollback(sequence_id, length)
 
-    def collect(self, bitmask: NDArray[np.int32] | None, timeout: float, patience: float | None = None) -> StepMasks:
+    def submit(self, sequences: Sequence[GuidedSequence], new_tokens: NDArray[np.int32] | None = None) -> None:
         with self._lock:
-            return self._rotation.collect(bitmask, timeout, patience)
+            self._dispatcher.submit(sequences, new_tokens)
 
-    def settled(self, sequence_ids: Collection[int], timeout: float) -> list[int]:
+    def collect(self, timeout: float | None = None, patience: float | None = None) -> StepMasks:
         with self._lock:
-            return self._rotation.settled(sequence_ids, timeout)
+            return self._dispatcher.collect(timeout, patience)
+
+    def settled(self, timeout: float = 0.0) -> list[int]:
+        with self._lock:
+            return self._dispatcher.settled(timeout)
 
     def failures(self) -> dict[int, GuidedError]:
         with self._lock:
-            return self._rotation.failures()
+            return self._dispatcher.failures()
 
     def _rejection_of(self, key: str) -> GuidedError | None:
         return self._grammars.rejection(key)
@@ -140,7 +145,7 @@ class RayPool:
 
     def shutdown(self) -> None:
         """End the actors and give everything back: processes, sockets, memory, files. Idempotent; from any thread."""
-        self._rotation.interrupt()
+        self._dispatcher.interrupt()
         with self._lock:
             if self._closed:
                 return
@@ -151,7 +156,7 @@ class RayPool:
             for supervisor in self._supervisors:
                 supervisor.join(max(0.0, deadline - time.monotonic()))
             self._grammars.close()
-            self._rotation.close()
+            self._dispatcher.close()
             self._transport.close()
             self._scratch.remove()
             self._cluster.leave()

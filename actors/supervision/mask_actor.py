@@ -13,12 +13,11 @@ from typing import TypeVar
 import ray
 import zmq
 
-from actors.address import Address
-from actors.channel import connect
+from actors.channel import Address, connect
 from actors.compile.loading import from_chunks
 from actors.lean_imports import leave_out_torch
-from actors.segment import Rows, SegmentName, attach
-from actors.step_loop import StepLoop
+from actors.steps.protocol import SegmentName, SlotTable, attach
+from actors.steps.server import StepServer
 from actors.supervision.process import ActorLocation, MemoryLimit, Owner, exit_with_owner, limit_memory
 from guided.backends import BACKENDS, Backends
 from guided.worker import MaskWorker
@@ -76,11 +75,10 @@ class MaskActor:
         """
         if self._incarnation == incarnation:
             return True
-        rows = attach(segment) if shared else Rows.private(segment.rows, segment.words)
-        if rows is None:
+        table = attach(segment) if shared else SlotTable.private(segment.slots, segment.words)
+        if table is None:
             return False
-        socket = connect(self._context, address)
-        StepLoop(incarnation, self._worker, socket, rows, shared, partial(os._exit, 1)).start()
+        StepServer(self._worker, connect(self._context, address), table, shared, partial(os._exit, 1)).start()
         self._incarnation = incarnation
         return True
 

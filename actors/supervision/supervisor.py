@@ -26,23 +26,16 @@ from actors.channel import Channel, Transport
 from actors.cluster import Cluster, call_in_thread
 from actors.compile.grammars import Grammars
 from actors.compile.loading import ActorHandle
-from actors.link import Link, Wired
-from actors.segment import Segment
+from actors.steps.connection import WorkerConnection
+from actors.steps.placement import Cause, WorkerDown, WorkerRetiring, WorkerUp
+from actors.steps.protocol import Segment
 from actors.supervision.mask_actor import IN_ORDER, MaskActor
 from actors.supervision.process import ActorLocation, MemoryLimit, Owner, ProcessHandle, kill_actor
 from guided.errors import BackendError, GuidedError, MaskTimeout, PoolUnavailable, WorkerDied, bounded
 from guided.pool import WorkerStatus
 from guided.pool_options import RayPoolOptions
 
-__all__ = [
-    "Cause",
-    "IncarnationSettings",
-    "RestartPolicy",
-    "Supervisor",
-    "WorkerDown",
-    "WorkerRetiring",
-    "WorkerUp",
-]
+__all__ = ["IncarnationSettings", "RestartPolicy", "Supervisor"]
 
 _START_SECONDS = 120.0
 _CONNECT_SECONDS = 30.0
@@ -56,11 +49,6 @@ longer pause before the next one would only delay the requests that wait."""
 _TICK_MS = 200
 """Interval of memory readings: a process that takes 1 GiB/s is found 0.2 GiB above its limit."""
 _log = logging.getLogger(__name__)
-
-
-Cause = Literal["died", "hung", "memory", "retired"]
-"""Why an incarnation ended: it died by itself; it was killed for a mask that took too long, or too much memory; it had
-grown and was replaced."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,39 +67,13 @@ class IncarnationSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerUp:
-    """A new incarnation has loaded all grammars in use: sequences may be placed on it."""
-
-    link: Link
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerRetiring:
-    """An incarnation is to be replaced: its sequences are to be moved to other actors as far as possible."""
-
-    link: Link
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerDown:
-    """An incarnation has ended."""
-
-    link: Link
-    error: GuidedError
-    """For the sequences that are lost with it."""
-    cause: Cause = "died"
-    loading: bool = False
-    """It was also loading a grammar, which may be what ended it."""
-
-
-@dataclass(frozen=True, slots=True)
 class _Incarnation:
     """An incarnation that is connected."""
 
     handle: ActorHandle
     location: ActorLocation
     process: ProcessHandle
-    link: Link
+    connection: WorkerConnection
     channel: Channel
 
 
@@ -204,7 +166,7 @@ class Supervisor:
             state=self._state,
             pid=serving.location.pid if serving is not None else None,
             node=serving.location.host if serving is not None else None,
-            open_sequences=len(serving.link.sequences) if serving is not None else 0,
+            open_sequences=serving.connection.num_open if serving is not None else 0,
             restarts=self._restarts,
             ends=dict(self._causes),
             last_end=self._last_end,
@@ -256,13 +218,13 @@ class Supervisor:
         try:
             location: ActorLocation = self._wait(actor.location.remote().future(), _START_SECONDS, "bring the actor up")
             process = self._process = ProcessHandle(location.pid if location.node_id == cluster.node_id else None)
-            link, channel = self._connect(handle, location)
+            connection, channel = self._connect(handle, location)
             try:
                 grammars.add_actor(handle, _START_SECONDS)
             except BaseException:
-                link.close()
+                connection.close()
                 raise
-            return self._serve(_Incarnation(handle, location, process, link, channel))
+            return self._serve(_Incarnation(handle, location, process, connection, channel))
         finally:
             self._handle = None
             grammars.remove_actor(handle)
@@ -288,7 +250,7 @@ class Supervisor:
                 raise PoolUnavailable(f"Ray did not {action} within {seconds:g} s")
         return answer.result()
 
-    def _connect(self, handle: ActorHandle, location: ActorLocation) -> tuple[Link, Channel]:
+    def _connect(self, handle: ActorHandle, location: ActorLocation) -> tuple[WorkerConnection, Channel]:
         """Connect to the actor: with shared memory and a Unix socket if it can reach our memory, otherwise by TCP."""
         settings, options = self._settings, self._settings.options
         segment = Segment(options.slots, settings.words)
@@ -304,20 +266,22 @@ class Supervisor:
                 if not connected:
                     channel.close()
             if connected:
-                wired = Wired(self._index, self._number, location, channel, segment, shared, handle.installed)
-                return Link(wired), channel
+                connection = WorkerConnection(
+                    self._index, self._number, location, channel, segment, shared, handle.installed
+                )
+                return connection, channel
         segment.close()
         raise PoolUnavailable(f"the actor on {location.host} cannot connect to {settings.cluster.host}")
 
     def _serve(self, incarnation: _Incarnation) -> Cause:
         """Have sequences placed on the actor until it ends, or has to be ended."""
         up_since = time.monotonic()
-        handle, link, pid = incarnation.handle, incarnation.link, incarnation.location.pid
+        handle, connection, pid = incarnation.handle, incarnation.connection, incarnation.location.pid
         self._serving = incarnation
         self._state = "up"
         if self._first_try.is_set():
             self._restarts += 1
-        self._announce(WorkerUp(link))
+        self._announce(WorkerUp(connection))
         self._settings.grammars.start_serving(handle)
         text = "mask actor %d (pid %d) is up after %.1f s with %d grammars"
         _log.info(text, self._index, pid, up_since - self._began, len(handle.installed))
@@ -330,12 +294,12 @@ class Supervisor:
             self._state = "restarting"
             self._seconds_up = time.monotonic() - up_since
         if self._stopping.is_set():
-            self._announce(WorkerDown(link, PoolUnavailable("the pool was shut down")))
+            self._announce(WorkerDown(connection, PoolUnavailable("the pool was shut down")))
         else:
             error = self._failure(pid, cause)
             self._record_end(cause, error.message)
             incarnation.process.kill()
-            self._announce(WorkerDown(link, error, cause, loading=bool(handle.loading)))
+            self._announce(WorkerDown(connection, error, cause, loading=bool(handle.loading)))
         return cause
 
     def _record_end(self, cause: str, message: str) -> None:
@@ -358,7 +322,7 @@ class Supervisor:
 
     def _watch(self, incarnation: _Incarnation) -> Cause:
         """Wait until the incarnation ends or has to be ended. Returns why."""
-        handle, link, process = incarnation.handle, incarnation.link, incarnation.process
+        handle, connection, process = incarnation.handle, incarnation.connection, incarnation.process
         monitor = incarnation.channel.monitor
         mask_limit, memory = self._settings.options.mask_limit, self._settings.memory
         poller = zmq.Poller()
@@ -371,7 +335,7 @@ class Supervisor:
             events = dict(poller.poll(_TICK_MS))
             if process.fd in events or (monitor in events and incarnation.channel.is_disconnected()):
                 return "died"
-            if link.overdue(mask_limit) or handle.is_overdue():
+            if connection.overdue(mask_limit) or handle.is_overdue():
                 return "hung"
             reading = process.read()
             if reading is None:  # on another node, where it watches its memory itself; or it has just ended
@@ -382,13 +346,13 @@ class Supervisor:
                 last_running = time.monotonic()
             elif time.monotonic() - last_running > mask_limit:
                 return "hung"
-            if link.retiring:
-                if not link.sequences:
+            if connection.retiring:
+                if not connection.num_open:
                     return "retired"
             elif reading.resident > soft_limit:
-                link.retiring = True
+                connection.retiring = True
                 _log.info("mask worker %d takes %d MiB: it will be replaced", self._index, reading.resident >> 20)
-                self._announce(WorkerRetiring(link))
+                self._announce(WorkerRetiring(connection))
         return "died"
 
 

@@ -12,13 +12,14 @@ from numpy.typing import NDArray
 from guided.constraint import Constraint
 from guided.errors import BackendError, GuidedError, WorkerDied
 from guided.inline import InlinePool
-from guided.pool import Fill, Grammar, MaskPool, PoolStatus, Row, StepMasks
+from guided.pool import Grammar, MaskPool, PoolStatus, ReadyMasks, StepMasks
+from guided.sequence import GuidedSequence
 from guided.vocabulary import Vocabulary
 
 
 class FaultyPool:
-    """`fails(sequence_id, position)` says which rows fail; `delay(sequence_id, position)` how often somebody has to
-    look before a row's mask is there; `lose` loses an open sequence between two steps; with `hold_compiles` the futures
+    """`fails(sequence_id, position)` says which rows fail; `delay(sequence_id, position)` how often
+    `settled` is called before a row's mask is there; `lose` loses an open sequence between two steps; with `hold_compiles` the futures
     of `compile` stay open until `finish_compiles`."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
@@ -34,7 +35,7 @@ class FaultyPool:
         self.released = 0
         self._held: list[tuple[Future[Grammar], Future[Grammar]]] = []
         self._lost: dict[int, GuidedError] = {}
-        self._fills: Sequence[Fill] = ()
+        self._submitted: Sequence[GuidedSequence] = ()
 
     def compile(self, constraint: Constraint, backends: Sequence[str]) -> Future[Grammar]:
         real = self.inner.compile(constraint, backends)
@@ -57,9 +58,9 @@ class FaultyPool:
         self.released += 1
         self.inner.release(grammar)
 
-    def open(self, sequence_id: int, grammar: Grammar, parent_id: int | None = None) -> None:
-        self.opened.append(sequence_id)
-        self.inner.open(sequence_id, grammar, parent_id)
+    def open(self, sequence: GuidedSequence, grammar: Grammar) -> None:
+        self.opened.append(sequence.sequence_id)
+        self.inner.open(sequence, grammar)
 
     def free(self, sequence_ids: Collection[int]) -> None:
         self.freed.update(sequence_ids)
@@ -67,24 +68,26 @@ class FaultyPool:
             self.late.pop(sequence_id, None)
         self.inner.free(sequence_ids)
 
-    def submit(self, fills: Sequence[Fill]) -> None:
-        self._fills = fills
-        self.inner.submit(fills)
+    def rollback(self, sequence_id: int, length: int) -> None:
+        self.inner.rollback(sequence_id, length)
 
-    def collect(self, bitmask: NDArray[np.int32] | None, timeout: float, patience: float | None = None) -> StepMasks:
-        rows = self.inner.collect(bitmask, timeout, patience)
-        for index, fill in enumerate(self._fills):
-            position = fill.start + len(fill.tokens)
-            if self.fails(fill.sequence_id, position):
-                rows.override(index, Row("failed", error=BackendError("told to fail")))
-            elif patience is not None and self._is_late(fill.sequence_id, position):
-                rows.override(index, Row("late"))
+    def submit(self, sequences: Sequence[GuidedSequence], new_tokens: NDArray[np.int32] | None = None) -> None:
+        self._submitted = sequences
+        self.inner.submit(sequences, new_tokens)
+
+    def collect(self, timeout: float | None = None, patience: float | None = None) -> StepMasks:
+        step = self.inner.collect(timeout, patience)
+        for row, sequence in enumerate(self._submitted):
+            position = len(sequence.output_token_ids)
+            if self.fails(sequence.sequence_id, position):
+                step.failed[row] = BackendError("told to fail")
+            elif patience is not None and self._is_late(sequence.sequence_id, position):
+                step.late.append(row)
             else:
                 continue
-            # Everything allowed: whoever uses it all the same is found out.
-            if bitmask is not None:
-                bitmask[index] = -1
-        return rows
+            for index, part in enumerate(step.ready):
+                step.ready[index] = ReadyMasks(part.masks, part.slots[part.rows != row], part.rows[part.rows != row])
+        return step
 
     def _is_late(self, sequence_id: int, position: int) -> bool:
         asked, looks = self.late.get(sequence_id, (-1, 0))
@@ -93,11 +96,12 @@ class FaultyPool:
             self.late[sequence_id] = position, looks
         return looks > 0
 
-    def settled(self, sequence_ids: Collection[int], timeout: float) -> list[int]:
-        for sequence_id in sequence_ids:
+    def settled(self, timeout: float = 0.0) -> list[int]:
+        waiting = [each for each, (_, looks) in self.late.items() if looks > 0]
+        for sequence_id in waiting:
             position, looks = self.late[sequence_id]
             self.late[sequence_id] = position, looks - 1
-        found = [each for each in sequence_ids if self.late[each][1] <= 0]
+        found = [each for each in waiting if self.late[each][1] == 0]
         if not found:
             time.sleep(timeout)
         return found

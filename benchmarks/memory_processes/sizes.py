@@ -1,4 +1,4 @@
-"""How much memory processes have, and which they are."""
+"""Memory of processes and shared segments."""
 
 from __future__ import annotations
 
@@ -10,22 +10,24 @@ from typing import Any
 
 import psutil
 
-__all__ = ["own", "processes", "segments"]
+__all__ = ["own_memory", "processes", "segments"]
 
 MIB = 2**20
 RAY = ("gcs_server", "raylet/raylet", "log_monitor", "dashboard/dashboard", "monitor.py", "runtime_env", "agent.py")
 
 
-def own() -> dict[str, float]:
-    """This process, MiB: `anonymous`, which is its alone, and `files`, code that others may share, as resident now."""
+def own_memory() -> dict[str, float]:
+    """Return the resident memory of this process in MiB: `anonymous` (its own) and `files` (code that may be
+    shared)."""
     found = dict(re.findall(r"^(Rss\w+):\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE))
     return {"anonymous": int(found["RssAnon"]) / 1024, "files": (int(found["RssFile"]) + int(found["RssShmem"])) / 1024}
 
 
 def processes(root: int) -> list[dict[str, Any]]:
-    """A process and all that it started, MiB.
+    """Return the memory of a process and all its descendants, in MiB.
 
-    `pss` shares out what several processes have mapped; `uss` is what would be free if it ended; `rss` counts all.
+    `pss` divides shared memory among the processes that map it; `uss` would be free if the process ended; `rss` is all
+    resident memory.
     """
     tree = [psutil.Process(root), *psutil.Process(root).children(recursive=True)]
     roles = {process.pid: "engine" if process.pid == root else _role(process) for process in tree}
@@ -57,13 +59,13 @@ def _role(process: psutil.Process) -> str:
     if command.startswith("ray::"):
         return f"Ray: {command.split()[0].removeprefix('ray::')}"
     if "default_worker" in command:
-        return "Ray: a worker that starts"
+        return "Ray: a starting worker"
     found = next((part for part in RAY if part in command), None)
     return f"Ray: {Path(found).stem}" if found else f"other: {Path(command.split()[0]).name if command else '?'}"
 
 
 def segments() -> list[dict[str, float]]:
-    """The shared-memory segments that this process holds, MiB: reserved, and taken so far."""
+    """Return the shared-memory segments of this process, in MiB: reserved size, and memory in use."""
     found = {}
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):

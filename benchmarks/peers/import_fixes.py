@@ -1,20 +1,22 @@
-"""lm-format-enforcer 0.11.3 imports names from places that transformers 5 and vLLM 0.32 have moved them from, so that
-neither its own integrations nor vLLM's backend of that name can be imported. Put back where it looks for them, they
-work: it is measured as it would run."""
+"""Make lm-format-enforcer 0.11.3 importable beside transformers 5 and vLLM 0.32.
+
+They have moved names that its integrations and vLLM's backend for it import. `fix_lm_format_enforcer_imports` puts
+these names back at their old places.
+"""
 
 from __future__ import annotations
 
 import importlib
 import sys
 
-__all__ = ["mend_lm_format_enforcer"]
+__all__ = ["fix_lm_format_enforcer_imports"]
 
 
-def mend_lm_format_enforcer(vllm: bool = False) -> None:
-    """Before its integration is imported.
+def fix_lm_format_enforcer_imports(vllm: bool = False) -> None:
+    """Restore the names. Call it before an integration is imported.
 
     Args:
-        vllm: its integration with vLLM.
+        vllm: also for the integration with vLLM.
     """
     import transformers
 
