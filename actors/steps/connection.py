@@ -7,6 +7,7 @@ It ends with the incarnation; the next one gets another. Used from the engine's 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,7 @@ from actors.steps.protocol import (
     Ring,
     Segment,
     SlotTable,
+    in_fill_order,
 )
 from guided.errors import GuidedError, from_wire
 from guided.messages import encode
@@ -232,6 +234,8 @@ class WorkerConnection:
         """Without shared memory: `time.monotonic()` of the worker's last answer."""
         self._stuck_when_read = 0.0
         """Without shared memory: `stuck_seconds` when the engine last read the answers."""
+        self._unanswered: deque[NDArray[np.intp]] = deque()
+        """Without shared memory: slots in the order in which the worker fills them."""
 
     @property
     def socket(self) -> Any:
@@ -289,11 +293,13 @@ class WorkerConnection:
 
     def ring(self, slots: NDArray[np.intp]) -> Ring:
         """Add the request to fill `slots`, whose columns are written; return it."""
-        packed = slots.astype(np.int32)
         if self.shared:
-            request = Ring(packed.tobytes())
+            request = Ring(slots.astype(np.int32).tobytes())
         else:
-            request = Ring(packed.tobytes(), self.table.target[slots].tobytes(), self.table.tokens[slots].tobytes())
+            slots = in_fill_order(slots, self.table)
+            self._unanswered.append(slots)
+            target, tokens = self.table.target[slots], self.table.tokens[slots]
+            request = Ring(slots.astype(np.int32).tobytes(), target.tobytes(), tokens.tobytes())
         self.queue(request)
         return request
 
@@ -312,11 +318,9 @@ class WorkerConnection:
 
     def send(self, frame: bytes, now: float) -> None:
         """Send a packed frame; never blocks."""
-        if self.shared:  # it has become idle since the last frame; compared to `_owes`, this costs little
-            idle = self._busy[0] == IDLE and self._since[0] >= self._last_sent
-        else:
-            idle = self.is_idle
-        if idle:
+        # With shared memory: it has become idle since the last frame. That costs less to find out than `is_idle`.
+        since_last = self._busy[0] == IDLE and self._since[0] >= self._last_sent
+        if since_last if self.shared else self.is_idle:
             self._owing_since = now
         self._last_sent = now
         self._channel.send(frame)
@@ -343,6 +347,9 @@ class WorkerConnection:
                 error.add_note(f"on mask worker {self.index}, pid {self.location.pid}")
                 yield self.sequences[answer.slot], error
         if not self.shared:
+            owes = self._owes()
+            while self._unanswered and not owes[self._unanswered[0]].any():
+                self._unanswered.popleft()
             self._stuck_when_read = self.stuck_seconds(time.monotonic())
 
     def _is_current(self, failed: Failed) -> bool:
@@ -389,14 +396,25 @@ class WorkerConnection:
         """The worker has answered everything."""
         return not self._owes().any()
 
+    def busy_with(self) -> SequenceState | None:
+        """Return the sequence that the worker is filling, or seems to be."""
+        if self.shared:
+            slot = int(self._busy[0])
+        else:
+            owes = self._owes()
+            slot = next((slot for slots in self._unanswered for slot in slots.tolist() if owes[slot]), IDLE)
+        state = self.sequences.get(slot)
+        return None if state is None or state.is_ready else state
+
     def suspects(self) -> set[SequenceState]:
         """Return the sequences that the worker may have been filling when it was last heard of.
 
-        With shared memory its mark says which: one, or none. Without, any that it has not answered for.
+        With shared memory its mark says which: one, or none. Without, any that it has not answered for: an answer may
+        have been on its way.
         """
         if self.shared:
-            state = self.sequences.get(int(self._busy[0])) if self._busy[0] != IDLE else None
-            return set() if state is None or state.is_ready else {state}
+            state = self.busy_with()
+            return set() if state is None else {state}
         return {self.sequences[slot] for slot in np.flatnonzero(self._owes()).tolist() if slot in self.sequences}
 
     def _owes(self) -> NDArray[np.bool_]:

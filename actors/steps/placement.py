@@ -213,8 +213,7 @@ class Placement:
         found: list[SequenceState] = []
         moved: list[SequenceState] = []
         for worker in stuck:
-            culprits = worker.suspects()
-            straggler = next(iter(culprits)) if len(culprits) == 1 else None
+            straggler = worker.busy_with()
             if straggler is not None:
                 straggler.quick_rows = 0
                 found.append(straggler)

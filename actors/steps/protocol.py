@@ -31,6 +31,7 @@ import mmap
 import os
 import secrets
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -58,6 +59,7 @@ __all__ = [
     "SegmentName",
     "SlotTable",
     "attach",
+    "in_fill_order",
 ]
 
 MAX_NEW_TOKENS = 8
@@ -71,6 +73,7 @@ FREE = -1
 OK, FAILED = 0, 1
 IDLE = -1
 """`busy` of a worker that fills no row."""
+_SLOW_SECONDS = 0.001
 _NONCE_BYTES = 32
 _MARK_OFFSET, _MARK = 64, np.dtype([("since", np.float64), ("busy", np.int32), ("wake", np.int32)])
 _COLUMNS_OFFSET = 128
@@ -195,6 +198,12 @@ class SlotTable:
         self.target[:] = 0
         self.ready[:] = FREE
         self.mark["busy"] = IDLE
+
+
+def in_fill_order(slots: NDArray[Any], table: SlotTable) -> NDArray[Any]:
+    """Return `slots` in the order in which a worker fills them: those whose last mask was slow come last."""
+    last = table.seconds[slots]
+    return slots[np.argsort(last, kind="stable")] if (last > _SLOW_SECONDS).any() else slots
 
 
 def _size(slots: int, words: int) -> int:

@@ -32,6 +32,7 @@ from actors.steps.protocol import (
     Request,
     Ring,
     SlotTable,
+    in_fill_order,
 )
 from guided.errors import BackendError, GuidedError, to_wire
 from guided.messages import decoder, encode
@@ -39,8 +40,6 @@ from guided.worker import MaskWorker
 
 __all__ = ["StepServer"]
 
-_SLOW_SECONDS = 0.001
-"""Slots whose last mask took longer are filled after the others."""
 _SEND_SECONDS = 0.001
 """Without shared memory: how long finished masks wait for the others of the step before they are sent."""
 _log = logging.getLogger(__name__)
@@ -118,10 +117,7 @@ class StepServer:
         if self._sender is not None:
             self._table.target[slots] = np.frombuffer(ring.target, np.int64)
             self._table.tokens[slots] = np.frombuffer(ring.tokens, np.int32).reshape(-1, MAX_NEW_TOKENS)
-        last = self._table.seconds[slots]
-        if (last > _SLOW_SECONDS).any():
-            slots = slots[np.argsort(last, kind="stable")]
-        return slots
+        return in_fill_order(slots, self._table)
 
     def _fill(self, slots: NDArray[np.int32]) -> None:
         table = self._table

@@ -18,9 +18,12 @@ from guided.vocabulary import Vocabulary
 
 
 class FaultyPool:
-    """`fails(sequence_id, position)` says which rows fail; `delay(sequence_id, position)` how often
-    `settled` is called before a row's mask is there; `lose` loses an open sequence between two steps; with `hold_compiles` the futures
-    of `compile` stay open until `finish_compiles`."""
+    """A pool that fails rows, or makes them late, as told.
+
+    `fails(sequence_id, position)` says which rows fail; `delay(sequence_id, position)` how often `settled` is called
+    before a row's mask is there; `lose` loses an open sequence between two steps; with `hold_compiles` the futures of
+    `compile` stay open until `finish_compiles`.
+    """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.inner: MaskPool = InlinePool(vocabulary)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -11,13 +12,18 @@ from scripted import ScriptedGrammar, ScriptedMatcher
 
 
 class SlowGrammar(ScriptedGrammar):
-    """The mask at position `slow_at` comes when `release` is set; `reached` says that it was asked for."""
+    """The mask at position `slow_at` comes when `release` is set; `reached` says that it was asked for.
+
+    Forks of its matchers are quick.
+    """
 
     def __init__(self, sentences: Sequence[Sequence[int]], slow_at: int) -> None:
         super().__init__(sentences)
         self.slow_at = slow_at
         self.reached = threading.Event()
         self.release = threading.Event()
+        self.fills_at: Counter[int] = Counter()
+        """Masks that were computed, by position."""
 
     def matcher(self) -> ScriptedMatcher:
         return _SlowMatcher(self, [])
@@ -27,6 +33,7 @@ class _SlowMatcher(ScriptedMatcher):
     grammar: SlowGrammar
 
     def fill_bitmask(self, row: NDArray[np.int32]) -> None:
+        self.grammar.fills_at[len(self.tokens)] += 1
         if len(self.tokens) == self.grammar.slow_at:
             self.grammar.reached.set()
             assert self.grammar.release.wait(60)

@@ -1,4 +1,7 @@
-"""A mask actor on a thread: real channel, segment and step loop, no Ray, no process. Death is a lost connection."""
+"""A mask actor on a thread: real channel, slot table and step server, without Ray and without a process.
+
+Its death is a lost connection.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,9 @@ import zmq
 from byte_vocabulary import BYTES, WORDS
 
 from actors.channel import Channel, Transport, connect
-from actors.link import Link, Wired
-from actors.local_channel import LocalEnd
-from actors.segment import Rows, Segment, attach
-from actors.step_loop import StepLoop
+from actors.steps.connection import WorkerConnection
+from actors.steps.protocol import Segment, SlotTable, attach
+from actors.steps.server import StepServer
 from actors.supervision.process import ActorLocation
 from guided.backends.base import CompiledGrammar
 from guided.worker import MaskWorker
@@ -21,58 +23,60 @@ from guided.worker import MaskWorker
 _incarnations = count(1)
 
 
-class Wire:
-    """Both ends of a connection, and the memory between them."""
+class ConnectedPair:
+    """Both ends of a channel, and the slot table between them."""
 
-    def __init__(self, transport: Transport, *, rows: int = 8, shared: bool = True, index: int = 0) -> None:
-        self.incarnation = next(_incarnations)
-        self.segment = Segment(rows, WORDS)
+    def __init__(self, transport: Transport, *, slots: int = 8, shared: bool = True, index: int = 0) -> None:
+        self.segment = Segment(slots, WORDS)
         self.channel: Channel = transport.ipc() if shared else transport.tcp()
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.socket = connect(self.context, self.channel.address)
+        self.end = connect(self.context, self.channel.address)
         assert self.channel.wait_connected(10)
         self.installed: set[str] = set()
-        place = ActorLocation(os.getpid(), "node", "host")
-        self.link = Link(Wired(index, self.incarnation, place, self.channel, self.segment, shared, self.installed))
+        location = ActorLocation(os.getpid(), "node", "host")
+        self.connection = WorkerConnection(
+            index, next(_incarnations), location, self.channel, self.segment, shared, self.installed
+        )
 
     def close(self) -> None:
-        """The actor's end goes away."""
-        self.socket.close()
+        """Close the actor's end."""
+        self.end.close()
         self.context.term()
 
 
 class ThreadActor:
-    """A worker with grammars, served by a `StepLoop`, for as long as the test runs."""
+    """A worker with grammars, served by a `StepServer` for as long as the test runs."""
 
     def __init__(
         self,
         transport: Transport,
         grammars: Mapping[str, CompiledGrammar],
         *,
-        rows: int = 8,
+        slots: int = 8,
         shared: bool = True,
         index: int = 0,
     ) -> None:
-        self.wire = Wire(transport, rows=rows, shared=shared, index=index)
-        self.link = self.wire.link
+        self.pair = ConnectedPair(transport, slots=slots, shared=shared, index=index)
+        self.connection = self.pair.connection
         self.worker = MaskWorker(BYTES)
         for key, grammar in grammars.items():
-            self.worker.install(key, grammar)
-            self.wire.installed.add(key)
-        mapped = attach(self.wire.segment.name) if shared else Rows.private(rows, WORDS)
-        assert mapped is not None
-        self.rows = mapped
-        StepLoop(self.wire.incarnation, self.worker, self.wire.socket, mapped, shared, self._give_up).start()
+            self.install(key, grammar)
+        table = attach(self.pair.segment.name) if shared else SlotTable.private(slots, WORDS)
+        assert table is not None
+        self.table = table
+        self._shared = shared
+        StepServer(self.worker, self.pair.end, table, shared, self.pair.end.close).start()
         _living.append(self)
 
-    def close(self) -> None:
-        """End the loop; it must not be in a mask."""
-        if isinstance(self.wire.socket, LocalEnd):
-            self.wire.socket.close()
-        self.wire.context.term()
+    def install(self, key: str, grammar: CompiledGrammar) -> None:
+        self.worker.install(key, grammar)
+        self.pair.installed.add(key)
 
-    def _give_up(self) -> None:
-        self.wire.socket.close()
+    def close(self) -> None:
+        """End the server; it must not be in a mask."""
+        if self._shared:
+            self.pair.end.close()
+        self.pair.context.term()
 
 
 def close_all() -> None:

@@ -6,14 +6,14 @@ import time
 from typing import cast
 
 import pytest
-from thread_actor import Wire
-
-from actors.channel import Transport
 from actors.link import Link
 from actors.placed import Placed
 from actors.placement import Placement
-from actors.supervision.supervisor import Cause, WorkerDown
 from actors.verdict import Verdict
+from thread_actor import Wire
+
+from actors.channel import Transport
+from actors.supervision.supervisor import Cause, WorkerDown
 from guided.errors import WorkerDied
 from guided.messages import OpenSequence
 

@@ -11,7 +11,6 @@ import sys
 
 import numpy as np
 import pytest
-
 from actors.segment import IDLE, Segment, attach
 
 

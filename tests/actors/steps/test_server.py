@@ -6,13 +6,13 @@ import time
 
 import pytest
 import zmq
+from actors.segment import IDLE
 from byte_vocabulary import allowed, tokens
 from scripted import ScriptedGrammar
 from slow_grammar import SlowGrammar
 from thread_actor import ThreadActor
 
 from actors.channel import Transport
-from actors.segment import IDLE
 from guided.messages import FillRow, OpenSequence, RowStatus, StepAnswer, StepRequest, decoder, encode
 
 FAST = ScriptedGrammar([tokens("ab"), tokens("ac")])
