@@ -106,10 +106,12 @@ def test_after_shutdown_everything_says_so_and_nothing_is_left(
     pool.shutdown()
     assert isinstance(slow.exception(WAIT), PoolUnavailable)
     assert isinstance(pool.compile(ENDLESS, ("outlines",)).exception(WAIT), PoolUnavailable)
-    with pytest.raises(PoolUnavailable):
-        pool.open(GuidedSequence("request", next(_ids), []), grammar)
-    pool.submit([sequence])
-    assert list(pool.collect(WAIT).failed) == [0]
+    late = GuidedSequence("request", next(_ids), [])
+    pool.open(late, grammar)
+    pool.submit([sequence, late])
+    assert {row: type(error) for row, error in pool.collect(WAIT).failed.items()} == dict.fromkeys(
+        (0, 1), PoolUnavailable
+    )
     assert not pool.status().healthy
     _, alive = psutil.wait_procs(processes, timeout=10)
     assert not alive
