@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from itertools import count
 
 import zmq
-from byte_vocabulary import BYTES, WORDS
-
-from actors.channel import Channel, Transport, connect
 from actors.link import Link, Wired
 from actors.local_channel import LocalEnd
 from actors.segment import Rows, Segment, attach
 from actors.step_loop import StepLoop
-from actors.supervision.process import ActorLocation
+from byte_vocabulary import BYTES, WORDS
+
+from actors.channel import Channel, Transport, connect
+from actors.processes import ActorLocation
 from guided.backends.base import CompiledGrammar
 from guided.worker import MaskWorker
 
