@@ -24,9 +24,9 @@ from numpy.typing import NDArray
 from actors.channel import Transport
 from actors.cluster import Cluster, ScratchDirectory
 from actors.compile import Grammars
+from actors.processes import MemoryLimit, Owner
 from actors.steps import Dispatcher
 from actors.supervision import IncarnationSettings, Supervisor
-from actors.supervision.process import MemoryLimit, Owner
 from guided.bitmask import words
 from guided.constraint import Constraint
 from guided.errors import GuidedError

@@ -41,8 +41,8 @@ from actors.step_loop import StepLoop
 
 from actors.channel import Channel, Transport
 from actors.cluster import Cluster
+from actors.processes import ActorLocation
 from actors.ray_pool import RayPool
-from actors.supervision.process import ActorLocation
 from actors.supervision.supervisor import WorkerUp
 from benchmarks.report import RESULTS, machine, write_json
 from guided.bitmask import words

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -105,3 +107,11 @@ def local_ray() -> Iterator[None]:
         cluster = Cluster.join()
     yield
     cluster.leave()
+
+
+@pytest.fixture
+def short_directory() -> Iterator[str]:
+    """For sockets: their paths are limited."""
+    directory = tempfile.mkdtemp(prefix="g", dir="/tmp")
+    yield directory
+    shutil.rmtree(directory, ignore_errors=True)

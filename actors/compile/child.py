@@ -28,7 +28,7 @@ from actors.compile.process import (
     readable,
     write_frame,
 )
-from actors.supervision.process import ProcessHandle, ProcessReading
+from actors.processes import ProcessHandle, ProcessReading
 from guided.errors import BackendError, CompileTimeout, ConstraintTooLarge
 from guided.messages import decoder, encode
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from actors.compile.child import CompileProcess, ForkServer, ProcessLimits, ProcessLost, TimeSliceExceeded
 from actors.compile.loading import from_chunks
 from actors.compile.process import CompileRequest, CompileResult
-from actors.supervision.process import Owner, exit_with_owner
+from actors.processes import Owner, exit_with_owner
 from guided.compilation import conclusion, is_about_backend
 from guided.constraint import Constraint
 from guided.errors import (

@@ -24,7 +24,7 @@ from actors.compile.compiler import CompileActor
 from actors.compile.loading import ActorHandle, GrammarPackage, Loading, StoredGrammar, died_loading, to_chunks
 from actors.compile.process import CompileResult
 from actors.compile.suspensions import Suspensions
-from actors.supervision.process import Owner, ProcessHandle, kill_actor
+from actors.processes import Owner, ProcessHandle, kill_actor
 from guided.backends import BACKENDS
 from guided.compilation import grammar_key
 from guided.constraint import Constraint

@@ -42,7 +42,7 @@ from guided.messages import encode
 from guided.sequence import GuidedSequence
 
 if TYPE_CHECKING:
-    from actors.supervision.process import ActorLocation
+    from actors.processes import ActorLocation
 
 __all__ = ["SequenceState", "StepPart", "WorkerConnection", "send_all"]
 

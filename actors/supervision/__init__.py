@@ -1,6 +1,6 @@
 """Supervision of mask actors. A `Supervisor` keeps one of a pool's actors alive, with the pool's `IncarnationSettings`.
 
-Imported when first used: the compile actor needs `actors.supervision.process` only.
+Imported when first used: the compile actor needs `actors.processes` only.
 """
 
 from __future__ import annotations

@@ -26,11 +26,11 @@ from actors.channel import Channel, Transport
 from actors.cluster import Cluster, call_in_thread
 from actors.compile.grammars import Grammars
 from actors.compile.loading import ActorHandle
+from actors.processes import ActorLocation, MemoryLimit, Owner, ProcessHandle, kill_actor
 from actors.steps.connection import WorkerConnection
 from actors.steps.placement import Cause, WorkerDown, WorkerRetiring, WorkerUp
 from actors.steps.protocol import Segment
 from actors.supervision.mask_actor import IN_ORDER, MaskActor
-from actors.supervision.process import ActorLocation, MemoryLimit, Owner, ProcessHandle, kill_actor
 from guided.errors import BackendError, GuidedError, MaskTimeout, PoolUnavailable, WorkerDied, bounded
 from guided.pool import WorkerStatus
 from guided.pool_options import RayPoolOptions

@@ -1,8 +1,8 @@
 """Measure the memory of a mask actor part by part, without a cluster, as a child process of `benchmarks.memory`.
 
 The arguments are VOCABULARY, GRAMMARS (files that `benchmarks.memory` writes: the vocabulary, and the grammars of one
-backend) and SEQUENCES. Does the same as `actors.supervision.mask_actor.MaskActor`, in the same order, and writes a line of JSON
-after each part.
+backend) and SEQUENCES. Does the same as `actors.supervision.mask_actor.MaskActor`, in the same order, and writes a line
+of JSON after each part.
 """
 
 from __future__ import annotations

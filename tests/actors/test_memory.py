@@ -9,13 +9,13 @@ import sys
 
 import pytest
 
-from actors.supervision.process import MemoryLimit, ProcessReading, machine_bytes
+from actors.processes import MemoryLimit, ProcessReading, machine_bytes
 
 MIB = 1 << 20
 
 EATER = """
 import sys, threading, time
-from actors.supervision.process import MemoryLimit, limit_memory
+from actors.processes import MemoryLimit, limit_memory
 limit_memory(MemoryLimit(200 << 20), watched=sys.argv[1] == "watched")
 eaten = []
 try:

@@ -6,7 +6,9 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -17,9 +19,11 @@ from byte_vocabulary import BYTES, WORDS, allowed, tokens
 from actors import CompileLimits, RayPool
 from guided.constraint import Constraint
 from guided.errors import CompileTimeout, PoolUnavailable
-from guided.pool import Fill, Row
+from guided.pool import Grammar
+from guided.sequence import GuidedSequence
 
 WAIT = 120.0
+_ids = count(1)
 ENDLESS = Constraint.regex("(a|b)*a(a|b){20}")
 
 
@@ -32,25 +36,28 @@ def pool(local_ray: None) -> Iterator[RayPool]:
     pool.shutdown()
 
 
-def masks(pool: RayPool, *fills: tuple[int, str]) -> list[str]:
-    bitmask = np.zeros((len(fills), WORDS), np.int32)
-    pool.submit([Fill(sequence, 0, tokens(text)) for sequence, text in fills])
-    rows: list[Row] = list(pool.collect(bitmask, WAIT))
-    assert [row.state for row in rows] == ["ready"] * len(fills), rows
+def masks(pool: RayPool, grammar: Grammar, *texts: str) -> list[str]:
+    """The masks of new sequences after their outputs."""
+    bitmask = np.zeros((len(texts), WORDS), np.int32)
+    sequences = [GuidedSequence("request", next(_ids), tokens(text)) for text in texts]
+    for sequence in sequences:
+        pool.open(sequence, grammar)
+    pool.submit(sequences)
+    found = pool.collect(WAIT)
+    assert not found.failed
+    assert not found.late
+    found.copy_to(bitmask)
+    pool.free([sequence.sequence_id for sequence in sequences])
     return [allowed(row) for row in bitmask]
 
 
 def test_masks_through_tcp_are_those_of_shared_memory(pool: RayPool) -> None:
-    (link,) = [supervisor._serving.link for supervisor in pool._supervisors]
-    assert link is not None
-    assert link._channel.address.endpoint.startswith("tcp://")
-    assert link._channel.address.server_key
     grammar = pool.compile(Constraint.regex("[a-c]+|xyz"), ("llguidance",)).result(WAIT)
-    for sequence in range(40):
-        pool.open(sequence, grammar)
-    texts = [(sequence, ["", "a", "x", "xy", "xyz"][sequence % 5]) for sequence in range(40)]
-    assert masks(pool, *texts) == ["abcx", ".abc", "y", "z", "."] * 8
-    pool.free(range(40))
+    assert masks(pool, grammar, *["", "a", "x", "xy", "xyz"] * 8) == ["abcx", ".abc", "y", "z", "."] * 8
+    (worker,) = pool.status().workers
+    assert worker.pid is not None
+    maps = Path(f"/proc/{worker.pid}/maps").read_text()
+    assert "memfd:guided" not in maps, "it has not mapped the engine's memory"
 
 
 def test_a_compilation_that_takes_too_long_is_ended_and_not_remembered(pool: RayPool) -> None:
@@ -72,9 +79,7 @@ def test_the_compile_actors_death_delays_and_fails_nothing(pool: RayPool) -> Non
     assert actor is not None
     os.kill(actor.pid, signal.SIGKILL)
     grammar = pool.compile(Constraint.regex("after+"), ("llguidance",)).result(WAIT)
-    pool.open(100, grammar)
-    assert masks(pool, (100, "afte")) == ["r"]
-    pool.free([100])
+    assert masks(pool, grammar, "afte") == ["r"]
 
 
 def test_a_grammar_nobody_uses_leaves_the_workers_and_comes_back(pool: RayPool) -> None:
@@ -83,43 +88,46 @@ def test_a_grammar_nobody_uses_leaves_the_workers_and_comes_back(pool: RayPool) 
     pool.release(grammar)
     again = pool.compile(constraint, ("llguidance",)).result(WAIT)
     assert again is not grammar
-    pool.open(200, again)
-    assert masks(pool, (200, "gon")) == ["e"]
-    pool.free([200])
+    assert masks(pool, again, "gon") == ["e"]
 
 
-def test_after_shutdown_everything_says_so_and_nothing_is_left(local_ray: None) -> None:
+def test_after_shutdown_everything_says_so_and_nothing_is_left(
+    local_ray: None, short_directory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", short_directory)
     pool = RayPool(BYTES, num_actors=1)
     grammar = pool.compile(Constraint.regex("a+"), ("llguidance",)).result(WAIT)
-    pool.open(1, grammar)
+    sequence = GuidedSequence("request", next(_ids), [])
+    pool.open(sequence, grammar)
     pids = [*pool.compile_pids(), *[worker.pid for worker in pool.status().workers if worker.pid]]
-    directory = pool._scratch.path
     slow = pool.compile(ENDLESS, ("outlines",))
     processes = [psutil.Process(pid) for pid in pids]
     pool.shutdown()
     pool.shutdown()
     assert isinstance(slow.exception(WAIT), PoolUnavailable)
     assert isinstance(pool.compile(ENDLESS, ("outlines",)).exception(WAIT), PoolUnavailable)
-    with pytest.raises(PoolUnavailable):
-        pool.open(2, grammar)
-    pool.submit([Fill(1, 0, [])])
-    (row,) = pool.collect(np.zeros((1, WORDS), np.int32), WAIT)
-    assert row.state == "failed"
+    late = GuidedSequence("request", next(_ids), [])
+    pool.open(late, grammar)
+    pool.submit([sequence, late])
+    assert {row: type(error) for row, error in pool.collect(WAIT).failed.items()} == dict.fromkeys(
+        (0, 1), PoolUnavailable
+    )
     assert not pool.status().healthy
     _, alive = psutil.wait_procs(processes, timeout=10)
     assert not alive
-    assert not os.path.exists(directory)
+    assert not list(Path(short_directory).iterdir())
 
 
 TWO_NODES = """
 import os, sys, tempfile
 import numpy as np
+import psutil
 import ray
 from byte_vocabulary import BYTES, WORDS, allowed, tokens
 from ray.cluster_utils import Cluster
 from actors import RayPool
 from guided.constraint import Constraint
-from guided.pool import Fill
+from guided.sequence import GuidedSequence
 
 with tempfile.TemporaryDirectory(prefix="r", dir="/tmp", ignore_cleanup_errors=True) as directory:
     os.makedirs(os.path.join(tempfile.gettempdir(), "ray"), exist_ok=True)  # Ray writes there
@@ -127,16 +135,14 @@ with tempfile.TemporaryDirectory(prefix="r", dir="/tmp", ignore_cleanup_errors=T
     cluster = Cluster(initialize_head=True, head_node_args=quiet)
     cluster.add_node(num_cpus=1)
     pool = RayPool(BYTES, num_actors=2, address=cluster.address, spread=True)
-    links = [supervisor._serving.link for supervisor in pool._supervisors]
-    far = [link for link in links if link.place.node_id != ray.get_runtime_context().get_node_id()]
-    assert len(far) == 1
-    assert all(link._channel.address.endpoint.startswith("tcp://") for link in far)
+    assert len({psutil.Process(worker.pid).ppid() for worker in pool.status().workers}) == 2, "one of each raylet"
     grammar = pool.compile(Constraint.regex("ab+"), ("llguidance",)).result(60)
-    for sequence in range(4):
+    sequences = [GuidedSequence("request", each, tokens("a")) for each in range(4)]
+    for sequence in sequences:
         pool.open(sequence, grammar)
     bitmask = np.zeros((4, WORDS), np.int32)
-    pool.submit([Fill(sequence, 0, tokens("a")) for sequence in range(4)])
-    pool.collect(bitmask, 60)
+    pool.submit(sequences)
+    pool.collect(60).copy_to(bitmask)
     print([allowed(row) for row in bitmask])
     pool.shutdown()
     assert not ray.is_initialized()

@@ -218,18 +218,18 @@ def test_an_actor_that_never_answers_is_ended_and_its_sequences_go_on_elsewhere(
 
 
 ENGINE = """
-import os, sys, time
-import numpy as np
-from byte_vocabulary import BYTES, WORDS
+import sys, time
+from byte_vocabulary import BYTES
 from actors import RayPool
 from guided.constraint import Constraint
-from guided.pool import Fill
+from guided.sequence import GuidedSequence
 
 pool = RayPool(BYTES, num_actors=2)
 grammar = pool.compile(Constraint.regex("a+"), ("llguidance",)).result(60)
-pool.open(1, grammar)
-pool.submit([Fill(1, 0, [])])
-assert pool.collect(np.zeros((1, WORDS), np.int32), 60)[0].state == "ready"
+sequence = GuidedSequence("request", 1, [])
+pool.open(sequence, grammar)
+pool.submit([sequence])
+assert len(pool.collect(60).ready) == 1
 print(*[worker.pid for worker in pool.status().workers], *pool.compile_pids(), flush=True)
 if sys.argv[1] == "wait":
     time.sleep(600)

@@ -40,7 +40,7 @@ def test_a_mask_that_eats_memory_ends_its_own_sequence_and_the_actor(
     sound = driven.open("sound", number=5)
     (eater,) = driven.open("eat@fill:2=800")  # and then it would wait for ever
     driven.go_on([*sound, eater], 2)
-    pid = driven.home(eater).place.pid
+    pid = driven.home(eater).location.pid
     assert driven.with_neighbours(eater, sound)
     driven.go_on([*sound, eater], 4)
     assert set(driven.errors) == {eater}
@@ -68,12 +68,12 @@ def test_an_actor_that_leaks_is_replaced_and_nobody_notices(
     replaced: set[int] = set()
     for _ in range(2):
         home = driven.home(leaky)
-        pid = home.place.pid
+        pid = home.location.pid
         while not home.retiring:
             driven.go_on([leaky])  # slowly: the supervisor looks
             driven.go_on(sound, 3)
         driven.go_on([*sound, leaky], 2)
-        assert driven.home(leaky).place.pid != pid
+        assert driven.home(leaky).location.pid != pid
         gone(pid)
         until(driven.all_up)
         driven.go_on(sound)  # the pool hears of it

@@ -59,7 +59,7 @@ def test_a_kill_in_mid_fill(driven: DrivenPool, tmp_path: Path) -> None:
     sound = driven.open("sound", number=3)
     (culprit,) = driven.open("hold@fill:1", f"touch={reached}")
     driven.go_on([*sound, culprit])
-    there, pid = driven.with_neighbours(culprit, sound), driven.home(culprit).place.pid
+    there, pid = driven.with_neighbours(culprit, sound), driven.home(culprit).location.pid
     driven.step([*sound, culprit], timeout=0.05)
     until(reached.exists)
     os.kill(pid, signal.SIGKILL)
@@ -77,7 +77,7 @@ def test_a_mask_that_never_comes_ends_its_own_sequence_and_the_actor(
     fault = "sleep@fill:1=1000" if way == "frozen" else "hold@fill:1"
     (culprit,) = driven.open(fault, f"touch={reached}")
     driven.go_on([*sound, culprit])
-    pid = driven.home(culprit).place.pid
+    pid = driven.home(culprit).location.pid
     assert driven.with_neighbours(culprit, sound)
     driven.step([*sound, culprit], timeout=0.05)
     until(reached.exists)
@@ -92,7 +92,7 @@ def test_a_mask_that_never_comes_ends_its_own_sequence_and_the_actor(
 def test_an_idle_actor_that_is_frozen_is_replaced_before_anybody_asks_it(driven: DrivenPool) -> None:
     sequences = driven.open("sound", number=4)
     driven.go_on(sequences)
-    pid = driven.home(sequences[0]).place.pid
+    pid = driven.home(sequences[0]).location.pid
     freeze(pid)
     until(lambda: driven.all_up() and pid not in driven.pids)
     assert not psutil.pid_exists(pid)

@@ -83,19 +83,19 @@ cluster.shutdown()
 
 ENGINE = """
 import sys, time
-import numpy as np
 import psutil
-from byte_vocabulary import BYTES, WORDS
+from byte_vocabulary import BYTES
 from actors import RayPool
 from guided.constraint import Constraint
-from guided.pool import Fill
+from guided.sequence import GuidedSequence
 
 pool = RayPool(BYTES, num_actors=2, address=sys.argv[1], spread=True)
 grammar = pool.compile(Constraint.regex("a+"), ("llguidance",)).result(60)
-for sequence in (1, 2):
+sequences = [GuidedSequence("request", each, []) for each in (1, 2)]
+for sequence in sequences:
     pool.open(sequence, grammar)
-pool.submit([Fill(1, 0, []), Fill(2, 0, [])])
-assert {row.state for row in pool.collect(np.zeros((2, WORDS), np.int32), 60)} == {"ready"}
+pool.submit(sequences)
+assert sum(len(part.rows) for part in pool.collect(60).ready) == 2
 workers = [psutil.Process(worker.pid) for worker in pool.status().workers]
 assert len({worker.ppid() for worker in workers}) == 2, "each raylet has started one"
 compiler = psutil.Process(pool.compile_pids()[0]).parent().parent()

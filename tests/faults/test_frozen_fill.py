@@ -12,16 +12,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from actors.link import Link, Wired
+from actors.rotation import Rotation
+from actors.segment import Segment
 from byte_vocabulary import WORDS, allowed, tokens
 from scripted import ScriptedGrammar
 from stuck_worker import TEXTS, serve
 from thread_actor import ThreadActor, close_all
 
 from actors.channel import Transport
-from actors.link import Link, Wired
-from actors.rotation import Rotation
-from actors.segment import Segment
-from actors.supervision.process import ActorLocation
+from actors.processes import ActorLocation
 from actors.supervision.supervisor import WorkerDown, WorkerUp
 from guided.constraint import Constraint
 from guided.errors import MaskTimeout

@@ -102,21 +102,21 @@ with tempfile.TemporaryDirectory(prefix="r", dir="/tmp", ignore_cleanup_errors=T
     driven = DrivenPool(pool)
     sequences = driven.open("sound length=1000", number=6)
     driven.go_on(sequences, 2)
-    far = [link for link in driven.links if link.place.node_id == second.node_id]
+    far = [worker for worker in driven.workers if worker.location.node_id == second.node_id]
     assert len(far) == 1
-    there = set(far[0].sequences)
+    there = {state.sequence_id for state in far[0].sequences.values()}
     assert 0 < len(there) < 6
-    actor = psutil.Process(far[0].place.pid)
+    actor = psutil.Process(far[0].location.pid)
     actor.suspend()  # a node that is gone says nothing any more
     cluster.remove_node(second, allow_graceful=False)
     driven.go_on(sequences, 3)
-    until(lambda: not driven.step([]) and far[0] not in driven.links, 120)
+    until(lambda: not driven.step([]) and far[0] not in driven.workers, 120)
     driven.go_on(sequences, 3)
     # Its sequences are lost, except those that were moved because of a late mask before the node was known to be gone.
     assert set(driven.errors) <= there
     assert all(type(each) is WorkerDied for each in driven.errors.values())
     until(lambda: driven.all_up())
-    assert {link.place.node_id for link in driven.links} == {ray.get_runtime_context().get_node_id()}
+    assert {worker.location.node_id for worker in driven.workers} == {ray.get_runtime_context().get_node_id()}
     driven.go_on(driven.open("sound", number=4), 2)
     started = time.monotonic()
     pool.shutdown()

@@ -1,4 +1,4 @@
-"""A pool that is driven as an engine drives it: every sequence goes on by a token that its mask allows."""
+"""A pool driven as an engine drives it: every sequence is continued by a token that its mask allows."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from byte_vocabulary import WORDS
 from faulty_backend import NAME, faulty
 
 from actors import RayPool
-from actors.link import Link
+from actors.steps.connection import WorkerConnection
 from guided.bitmask import allowed_ids
 from guided.errors import GuidedError
-from guided.pool import Fill, Row
+from guided.sequence import GuidedSequence
 
 WAIT = 60.0
 _ids = count(1)
@@ -45,35 +45,37 @@ def gone(pid: int) -> None:
 
 
 class DrivenPool:
-    """Opens sequences of the faulty backend's grammars and takes steps, each row with its whole history."""
+    """Opens sequences of the faulty backend's grammars and takes steps with them."""
 
     def __init__(self, pool: RayPool) -> None:
         self.pool = pool
         self.tokens: dict[int, list[int]] = {}
+        """Output tokens by sequence."""
         self.errors: dict[int, GuidedError] = {}
+        self._sequences: dict[int, GuidedSequence] = {}
         self._bitmask = np.zeros((32, WORDS), np.int32)
 
     def open(self, *words: str, number: int = 1) -> list[int]:
-        """Sequences of the grammar `faulty(*words)`; no actor has heard of them before their first step."""
+        """Open sequences of the grammar `faulty(*words)`. The actors get them with their first step."""
         grammar = self.pool.compile(faulty(*words), (NAME,)).result(WAIT)
-        sequences = [next(_ids) for _ in range(number)]
-        for sequence in sequences:
-            self.pool.open(sequence, grammar)
-            self.tokens[sequence] = []
-        return sequences
+        ids = [next(_ids) for _ in range(number)]
+        for each in ids:
+            self.tokens[each] = []
+            self._sequences[each] = GuidedSequence("request", each, self.tokens[each])
+            self.pool.open(self._sequences[each], grammar)
+        return ids
 
-    def step(self, sequences: Iterable[int], timeout: float = WAIT) -> dict[int, Row]:
-        """One row each for those that have not failed."""
-        asked = [sequence for sequence in sequences if sequence not in self.errors]
-        self.pool.submit([Fill(sequence, 0, self.tokens[sequence]) for sequence in asked])
-        rows = dict(zip(asked, self.pool.collect(self._bitmask, timeout), strict=True))
-        for index, (sequence, row) in enumerate(rows.items()):
-            if row.state == "ready":
-                self.tokens[sequence].append(int(allowed_ids(self._bitmask[index])[0]))
-            elif row.state == "failed":
-                assert row.error is not None
-                self.errors[sequence] = row.error
-        return rows
+    def step(self, sequences: Iterable[int], timeout: float = WAIT) -> set[int]:
+        """Take a step with those that have not failed. Returns the sequences that got a mask."""
+        asked = [each for each in sequences if each not in self.errors]
+        self.pool.submit([self._sequences[each] for each in asked])
+        found = self.pool.collect(timeout)
+        found.copy_to(self._bitmask)
+        self.errors |= {asked[row]: error for row, error in found.failed.items()}
+        ready = [row for part in found.ready for row in part.rows.tolist()]
+        for row in ready:
+            self.tokens[asked[row]].append(int(allowed_ids(self._bitmask[row])[0]))
+        return {asked[row] for row in ready}
 
     def go_on(self, sequences: Iterable[int], steps: int = 1) -> None:
         """Until each of them has so many tokens more, or has failed."""
@@ -84,18 +86,18 @@ class DrivenPool:
             self.step(short, timeout=5.0)
 
     @property
-    def links(self) -> list[Link]:
+    def workers(self) -> list[WorkerConnection]:
         """The actors that take sequences."""
-        return list(self.pool._rotation._links)
+        return list(self.pool._dispatcher._placement.workers)
 
-    def home(self, sequence: int) -> Link:
-        """Where a sequence is."""
-        (link,) = [link for link in self.links if sequence in link.sequences]
-        return link
+    def home(self, sequence: int) -> WorkerConnection:
+        """The actor that a sequence is open on."""
+        (worker,) = [worker for worker in self.workers if sequence in _open_on(worker)]
+        return worker
 
     def with_neighbours(self, sequence: int, others: Iterable[int]) -> set[int]:
         """Those of `others` that are on the same actor."""
-        return self.home(sequence).sequences & set(others)
+        return _open_on(self.home(sequence)) & set(others)
 
     @property
     def pids(self) -> set[int]:
@@ -106,9 +108,14 @@ class DrivenPool:
         return all(worker.state == "up" for worker in self.pool.status().workers)
 
     def close(self) -> None:
-        """Free everything, and wait until all actors are there for whoever comes next."""
+        """Free everything, and wait until all actors are up for the next test."""
         self.pool.free(list(self.tokens))
         self.tokens.clear()
+        self._sequences.clear()
         self.errors.clear()
         until(self.all_up)
         self.pool.failures()
+
+
+def _open_on(worker: WorkerConnection) -> set[int]:
+    return {state.sequence_id for state in worker.sequences.values()}

@@ -16,7 +16,7 @@ from actors.channel import Channel, Transport, connect
 from actors.steps.connection import WorkerConnection
 from actors.steps.protocol import Segment, SlotTable, attach
 from actors.steps.server import StepServer
-from actors.supervision.process import ActorLocation
+from actors.processes import ActorLocation
 from guided.backends.base import CompiledGrammar
 from guided.worker import MaskWorker
 
