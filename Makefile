@@ -38,7 +38,7 @@ lint: $(VENV)/.installed-dev  ## Check style, types, imports and dead code
 	$(BIN)/vulture
 
 bench: $(VENV)/.installed-dev  ## Memory and tokens/s of the default server (results as a table, and as JSON)
-	$(BIN)/python benchmarks/serving_startup.py $(ARGS)
+	$(BIN)/python -m benchmarks.serving_startup $(ARGS)
 
 install: $(VENV)/.installed  ## What `guided serve` needs, into .venv
 
