@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 from byte_vocabulary import BYTES
+from constraint_strategies import FIELDS, WHITESPACE
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from wild import FIELDS, WHITESPACE
 
 from actors.compile_queue import Job
 from actors.compiler import CompileLimits, Compiler

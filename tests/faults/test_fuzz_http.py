@@ -16,6 +16,7 @@ import httpx
 import jsonschema
 import pytest
 import schemathesis
+from constraint_strategies import BACKEND_NAMES, FIELDS, JUNK, NAMES, TEXTS, mostly
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
@@ -23,7 +24,6 @@ from schemathesis import GenerationMode
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 from serving import sse
 from starlette.testclient import TestClient
-from wild import BACKEND_NAMES, FIELDS, JUNK, NAMES, TEXTS, mostly
 
 from actors import RayPool
 from actors.compiler import CompileLimits
