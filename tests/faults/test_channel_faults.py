@@ -13,7 +13,7 @@ import pytest
 from byte_vocabulary import WORDS, allowed, tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from meddler import MeddledActor, Rule, honest
+from message_proxy import MeddledActor, Rule, honest
 from scripted import ScriptedGrammar
 
 from actors import segment as segments
