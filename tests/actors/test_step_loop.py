@@ -7,7 +7,7 @@ import time
 import pytest
 import zmq
 from byte_vocabulary import allowed, tokens
-from scripted import ScriptedGrammar
+from scripted_grammar import ScriptedGrammar
 from slow_grammar import SlowGrammar
 from thread_actor import ThreadActor
 

@@ -14,7 +14,7 @@ from byte_vocabulary import WORDS, allowed, tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from message_proxy import MeddledActor, Rule, honest
-from scripted import ScriptedGrammar
+from scripted_grammar import ScriptedGrammar
 
 from actors import segment as segments
 from actors.channel import Transport

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from byte_vocabulary import WORDS, allowed, tokens
-from scripted import ScriptedGrammar
+from scripted_grammar import ScriptedGrammar
 from stuck_worker import TEXTS, serve
 from thread_actor import ThreadActor, close_all
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
-from scripted import ScriptedGrammar, ScriptedMatcher
+from scripted_grammar import ScriptedGrammar, ScriptedMatcher
 
 
 class SlowGrammar(ScriptedGrammar):
