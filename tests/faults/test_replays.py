@@ -10,8 +10,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+from engine_runs import Requests, errors, generate, said
 from faulty_backend import ADAPTER, NAME
-from generating import Requests, errors, generate, said
 from serving import wait_until
 
 from actors import RayPool, grammars, loading, supervisor

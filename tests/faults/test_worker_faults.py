@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from engine_runs import Requests, errors, generate, said
 from faulty_backend import NAME
-from generating import Requests, errors, generate, said
 
 from actors import RayPool
 from engine.model_loader import LoadedModel
