@@ -14,10 +14,10 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from benchmarks.paths import RESULTS, ROOT
+
 __all__ = ["RESULTS", "ROOT", "canvas", "fail", "machine", "percentiles", "print_table", "write_json"]
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
 LIBRARIES = ("torch", "llguidance", "xgrammar", "outlines_core", "lm-format-enforcer", "ray", "pyzmq", "transformers")
 
 

@@ -94,7 +94,6 @@ cluster.shutdown()
 ENGINE = """
 import sys, time
 import numpy as np
-import ray
 from byte_vocabulary import BYTES, WORDS
 from actors import RayPool
 from guided.constraint import Constraint
@@ -106,17 +105,14 @@ for sequence in (1, 2):
     pool.open(sequence, grammar)
 pool.submit([Fill(1, 0, []), Fill(2, 0, [])])
 assert {row.state for row in pool.collect(np.zeros((2, WORDS), np.int32), 60)} == {"ready"}
-nodes = {link.place.node_id for link in pool._rotation._links}
-assert len(nodes) == 2
-compiler = ray.get(pool._grammars._compiler.pid.remote(), timeout=60)
-pids = [worker.pid for worker in pool.status().workers] + pool.compile_pids() + [compiler]
-print(pool._scratch.path, *pids, flush=True)
+print(*(worker.pid for worker in pool.status().workers), flush=True)
+print(*pool.compile_pids(), flush=True)
 time.sleep(600)
 """
 
 
 def test_an_engine_that_had_joined_a_cluster(short_directory: str) -> None:
-    """On its own node and on another; the cluster itself stays."""
+    """The actors are on the engine's node and on another one. The cluster itself stays."""
     here = Path(__file__).parents
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(here[2]), str(here[1] / "support")])}
     start = {"stdout": subprocess.PIPE, "stdin": subprocess.PIPE, "text": True, "env": environment}
@@ -125,17 +121,25 @@ def test_an_engine_that_had_joined_a_cluster(short_directory: str) -> None:
     try:
         address = cluster.stdout.readline().strip()
         assert address
+        scratch = Path(short_directory, "e")
+        scratch.mkdir()
+        start["env"] = {**environment, "TMPDIR": str(scratch)}
         engine = subprocess.Popen([sys.executable, "-c", ENGINE, address], **start)  # type: ignore[call-overload]
         assert engine is not None
         assert engine.stdout is not None
-        scratch, *pids = engine.stdout.readline().split()
-        family = [psutil.Process(int(pid)) for pid in pids]
-        assert len(family) >= 4
-        family += family_of(engine.pid)
+        mask_actors, compile_processes = (
+            [psutil.Process(int(pid)) for pid in line.split()]
+            for line in (engine.stdout.readline(), engine.stdout.readline())
+        )
+        assert len({process.ppid() for process in mask_actors}) == 2, "each node's raylet has started one"
+        others = psutil.Process(cluster.pid).children(recursive=True)
+        (compile_actor,) = (each for each in others if each.name().startswith("ray::CompileActor"))
+        family = [*mask_actors, *compile_processes, compile_actor, *family_of(engine.pid)]
+        assert os.listdir(scratch)
         engine.kill()
         engine.wait(SECONDS)
         assert_all_end(family)
-        until(lambda: not os.path.exists(scratch), SECONDS)
+        until(lambda: not os.listdir(scratch), SECONDS)
         raylets = [each for each in psutil.Process(cluster.pid).children(recursive=True) if each.name() == "raylet"]
         assert len(raylets) == 2
     finally:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import llguidance
+import limited_llguidance
 import psutil
 import pytest
 from faulty_backend import ADAPTER, NAME, environment
@@ -25,7 +25,6 @@ from engine.logits_processors.processors import LogitsProcessorFailed
 from engine.model_loader import LoadedModel, load_model
 from engine.server.errors import BodyTooLarge, ModelNotFound, QueueFull, ShuttingDown, Unauthorized
 from guided.backends import BACKENDS
-from guided.backends.llguidance import LLGuidanceBackend
 from guided.errors import (
     BackendError,
     BackendSuspended,
@@ -186,14 +185,12 @@ class TestRows:
             assert "constraint regex" in line
 
     def test_llguidances_error_state_is_an_error_and_never_a_stop(
-        self, server: Hosted, model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+        self, server: Hosted, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """It gives up with a mask that allows the end alone: others take that for the end of the text."""
-        limits = llguidance.LLParserLimits(step_max_items=400)
-        backends = server.pool.inner._backends  # type: ignore[attr-defined]
-        backends["llguidance"]  # made before it is replaced
-        monkeypatch.setitem(backends._made, "llguidance", LLGuidanceBackend(model.vocabulary, limits))
-        body = {"grammar": 'start: s\ns: "a" | "b" | s s | s s s', "min_tokens": 400, "max_tokens": None}
+        """In its error state llguidance allows only the end of the text. Other engines take that for a normal end."""
+        monkeypatch.setitem(BACKENDS, limited_llguidance.NAME, limited_llguidance.ADAPTER)
+        body: dict[str, Any] = {"grammar": 'start: s\ns: "a" | "b" | s s | s s s', "min_tokens": 400}
+        body |= {"max_tokens": None, "backend": limited_llguidance.NAME}
         answer = server.post(**body)
         assert (answer.status_code, error_of(answer)["code"]) == (500, "backend_error")
         *chunks, last = sse(server.post(**body, stream=True).text)
