@@ -183,7 +183,7 @@ def test_a_sequence_that_was_not_yet_opened_there_is_placed_again(host: Host) ->
     assert unsent
 
 
-def test_a_frozen_actor_writes_into_no_row_that_is_somebody_elses(host: Host) -> None:
+def test_a_frozen_actor_writes_into_no_row_of_another_sequence(host: Host) -> None:
     sequences = host.open(4)
     host.step(sequences)
     frozen, stuck = next(iter(host.placed_on().items()))

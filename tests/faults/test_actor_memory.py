@@ -57,7 +57,7 @@ def test_a_grammar_that_eats_memory_while_it_is_loaded_ends_no_sequence(driven: 
     assert not driven.errors
 
 
-def test_an_actor_that_leaks_is_replaced_and_nobody_notices(
+def test_an_actor_that_leaks_is_replaced_without_effect_on_requests(
     driven: DrivenPool, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)

@@ -36,7 +36,7 @@ def driven(pool: RayPool) -> Iterator[DrivenPool]:
 
 
 @pytest.mark.parametrize("ending", ["segfault", "abort", "exit"])
-def test_a_crash_in_mid_fill_ends_who_had_a_matcher_there(driven: DrivenPool, ending: str) -> None:
+def test_a_crash_in_mid_fill_ends_the_sequences_with_a_matcher_there(driven: DrivenPool, ending: str) -> None:
     sound = driven.open("sound", number=5)
     (culprit,) = driven.open(f"{ending}@fill:2")
     driven.go_on([*sound, culprit], 2)
@@ -88,7 +88,7 @@ def test_a_mask_that_never_comes_ends_its_own_sequence_and_the_actor(
     until(lambda: not psutil.pid_exists(pid))
 
 
-def test_an_idle_actor_that_is_frozen_is_replaced_before_anybody_asks_it(driven: DrivenPool) -> None:
+def test_an_idle_frozen_actor_is_replaced_before_it_is_needed(driven: DrivenPool) -> None:
     sequences = driven.open("sound", number=4)
     driven.go_on(sequences)
     pid = driven.home(sequences[0]).place.pid

@@ -168,7 +168,7 @@ def test_the_template_is_replaced_and_what_it_took_along_is_done_again(compiler:
     assert compiler.submit(QUICK).result(WAIT).error is None
 
 
-def test_a_process_that_is_killed_or_frozen_from_outside_is_nobodys_fault_once(
+def test_the_first_external_kill_or_freeze_is_no_fault_of_the_constraint(
     compiler: Compiler, tmp_path: Path
 ) -> None:
     for number, sent in enumerate((signal.SIGKILL, signal.SIGSTOP)):

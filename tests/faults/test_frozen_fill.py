@@ -114,7 +114,7 @@ def frozen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Frozen]:
     case.close()
 
 
-def test_woken_many_steps_later_it_has_changed_no_row_of_anybody_else(frozen: Frozen) -> None:
+def test_woken_many_steps_later_it_has_changed_no_other_row(frozen: Frozen) -> None:
     frozen.open(1, grammar="stuck")
     frozen.open(2)
     frozen.step((1, ""), (2, ""))
@@ -149,7 +149,7 @@ def test_woken_many_steps_later_it_has_changed_no_row_of_anybody_else(frozen: Fr
     assert [allowed(mask) for mask in frozen.bitmask[:2]] == ["cd", "b"]
 
 
-def test_woken_after_it_was_given_up_it_writes_where_nobody_reads(frozen: Frozen) -> None:
+def test_woken_after_its_replacement_it_writes_where_nothing_reads(frozen: Frozen) -> None:
     frozen.open(1, grammar="stuck")
     frozen.open(2)
     frozen.step((1, ""), (2, ""))

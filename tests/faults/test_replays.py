@@ -168,7 +168,7 @@ def test_a_grammar_that_cant_be_loaded_ends_its_own_request(
     assert pids(pool) == before
 
 
-def test_who_was_killed_while_it_loaded_loads_it_the_next_time(
+def test_an_actor_killed_while_it_loads_a_grammar_loads_it_the_next_time(
     pool: RayPool, tiny_model: LoadedModel, tmp_path: Path
 ) -> None:
     found = generate(tiny_model, pool, {"unlucky": poisoned(f"abort@load once={tmp_path / 'once'}")})

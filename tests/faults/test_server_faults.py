@@ -285,7 +285,7 @@ class TestClientsThatDontRead:
         "temperature": 0,
     }
 
-    def test_hold_nobody_up_and_miss_nothing(self, server: Hosted) -> None:
+    def test_delay_no_other_request_and_get_all_tokens(self, server: Hosted) -> None:
         whole = server.post(**{**self.MUCH, "stream": False}).json()
         client = server.connect(receive_buffer=4096, **self.MUCH)
         # The engine goes on to the end of it, and so does everybody else.
