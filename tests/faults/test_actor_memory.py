@@ -1,4 +1,4 @@
-"""Actors that eat memory, at once or slowly."""
+"""Actors that use too much memory, at once or slowly."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_mask_that_eats_memory_ends_its_own_sequence_and_the_actor(
     driven: DrivenPool, caplog: pytest.LogCaptureFixture
 ) -> None:
     sound = driven.open("sound", number=5)
-    (eater,) = driven.open("eat@fill:2=800")  # and then it would wait for ever
+    (eater,) = driven.open("eat@fill:2=800")  # and then it would wait without end
     driven.go_on([*sound, eater], 2)
     pid = driven.home(eater).place.pid
     assert driven.with_neighbours(eater, sound)
@@ -69,13 +69,13 @@ def test_an_actor_that_leaks_is_replaced_without_effect_on_requests(
         home = driven.home(leaky)
         pid = home.place.pid
         while not home.retiring:
-            driven.go_on([leaky])  # slowly: the supervisor looks
+            driven.go_on([leaky])  # slowly, so that the supervisor measures in between
             driven.go_on(sound, 3)
         driven.go_on([*sound, leaky], 2)
         assert driven.home(leaky).place.pid != pid
         gone(pid)
         until(driven.all_up)
-        driven.go_on(sound)  # the pool hears of it
+        driven.go_on(sound)  # the pool takes notice of it
         replaced.add(pid)
     driven.go_on([*sound, leaky], 3)
     assert len(replaced) == 2

@@ -1,4 +1,4 @@
-"""Actors that crash, are killed, or are frozen, in whatever they are doing. The pool's defaults: nobody is replayed."""
+"""Actors that crash, are killed or freeze in each of their tasks. With the pool's defaults there are no replays."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_an_actor_that_dies_while_it_loads_a_grammar_costs_a_moment(driven: Driv
     sequences = driven.open("sound", number=2)
     once = tmp_path / "once"
     pids = driven.pids
-    (unlucky,) = driven.open("segfault@load", f"once={once}")  # by whichever actor is first
+    (unlucky,) = driven.open("segfault@load", f"once={once}")  # by the first actor that loads it
     assert once.exists()
     until(lambda: len(driven.pids - pids) == 1 and driven.all_up())
     driven.go_on([*sequences, unlucky], 3)
@@ -138,4 +138,4 @@ def test_a_crash_loop_is_down_for_all_to_see_and_others_go_on(
     assert driven.pool.status().healthy
     driven.go_on(driven.open("sound", number=4), 3)
     assert not set(driven.errors) & set(staying)
-    until(driven.all_up)  # it is tried again, and lives
+    until(driven.all_up)  # it is started again and stays up

@@ -1,4 +1,4 @@
-"""The engine killed with SIGKILL: what it had started, and left in the file system, is gone seconds later."""
+"""The engine is killed with SIGKILL: its processes and files are gone seconds later."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from driven_pool import until
 from serving import serving
 
 SECONDS = 30.0
-"""Generous: a loaded machine is slow to reap. What it takes on a quiet one is in docs/failure-model.md."""
+"""Generous for a loaded machine. docs/failure-model.md has the time on a quiet one."""
 
 
 @pytest.fixture
 def short_directory() -> Iterator[str]:
-    """For sockets: their paths are limited."""
+    """A short path, because socket paths have a length limit."""
     directory = tempfile.mkdtemp(prefix="g", dir="/tmp")
     yield directory
     shutil.rmtree(directory, ignore_errors=True)
 
 
 def family_of(pid: int) -> list[psutil.Process]:
-    """A process's descendants, but for the janitors: they are there to outlive it."""
+    """Return the descendants of a process, except the janitors, which must outlive it."""
     found = psutil.Process(pid).children(recursive=True)
     return [process for process in found if "guided-janitor" not in process.cmdline()]
 
 
 def shared_files(processes: list[psutil.Process]) -> set[str]:
-    """Files in /dev/shm that these processes have mapped."""
+    """Return the files in /dev/shm that these processes have mapped."""
     found: set[str] = set()
     for process in processes:
         maps = Path(f"/proc/{process.pid}/maps").read_text()

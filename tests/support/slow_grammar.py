@@ -1,4 +1,4 @@
-"""A grammar whose masks take as long as a test wants."""
+"""A grammar with a mask that waits until the test releases it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from scripted_grammar import ScriptedGrammar, ScriptedMatcher
 
 
 class SlowGrammar(ScriptedGrammar):
-    """The mask at position `slow_at` comes when `release` is set; `reached` says that it was asked for."""
+    """The mask at position `slow_at` sets `reached` and waits for `release`."""
 
     def __init__(self, sentences: Sequence[Sequence[int]], slow_at: int) -> None:
         super().__init__(sentences)
