@@ -74,8 +74,8 @@ def candidates(options: argparse.Namespace) -> list[Candidate]:
         ),
         outlines_candidate(),
     ]
-    wanted = set(options.backend)
-    return [candidate for candidate in found if candidate is not None and (candidate.backends & wanted)]
+    backends = set(options.backend)
+    return [candidate for candidate in found if candidate is not None and (candidate.backends & backends)]
 
 
 def outlines_candidate() -> Candidate | None:
