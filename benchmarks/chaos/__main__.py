@@ -39,7 +39,7 @@ from benchmarks.chaos.report import Run, print_run, summary, violations
 from benchmarks.chaos.server import Server, default_vocabulary, running_server
 from benchmarks.chaos.traffic import Request, Traffic
 from benchmarks.chaos.watch import Watch, watching
-from benchmarks.report import RESULTS, fail, machine, write_json
+from benchmarks.report import RESULTS, exit_with, fail, machine, write_json
 
 CALM_REQUESTS = 100
 CLIENTS_NICENESS = 5
@@ -174,9 +174,7 @@ def main() -> None:
     title = f"{options.concurrency} requests at a time, {options.actors} mask actors, {faults}"
     timeline(options.out / "chaos.png", title, run.begun, run.load.records, run.events, run.watch)
     print(f"wrote {options.out / 'chaos.json'} and .png")
-    for line in wrong:
-        print(f"VIOLATION: {line}")
-    raise SystemExit(1 if wrong else 0)
+    exit_with(wrong)
 
 
 if __name__ == "__main__":
