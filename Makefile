@@ -1,11 +1,11 @@
-# Everything a newcomer needs: `make serve` and `make test`. Linux, Python 3.11 or later.
+# Start with `make serve` and `make test`. Needs Linux and Python 3.11 or later.
 #
-#   PYTHON=python3.12   the interpreter that .venv is made with
-#   VENV=DIR            another place for the virtual environment
-#   TORCH='torch==...'  your own torch (a CUDA build, a wheel's path), instead of the pinned one; where pip finds it is
-#                       pip's usual configuration. A .venv that has a torch already keeps it: TORCH=keep
+#   PYTHON=python3.12   interpreter for .venv
+#   VENV=DIR            folder of the virtual environment
+#   TORCH='torch==...'  your own torch (a CUDA build, the path of a wheel) instead of the pinned one, from the package
+#                       index that pip is configured for. TORCH=keep keeps the torch that .venv has
 #   ARGS='--port 9000'  arguments of `guided serve`
-#   VLLM_VENV=DIR       another place for the environment of `make test-vllm`
+#   VLLM_VENV=DIR       folder of the environment of `make test-vllm`
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -21,13 +21,13 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 help:  ## List the commands
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /  make \1\t/' | expand -t 22
 
-serve: $(VENV)/.installed  ## Install what serving needs, and serve the embedded model on http://127.0.0.1:8000
+serve: $(VENV)/.installed  ## Install what serving needs and serve the embedded model on http://127.0.0.1:8000
 	@exec $(BIN)/guided serve $(ARGS)
 
 test: lint  ## Lint, type-check and run all tests
 	$(BIN)/python -m pytest
 
-test-vllm: $(VLLM_VENV)/.installed  ## The plugin within a real vLLM, in an environment that has it (.venv-vllm)
+test-vllm: $(VLLM_VENV)/.installed  ## Test the plugin within a real vLLM, in its own environment (.venv-vllm)
 	$(VLLM_VENV)/bin/python -m pytest tests/vllm $(ARGS)
 
 lint: $(VENV)/.installed-dev  ## Check style, types, imports and dead code
@@ -37,14 +37,14 @@ lint: $(VENV)/.installed-dev  ## Check style, types, imports and dead code
 	$(BIN)/lint-imports
 	$(BIN)/vulture
 
-bench: $(VENV)/.installed-dev  ## Memory and tokens/s of the default server (results as a table, and as JSON)
-	$(BIN)/python benchmarks/serving_startup.py $(ARGS)
+bench: $(VENV)/.installed-dev  ## Measure memory and tokens/s of the default server
+	$(BIN)/python -m benchmarks.serving_startup $(ARGS)
 
-install: $(VENV)/.installed  ## What `guided serve` needs, into .venv
+install: $(VENV)/.installed  ## Install what `guided serve` needs into .venv
 
-install-dev: $(VENV)/.installed-dev  ## What the tests need too, into .venv
+install-dev: $(VENV)/.installed-dev  ## Install what the tests need too into .venv
 
-constraints: $(VENV)/.installed-dev  ## Pin what .venv holds now: after a deliberate upgrade, once the tests pass
+constraints: $(VENV)/.installed-dev  ## Pin the versions in .venv, after an upgrade with passing tests
 	{ sed '/^[^#]/d' constraints.txt; $(PIP) freeze --all --exclude pip --exclude wheel --exclude guided --exclude-editable \
 	  | sed '/^[#-]/d; / @ /d; s/+[a-z0-9.]*$$//'; } > $(VENV)/pins && mv $(VENV)/pins constraints.txt
 
@@ -55,9 +55,10 @@ $(VENV)/bin/python $(VLLM_VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "guided needs Python 3.11 or later: make PYTHON=/path/to/python3.11 ..." >&2; exit 1; }
 	@$(PYTHON) -m venv $(@D:%/bin=%) \
-	  || { rm -rf $(@D:%/bin=%); echo "no virtual environment could be made: on Debian and Ubuntu, install python3-venv" >&2; exit 1; }
+	  || { rm -rf $(@D:%/bin=%); echo "no virtual environment could be created: on Debian and Ubuntu, install python3-venv" >&2; exit 1; }
 
-# The pins, less torch's where the user brings one; the build backend first, so that building needs nothing unpinned.
+# Installs with the pins, without those of torch if TORCH is set. The build backend comes first, so that the build uses
+# only pinned packages.
 define install
 	@echo "installing into $(VENV): $(1) (the first time this takes some minutes)"
 	@if [ -n "$(TORCH)" ]; then sed '/^torch==/d; /^triton==/d' constraints.txt; else cat constraints.txt; fi \

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-from benchmarks.report import ROOT
+from benchmarks.paths import ROOT
 
 __all__ = ["SINGLE_THREADED", "VLLM_ON_CPU", "JsonProcess", "answer_writer", "log_tail"]
 

@@ -169,8 +169,8 @@ class Measurement:
         for _ in range(rounds):
             for candidate, process in self._running:
                 bar.set_postfix_str(candidate.label, refresh=False)
-                wanted = steps if isinstance(steps, int) else steps[candidate.label]
-                turn = -(-wanted // rounds)
+                total = steps if isinstance(steps, int) else steps[candidate.label]
+                turn = -(-total // rounds)
                 process.ask({"do": "run", "steps": _WARM_UP, "seconds": share})
                 answer = process.ask({"do": "run", "steps": turn, "seconds": share})
                 for name, values in answer.items():

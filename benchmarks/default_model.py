@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.report import RESULTS, machine, write_json
 from engine.config import EngineConfig
 from engine.default_model import checkpoint_path
 from engine.default_model.corpus import evaluation_example
@@ -25,8 +26,6 @@ from engine.llm import LLM
 from engine.sampling_params import SamplingParams
 from guided.backends import BACKENDS
 from guided.errors import UnsupportedConstraint
-
-RESULTS = Path(__file__).parent / "results" / "default_model.json"
 
 
 @dataclass(frozen=True)
@@ -212,12 +211,13 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=1, help="seed of the held-out requests")
     parser.add_argument("--backends", nargs="+", default=[*BACKENDS], help="for the mixed requests")
     parser.add_argument("--show", type=int, default=0, help="print this many answers of each kind, wrong ones first")
-    parser.add_argument("--output", type=Path, default=RESULTS, help="file for the figures")
+    parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args(argv)
     runs = [("held out", held_out_requests(args.count, args.seed), "llguidance")]
     for backend in args.backends:
         able = [r for r in mixed_requests() if r.kind in BACKENDS[backend].kinds]
         runs.append((f"mixed, {backend}", able, backend))
+    started_on = machine()
     report: dict[str, dict[str, Any]] = {}
     with LLM(str(args.model), config=EngineConfig(max_num_seqs=32)) as llm:
         for name, requests, backend in runs:
@@ -229,8 +229,7 @@ def main(argv: list[str] | None = None) -> None:
             }
             show(requests, answers, args.show)
     print(f"\n{table(report)}")
-    args.output.parent.mkdir(exist_ok=True)
-    args.output.write_text(json.dumps({"max_tokens": args.max_tokens, "seed": args.seed, **report}, indent=2) + "\n")
+    write_json(args.out / "default_model.json", vars(args), report, started_on)
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ from benchmarks.chaos.reference import reference_outputs
 from benchmarks.chaos.server import Server, default_vocabulary, running_server
 from benchmarks.chaos.traffic import Mix, Request, Traffic
 from benchmarks.chaos.watch import Watch, watching
-from benchmarks.report import RESULTS, canvas, fail, machine, percentiles, print_table, write_json
+from benchmarks.report import RESULTS, canvas, exit_with, fail, machine, percentiles, print_table, write_json
 from guided.backends import AUTO, BACKENDS
 
 COLUMNS = (AUTO, *BACKENDS)
@@ -290,9 +290,7 @@ def main() -> None:
     title = f"{results[0]['inputs']} hostile inputs, {options.at_a_time} at a time, beside {options.good} good streams"
     plot(sides, options.out / "hostile.png", title, options.budget + options.slack)
     print(f"wrote {options.out / 'hostile.json'} and .png")
-    for line in wrong:
-        print(f"VIOLATION: {line}")
-    raise SystemExit(1 if wrong else 0)
+    exit_with(wrong)
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ from guided.vocabulary import Vocabulary
 
 PROCESSES = {
     "vocabulary": "vocabulary",
-    "role": "process",
+    "process": "process",
     "count": "count",
     "pss": "PSS each",
     "uss": "USS",
@@ -97,16 +97,15 @@ def run_part(module: str, *arguments: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in ended.stdout.splitlines()]
 
 
-def by_role(vocabulary: str, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def by_kind(vocabulary: str, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return one line per kind of process with the mean of its processes, and one for all."""
-    roles = list(dict.fromkeys(row["role"] for row in rows))
     lines = []
-    for role in roles:
-        mine = [row for row in rows if row["role"] == role]
-        means = {size: statistics.mean(row[size] for row in mine) for size in ("pss", "uss", "rss")}
-        lines.append({"vocabulary": vocabulary, "role": role, "count": len(mine), **means})
-    total = {size: sum(row[size] for row in rows) for size in ("pss", "uss")}
-    return [*lines, {"vocabulary": vocabulary, "role": "all", "count": len(rows), **total}]
+    for kind in dict.fromkeys(row["process"] for row in rows):
+        mine = [row for row in rows if row["process"] == kind]
+        means = {size: statistics.mean(row[f"{size}_mib"] for row in mine) for size in ("pss", "uss", "rss")}
+        lines.append({"vocabulary": vocabulary, "process": kind, "count": len(mine), **means})
+    total = {size: sum(row[f"{size}_mib"] for row in rows) for size in ("pss", "uss")}
+    return [*lines, {"vocabulary": vocabulary, "process": "all", "count": len(rows), **total}]
 
 
 def parts(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -196,7 +195,7 @@ def main() -> None:
     lines = [
         line
         for name, said in pools.items()
-        for line in by_role(name, next(one for one in said if one["part"] == "idle")["processes"])
+        for line in by_kind(name, next(one for one in said if one["part"] == "idle")["processes"])
     ]
     shown = {f"a mask actor, 131,072 tokens, {name}": parts(said) for name, said in workers.items()}
     for name, said in pools.items():

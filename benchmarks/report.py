@@ -14,10 +14,10 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-__all__ = ["RESULTS", "ROOT", "canvas", "fail", "machine", "percentiles", "print_table", "write_json"]
+from benchmarks.paths import RESULTS, ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
+__all__ = ["RESULTS", "ROOT", "canvas", "exit_with", "fail", "machine", "percentiles", "print_table", "write_json"]
+
 LIBRARIES = ("torch", "llguidance", "xgrammar", "outlines_core", "lm-format-enforcer", "ray", "pyzmq", "transformers")
 
 
@@ -25,6 +25,13 @@ def fail(message: str) -> NoReturn:
     """Print one line and exit with status 2: an argument can't be used."""
     print(f"{_name()}: {message}", file=sys.stderr)
     raise SystemExit(2)
+
+
+def exit_with(violations: Sequence[str]) -> NoReturn:
+    """Print the violations and exit with status 1, or 0 if there are none."""
+    for line in violations:
+        print(f"VIOLATION: {line}")
+    raise SystemExit(1 if violations else 0)
 
 
 def _name() -> str:

@@ -1,8 +1,8 @@
 """Measure the time that `make serve` takes, the memory of each process, and tokens/s with and without guidance.
 
-    python benchmarks/serving_startup.py                   # the server of this environment, the embedded model
-    python benchmarks/serving_startup.py --fresh DIR       # clone the repository into DIR (new) and `make serve` there
-    python benchmarks/serving_startup.py --pool inline --concurrency 1 32
+    python -m benchmarks.serving_startup                # the server of this environment with the embedded model
+    python -m benchmarks.serving_startup --fresh DIR    # clone the repository into DIR (new) and `make serve` there
+    python -m benchmarks.serving_startup --pool inline --concurrency 1 32
 
 Memory is that of the idle server before and after the load. RSS counts shared pages in each process, PSS divides them
 among the processes. Tokens/s is measured over HTTP with answers of a fixed number of tokens, not streamed, by a client
@@ -16,9 +16,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
-import os
-import platform
 import re
 import signal
 import statistics
@@ -31,9 +28,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 
-ROOT = Path(__file__).resolve().parent.parent
+from benchmarks.processes import memory
+from benchmarks.report import RESULTS, ROOT, machine, write_json
+
 TOKENS = 128
 PROMPT = {"messages": [{"role": "user", "content": "Maria Keller is 34 years old and lives in Lisbon."}]}
 WAYS: dict[str, dict[str, Any]] = {
@@ -81,31 +79,6 @@ def started(command: list[str], directory: Path) -> Iterator[Started]:
     finally:
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=60)
-
-
-def memory(root: int) -> list[dict[str, Any]]:
-    """Return RSS and PSS of a process and its descendants, in MiB."""
-    rows = []
-    for process in [psutil.Process(root), *psutil.Process(root).children(recursive=True)]:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            full = process.memory_full_info()
-            rows.append({"process": role(process), "rss_mib": full.rss / 2**20, "pss_mib": full.pss / 2**20})
-    return rows
-
-
-def role(process: psutil.Process) -> str:
-    """Return the kind of a process, from its command line."""
-    command = " ".join(process.cmdline())
-    for part in ("gcs_server", "raylet/raylet", "log_monitor", "dashboard/dashboard", "monitor.py", "guided-janitor"):
-        if part in command:
-            return f"Ray: {Path(part).stem}" if "janitor" not in part else "janitor (removes temporary files)"
-    if command.startswith("ray::"):
-        return command.split()[0].partition(".")[0]
-    if "default_worker.py" in command:
-        return "Ray: starting worker"
-    if "actors.compile.process" in command:
-        return "compile process"
-    return "server" if "serve" in command else command[:40]
 
 
 async def tokens_per_second(url: str, concurrency: int, fields: dict[str, Any], seconds: float) -> float:
@@ -170,8 +143,9 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 32])
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=5.0, help="length of one run")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "serving_startup.json")
+    parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
+    started_on = machine()
 
     arguments = ["--port", "0", "--pool", options.pool, "--log-level", "warning"]
     if options.pool == "ray":
@@ -188,22 +162,17 @@ def main() -> None:
             first = time.perf_counter() - begun
     with started(command, directory) as server:
         root = server.process.pid
-        idle = memory(root)
+        idle = memory(root, "server")
         rates = throughput(server.url, options.concurrency, options.repeat, options.seconds)
         result = {
             "fresh": options.fresh is not None,
             "first_start_seconds": first,
             "start_seconds": server.seconds,
             "memory_idle": idle,
-            "memory_after": memory(root),
+            "memory_after": memory(root, "server"),
             "throughput": rates,
-            "pool": options.pool,
-            "num_actors": options.num_actors if options.pool == "ray" else None,
-            "machine": {"cpus": os.cpu_count(), "processor": platform.processor(), "python": platform.python_version()},
-            "load_average_at_the_end": os.getloadavg(),
         }
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    write_json(options.out / "serving_startup.json", vars(options), result, started_on)
     report(result)
 
 

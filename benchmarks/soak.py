@@ -30,7 +30,7 @@ from benchmarks.chaos.reference import reference_outputs
 from benchmarks.chaos.server import Server, default_vocabulary, running_server
 from benchmarks.chaos.traffic import Mix, Traffic
 from benchmarks.chaos.watch import Watch, watching
-from benchmarks.report import RESULTS, canvas, fail, machine, print_table, write_json
+from benchmarks.report import RESULTS, canvas, exit_with, fail, machine, print_table, write_json
 
 FLOOR_MIB = 4.0
 PARTS = 5
@@ -192,9 +192,7 @@ def main() -> None:
     title = f"{options.minutes:g} minutes, {options.concurrency} at a time, {options.fresh:.0%} of constraints new"
     plot(options.out / "soak.png", title, begun, warm, watch.memory, found)
     print(f"wrote {options.out / 'soak.json'} and .png")
-    for line in wrong:
-        print(f"VIOLATION: {line}")
-    raise SystemExit(1 if wrong else 0)
+    exit_with(wrong)
 
 
 if __name__ == "__main__":

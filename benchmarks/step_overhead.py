@@ -75,8 +75,8 @@ def candidates(options: argparse.Namespace) -> list[Candidate]:
         ),
         outlines_candidate(),
     ]
-    wanted = set(options.backend)
-    return [candidate for candidate in found if candidate is not None and (candidate.backends & wanted)]
+    backends = set(options.backend)
+    return [candidate for candidate in found if candidate is not None and (candidate.backends & backends)]
 
 
 def earlier_version(options: argparse.Namespace, ray_options: dict[str, Any]) -> Candidate | None:

@@ -166,7 +166,7 @@ class Generation:
             guiding, rows = guiding + timed.seconds, rows + timed.rows
             outputs = sequences[:, prompts["input_ids"].shape[1] :].tolist()
             for index, tokens in enumerate(outputs):
-                self.judge(some[index * len(some) // len(outputs)], tokens, found)
+                self.check(some[index * len(some) // len(outputs)], tokens, found)
             bar.update(len(some))
         return {
             "mode": mode,
@@ -182,7 +182,7 @@ class Generation:
             "wrong": found.wrong,
         }
 
-    def judge(self, task: Task, tokens: list[int], found: Found) -> None:
+    def check(self, task: Task, tokens: list[int], found: Found) -> None:
         """Check one output."""
         found.outputs += 1
         special = self.vocabulary.special_token_ids.union(self.vocabulary.stop_token_ids)

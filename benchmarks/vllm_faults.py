@@ -143,7 +143,7 @@ def _kill_tree(pid: int) -> None:
                 process.kill()
 
 
-def judge(fault: str, system: str, seen: dict[str, Any]) -> dict[str, Any]:
+def evaluate(fault: str, system: str, seen: dict[str, Any]) -> dict[str, Any]:
     """Return one row of the table."""
     row: dict[str, Any] = {"fault": fault, "system": system, "ended": seen["ended"]}
     answers = {stage: [Answer(**one) for one in seen[stage]["answers"]] for stage in STAGES if stage in seen}
@@ -263,7 +263,7 @@ def main() -> None:
         for fault in options.fault:
             for system, (engine, python) in taking_part.items():
                 bar.set_description(f"{fault}, {system}")
-                rows.append(judge(fault, system, observe(engine, python, fault, options.limit)))
+                rows.append(evaluate(fault, system, observe(engine, python, fault, options.limit)))
                 bar.update()
     print_table(rows, COLUMNS)
     print("engine alive: it answers after the fault. Their time: median and worst of the others with valid answers")

@@ -81,14 +81,14 @@ def requests(count: int, temperature: float) -> list[dict[str, Any]]:
     return found
 
 
-def is_valid(asked: dict[str, Any], answer: dict[str, Any]) -> bool:
+def is_valid(request: dict[str, Any], answer: dict[str, Any]) -> bool:
     """Return whether an answer is complete and satisfies its constraint."""
     if answer["finish_reason"] != "stop":
         return False
-    if "regex" in asked:
-        return re.fullmatch(asked["regex"], answer["text"]) is not None
+    if "regex" in request:
+        return re.fullmatch(request["regex"], answer["text"]) is not None
     with contextlib.suppress(ValueError):
-        return jsonschema.Draft202012Validator(json.loads(asked["json"])).is_valid(json.loads(answer["text"]))
+        return jsonschema.Draft202012Validator(json.loads(request["json"])).is_valid(json.loads(answer["text"]))
     return False
 
 
@@ -134,14 +134,14 @@ def measure(
     running: dict[str, JsonProcess], model: str, batch: int, rounds: int, bar: tqdm[Any]
 ) -> list[dict[str, Any]]:
     """Return one row per way."""
-    asked = requests(batch, 0.0 if model == "embedded" else 1.0)
-    lengths = [one["tokens"] for one in running[REFERENCE].ask(asked)["answers"]]
-    free = [one | {"max_tokens": length} for one, length in zip(asked, lengths, strict=True)]
+    batch_requests = requests(batch, 0.0 if model == "embedded" else 1.0)
+    lengths = [one["tokens"] for one in running[REFERENCE].ask(batch_requests)["answers"]]
+    free = [one | {"max_tokens": length} for one, length in zip(batch_requests, lengths, strict=True)]
     found: dict[str, list[dict[str, Any]]] = {label: [] for label in running}
     for round_ in range(rounds + 1):
         for label, process in running.items():
             bar.set_description(f"{model}, {batch}, {label}")
-            answer = process.ask(free if label == "unguided" else asked)
+            answer = process.ask(free if label == "unguided" else batch_requests)
             if round_:
                 found[label].append(answer)
             bar.update()
@@ -149,7 +149,7 @@ def measure(
     for label, answers in found.items():
         rates = [sum(one["tokens"] for one in answer["answers"]) / answer["seconds"] for answer in answers]
         steps = [max(one["tokens"] for one in answer["answers"]) for answer in answers]
-        valid = sum(is_valid(one, said) for one, said in zip(asked, answers[-1]["answers"], strict=True))
+        valid = sum(is_valid(one, answer) for one, answer in zip(batch_requests, answers[-1]["answers"], strict=True))
         rows.append(
             {
                 "model": model,

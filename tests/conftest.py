@@ -1,4 +1,4 @@
-"""Fixtures that several packages' tests share: a tiny tokenizer and tiny models, made here, nothing downloaded."""
+"""Shared fixtures: a tiny tokenizer and a tiny model, made here without downloads, and a local Ray."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from hypothesis import settings
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-# On CI a run says something about the change, not about today's draw; elsewhere every run looks further.
+# On CI the examples are fixed, so that a failure is due to the change. Elsewhere each run tries new ones.
 settings.register_profile("ci", derandomize=True)
 settings.register_profile("fuzz", max_examples=5000)
 if os.environ.get("CI"):
     settings.load_profile("ci")
 
-# A shell that runs this in the background has it ignore SIGINT, and so would every process that a test interrupts.
+# A process in the background of a shell ignores SIGINT, and its children inherit that. Tests send SIGINT to children.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Tiny models gain nothing by threads, and lose a lot where the cores are busy: OpenMP's barriers spin.
+# Tiny models gain nothing from threads, and on busy cores OpenMP's spinning barriers make them slow.
 torch.set_num_threads(1)
 
 CORPUS = [
@@ -45,7 +45,7 @@ CHAT_TEMPLATE = (
 
 @pytest.fixture(scope="session")
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level BPE of 600 tokens: any UTF-8 text, most characters beyond ASCII in several tokens."""
+    """A byte-level BPE of 600 tokens for any UTF-8 text. Most non-ASCII characters take several tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -70,9 +70,9 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 
 @pytest.fixture(scope="session")
 def tiny_llama_dir(tiny_tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A randomly initialised Llama with `tiny_tokenizer`, saved as Hugging Face has it; logits padded to 640.
+    """A Hugging Face checkpoint of a random Llama with `tiny_tokenizer`, with logits padded to 640.
 
-    Weights are large enough that its best tokens differ clearly and its outputs wander.
+    The weights are large, so that the best tokens differ clearly and outputs don't repeat themselves.
     """
     path = tmp_path_factory.mktemp("tiny-llama")
     torch.manual_seed(7)
@@ -97,8 +97,8 @@ def tiny_llama_dir(tiny_tokenizer: PreTrainedTokenizerFast, tmp_path_factory: py
 
 @pytest.fixture(scope="session")
 def local_ray() -> Iterator[None]:
-    """A local Ray, started once: pools that are made while it is there share it. Their processes know the backend
-    "faulty" (`faulty_backend`)."""
+    """A local Ray, started once and shared by all pools. Their processes know the backend "faulty"
+    (`faulty_backend`)."""
     from actors.cluster import Cluster
 
     with pytest.MonkeyPatch.context() as patched:

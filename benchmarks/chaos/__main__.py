@@ -39,7 +39,7 @@ from benchmarks.chaos.report import Run, print_run, summary, violations
 from benchmarks.chaos.server import Server, default_vocabulary, running_server
 from benchmarks.chaos.traffic import Request, Traffic
 from benchmarks.chaos.watch import Watch, watching
-from benchmarks.report import RESULTS, fail, machine, write_json
+from benchmarks.report import RESULTS, exit_with, fail, machine, write_json
 
 CALM_REQUESTS = 100
 CLIENTS_NICENESS = 5
@@ -47,7 +47,7 @@ CLIENTS_NICENESS = 5
 RECOVERY_SECONDS = 120.0
 
 
-async def harm(scene: Scene, options: argparse.Namespace, until_: float) -> None:
+async def inject_faults(scene: Scene, options: argparse.Namespace, until_: float) -> None:
     """Inject faults until the time is over, alternately into an actor and of another kind."""
     masks = [name for name in options.faults if name in MASK_ACTOR_FAULTS]
     shares = dict.fromkeys(masks, options.actors / max(1, len(masks)))
@@ -68,7 +68,7 @@ async def harm(scene: Scene, options: argparse.Namespace, until_: float) -> None
     await asyncio.gather(*tasks)
 
 
-async def attacked(server: Server, options: argparse.Namespace) -> Run:
+async def run_test(server: Server, options: argparse.Namespace) -> Run:
     """Run the whole test against a running server."""
     judge = Judge(default_vocabulary())
     watch = Watch(server)
@@ -89,7 +89,7 @@ async def attacked(server: Server, options: argparse.Namespace) -> Run:
         traffic = Traffic(options.seed)
         progress = asyncio.create_task(_progress(load, scene, over))
         busy = load.run(traffic, options.concurrency, lambda: time.monotonic() < over and watch.deaths == 0)
-        await asyncio.gather(busy, harm(scene, options, over))
+        await asyncio.gather(busy, inject_faults(scene, options, over))
         lasted = time.monotonic() - begun
         recovered = await until(lambda: _is_whole(scene, options.actors), RECOVERY_SECONDS)
         thaw(scene)
@@ -165,7 +165,7 @@ def main() -> None:
         arguments += ["--max-replays", str(options.max_replays)]
     with running_server(*arguments, log=options.log) as server, hostile_inputs.deep():
         os.nice(CLIENTS_NICENESS)
-        run = asyncio.run(attacked(server, options))
+        run = asyncio.run(run_test(server, options))
     wrong = violations(run, every_good=bool(options.max_replays))
     result: dict[str, Any] = summary(run)
     print_run(run, result)
@@ -174,9 +174,7 @@ def main() -> None:
     title = f"{options.concurrency} requests at a time, {options.actors} mask actors, {faults}"
     timeline(options.out / "chaos.png", title, run.begun, run.load.records, run.events, run.watch)
     print(f"wrote {options.out / 'chaos.json'} and .png")
-    for line in wrong:
-        print(f"VIOLATION: {line}")
-    raise SystemExit(1 if wrong else 0)
+    exit_with(wrong)
 
 
 if __name__ == "__main__":

@@ -57,7 +57,7 @@ class Judge:
 
     def __init__(self, vocabulary: Vocabulary, references: dict[str, Choice] | None = None) -> None:
         self._backends = Backends(vocabulary)
-        self._compiled = lru_cache(256)(lambda judge, constraint: self._backends[judge].compile(constraint))
+        self._compiled = lru_cache(256)(lambda backend, constraint: self._backends[backend].compile(constraint))
         self.references = references or {}
 
     def verdict(self, request: Request, answer: Answer) -> Verdict:
@@ -94,17 +94,17 @@ class Judge:
 
     def illegal(self, example: Example, text: str, used: str | None) -> str | None:
         """Return why an output is no legal beginning, or None. Another backend than the one that made it decides."""
-        judge = "xgrammar" if used == "llguidance" else "llguidance"
-        said = ""
+        checker = "xgrammar" if used == "llguidance" else "llguidance"
+        reason = ""
         for constraint in [example.constraint] if used == "llguidance" else readings(example):
-            matcher = self._compiled(judge, constraint).matcher()
+            matcher = self._compiled(checker, constraint).matcher()
             try:
                 matcher.accept_tokens(self._backends.vocabulary.encode(text))
             except GuidedError as error:
-                said = said or str(error)
+                reason = reason or str(error)
             else:
                 return None
-        return f"cut, and no legal beginning: {text[:200]!r} ({judge}: {said[:200]})"
+        return f"cut, and no legal beginning: {text[:200]!r} ({checker}: {reason[:200]})"
 
     def _compared(self, request: Request, answer: Answer) -> Verdict:
         reference = self.references.get(request.key or "")
@@ -142,7 +142,7 @@ def _orders(value: Any) -> Iterator[Any]:
 
 
 def unsatisfied(example: Example, text: str) -> str | None:
-    """What is wrong with a whole output."""
+    """Return why a whole output doesn't satisfy the constraint, or None."""
     match example.kind:
         case "json_schema" | "json_object":
             schema = example.value if example.kind == "json_schema" else {"type": "object"}
@@ -168,10 +168,11 @@ def _of_error(answer: Answer) -> Verdict:
 
 
 def undeclared(status: int | None, headers: Any, error: dict[str, Any]) -> str | None:
-    """What is missing from an error: its fields, a code that tells, a truthful word on trying again.
+    """Return why an error is not a declared one, or None. It needs its fields, a specific code and correct retry
+    headers.
 
     Args:
-        status: 200 where the error is a stream's event.
+        status: 200 if the error is an event of a stream.
     """
     if missing := {"message", "type", "param", "code"} - error.keys():
         return f"an error without {', '.join(sorted(missing))}"

@@ -21,7 +21,7 @@ PEOPLE = [
     ("Tomas Silva", 63, "Porto"),
     ("Lena Fischer", 19, "Vienna"),
 ]
-PLAIN_PROMPTS = [f"{name} is {age} years old and lives in {city}. What is the name?" for name, age, city in PEOPLE]
+PLAIN_PROMPTS = [f"{name} is {age} years old and lives in {city}. Who is it?" for name, age, city in PEOPLE]
 PLAIN_PROMPTS += [f"Where does {name} live? {name} lives in {city}." for name, _, city in PEOPLE]
 
 
@@ -56,7 +56,7 @@ _TEXT = {"type": "string", "maxLength": 24}
 _SCHEMAS = [
     _object(name={"type": "string"}, age={"type": "integer"}, city={"type": "string"}),
     _object(name=_TEXT, adult={"type": "boolean"}, level={"enum": ["low", "middle", "high"]}),
-    _object(person=_object(name=_TEXT, age={"type": "integer"}), city=_TEXT),
+    _object(who=_object(name=_TEXT, age={"type": "integer"}), city=_TEXT),
     {"type": "array", "items": _object(name=_TEXT, city=_TEXT), "minItems": 1, "maxItems": 3},
 ]
 _PATTERNS = [

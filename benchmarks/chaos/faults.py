@@ -12,9 +12,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.chaos.server import COMPILE_ACTOR, COMPILE_PROCESS, Server
+from benchmarks.chaos.server import Server
 from benchmarks.chaos.traffic import CHAT, Request
 from benchmarks.chaos.watch import Watch
+from benchmarks.processes import COMPILE_ACTOR, COMPILE_PROCESS, COMPILE_TEMPLATE
 
 __all__ = ["COMPILE_ACTOR_FAULT", "FAULTS", "MASK_ACTOR_FAULTS", "Event", "Scene", "inject"]
 
@@ -103,11 +104,11 @@ async def _slow(scene: Scene) -> Event | None:
 
 
 async def _kill_compile_process(scene: Scene) -> Event | None:
-    return await _kill_by_role(scene, "compile process", COMPILE_PROCESS)
+    return await _kill_by_kind(scene, "compile process", COMPILE_PROCESS, COMPILE_TEMPLATE)
 
 
 async def _kill_compile_actor(scene: Scene) -> Event | None:
-    return await _kill_by_role(scene, "compile actor", COMPILE_ACTOR)
+    return await _kill_by_kind(scene, "compile actor", COMPILE_ACTOR)
 
 
 async def _memory(scene: Scene) -> Event | None:
@@ -148,8 +149,8 @@ def _signal(scene: Scene, fault: str, number: signal.Signals) -> Event | None:
     return Event(time.monotonic(), fault, str(actor["pid"]), actor["index"], actor["incarnation"])
 
 
-async def _kill_by_role(scene: Scene, fault: str, role: str) -> Event | None:
-    pids = await asyncio.to_thread(scene.server.pids, role)
+async def _kill_by_kind(scene: Scene, fault: str, *kinds: str) -> Event | None:
+    pids = await asyncio.to_thread(scene.server.pids, *kinds)
     if not pids:
         return None
     pid = scene.source.choice(pids)

@@ -21,7 +21,6 @@ COLORS = {
     "failed": "tab:orange",
     "violation": "red",
 }
-RAY = ("Ray:", "ray::IDLE", "ray::DashboardAgent", "ray::RuntimeEnvAgent")
 
 
 def timeline(
@@ -71,11 +70,11 @@ def _answers(axis: Any, zero: float, records: Sequence[Record]) -> None:
 
 
 def memory_panel(axis: Any, zero: float, samples: Sequence[tuple[float, list[dict[str, Any]]]]) -> None:
-    """Draw the PSS per role, stacked."""
+    """Draw the PSS per kind of process, stacked."""
     sizes: dict[str, list[float]] = {}
     for index, (_, rows) in enumerate(samples):
         for row in rows:
-            name = "Ray" if row["process"].startswith(RAY) else row["process"]
+            name = "Ray" if row["process"].startswith("Ray:") else row["process"]
             sizes.setdefault(name, [0.0] * len(samples))[index] += row["pss_mib"]
     if sizes:
         axis.stackplot([at - zero for at, _ in samples], list(sizes.values()), labels=list(sizes), linewidth=0)

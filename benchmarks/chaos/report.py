@@ -111,7 +111,8 @@ def _spread(seconds: Sequence[float]) -> dict[str, float]:
 
 
 def memory_rows(samples: Sequence[tuple[float, list[dict[str, Any]]]]) -> list[dict[str, Any]]:
-    """Return the PSS per role in MiB at the first sample, its maximum, and at the last sample; and process counts."""
+    """Return the PSS per kind of process in MiB at the first sample, its maximum, and at the last sample; and
+    process counts."""
     if not samples:
         return []
     roles = list(dict.fromkeys(row["process"] for _, rows in samples for row in rows))

@@ -18,17 +18,15 @@ import httpx
 import psutil
 from transformers import AutoTokenizer
 
+from benchmarks.processes import family, memory
 from benchmarks.report import ROOT
-from benchmarks.serving_startup import role
 from engine.default_model import checkpoint_path
 from guided.vocabulary import Vocabulary
 
-__all__ = ["COMPILE_ACTOR", "COMPILE_PROCESS", "Server", "default_vocabulary", "running_server"]
+__all__ = ["Server", "default_vocabulary", "running_server"]
 
 START_SECONDS = 300.0
 STOP_SECONDS = 90.0
-COMPILE_PROCESS = "compile process"
-COMPILE_ACTOR = "ray::CompileActor"
 
 
 @dataclass
@@ -54,29 +52,16 @@ class Server:
         return answer
 
     def processes(self) -> list[tuple[str, psutil.Process]]:
-        """Return (role, process) for the server and its descendants that still exist."""
-        found = []
-        with contextlib.suppress(psutil.NoSuchProcess):
-            root = psutil.Process(self.process.pid)
-            for process in [root, *root.children(recursive=True)]:
-                with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-                    if process.status() != psutil.STATUS_ZOMBIE:
-                        found.append((role(process), process))
-        return found
+        """Return (kind, process) for the server and its descendants that still exist."""
+        return family(self.process.pid, "server")
 
-    def pids(self, role: str) -> list[int]:
-        """Return the ids of the processes with a role."""
-        return [process.pid for name, process in self.processes() if name == role]
+    def pids(self, *kinds: str) -> list[int]:
+        """Return the ids of the processes of some kinds."""
+        return [process.pid for kind, process in self.processes() if kind in kinds]
 
     def memory(self) -> list[dict[str, Any]]:
-        """Return PSS and RSS of each process in MiB. Takes some ten milliseconds."""
-        rows = []
-        for name, process in self.processes():
-            with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-                full = process.memory_full_info()
-                size = {"pss_mib": round(full.pss / 2**20, 1), "rss_mib": round(full.rss / 2**20, 1)}
-                rows.append({"process": name, "pid": process.pid, **size})
-        return rows
+        """Return the memory of each process, as `benchmarks.processes.memory` does."""
+        return memory(self.process.pid, "server")
 
     def tracebacks(self) -> int:
         """Count the tracebacks in the log."""
@@ -113,12 +98,12 @@ def running_server(*arguments: str, log: Path | None = None) -> Iterator[Server]
         server.url = _address(server)
         yield server
     finally:
-        family = [each for _, each in server.processes()]
+        processes = [each for _, each in server.processes()]
         if server.alive:
             process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(STOP_SECONDS)
-        for each in psutil.wait_procs(family, timeout=10)[1]:
+        for each in psutil.wait_procs(processes, timeout=10)[1]:
             with contextlib.suppress(psutil.NoSuchProcess):
                 each.kill()
         if process.wait(10) == 0:

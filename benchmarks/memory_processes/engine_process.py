@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.memory_processes.mask_actor import PartReporter
-from benchmarks.memory_processes.sizes import processes, segments
+from benchmarks.processes import memory, segments
 
 ROWS = 64
 SETTLE_SECONDS = 2.0
@@ -37,9 +37,9 @@ def main() -> None:
         pool = RayPool(vocabulary, num_actors=actors)
         report("the pool")
     _wait_until_warm(pool)
-    report("idle", processes=processes(os.getpid()), segments=segments())
+    report("idle", processes=memory(os.getpid(), "engine"), segments=segments())
     _open(pool, [one for one in pickle.loads(Path(grammars_file).read_bytes()) if one["backend"] == "llguidance"])
-    report("open", processes=processes(os.getpid()), segments=segments(), rows=ROWS)
+    report("open", processes=memory(os.getpid(), "engine"), segments=segments(), rows=ROWS)
     pool.shutdown()
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.child_process import answer_writer
-from benchmarks.memory_processes.sizes import own_memory
+from benchmarks.processes import own_memory
 
 __all__ = ["PartReporter"]
 

@@ -71,9 +71,9 @@ def main() -> None:
     for line in sys.stdin:
         requests = json.loads(line)
         prompts = [request["prompt"] for request in requests]
-        asked = [params(way, request) for request in requests]
+        sampling = [params(way, request) for request in requests]
         started = time.perf_counter()
-        outputs = llm.generate(prompts, asked, use_tqdm=False)
+        outputs = llm.generate(prompts, sampling, use_tqdm=False)
         seconds = time.perf_counter() - started
         found = [
             {"text": one.text, "tokens": len(one.token_ids), "finish_reason": one.finish_reason}

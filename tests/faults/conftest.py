@@ -1,4 +1,4 @@
-"""A tiny model, and the backend that fails as it is told, in this process too."""
+"""Fixtures: a tiny model, and the faulty backend in this process."""
 
 from __future__ import annotations
 
@@ -18,5 +18,5 @@ def tiny_model(tiny_llama_dir: Path) -> LoadedModel:
 
 @pytest.fixture
 def faulty_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests may name the backend "faulty"."""
+    """Make the backend "faulty" available to requests."""
     monkeypatch.setitem(BACKENDS, NAME, ADAPTER)

@@ -1,4 +1,4 @@
-"""Processes that die or freeze: who is hit, who isn't, and what is left behind."""
+"""Processes that die or freeze: which sequences end, which go on, and what remains."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ _ids = count(1)
 
 
 def until(true: Callable[[], bool], seconds: float = WAIT) -> None:
-    """Wait for something to become true; fail where it doesn't."""
+    """Wait until a condition is true. Fails if it stays false."""
     deadline = time.monotonic() + seconds
     while not true():
-        assert time.monotonic() < deadline, "it didn't happen in time"
+        assert time.monotonic() < deadline, "the condition stayed false"
         time.sleep(0.02)
 
 
 def freeze(pid: int) -> None:
-    """Stop a process, and see that all its threads are."""
+    """Stop a process and wait until all its threads have stopped."""
     os.kill(pid, signal.SIGSTOP)
     tasks = Path(f"/proc/{pid}/task")
     until(lambda: all((task / "stat").read_text().rpartition(")")[2].split()[0] == "T" for task in tasks.iterdir()))
 
 
 class Host:
-    """A pool with one grammar open several times: `[0-9]*x`, so that sequences can go on for ever."""
+    """A pool with several sequences of the grammar `[0-9]*x`, which has no longest output."""
 
     def __init__(self, pool: RayPool) -> None:
         self.pool = pool
@@ -58,7 +58,7 @@ class Host:
         return sequences
 
     def step(self, sequences: list[int], timeout: float = WAIT) -> dict[int, Row]:
-        """One row a sequence, with its whole text; those that are ready go on by a digit."""
+        """Run a step with one row per sequence, with its whole text. Each ready sequence gets another digit."""
         self.pool.submit([Fill(sequence, 0, tokens(self.texts[sequence])) for sequence in sequences])
         rows = dict(zip(sequences, self.pool.collect(self.bitmask, timeout), strict=True))
         for index, (sequence, row) in enumerate(rows.items()):
@@ -68,7 +68,7 @@ class Host:
         return rows
 
     def placed_on(self) -> dict[int, set[int]]:
-        """Sequences by the process that they are on."""
+        """Return the sequences by process."""
         links = self.pool._rotation._links
         return {link.place.pid: set(link.sequences) for link in links}
 
@@ -106,7 +106,7 @@ def test_a_killed_actor_ends_its_sequences_and_no_others_and_is_replaced(host: H
     before = {worker.pid: worker for worker in host.pool.status().workers}
 
     os.kill(victim, signal.SIGKILL)
-    # Far less than the wait: the death is noticed, nothing is timed out.
+    # Far less than the timeout: the death is detected.
     rows = host.step(sequences)
     while any(row.state == "ready" for sequence, row in rows.items() if sequence in lost):
         rows = host.step(sequences)
@@ -127,7 +127,7 @@ def test_a_killed_actor_ends_its_sequences_and_no_others_and_is_replaced(host: H
     assert restarted.incarnation > before[victim].incarnation
     assert restarted.restarts == before[victim].restarts + 1
 
-    new = host.open(4)  # the replacement is empty: they all go there, and it has the grammar
+    new = host.open(4)  # the replacement is empty, so all go there; it has the grammar
     assert {row.state for row in host.step(new).values()} == {"ready"}
     assert host.placed_on()[restarted.pid or 0] == set(new)
 
@@ -183,7 +183,7 @@ def test_a_sequence_that_was_not_yet_opened_there_is_placed_again(host: Host) ->
     assert unsent
 
 
-def test_a_frozen_actor_writes_into_no_row_that_is_somebody_elses(host: Host) -> None:
+def test_a_frozen_actor_writes_into_no_row_of_another_sequence(host: Host) -> None:
     sequences = host.open(4)
     host.step(sequences)
     frozen, stuck = next(iter(host.placed_on().items()))
@@ -197,7 +197,7 @@ def test_a_frozen_actor_writes_into_no_row_that_is_somebody_elses(host: Host) ->
     finally:
         os.kill(frozen, signal.SIGCONT)
     seen = host.bitmask.copy()
-    rows = host.step(sorted(stuck))  # what was late is there, or comes: nothing is computed twice
+    rows = host.step(sorted(stuck))  # late masks are ready now or later; none is computed twice
     assert {row.state for row in rows.values()} == {"ready"}
     assert (seen[len(kept) :] == 7).all()
     assert {row.state for row in host.step(sequences).values()} == {"ready"}
@@ -205,7 +205,7 @@ def test_a_frozen_actor_writes_into_no_row_that_is_somebody_elses(host: Host) ->
 
 
 def test_an_actor_that_never_answers_is_ended_and_its_sequences_go_on_elsewhere(host: Host) -> None:
-    """It was stopped outside of any mask: that is no sequence's fault."""
+    """It stopped outside of a mask, so no sequence is the cause."""
     sequences = host.open(6)
     host.step(sequences)
     hung, there = next(iter(host.placed_on().items()))

@@ -1,4 +1,4 @@
-"""Actors that eat memory, at once or slowly."""
+"""Actors that use too much memory, at once or slowly."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_mask_that_eats_memory_ends_its_own_sequence_and_the_actor(
     driven: DrivenPool, caplog: pytest.LogCaptureFixture
 ) -> None:
     sound = driven.open("sound", number=5)
-    (eater,) = driven.open("eat@fill:2=800")  # and then it would wait for ever
+    (eater,) = driven.open("eat@fill:2=800")  # and then it would wait without end
     driven.go_on([*sound, eater], 2)
     pid = driven.home(eater).location.pid
     assert driven.with_neighbours(eater, sound)
@@ -58,7 +58,7 @@ def test_a_grammar_that_eats_memory_while_it_is_loaded_ends_no_sequence(driven: 
     assert not driven.errors
 
 
-def test_an_actor_that_leaks_is_replaced_and_nobody_notices(
+def test_an_actor_that_leaks_is_replaced_without_effect_on_requests(
     driven: DrivenPool, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -70,13 +70,13 @@ def test_an_actor_that_leaks_is_replaced_and_nobody_notices(
         home = driven.home(leaky)
         pid = home.location.pid
         while not home.retiring:
-            driven.go_on([leaky])  # slowly: the supervisor looks
+            driven.go_on([leaky])  # slowly, so that the supervisor measures in between
             driven.go_on(sound, 3)
         driven.go_on([*sound, leaky], 2)
         assert driven.home(leaky).location.pid != pid
         gone(pid)
         until(driven.all_up)
-        driven.go_on(sound)  # the pool hears of it
+        driven.go_on(sound)  # the pool takes notice of it
         replaced.add(pid)
     driven.go_on([*sound, leaky], 3)
     assert len(replaced) == 2

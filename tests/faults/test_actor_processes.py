@@ -37,7 +37,7 @@ def driven(pool: RayPool) -> Iterator[DrivenPool]:
 
 
 @pytest.mark.parametrize("ending", ["segfault", "abort", "exit"])
-def test_a_crash_in_mid_fill_ends_who_had_a_matcher_there(driven: DrivenPool, ending: str) -> None:
+def test_a_crash_in_mid_fill_ends_the_sequences_with_a_matcher_there(driven: DrivenPool, ending: str) -> None:
     sound = driven.open("sound", number=5)
     (culprit,) = driven.open(f"{ending}@fill:2")
     driven.go_on([*sound, culprit], 2)
@@ -89,7 +89,7 @@ def test_a_mask_that_never_comes_ends_its_own_sequence_and_the_actor(
     until(lambda: not psutil.pid_exists(pid))
 
 
-def test_an_idle_actor_that_is_frozen_is_replaced_before_anybody_asks_it(driven: DrivenPool) -> None:
+def test_an_idle_frozen_actor_is_replaced_before_it_is_needed(driven: DrivenPool) -> None:
     sequences = driven.open("sound", number=4)
     driven.go_on(sequences)
     pid = driven.home(sequences[0]).location.pid
@@ -105,7 +105,7 @@ def test_an_actor_that_dies_while_it_loads_a_grammar_costs_a_moment(driven: Driv
     sequences = driven.open("sound", number=2)
     once = tmp_path / "once"
     pids = driven.pids
-    (unlucky,) = driven.open("segfault@load", f"once={once}")  # by whichever actor is first
+    (unlucky,) = driven.open("segfault@load", f"once={once}")  # by the first actor that loads it
     assert once.exists()
     until(lambda: len(driven.pids - pids) == 1 and driven.all_up())
     driven.go_on([*sequences, unlucky], 3)
@@ -138,4 +138,4 @@ def test_a_crash_loop_is_down_for_all_to_see_and_others_go_on(
     assert driven.pool.status().healthy
     driven.go_on(driven.open("sound", number=4), 3)
     assert not set(driven.errors) & set(staying)
-    until(driven.all_up)  # it is tried again, and lives
+    until(driven.all_up)  # it is started again and stays up

@@ -1,4 +1,5 @@
-"""Messages that are lost, late, repeated, garbled, or somebody else's; memory that is gone. No mask is ever wrong."""
+"""Messages that are lost, late, repeated, garbled or from another incarnation; lost shared memory. No mask is ever
+wrong."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ import pytest
 from byte_vocabulary import WORDS, allowed, tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from meddler import MeddledActor, Rule, honest
-from scripted import ScriptedGrammar
+from message_proxy import ProxiedActor, Rule, honest
+from scripted_grammar import ScriptedGrammar
 
 from actors import segment as segments
 from actors.channel import Transport
@@ -31,13 +32,13 @@ WANTS = {"": "ax", "a": "b", "ab": "cd", "abc": ".", "x": "y", "xy": "z"}
 
 
 class Case:
-    """One actor behind a meddler, and its sequences."""
+    """One actor behind a message proxy, and its sequences."""
 
     def __init__(self, directory: Path, shared: bool) -> None:
         (directory / "s").mkdir()
         self.transport = Transport(str(directory / "s"), "127.0.0.1")
         grammars = {"g": ScriptedGrammar([tokens(text) for text in TEXTS])}
-        self.actor = MeddledActor(self.transport, grammars, directory, shared=shared)
+        self.actor = ProxiedActor(self.transport, grammars, directory, shared=shared)
         self.rotation = Rotation(mask_limit=0.8)  # asks again after 0.2 s
         self.rotation.announce(WorkerUp(self.actor.link))
         self.bitmask = np.zeros((8, WORDS), np.int32)
@@ -58,10 +59,10 @@ class Case:
         return rows
 
     def until_ready(self, *fills: tuple[int, str]) -> None:
-        """As an engine does it: who is late is asked for again when there is something for it."""
+        """Run steps until all rows are ready, as an engine does: a late row is submitted again when it is settled."""
         deadline = time.monotonic() + WAIT
         while fills:
-            assert time.monotonic() < deadline, "it didn't come"
+            assert time.monotonic() < deadline, "no mask in time"
             rows = self.step(*fills, timeout=0.05)
             assert all(row.state in ("ready", "late", "needs_history") for row in rows), rows
             fills = tuple(fill for fill, row in zip(fills, rows, strict=True) if row.state != "ready")
@@ -92,7 +93,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def once(rule: Rule) -> Rule:
-    """For the first message that comes; `honest` from then on."""
+    """Apply a rule to the first message, and `honest` to all later ones."""
     used: list[bytes] = []
 
     def apply(message: bytes) -> Sequence[bytes]:
@@ -120,7 +121,7 @@ def of_an_earlier_incarnation(message: bytes) -> Sequence[bytes]:
 
 
 def with_rows_out_of_range(message: bytes) -> Sequence[bytes]:
-    """As though the row were another one: beyond the end, and before the start."""
+    """Change the row to one beyond the end, and to one before the start."""
     fields = msgspec.msgpack.decode(message)
     for row in fields[2]:
         at = 1 if len(fields) == 5 else 2
@@ -140,7 +141,7 @@ DAMAGE: list[Callable[[bytes], Sequence[bytes]]] = [
 @pytest.mark.parametrize("damage", DAMAGE)
 @pytest.mark.parametrize("way", ["request", "answer"])
 def test_what_is_lost_is_asked_for_again(case: Case, damage: Rule, way: str) -> None:
-    """Nobody is failed for it, and the actor isn't taken for hung."""
+    """No sequence fails for it, and the actor isn't considered hung."""
     case.until_ready((1, "a"), (2, "x"))
     setattr(case.actor, f"{way}_rule", once(damage))
     case.until_ready((1, "ab"), (2, "xy"))
@@ -150,13 +151,13 @@ def test_what_is_lost_is_asked_for_again(case: Case, damage: Rule, way: str) -> 
 
 
 def test_the_first_message_of_a_sequence_may_be_lost(case: Case) -> None:
-    """What opens it is in there."""
+    """The message opens the sequence."""
     case.actor.request_rule = once(lose)
     case.until_ready((1, "a"), (2, "x"))
 
 
 def test_a_repeated_request_is_handled_once(case: Case) -> None:
-    """The second time it would write into rows that are somebody else's by then."""
+    """Handling it again would write into rows that other sequences have by then."""
     case.actor.request_rule = lambda message: [message, message]
     answers: list[bytes] = []
 
@@ -172,7 +173,7 @@ def test_a_repeated_request_is_handled_once(case: Case) -> None:
 
 
 def test_a_repeated_answer_says_nothing_about_a_later_question(case: Case) -> None:
-    """Same sequence, same position, other tokens: the mask of a token that was taken back."""
+    """Same sequence and position, other tokens: the mask is for a token that was rolled back."""
     answers: list[bytes] = []
 
     def keep(message: bytes) -> Sequence[bytes]:
@@ -181,7 +182,7 @@ def test_a_repeated_answer_says_nothing_about_a_later_question(case: Case) -> No
 
     case.actor.answer_rule = keep
     case.until_ready((1, "a"))
-    case.rotation.submit([Fill(1, 3, [])])  # in words where memory is shared, too: it lacks that history
+    case.rotation.submit([Fill(1, 3, [])])  # sent as a message even with shared memory: the worker lacks that history
     assert [row.state for row in case.rotation.collect(None, WAIT)] == ["needs_history"]
     old = answers[-1]
     case.actor.answer_rule = lambda message: [old, message]
@@ -250,7 +251,7 @@ def test_requests_and_answers_are_told_apart_from_garbage() -> None:
 
 
 def test_memory_that_is_gone_or_is_another_is_not_attached() -> None:
-    """Then masks travel through TCP: `Supervisor`. What was mapped stays mapped, whoever closes what."""
+    """Masks are then sent over TCP (see `Supervisor`). Mapped memory stays mapped after a close on either side."""
     segment = Segment(4, WORDS)
     name = segment.name
     mapped = segments.attach(name)
@@ -264,5 +265,5 @@ def test_memory_that_is_gone_or_is_another_is_not_attached() -> None:
         assert segments.attach(wrong) is None
     segment.close()
     assert segments.attach(name) is None
-    mapped.masks[:] = 3  # no SIGBUS: the memory lives as long as somebody has it
+    mapped.masks[:] = 3  # no SIGBUS: the memory exists as long as a process has mapped it
     assert (mapped.masks == 3).all()

@@ -1,4 +1,4 @@
-"""The chaos command's own judgement: what it calls valid, a declared error, or what must not be."""
+"""The checks of the chaos command: valid answers, declared errors, violations."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class TestOutputs:
         answer.choices[1] = Choice("2031-09-09", "stop")
         assert judge.verdict(two, answer).outcome == "valid"
 
-    def test_a_greedy_one_is_what_it_was_undisturbed(self) -> None:
+    def test_a_greedy_output_equals_the_reference(self) -> None:
         request = plain(1, 0)
         assert request.key is not None
         judge = Judge(BYTES, {request.key: Choice("It is Maria", "length")})

@@ -41,7 +41,7 @@ _numbers = count()
 def until(true: Callable[[], bool]) -> None:
     deadline = time.monotonic() + WAIT
     while not true():
-        assert time.monotonic() < deadline, "it didn't happen in time"
+        assert time.monotonic() < deadline, "the condition stayed false"
         time.sleep(0.01)
 
 
@@ -60,7 +60,7 @@ def compiler() -> Iterator[Compiler]:
     limits = CompileLimits(processes=2, seconds=2.0, memory_bytes=256 << 20, grammar_bytes=200 << 10, wait_seconds=4.0)
     with pytest.MonkeyPatch.context() as patch:
         for path in PATHS:
-            patch.syspath_prepend(path)  # as the compile processes have it, the faulty backend is there
+            patch.syspath_prepend(path)  # like the compile processes, this process knows the faulty backend
         compiler = Compiler(BYTES, limits)
         assert compiler.submit(QUICK).result(WAIT).error is None
         yield compiler
@@ -120,7 +120,7 @@ def test_the_next_backend_is_tried_with_the_time_that_is_left(compiler: Compiler
 
 
 def test_where_none_could_the_error_names_each_and_is_not_the_users(compiler: Compiler) -> None:
-    # The same text is a syntax error to no backend; outlines refuses what it can't enforce.
+    # No backend reports a syntax error for this text. outlines rejects it because it can't enforce it.
     refused = faulty("hold@compile", r"a(?=b)")
     error = error_of(compiler.submit(CompileJob(refused, [NAME, "llguidance", "xgrammar"])).result(WAIT))
     assert type(error) is CompileTimeout
@@ -136,7 +136,7 @@ def test_a_grammar_that_weighs_too_much_reaches_no_worker(compiler: Compiler) ->
 
 
 def test_a_flood_of_slow_ones_delays_only_itself(compiler: Compiler) -> None:
-    """Ahead of a quick one are short slices of the slow ones, and none of them is finished by then."""
+    """Only short slices of the slow ones run before a quick one, and none of them is finished by then."""
     for _ in range(2):
         compiler.submit(QUICK).result(WAIT)
     flood = [compiler.submit(CompileJob(new("spin@compile"), [NAME])) for _ in range(50)]
@@ -167,9 +167,7 @@ def test_the_template_is_replaced_and_what_it_took_along_is_done_again(compiler:
     assert compiler.submit(QUICK).result(WAIT).error is None
 
 
-def test_a_process_that_is_killed_or_frozen_from_outside_is_nobodys_fault_once(
-    compiler: Compiler, tmp_path: Path
-) -> None:
+def test_the_first_external_kill_or_freeze_is_no_fault_of_the_constraint(compiler: Compiler, tmp_path: Path) -> None:
     for number, sent in enumerate((signal.SIGKILL, signal.SIGSTOP)):
         reached, once = tmp_path / f"reached{number}", tmp_path / f"once{number}"
         words = (f"hold@compile={number}", f"touch={reached}")
@@ -246,7 +244,7 @@ def test_a_frozen_compile_actor_is_replaced(pool: RayPool, monkeypatch: pytest.M
     template = psutil.Process(pool.compile_pids()[0]).parent()
     actor = template.parent() if template is not None else None
     assert actor is not None
-    slow = pool.compile(new("sleep@compile=1.5"), [NAME])  # meanwhile the actor is asked whether it is there
+    slow = pool.compile(new("sleep@compile=1.5"), [NAME])  # in the meantime the actor is pinged
     assert slow.result(WAIT).backend == NAME
     monkeypatch.setattr("actors.compile.grammars._HEARTBEAT_SECONDS", 1.0)
     os.kill(actor.pid, signal.SIGSTOP)
@@ -261,7 +259,7 @@ def state_of(pool: RayPool, name: str = NAME) -> BackendStatus:
 
 def test_a_crash_loop_takes_the_backend_out_of_rotation_and_not_the_service(pool: RayPool) -> None:
     before = state_of(pool).crashes
-    for _ in range(CRASHES):  # one constraint, however often
+    for _ in range(CRASHES):  # one constraint, any number of times
         bad = faulty("segfault@compile", "name=again")
         assert type(pool.compile(bad, [NAME]).exception(WAIT)) is BackendError
     assert state_of(pool).state == "up"

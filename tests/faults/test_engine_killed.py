@@ -1,4 +1,4 @@
-"""The engine killed with SIGKILL: what it had started, and left in the file system, is gone seconds later."""
+"""The engine is killed with SIGKILL: its processes and files are gone seconds later."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from driven_pool import until
 from serving import serving
 
 SECONDS = 30.0
-"""Generous: a loaded machine is slow to reap. What it takes on a quiet one is in docs/failure-model.md."""
+"""Generous for a loaded machine. docs/failure-model.md has the time on a quiet one."""
 
 
 def family_of(pid: int) -> list[psutil.Process]:
-    """A process's descendants, but for the janitors: they are there to outlive it."""
+    """Return the descendants of a process, except the janitors, which must outlive it."""
     found = psutil.Process(pid).children(recursive=True)
     return [process for process in found if "guided-janitor" not in process.cmdline()]
 
 
 def shared_files(processes: list[psutil.Process]) -> set[str]:
-    """Files in /dev/shm that these processes have mapped."""
+    """Return the files in /dev/shm that these processes have mapped."""
     found: set[str] = set()
     for process in processes:
         maps = Path(f"/proc/{process.pid}/maps").read_text()
@@ -105,7 +105,7 @@ time.sleep(600)
 
 
 def test_an_engine_that_had_joined_a_cluster(short_directory: str) -> None:
-    """On its own node and on another; the cluster itself stays."""
+    """The actors are on the engine's node and on another one. The cluster itself stays."""
     here = Path(__file__).parents
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(here[2]), str(here[1] / "support")])}
     environment["TMPDIR"] = short_directory
@@ -115,6 +115,9 @@ def test_an_engine_that_had_joined_a_cluster(short_directory: str) -> None:
     try:
         address = cluster.stdout.readline().strip()
         assert address
+        scratch = Path(short_directory, "e")
+        scratch.mkdir()
+        start["env"] = {**environment, "TMPDIR": str(scratch)}
         engine = subprocess.Popen([sys.executable, "-c", ENGINE, address], **start)  # type: ignore[call-overload]
         assert engine is not None
         assert engine.stdout is not None

@@ -1,4 +1,4 @@
-"""A worker that is frozen in the middle of writing a row, and woken when everybody has long gone on."""
+"""A worker freezes while it writes a row, and is woken many steps later."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from actors.link import Link, Wired
 from actors.rotation import Rotation
 from actors.segment import Segment
 from byte_vocabulary import WORDS, allowed, tokens
-from scripted import ScriptedGrammar
+from scripted_grammar import ScriptedGrammar
 from stuck_worker import TEXTS, serve
 from thread_actor import ThreadActor, close_all
 
@@ -36,12 +36,12 @@ _incarnations = count(1_000_000)
 def until(true: Callable[[], bool]) -> None:
     deadline = time.monotonic() + WAIT
     while not true():
-        assert time.monotonic() < deadline, "it didn't happen in time"
+        assert time.monotonic() < deadline, "the condition stayed false"
         time.sleep(0.01)
 
 
 class Frozen:
-    """A rotation of two: a process that can be frozen in mid-fill, and a thread."""
+    """Two workers: a process that can be frozen in mid-fill, and a thread."""
 
     def __init__(self, directory: Path) -> None:
         self.transport = Transport(str(directory / "s"), "127.0.0.1")
@@ -67,7 +67,7 @@ class Frozen:
         self.bitmask = np.zeros((16, WORDS), np.int32)
 
     def add_other(self) -> None:
-        """A second actor: whoever came before is on the first."""
+        """Add a second actor. Earlier sequences are on the first."""
         other = ThreadActor(
             self.transport, {"fast": ScriptedGrammar([tokens(text) for text in TEXTS])}, rows=8, index=1
         )
@@ -82,7 +82,7 @@ class Frozen:
         return list(self.rotation.collect(self.bitmask, WAIT, patience))
 
     def freeze_in_mid_fill(self) -> int:
-        """Sequence 1 and then 2 are asked for, and the process stops while it writes 1's row: returns that row."""
+        """Request masks for sequences 1 and 2 and stop the process while it writes 1's row. Returns that row."""
         self.rotation.submit([Fill(1, 0, tokens("a")), Fill(2, 0, tokens("a"))])
         until(self.reached.exists)
         os.kill(self.pid, signal.SIGSTOP)
@@ -93,7 +93,7 @@ class Frozen:
         return int(self.segment.rows.mark["busy"][0])
 
     def wake(self) -> None:
-        """Let it write to its end."""
+        """Let the process finish its write."""
         self.go_on.touch()
         os.kill(self.pid, signal.SIGCONT)
 
@@ -114,15 +114,15 @@ def frozen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Frozen]:
     case.close()
 
 
-def test_woken_many_steps_later_it_has_changed_no_row_of_anybody_else(frozen: Frozen) -> None:
+def test_woken_many_steps_later_it_has_changed_no_other_row(frozen: Frozen) -> None:
     frozen.open(1, grammar="stuck")
     frozen.open(2)
     frozen.step((1, ""), (2, ""))
     frozen.add_other()
     row = frozen.freeze_in_mid_fill()
-    frozen.rotation.free([1])  # whoever it was for is gone, and its row with it
+    frozen.rotation.free([1])  # the sequence of this row is gone
     time.sleep(0.05)
-    assert frozen.rotation.settled([2], 0.0) == [2], "who waited behind it is moved"
+    assert frozen.rotation.settled([2], 0.0) == [2], "the sequence that waited behind it is moved"
     frozen.open(3, 4)
     before = frozen.segment.rows.masks.copy()
     seen: list[list[str]] = []
@@ -131,9 +131,9 @@ def test_woken_many_steps_later_it_has_changed_no_row_of_anybody_else(frozen: Fr
         rows = frozen.step((2, text), (3, text), (4, text))
         assert [each.state for each in rows] == ["ready"] * 3
         seen.append([allowed(mask) for mask in frozen.bitmask[:3]])
-        assert row not in frozen.link.leases._free, "lent to nobody while the process could still write there"
+        assert row not in frozen.link.leases._free, "not lent again while the process can still write there"
     kept = frozen.bitmask.copy()
-    assert (frozen.segment.rows.masks == before).all(), "nobody was given a row of the frozen one's"
+    assert (frozen.segment.rows.masks == before).all(), "no sequence got a row of the frozen process"
     frozen.wake()
 
     def answered() -> bool:
@@ -144,12 +144,12 @@ def test_woken_many_steps_later_it_has_changed_no_row_of_anybody_else(frozen: Fr
     assert (frozen.bitmask == kept).all()
     wants = {"": "ax", "a": "b", "ab": "cd"}
     assert seen == [[wants[("", "a", "ab")[number % 3]]] * 3 for number in range(STEPS)]
-    frozen.open(5)  # and now its rows are anybody's again
+    frozen.open(5)  # its rows can be used again now
     assert [each.state for each in frozen.step((5, "ab"), (3, "a"))] == ["ready", "ready"]
     assert [allowed(mask) for mask in frozen.bitmask[:2]] == ["cd", "b"]
 
 
-def test_woken_after_it_was_given_up_it_writes_where_nobody_reads(frozen: Frozen) -> None:
+def test_woken_after_its_replacement_it_writes_where_nothing_reads(frozen: Frozen) -> None:
     frozen.open(1, grammar="stuck")
     frozen.open(2)
     frozen.step((1, ""), (2, ""))

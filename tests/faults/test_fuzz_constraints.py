@@ -1,6 +1,6 @@
 """Random constraints, valid and broken, through admission and every backend's compilation, in killable processes.
 
-`--hypothesis-profile fuzz -rP` looks fifty times further, and prints what came of it.
+`--hypothesis-profile fuzz -rP` runs fifty times as many examples and prints the outcomes.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 from byte_vocabulary import BYTES
+from constraint_strategies import FIELDS, WHITESPACE
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from wild import FIELDS, WHITESPACE
 
 from actors.compile.compiler import CompileJob, Compiler
 from guided.backends import BACKENDS, candidates
@@ -33,7 +33,7 @@ SECONDS = 5.0
 WAIT = 120.0
 REFUSALS = InvalidConstraint, ConstraintTooLarge, UnsupportedConstraint, CompileTimeout
 DECLARED = (*REFUSALS, BackendError)
-"""What may come of a constraint; `BackendError` is a 500, and says that a library raised or died."""
+"""Possible outcomes of a constraint. `BackendError` is a 500 and means that a library raised or died."""
 EXAMPLES = max(1, settings.default.max_examples // 5)
 ABLE = [(kind, name) for kind in KINDS for name, adapter in BACKENDS.items() if kind in adapter.kinds]
 
@@ -46,7 +46,7 @@ def compiler() -> Iterator[Compiler]:
 
 
 def admitted(kind: ConstraintKind, value: Any, whitespace: str | None) -> Constraint | None:
-    """None where it is refused; anything else than a refusal is raised."""
+    """Return the constraint, or None if it is rejected. Other errors are raised."""
     try:
         match kind:
             case "json_schema":
@@ -93,7 +93,7 @@ def test_every_constraint_is_decided(compiler: Compiler, kind: ConstraintKind, b
 @given(st.data())
 @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck), database=None)
 def test_the_same_constraint_has_one_key(data: st.DataObject) -> None:
-    """However often it is built, in whatever spelling: caches and memories of what is invalid go by it."""
+    """The key doesn't depend on the form of the request. The caches of grammars and of invalid constraints use it."""
     kind = data.draw(st.sampled_from(KINDS))
     value, whitespace = data.draw(FIELDS[kind]), data.draw(WHITESPACE)
     one, other = admitted(kind, value, whitespace), admitted(kind, value, whitespace)

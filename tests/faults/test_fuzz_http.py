@@ -1,6 +1,7 @@
-"""The HTTP API under requests that nobody would write: the real application and engine, compilation in processes.
+"""Random requests to the HTTP API: the real application and engine, with compilation in processes.
 
-`--hypothesis-profile fuzz` looks further; `docs/failure-model.md` says how to let schemathesis loose on a real server.
+`--hypothesis-profile fuzz` runs more examples. `docs/failure-model.md` says how to run schemathesis against a real
+server.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import httpx
 import jsonschema
 import pytest
 import schemathesis
+from constraint_strategies import BACKEND_NAMES, FIELDS, JUNK, NAMES, TEXTS, mostly
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
@@ -23,7 +25,6 @@ from schemathesis import GenerationMode
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 from serving import sse
 from starlette.testclient import TestClient
-from wild import BACKEND_NAMES, FIELDS, JUNK, NAMES, TEXTS, mostly
 
 from actors import RayPool
 from engine.async_llm import AsyncLLM
@@ -47,7 +48,7 @@ OPERATIONS = [
     ("GET", "/version"),
 ]
 INTERNAL = {"backend_error", "dead_end", "token_rejected", "mask_timeout"}
-"""Errors of ours that a grammar may bring about. `internal_error` is none of them: that would be a surprise."""
+"""Our errors that a grammar may cause. `internal_error` is not one of them."""
 
 
 @pytest.fixture(scope="module")
@@ -86,14 +87,14 @@ def test_what_the_description_promises_is_kept(api: Any, method: str, path: str,
     @SETTINGS
     @given(api[path][method].as_strategy(generation_mode=mode))
     def keep(case: Any) -> None:
-        # What a field means (a prompt that is empty, two constraints, no such token) is checked beyond its type.
+        # Rules beyond the type of a field (an empty prompt, two constraints, an unknown token) are checked elsewhere.
         case.call_and_validate(excluded_checks=[positive_data_acceptance])
 
     keep()
 
 
 def _requests() -> SearchStrategy[dict[str, Any]]:
-    """Bodies for `/v1/completions` and, with messages, the chat: one constraint mostly, and some parameters."""
+    """Bodies for `/v1/completions` and the chat: usually one constraint, and some parameters."""
 
     def constrained(kind: str) -> SearchStrategy[dict[str, Any]]:
         return st.fixed_dictionaries({kind: FIELDS[kind]})
@@ -137,7 +138,7 @@ def _check_error(error: dict[str, Any], status: int) -> str:
 
 
 def _check_text(body: dict[str, Any], text: str) -> None:
-    """An output that ended with `stop` satisfies its constraint, as others see it."""
+    """Check that an output that ended with `stop` satisfies its constraint, with independent validators."""
     if "choice" in body:
         assert text in body["choice"]
     elif "json_object" in body:
@@ -147,7 +148,7 @@ def _check_text(body: dict[str, Any], text: str) -> None:
         try:
             jsonschema.Draft202012Validator(schema).validate(value)
         except (jsonschema.ValidationError, re.error):
-            # The dialect of a pattern is ECMA 262's, which Python's validator doesn't speak.
+            # Patterns are in the dialect of ECMA 262, which Python's validator doesn't support.
             if "pattern" not in json.dumps(schema):
                 raise
 
@@ -177,7 +178,7 @@ def _answered(client: TestClient, body: dict[str, Any]) -> str:
 
 
 def test_any_generation_is_answered_or_refused(client: TestClient, engine: AsyncLLM) -> None:
-    """A status or an event that says why, never a surprise, never an output that its constraint forbids."""
+    """Every answer is a declared error or an output that satisfies its constraint."""
     outcomes: Counter[str] = Counter()
 
     @settings(SETTINGS, max_examples=5 * EXAMPLES)

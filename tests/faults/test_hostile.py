@@ -1,8 +1,8 @@
-"""Inputs that killed, hung or fooled servers: each is decided as it is listed, in time, by every backend and by `auto`.
+"""Inputs that crashed, hung or misled servers. Every backend and `auto` make the expected decision in time.
 
-`shared/data/hostile-inputs.json` says what a robust service decides. A backend may refuse what it can't do. Where both
-outcomes are fine (`bounded`), what counts is that there is one, within the budget. Those take minutes, so they wait for
-GUIDED_HOSTILE=all, which gives them the budget that a server has.
+`shared/data/hostile-inputs.json` has the expected decisions. A backend may reject what it can't enforce. Where both
+decisions are correct (`bounded`), there must be one within the time budget. These inputs take minutes, so they run only
+with GUIDED_HOSTILE=all, with the time budget of a server.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ HOSTILE = Path(__file__).parents[3] / "shared" / "data" / "hostile-inputs.json"
 ALL = os.environ.get("GUIDED_HOSTILE") == "all"
 SECONDS = 10.0 if ALL else 3.0
 SLACK_SECONDS = 20.0
-"""For a machine that does something else."""
+"""Extra time for a busy machine."""
 NAMES = ("llguidance", "xgrammar", "outlines", "lm-format-enforcer")
 FLOOD = 100 if ALL else 10
-"""How many of a stream's constraints."""
+"""Maximum constraints of a stream."""
 
 pytestmark = pytest.mark.skipif(not HOSTILE.exists(), reason="shared/data is not here")
 
@@ -60,7 +60,7 @@ FOOLED = {
     "silent-ignore-8": ('"a/b"', ['"a b"', '"<a>"']),
     "silent-ignore-10": ("1", ['"a"']),
 }
-"""Listed to be refused, unless the backend enforces them: what satisfies them, and what doesn't."""
+"""Inputs that must be rejected unless the backend enforces them: (outputs that satisfy them, outputs that don't)."""
 
 
 def entries() -> list[dict[str, Any]]:
@@ -115,7 +115,7 @@ def error_of(outcome: CompileResult) -> GuidedError | None:
 
 
 def cant(backend: str, error: GuidedError | None) -> bool:
-    """This backend can't: it says so, or it is one that takes its time, and that was not enough."""
+    """Return whether the backend can't enforce it: it says so, or it is a slow backend and the time was not enough."""
     slow = backend in ("xgrammar", "outlines", "lm-format-enforcer")
     return isinstance(error, UnsupportedConstraint) or (slow and isinstance(error, CompileTimeout))
 
@@ -159,7 +159,7 @@ def test_it_is_decided_as_listed_by_every_backend(entry: dict[str, Any], compile
         else:
             assert (error is None) == (entry["expected"] == "accept"), (backend, error)
     if entry["expected"] == "accept" and not entry["bounded"]:
-        assert error_of(decided(compiler, constraint, AUTO)) is None, "some backend can"
+        assert error_of(decided(compiler, constraint, AUTO)) is None, "at least one backend enforces it"
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ def test_streams(backend: str, compiler: Compiler) -> None:
         assert error is None or cant(backend, error)
     error = error_of(decided(compiler, Constraint.grammar(second["grammar"]), backend))
     assert isinstance(error, InvalidConstraint)
-    # Time-outs leave nothing that computes on: the next one has the machine to itself.
+    # After a timeout nothing continues to compute, so it does not slow down the next one.
     for pattern in stream["ghsa-g773-linger"] if ALL else ():
         decided(compiler, Constraint.regex(pattern), backend)
     error = error_of(decided(compiler, Constraint.choice(["a", "b"]), backend))

@@ -1,6 +1,6 @@
-"""Ray's own processes gone, and an actor's node: what goes on, what ends, and that nothing hangs.
+"""Loss of Ray's own processes and of an actor's node: what continues, what ends, and that nothing hangs.
 
-Each case is an engine in a process of its own, which has to be alive at the end and to end by itself.
+Each case is an engine in its own process, which must be alive at the end and exit by itself.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ with tempfile.TemporaryDirectory(prefix="r", dir="/tmp", ignore_cleanup_errors=T
 
 
 def run(code: str, *arguments: str, **environment: str) -> str:
-    """Run an engine; what it said."""
+    """Run an engine and return its output."""
     here = Path(__file__).parents
     paths = [str(here[2]), str(here[1] / "support" / "startup"), str(here[1] / "support")]
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths), **environment}
@@ -143,7 +143,7 @@ def run(code: str, *arguments: str, **environment: str) -> str:
 # GUIDED_SLOW_TESTS is set.
 SLOW = bool(os.environ.get("GUIDED_SLOW_TESTS"))
 STAYS = "125" if SLOW else "8"
-# Ray's head takes ten to twenty seconds to declare a node dead: sooner, else.
+# Ray's head needs ten to twenty seconds to declare a node dead; with these settings it is faster.
 SOON = {} if SLOW else {"RAY_health_check_initial_delay_ms": "500", "RAY_health_check_period_ms": "700"}
 
 

@@ -1,4 +1,5 @@
-"""Actors that end under their sequences, with `max_replays`: who is hurt, and that all others say what they would."""
+"""Actors that end, with `max_replays`: which requests fail, and that all others have the same output as without
+faults."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+from engine_runs import Requests, errors, generate, said
 from faulty_backend import ADAPTER, NAME
-from generating import Requests, errors, generate, said
 from serving import wait_until
 
 from actors import RayPool
@@ -31,7 +32,8 @@ Outputs = dict[str, RequestOutput]
 
 
 def bystanders() -> Requests:
-    """Random and greedy, free and constrained, one and several sequences; some are parked: their masks are late."""
+    """Random and greedy, unconstrained and constrained, one and several sequences. Some are parked because their
+    masks are late."""
     return {
         "free": SamplingParams(temperature=1.0, seed=1, max_tokens=30),
         "pair": SamplingParams(regex="[a-f0-9]{24}", temperature=1.0, seed=2, n=2, max_tokens=40),
@@ -55,7 +57,7 @@ _SLOW = pytest.mark.skipif("GUIDED_SLOW_TESTS" not in os.environ, reason="the sa
 def pool(request: pytest.FixtureRequest, tiny_model: LoadedModel, local_ray: None) -> Iterator[RayPool]:
     transport = "tcp" if request.param == "tcp" else "auto"
     with pytest.MonkeyPatch.context() as patched:
-        # Actors end here all the time: no crash loop, no long pauses.
+        # Actors end often in these tests: no crash loop, no long delays.
         patched.setattr(supervisor, "_CRASH_LOOP", 1000)
         patched.setattr(supervisor, "_LAST_DELAY_SECONDS", 0.5)
         pool = RayPool(tiny_model.vocabulary, num_actors=2, max_replays=1, mask_limit=2.0, transport=transport)
@@ -72,7 +74,7 @@ def expected(tiny_model: LoadedModel) -> Outputs:
 
 @pytest.fixture(autouse=True)
 def all_up(pool: RayPool, faulty_here: None) -> Iterator[None]:
-    """Each test starts with all actors, and none that is about to end for somebody else's sake."""
+    """Each test starts with all actors up, and with no actor that another test has killed."""
     wait_until(lambda: all(worker.state == "up" for worker in pool.status().workers), LONG)
     yield
     assert not pool._rotation._placement.sequences
@@ -83,7 +85,7 @@ def pids(pool: RayPool) -> list[int]:
 
 
 def in_the_middle(action: Callable[[LLMEngine], None]) -> Callable[[LLMEngine], None]:
-    """Do something between two steps, once, when everybody who isn't done has said something."""
+    """Do something once between two steps, when each unfinished request has some output."""
     done: list[bool] = []
 
     def between(engine: LLMEngine) -> None:
@@ -102,7 +104,7 @@ def kill(pid: int) -> None:
 
 
 def test_two_poisoned_grammars_end_two_requests(pool: RayPool, tiny_model: LoadedModel, expected: Outputs) -> None:
-    """They end three or four actors between them, and all that is there each time is replayed."""
+    """Together they end three or four actors, and all other sequences there are replayed each time."""
     poison = {"segfault": poisoned("segfault@fill:3"), "exit": poisoned("exit@accept:8")}
     found = generate(tiny_model, pool, bystanders() | poison)
     assert errors(found) == {"segfault": WorkerDied.code, "exit": WorkerDied.code}
@@ -111,7 +113,7 @@ def test_two_poisoned_grammars_end_two_requests(pool: RayPool, tiny_model: Loade
 
 
 def test_all_actors_killed_between_two_steps(pool: RayPool, tiny_model: LoadedModel, expected: Outputs) -> None:
-    """Nobody is up for a while: constrained sequences wait, and go on where they were."""
+    """No actor is up for a while. Constrained sequences wait and continue at their positions."""
     running: set[str] = set()
 
     def kill_all(engine: LLMEngine) -> None:
@@ -120,7 +122,7 @@ def test_all_actors_killed_between_two_steps(pool: RayPool, tiny_model: LoadedMo
         running.update(engine.groups)
 
     found = generate(tiny_model, pool, bystanders(), in_the_middle(kill_all))
-    assert running - {"free"}, "in the middle of it"
+    assert running - {"free"}, "during generation"
     assert not errors(found)
     assert said(found) == said(expected)
 
@@ -128,7 +130,7 @@ def test_all_actors_killed_between_two_steps(pool: RayPool, tiny_model: LoadedMo
 def test_killed_from_outside_in_mid_fill_and_tried_again(
     pool: RayPool, tiny_model: LoadedModel, expected: Outputs, tmp_path: Path
 ) -> None:
-    """Whose row it was is suspect, and proves that it isn't its fault."""
+    """The sequence of this row is the suspect. A replay shows that it is not the cause."""
     reached, go_on = tmp_path / "reached", tmp_path / "go_on"
 
     def kill_where_it_waits(engine: LLMEngine) -> None:
@@ -148,7 +150,7 @@ def test_killed_from_outside_in_mid_fill_and_tried_again(
 
 
 def test_an_endless_fill_ends_one_request(pool: RayPool, tiny_model: LoadedModel, expected: Outputs) -> None:
-    """It holds the interpreter's lock: nothing that was decided before it in its message is heard of."""
+    """It holds the GIL, so results of earlier rows of the same message are not sent."""
     found = generate(tiny_model, pool, bystanders() | {"endless": poisoned("hold@fill:4")})
     assert errors(found) == {"endless": MaskTimeout.code}
     assert said(found, "endless") == said(expected)
@@ -171,7 +173,7 @@ def test_a_grammar_that_cant_be_loaded_ends_its_own_request(
     assert pids(pool) == before
 
 
-def test_who_was_killed_while_it_loaded_loads_it_the_next_time(
+def test_an_actor_killed_while_it_loads_a_grammar_loads_it_the_next_time(
     pool: RayPool, tiny_model: LoadedModel, tmp_path: Path
 ) -> None:
     found = generate(tiny_model, pool, {"unlucky": poisoned(f"abort@load once={tmp_path / 'once'}")})

@@ -1,4 +1,4 @@
-"""What a client sees of every failure, and what becomes of a request whose client is the failure. Real sockets."""
+"""What clients get after each failure, and what happens to a request after its client fails. Real sockets."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import llguidance
+import limited_llguidance
 import psutil
 import pytest
 from faulty_backend import ADAPTER, NAME, environment
@@ -25,7 +25,6 @@ from engine.logits_processors.processors import LogitsProcessorFailed
 from engine.model_loader import LoadedModel, load_model
 from engine.server.errors import BodyTooLarge, ModelNotFound, QueueFull, ShuttingDown, Unauthorized
 from guided.backends import BACKENDS
-from guided.backends.llguidance import LLGuidanceBackend
 from guided.errors import (
     BackendError,
     BackendSuspended,
@@ -94,7 +93,7 @@ def shared(model: LoadedModel) -> Iterator[Hosted]:
 
 @pytest.fixture
 def server(shared: Hosted, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hosted]:
-    """Without faults at first; nothing may be left of its requests at the end."""
+    """A server without faults. At the end of the test none of its requests may remain."""
     monkeypatch.setitem(BACKENDS, NAME, ADAPTER)
     yield shared
     pool = shared.pool
@@ -159,7 +158,7 @@ class TestEveryError:
 
 
 class TestRows:
-    """A grammar library that raises or lies about one row: that request fails, nobody else."""
+    """A grammar library raises or returns a wrong result for one row. Only that request fails."""
 
     @pytest.mark.parametrize(("fault", "code"), ROW_FAULTS.items())
     def test_fails_alone(self, server: Hosted, fault: str, code: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -186,14 +185,12 @@ class TestRows:
             assert "constraint regex" in line
 
     def test_llguidances_error_state_is_an_error_and_never_a_stop(
-        self, server: Hosted, model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+        self, server: Hosted, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """It gives up with a mask that allows the end alone: others take that for the end of the text."""
-        limits = llguidance.LLParserLimits(step_max_items=400)
-        backends = server.pool.inner._backends  # type: ignore[attr-defined]
-        backends["llguidance"]  # made before it is replaced
-        monkeypatch.setitem(backends._made, "llguidance", LLGuidanceBackend(model.vocabulary, limits))
-        body = {"grammar": 'start: s\ns: "a" | "b" | s s | s s s', "min_tokens": 400, "max_tokens": None}
+        """In its error state llguidance allows only the end of the text. Other engines take that for a normal end."""
+        monkeypatch.setitem(BACKENDS, limited_llguidance.NAME, limited_llguidance.ADAPTER)
+        body: dict[str, Any] = {"grammar": 'start: s\ns: "a" | "b" | s s | s s s', "min_tokens": 400}
+        body |= {"max_tokens": None, "backend": limited_llguidance.NAME}
         answer = server.post(**body)
         assert (answer.status_code, error_of(answer)["code"]) == (500, "backend_error")
         *chunks, last = sse(server.post(**body, stream=True).text)
@@ -224,7 +221,7 @@ class TestRows:
 
 
 class TestClientsThatGo:
-    """Whenever it goes, nothing of its request is left, and nobody else notices."""
+    """Whenever a client disconnects, nothing of its request remains and other requests are not affected."""
 
     @pytest.mark.parametrize("stream", [False, True])
     def test_while_its_grammar_is_compiled(self, server: Hosted, stream: bool) -> None:
@@ -241,11 +238,13 @@ class TestClientsThatGo:
         server.pool.hold_compiles = False
         assert server.post(regex="[a-f]{30}", max_tokens=None).status_code == 200
         wait_until(lambda: server.pool.released == released + 2)
-        assert len(server.pool.opened) == 1, "the one that went was never opened"
+        assert len(server.pool.opened) == 1, "the request of the disconnected client was never opened"
 
     @pytest.mark.parametrize("stream", [False, True])
     def test_while_it_waits_in_the_queue(self, server: Hosted, stream: bool) -> None:
-        server.pool.delay = lambda sequence, position: 10**9  # no mask ever comes: they are parked, with their places
+        server.pool.delay = lambda sequence, position: (
+            10**9
+        )  # no mask is ever ready: the sequences are parked and keep their slots
         first = server.connect(regex=LONG, n=8, stream=stream)
         wait_until(lambda: server.engine.health().stats.parked == 8)
         waiting = server.connect(max_tokens=5, stream=stream)
@@ -277,7 +276,7 @@ class TestClientsThatGo:
 
 
 class TestClientsThatDontRead:
-    """More than fits between here and there, and nobody takes it."""
+    """The output is larger than all buffers, and the client reads none of it."""
 
     MUCH: dict[str, Any] = {  # noqa: RUF012
         "regex": "[a-z]{400}",
@@ -288,10 +287,10 @@ class TestClientsThatDontRead:
         "temperature": 0,
     }
 
-    def test_hold_nobody_up_and_miss_nothing(self, server: Hosted) -> None:
+    def test_delay_no_other_request_and_get_all_tokens(self, server: Hosted) -> None:
         whole = server.post(**{**self.MUCH, "stream": False}).json()
         client = server.connect(receive_buffer=4096, **self.MUCH)
-        # The engine goes on to the end of it, and so does everybody else.
+        # The engine runs it to its end, and all other requests too.
         wait_until(lambda: server.context.in_flight == 1 and not server.engine.engine.groups, WAIT)
         assert server.post(regex="[0-9]{20}", max_tokens=None).status_code == 200
         assert server.context.in_flight == 1
@@ -303,7 +302,7 @@ class TestClientsThatDontRead:
             [choice] = json.loads(event)["choices"]
             texts[choice["index"]] += choice["text"]
         assert texts == [choice["text"] for choice in whole["choices"]]
-        assert len(events) < 4 * 400, "what it missed came in one piece"
+        assert len(events) < 4 * 400, "the missed output arrived in one chunk"
 
     def test_are_given_up_after_a_while(self, model: LoadedModel, caplog: pytest.LogCaptureFixture) -> None:
         with hosted(model, stall_seconds=0.5) as server, caplog.at_level(logging.WARNING, "guided.server"):
@@ -312,7 +311,7 @@ class TestClientsThatDontRead:
             server.wait_empty()
             assert server.post(max_tokens=3).status_code == 200
             assert any("took nothing for 0.5 s" in record.getMessage() for record in caplog.records)
-            # The kernel, too, gives up: the connection ends though nobody read what it holds.
+            # The kernel gives up too: the connection ends with unread data.
             here = client.getsockname()
             wait_until(lambda: all(each.raddr != here for each in psutil.Process().net_connections("tcp")), WAIT)
             rest = read_to_the_end(client)
@@ -342,7 +341,7 @@ def real() -> Iterator[ServerProcess]:
 
 
 class TestActors:
-    """`guided serve` as it is: what an actor's end looks like from outside."""
+    """The effect of an actor's end on clients of a real `guided serve`."""
 
     def post(self, server: ServerProcess, **body: Any) -> httpx.Response:
         return httpx.post(f"{server.url}/v1/completions", json={"prompt": "a", "temperature": 0, **body}, timeout=120)

@@ -1,12 +1,12 @@
-"""What a grammar library does wrong within one row, in an actor: it ends its request, and changes nobody's output."""
+"""A fault of a grammar library within one row of an actor ends its request and changes no other output."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import pytest
+from engine_runs import Requests, errors, generate, said
 from faulty_backend import NAME
-from generating import Requests, errors, generate, said
 
 from actors import RayPool
 from engine.model_loader import LoadedModel
@@ -24,8 +24,8 @@ FAULTS = {
     "reject@accept:4": TokenRejected,
 }
 AMBIGUOUS = "start: s\ns: /[0-9]/ | " + " | ".join("s " * count for count in range(2, 40))
-"""With every character there are more ways to read it: after ten or so llguidance is over its limits, and in its error
-state, which it reports as a mask that allows the end of the sequence and nothing else."""
+"""Each character makes the text more ambiguous. After about ten, llguidance exceeds its limits and is in its error
+state, which it reports as a mask that allows only the end of the sequence."""
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ def test_every_fault_ends_its_own_request_and_no_other(pool: RayPool, tiny_model
     assert errors(found) == {fault: error.code for fault, error in FAULTS.items()}
     assert all(one.finish_reason == "error" for fault in faults for one in found[fault].outputs)
     lengths = {fault: len(found[fault].outputs[0].token_ids) for fault in faults}
-    assert lengths == {fault: int(fault[-1]) + ("accept" in fault) for fault in lengths}, "at its place, not before"
+    assert lengths == {fault: int(fault[-1]) + ("accept" in fault) for fault in lengths}, "at its position, not before"
     assert {worker.restarts for worker in pool.status().workers} == {0}
 
 
@@ -75,5 +75,5 @@ def test_llguidances_error_state_is_an_error_and_never_the_end(pool: RayPool, ti
     assert errors(found) == {"ambiguous": BackendError.code}
     (output,) = found["ambiguous"].outputs
     assert output.finish_reason == "error"
-    assert len(output.token_ids) > 1, "it failed in the middle"
+    assert len(output.token_ids) > 1, "it failed during generation"
     assert "llguidance" in str(found["ambiguous"].error)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from scripted import STOP, ScriptedBackends
+from scripted_grammar import STOP, ScriptedBackends
 
 from guided.constraint import Constraint
 from guided.errors import BackendError, GuidedError, MaskTimeout, PoolUnavailable, UnsupportedConstraint, WorkerDied

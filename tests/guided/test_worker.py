@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scripted import STOP, ScriptedGrammar
+from scripted_grammar import STOP, ScriptedGrammar
 
 from guided.bitmask import allowed_ids, words
 from guided.errors import BackendError, DeadEnd, TokenRejected

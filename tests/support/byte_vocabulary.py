@@ -1,4 +1,4 @@
-"""A vocabulary of bytes: what a mask allows can be read off."""
+"""A vocabulary of bytes, with which masks are easy to read."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ BYTES = Vocabulary(
     special_token_ids=frozenset({STOP, 257}),
     padded_vocab_size=264,
 )
-"""Token `byte + 1` is the byte; 0 stops; 257 is padding; 258 to 263 are logits without a token."""
+"""Token `byte + 1` is the byte, 0 is the stop token, 257 is padding, and 258 to 263 are logits without a token."""
 WORDS = words(BYTES.padded_vocab_size)
 
 
 def tokens(text: str) -> list[int]:
-    """The tokens of `text`."""
+    """Return the tokens of `text`."""
     return [byte + 1 for byte in text.encode()]
 
 
 def allowed(row: NDArray[np.int32]) -> str:
-    """What a mask allows, as text, `.` standing for the stop token; ASCII is enough here."""
+    """Return the characters that a mask allows, with `.` for the stop token. Only for ASCII."""
     return "".join("." if token == STOP else chr(token - 1) for token in allowed_ids(row).tolist())

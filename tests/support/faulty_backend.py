@@ -1,27 +1,27 @@
-"""A grammar library that fails as its grammar tells it to: in the compile process, in an actor, wherever it is.
+"""A grammar library with the faults that its grammar names, in compile processes, actors and the engine's process.
 
-The source of a `regex` or `grammar` constraint is a list of words: `ACTION@PLACE[:POSITION][=ARGUMENT]` are faults, the
-others are settings. `faulty("segfault@fill:3")` makes one.
+The source of a `regex` or `grammar` constraint is a list of words. `ACTION@PLACE[:POSITION][=ARGUMENT]` is a fault, the
+others are settings. `faulty("segfault@fill:3")` makes a constraint with a fault.
 
-    raise        an exception                        segfault, abort, exit   the end of the process
-    panic        one that is no `Exception`          hold     sleeps for ever, and holds the interpreter's lock
-    empty        a mask without a token (at `fill`)  spin     computes for ever, and holds the interpreter's lock
-    reject       a token of its own mask (`accept`)  sleep    `=SECONDS`, while other threads run
-    leak         `=MIB` every time, for ever         wait     `=PATH`: until that file is there, while others run
-    eat          memory, 32 MiB at a time, without end (at the most `=MIB`, 4096, then it waits for ever)
+    raise        raises an exception                 segfault, abort, exit   end the process
+    panic        raises no `Exception` subclass      hold     sleeps without end and holds the GIL
+    empty        a mask without tokens (at `fill`)   spin     computes without end and holds the GIL
+    reject       rejects an allowed token (`accept`) sleep    `=SECONDS`, while other threads run
+    leak         leaks `=MIB` each time              wait     `=PATH`: until the file exists, while other threads run
+    eat          takes memory, 32 MiB at a time, up to `=MIB` (4096), then waits without end
 
-Places are `compile`, `load` (into an actor), `open` (a matcher), `accept` and `fill`; a position is how many tokens
-there are, none is all of them. Mind that the first mask is computed where it is compiled too: `fill:0` happens there.
+Places are `compile`, `load` (into an actor), `open` (a matcher), `accept` and `fill`. A position is a number of tokens;
+without it the fault is at all positions. The compile process computes the first mask, so `fill:0` happens there too.
 
-    length=N     sentences have so many tokens (default 12), then only the stop token is allowed
-    name=TEXT    grammars of one name and length allow the same, whatever their faults
-    touch=PATH   this file is made when a fault is reached; the process id stands in it
-    once=PATH    a fault only happens where this file isn't there yet; it is made then
+    length=N     sentences have N tokens (default 12), then only the stop token is allowed
+    name=TEXT    grammars with the same name and length allow the same tokens, whatever their faults
+    touch=PATH   creates this file with the process id when a fault is reached
+    once=PATH    the fault happens only if this file doesn't exist; then the file is created
 
-Which tokens are allowed is drawn from the whole history: a matcher that was brought there wrongly allows others.
+The allowed tokens depend on the whole history, so a matcher with a wrong history allows other tokens.
 
-In processes that have `PATHS` on their PYTHONPATH the backend is registered as "faulty" (`startup/sitecustomize.py`):
-those of the `local_ray` fixture do, and those that are started with `environment()`. Elsewhere:
+The backend is registered as "faulty" in processes that have `PATHS` on their PYTHONPATH (`startup/sitecustomize.py`):
+those of the `local_ray` fixture and those started with `environment()`. In other processes use
 `monkeypatch.setitem(BACKENDS, "faulty", ADAPTER)`.
 """
 
@@ -50,17 +50,17 @@ PATHS = (str(Path(__file__).parent / "startup"), str(Path(__file__).parent))
 
 
 def environment() -> dict[str, str]:
-    """Variables for a process that is to know this backend, and for those that it starts."""
+    """Return environment variables with which a process and its children know this backend."""
     return {"PYTHONPATH": os.pathsep.join([*PATHS, *filter(None, [os.environ.get("PYTHONPATH")])])}
 
 
 def faulty(*words: str) -> Constraint:
-    """A constraint for this backend; without a fault it is like any other."""
+    """Return a constraint for this backend, by default without a fault."""
     return Constraint.regex(" ".join(words) or "sound")
 
 
 class Panic(BaseException):
-    """What a Rust panic is in Python: no `Exception`."""
+    """Like a Rust panic in Python, which is no `Exception`."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class _Fault:
 
 @dataclass(frozen=True)
 class _Plan:
-    """What a constraint's source says."""
+    """A parsed constraint."""
 
     faults: tuple[_Fault, ...] = ()
     length: int = 12
@@ -98,7 +98,7 @@ class _Plan:
         return cls(tuple(faults), length, seed, settings.get("touch", ""), settings.get("once", ""))
 
     def reach(self, place: str, position: int | None = None) -> str:
-        """Do what is to be done here. Returns the action that the caller has to do itself, if any."""
+        """Run the faults at this place. Returns the action that the caller must do, if any."""
         for fault in self.faults:
             if fault.place != place or fault.position not in (None, position):
                 continue
@@ -109,7 +109,7 @@ class _Plan:
             if self.touch:
                 written = Path(f"{self.touch}.{os.getpid()}")
                 written.write_text(str(os.getpid()))
-                written.rename(self.touch)  # who sees it can read it
+                written.rename(self.touch)  # atomic: a reader never gets an empty file
             if fault.action in ("empty", "reject"):
                 return fault.action
             _ACTIONS[fault.action](fault.argument)
@@ -125,7 +125,7 @@ def _panic(argument: str) -> None:
 
 
 def _hold(argument: str) -> None:
-    # PyDLL keeps the interpreter's lock; no core is kept busy.
+    # PyDLL keeps the GIL during the call. It uses no CPU.
     libc = ctypes.PyDLL(None)
     while True:
         libc.sleep(3600)

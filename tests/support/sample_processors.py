@@ -1,5 +1,5 @@
-"""Logits processors for tests: as vLLM's documentation shows how to write them, and some that do what a sampling
-parameter does, so that their outputs can be compared."""
+"""Logits processors for tests: examples from vLLM's documentation, and some that do the same as a sampling
+parameter, so that outputs can be compared."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class DummyLogitsProcessor(LogitsProcessor):
-    """All tokens but `target_token` are forbidden. (vLLM: docs/features/custom_logitsprocs.md)"""
+    """Forbids all tokens except `target_token`. (vLLM: docs/features/custom_logitsprocs.md)"""
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
@@ -42,7 +42,7 @@ class DummyLogitsProcessor(LogitsProcessor):
     def update_state(self, batch_update: BatchUpdate | None) -> None:
         if not batch_update:
             return
-        # As there: additions before removals.
+        # As in vLLM's example: additions before removals.
         for index, params, _, _ in batch_update.added:
             assert params is not None
             if params.extra_args and (target_token := params.extra_args.get("target_token")):
@@ -114,7 +114,7 @@ class WrappedPerReqLogitsProcessor(AdapterLogitsProcessor):
 
 
 class EchoLogitsProcessor(AdapterLogitsProcessor):
-    """A callable with prompt ids: the prompt over and over; the result is another tensor."""
+    """A callable with prompt ids that repeats the prompt. It returns a new tensor."""
 
     def is_argmax_invariant(self) -> bool:
         return False
@@ -132,7 +132,7 @@ class EchoLogitsProcessor(AdapterLogitsProcessor):
 
 
 class MyBias(LogitsProcessor):
-    """`logit_bias`, dense: a tensor that is moved about as the batch is; the result is another tensor."""
+    """`logit_bias` as a dense tensor with the rows of the batch. It returns a new tensor."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
         rows = vllm_config.scheduler_config.max_num_seqs
@@ -164,7 +164,7 @@ class MyBias(LogitsProcessor):
 
 
 class MyMinP(MyBias):
-    """`min_p` for everybody who has it in `extra_args`."""
+    """`min_p` for requests that have it in `extra_args`."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
         self.min_p: dict[int, float] = {}
@@ -239,7 +239,7 @@ class RevisedMinP(RevisedBias):
 
 
 class RevisedEcho(RevisedBias):
-    """The prompt over and over, from the tokens that the engine shows."""
+    """Repeats the prompt, from the tokens that the engine passes."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
         super().__init__(vllm_config, device, is_pin_memory)
@@ -272,8 +272,8 @@ class RevisedEcho(RevisedBias):
 
 
 class Poisonable(MyBias):
-    """Raises on requests that say so in `extra_args`: `poison` is where ("apply", "update_state"), after it has spoilt
-    what it could reach; `never_made` counts how often it was made."""
+    """Raises for requests with `poison` in `extra_args`, in the method that it names ("apply", "update_state"),
+    after it has overwritten the logits. `made` counts its instances."""
 
     made = 0
 
@@ -305,7 +305,7 @@ class PoisonableLate(Poisonable):
 
 
 class RevisedPoisonable(RevisedBias):
-    """The same in the revised model; "add_request" too."""
+    """The same in the revised model, also for "add_request"."""
 
     def add_request(self, index: int, params: SamplingParams, prompt_len: int) -> None:
         super().add_request(index, params, prompt_len)

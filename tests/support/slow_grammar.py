@@ -1,4 +1,4 @@
-"""A grammar whose masks take as long as a test wants."""
+"""A grammar with a mask that waits until the test releases it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
-from scripted import ScriptedGrammar, ScriptedMatcher
+from scripted_grammar import ScriptedGrammar, ScriptedMatcher
 
 
 class SlowGrammar(ScriptedGrammar):

@@ -12,7 +12,7 @@ import numpy as np
 import zmq
 from byte_vocabulary import BYTES, tokens
 from numpy.typing import NDArray
-from scripted import ScriptedGrammar, ScriptedMatcher
+from scripted_grammar import ScriptedGrammar, ScriptedMatcher
 
 from actors.channel import Address, connect
 from actors.segment import SegmentName, attach

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sample_constraints import BACKENDS, KINDS, LONG, PLAIN, Wanted, regex
 from vllm_engine import WAIT, Answer, Engine, mask_actors
-from wanted import BACKENDS, KINDS, LONG, PLAIN, Wanted, regex
 
 _ids = count(1)
 

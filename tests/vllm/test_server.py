@@ -8,9 +8,9 @@ from typing import Any
 
 import httpx
 import pytest
+from sample_constraints import KINDS, LONG, Wanted, regex
 from vllm_engine import mask_actors
 from vllm_server import WAIT, Server, text_of
-from wanted import KINDS, LONG, Wanted, regex
 
 
 def said(answer: httpx.Response) -> str:

@@ -17,7 +17,7 @@ import mistral_common
 import numpy as np
 import pytest
 import torch
-from scripted import STOP, ScriptedBackends
+from scripted_grammar import STOP, ScriptedBackends
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.tokenizers.mistral import MistralTokenizer

@@ -8,7 +8,7 @@ import pytest
 import zmq
 from actors.segment import IDLE
 from byte_vocabulary import allowed, tokens
-from scripted import ScriptedGrammar
+from scripted_grammar import ScriptedGrammar
 from slow_grammar import SlowGrammar
 from thread_actor import ThreadActor
 

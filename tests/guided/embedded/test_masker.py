@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from scripted import STOP, ScriptedBackends
+from scripted_grammar import STOP, ScriptedBackends
 
 from guided.constraint import Constraint
 from guided.embedded.masker import Guest, GuestRow, Masker

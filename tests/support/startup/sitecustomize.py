@@ -1,5 +1,7 @@
-"""Run by every Python process that has this folder on its PYTHONPATH: registers `faulty_backend` as soon as
-`guided.backends` is imported, and does nothing where it isn't."""
+"""Register `faulty_backend` when `guided.backends` is imported.
+
+Python runs this file at the start of every process that has this folder on its PYTHONPATH.
+"""
 
 from __future__ import annotations
 

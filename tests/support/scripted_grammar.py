@@ -1,4 +1,4 @@
-"""A grammar library for tests: the language is a set of token sequences. Real in every respect but its use."""
+"""A grammar library for tests. Its languages are finite sets of token sequences."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from guided.errors import BackendError, TokenRejected
 from guided.vocabulary import Vocabulary
 
 STOP = 0
-"""The stop token of the vocabularies that scripted grammars are used with."""
+"""The stop token of the vocabularies in these tests."""
 
 
 class ScriptedGrammar:
-    """Accepts exactly `sentences`; its matchers can be told to fail at a position."""
+    """A grammar that accepts exactly `sentences`. Its matchers can fail at a position."""
 
     nbytes = 100
 
@@ -81,7 +81,7 @@ class ScriptedMatcher:
 
 
 class ScriptedBackends:
-    """Stands where `Backends` stands: compiles a `choice` of digit strings ("123" is the tokens 1, 2, 3)."""
+    """Replaces `Backends`. Compiles a `choice` of digit strings ("123" is the tokens 1, 2, 3)."""
 
     def __init__(self, vocabulary: Vocabulary, fail_at: int | None = None) -> None:
         self.vocabulary = vocabulary

@@ -1,4 +1,4 @@
-"""Somebody between an engine and an actor who loses, repeats, delays and garbles messages. Real sockets, real bytes."""
+"""A proxy between an engine and an actor that loses, repeats, delays and garbles messages. Real sockets and bytes."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from guided.backends.base import CompiledGrammar
 from guided.worker import MaskWorker
 
 Rule = Callable[[bytes], Sequence[bytes]]
-"""What is sent on for a message: itself, nothing, several, others."""
+"""Returns the messages that are sent instead of a message."""
 
 
 def honest(message: bytes) -> Sequence[bytes]:
     return [message]
 
 
-class MeddledActor:
-    """An actor on a thread; what goes to it and what comes from it passes `request_rule` and `answer_rule`."""
+class ProxiedActor:
+    """An actor on a thread. Its requests pass `request_rule`, and its answers pass `answer_rule`."""
 
     def __init__(
         self,
@@ -61,10 +61,10 @@ class MeddledActor:
         self._socket = connect(self._context, address)
         StepLoop(self.wire.incarnation, self.worker, self._socket, mapped, shared, self._give_up).start()
         self._ended = False
-        self._thread = threading.Thread(target=self._meddle, daemon=True)
+        self._thread = threading.Thread(target=self._forward, daemon=True)
         self._thread.start()
 
-    def _meddle(self) -> None:
+    def _forward(self) -> None:
         poller = zmq.Poller()
         end = self.wire.socket  # a ZeroMQ socket can't be polled by its file descriptor alone
         poller.register(end._socket if isinstance(end, RemoteEnd) else end, zmq.POLLIN)
@@ -79,7 +79,7 @@ class MeddledActor:
                             to.send(each)
 
     def _requests(self) -> Iterator[bytes]:
-        """The one that makes the connection readable, and what came with it."""
+        """Yield the next request and those that were received with it."""
         end = self.wire.socket
         yield end.recv()
         while isinstance(end, LocalEnd) and (message := end.waiting()) is not None:
@@ -89,7 +89,7 @@ class MeddledActor:
         self._socket.close()
 
     def close(self) -> None:
-        """End both ends of it; it must not be in a mask."""
+        """Close both ends. The actor must not be computing a mask."""
         self._ended = True
         self._thread.join(10)
         self._inner.close(linger=0)

@@ -1,4 +1,4 @@
-"""Constraints of all kinds, as nobody would write them: valid, nearly valid, and broken. Hypothesis strategies."""
+"""Hypothesis strategies for random constraints of all kinds: valid, nearly valid and broken."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ FORMATS = ("date", "date-time", "time", "email", "ipv4", "ipv6", "uuid", "uri", 
 
 
 def mostly(usual: SearchStrategy[Any], rare: SearchStrategy[Any], of: int = 12) -> SearchStrategy[Any]:
-    """`rare` once in about `of` draws."""
+    """Draw from `rare` about once in `of` draws, otherwise from `usual`."""
     return st.integers(1, of).flatmap(lambda drawn: rare if drawn == of else usual)
 
 
 def broken(texts: SearchStrategy[str]) -> SearchStrategy[str]:
-    """Texts with a piece cut out, doubled, or put in that doesn't belong there."""
+    """Draw texts with a piece removed, doubled, inserted or replaced."""
     pieces = st.one_of(st.sampled_from(list("()[]{}|*+?.^$\\/\"'<>:=#%~-,;&!\n\0 ")), st.text(max_size=4))
 
-    def mend(text: str, start: int, length: int, piece: str, way: str) -> str:
+    def damage(text: str, start: int, length: int, piece: str, way: str) -> str:
         start = start % (len(text) + 1)
         cut = text[start : start + length]
         middle = {"cut": "", "double": cut * 2, "put": piece + cut, "replace": piece}[way]
         return text[:start] + middle + text[start + length :]
 
     ways = st.sampled_from(["cut", "double", "put", "replace"])
-    return st.builds(mend, texts, st.integers(0, 200), st.integers(0, 6), pieces, ways)
+    return st.builds(damage, texts, st.integers(0, 200), st.integers(0, 6), pieces, ways)
 
 
 # Regular expressions.
@@ -227,4 +227,4 @@ FIELDS: dict[str, SearchStrategy[Any]] = {
     "choice": CHOICES,
     "grammar": GRAMMARS,
 }
-"""By kind: what its request field holds."""
+"""Kind -> values of its request field."""

@@ -1,4 +1,4 @@
-"""What the tests ask vLLM for: constraints of every kind, and whether a text keeps them."""
+"""Constraints of every kind for requests to vLLM, and checks of their outputs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SMALL = {
     "required": ["ok", "tag"],
     "additionalProperties": False,
 }
-"""Every backend can enforce all of it."""
+"""Every backend enforces all of it."""
 DATE = r"20[0-9]{2}-(0[1-9]|1[0-2])-[0-3][0-9]"
 CITIES = ["Lisbon", "Kyoto", "São Paulo"]
 LARK = 'start: "<" NUMBER ("," NUMBER)? ">"\nNUMBER: /[0-9]{1,4}/'
@@ -37,18 +37,22 @@ GBNF = 'root ::= "<" number ("," number)? ">"\nnumber ::= [0-9] [0-9]? [0-9]?'
 
 @dataclass(frozen=True)
 class Wanted:
-    """A constraint as `extra_args` and `vllm_xargs` have it."""
+    """A constraint in the form of `extra_args` and `vllm_xargs`."""
 
     name: str
     extra: dict[str, Any]
     is_valid: Callable[[str], bool]
 
     def params(self, request_id: str = "", **sampling: Any) -> Any:
-        """vLLM's sampling parameters."""
+        """Return vLLM's sampling parameters."""
         from vllm import SamplingParams
 
         extra = {**self.extra, REQUEST_ID: request_id} if request_id else self.extra
-        usual = {"max_tokens": 300, "temperature": 1.0, "ignore_eos": not self.extra}  # else plain ones end by chance
+        usual = {
+            "max_tokens": 300,
+            "temperature": 1.0,
+            "ignore_eos": not self.extra,
+        }  # unconstrained outputs would end at random
         return SamplingParams(**{**usual, **sampling}, extra_args=extra or None)
 
 

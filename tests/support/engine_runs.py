@@ -1,4 +1,4 @@
-"""An engine, its requests, and what they say: for tests that compare runs."""
+"""Runs of an engine, for tests that compare outputs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def generate(
     between: Callable[[LLMEngine], None] = lambda engine: None,
     **config: Any,
 ) -> dict[str, RequestOutput]:
-    """All requests to their ends, together; `between` is called between the steps."""
+    """Run all requests to their ends in one engine. Calls `between` between the steps."""
     engine = LLMEngine(model, EngineConfig(max_model_len=128, **config), pool)
     for name, params in requests.items():
         engine.add_request(name, PROMPT, params)
@@ -31,7 +31,7 @@ def generate(
     while engine.has_unfinished:
         engine.awake.clear()
         if not engine.has_work:
-            assert engine.awake.wait(120), "nobody can run, and nothing happens"
+            assert engine.awake.wait(120), "no request can run, and no event wakes the engine"
         between(engine)
         for output in engine.step():
             last[output.request_id] = output
@@ -41,7 +41,7 @@ def generate(
 
 
 def said(outputs: dict[str, RequestOutput], *but: str) -> dict[str, list[tuple[list[int], str | None]]]:
-    """Tokens and how it ended, of every sequence of every request."""
+    """Return tokens and finish reason of every sequence, by request."""
     return {
         name: [(one.token_ids, one.finish_reason) for one in output.outputs]
         for name, output in outputs.items()
@@ -50,5 +50,5 @@ def said(outputs: dict[str, RequestOutput], *but: str) -> dict[str, list[tuple[l
 
 
 def errors(outputs: dict[str, RequestOutput]) -> dict[str, str]:
-    """The codes of those that ended with an error."""
+    """Return the error codes of failed requests."""
     return {name: output.error.code for name, output in outputs.items() if output.error is not None}

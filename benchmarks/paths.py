@@ -1,0 +1,10 @@
+"""Folders that the benchmarks use."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+__all__ = ["RESULTS", "ROOT"]
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
