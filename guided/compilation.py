@@ -13,10 +13,10 @@ import numpy as np
 
 from guided.backends import Backends
 from guided.backends.base import CompiledGrammar
+from guided.backends.native import guard
 from guided.bitmask import words
 from guided.constraint import Constraint
 from guided.errors import (
-    BackendError,
     CompileTimeout,
     ConstraintTooLarge,
     DeadEnd,
@@ -76,12 +76,8 @@ def compile_with(backends: Backends, constraint: Constraint, name: str) -> Compi
         BackendError: the library failed.
     """
     started = time.perf_counter()
-    try:
+    with guard(name):
         grammar = backends[name].compile(constraint)
-    except (GuidedError, KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as failure:  # a Rust panic is no `Exception`
-        raise BackendError(bounded(f"{name} failed: {type(failure).__name__}: {failure}")) from failure
     _check_first_mask(backends.vocabulary, grammar)
     return Compiled(name, grammar, time.perf_counter() - started)
 

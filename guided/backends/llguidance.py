@@ -1,8 +1,8 @@
-"""llguidance: every kind of constraint, compiled in a millisecond, masks in tens of microseconds.
+"""Adapter for llguidance: every kind of constraint, compiled in a millisecond, masks in tens of microseconds.
 
-What to know of it: errors are *states*. A matcher that ran out of its limits, or was given a wrong token, goes on
-answering, with a mask that allows end-of-sequence only, as though the constraint were satisfied. So its error state is
-looked at after every call, and ends the sequence as a `BackendError`.
+In llguidance, errors are states. A matcher that exceeded its limits, or got a wrong token, continues to answer, with a
+mask that allows end-of-sequence only, as if the constraint were satisfied. So the adapter checks the error state after
+every call; an error ends the sequence as a `BackendError`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from importlib import metadata
-from types import TracebackType
 from typing import Any, ClassVar
 
 import llguidance
@@ -18,6 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from guided import regex
+from guided.backends.base import Backend, CompiledGrammar, Matcher
+from guided.backends.native import guard
 from guided.constraint import KINDS, USUAL_WHITESPACE, Constraint, ConstraintKind
 from guided.errors import BackendError, DeadEnd, InvalidConstraint, TokenRejected, UnsupportedConstraint, bounded
 from guided.grammar import to_lark
@@ -26,6 +27,8 @@ from guided.schema.document import walk_keywords
 from guided.vocabulary import Vocabulary
 
 __all__ = ["LLGuidanceBackend"]
+
+_native = guard("llguidance")
 
 _VERSION = metadata.version("llguidance")
 _REPEATS_WHITESPACE = tuple(map(int, _VERSION.split(".")[:2])) < (1, 8)
@@ -37,7 +40,7 @@ _OWN_FORMATS = ("date", "time", "date-time")
 """`format`s said as patterns: llguidance's have a year 0 and leap seconds at any minute."""
 
 
-class LLGuidanceBackend:
+class LLGuidanceBackend(Backend):
     """One tokenizer, shared by all grammars.
 
     Args:
@@ -58,7 +61,6 @@ class LLGuidanceBackend:
         )
 
     def compile(self, constraint: Constraint) -> LLGuidanceGrammar:
-        """See `Backend.compile`."""
         with _native:
             source = self._source(constraint)
             matcher = llguidance.LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits)
@@ -87,7 +89,7 @@ class LLGuidanceBackend:
                 return str(make.grammar_from_lark(to_lark(constraint.source)))
 
 
-class LLGuidanceGrammar:
+class LLGuidanceGrammar(CompiledGrammar):
     """A matcher at the start, copied for every sequence; copies share the lexer's automaton."""
 
     def __init__(self, vocabulary: Vocabulary, start: llguidance.LLMatcher, source_bytes: int) -> None:
@@ -97,7 +99,6 @@ class LLGuidanceGrammar:
         """An estimate: llguidance doesn't tell."""
 
     def matcher(self) -> LLGuidanceMatcher:
-        """See `CompiledGrammar.matcher`."""
         with _native:
             return LLGuidanceMatcher(self._vocabulary, self._start.deep_copy())
 
@@ -106,7 +107,7 @@ class LLGuidanceGrammar:
         return b""
 
 
-class LLGuidanceMatcher:
+class LLGuidanceMatcher(Matcher):
     """One sequence. Stop tokens are the adapter's: the matcher underneath sees text only."""
 
     def __init__(self, vocabulary: Vocabulary, matcher: llguidance.LLMatcher, terminated: bool = False) -> None:
@@ -115,7 +116,6 @@ class LLGuidanceMatcher:
         self._terminated = terminated
 
     def accept_tokens(self, token_ids: Sequence[int]) -> None:
-        """See `Matcher.accept_tokens`."""
         text = list(token_ids)
         stop = bool(text) and text[-1] in self._vocabulary.stop_token_ids
         if stop:
@@ -143,7 +143,6 @@ class LLGuidanceMatcher:
         self._check()
 
     def rollback(self, count: int) -> None:
-        """See `Matcher.rollback`."""
         if count and self._terminated:
             self._terminated = False
             count -= 1
@@ -153,23 +152,19 @@ class LLGuidanceMatcher:
             self._check()
 
     def fork(self) -> LLGuidanceMatcher:
-        """See `Matcher.fork`."""
         with _native:
             return LLGuidanceMatcher(self._vocabulary, self._matcher.deep_copy(), self._terminated)
 
     def is_accepting(self) -> bool:
-        """See `Matcher.is_accepting`."""
         with _native:
             accepting = self._matcher.is_accepting()
         self._check()
         return bool(accepting)
 
     def is_terminated(self) -> bool:
-        """See `Matcher.is_terminated`."""
         return self._terminated
 
     def forced_tokens(self) -> list[int]:
-        """See `Matcher.forced_tokens`."""
         if self._terminated:
             return []
         with _native:
@@ -274,19 +269,3 @@ def _refusal(message: str, constraint: Constraint) -> Exception:
     if constraint.kind == "grammar":
         return InvalidConstraint(f"the grammar is malformed: {said}", param=constraint.kind)
     return UnsupportedConstraint(f"llguidance can't enforce this {constraint.kind}: {said}", param=constraint.kind)
-
-
-class _Native:
-    """What Rust raises, as a `BackendError`: a panic is a BaseException that nothing else would catch."""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        if kind is None or not (issubclass(kind, _RAISED) or kind.__name__ == "PanicException"):
-            return
-        raise BackendError(f"llguidance: {bounded(error)}") from error
-
-
-_RAISED = (ValueError, OverflowError, TypeError, RuntimeError)
-_native = _Native()  # a plain object: a generator-based one would cost as much as a small mask

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from guided.backends.character_tokens import OTHER, CharacterTokens, Ids
 from guided.backends.lmformatenforcer_automata import Machine, config, tree_tokens
-from guided.backends.lmformatenforcer_schema import Prepared
+from guided.backends.lmformatenforcer_schema import Lowered
 from guided.bitmask import pack
 from guided.errors import InvalidConstraint, UnsupportedConstraint
 from guided.schema import json_syntax
@@ -61,20 +61,20 @@ class JsonAutomaton:
     """A JSON Schema.
 
     Args:
-        prepared: the schema as the library can enforce it.
+        lowered: the schema as the library can enforce it.
         spaces: whitespace may stand between JSON tokens.
     """
 
-    def __init__(self, prepared: Prepared, tokens: CharacterTokens, spaces: bool) -> None:
+    def __init__(self, lowered: Lowered, tokens: CharacterTokens, spaces: bool) -> None:
         self._spaces = spaces
-        self._machines = {pattern: _machine(pattern) for pattern in prepared.patterns}
-        characters = frozenset().union(*prepared.literals, *(machine.characters for machine in self._machines.values()))
+        self._machines = {pattern: _machine(pattern) for pattern in lowered.patterns}
+        characters = frozenset().union(*lowered.literals, *(machine.characters for machine in self._machines.values()))
         self.named = frozenset(character for character in characters if character >= "\x80")
         self._symbols = {
             pattern: machine.symbols(tokens.strings.contents) for pattern, machine in self._machines.items()
         }
         self._tokens = tokens
-        self.start = JsonState(self._parser(prepared.schema), json_syntax.START)
+        self.start = JsonState(self._parser(lowered.schema), json_syntax.START)
 
     def _parser(self, schema: dict[str, Any]) -> JsonSchemaParser:
         settings = config(self.named)

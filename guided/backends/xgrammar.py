@@ -17,7 +17,6 @@ import time
 from bisect import bisect_right
 from collections.abc import Sequence
 from functools import cached_property
-from types import TracebackType
 from typing import Any, ClassVar
 
 import numpy as np
@@ -25,6 +24,8 @@ import xgrammar
 from numpy.typing import NDArray
 
 from guided import regex
+from guided.backends.base import Backend, CompiledGrammar, Matcher
+from guided.backends.native import guard
 from guided.backends.xgrammar_ebnf import ebnf, quoted
 from guided.backends.xgrammar_schema import Lowered, lower
 from guided.bitmask import pack
@@ -57,7 +58,16 @@ takes twice as long as compiling the usual schema (131,072 tokens: 0.46 s to 0.2
 it holds the interpreter's lock, compiling doesn't."""
 
 
-class XGrammarBackend:
+def _message(error: BaseException) -> str:
+    # It cuts what it quotes between bytes.
+    text = error.object.decode("utf-8", "replace") if isinstance(error, UnicodeDecodeError) else str(error)
+    return bounded(_SOURCE_LINE.sub("", text).strip())
+
+
+_native = guard("xgrammar", _message)
+
+
+class XGrammarBackend(Backend):
     """One tokenizer and one compiler, single-threaded and without a cache (`grammar_cache.py` is ours)."""
 
     name: ClassVar[str] = "xgrammar"
@@ -75,7 +85,6 @@ class XGrammarBackend:
         self._tokens = _Tokens(vocabulary)
 
     def compile(self, constraint: Constraint) -> XGrammarGrammar:
-        """See `Backend.compile`."""
         started = time.thread_time()
         try:
             compiled = self._compile(constraint)
@@ -87,7 +96,6 @@ class XGrammarBackend:
             raise refusal(f"xgrammar refuses the {constraint.kind}: {_message(error)}", param=constraint.kind) from None
 
     def load(self, constraint: Constraint, dumped: bytes) -> XGrammarGrammar:
-        """See `Backend.load`."""
         if not dumped:
             return self.compile(constraint)
         with _native:
@@ -170,7 +178,7 @@ _USUAL_WHITESPACE = '\nusual_whitespace ::= "" | " " | "\\r"? "\\n" [ \\t]{0,40}
 """`guided.constraint.USUAL_WHITESPACE`."""
 
 
-class XGrammarGrammar:
+class XGrammarGrammar(CompiledGrammar):
     """A compiled grammar; it does not hold the vocabulary.
 
     Args:
@@ -184,7 +192,6 @@ class XGrammarGrammar:
         self.nbytes = int(compiled.memory_size_bytes)
 
     def matcher(self) -> XGrammarMatcher:
-        """See `CompiledGrammar.matcher`."""
         with _native:
             return XGrammarMatcher(self._tokens, xgrammar.GrammarMatcher(self._compiled), [])
 
@@ -196,7 +203,7 @@ class XGrammarGrammar:
             return str(self._compiled.serialize_json()).encode("utf-8")
 
 
-class XGrammarMatcher:
+class XGrammarMatcher(Matcher):
     """One sequence. xgrammar sees stop tokens too: they count in its rollback."""
 
     def __init__(self, tokens: _Tokens, matcher: Any, accepted: list[int]) -> None:
@@ -205,7 +212,6 @@ class XGrammarMatcher:
         self._accepted = accepted
 
     def accept_tokens(self, token_ids: Sequence[int]) -> None:
-        """See `Matcher.accept_tokens`."""
         for token in token_ids:
             if not self._tokens.known(token):
                 raise TokenRejected(f"token {token} is special or outside the vocabulary")
@@ -223,24 +229,20 @@ class XGrammarMatcher:
         self._tokens.keep_utf8(row, self._accepted)
 
     def rollback(self, count: int) -> None:
-        """See `Matcher.rollback`."""
         if count:
             with _native:
                 self._matcher.rollback(count)
             del self._accepted[-count:]
 
     def fork(self) -> XGrammarMatcher:
-        """See `Matcher.fork`."""
         with _native:
             return XGrammarMatcher(self._tokens, self._matcher.fork(), list(self._accepted))
 
     def is_accepting(self) -> bool:
-        """See `Matcher.is_accepting`."""
         with _native:
             return bool(self._matcher.is_completed())
 
     def is_terminated(self) -> bool:
-        """See `Matcher.is_terminated`."""
         with _native:
             return bool(self._matcher.is_terminated())
 
@@ -309,25 +311,3 @@ class _Tokens:
     @cached_property
     def _sorted(self) -> list[bytes]:
         return sorted({self._vocabulary.token_bytes[token] for token in self._vocabulary.text_token_ids})
-
-
-class _Native:
-    """Whatever the library raises becomes a `BackendError`."""
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if error is not None and isinstance(error, Exception) and not isinstance(error, BackendError):
-            raise BackendError(f"xgrammar: {_message(error)}") from error
-
-
-_native = _Native()
-
-
-def _message(error: BaseException) -> str:
-    # It cuts what it quotes between bytes.
-    text = error.object.decode("utf-8", "replace") if isinstance(error, UnicodeDecodeError) else str(error)
-    return bounded(_SOURCE_LINE.sub("", text).strip())

@@ -8,13 +8,25 @@ from __future__ import annotations
 from math import ceil, floor
 from typing import Any
 
-__all__ = ["ALL_TYPES", "GREATEST", "LEAST", "OF_TYPE", "Schema", "clean", "common_types", "types_of"]
+__all__ = [
+    "ALL_TYPES",
+    "GREATEST",
+    "LEAST",
+    "NUMBER_BOUNDS",
+    "OF_TYPE",
+    "Schema",
+    "clean",
+    "common_types",
+    "integer_bounds",
+    "types_of",
+]
 
 Schema = dict[str, Any] | bool
 
 ALL_TYPES = ("null", "boolean", "object", "array", "number", "string")
 _STRING = ("minLength", "maxLength", "pattern", "format", "contentEncoding", "contentMediaType", "contentSchema")
-_NUMBER = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+NUMBER_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+_NUMBER = (*NUMBER_BOUNDS, "multipleOf")
 _ARRAY = (
     *("items", "prefixItems", "minItems", "maxItems", "uniqueItems", "unevaluatedItems"),
     *("contains", "minContains", "maxContains"),
@@ -103,10 +115,9 @@ def _possible(kind: str, schema: dict[str, Any]) -> bool:
     if kind in ("number", "integer"):
         low = schema.get("minimum", schema.get("exclusiveMinimum", float("-inf")))
         high = schema.get("maximum", schema.get("exclusiveMaximum", float("inf")))
-        if kind == "integer" and max(-low, low, -high, high) < float("inf"):
-            first = max(ceil(schema.get("minimum", low)), floor(schema.get("exclusiveMinimum", ceil(low) - 1)) + 1)
-            last = min(floor(schema.get("maximum", high)), ceil(schema.get("exclusiveMaximum", floor(high) + 1)) - 1)
-            return bool(first <= last)
+        if kind == "integer":
+            first, last = integer_bounds(schema)
+            return first is None or last is None or first <= last
         strict = "exclusiveMinimum" in schema or "exclusiveMaximum" in schema
         return bool(low < high or (low == high and not strict))
     if kind == "array":
@@ -123,6 +134,20 @@ def _possible(kind: str, schema: dict[str, Any]) -> bool:
         most = schema.get("maxProperties", float("inf"))
         return bool(schema.get("minProperties", 0) <= most and len(schema.get("required", ())) <= most)
     return True
+
+
+def integer_bounds(schema: dict[str, Any]) -> tuple[int | None, int | None]:
+    """The least and the greatest integer within the bounds (None: no bound), with one bound per side."""
+    low = high = None
+    if "minimum" in schema:
+        low = ceil(schema["minimum"])
+    elif "exclusiveMinimum" in schema:
+        low = floor(schema["exclusiveMinimum"]) + 1
+    if "maximum" in schema:
+        high = floor(schema["maximum"])
+    elif "exclusiveMaximum" in schema:
+        high = ceil(schema["exclusiveMaximum"]) - 1
+    return low, high
 
 
 def _types(schema: dict[str, Any]) -> list[str]:

@@ -219,14 +219,8 @@ class _Normaliser:
 
     def _finite(self, schema: dict[str, Any]) -> Schema:
         """`enum` or `const`, less the values that its neighbours forbid."""
-        values = [schema["const"]] if "const" in schema else schema["enum"]
         validator = self._validator.evolve(schema={name: value for name, value in schema.items() if name != "const"})
-        return self._values([value for value in values if validator.is_valid(value)])
-
-    def _values(self, values: list[Any]) -> Schema:
-        if not values:
-            return False
-        return {"const": values[0]} if len(values) == 1 else {"enum": values}
+        return _valid_values(schema, validator)
 
     def _alternatives(self, keyword: str, parts: list[Schema], raw: list[Any]) -> Schema:
         possible = [part for part in parts if part is not False]
@@ -308,8 +302,7 @@ class _Normaliser:
                 raise _Inexact
             needed.extend(found for found in _references(self._form.definitions[name]) if found not in needed)
         validator = Draft202012Validator({**other, "$defs": {name: self._form.definitions[name] for name in needed}})
-        values = [finite["const"]] if "const" in finite else finite["enum"]
-        return self._values([value for value in values if validator.is_valid(value)])
+        return _valid_values(finite, validator)
 
     def _merge_keywords(self, left: dict[str, Any], right: dict[str, Any]) -> dict[str, Any]:
         merged: dict[str, Any] = {}
@@ -427,6 +420,14 @@ class _Normaliser:
             and any(name not in one.get("properties", {}) for name in other.get("required", ()))
             for one, other in ((left, right), (right, left))
         )
+
+
+def _valid_values(finite: dict[str, Any], validator: Any) -> Schema:
+    """`const` or `enum` with only the values that `validator` accepts."""
+    if "const" in finite:
+        return {"const": finite["const"]} if validator.is_valid(finite["const"]) else False
+    values = [value for value in finite["enum"] if validator.is_valid(value)]
+    return {"enum": values} if values else False
 
 
 _DECLARATIONS = ("properties", "patternProperties", "additionalProperties")

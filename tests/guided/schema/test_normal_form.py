@@ -30,7 +30,7 @@ DATA = Path(__file__).parents[4] / "shared" / "data" / "maskbench-dev.jsonl.gz"
         ({"title": "x", "x-own": 1, "default": 2}, {}),
         ({"type": "integer", "minLength": 3, "minimum": 1}, {"type": "integer", "minimum": 1}),
         ({"minimum": 1, "exclusiveMinimum": 1}, {"exclusiveMinimum": 1}),
-        ({"type": "string", "enum": ["a", 1]}, {"const": "a"}),
+        ({"type": "string", "enum": ["a", 1]}, {"enum": ["a"]}),
         ({"const": 1, "type": "string"}, False),
         ({"enum": [1, 2, 3], "not": {"const": 2}}, {"enum": [1, 3]}),
         ({"allOf": [{"type": "string"}, {"minLength": 2}, {"minLength": 3}]}, {"type": "string", "minLength": 3}),
