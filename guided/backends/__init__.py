@@ -114,7 +114,7 @@ class Backends:
 
     def __init__(self, vocabulary: Vocabulary, mask_cache_bytes: int = MASK_CACHE_BYTES) -> None:
         self.vocabulary = vocabulary
-        self._masks = MaskCache(mask_cache_bytes)
+        self.masks = MaskCache(mask_cache_bytes)
         self._made: dict[str, Backend] = {}
         self._lock = threading.Lock()
 
@@ -130,6 +130,6 @@ class Backends:
         with self._lock:
             if name not in self._made:
                 make: Callable[..., Backend] = BACKENDS[name].load()
-                kept = (self._masks,) if BACKENDS[name].keeps_masks else ()
+                kept = (self.masks,) if BACKENDS[name].keeps_masks else ()
                 self._made[name] = make(self.vocabulary, *kept)
             return self._made[name]

@@ -31,7 +31,7 @@ __all__ = ["LLGuidanceBackend"]
 _native = guard("llguidance")
 
 _VERSION = metadata.version("llguidance")
-_REPEATS_WHITESPACE = tuple(map(int, _VERSION.split(".")[:2])) < (1, 8)
+REPEATS_WHITESPACE = tuple(map(int, _VERSION.split(".")[:2])) < (1, 8)
 """Seen with 1.7.6, which vLLM 0.32 pins, and not with 1.9.1. What separates items and keys isn't repeated there."""
 _ESCAPES = 'bfnrt"\\'
 """Letters that may follow a backslash in JSON strings where a schema names properties. Without `u`: llguidance lets
@@ -112,7 +112,8 @@ class LLGuidanceMatcher(Matcher):
 
     def __init__(self, vocabulary: Vocabulary, matcher: llguidance.LLMatcher, terminated: bool = False) -> None:
         self._vocabulary = vocabulary
-        self._matcher = matcher
+        self.native = matcher
+        """The library's own matcher."""
         self._terminated = terminated
 
     def accept_tokens(self, token_ids: Sequence[int]) -> None:
@@ -127,7 +128,7 @@ class LLGuidanceMatcher(Matcher):
             raise TokenRejected("a stop token before the end, or an id outside the vocabulary")
         if text:
             with _native:
-                accepted = self._matcher.try_consume_tokens(text)
+                accepted = self.native.try_consume_tokens(text)
             self._check()
             if accepted < len(text):
                 raise TokenRejected(f"token {text[accepted]} is not allowed here")
@@ -139,7 +140,7 @@ class LLGuidanceMatcher(Matcher):
     def fill_bitmask(self, row: NDArray[np.int32]) -> None:
         """See `Matcher.fill_bitmask`. Written in place, without a copy."""
         with _native:
-            self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+            self.native.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
         self._check()
 
     def rollback(self, count: int) -> None:
@@ -148,16 +149,16 @@ class LLGuidanceMatcher(Matcher):
             count -= 1
         if count:
             with _native:
-                self._matcher.rollback(count)
+                self.native.rollback(count)
             self._check()
 
     def fork(self) -> LLGuidanceMatcher:
         with _native:
-            return LLGuidanceMatcher(self._vocabulary, self._matcher.deep_copy(), self._terminated)
+            return LLGuidanceMatcher(self._vocabulary, self.native.deep_copy(), self._terminated)
 
     def is_accepting(self) -> bool:
         with _native:
-            accepting = self._matcher.is_accepting()
+            accepting = self.native.is_accepting()
         self._check()
         return bool(accepting)
 
@@ -168,15 +169,15 @@ class LLGuidanceMatcher(Matcher):
         if self._terminated:
             return []
         with _native:
-            tokens = self._matcher.compute_ff_tokens()
+            tokens = self.native.compute_ff_tokens()
         self._check()
         stop = self._vocabulary.stop_token_ids
         return [int(token) for token in tokens if token not in stop]
 
     def _check(self) -> None:
-        if self._matcher.is_error():
+        if self.native.is_error():
             # The first line says what; the rest is the parser's state, with the user's text in it.
-            what = self._matcher.get_error().partition("<state>")[0].strip()
+            what = self.native.get_error().partition("<state>")[0].strip()
             if what == "NoExtensionBias":
                 raise DeadEnd("no token is allowed here, and the constraint is not satisfied")
             raise BackendError(f"llguidance: {bounded(what)}")
@@ -221,14 +222,14 @@ def _json_source(schema: dict[str, Any] | bool, whitespace: str | None) -> str:
 
 def _spaced(whitespace: str | None) -> dict[str, Any]:
     """What may stand between JSON tokens, as options. (The separators are regexes in either release.)"""
-    if whitespace and _REPEATS_WHITESPACE:
+    if whitespace and REPEATS_WHITESPACE:
         raise UnsupportedConstraint(
             f"llguidance {_VERSION} takes any number of matches of whitespace_pattern in a row, instead of one; "
             "leave the pattern out, or use another backend",
             param="whitespace_pattern",
         )
     pattern = regex.canonical(USUAL_WHITESPACE if whitespace is None else whitespace, param="whitespace_pattern")
-    if whitespace is None and _REPEATS_WHITESPACE:  # behind commas and colons, if nowhere else
+    if whitespace is None and REPEATS_WHITESPACE:  # behind commas and colons, if nowhere else
         pattern, after = "", pattern
     else:
         after = ""

@@ -52,7 +52,7 @@ _PATTERNS = re.compile(r'Regex\("\^pattern(\d+)\$", json_string=true\)')
 _SOURCE_LINE = re.compile(r"^\[[\d:]+\] \S+?:\d+: ")
 
 
-_QUICK_SECONDS = 1.0
+QUICK_SECONDS = 1.0
 """What compiles in less is compiled again where it is needed. Writing and reading xgrammar's JSON, tens of megabytes,
 takes twice as long as compiling the usual schema (131,072 tokens: 0.46 s to 0.27; 2,048: 0.047 to 0.006), and reading
 it holds the interpreter's lock, compiling doesn't."""
@@ -197,7 +197,7 @@ class XGrammarGrammar(CompiledGrammar):
 
     def dump(self) -> bytes:
         """xgrammar's own JSON, without the tokenizer; nothing where compiling again takes as little."""
-        if self._seconds < _QUICK_SECONDS:
+        if self._seconds < QUICK_SECONDS:
             return b""
         with _native:
             return str(self._compiled.serialize_json()).encode("utf-8")
@@ -208,7 +208,8 @@ class XGrammarMatcher(Matcher):
 
     def __init__(self, tokens: _Tokens, matcher: Any, accepted: list[int]) -> None:
         self._tokens = tokens
-        self._matcher = matcher
+        self.native = matcher
+        """The library's own matcher."""
         self._accepted = accepted
 
     def accept_tokens(self, token_ids: Sequence[int]) -> None:
@@ -216,7 +217,7 @@ class XGrammarMatcher(Matcher):
             if not self._tokens.known(token):
                 raise TokenRejected(f"token {token} is special or outside the vocabulary")
             with _native:
-                accepted = self._tokens.follows(token, self._accepted) and self._matcher.accept_token(token)
+                accepted = self._tokens.follows(token, self._accepted) and self.native.accept_token(token)
             if not accepted:
                 raise TokenRejected(f"token {token} is not allowed here")
             self._accepted.append(token)
@@ -224,40 +225,40 @@ class XGrammarMatcher(Matcher):
     def fill_bitmask(self, row: NDArray[np.int32]) -> None:
         """See `Matcher.fill_bitmask`. Written in place, without a copy."""
         with _native:
-            if not self._matcher.fill_next_token_bitmask(row):
+            if not self.native.fill_next_token_bitmask(row):
                 row.fill(-1)  # "needn't be applied"
         self._tokens.keep_utf8(row, self._accepted)
 
     def rollback(self, count: int) -> None:
         if count:
             with _native:
-                self._matcher.rollback(count)
+                self.native.rollback(count)
             del self._accepted[-count:]
 
     def fork(self) -> XGrammarMatcher:
         with _native:
-            return XGrammarMatcher(self._tokens, self._matcher.fork(), list(self._accepted))
+            return XGrammarMatcher(self._tokens, self.native.fork(), list(self._accepted))
 
     def is_accepting(self) -> bool:
         with _native:
-            return bool(self._matcher.is_completed())
+            return bool(self.native.is_completed())
 
     def is_terminated(self) -> bool:
         with _native:
-            return bool(self._matcher.is_terminated())
+            return bool(self.native.is_terminated())
 
     def forced_tokens(self) -> list[int]:
         """See `Matcher.forced_tokens`. Less the tokens at the end that what follows could make longer."""
         with _native:
-            if self._matcher.is_terminated():
+            if self.native.is_terminated():
                 return []
             try:
-                text = str(self._matcher.find_jump_forward_string())
+                text = str(self.native.find_jump_forward_string())
             except UnicodeDecodeError:  # within a character
                 return []
             tokens = self._tokens.certain(text) if text else []
             if tokens:
-                trial = self._matcher.fork()
+                trial = self.native.fork()
                 if not all(trial.accept_token(token) for token in tokens):
                     return []
         return tokens

@@ -136,7 +136,7 @@ def test_whitespace_pattern(vocabulary: Vocabulary) -> None:
 def test_a_release_that_repeats_the_whitespace_pattern_refuses_one(
     vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(llguidance_backend, "_REPEATS_WHITESPACE", True)
+    monkeypatch.setattr(llguidance_backend, "REPEATS_WHITESPACE", True)
     backend = LLGuidanceBackend(vocabulary)
     with pytest.raises(UnsupportedConstraint, match="any number of matches"):
         backend.compile(Constraint.json_object(whitespace="[ ]{0,2}"))
@@ -146,7 +146,7 @@ def test_a_release_that_repeats_the_whitespace_pattern_refuses_one(
 def test_there_blanks_stand_behind_commas_and_colons_and_are_bounded(
     vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(llguidance_backend, "_REPEATS_WHITESPACE", True)
+    monkeypatch.setattr(llguidance_backend, "REPEATS_WHITESPACE", True)
     schema = {"type": "object", "properties": {"a": {"type": "array"}}, "patternProperties": {"^x": {"type": "null"}}}
     grammars = [
         LLGuidanceBackend(vocabulary).compile(constraint)

@@ -72,7 +72,7 @@ def test_sequences_and_backends_share_the_bound(vocabulary: Vocabulary, backend:
                 token = vocabulary.encode(character)[0]
                 assert token in allowed_ids(row)
                 matcher.accept_tokens([token])
-    assert backends._masks.nbytes == 3 * row.nbytes
+    assert backends.masks.nbytes == 3 * row.nbytes
 
 
 CONSTRAINTS = [

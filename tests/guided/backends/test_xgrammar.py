@@ -241,7 +241,7 @@ def test_whitespace(backend: XGrammarBackend) -> None:
 def test_what_was_dumped_is_what_is_loaded(
     backend: XGrammarBackend, quick: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(xgrammar_module, "_QUICK_SECONDS", quick)
+    monkeypatch.setattr(xgrammar_module, "QUICK_SECONDS", quick)
     constraint = Constraint.json_schema({"type": "object", "properties": {"a": {"type": "string", "maxLength": 9}}})
     compiled = backend.compile(constraint)
     dumped = compiled.dump()
