@@ -1,6 +1,6 @@
-"""Tables of JSON Schema keywords: which type each is about, and what several of them come to.
+"""Tables of JSON Schema keywords, and simplification of a single subschema.
 
-Works on single subschemas in the normal form's terms (`normal_form.py`); applicators are not looked into.
+Works on subschemas in the terms of the normal form (`normal_form.py`), without their applicators.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ _NO_OPS: dict[str, Any] = {
 
 
 def types_of(schema: Schema) -> frozenset[str]:
-    """The types that a subschema in normal form names; all where it names none. "number" includes "integer"."""
+    """Return the types of a subschema in normal form; all if it names none. "number" includes "integer"."""
     named = schema.get("type", ALL_TYPES) if isinstance(schema, dict) else ALL_TYPES
     return frozenset([named] if isinstance(named, str) else named)
 
 
 def clean(schema: dict[str, Any]) -> Schema:
-    """Without what says nothing; False where nothing can match."""
+    """Remove keywords without effect; False if no value can satisfy the schema."""
     types = _types(schema)
     kept = dict(schema)
     for kind, keywords in OF_TYPE.items():
@@ -101,7 +101,7 @@ def _name_required(schema: dict[str, Any]) -> None:
 
 
 def _narrow_bounds(schema: dict[str, Any]) -> None:
-    """One bound a side: of an inclusive and an exclusive one the stricter."""
+    """Keep one bound per side: the stricter of an inclusive and an exclusive one."""
     for inclusive, exclusive, sign in (("minimum", "exclusiveMinimum", 1), ("maximum", "exclusiveMaximum", -1)):
         if inclusive in schema and exclusive in schema:
             looser = inclusive if schema[exclusive] * sign >= schema[inclusive] * sign else exclusive
@@ -109,7 +109,7 @@ def _narrow_bounds(schema: dict[str, Any]) -> None:
 
 
 def _possible(kind: str, schema: dict[str, Any]) -> bool:
-    """Some value of type `kind` may match (False is a proof that none does)."""
+    """Whether a value of type `kind` may satisfy `schema` (False is a proof that none does)."""
     if kind == "string":
         return bool(schema.get("minLength", 0) <= schema.get("maxLength", float("inf")))
     if kind in ("number", "integer"):
