@@ -126,7 +126,7 @@ class _Checker:
             graph = SchemaGraph.build(document, lambda position: self._check_subschema(position, dialect), self._param)
             graph.refuse_endless_references(self._param)
             self._check_alternatives(graph)
-        return document  # type: ignore[no-any-return]  # checked above
+        return document
 
     def _check_kind(self, schema: Any, what: str, pointer: str) -> None:
         if not isinstance(schema, dict | bool):
