@@ -27,8 +27,8 @@ from typing import Any, NoReturn
 import msgspec
 
 from actors.frames import read_frame, write_frame
-from actors.lean_imports import leave_out_torch
 from guided.backends import BACKENDS, Backends
+from guided.backends.without_torch import leave_out_torch
 from guided.compilation import compile_with
 from guided.constraint import Constraint
 from guided.errors import ConstraintTooLarge, Wire, to_wire

@@ -16,13 +16,13 @@ import zmq
 
 from actors.address import Address
 from actors.channel import connect
-from actors.lean_imports import leave_out_torch
 from actors.memory import MemoryLimit, stay_within
 from actors.owner import Owner, exit_with
 from actors.pieces import joined
 from actors.segment import Rows, SegmentName, attach
 from actors.step_loop import StepLoop
 from guided.backends import BACKENDS, Backends
+from guided.backends.without_torch import leave_out_torch
 from guided.worker import MaskWorker
 
 __all__ = ["ORDERED", "Installable", "MaskActor", "Place"]

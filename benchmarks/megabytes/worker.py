@@ -61,7 +61,7 @@ def main() -> None:
 
     tell("Ray's worker library")
     import actors.mask_actor  # noqa: F401
-    from actors.lean_imports import leave_out_torch
+    from guided.backends.without_torch import leave_out_torch
 
     leave_out_torch()
 
