@@ -1,10 +1,10 @@
-"""Grammars: telling Lark from GBNF/EBNF, and turning GBNF into Lark for libraries that speak only that.
+"""Grammars: detection of Lark and GBNF/EBNF, and conversion of GBNF to Lark for llguidance.
 
-The two differ in more than looks. GBNF (llama.cpp's) is a grammar over characters. Lark has a lexer, and llguidance's
-takes the longest lexeme: `word "x"` with `word ::= [a-z]+` would never see its `x`. So a GBNF rule may become a lexeme
-only where that loses nothing, which is where the set of all lexemes is *prefix-free*: no lexeme's text is the beginning
-of another's. A grammar without recursion becomes one single regex; in others, what is regular and prefix-free (a quoted
-string, a keyword) becomes a lexeme, and the rest stays as it was, one character a lexeme.
+GBNF (of llama.cpp) is a grammar over characters. Lark has a lexer, and llguidance's lexer takes the longest lexeme: in
+`word "x"` with `word ::= [a-z]+`, the `x` would never be reached. So a GBNF rule becomes a lexeme only if the set of
+all lexemes stays *prefix-free*: no text of a lexeme is a prefix of another one. A grammar without recursion becomes a
+single regex. In other grammars, regular and prefix-free parts (a quoted string, a keyword) become lexemes, and in the
+remaining parts every character is a lexeme.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from guided.regex import (
     complement,
     intersection,
     literal,
+    nullable,
     ranges_of,
     render,
     repeat,
@@ -42,7 +43,7 @@ from guided.regex import (
 __all__ = ["ROOT", "parse_gbnf", "syntax", "to_lark"]
 
 ROOT = "root"
-"""The rule that a GBNF text starts from."""
+"""The start rule of a GBNF grammar."""
 
 _GBNF_RULE = re.compile(r"^[ \t]*[A-Za-z0-9_][\w-]*\s*::=", re.MULTILINE)
 
@@ -65,32 +66,32 @@ QUANTIFIER: /[*+?]|\{\s*\d+\s*(,\s*\d*\s*)?\}/
 """
 
 _ESCAPED = frozenset("\"'\\[]^-/.?*+(){}|$")
-"""Characters that a backslash before them leaves as they are."""
+"""Characters that stand for themselves after a backslash."""
 
 _LARK_TOKEN = re.compile(
     r"""(?P<skip>//[^\n]*|\#[^\n]*|"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\\n])+/)|(?P<special><[^<>\s]+>)""", re.DOTALL
 )
 
 _MAX_NODES = 2_000
-"""Nodes up to which a rule is folded into one regex, repetitions counted out."""
+"""Maximum number of nodes of a rule that becomes one regex, with repetitions expanded."""
 
 _MAX_PIECES = 8
-"""Items of a sequence up to which every stretch of it is tried as a lexeme."""
+"""Maximum number of items of a sequence that are tried as one lexeme."""
 
 Rules = dict[str, Node]
 
 
 def syntax(text: str) -> Literal["lark", "gbnf"]:
-    """Which of the two `text` is: GBNF/EBNF says `name ::= …` at the start of a line, Lark never does."""
+    """Return the notation of `text`: only GBNF/EBNF has `name ::= …` at the start of a line."""
     return "gbnf" if _GBNF_RULE.search(text) else "lark"
 
 
 def to_lark(text: str, *, param: str = "grammar") -> str:
-    """`text` as Lark for llguidance: as it is where it is Lark already, converted where it is GBNF.
+    """Return `text` as Lark for llguidance; GBNF is converted.
 
     Raises:
         InvalidConstraint: GBNF with a syntax error, an undefined rule, or no `root`.
-        UnsupportedConstraint: Lark that refers to special tokens, which guided output never holds.
+        UnsupportedConstraint: Lark that refers to special tokens, which guided output never contains.
     """
     if syntax(text) == "gbnf":
         return _Converter(parse_gbnf(text, param=param)).lark()
@@ -98,14 +99,14 @@ def to_lark(text: str, *, param: str = "grammar") -> str:
         if found["special"]:
             raise UnsupportedConstraint(
                 f"the grammar refers to the special token {bounded(found['special'], 60)}:"
-                " guided output never holds special tokens",
+                " guided output never contains special tokens",
                 param=param,
             )
     return text
 
 
 def parse_gbnf(text: str, *, param: str = "grammar") -> Rules:
-    """The rules that `root` reaches, by name, `root` among them. Raises as `to_lark` does."""
+    """Parse GBNF into the rules that `root` reaches, including `root`. Raises as `to_lark` does."""
     try:
         tree = _gbnf_parser().parse(text)
     except UnexpectedInput as error:
@@ -123,7 +124,7 @@ def parse_gbnf(text: str, *, param: str = "grammar") -> Rules:
     for name, rule_body in rules.items():
         for missing in sorted({*_references(rule_body)} - rules.keys()):
             raise InvalidConstraint(
-                f"rule {bounded(name, 60)!r} of the grammar refers to {bounded(missing, 60)!r}, which it lacks",
+                f"rule {bounded(name, 60)!r} of the grammar refers to {bounded(missing, 60)!r}, which is not defined",
                 param=param,
             )
     if ROOT not in rules:
@@ -140,7 +141,7 @@ def _node(tree: Tree[Token] | Token, param: str) -> Node:
     if isinstance(tree, Token):
         match tree.type:
             case "STRING":
-                return literal("".join(map(chr, _codes(tree[1:-1], param))))
+                return literal("".join(chr(code) for code, _ in _characters(tree[1:-1], param)))
             case "CLASS":
                 return _char_class(tree[1:-1], param)
             case "ANY":
@@ -190,13 +191,8 @@ def _char_class(text: str, param: str) -> Node:
     return Chars(ranges)
 
 
-def _codes(text: str, param: str) -> Iterator[int]:
-    for code, _ in _characters(text, param):
-        yield code
-
-
 def _characters(text: str, param: str) -> Iterator[tuple[int, bool]]:
-    """Code points of a literal's or a class's inside, and whether each was escaped."""
+    """Yield the code points of a literal or a class, and whether each was escaped."""
     index = 0
     while index < len(text):
         if text[index] != "\\":
@@ -216,7 +212,7 @@ def _characters(text: str, param: str) -> Iterator[tuple[int, bool]]:
             code = -1
         if code < 0 or code > 0x10FFFF or 0xD800 <= code < 0xE000:
             raise InvalidConstraint(
-                f"the grammar holds an unknown escape, \\{bounded(letter + digits, 12)}", param=param
+                f"the grammar contains an unknown escape, \\{bounded(letter + digits, 12)}", param=param
             )
         yield code, True
         index += 2 + width
@@ -249,7 +245,7 @@ class _Converter:
         for name in rules:
             self._expand_rule(name, ())
         self._apart: set[Node] = set()
-        """Regular nodes that are no lexeme: their parts may be."""
+        """Regular nodes that are no lexeme; their parts may be lexemes."""
 
     def lark(self) -> str:
         whole = self._regular[ROOT]
@@ -282,7 +278,7 @@ class _Converter:
         raise AssertionError(node)
 
     def _pieces(self, items: tuple[Node, ...]) -> Iterator[Node]:
-        """`items`, with the longest stretches that are lexemes put together."""
+        """Yield `items`, with the longest runs that can be a lexeme combined."""
         start = 0
         while start < len(items):
             longest = min(len(items), start + _MAX_PIECES)
@@ -292,14 +288,14 @@ class _Converter:
             start = end
 
     def _lexeme(self, node: Node) -> Node | None:
-        """`node` without references, if it is regular and may be a lexeme (one character always may)."""
+        """Return `node` without references if it can be a lexeme (one character always can)."""
         expanded = self._expand(node, ())
         if expanded is None or isinstance(expanded, Chars):
             return expanded
         return expanded if expanded not in self._apart and _prefix_free(expanded) else None
 
     def _clashing(self, lexemes: list[Node]) -> set[Node]:
-        """Lexemes of several characters that begin or continue another one."""
+        """Return lexemes of several characters that are a prefix of another one, or have one as a prefix."""
         firsts = [_first(lexeme) for lexeme in lexemes]
         clashing: set[Node] = set()
         for index, left in enumerate(lexemes):
@@ -319,7 +315,7 @@ class _Converter:
         return self._regular[name]
 
     def _expand(self, node: Node, within: tuple[str, ...]) -> Node | None:
-        """`node` with every reference replaced by what it refers to; None where that is recursive or too large."""
+        """Replace every reference by its rule; None if that is recursive or too large."""
         expanded: Node | None
         match node:
             case Chars():
@@ -349,7 +345,7 @@ def _size(node: Node) -> int:
 
 
 def _first(node: Node) -> Ranges:
-    """The characters that a text of `node` (regular) may begin with."""
+    """Return the possible first characters of `node` (regular)."""
     match node:
         case Chars(ranges):
             return ranges
@@ -361,27 +357,16 @@ def _first(node: Node) -> Ranges:
             pairs: list[tuple[int, int]] = []
             for item in items:
                 pairs.extend(_first(item))
-                if not _nullable(item):
+                if not nullable(item):
                     break
             return ranges_of(pairs)
     raise AssertionError(node)
 
 
-def _nullable(node: Node) -> bool:
-    match node:
-        case Sequence(items):
-            return all(map(_nullable, items))
-        case Choice(options):
-            return any(map(_nullable, options))
-        case Repeat(item, low, _):
-            return low == 0 or _nullable(item)
-    return False
-
-
 @cache
 def _prefix_free(node: Node) -> bool:
-    """No text of `node` (regular) is the beginning of another one; the empty text begins all."""
-    if _nullable(node) or _size(node) > _MAX_NODES:
+    """Whether no text of `node` (regular) is a prefix of another one. The empty text is a prefix of all."""
+    if nullable(node) or _size(node) > _MAX_NODES:
         return False
     machine = interegular.parse_pattern(render(node)).to_fsm().reduce()
     return not any(machine.islive(target) for final in machine.finals for target in machine.map.get(final, {}).values())
