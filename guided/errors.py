@@ -19,27 +19,6 @@ GuidedError
 
 from __future__ import annotations
 
-__all__ = [
-    "BackendError",
-    "BackendSuspended",
-    "CompileQueueFull",
-    "CompileTimeout",
-    "ConstraintTooLarge",
-    "DeadEnd",
-    "GuidedError",
-    "InternalError",
-    "InvalidConstraint",
-    "InvalidRequest",
-    "MaskTimeout",
-    "PoolUnavailable",
-    "TokenRejected",
-    "UnsupportedConstraint",
-    "WorkerDied",
-    "bounded",
-    "from_wire",
-    "to_wire",
-]
-
 MAX_ECHO = 300
 """Maximum number of characters of a user's input in a message."""
 

@@ -86,7 +86,7 @@ def syntax(text: str) -> Literal["lark", "gbnf"]:
     return "gbnf" if _GBNF_RULE.search(text) else "lark"
 
 
-def to_lark(text: str, *, param: str = "grammar") -> str:
+def to_lark(text: str) -> str:
     """Return `text` as Lark for llguidance; GBNF is converted.
 
     Raises:
@@ -94,41 +94,45 @@ def to_lark(text: str, *, param: str = "grammar") -> str:
         UnsupportedConstraint: Lark that refers to special tokens, which guided output never contains.
     """
     if syntax(text) == "gbnf":
-        return _Converter(parse_gbnf(text, param=param)).lark()
+        return _Converter(parse_gbnf(text)).lark()
     for found in _LARK_TOKEN.finditer(text):
         if found["special"]:
             raise UnsupportedConstraint(
                 f"the grammar refers to the special token {bounded(found['special'], 60)}:"
                 " guided output never contains special tokens",
-                param=param,
+                param="grammar",
             )
     return text
 
 
-def parse_gbnf(text: str, *, param: str = "grammar") -> Rules:
+def _invalid(message: str) -> InvalidConstraint:
+    return InvalidConstraint(message, param="grammar")
+
+
+def parse_gbnf(text: str) -> Rules:
     """Parse GBNF into the rules that `root` reaches, including `root`. Raises as `to_lark` does."""
     try:
         tree = _gbnf_parser().parse(text)
     except UnexpectedInput as error:
         where = f"line {error.line}, column {error.column}"
         near = bounded(error.get_context(text, 20).splitlines()[0].strip(), 60) if error.line > 0 else ""
-        raise InvalidConstraint(f"the grammar is malformed at {where}, near {near!r}", param=param) from None
+        raise _invalid(f"the grammar is malformed at {where}, near {near!r}") from None
     rules: Rules = {}
     for rule in tree.children:
         assert isinstance(rule, Tree)
         head, body = rule.children
         name = str(head).removesuffix("::=").strip()
         if name in rules:
-            raise InvalidConstraint(f"the grammar defines rule {bounded(name, 60)!r} twice", param=param)
-        rules[name] = _node(body, param)
+            raise _invalid(f"the grammar defines rule {bounded(name, 60)!r} twice")
+        rules[name] = _node(body)
     for name, rule_body in rules.items():
         for missing in sorted({*_references(rule_body)} - rules.keys()):
-            raise InvalidConstraint(
+            raise _invalid(
                 f"rule {bounded(name, 60)!r} of the grammar refers to {bounded(missing, 60)!r}, which is not defined",
-                param=param,
+                param="grammar",
             )
     if ROOT not in rules:
-        raise InvalidConstraint(f"the grammar has no rule {ROOT!r} to start from", param=param)
+        raise _invalid(f"the grammar has no rule {ROOT!r} to start from")
     return {name: rules[name] for name in _reachable(rules)}
 
 
@@ -137,41 +141,41 @@ def _gbnf_parser() -> Lark:
     return Lark(_GBNF, parser="lalr", maybe_placeholders=False)
 
 
-def _node(tree: Tree[Token] | Token, param: str) -> Node:
+def _node(tree: Tree[Token] | Token) -> Node:
     if isinstance(tree, Token):
         match tree.type:
             case "STRING":
-                return literal("".join(chr(code) for code, _ in _characters(tree[1:-1], param)))
+                return literal("".join(chr(code) for code, _ in _characters(tree[1:-1])))
             case "CLASS":
-                return _char_class(tree[1:-1], param)
+                return _char_class(tree[1:-1])
             case "ANY":
                 return Chars(UNIVERSE)
         return Reference(str(tree))
     match tree.data:
         case "alternatives":
-            return choice(_node(child, param) for child in tree.children)
+            return choice(_node(child) for child in tree.children)
         case "branch" | "nothing":
-            return sequence(_node(child, param) for child in tree.children)
-    item = _node(tree.children[0], param)
+            return sequence(_node(child) for child in tree.children)
+    item = _node(tree.children[0])
     for quantifier in tree.children[1:]:
-        item = repeat(item, *_bounds(str(quantifier), param))
+        item = repeat(item, *_bounds(str(quantifier)))
     return item
 
 
-def _bounds(quantifier: str, param: str) -> tuple[int, int | None]:
+def _bounds(quantifier: str) -> tuple[int, int | None]:
     if quantifier in "*+?":
         return {"*": (0, None), "+": (1, None), "?": (0, 1)}[quantifier]
     bounds = re.findall(r"\d+", quantifier)
     low, high = int(bounds[0]), int(bounds[-1]) if "," not in quantifier or len(bounds) == 2 else None
     if high is not None and high < low:
-        raise InvalidConstraint(f"the repetition {quantifier} of the grammar ends before it begins", param=param)
+        raise _invalid(f"the repetition {quantifier} of the grammar ends before it begins")
     return low, high
 
 
-def _char_class(text: str, param: str) -> Node:
+def _char_class(text: str) -> Node:
     negated = text.startswith("^")
     pairs: list[tuple[int, int]] = []
-    tokens = list(_characters(text[negated:], param))
+    tokens = list(_characters(text[negated:]))
     index = 0
     while index < len(tokens):
         low = tokens[index][0]
@@ -182,16 +186,14 @@ def _char_class(text: str, param: str) -> Node:
             pairs.append((low, low))
             index += 1
     if any(high < low for low, high in pairs):
-        raise InvalidConstraint(
-            f"the character class [{bounded(text, 60)}] of the grammar is out of order", param=param
-        )
+        raise _invalid(f"the character class [{bounded(text, 60)}] of the grammar is out of order", param=param)
     ranges = complement(ranges_of(pairs)) if negated else ranges_of(pairs)
     if not ranges:
-        raise InvalidConstraint(f"no character is in the class [{bounded(text, 60)}] of the grammar", param=param)
+        raise _invalid(f"no character is in the class [{bounded(text, 60)}] of the grammar")
     return Chars(ranges)
 
 
-def _characters(text: str, param: str) -> Iterator[tuple[int, bool]]:
+def _characters(text: str) -> Iterator[tuple[int, bool]]:
     """Yield the code points of a literal or a class, and whether each was escaped."""
     index = 0
     while index < len(text):
@@ -211,9 +213,7 @@ def _characters(text: str, param: str) -> Iterator[tuple[int, bool]]:
         else:
             code = -1
         if code < 0 or code > 0x10FFFF or 0xD800 <= code < 0xE000:
-            raise InvalidConstraint(
-                f"the grammar contains an unknown escape, \\{bounded(letter + digits, 12)}", param=param
-            )
+            raise _invalid(f"the grammar contains an unknown escape, \\{bounded(letter + digits, 12)}", param=param)
         yield code, True
         index += 2 + width
 

@@ -18,32 +18,6 @@ from typing import Any
 
 from guided.errors import InvalidConstraint, UnsupportedConstraint, bounded
 
-__all__ = [
-    "EMPTY",
-    "UNIVERSE",
-    "Chars",
-    "Choice",
-    "Node",
-    "Ranges",
-    "Reference",
-    "Repeat",
-    "Sequence",
-    "canonical",
-    "choice",
-    "complement",
-    "intersection",
-    "literal",
-    "map_chars",
-    "nonempty",
-    "nullable",
-    "parse",
-    "parse_search",
-    "ranges_of",
-    "render",
-    "repeat",
-    "sequence",
-]
-
 Ranges = tuple[tuple[int, int], ...]
 """Code points as inclusive ranges: ascending, disjoint, not adjacent."""
 

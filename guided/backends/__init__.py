@@ -33,6 +33,7 @@ class Adapter:
     module: str
     attribute: str
     kinds: frozenset[ConstraintKind]
+    """The constraint kinds that the backend supports."""
     aliases: tuple[str, ...] = ()
     keeps_masks: bool = False
     """Its class takes a `MaskCache` as well: computing a mask takes longer than copying one."""

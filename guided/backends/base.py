@@ -13,7 +13,7 @@ from typing import ClassVar, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from guided.constraint import Constraint, ConstraintKind
+from guided.constraint import Constraint
 from guided.vocabulary import Vocabulary
 
 __all__ = ["Backend", "CompiledGrammar", "Matcher"]
@@ -73,7 +73,6 @@ class Backend(Protocol):
     """Adapter for one library and one vocabulary. It builds the data that depends on the vocabulary only once."""
 
     name: ClassVar[str]
-    kinds: ClassVar[frozenset[ConstraintKind]]
 
     def __init__(self, vocabulary: Vocabulary) -> None: ...
 

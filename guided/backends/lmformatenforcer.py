@@ -28,7 +28,7 @@ from guided.backends.mask_cache import MaskCache
 from guided.backends.native import guard
 from guided.backends.state_matcher import StateGrammar
 from guided.bitmask import pack
-from guided.constraint import Constraint, ConstraintKind
+from guided.constraint import Constraint
 from guided.errors import GuidedError, UnsupportedConstraint, bounded
 from guided.vocabulary import Vocabulary
 
@@ -49,7 +49,6 @@ class LMFormatEnforcerBackend(Backend):
     """
 
     name: ClassVar[str] = "lm-format-enforcer"
-    kinds: ClassVar[frozenset[ConstraintKind]] = frozenset({"json_schema", "json_object", "regex", "choice"})
 
     def __init__(self, vocabulary: Vocabulary, masks: MaskCache | None = None) -> None:
         self._tokens = CharacterTokens(vocabulary)

@@ -33,9 +33,8 @@ class MaskCache:
     def __init__(self, limit: int = MASK_CACHE_BYTES) -> None:
         self._limit = limit
         self._entries: OrderedDict[tuple[int, Hashable], tuple[NDArray[np.int32], Any]] = OrderedDict()
-        self._keys: dict[int, set[Hashable]] = {}
         self._numbers = itertools.count()
-        self._dropped: deque[int] = deque()
+        self._deleted: deque[int] = deque()
         """Numbers of deleted grammars. Their masks are removed at the next `put`."""
         self.nbytes = 0
         """Current total size of the masks in bytes."""
@@ -44,7 +43,7 @@ class MaskCache:
         """Return the part of a new grammar. Its masks are removed when it is deleted."""
         number = next(self._numbers)
         masks = GrammarMasks(self, number)
-        weakref.finalize(masks, self._dropped.append, number).atexit = False
+        weakref.finalize(masks, self._deleted.append, number).atexit = False
         return masks
 
     def _get(self, grammar: int, key: Hashable) -> NDArray[np.int32] | None:
@@ -55,23 +54,22 @@ class MaskCache:
         return entry[0]
 
     def _put(self, grammar: int, key: Hashable, mask: NDArray[np.int32], keeps: Any) -> None:
-        self._clear_dropped()
+        self._remove_deleted()
         if mask.nbytes > self._limit or (grammar, key) in self._entries:
             return
         self._entries[grammar, key] = mask, keeps
-        self._keys.setdefault(grammar, set()).add(key)
         self.nbytes += mask.nbytes
         while self.nbytes > self._limit:
-            (owner, oldest), (evicted, _) = self._entries.popitem(last=False)
+            _, (evicted, _) = self._entries.popitem(last=False)
             self.nbytes -= evicted.nbytes
-            self._keys[owner].discard(oldest)
 
-    def _clear_dropped(self) -> None:
-        while self._dropped:
-            number = self._dropped.popleft()
-            for key in self._keys.pop(number, ()):
-                mask, _ = self._entries.pop((number, key))
-                self.nbytes -= mask.nbytes
+    def _remove_deleted(self) -> None:
+        deleted: set[int] = set()
+        while self._deleted:
+            deleted.add(self._deleted.popleft())
+        for entry in [entry for entry in self._entries if entry[0] in deleted] if deleted else ():
+            mask, _ = self._entries.pop(entry)
+            self.nbytes -= mask.nbytes
 
 
 class GrammarMasks:

@@ -29,7 +29,7 @@ from guided.backends.native import guard
 from guided.backends.outlines_schema import to_regex
 from guided.backends.state_matcher import StateGrammar
 from guided.bitmask import allowed_ids, words
-from guided.constraint import Constraint, ConstraintKind
+from guided.constraint import Constraint
 from guided.errors import UnsupportedConstraint, bounded
 from guided.vocabulary import Vocabulary
 
@@ -47,7 +47,6 @@ class OutlinesBackend(Backend):
     """
 
     name: ClassVar[str] = "outlines"
-    kinds: ClassVar[frozenset[ConstraintKind]] = frozenset({"json_schema", "regex", "choice"})
 
     def __init__(self, vocabulary: Vocabulary, masks: MaskCache | None = None) -> None:
         self._vocabulary = vocabulary

@@ -8,19 +8,6 @@ from __future__ import annotations
 from math import ceil, floor
 from typing import Any
 
-__all__ = [
-    "ALL_TYPES",
-    "GREATEST",
-    "LEAST",
-    "NUMBER_BOUNDS",
-    "OF_TYPE",
-    "Schema",
-    "clean",
-    "common_types",
-    "integer_bounds",
-    "types_of",
-]
-
 Schema = dict[str, Any] | bool
 
 ALL_TYPES = ("null", "boolean", "object", "array", "number", "string")

@@ -45,7 +45,7 @@ def accepts(grammar: str, text: str) -> bool:
     try:
         matcher = BACKEND.compile(Constraint.grammar(grammar)).matcher()
     except InvalidConstraint as refusal:
-        if "nothing satisfies" in str(refusal):
+        if "no output satisfies" in str(refusal):
             return False
         raise
     try:

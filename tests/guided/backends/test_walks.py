@@ -150,7 +150,7 @@ def hold(backends: Backends, vocabulary: Vocabulary, schema: Any, seed: int, wal
         try:
             grammar = backends[backend].compile(Constraint.json_schema(schema))
         except UnsupportedConstraint as refusal:
-            assert "Error" not in refusal.message, refusal  # noqa: PT017 -- an exception that nobody foresaw
+            assert "Error" not in refusal.message, refusal  # noqa: PT017 -- an unexpected exception
             continue
         except InvalidConstraint:
             invalid.append(backend)
