@@ -186,7 +186,7 @@ def _char_class(text: str) -> Node:
             pairs.append((low, low))
             index += 1
     if any(high < low for low, high in pairs):
-        raise _invalid(f"the character class [{bounded(text, 60)}] of the grammar is out of order", param=param)
+        raise _invalid(f"the character class [{bounded(text, 60)}] of the grammar is out of order")
     ranges = complement(ranges_of(pairs)) if negated else ranges_of(pairs)
     if not ranges:
         raise _invalid(f"no character is in the class [{bounded(text, 60)}] of the grammar")
@@ -213,7 +213,7 @@ def _characters(text: str) -> Iterator[tuple[int, bool]]:
         else:
             code = -1
         if code < 0 or code > 0x10FFFF or 0xD800 <= code < 0xE000:
-            raise _invalid(f"the grammar contains an unknown escape, \\{bounded(letter + digits, 12)}", param=param)
+            raise _invalid(f"the grammar contains an unknown escape, \\{bounded(letter + digits, 12)}")
         yield code, True
         index += 2 + width
 
