@@ -129,7 +129,6 @@ def parse_gbnf(text: str) -> Rules:
         for missing in sorted({*_references(rule_body)} - rules.keys()):
             raise _invalid(
                 f"rule {bounded(name, 60)!r} of the grammar refers to {bounded(missing, 60)!r}, which is not defined",
-                param="grammar",
             )
     if ROOT not in rules:
         raise _invalid(f"the grammar has no rule {ROOT!r} to start from")
