@@ -74,7 +74,7 @@ def walk_keywords(schema: dict[str, Any] | bool) -> Iterator[tuple[str, str, Any
         schema: a document that `parse` returned.
     """
     if isinstance(schema, dict):
-        for node in SchemaGraph.build(schema, lambda _: None, "json_schema").reachable():
+        for node in SchemaGraph.build(schema).reachable():
             for keyword, value in node.schema.items():
                 yield f"{node.pointer}/{escape(keyword)}", keyword, value, node.schema
 
@@ -88,7 +88,7 @@ def close_objects(schema: dict[str, Any] | bool) -> dict[str, Any] | bool:
     """
     document: dict[str, Any] | bool = json.loads(json.dumps(schema))
     if isinstance(document, dict):
-        graph = SchemaGraph.build(document, lambda _: None, "json_schema")
+        graph = SchemaGraph.build(document)
         partial = graph.partial_descriptions()
         for node in graph.nodes():
             silent = not node.schema.keys() & {"additionalProperties", "unevaluatedProperties"}

@@ -73,7 +73,12 @@ class SchemaGraph:
         """By `id` of the subschema; parents before children."""
 
     @classmethod
-    def build(cls, document: dict[str, Any], check: Callable[[Position], None], param: str) -> SchemaGraph:
+    def build(
+        cls,
+        document: dict[str, Any],
+        check: Callable[[Position], None] = lambda _: None,
+        param: str = "json_schema",
+    ) -> SchemaGraph:
         """Build the graph of `document`.
 
         Args:

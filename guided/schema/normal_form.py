@@ -62,12 +62,6 @@ class NormalForm:
         """Return the target of a `$ref` in normal form."""
         return self.definitions[schema["$ref"].removeprefix("#/$defs/")]
 
-    def document(self) -> Schema:
-        """Return the normal form as one schema document."""
-        if isinstance(self.root, bool) or not self.definitions:
-            return self.root
-        return {**self.root, "$defs": self.definitions}
-
 
 def normalise(schema: Schema) -> NormalForm:
     """Return the normal form of a schema that `guided.schema.document.parse` returned.
@@ -89,7 +83,7 @@ def normalise(schema: Schema) -> NormalForm:
 class _Normaliser:
     def __init__(self, document: dict[str, Any]) -> None:
         self._document = document
-        self._graph = SchemaGraph.build(document, lambda _: None, "json_schema")
+        self._graph = SchemaGraph.build(document)
         self._nodes = {id(node.schema): node for node in self._graph.nodes()}
         uri = Dialect.of(document).uri
         self._siblings_of_ref_count = "2020-12" in uri or "2019-09" in uri

@@ -1,4 +1,4 @@
-"""What is lm-format-enforcer's own: JSON that it takes by itself and shouldn't, keywords that it would ignore."""
+"""Tests specific to lm-format-enforcer: invalid JSON that it accepts, and keywords that it ignores."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_what_it_would_ignore_is_refused_by_name(
     ids=json.dumps,
 )
 def test_rewritten_schemas_mean_the_same(backend: LMFormatEnforcerBackend, vocabulary: Vocabulary, schema: Any) -> None:
-    """Random walks end in instances of the schema as it was written."""
+    """Random walks end in instances of the original schema."""
     grammar = backend.compile(Constraint("json_schema", json.dumps(schema)))
     generator = random.Random(3)
     ended = 0
@@ -211,7 +211,7 @@ def test_the_schema_is_left_as_it_was() -> None:
 def test_what_the_library_raises_is_a_backend_error(
     backend: LMFormatEnforcerBackend, vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its own enforcer would log it and answer "end of sequence"."""
+    """The library's own enforcer logs it and allows end-of-sequence only."""
     matcher = backend.compile(Constraint.json_schema({"type": "object", "properties": {"q": {}}})).matcher()
     matcher.accept_tokens(vocabulary.encode('{"'))
 

@@ -1,4 +1,4 @@
-"""What is outlines-core's own: what its regexes would get wrong, alternatives, the empty text, kept masks."""
+"""Tests specific to outlines-core: mistakes of its regexes, alternatives, the empty text, cached masks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is refused as a JSON Schema, with what pointer; what is not; and what may be closed."""
+"""Validation of JSON Schema documents, pointers of errors, and closing of objects."""
 
 from __future__ import annotations
 

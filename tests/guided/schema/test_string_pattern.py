@@ -34,7 +34,7 @@ SEARCHED = [
 
 
 def found(pattern: str, text: str) -> bool:
-    """As JSON Schema has it: `$` is the end, not the last newline before it."""
+    """`$` is the end of the string, as in JSON Schema, not the position before a last newline."""
     return re.search(pattern.replace("$", r"\Z"), text) is not None
 
 
