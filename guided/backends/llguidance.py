@@ -8,7 +8,6 @@ every call; an error ends the sequence as a `BackendError`.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from importlib import metadata
 from typing import Any, ClassVar
 
@@ -17,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from guided import regex
-from guided.backends.base import Backend, CompiledGrammar, Matcher
+from guided.backends.base import Backend, CompiledGrammar
+from guided.backends.matchers import TextMatcher
 from guided.backends.native import guard
 from guided.constraint import USUAL_WHITESPACE, Constraint
 from guided.errors import BackendError, DeadEnd, InvalidConstraint, TokenRejected, UnsupportedConstraint, bounded
@@ -106,35 +106,23 @@ class LLGuidanceGrammar(CompiledGrammar):
         return b""
 
 
-class LLGuidanceMatcher(Matcher):
+class LLGuidanceMatcher(TextMatcher):
     """One sequence. The adapter handles stop tokens: llguidance's matcher sees text tokens only."""
 
     def __init__(self, vocabulary: Vocabulary, matcher: llguidance.LLMatcher, terminated: bool = False) -> None:
+        super().__init__(vocabulary, terminated)
         self._vocabulary = vocabulary
         self.native = matcher
         """The library's own matcher."""
-        self._terminated = terminated
 
-    def accept_tokens(self, token_ids: Sequence[int]) -> None:
-        text = list(token_ids)
-        stop = bool(text) and text[-1] in self._vocabulary.stop_token_ids
-        if stop:
-            del text[-1]
-        if self._terminated and token_ids:
-            raise TokenRejected("the sequence is over: a stop token was accepted")
-        size, stops = self._vocabulary.padded_vocab_size, self._vocabulary.stop_token_ids
-        if any(not 0 <= token < size or token in stops for token in text):
-            raise TokenRejected("a stop token before the end, or an id outside the vocabulary")
-        if text:
-            with _native:
-                accepted = self.native.try_consume_tokens(text)
-            self._check()
-            if accepted < len(text):
-                raise TokenRejected(f"token {text[accepted]} is not allowed here")
-        if stop:
-            if not self.is_accepting():
-                raise TokenRejected(f"stop token {token_ids[-1]} is not allowed here: the constraint is not satisfied")
-            self._terminated = True
+    def accept_text(self, token_ids: list[int]) -> None:
+        if any(not 0 <= token < self._vocabulary.padded_vocab_size for token in token_ids):
+            raise TokenRejected("a token id outside the vocabulary")
+        with _native:
+            accepted = self.native.try_consume_tokens(token_ids)
+        self._check()
+        if accepted < len(token_ids):
+            raise TokenRejected(f"token {token_ids[accepted]} is not allowed here")
 
     def fill_bitmask(self, row: NDArray[np.int32]) -> None:
         """See `Matcher.fill_bitmask`. Written in place, without a copy."""
@@ -142,14 +130,10 @@ class LLGuidanceMatcher(Matcher):
             self.native.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
         self._check()
 
-    def rollback(self, count: int) -> None:
-        if count and self._terminated:
-            self._terminated = False
-            count -= 1
-        if count:
-            with _native:
-                self.native.rollback(count)
-            self._check()
+    def rollback_text(self, count: int) -> None:
+        with _native:
+            self.native.rollback(count)
+        self._check()
 
     def fork(self) -> LLGuidanceMatcher:
         with _native:
@@ -161,17 +145,13 @@ class LLGuidanceMatcher(Matcher):
         self._check()
         return bool(accepting)
 
-    def is_terminated(self) -> bool:
-        return self._terminated
-
     def forced_tokens(self) -> list[int]:
         if self._terminated:
             return []
         with _native:
             tokens = self.native.compute_ff_tokens()
         self._check()
-        stop = self._vocabulary.stop_token_ids
-        return [int(token) for token in tokens if token not in stop]
+        return [int(token) for token in tokens if token not in self._stop_token_ids]
 
     def _check(self) -> None:
         if self.native.is_error():

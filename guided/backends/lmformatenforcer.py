@@ -25,8 +25,8 @@ from guided.backends.lmformatenforcer_automata import Automaton, ChoiceAutomaton
 from guided.backends.lmformatenforcer_json import JsonAutomaton
 from guided.backends.lmformatenforcer_schema import lower
 from guided.backends.mask_cache import MaskCache
+from guided.backends.matchers import StateGrammar
 from guided.backends.native import guard
-from guided.backends.state_matcher import StateGrammar
 from guided.bitmask import pack
 from guided.constraint import Constraint
 from guided.errors import GuidedError, UnsupportedConstraint, bounded

@@ -25,9 +25,9 @@ from numpy.typing import NDArray
 from guided import regex
 from guided.backends.base import Backend
 from guided.backends.mask_cache import MaskCache
+from guided.backends.matchers import StateGrammar
 from guided.backends.native import guard
 from guided.backends.outlines_schema import to_regex
-from guided.backends.state_matcher import StateGrammar
 from guided.bitmask import allowed_ids, words
 from guided.constraint import Constraint
 from guided.errors import UnsupportedConstraint, bounded

@@ -1,7 +1,11 @@
-"""A matcher over states that never change, for libraries that have no matcher of their own to be rolled back."""
+"""Matchers for libraries that lack a part of the contract.
+
+`TextMatcher` adds stop tokens. `StateMatcher` adds rollback and fork, for libraries with immutable states.
+"""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -12,7 +16,47 @@ from guided.backends.base import CompiledGrammar, Matcher
 from guided.errors import BackendError, TokenRejected
 from guided.vocabulary import Vocabulary
 
-__all__ = ["StateGrammar", "StateMatcher"]
+__all__ = ["StateGrammar", "StateMatcher", "TextMatcher"]
+
+
+class TextMatcher(Matcher):
+    """A matcher that handles stop tokens itself, for libraries that get text tokens only."""
+
+    def __init__(self, vocabulary: Vocabulary, terminated: bool) -> None:
+        self._stop_token_ids = vocabulary.stop_token_ids
+        self._terminated = terminated
+
+    @abstractmethod
+    def accept_text(self, token_ids: list[int]) -> None:
+        """Advance by tokens that are no stop tokens. Raises as `accept_tokens` does."""
+
+    @abstractmethod
+    def rollback_text(self, count: int) -> None:
+        """Take back the last `count` text tokens, at least one."""
+
+    def accept_tokens(self, token_ids: Sequence[int]) -> None:
+        if self._terminated and token_ids:
+            raise TokenRejected("the sequence is over: a stop token was accepted")
+        text = list(token_ids)
+        stop = text.pop() if text and text[-1] in self._stop_token_ids else None
+        if any(token in self._stop_token_ids for token in text):
+            raise TokenRejected("a stop token before the end of the sequence")
+        if text:
+            self.accept_text(text)
+        if stop is not None:
+            if not self.is_accepting():
+                raise TokenRejected(f"stop token {stop} is not allowed here: the constraint is not satisfied")
+            self._terminated = True
+
+    def rollback(self, count: int) -> None:
+        if count and self._terminated:
+            self._terminated = False
+            count -= 1
+        if count:
+            self.rollback_text(count)
+
+    def is_terminated(self) -> bool:
+        return self._terminated
 
 
 class StateGrammar(CompiledGrammar, Protocol):
@@ -39,23 +83,16 @@ class StateGrammar(CompiledGrammar, Protocol):
         return StateMatcher(self, [self.start])
 
 
-class StateMatcher(Matcher):
-    """One sequence: the states after each of its tokens."""
+class StateMatcher(TextMatcher):
+    """One sequence: the states after each of its text tokens."""
 
     def __init__(self, grammar: StateGrammar, states: list[Any], terminated: bool = False) -> None:
+        super().__init__(grammar.vocabulary, terminated)
         self._grammar = grammar
         self._states = states
-        self._terminated = terminated
 
-    def accept_tokens(self, token_ids: Sequence[int]) -> None:
+    def accept_text(self, token_ids: list[int]) -> None:
         for token in token_ids:
-            if self._terminated:
-                raise TokenRejected("the sequence is over: a stop token was accepted")
-            if token in self._grammar.vocabulary.stop_token_ids:
-                if not self.is_accepting():
-                    raise TokenRejected(f"stop token {token} is not allowed here: the constraint is not satisfied")
-                self._terminated = True
-                continue
             state = self._grammar.next_state(self._states[-1], token)
             if state is None:
                 raise TokenRejected(f"token {token} is not allowed here")
@@ -64,14 +101,10 @@ class StateMatcher(Matcher):
     def fill_bitmask(self, row: NDArray[np.int32]) -> None:
         row[:] = self._grammar.mask(self._states[-1])
 
-    def rollback(self, count: int) -> None:
-        if count and self._terminated:
-            self._terminated = False
-            count -= 1
+    def rollback_text(self, count: int) -> None:
         if count >= len(self._states):
             raise BackendError(f"can't take back {count} of {len(self._states) - 1} tokens")
-        if count:
-            del self._states[-count:]
+        del self._states[-count:]
 
     def fork(self) -> StateMatcher:
         return StateMatcher(self._grammar, list(self._states), self._terminated)
@@ -79,9 +112,6 @@ class StateMatcher(Matcher):
     def is_accepting(self) -> bool:
         empty = self._grammar.accepts_empty and len(self._states) == 1
         return empty or self._grammar.is_final(self._states[-1])
-
-    def is_terminated(self) -> bool:
-        return self._terminated
 
     def forced_tokens(self) -> list[int]:
         return [] if self._terminated or self.is_accepting() else self._grammar.forced(self._states[-1])
