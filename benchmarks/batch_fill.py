@@ -7,7 +7,7 @@ styles, taking turns. Prints microseconds per row:
 - `adapter`: `Matcher.fill_bitmask` per row, as the worker does it (error check included);
 - `batch`: one call for all rows: `LLExecutor` or `BatchGrammarMatcher`;
 - `batch+check`: the same, then the error check of each row;
-- `batch_setup`: building the list of matchers for one call, as a worker whose rows change would have to.
+- `batch_setup`: building the list of matchers for one call, as a worker has to when its rows change.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class SchemaLowering(ABC):
 
     library: ClassVar[str]
     max_subschemas: ClassVar[int | None] = None
-    """Limit for libraries whose schemas are written out without references."""
+    """Limit for libraries that get schemas with references expanded."""
 
     def __init__(self, schema: Schema) -> None:
         self.form = normalise(schema)
@@ -106,45 +106,45 @@ class SchemaLowering(ABC):
 
     @abstractmethod
     def any_value(self) -> dict[str, Any]:
-        """Any JSON value."""
+        """Return the form of any JSON value."""
 
     @abstractmethod
     def reference(self, schema: dict[str, Any]) -> dict[str, Any]:
-        """A `$ref`: kept, or replaced by `expand`."""
+        """Lower a `$ref`: keep it, or replace it with `expand`."""
 
     @abstractmethod
     def finite(self, schema: dict[str, Any], keyword: str, values: list[Any]) -> dict[str, Any]:
-        """One of `values`, which `keyword` (`const` or `enum`) lists."""
+        """Lower `keyword` (`const` or `enum`) with its `values`."""
 
     @abstractmethod
     def string(self, schema: dict[str, Any]) -> dict[str, Any]:
-        """A string."""
+        """Lower the type string."""
 
     @abstractmethod
     def integer(self, schema: dict[str, Any]) -> dict[str, Any]:
-        """A number without a fraction."""
+        """Lower the type integer."""
 
     @abstractmethod
     def number(self, schema: dict[str, Any]) -> dict[str, Any]:
-        """A number."""
+        """Lower the type number."""
 
     @abstractmethod
     def array(self, schema: dict[str, Any], shape: ArrayShape) -> dict[str, Any]:
-        """An array."""
+        """Lower the type array."""
 
     @abstractmethod
     def object(self, schema: dict[str, Any]) -> dict[str, Any]:
-        """An object."""
+        """Lower the type object."""
 
     def types(self, schema: dict[str, Any]) -> list[str]:
-        """The types that `schema` allows."""
+        """Return the types that `schema` allows."""
         named = schema.get("type", ALL_TYPES)
         return [named] if isinstance(named, str) else [*named]
 
     # ---- errors --------------------------------------------------------------------------------------------------
 
     def refusal(self, schema: Schema, keyword: str, reason: str = "") -> UnsupportedConstraint:
-        """The error for a keyword that the library would not enforce."""
+        """Return the error for a keyword that the library would not enforce."""
         return UnsupportedConstraint(
             f"{self.library} can't enforce {keyword!r}{reason or _REASONS.get(keyword, '')}",
             param="json_schema",
@@ -152,12 +152,12 @@ class SchemaLowering(ABC):
         )
 
     def unsatisfiable(self, schema: Schema, reason: str) -> InvalidConstraint:
-        """The error for a subschema that no value satisfies: invalid only where it is the whole schema."""
+        """Return the error for a subschema that no value satisfies: the constraint is invalid only if it is the root."""
         kind = InvalidConstraint if schema is self.form.root else UnsupportedConstraint
         return kind(reason, param="json_schema", pointer=self.form.pointer(schema))
 
     def at_keyword(self, error: InvalidConstraint, schema: Schema, keyword: str) -> InvalidConstraint:
-        """`error` with the pointer of `keyword`."""
+        """Return `error` with the pointer of `keyword`."""
         return type(error)(error.message, param="json_schema", pointer=f"{self.form.pointer(schema)}/{escape(keyword)}")
 
     # ---- references and strings ----------------------------------------------------------------------------------
@@ -173,7 +173,7 @@ class SchemaLowering(ABC):
         return lowered
 
     def pattern(self, schema: dict[str, Any]) -> tuple[str, str] | None:
-        """The keyword and the regex that `pattern` or `format` requires of a string; None without either."""
+        """Return the keyword and the regex of `pattern` or `format`; None without either."""
         if "format" not in schema:
             return ("pattern", schema["pattern"]) if "pattern" in schema else None
         if "pattern" in schema:
@@ -185,7 +185,7 @@ class SchemaLowering(ABC):
     def parse_pattern(
         self, schema: dict[str, Any], keyword: str, pattern: str, least: int = 0, most: int | None = None
     ) -> regex.Node:
-        """All strings of `least` to `most` characters that contain a match of `pattern`, the value of `keyword`."""
+        """Parse `pattern`, the value of `keyword`, into the strings of `least` to `most` characters with a match."""
         try:
             node = string_pattern.read(pattern)
         except InvalidConstraint as error:
@@ -195,7 +195,7 @@ class SchemaLowering(ABC):
     def fit_length(
         self, schema: dict[str, Any], keyword: str, node: regex.Node, least: int, most: int | None
     ) -> regex.Node:
-        """The strings of `node` that have `least` to `most` characters."""
+        """Restrict `node` to strings of `least` to `most` characters."""
         try:
             return string_pattern.fit(node, least, most)
         except UnsupportedConstraint as error:
@@ -204,7 +204,7 @@ class SchemaLowering(ABC):
             raise self.at_keyword(self.unsatisfiable(schema, error.message), schema, keyword) from None
 
     def json_text(self, schema: dict[str, Any], keyword: str, node: regex.Node, *, escapes: bool) -> regex.Node:
-        """`node` as JSON text between quotes. Without `escapes` they are used only where nothing else is left."""
+        """Return `node` as JSON text between quotes. Without `escapes`, escapes are used only if nothing else is left."""
         try:
             try:
                 return string_pattern.in_json(node, escapes=escapes)
@@ -216,7 +216,7 @@ class SchemaLowering(ABC):
     # ---- arrays and objects --------------------------------------------------------------------------------------
 
     def _shape(self, schema: dict[str, Any]) -> ArrayShape:
-        """The items of an array; refuses the keywords that no library enforces."""
+        """Return the items of an array; refuse the keywords that no library enforces."""
         least, most = int(schema.get("minItems", 0)), schema.get("maxItems")
         if "contains" in schema:
             raise self.refusal(schema, "contains")
@@ -231,7 +231,7 @@ class SchemaLowering(ABC):
         return ArrayShape(prefix, schema.get("items", True), least, None if most is None else int(most))
 
     def only_named(self, schema: dict[str, Any]) -> dict[str, Schema] | None:
-        """The properties of an object, for libraries that allow either named properties or any names.
+        """Return the properties of an object, for libraries that allow either named properties or any names.
 
         Returns:
             The properties by name; no others are allowed then, which may be narrower than the schema. None if the
@@ -258,9 +258,11 @@ class SchemaLowering(ABC):
         return None
 
     def check_names(self, schema: dict[str, Any], properties: dict[str, Schema]) -> None:
-        """Refuse a named property that `propertyNames` or `patternProperties` say something else about."""
-        names = Draft202012Validator({"$defs": self.form.definitions, "allOf": [schema.get("propertyNames", True)]})
+        """Refuse named properties that `propertyNames` forbids or that `patternProperties` describe differently."""
         patterns: dict[str, Schema] = schema.get("patternProperties", {})
+        if not patterns and "propertyNames" not in schema:
+            return
+        names = Draft202012Validator({"$defs": self.form.definitions, "allOf": [schema.get("propertyNames", True)]})
         for name, value in properties.items():
             quoted = repr(bounded(name, 60))
             if not names.is_valid(name):
@@ -271,6 +273,6 @@ class SchemaLowering(ABC):
                 raise self.refusal(schema, "patternProperties", f" that match {quoted} too")
 
     def matches(self, pattern: str, name: str) -> bool:
-        """Whether a property's name contains a match of `pattern`."""
+        """Return whether a property's name contains a match of `pattern`."""
         string_pattern.read(pattern)  # refuses what Python's `re` can't read
         return re.search(pattern, name) is not None
