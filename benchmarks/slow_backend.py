@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from benchmarks.delay import delay
 from guided.backends.base import CompiledGrammar, Matcher
 from guided.backends.llguidance import LLGuidanceBackend
-from guided.constraint import Constraint, ConstraintKind
+from guided.constraint import Constraint
 from guided.vocabulary import Vocabulary
 
 __all__ = ["SECONDS_VARIABLE", "HoldingBackend", "SleepingBackend", "slow_name"]
@@ -76,7 +76,6 @@ class SleepingBackend:
     """A backend that sleeps before each mask."""
 
     name: ClassVar[str] = slow_name("sleep")
-    kinds: ClassVar[frozenset[ConstraintKind]] = LLGuidanceBackend.kinds
     _kind: ClassVar[Kind] = "sleep"
 
     def __init__(self, vocabulary: Vocabulary) -> None:

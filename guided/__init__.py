@@ -1,7 +1,7 @@
-"""guided: a constraint and a vocabulary in, a token bitmask out; and the post-processor that masks a batch's logits.
+"""guided: token bitmasks from a constraint and a vocabulary, and a post-processor that masks the logits of a batch.
 
-It runs without Ray, without the engine, without a server. Where masks are computed is a `MaskPool`'s business:
-`InlinePool` (here) in the caller, `actors.RayPool` in processes that may be lost.
+The package needs neither Ray nor the engine nor a server. A `MaskPool` decides where masks are computed: `InlinePool`
+in the calling process, `actors.RayPool` in processes that may crash.
 """
 
 from guided.bundle import ProcessorBundle

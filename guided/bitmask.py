@@ -14,17 +14,17 @@ __all__ = ["allowed_ids", "pack", "words"]
 
 
 def words(padded_vocab_size: int) -> int:
-    """int32 words a row has."""
+    """Return the number of int32 words in a row."""
     return (padded_vocab_size + 31) // 32
 
 
 def pack(token_ids: Iterable[int], padded_vocab_size: int) -> NDArray[np.int32]:
-    """One row, `[words]`, with exactly `token_ids` allowed."""
+    """Return one row, int32 `[words]`, with exactly `token_ids` allowed."""
     bits = np.zeros(words(padded_vocab_size) * 32, dtype=np.uint8)
     bits[token_ids if isinstance(token_ids, np.ndarray) else np.fromiter(token_ids, dtype=np.int64)] = 1
     return np.packbits(bits, bitorder="little").view(np.int32)
 
 
 def allowed_ids(row: NDArray[np.int32]) -> NDArray[np.int64]:
-    """The token ids that `row` (`[words]`) allows, ascending."""
+    """Return the token ids that `row` (int32 `[words]`) allows, ascending."""
     return np.flatnonzero(np.unpackbits(np.ascontiguousarray(row).view(np.uint8), bitorder="little"))

@@ -1,6 +1,6 @@
-"""From a constraint to a compiled grammar that is known to start: the first backend that can, and its first mask.
+"""Compilation of a constraint by the first backend that supports it, with a check of the first mask.
 
-Runs wherever compilation runs: in a process that may be killed (`actors`), or in the caller (`InlinePool`).
+It runs in a process that may be killed (`actors`), or in the calling process (`InlinePool`).
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import numpy as np
 
 from guided.backends import Backends
 from guided.backends.base import CompiledGrammar
+from guided.backends.native import guard
 from guided.bitmask import words
 from guided.constraint import Constraint
 from guided.errors import (
-    BackendError,
     CompileTimeout,
     ConstraintTooLarge,
     DeadEnd,
@@ -34,7 +34,7 @@ __all__ = ["Compiled", "compile_constraint", "compile_with", "conclusion", "gram
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """A grammar whose first mask was computed, and what made it."""
+    """A compiled grammar with a valid first mask, and the backend that compiled it."""
 
     backend: str
     grammar: CompiledGrammar
@@ -42,17 +42,17 @@ class Compiled:
 
 
 def grammar_key(backend: str, constraint: Constraint) -> str:
-    """Under which workers know a compiled grammar."""
+    """Return the key of a compiled grammar on the workers."""
     return f"{backend}:{constraint.key}"
 
 
 def compile_constraint(backends: Backends, constraint: Constraint, names: Sequence[str]) -> Compiled:
-    """Compile by the first of `names` that can enforce all of `constraint`, and compute the first mask.
+    """Compile with the first of `names` that can enforce all of `constraint`, and compute the first mask.
 
     Raises:
-        InvalidConstraint: malformed, or nothing satisfies it.
-        UnsupportedConstraint: none of `names` can; says why each can't.
-        BackendError: a library failed, and none after it can.
+        InvalidConstraint: the constraint is malformed, or no output satisfies it.
+        UnsupportedConstraint: none of `names` can enforce it; gives the reason for each.
+        BackendError: a library failed, and no other can enforce it.
     """
     failed: list[tuple[str, GuidedError]] = []
     for name in names:
@@ -66,34 +66,30 @@ def compile_constraint(backends: Backends, constraint: Constraint, names: Sequen
 
 
 def compile_with(backends: Backends, constraint: Constraint, name: str) -> Compiled:
-    """Compile by one backend, and compute the first mask.
+    """Compile with one backend, and compute the first mask.
 
     Raises:
-        InvalidConstraint: malformed, or nothing satisfies it.
-        UnsupportedConstraint: this backend can't enforce all of it.
+        InvalidConstraint: the constraint is malformed, or no output satisfies it.
+        UnsupportedConstraint: the backend can't enforce all of it.
         BackendError: the library failed.
     """
     started = time.perf_counter()
-    try:
+    with guard(name):
         grammar = backends[name].compile(constraint)
-    except (GuidedError, KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as failure:  # a Rust panic is no `Exception`
-        raise BackendError(bounded(f"{name} failed: {type(failure).__name__}: {failure}")) from failure
     _check_first_mask(backends.vocabulary, grammar)
     return Compiled(name, grammar, time.perf_counter() - started)
 
 
 def is_about_backend(error: GuidedError) -> bool:
-    """It says something about the backend that was tried: another one may do. Else: about the constraint."""
+    """Whether the error is about the backend, so that another one may succeed, and not about the constraint."""
     return isinstance(error, UnsupportedConstraint | ConstraintTooLarge | CompileTimeout | InternalError)
 
 
 def conclusion(failed: Sequence[tuple[str, GuidedError]]) -> GuidedError:
-    """What to say where every backend that was tried came to nothing: `(its name, its error)`, at least one.
+    """Return one error for the failures of all backends that were tried: `(name, error)`, at least one.
 
-    The error is of the kind that is ours before those that are the constraint's: a failure, then a timeout (it may go
-    better another time, so neither is remembered), then what is too large, then what none can enforce.
+    Internal errors come first, then timeouts (both may not happen again, so neither is cached), then a size over a
+    limit, then a lack of support.
     """
     if len(failed) == 1:
         return failed[0][1]

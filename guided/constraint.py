@@ -1,8 +1,8 @@
-"""A constraint: what a request's output has to satisfy. Checked here, before any grammar library sees it.
+"""A constraint on the output of a request, checked before any grammar library gets it.
 
-Everything here is cheap, in-process and native-free: exactly one kind, sizes, nesting, NUL bytes, counts, and for
-JSON Schema the meta-schema. Whether a regex or a grammar is well formed is judged where it is compiled, in a process
-that may be killed (`docs/structure.md`).
+The checks here are cheap and use no native code: sizes, nesting, NUL bytes, counts, and for JSON Schema the
+meta-schema. The syntax of a regex or a grammar is checked where it is compiled, in a process that may be killed
+(`docs/structure.md`).
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ __all__ = ["KINDS", "USUAL_WHITESPACE", "Constraint", "ConstraintKind"]
 
 ConstraintKind = Literal["json_schema", "json_object", "regex", "choice", "grammar"]
 USUAL_WHITESPACE = r"( |\r?\n[ \t]{0,40})?"
-"""Between JSON tokens, where a constraint doesn't say: nothing, one space, or a line break and its indentation.
+"""The default whitespace between JSON tokens: nothing, one space, or a line break and its indentation.
 
-Everything that `json.dumps` writes, and no more: a model that is led into JSON it has no mind for would write blanks
-until its tokens run out, if it might.
+It allows what `json.dumps` writes, and no more: with unbounded whitespace, a model that does not want to write JSON
+generates blanks until its token limit.
 """
 KINDS: tuple[ConstraintKind, ...] = get_args(ConstraintKind)
 
 
 @dataclass(frozen=True)
 class Constraint:
-    """One constraint, validated and canonical. Frozen and hashable; build it with the class methods.
+    """One validated constraint in canonical form. Frozen and hashable; create it with the class methods.
 
     Args:
-        kind: which of `KINDS`.
+        kind: one of `KINDS`.
         source: canonical text. JSON text for `json_schema` (key order kept: it is the order of generation), a JSON
             array for `choice`, the pattern for `regex`, the grammar's text for `grammar`, empty for `json_object`.
-        whitespace: JSON kinds only. What may stand between JSON tokens: None is as JSON is usually written
-            (`USUAL_WHITESPACE`), "" is none at all, anything else is a regex.
+        whitespace: JSON kinds only. Whitespace between JSON tokens: None means `USUAL_WHITESPACE`, "" means none,
+            any other value is a regex.
     """
 
     kind: ConstraintKind
@@ -48,7 +48,7 @@ class Constraint:
 
     @cached_property
     def key(self) -> str:
-        """Canonical key: equal for equal constraints, in every process. 32 hex digits."""
+        """Canonical key of 32 hex digits, equal for equal constraints in every process."""
         text = "\x1f".join((self.kind, self.source, "\x1e" if self.whitespace is None else self.whitespace))
         return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
@@ -62,13 +62,13 @@ class Constraint:
         limits: Limits = DEFAULT_LIMITS,
         param: str = "json_schema",
     ) -> Constraint:
-        """Output is JSON text that validates against `schema` (an object, or the same as a JSON string).
+        """The output is JSON text that validates against `schema` (an object, a boolean, or either as JSON text).
 
         Args:
-            additional_properties: False closes every object that doesn't say `additionalProperties` itself.
+            additional_properties: False forbids other properties in every object without `additionalProperties`.
 
         Raises:
-            InvalidConstraint: not JSON, not a schema (with a JSON pointer), a remote `$ref`.
+            InvalidConstraint: not JSON, not a schema (with a JSON pointer), or a remote `$ref`.
             ConstraintTooLarge: over one of `limits`.
         """
         document = schema_checks.parse(schema, limits, param)
@@ -82,12 +82,12 @@ class Constraint:
     def json_object(
         cls, *, whitespace: str | None = None, limits: Limits = DEFAULT_LIMITS, param: str = "json_object"
     ) -> Constraint:
-        """Output is any JSON object."""
+        """The output is any JSON object."""
         return cls("json_object", "", _whitespace(whitespace, limits, param))
 
     @classmethod
     def regex(cls, pattern: str, *, limits: Limits = DEFAULT_LIMITS, param: str = "regex") -> Constraint:
-        """The whole output matches `pattern` (as `re.fullmatch` would have it)."""
+        """The whole output matches `pattern`, as in `re.fullmatch`."""
         _check_text(pattern, "regex", limits, param)
         if not pattern:
             raise InvalidConstraint("the regex is empty: only the empty output would match", param=param)
@@ -96,7 +96,7 @@ class Constraint:
 
     @classmethod
     def choice(cls, choices: Sequence[str], *, limits: Limits = DEFAULT_LIMITS, param: str = "choice") -> Constraint:
-        """The output is one of `choices`, exactly."""
+        """The output is exactly one of `choices`."""
         if isinstance(choices, str) or not isinstance(choices, Sequence):
             raise InvalidConstraint("choice takes a list of strings", param=param)
         if not choices:
@@ -116,7 +116,7 @@ class Constraint:
 
     @classmethod
     def grammar(cls, text: str, *, limits: Limits = DEFAULT_LIMITS, param: str = "grammar") -> Constraint:
-        """The whole output is a sentence of the grammar: Lark, or GBNF/EBNF with a `root` rule, whichever it is."""
+        """The whole output is a sentence of the grammar, in Lark or in GBNF/EBNF with a `root` rule."""
         _check_text(text, "grammar", limits, param)
         if not text.strip():
             raise InvalidConstraint("the grammar is empty: give at least one rule", param=param)
@@ -124,7 +124,7 @@ class Constraint:
         return cls("grammar", text)
 
     def check(self, limits: Limits) -> None:
-        """Hold this constraint, which was built under other limits, to these.
+        """Check this constraint, created under other limits, against `limits`.
 
         Raises:
             ConstraintTooLarge: over one of them.
@@ -134,12 +134,10 @@ class Constraint:
                 Constraint.json_schema(self.source, whitespace=self.whitespace, limits=limits)
             case "json_object":
                 Constraint.json_object(whitespace=self.whitespace, limits=limits)
-            case "regex":
-                Constraint.regex(self.source, limits=limits)
             case "choice":
                 Constraint.choice(self.choices, limits=limits)
-            case "grammar":
-                Constraint.grammar(self.source, limits=limits)
+            case "regex" | "grammar" as kind:
+                getattr(Constraint, kind)(self.source, limits=limits)
 
     @property
     def choices(self) -> list[str]:
@@ -151,22 +149,17 @@ class Constraint:
 def _check_text(text: object, what: str, limits: Limits, param: str, pointer: str | None = None) -> None:
     if not isinstance(text, str):
         raise InvalidConstraint(f"the {what} must be a string, not {type(text).__name__}", param=param, pointer=pointer)
-    if "\x00" in text:
-        raise InvalidConstraint(
-            f"the {what} holds a NUL character, which no backend can take", param=param, pointer=pointer
-        )
     try:
         size = len(text.encode("utf-8"))
     except UnicodeEncodeError as error:
-        raise InvalidConstraint(
-            f"the {what} is not valid Unicode: {bounded(error)}", param=param, pointer=pointer
-        ) from None
+        message = f"the {what} is not valid Unicode: {bounded(error)}"
+        raise InvalidConstraint(message, param=param, pointer=pointer) from None
+    if "\x00" in text:
+        message = f"the {what} contains a NUL character, which no backend can take"
+        raise InvalidConstraint(message, param=param, pointer=pointer)
     if size > limits.max_constraint_bytes:
-        raise ConstraintTooLarge(
-            f"the {what} is {size} bytes long; the limit is {limits.max_constraint_bytes}",
-            param=param,
-            pointer=pointer,
-        )
+        message = f"the {what} is {size} bytes long; the limit is {limits.max_constraint_bytes}"
+        raise ConstraintTooLarge(message, param=param, pointer=pointer)
 
 
 def _whitespace(pattern: str | None, limits: Limits, param: str) -> str | None:

@@ -1,72 +1,51 @@
 """Every exception that `guided` raises, in one tree.
 
 GuidedError
-├── InvalidRequest              the user's: HTTP 400; names `param` and, where there is one, a JSON pointer
-│   └── InvalidConstraint       the constraint is not one (schema, regex, grammar, choice)
-│       ├── ConstraintTooLarge  it is one, and over a stated limit
-│       └── UnsupportedConstraint   it is one, and this backend can't enforce it: names both
-├── CompileTimeout              the constraint took too long to compile: never cached as invalid
-├── CompileQueueFull            too many constraints wait to be compiled: HTTP 429
-└── InternalError               ours: HTTP 500, FINISHED_INTERNAL_ERROR
-    ├── BackendError            a grammar library raised, or lied
+├── InvalidRequest              the request is wrong: HTTP 400; names `param` and, if there is one, a JSON pointer
+│   └── InvalidConstraint       the constraint is malformed, or no output satisfies it
+│       ├── ConstraintTooLarge  the constraint exceeds a stated limit
+│       └── UnsupportedConstraint   the backend can't enforce the constraint: names both
+├── CompileTimeout              compilation took too long: never cached as invalid
+├── CompileQueueFull            too many constraints wait for compilation: HTTP 429
+└── InternalError               the service failed: HTTP 500, FINISHED_INTERNAL_ERROR
+    ├── BackendError            a grammar library raised an exception, or gave a wrong answer
     │   ├── DeadEnd             no token is allowed and the constraint is not satisfied
-    │   └── TokenRejected       a token was refused that the mask allowed
-    ├── MaskTimeout             a mask did not come within the fill limit
-    ├── WorkerDied              the process that held the matcher is gone
+    │   └── TokenRejected       the matcher rejected a token that the mask allowed
+    ├── MaskTimeout             a mask did not arrive within the fill limit
+    ├── WorkerDied              the process that held the matcher has ended
     └── PoolUnavailable         no worker is up: HTTP 503
-        └── BackendSuspended    this backend crashed too often and is left alone for a while; others are there
+        └── BackendSuspended    the backend crashed too often and is not used for a while
 """
 
 from __future__ import annotations
 
-__all__ = [
-    "BackendError",
-    "BackendSuspended",
-    "CompileQueueFull",
-    "CompileTimeout",
-    "ConstraintTooLarge",
-    "DeadEnd",
-    "GuidedError",
-    "InternalError",
-    "InvalidConstraint",
-    "InvalidRequest",
-    "MaskTimeout",
-    "PoolUnavailable",
-    "TokenRejected",
-    "UnsupportedConstraint",
-    "WorkerDied",
-    "bounded",
-    "from_wire",
-    "to_wire",
-]
-
 MAX_ECHO = 300
-"""Characters of a user's input that a message repeats at the most."""
+"""Maximum number of characters of a user's input in a message."""
 
 
 def bounded(text: object, limit: int = MAX_ECHO) -> str:
-    """`text` as a string that is safe to print and at most `limit` characters long (lone surrogates escaped)."""
+    """Return `text` as a printable string of at most `limit` characters, with lone surrogates escaped."""
     printable = str(text).encode("utf-8", "backslashreplace").decode("utf-8").replace("\x00", "\\x00")
     return printable if len(printable) <= limit else printable[: limit - 1] + "…"
 
 
 class GuidedError(Exception):
-    """Root of the tree. `str(error)` is what a user reads: what, where, and what would work."""
+    """Root of the tree. `str(error)` is the text for the user: what is wrong, where, and what would work."""
 
     code = "guided_error"
     status = 500
     retryable = False
-    """The same request would probably succeed if it was sent again."""
+    """Whether the same request would probably succeed if it was sent again."""
     retry_after: float = 1.0
-    """Seconds after which it would, where the status is 429 or 503."""
+    """Seconds after which to send it again, for the statuses 429 and 503."""
 
     def __init__(self, message: str, *, param: str | None = None, pointer: str | None = None) -> None:
         super().__init__(message)
         self.message = message
         self.param = param
-        """The request field that is at fault, as the user spelled it."""
+        """The request field at fault, as the user wrote it."""
         self.pointer = pointer
-        """RFC 6901 JSON pointer into the constraint, where it has an inside; empty for all of it."""
+        """RFC 6901 JSON pointer into the constraint; empty for the whole of it."""
 
     def __str__(self) -> str:
         if self.pointer is None:
@@ -74,7 +53,7 @@ class GuidedError(Exception):
         return f"{self.message} (at {repr(self.pointer) if self.pointer else 'the root'})"
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Keyword arguments don't survive Exception's own pickling; Ray and process pools pickle errors.
+        # Exception's own pickling drops keyword arguments; Ray and process pools pickle errors.
         return from_wire, (to_wire(self),)
 
 
@@ -154,13 +133,13 @@ def _by_code(root: type[GuidedError]) -> dict[str, type[GuidedError]]:
 
 
 def to_wire(error: BaseException) -> Wire:
-    """The error as four strings, for messages between processes (no pickle)."""
+    """Pack an error as four strings, for messages between processes (no pickle)."""
     if isinstance(error, GuidedError):
         return error.code, error.message, error.param, error.pointer
     return BackendError.code, bounded(f"{type(error).__name__}: {error}"), None, None
 
 
 def from_wire(wire: Wire) -> GuidedError:
-    """The error that `to_wire` packed; an unknown code becomes an `InternalError`."""
+    """Unpack an error that `to_wire` packed; an unknown code becomes an `InternalError`."""
     code, message, param, pointer = wire
     return _by_code(GuidedError).get(code, InternalError)(message, param=param, pointer=pointer)

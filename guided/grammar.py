@@ -1,10 +1,10 @@
-"""Grammars: telling Lark from GBNF/EBNF, and turning GBNF into Lark for libraries that speak only that.
+"""Grammars: detection of Lark and GBNF/EBNF, and conversion of GBNF to Lark for llguidance.
 
-The two differ in more than looks. GBNF (llama.cpp's) is a grammar over characters. Lark has a lexer, and llguidance's
-takes the longest lexeme: `word "x"` with `word ::= [a-z]+` would never see its `x`. So a GBNF rule may become a lexeme
-only where that loses nothing, which is where the set of all lexemes is *prefix-free*: no lexeme's text is the beginning
-of another's. A grammar without recursion becomes one single regex; in others, what is regular and prefix-free (a quoted
-string, a keyword) becomes a lexeme, and the rest stays as it was, one character a lexeme.
+GBNF (of llama.cpp) is a grammar over characters. Lark has a lexer, and llguidance's lexer takes the longest lexeme: in
+`word "x"` with `word ::= [a-z]+`, the `x` would never be reached. So a GBNF rule becomes a lexeme only if the set of
+all lexemes stays *prefix-free*: no text of a lexeme is a prefix of another one. A grammar without recursion becomes a
+single regex. In other grammars, regular and prefix-free parts (a quoted string, a keyword) become lexemes, and in the
+remaining parts every character is a lexeme.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from guided.regex import (
     complement,
     intersection,
     literal,
+    nullable,
     ranges_of,
     render,
     repeat,
@@ -42,7 +43,7 @@ from guided.regex import (
 __all__ = ["ROOT", "parse_gbnf", "syntax", "to_lark"]
 
 ROOT = "root"
-"""The rule that a GBNF text starts from."""
+"""The start rule of a GBNF grammar."""
 
 _GBNF_RULE = re.compile(r"^[ \t]*[A-Za-z0-9_][\w-]*\s*::=", re.MULTILINE)
 
@@ -65,69 +66,72 @@ QUANTIFIER: /[*+?]|\{\s*\d+\s*(,\s*\d*\s*)?\}/
 """
 
 _ESCAPED = frozenset("\"'\\[]^-/.?*+(){}|$")
-"""Characters that a backslash before them leaves as they are."""
+"""Characters that stand for themselves after a backslash."""
 
 _LARK_TOKEN = re.compile(
     r"""(?P<skip>//[^\n]*|\#[^\n]*|"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\\n])+/)|(?P<special><[^<>\s]+>)""", re.DOTALL
 )
 
 _MAX_NODES = 2_000
-"""Nodes up to which a rule is folded into one regex, repetitions counted out."""
+"""Maximum number of nodes of a rule that becomes one regex, with repetitions expanded."""
 
 _MAX_PIECES = 8
-"""Items of a sequence up to which every stretch of it is tried as a lexeme."""
+"""Maximum number of items of a sequence that are tried as one lexeme."""
 
 Rules = dict[str, Node]
 
 
 def syntax(text: str) -> Literal["lark", "gbnf"]:
-    """Which of the two `text` is: GBNF/EBNF says `name ::= …` at the start of a line, Lark never does."""
+    """Return the notation of `text`: only GBNF/EBNF has `name ::= …` at the start of a line."""
     return "gbnf" if _GBNF_RULE.search(text) else "lark"
 
 
-def to_lark(text: str, *, param: str = "grammar") -> str:
-    """`text` as Lark for llguidance: as it is where it is Lark already, converted where it is GBNF.
+def to_lark(text: str) -> str:
+    """Return `text` as Lark for llguidance; GBNF is converted.
 
     Raises:
         InvalidConstraint: GBNF with a syntax error, an undefined rule, or no `root`.
-        UnsupportedConstraint: Lark that refers to special tokens, which guided output never holds.
+        UnsupportedConstraint: Lark that refers to special tokens, which guided output never contains.
     """
     if syntax(text) == "gbnf":
-        return _Converter(parse_gbnf(text, param=param)).lark()
+        return _Converter(parse_gbnf(text)).lark()
     for found in _LARK_TOKEN.finditer(text):
         if found["special"]:
             raise UnsupportedConstraint(
                 f"the grammar refers to the special token {bounded(found['special'], 60)}:"
-                " guided output never holds special tokens",
-                param=param,
+                " guided output never contains special tokens",
+                param="grammar",
             )
     return text
 
 
-def parse_gbnf(text: str, *, param: str = "grammar") -> Rules:
-    """The rules that `root` reaches, by name, `root` among them. Raises as `to_lark` does."""
+def _invalid(message: str) -> InvalidConstraint:
+    return InvalidConstraint(message, param="grammar")
+
+
+def parse_gbnf(text: str) -> Rules:
+    """Parse GBNF into the rules that `root` reaches, including `root`. Raises as `to_lark` does."""
     try:
         tree = _gbnf_parser().parse(text)
     except UnexpectedInput as error:
         where = f"line {error.line}, column {error.column}"
         near = bounded(error.get_context(text, 20).splitlines()[0].strip(), 60) if error.line > 0 else ""
-        raise InvalidConstraint(f"the grammar is malformed at {where}, near {near!r}", param=param) from None
+        raise _invalid(f"the grammar is malformed at {where}, near {near!r}") from None
     rules: Rules = {}
     for rule in tree.children:
         assert isinstance(rule, Tree)
         head, body = rule.children
         name = str(head).removesuffix("::=").strip()
         if name in rules:
-            raise InvalidConstraint(f"the grammar defines rule {bounded(name, 60)!r} twice", param=param)
-        rules[name] = _node(body, param)
+            raise _invalid(f"the grammar defines rule {bounded(name, 60)!r} twice")
+        rules[name] = _node(body)
     for name, rule_body in rules.items():
         for missing in sorted({*_references(rule_body)} - rules.keys()):
-            raise InvalidConstraint(
-                f"rule {bounded(name, 60)!r} of the grammar refers to {bounded(missing, 60)!r}, which it lacks",
-                param=param,
+            raise _invalid(
+                f"rule {bounded(name, 60)!r} of the grammar refers to {bounded(missing, 60)!r}, which is not defined",
             )
     if ROOT not in rules:
-        raise InvalidConstraint(f"the grammar has no rule {ROOT!r} to start from", param=param)
+        raise _invalid(f"the grammar has no rule {ROOT!r} to start from")
     return {name: rules[name] for name in _reachable(rules)}
 
 
@@ -136,41 +140,41 @@ def _gbnf_parser() -> Lark:
     return Lark(_GBNF, parser="lalr", maybe_placeholders=False)
 
 
-def _node(tree: Tree[Token] | Token, param: str) -> Node:
+def _node(tree: Tree[Token] | Token) -> Node:
     if isinstance(tree, Token):
         match tree.type:
             case "STRING":
-                return literal("".join(map(chr, _codes(tree[1:-1], param))))
+                return literal("".join(chr(code) for code, _ in _characters(tree[1:-1])))
             case "CLASS":
-                return _char_class(tree[1:-1], param)
+                return _char_class(tree[1:-1])
             case "ANY":
                 return Chars(UNIVERSE)
         return Reference(str(tree))
     match tree.data:
         case "alternatives":
-            return choice(_node(child, param) for child in tree.children)
+            return choice(_node(child) for child in tree.children)
         case "branch" | "nothing":
-            return sequence(_node(child, param) for child in tree.children)
-    item = _node(tree.children[0], param)
+            return sequence(_node(child) for child in tree.children)
+    item = _node(tree.children[0])
     for quantifier in tree.children[1:]:
-        item = repeat(item, *_bounds(str(quantifier), param))
+        item = repeat(item, *_bounds(str(quantifier)))
     return item
 
 
-def _bounds(quantifier: str, param: str) -> tuple[int, int | None]:
+def _bounds(quantifier: str) -> tuple[int, int | None]:
     if quantifier in "*+?":
         return {"*": (0, None), "+": (1, None), "?": (0, 1)}[quantifier]
     bounds = re.findall(r"\d+", quantifier)
     low, high = int(bounds[0]), int(bounds[-1]) if "," not in quantifier or len(bounds) == 2 else None
     if high is not None and high < low:
-        raise InvalidConstraint(f"the repetition {quantifier} of the grammar ends before it begins", param=param)
+        raise _invalid(f"the repetition {quantifier} of the grammar ends before it begins")
     return low, high
 
 
-def _char_class(text: str, param: str) -> Node:
+def _char_class(text: str) -> Node:
     negated = text.startswith("^")
     pairs: list[tuple[int, int]] = []
-    tokens = list(_characters(text[negated:], param))
+    tokens = list(_characters(text[negated:]))
     index = 0
     while index < len(tokens):
         low = tokens[index][0]
@@ -181,22 +185,15 @@ def _char_class(text: str, param: str) -> Node:
             pairs.append((low, low))
             index += 1
     if any(high < low for low, high in pairs):
-        raise InvalidConstraint(
-            f"the character class [{bounded(text, 60)}] of the grammar is out of order", param=param
-        )
+        raise _invalid(f"the character class [{bounded(text, 60)}] of the grammar is out of order")
     ranges = complement(ranges_of(pairs)) if negated else ranges_of(pairs)
     if not ranges:
-        raise InvalidConstraint(f"no character is in the class [{bounded(text, 60)}] of the grammar", param=param)
+        raise _invalid(f"no character is in the class [{bounded(text, 60)}] of the grammar")
     return Chars(ranges)
 
 
-def _codes(text: str, param: str) -> Iterator[int]:
-    for code, _ in _characters(text, param):
-        yield code
-
-
-def _characters(text: str, param: str) -> Iterator[tuple[int, bool]]:
-    """Code points of a literal's or a class's inside, and whether each was escaped."""
+def _characters(text: str) -> Iterator[tuple[int, bool]]:
+    """Yield the code points of a literal or a class, and whether each was escaped."""
     index = 0
     while index < len(text):
         if text[index] != "\\":
@@ -215,9 +212,7 @@ def _characters(text: str, param: str) -> Iterator[tuple[int, bool]]:
         else:
             code = -1
         if code < 0 or code > 0x10FFFF or 0xD800 <= code < 0xE000:
-            raise InvalidConstraint(
-                f"the grammar holds an unknown escape, \\{bounded(letter + digits, 12)}", param=param
-            )
+            raise _invalid(f"the grammar contains an unknown escape, \\{bounded(letter + digits, 12)}")
         yield code, True
         index += 2 + width
 
@@ -249,7 +244,7 @@ class _Converter:
         for name in rules:
             self._expand_rule(name, ())
         self._apart: set[Node] = set()
-        """Regular nodes that are no lexeme: their parts may be."""
+        """Regular nodes that are no lexeme; their parts may be lexemes."""
 
     def lark(self) -> str:
         whole = self._regular[ROOT]
@@ -282,7 +277,7 @@ class _Converter:
         raise AssertionError(node)
 
     def _pieces(self, items: tuple[Node, ...]) -> Iterator[Node]:
-        """`items`, with the longest stretches that are lexemes put together."""
+        """Yield `items`, with the longest runs that can be a lexeme combined."""
         start = 0
         while start < len(items):
             longest = min(len(items), start + _MAX_PIECES)
@@ -292,14 +287,14 @@ class _Converter:
             start = end
 
     def _lexeme(self, node: Node) -> Node | None:
-        """`node` without references, if it is regular and may be a lexeme (one character always may)."""
+        """Return `node` without references if it can be a lexeme (one character always can)."""
         expanded = self._expand(node, ())
         if expanded is None or isinstance(expanded, Chars):
             return expanded
         return expanded if expanded not in self._apart and _prefix_free(expanded) else None
 
     def _clashing(self, lexemes: list[Node]) -> set[Node]:
-        """Lexemes of several characters that begin or continue another one."""
+        """Return lexemes of several characters that are a prefix of another one, or have one as a prefix."""
         firsts = [_first(lexeme) for lexeme in lexemes]
         clashing: set[Node] = set()
         for index, left in enumerate(lexemes):
@@ -319,7 +314,7 @@ class _Converter:
         return self._regular[name]
 
     def _expand(self, node: Node, within: tuple[str, ...]) -> Node | None:
-        """`node` with every reference replaced by what it refers to; None where that is recursive or too large."""
+        """Replace every reference by its rule; None if that is recursive or too large."""
         expanded: Node | None
         match node:
             case Chars():
@@ -349,7 +344,7 @@ def _size(node: Node) -> int:
 
 
 def _first(node: Node) -> Ranges:
-    """The characters that a text of `node` (regular) may begin with."""
+    """Return the possible first characters of `node` (regular)."""
     match node:
         case Chars(ranges):
             return ranges
@@ -361,27 +356,16 @@ def _first(node: Node) -> Ranges:
             pairs: list[tuple[int, int]] = []
             for item in items:
                 pairs.extend(_first(item))
-                if not _nullable(item):
+                if not nullable(item):
                     break
             return ranges_of(pairs)
     raise AssertionError(node)
 
 
-def _nullable(node: Node) -> bool:
-    match node:
-        case Sequence(items):
-            return all(map(_nullable, items))
-        case Choice(options):
-            return any(map(_nullable, options))
-        case Repeat(item, low, _):
-            return low == 0 or _nullable(item)
-    return False
-
-
 @cache
 def _prefix_free(node: Node) -> bool:
-    """No text of `node` (regular) is the beginning of another one; the empty text begins all."""
-    if _nullable(node) or _size(node) > _MAX_NODES:
+    """Whether no text of `node` (regular) is a prefix of another one. The empty text is a prefix of all."""
+    if nullable(node) or _size(node) > _MAX_NODES:
         return False
     machine = interegular.parse_pattern(render(node)).to_fsm().reduce()
     return not any(machine.islive(target) for final in machine.finals for target in machine.map.get(final, {}).values())

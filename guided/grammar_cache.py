@@ -1,6 +1,6 @@
-"""Which constraints are compiled or being compiled: equal ones share one compilation, unused ones stay within a bound.
+"""Cache of compiled constraints: equal ones share one compilation, and unused ones stay within a bound.
 
-Failures are remembered where they are the user's (`InvalidConstraint`); a timeout or a failure of ours never is.
+An `InvalidConstraint` is cached too. A timeout or an internal error never is.
 """
 
 from __future__ import annotations
@@ -19,53 +19,49 @@ __all__ = ["CacheKey", "Entry", "GrammarCache", "cache_key"]
 CacheKey = tuple[str, ...]
 
 _LEAST_BYTES = 4096
-"""What an entry weighs at the least: a remembered refusal isn't free."""
+"""Minimum size of an entry: a cached error takes memory too."""
 
 
 def cache_key(constraint: Constraint, backends: Sequence[str]) -> CacheKey:
-    """Equal where the same constraint is asked of the same backends in the same order."""
+    """Return a key that is equal for the same constraint and the same backends in the same order."""
     return (constraint.key, *backends)
 
 
 @dataclass(slots=True)
 class Entry:
-    """One constraint: its (coming) grammar, how many requests use it, and what it weighs."""
+    """One constraint: its future grammar, its number of users, and its size."""
 
     future: Future[Grammar]
     users: int = 1
     nbytes: int = _LEAST_BYTES
     refused: bool = False
-    """It is invalid, and that is remembered."""
+    """The constraint is invalid, and its error is cached."""
 
 
 class GrammarCache:
-    """Reference-counted, and bounded in bytes for what nobody uses: grammars and refusals. Used from one thread.
+    """Reference-counted entries; unused grammars and cached errors are bounded in bytes. Not thread-safe.
 
     Args:
-        max_bytes: what unused grammars may weigh together; those in use are never evicted.
+        max_bytes: total size of unused grammars; those in use are never evicted.
     """
 
     def __init__(self, max_bytes: int = 256 << 20) -> None:
         self._max_bytes = max_bytes
         self._entries: dict[CacheKey, Entry] = {}
         self._unused: OrderedDict[CacheKey, None] = OrderedDict()
-        """Entries that nobody uses, longest unused first."""
+        """Entries without users, the longest unused first."""
         self._unused_bytes = 0
         self._keys: dict[str, set[CacheKey]] = {}
-        self.hits = 0
-        self.misses = 0
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def acquire(self, key: CacheKey) -> tuple[Future[Grammar], bool]:
-        """The future under `key`, one user more; and whether it is new: then the caller has to see to it."""
+        """Add a user. Returns the future and whether it is new: then the caller must resolve it."""
         entry = self._entries.get(key)
         if entry is None:
-            self.misses += 1
             entry = self._entries[key] = Entry(Future())
             return entry.future, True
-        self.hits += 1
         if entry.refused:
             self._unused.move_to_end(key)
         else:
@@ -74,14 +70,14 @@ class GrammarCache:
         return entry.future, False
 
     def weigh(self, grammar: Grammar, nbytes: int) -> None:
-        """Say what a compiled grammar weighs, in bytes, before its future is resolved."""
+        """Set the size of a compiled grammar in bytes, before its future is resolved."""
         entry = self._entries.get(grammar.cache_key)
         if entry is not None:
             entry.nbytes = max(nbytes, _LEAST_BYTES)
             self._keys.setdefault(grammar.key, set()).add(grammar.cache_key)
 
     def fail(self, key: CacheKey, error: GuidedError) -> list[str]:
-        """Say that there is no grammar, before the future is given `error`. Returns what `release` does."""
+        """Record that compilation failed, before the future gets `error`. Returns the same as `release`."""
         entry = self._entries.get(key)
         if entry is None or entry.future.done():
             return []
@@ -92,7 +88,7 @@ class GrammarCache:
         return self._put_by(key, entry)
 
     def release(self, grammar: Grammar) -> list[str]:
-        """One user less of `grammar`. Returns the keys of grammars evicted with it: no worker needs them any more."""
+        """Remove a user. Returns the keys of evicted grammars, which workers no longer need."""
         entry = self._entries.get(grammar.cache_key)
         if entry is None or not entry.users:
             return []
@@ -100,7 +96,7 @@ class GrammarCache:
         return self._put_by(grammar.cache_key, entry) if not entry.users else []
 
     def in_use(self) -> list[Grammar]:
-        """The grammars that somebody uses."""
+        """Return the grammars that have users."""
         users = (entry.future for entry in self._entries.values() if entry.users and entry.future.done())
         return [future.result() for future in users if future.exception() is None]
 

@@ -1,10 +1,9 @@
-"""What a constraint may be at the most, and what its compilation may take.
+"""Limits on the size of a constraint and on the resources of its compilation.
 
-A constraint's size is checked before any grammar library sees it, in time linear in its length.
-
-Sizes that are refused here are those at which some library of the four was seen to hang, to crash or to take
-gigabytes (advisories CVE-2025-48942, -48943, -48944, -57809, -58446, CVE-2026-25048); ordinary constraints are orders
-of magnitude smaller. Syntax is not judged here: text that is no regex or grammar is measured as far as it goes.
+The size of a constraint is checked before any grammar library gets it, in time linear in its length. At the sizes that
+are refused here, some grammar library hangs, crashes or takes gigabytes (advisories CVE-2025-48942, -48943, -48944,
+-57809, -58446, CVE-2026-25048); ordinary constraints are orders of magnitude smaller. Syntax is not checked here:
+malformed text is measured as far as possible.
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 
-from guided.errors import ConstraintTooLarge
+from guided.errors import ConstraintTooLarge, bounded
 
 __all__ = ["DEFAULT_LIMITS", "CompileLimits", "Limits"]
 
-# All scanners are possessive, and what may be left unclosed may end at the end of the text: no backtracking.
+# All scanners are possessive, and the end of the text closes everything: no backtracking.
 _REGEX_TOKEN = re.compile(
     r"\\(?:[xuUpPN]\{[^{}]*+\}|.)"  # an escape
     r"|\[\^?\]?(?:[^\]\\]++|\\.)*+\]?"  # a character class: brackets, braces and parentheses are characters in it
@@ -47,23 +46,23 @@ _LARK_RULE = re.compile(r"^[ \t]*+[?!]?[\w-]++(?:\.[0-9]++)?(?:\[[^\]\n]*+\])?[ 
 
 @dataclass(frozen=True)
 class Limits:
-    """Admission limits; every refusal names the limit."""
+    """Limits on constraints; every refusal names the limit."""
 
     max_constraint_bytes: int = 512 * 1024
     max_nesting: int = 64
-    """Levels of JSON nesting in a schema, of brackets in a regex or a grammar."""
+    """Levels of JSON nesting in a schema, or of brackets in a regex or a grammar."""
     max_choices: int = 10_000
     max_enum: int = 10_000
     max_repetition: int = 10_000
-    """Largest bound in `{m,n}` of a regex or grammar (nested ones multiplied), and of minLength, minItems and the like.
+    """Largest bound in `{m,n}` of a regex or grammar (nested bounds multiplied), and of minLength, minItems etc.
 
-    Upper bounds of a schema (maxLength, maxItems) are not limited: real ones say 65,535 or a million for "large".
+    Upper bounds in a schema (maxLength, maxItems) are not limited: real schemas use 65,535 or a million for "large".
     """
     max_grammar_rules: int = 5_000
     max_alternatives: int = 2_000
-    """Members of all `anyOf` and `oneOf` of a schema together, of all alternations of a regex or a grammar.
+    """Total number of alternatives in all `anyOf` and `oneOf` of a schema, or all alternations of a regex or grammar.
 
-    Fewer than choices: an alternative may be anything, and each has states of its own.
+    Lower than for choices: an alternative may be any subschema, and each has its own states.
     """
 
     def __post_init__(self) -> None:
@@ -82,7 +81,7 @@ class Limits:
     def check_grammar(self, text: str, param: str) -> None:
         """Refuse rules, repetition bounds, alternatives and bracket nesting over the limits.
 
-        EBNF has `::=`, Lark hasn't.
+        The grammar is read as EBNF if it contains `::=`, else as Lark.
 
         Raises:
             ConstraintTooLarge: with `param`.
@@ -96,7 +95,7 @@ class Limits:
         self._measure((_EBNF_TOKEN if ebnf else _LARK_TOKEN).finditer(text), param, None)
 
     def too_many_alternatives(self, param: str, pointer: str | None) -> ConstraintTooLarge:
-        """What to say of more than `max_alternatives`."""
+        """Return the error for more than `max_alternatives`."""
         return ConstraintTooLarge(
             f"there are more than {self.max_alternatives} alternatives; 'choice' and 'enum' may have more"
             f" ({self.max_choices} and {self.max_enum})",
@@ -108,9 +107,9 @@ class Limits:
         repeated = [1]
         """For each open bracket, the largest product of repetitions inside it so far."""
         closed = 1
-        """The same of the group that was closed right before."""
+        """The same for the group that was closed last."""
         end = -1
-        """Where that group ended."""
+        """The end of that group."""
         bars = 0
         for token in tokens:
             kind = token.lastgroup
@@ -137,24 +136,16 @@ class Limits:
                 product = _bound(token) * inner
                 repeated[-1] = max(repeated[-1], product)
                 if product > self.max_repetition:
-                    what = (
-                        f"the repetition {_short(token[0])} goes"
-                        if inner == 1
-                        else "nested repetitions go, multiplied,"
-                    )
+                    what = f"the repetition {bounded(token[0], 40)!r} goes" if inner == 1 else "nested repetitions go"
                     raise ConstraintTooLarge(
                         f"{what} beyond the limit of {self.max_repetition}", param=param, pointer=pointer
                     )
 
 
 def _bound(token: re.Match[str]) -> int:
-    """The largest number in a repetition, 1 at the least."""
+    """Return the largest number in a repetition, at least 1."""
     numbers = [number for number in token.groups() if number and number.isdecimal()]
     return max([1, *(int(number) if len(number) < 10 else 10**9 for number in numbers)])
-
-
-def _short(text: str) -> str:
-    return repr(text if len(text) <= 40 else f"{text[:39]}…")
 
 
 DEFAULT_LIMITS = Limits()
@@ -162,18 +153,18 @@ DEFAULT_LIMITS = Limits()
 
 @dataclass(frozen=True, slots=True)
 class CompileLimits:
-    """What one compilation may take, and how many run at once."""
+    """Resources of one compilation, and the number of concurrent ones."""
 
     processes: int = field(default_factory=lambda: max(2, min(8, (os.cpu_count() or 1) // 2)))
-    """Half of them (rounded up) are for what is quick: see `actors.compile.compiler`."""
+    """Half of them (rounded up) are reserved for quick compilations: see `actors.compile.compiler`."""
     seconds: float = 10.0
-    """For one constraint, whichever backends are tried, waiting for a process not counted."""
+    """For one constraint and all backends that are tried for it, without the time in the queue."""
     memory_bytes: int = 2 << 30
-    """Resident memory of a compile process, beyond what every one of them has."""
+    """Resident memory of a compile process, beyond the memory of an idle one."""
     grammar_bytes: int = 512 << 20
-    """What one compiled grammar may weigh in each process that holds it."""
+    """Size of one compiled grammar in each process that holds it."""
     wait_seconds: float = 30.0
-    """How long a constraint waits for a process at the most."""
+    """Maximum time that a constraint waits for a process."""
 
     def __post_init__(self) -> None:
         for limit in fields(self):

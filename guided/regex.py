@@ -1,9 +1,9 @@
-"""Regular expressions: what a user's pattern means, in terms that every grammar library understands alike.
+"""Regular expressions in a common subset that every grammar library reads in the same way.
 
-The four libraries have four dialects: `\\d` is ASCII here and Unicode there, `.` matches a newline or doesn't, anchors
-are refused, honoured or ignored. So a pattern is read with Python's own parser (its meaning is `re.fullmatch`'s: that
-was promised), turned into a small tree, and written out in the subset that all of them agree on: literals, classes of
-code point ranges, groups, alternatives, repetitions. What that subset can't say is refused by name.
+The four libraries have four dialects: `\\d` is ASCII or Unicode, `.` matches a newline or not, anchors are refused,
+honoured or ignored. So a pattern is parsed with Python's own parser (its meaning is defined as that of `re.fullmatch`),
+turned into a small tree, and written in the common subset: literals, classes of code point ranges, groups,
+alternatives, repetitions. Anything else is refused by name.
 """
 
 from __future__ import annotations
@@ -11,72 +11,47 @@ from __future__ import annotations
 import importlib
 import re
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 from guided.errors import InvalidConstraint, UnsupportedConstraint, bounded
 
-__all__ = [
-    "EMPTY",
-    "UNIVERSE",
-    "Chars",
-    "Choice",
-    "Node",
-    "Ranges",
-    "Reference",
-    "Repeat",
-    "Sequence",
-    "canonical",
-    "choice",
-    "complement",
-    "intersection",
-    "literal",
-    "nonempty",
-    "nullable",
-    "parse",
-    "parse_search",
-    "ranges_of",
-    "render",
-    "repeat",
-    "sequence",
-]
-
 Ranges = tuple[tuple[int, int], ...]
-"""Code points, as inclusive ranges: ascending, disjoint, not adjacent."""
+"""Code points as inclusive ranges: ascending, disjoint, not adjacent."""
 
 UNIVERSE: Ranges = ((0, 0xD7FF), (0xE000, 0x10FFFF))
-"""Every code point that UTF-8 has."""
+"""Every code point in UTF-8."""
 
 _BIG = 30_000
-"""Code points above which a class counts as big for libraries that enumerate its members."""
+"""Number of code points above which a class is too large for libraries that enumerate its members."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chars:
-    """One character out of `ranges`."""
+    """One character in `ranges`."""
 
     ranges: Ranges
 
 
 @dataclass(frozen=True, slots=True)
 class Sequence:
-    """One after the other; empty: the empty string."""
+    """All items in order; without items: the empty string."""
 
     items: tuple[Node, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Any one of two or more."""
+    """One of at least two options."""
 
     options: tuple[Node, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """`low` to `high` times (None: without end)."""
+    """`low` to `high` times (None: unbounded)."""
 
     item: Node
     low: int
@@ -85,7 +60,7 @@ class Repeat:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """Whatever rule `name` says. In grammars only (`grammar.py`): a regex has none."""
+    """The rule `name`. Only in grammars (`grammar.py`), never in a regex."""
 
     name: str
 
@@ -95,34 +70,34 @@ EMPTY = Sequence(())
 
 
 def canonical(pattern: str, *, small_classes: bool = False, param: str = "regex") -> str:
-    """`pattern` in the common subset, matching exactly what `re.fullmatch(pattern, ...)` does (on valid Unicode).
+    """Return `pattern` in the common subset, with the meaning of `re.fullmatch(pattern, ...)` on valid Unicode.
 
     Args:
-        small_classes: cut classes that are neither small nor nearly everything (`\\w`) down to ASCII, for libraries
-            that enumerate their members. The result then matches less than `pattern`, never more.
+        small_classes: reduce classes that are neither small nor nearly everything (`\\w`) to ASCII, for libraries
+            that enumerate their members. The result matches less than `pattern` then, never more.
 
     Raises:
-        InvalidConstraint: not a regular expression, or one that matches nothing.
+        InvalidConstraint: not a regular expression, or no text matches it.
         UnsupportedConstraint: lookaround, backreferences, possessive or atomic groups, word boundaries, anchors in the
             middle.
     """
     node = parse(pattern, param=param)
-    return render(_cut(node) if small_classes else node)
+    return render(map_chars(node, _reduced) if small_classes else node)
 
 
 def literal(text: str) -> Node:
-    """Exactly `text`."""
+    """Return a node that matches exactly `text`."""
     return sequence(Chars(((ord(character), ord(character)),)) for character in text)
 
 
 def parse(pattern: str, *, param: str = "regex") -> Node:
-    """The tree of `pattern`. Raises as `canonical` does."""
+    """Parse `pattern` into a tree. Raises as `canonical` does."""
     parsed = _parsed(pattern, param)
     return _Reader(pattern, param).sequence(parsed, parsed.state.flags, start=True, end=True)
 
 
 def parse_search(pattern: str, *, param: str = "regex") -> Node:
-    """The tree of all texts that `pattern` is found in: JSON Schema's reading, where only `^` and `$` tie it down.
+    """Return the tree of all texts that contain a match of `pattern`, as in JSON Schema.
 
     Raises as `canonical` does.
     """
@@ -134,14 +109,14 @@ def _search(parsed: Any, flags: int, reader: _Reader) -> Node:
     items = list(parsed)
     if len(items) == 1 and str(items[0][0]) == "BRANCH":
         return choice(_search(option, flags, reader) for option in items[0][1][1])
-    start, end = _tied(parsed, 0, "AT_BEGINNING"), _tied(parsed, -1, "AT_END")
+    start, end = _anchored(parsed, 0, "AT_BEGINNING"), _anchored(parsed, -1, "AT_END")
     node = reader.sequence(parsed, flags, start=start, end=end)
     anything = Repeat(Chars(UNIVERSE), 0, None)
     return sequence([EMPTY if start else anything, node, EMPTY if end else anything])
 
 
-def _tied(parsed: Any, edge: int, anchor: str) -> bool:
-    """Every way through `parsed` has `anchor` at its first (0) or last (-1) place."""
+def _anchored(parsed: Any, edge: int, anchor: str) -> bool:
+    """Whether every alternative of `parsed` has `anchor` in its first (0) or last (-1) position."""
     items = list(parsed)
     if not items:
         return False
@@ -149,14 +124,14 @@ def _tied(parsed: Any, edge: int, anchor: str) -> bool:
     if operation == "AT":
         return str(argument) in (anchor, f"{anchor}_STRING")
     if operation == "BRANCH":
-        return all(_tied(option, edge, anchor) for option in argument[1])
-    return operation == "SUBPATTERN" and _tied(argument[3], edge, anchor)
+        return all(_anchored(option, edge, anchor) for option in argument[1])
+    return operation == "SUBPATTERN" and _anchored(argument[3], edge, anchor)
 
 
 def _parsed(pattern: str, param: str) -> Any:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # "possible nested set": it means what `re` takes it to mean
+            warnings.simplefilter("ignore")  # "possible nested set": the meaning is that of `re`
             return _sre.parse(pattern)
     except re.error as error:
         raise InvalidConstraint(f"the regex {bounded(pattern, 120)!r} is malformed: {error}", param=param) from None
@@ -165,7 +140,7 @@ def _parsed(pattern: str, param: str) -> Any:
 
 
 _sre: Any = importlib.import_module("re._parser")
-"""Python's own parser: private, and unchanged in shape since it was written; the alternative is a second opinion."""
+"""Python's own parser. It is private, but its output has never changed; another parser could disagree with `re`."""
 
 
 class _Reader:
@@ -176,7 +151,7 @@ class _Reader:
         self._param = param
 
     def sequence(self, parsed: Any, flags: int, *, start: bool, end: bool) -> Node:
-        """`start`, `end`: nothing can come before it, after it: anchors say nothing there, and are dropped."""
+        """`start`, `end`: no text can precede or follow, so anchors have no effect there and are dropped."""
         items = list(parsed)
         nodes: list[Node] = []
         for index, (operation, argument) in enumerate(items):
@@ -196,7 +171,7 @@ class _Reader:
             case "SUBPATTERN":
                 _group, added, removed, inner = argument
                 return self.sequence(inner, (flags | added) & ~removed, start=start, end=end)
-            case "MAX_REPEAT" | "MIN_REPEAT":  # greedy or lazy: the language is the same
+            case "MAX_REPEAT" | "MIN_REPEAT":  # greedy and lazy match the same texts
                 low, high, inner = argument
                 once = high == 1
                 node = self.sequence(inner, flags, start=start and once, end=end and once)
@@ -235,7 +210,7 @@ class _Reader:
                 ranges = complement(ranges)
         if not ranges:
             raise InvalidConstraint(
-                f"the regex {bounded(self._pattern, 120)!r} holds a class that no character is in", param=self._param
+                f"the regex {bounded(self._pattern, 120)!r} contains an empty character class", param=self._param
             )
         return Chars(ranges)
 
@@ -258,7 +233,7 @@ class _Reader:
         return complement(ranges) if negated else ranges
 
     def _fold(self, ranges: Ranges, *, negated: bool) -> Ranges:
-        """With the characters that IGNORECASE takes to be the same."""
+        """Add the characters that are equal under IGNORECASE."""
         if sum(high - low + 1 for low, high in ranges) > _BIG:
             raise self._unsupported("a large character class under IGNORECASE")
         found = list(ranges)
@@ -271,7 +246,7 @@ class _Reader:
 
     def _unsupported(self, what: str) -> UnsupportedConstraint:
         return UnsupportedConstraint(
-            f"the regex {bounded(self._pattern, 120)!r} holds {what}, which no token mask can follow:"
+            f"the regex {bounded(self._pattern, 120)!r} contains {what}, which a token mask can't enforce:"
             " rewrite it without",
             param=self._param,
         )
@@ -279,7 +254,7 @@ class _Reader:
 
 def _same_letter(code: int) -> Iterable[int]:
     character = chr(code)
-    # Python's own extra cases: the Kelvin sign is a k, the long s an s, and the two Turkish i's are i's.
+    # Special cases of Python: the Kelvin sign equals k, the long s equals s, and the two Turkish i's equal i.
     extra = {"k": "\u212a", "s": "\u017f", "i": "\u0130\u0131"}.get(character.lower(), "")
     for other in {character.lower(), character.upper(), *extra}:
         if len(other) == 1 and re.fullmatch(re.escape(character), other, re.IGNORECASE):
@@ -288,7 +263,7 @@ def _same_letter(code: int) -> Iterable[int]:
 
 @cache
 def _category(name: str, ascii_only: bool) -> Ranges:
-    """`\\d`, `\\w`, `\\s` and their opposites, exactly as this Python's `re` has them."""
+    """Return `\\d`, `\\w`, `\\s` or a complement, exactly as in this Python's `re`."""
     if "_NOT_" in name:
         return complement(_category(name.replace("_NOT_", "_"), ascii_only))
     letter = {"CATEGORY_DIGIT": r"\d", "CATEGORY_SPACE": r"\s", "CATEGORY_WORD": r"\w"}[name]
@@ -300,7 +275,7 @@ def _category(name: str, ascii_only: bool) -> Ranges:
 
 
 def ranges_of(pairs: Iterable[tuple[int, int]]) -> Ranges:
-    """Sorted, merged, without surrogates."""
+    """Sort and merge ranges, without surrogates."""
     merged: list[tuple[int, int]] = []
     for low, high in sorted(pairs):
         if merged and low <= merged[-1][1] + 1:
@@ -311,12 +286,13 @@ def ranges_of(pairs: Iterable[tuple[int, int]]) -> Ranges:
 
 
 def intersection(left: Ranges, right: Ranges) -> Ranges:
+    """Return the code points that are in both."""
     pairs = ((max(a, c), min(b, d)) for a, b in left for c, d in right)
     return tuple(pair for pair in pairs if pair[0] <= pair[1])
 
 
 def complement(ranges: Ranges) -> Ranges:
-    """Every other code point."""
+    """Return all other code points."""
     gaps: list[tuple[int, int]] = []
     start = 0
     for low, high in ranges:
@@ -331,25 +307,30 @@ def _count(ranges: Ranges) -> int:
     return sum(high - low + 1 for low, high in ranges)
 
 
-def _cut(node: Node) -> Node:
-    """Big classes cut down to ASCII, unless nothing were left of them."""
+def map_chars(node: Node, change: Callable[[Chars], Node]) -> Node:
+    """Replace every character class."""
     match node:
-        case Chars(ranges):
-            if min(_count(ranges), _count(complement(ranges))) <= _BIG:
-                return node
-            return Chars(intersection(ranges, ((0, 127),)) or ranges)
+        case Chars():
+            return change(node)
         case Sequence(items):
-            return Sequence(tuple(map(_cut, items)))
+            return sequence(map_chars(item, change) for item in items)
         case Choice(options):
-            return Choice(tuple(map(_cut, options)))
+            return choice(map_chars(option, change) for option in options)
         case Repeat(item, low, high):
-            return Repeat(_cut(item), low, high)
+            return repeat(map_chars(item, change), low, high)
         case Reference():
             return node
 
 
+def _reduced(chars: Chars) -> Chars:
+    """Reduce a large class to ASCII, unless nothing is left of it."""
+    if min(_count(chars.ranges), _count(complement(chars.ranges))) <= _BIG:
+        return chars
+    return Chars(intersection(chars.ranges, ((0, 127),)) or chars.ranges)
+
+
 def sequence(items: Iterable[Node]) -> Node:
-    """`items`, one after the other."""
+    """Return `items` in order as one node."""
     flat: list[Node] = []
     for item in items:
         flat.extend(item.items if isinstance(item, Sequence) else [item])
@@ -357,23 +338,23 @@ def sequence(items: Iterable[Node]) -> Node:
 
 
 def choice(options: Iterable[Node]) -> Node:
-    """Any one of `options`."""
+    """Return a choice of `options` as one node."""
     distinct = tuple(dict.fromkeys(options))
     some = tuple(option for option in distinct if option != EMPTY)
-    if len(some) < len(distinct):  # an empty alternative is said as an option: not every library reads `a|`
+    if len(some) < len(distinct):  # an empty alternative becomes an optional item: not every library reads `a|`
         return repeat(choice(some), 0, 1) if some else EMPTY
     return some[0] if len(some) == 1 else Choice(some)
 
 
 def repeat(item: Node, low: int, high: int | None) -> Node:
-    """`item`, `low` to `high` times, as simple as it can be said."""
+    """Return `item`, `low` to `high` times, in its simplest form."""
     if item == EMPTY or high == 0:
         return EMPTY
     return item if (low, high) == (1, 1) else Repeat(item, low, high)
 
 
 def nullable(node: Node) -> bool:
-    """The empty text matches `node`."""
+    """Whether the empty text matches `node`."""
     match node:
         case Sequence(items):
             return all(map(nullable, items))
@@ -385,7 +366,7 @@ def nullable(node: Node) -> bool:
 
 
 def nonempty(node: Node) -> Node | None:
-    """What `node` matches, less the empty text; None where nothing is left."""
+    """Return `node` without the empty text; None if nothing is left."""
     match node:
         case Sequence(items) if items:
             rest = Sequence(items[1:])
@@ -409,7 +390,7 @@ def nonempty(node: Node) -> Node | None:
 
 
 def render(node: Node) -> str:
-    """`node` as a pattern in the common subset."""
+    """Write `node` as a pattern in the common subset."""
     match node:
         case Chars(ranges):
             return _render_chars(ranges)

@@ -1,8 +1,8 @@
-"""Token bytes: what each tokenizer family's tokens are as bytes.
+"""Token bytes: the bytes of each token, for each tokenizer family.
 
-Byte-level BPE hides them behind an alphabet of 256 printable characters, SentencePiece behind `▁` and `<0xXX>`, tekken
-in base64. The rule for Hugging Face tokenizers is that a token's bytes are what the tokenizer's own decoder makes of it
-in the middle of a text, quirks included: that is what a user will read.
+Byte-level BPE encodes them with an alphabet of 256 printable characters, SentencePiece with `▁` and `<0xXX>`, tekken in
+base64. For Hugging Face tokenizers, the bytes of a token are the output of the tokenizer's own decoder for it in the
+middle of a text: the user will read exactly that.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ _SPACE_PIECE = "▁"
 
 
 class TokenBytes(NamedTuple):
-    """`contents[id]` is a token's bytes (b"" for holes); `special` are the ids that are no text."""
+    """`contents[id]`: the bytes of a token (b"" for holes). `special`: the ids that are no text."""
 
     contents: tuple[bytes, ...]
     special: frozenset[int]
 
 
 def from_huggingface(tokenizer: Tokenizer) -> TokenBytes:
-    """Byte-level BPE and SentencePiece-style tokenizers, by what their decoder says.
+    """Read a byte-level BPE or SentencePiece-style tokenizer, by its decoder.
 
     Raises:
-        InvalidRequest: the decoder puts something between tokens (WordPiece, CTC, none at all), so that a token has no
+        InvalidRequest: the decoder inserts text between tokens (WordPiece, CTC, no decoder), so that a token has no
             bytes of its own.
     """
     document = json.loads(tokenizer.to_str())
@@ -50,7 +50,7 @@ def from_huggingface(tokenizer: Tokenizer) -> TokenBytes:
 
 
 def from_tekken(path: str | os.PathLike[str]) -> TokenBytes:
-    """A `tekken.json`: special tokens first, then the vocabulary up to `default_vocab_size`."""
+    """Read a `tekken.json`: special tokens first, then the vocabulary up to `default_vocab_size`."""
     with open(path, encoding="utf-8") as file:
         document = json.load(file)
     num_special = document["config"]["default_num_special_tokens"]
@@ -60,8 +60,8 @@ def from_tekken(path: str | os.PathLike[str]) -> TokenBytes:
 
 
 def from_sentencepiece(path: str | os.PathLike[str]) -> TokenBytes:
-    """A SentencePiece model file. Its control, unknown and unused pieces are special."""
-    from sentencepiece import SentencePieceProcessor  # an optional dependency: only these files need it
+    """Read a SentencePiece model file. Its control, unknown and unused pieces are special."""
+    from sentencepiece import SentencePieceProcessor  # an optional dependency, for these files only
 
     model = SentencePieceProcessor(model_file=os.fspath(path))
     ids = range(model.vocab_size())
@@ -82,7 +82,7 @@ def _unknown_ids(model: dict[str, Any], vocab: dict[str, int]) -> Iterable[int]:
 
 
 class _Speller:
-    """A tokenizer.json's `decoder`, applied to one token in the middle of a text."""
+    """The `decoder` of a tokenizer.json, applied to one token in the middle of a text."""
 
     def __init__(self, decoder: dict[str, Any] | None) -> None:
         self._replacements: list[tuple[str, str]] = []
@@ -101,7 +101,7 @@ class _Speller:
                     self._byte_fallback = True
                 case {"type": "Fuse"}:
                     fused = True
-                case {"type": "Strip"} if fused:  # of the whole text, at its ends
+                case {"type": "Strip"} if fused:  # strips the ends of the whole text
                     pass
                 case _:
                     raise InvalidRequest(
@@ -116,8 +116,8 @@ class _Speller:
         if self._byte_fallback and (byte := _BYTE_PIECE.fullmatch(piece)):
             return bytes([int(byte[1], 16)])
         if self._alphabet is not None:
-            # An added token is spelled in plain text: where a character is outside the alphabet, the decoder (like
-            # this) takes the whole token literally.
+            # An added token is plain text: if a character is outside the alphabet, the decoder, and this function,
+            # take the whole token literally.
             try:
                 return bytes([self._alphabet[character] for character in piece])
             except KeyError:
@@ -134,7 +134,7 @@ def _steps(decoder: dict[str, Any] | None) -> Iterable[dict[str, Any] | None]:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-ins for the 256 bytes: those that print are themselves, the rest count up from 256."""
+    """Return GPT-2's alphabet for the 256 bytes: printable ones represent themselves, the rest start at 256."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     alphabet = {chr(byte): byte for byte in printable}
     hidden = [byte for byte in range(256) if byte not in set(printable)]

@@ -1,6 +1,6 @@
-"""Vocabulary: what the tokens of a tokenizer are, as bytes. The only thing that `guided` knows of a tokenizer.
+"""Vocabulary: the tokens of a tokenizer as bytes, which is all that `guided` needs of a tokenizer.
 
-Every grammar library works on token bytes; how each tokenizer family spells them is `token_bytes.py`'s business.
+Every grammar library works on token bytes. `token_bytes.py` reads them from each tokenizer family.
 """
 
 from __future__ import annotations
@@ -20,22 +20,25 @@ from guided.token_bytes import TokenBytes, from_huggingface, from_sentencepiece,
 
 __all__ = ["Vocabulary"]
 
+_Packed = tuple[tuple[bytes, ...], tuple[int, ...], list[int], int, str]
+"""The fields of a vocabulary in msgpack."""
+
 
 @dataclass(frozen=True, eq=False)
 class Vocabulary:
-    """The tokens of a tokenizer, as bytes, and which of them are special. Frozen; equal where the fingerprint is.
+    """The tokens of a tokenizer as bytes, with the special ones marked. Frozen; equal if the fingerprints are equal.
 
-    The bytes of an output are the concatenated bytes of its tokens. SentencePiece tokenizers prepend a dummy space to
-    what they encode and strip one from what they decode; a vocabulary does neither: `▁yes` is b" yes" wherever it
-    stands, so a constraint for `yes` starts with the piece `yes`, not with `▁yes`.
+    The bytes of an output are the concatenated bytes of its tokens. SentencePiece tokenizers prepend a dummy space when
+    they encode and strip one when they decode. A vocabulary does neither: `▁yes` is b" yes" at every position, so a
+    constraint for `yes` starts with the piece `yes`, not with `▁yes`.
 
     Args:
         token_bytes: index = token id. b"" for ids without bytes: special tokens, and holes in the numbering.
         stop_token_ids: tokens that end an output; allowed exactly where the constraint is satisfied, never as text.
-        special_token_ids: tokens that are no text (bos, pad, role markers, ...); never allowed unless they stop.
-        padded_vocab_size: width of the model's logits. Usually >= vocab_size; where it is smaller, the ids beyond it
-            can't be sampled and are not permitted.
-        tokenizer_json: a Hugging Face `tokenizer.json`, for canonical `encode`; empty where there is none.
+        special_token_ids: tokens that are no text (bos, pad, role markers, ...); never allowed except as stop tokens.
+        padded_vocab_size: width of the model's logits, usually >= vocab_size. Ids beyond it can't be sampled and are
+            not permitted.
+        tokenizer_json: a Hugging Face `tokenizer.json`, for canonical `encode`; empty if there is none.
     """
 
     token_bytes: tuple[bytes, ...]
@@ -57,24 +60,24 @@ class Vocabulary:
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids that the tokenizer has (holes included)."""
+        """Number of token ids, including holes."""
         return len(self.token_bytes)
 
     @cached_property
     def text_token_ids(self) -> tuple[int, ...]:
-        """Tokens that may stand for text, ascending: they have bytes and a logit, and are neither special nor stop."""
+        """Tokens that are text, ascending: they have bytes and a logit, and are neither special nor stop tokens."""
         never = self.special_token_ids.union(self.stop_token_ids)
         tokens = self.token_bytes[: self.padded_vocab_size]
         return tuple(token for token, content in enumerate(tokens) if content and token not in never)
 
     @cached_property
     def permitted_token_ids(self) -> tuple[int, ...]:
-        """All that a mask may ever allow, ascending: text tokens and stop tokens."""
+        """All tokens that a mask may allow, ascending: text tokens and stop tokens."""
         return tuple(sorted({*self.text_token_ids, *self.stop_token_ids}))
 
     @cached_property
     def fingerprint(self) -> str:
-        """Equal for equal vocabularies, in every process. 32 hex digits."""
+        """32 hex digits, equal for equal vocabularies in every process."""
         ids = (self.stop_token_ids, sorted(self.special_token_ids), self.padded_vocab_size)
         packed = msgspec.msgpack.encode((self.token_bytes, ids))
         return hashlib.sha256(packed).hexdigest()[:32]
@@ -89,13 +92,12 @@ class Vocabulary:
         return f"Vocabulary({self.vocab_size} tokens, {self.padded_vocab_size} logits, {self.fingerprint[:8]})"
 
     def decode(self, token_ids: Iterable[int]) -> bytes:
-        """The concatenated bytes of tokens; special and unknown ones have none."""
+        """Return the concatenated bytes of tokens; special and unknown tokens have none."""
         size = self.vocab_size
         return b"".join(self.token_bytes[token] for token in token_ids if 0 <= token < size)
 
     def encode(self, text: str | bytes) -> list[int]:
-        """Text tokens whose bytes are exactly `text`: as the tokenizer would have them where it is known, else greedily
-        the longest first.
+        """Return text tokens that spell exactly `text`: the tokenizer's own tokens if possible, else the longest first.
 
         Raises:
             InvalidRequest: no sequence of text tokens spells `text`.
@@ -108,11 +110,11 @@ class Vocabulary:
         return tokens + self._encode_greedily(data[len(self.decode(tokens)) :])
 
     def _encode_canonically(self, text: str) -> list[int]:
-        """The tokenizer's own tokens, if they spell `text` exactly (no dummy space, no normalisation); else none."""
+        """Return the tokenizer's own tokens if they spell `text` exactly (no dummy space, no normalisation)."""
         if self._tokenizer is None:
             return []
         wanted = text.encode("utf-8")
-        # A leading control character takes the dummy space away from the text.
+        # A leading control character separates the dummy space from the text.
         for lead in ("", "\x02"):
             tokens: list[int] = self._tokenizer.encode(lead + text, add_special_tokens=False).ids
             while tokens and len(self.decode(tokens)) > len(wanted):
@@ -141,7 +143,7 @@ class Vocabulary:
 
     @cached_property
     def _by_bytes(self) -> dict[bytes, int]:
-        # Of two tokens with the same bytes the later one: SentencePiece's byte pieces come before its characters.
+        # The later of two tokens with the same bytes: SentencePiece's byte pieces precede its characters.
         return {self.token_bytes[token]: token for token in self.text_token_ids}
 
     @cached_property
@@ -153,28 +155,16 @@ class Vocabulary:
         return Tokenizer.from_str(self.tokenizer_json) if self.tokenizer_json else None
 
     def to_bytes(self) -> bytes:
-        """Everything, as msgpack; `from_bytes` undoes it in any process."""
-        return msgspec.msgpack.encode(
-            _Wire(
-                list(self.token_bytes),
-                list(self.stop_token_ids),
-                sorted(self.special_token_ids),
-                self.padded_vocab_size,
-                self.tokenizer_json,
-            )
-        )
+        """Pack the vocabulary as msgpack, for `from_bytes` in any process."""
+        special = sorted(self.special_token_ids)
+        fields = (self.token_bytes, self.stop_token_ids, special, self.padded_vocab_size, self.tokenizer_json)
+        return msgspec.msgpack.encode(fields)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Vocabulary:
-        """What `to_bytes` packed. Raises `msgspec.MsgspecError` on anything else."""
-        wire = msgspec.msgpack.decode(data, type=_Wire)
-        return cls(
-            tuple(wire.token_bytes),
-            tuple(wire.stop_token_ids),
-            frozenset(wire.special_token_ids),
-            wire.padded_vocab_size,
-            wire.tokenizer_json,
-        )
+        """Unpack a vocabulary that `to_bytes` packed. Raises `msgspec.MsgspecError` on anything else."""
+        contents, stop, special, width, tokenizer_json = msgspec.msgpack.decode(data, type=_Packed)
+        return cls(contents, stop, frozenset(special), width, tokenizer_json)
 
     def __reduce__(self) -> tuple[object, ...]:
         return Vocabulary.from_bytes, (self.to_bytes(),)
@@ -186,16 +176,16 @@ class Vocabulary:
         padded_vocab_size: int | None = None,
         stop_token_ids: Sequence[int] | None = None,
     ) -> Vocabulary:
-        """The vocabulary of a Hugging Face fast tokenizer, a `tokenizers.Tokenizer`, or transformers' wrapper of
-        mistral_common (duck-typed: neither is imported).
+        """Read a Hugging Face fast tokenizer, a `tokenizers.Tokenizer`, or transformers' wrapper of mistral_common.
 
         Args:
-            padded_vocab_size: width of the model's logits; the tokenizer's size where None.
-            stop_token_ids: the tokenizer's `eos_token_id` where None.
+            tokenizer: duck-typed; neither transformers nor mistral_common is imported.
+            padded_vocab_size: width of the model's logits; the tokenizer's size if None.
+            stop_token_ids: the tokenizer's `eos_token_id` if None.
 
         Raises:
-            InvalidRequest: the tokenizer has no stop token, or is of a family whose tokens have no bytes of their own
-                (WordPiece, slow tokenizers).
+            InvalidRequest: the tokenizer has no stop token, or its tokens have no bytes of their own (WordPiece, slow
+                tokenizers).
         """
         if stop_token_ids is None:
             eos = getattr(tokenizer, "eos_token_id", None)
@@ -222,7 +212,7 @@ class Vocabulary:
         padded_vocab_size: int | None = None,
         stop_token_ids: Sequence[int] = (2,),
     ) -> Vocabulary:
-        """The vocabulary in a `tekken.json` (Mistral's tiktoken-like format). 2 is `</s>` in all of them."""
+        """Read a `tekken.json` (Mistral's tiktoken-like format), in which token 2 is always `</s>`."""
         return cls._of(from_tekken(path), stop_token_ids, padded_vocab_size)
 
     @classmethod
@@ -232,7 +222,7 @@ class Vocabulary:
         padded_vocab_size: int | None = None,
         stop_token_ids: Sequence[int] = (2,),
     ) -> Vocabulary:
-        """The vocabulary in a SentencePiece model file (needs the `sentencepiece` package). 2 is `</s>` in most."""
+        """Read a SentencePiece model file, with the `sentencepiece` package. Token 2 is `</s>` in most of them."""
         return cls._of(from_sentencepiece(path), stop_token_ids, padded_vocab_size)
 
     @classmethod
@@ -248,16 +238,8 @@ class Vocabulary:
         return cls(contents, tuple(dict.fromkeys(stop_token_ids)), tokens.special, padded, tokenizer_json)
 
 
-class _Wire(msgspec.Struct, array_like=True, gc=False):
-    token_bytes: list[bytes]
-    stop_token_ids: list[int]
-    special_token_ids: list[int]
-    padded_vocab_size: int
-    tokenizer_json: str
-
-
 def _valid_utf8(data: bytes) -> int:
-    """Length of the longest prefix of `data` that is UTF-8."""
+    """Return the length of the longest prefix of `data` that is valid UTF-8."""
     try:
         data.decode("utf-8")
     except UnicodeDecodeError as error:

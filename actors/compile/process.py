@@ -28,7 +28,7 @@ from typing import NoReturn
 
 import msgspec
 
-from actors.lean_imports import leave_out_torch
+from guided.backends.without_torch import leave_out_torch
 from guided.backends import BACKENDS, Backends
 from guided.compilation import compile_with
 from guided.constraint import Constraint

@@ -58,7 +58,7 @@ def main() -> None:
 
     report("Ray's worker library")
     import actors.supervision.mask_actor  # noqa: F401
-    from actors.lean_imports import leave_out_torch
+    from guided.backends.without_torch import leave_out_torch
 
     leave_out_torch()
 

@@ -1,9 +1,9 @@
-"""The registry of backends: which there are, which constraint kinds each can do, and how to get one.
+"""The registry of backends and the constraint kinds of each.
 
-Importing this imports no grammar library: an adapter's module is imported when it is first used (xgrammar alone takes
-1.5 s). To add a backend, write `guided/backends/<name>.py` with a class that keeps `guided.backends.base.Backend`'s
-contract, and add one line to `BACKENDS`; the contract tests pick it up. An adapter does without torch: a pool's own
-processes may keep it out.
+Importing this module imports no grammar library: the module of an adapter is imported at its first use (xgrammar alone
+takes 1.5 s). To add a backend, write `guided/backends/<name>.py` with a class derived from
+`guided.backends.base.Backend`, and add it to `BACKENDS`; the contract tests then cover it. An adapter must work without
+torch: see `without_torch.py`.
 """
 
 from __future__ import annotations
@@ -23,22 +23,23 @@ from guided.vocabulary import Vocabulary
 __all__ = ["AUTO", "BACKENDS", "Adapter", "Backends", "candidates", "resolve"]
 
 AUTO = "auto"
-"""The backend name that stands for "whichever can"."""
+"""The backend name for the first backend that can enforce the constraint."""
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """One line of the registry. `kinds` is the backend's row of the capability matrix."""
+    """One entry of the registry."""
 
     module: str
     attribute: str
     kinds: frozenset[ConstraintKind]
+    """The constraint kinds that the backend supports."""
     aliases: tuple[str, ...] = ()
     keeps_masks: bool = False
-    """Its class takes a `MaskCache` too: its masks take longer than copying one."""
+    """Its class takes a `MaskCache` as well: computing a mask takes longer than copying one."""
 
     def load(self) -> type[Backend]:
-        """The adapter's class; imports its library."""
+        """Return the class of the adapter; imports its library."""
         return cast("type[Backend]", getattr(importlib.import_module(self.module), self.attribute))
 
 
@@ -69,14 +70,14 @@ BACKENDS: dict[str, Adapter] = {
         keeps_masks=True,
     ),
 }
-"""Public name -> adapter, in the order in which "auto" tries them."""
+"""Public name -> adapter, in the order of "auto"."""
 
 
 def resolve(backend: str, *, param: str = "backend") -> str:
-    """The public name that `backend` (a name or an alias, or "auto") stands for.
+    """Return the public name for a name, an alias, or "auto".
 
     Raises:
-        InvalidRequest: there is no such backend; the message lists those there are.
+        InvalidRequest: there is no such backend; the message lists the known ones.
     """
     if backend == AUTO or backend in BACKENDS:
         return backend
@@ -88,11 +89,11 @@ def resolve(backend: str, *, param: str = "backend") -> str:
 
 
 def candidates(kind: ConstraintKind, backend: str = AUTO, *, param: str = "backend") -> tuple[str, ...]:
-    """The backends to try for a constraint of `kind`, best first: one where the request names it, else all that can.
+    """Return the backends to try for a constraint of `kind`, in order: the named one, or all that support it.
 
     Raises:
         InvalidRequest: there is no such backend.
-        UnsupportedConstraint: the named backend can't do this kind.
+        UnsupportedConstraint: the named backend does not support this kind.
     """
     name = resolve(backend, param=param)
     able = tuple(other for other, adapter in BACKENDS.items() if kind in adapter.kinds)
@@ -106,20 +107,20 @@ def candidates(kind: ConstraintKind, backend: str = AUTO, *, param: str = "backe
 
 
 class Backends:
-    """One `Backend` instance a name, for one vocabulary, each made when it is first asked for. Thread-safe.
+    """The `Backend` instances for one vocabulary, each created at its first use. Thread-safe.
 
     Args:
-        mask_cache_bytes: what the masks that are kept may come to, of all backends and grammars together.
+        mask_cache_bytes: total size of the cached masks of all backends and grammars.
     """
 
     def __init__(self, vocabulary: Vocabulary, mask_cache_bytes: int = MASK_CACHE_BYTES) -> None:
         self.vocabulary = vocabulary
-        self._masks = MaskCache(mask_cache_bytes)
+        self.masks = MaskCache(mask_cache_bytes)
         self._made: dict[str, Backend] = {}
         self._lock = threading.Lock()
 
     def __getitem__(self, backend: str) -> Backend:
-        """The instance for a public name or alias ("auto" is none: see `candidates`).
+        """Return the instance for a public name or an alias ("auto" has none: see `candidates`).
 
         Raises:
             InvalidRequest: there is no such backend.
@@ -130,6 +131,6 @@ class Backends:
         with self._lock:
             if name not in self._made:
                 make: Callable[..., Backend] = BACKENDS[name].load()
-                kept = (self._masks,) if BACKENDS[name].keeps_masks else ()
+                kept = (self.masks,) if BACKENDS[name].keeps_masks else ()
                 self._made[name] = make(self.vocabulary, *kept)
             return self._made[name]

@@ -1,9 +1,9 @@
-"""A vocabulary for libraries that think in characters: its tokens as texts, in a prefix tree and as columns.
+"""A vocabulary for libraries that work on characters: its tokens as texts, in a prefix tree and as columns.
 
-Tokens of byte-level tokenizers may begin or end within a character. One that ends within (`tail`) is held until the
-rest comes; one that begins within is only of use then.
+Tokens of byte-level tokenizers may begin or end within a character. If one ends within a character, its last bytes
+(`tail`) stay pending until the rest follows. A token that begins within a character is possible only then.
 
-Characters beyond ASCII that a grammar doesn't name are all alike to it: they are looked up as one, `OTHER`, which keeps
+All characters beyond ASCII that a grammar doesn't name are equal to it. They are looked up as one, `OTHER`, which keeps
 alphabets small.
 """
 
@@ -22,7 +22,7 @@ from guided.vocabulary import Vocabulary
 __all__ = ["OTHER", "CharacterTokens", "Columns", "Node", "StringTokens", "TokenText", "cut"]
 
 OTHER = "\ue000"
-"""Stands for any character beyond ASCII that a grammar doesn't name (a private-use one: no text has it by accident)."""
+"""Any character beyond ASCII that a grammar doesn't name (a private-use character, so that no text contains it)."""
 
 Ids = NDArray[np.int64]
 
@@ -32,13 +32,13 @@ class TokenText(NamedTuple):
 
     token: int
     text: str
-    """Its whole characters."""
+    """Its complete characters."""
     tail: bytes
-    """The first bytes of one more."""
+    """The first bytes of one more character."""
 
 
 class Node:
-    """A node of a prefix tree: the tokens that end here, and where further characters lead."""
+    """A node of a prefix tree: the tokens that end here, and the nodes after further characters."""
 
     __slots__ = ("children", "tails", "tokens")
 
@@ -48,7 +48,7 @@ class Node:
         self.tails: dict[bytes, tuple[int, ...]] = _NO_TAILS
 
     def add(self, token: int, text: Iterable[str], tail: bytes = b"") -> None:
-        """Put a token into the tree below."""
+        """Add a token to the tree below this node."""
         node = self
         for character in text:
             if node.children is _NO_CHILDREN:
@@ -66,18 +66,18 @@ class Node:
 
 _NO_CHILDREN: dict[str, Node] = {}
 _NO_TAILS: dict[bytes, tuple[int, ...]] = {}
-"""Shared by all nodes that have none: a large vocabulary has some hundred thousand."""
+"""Shared by all nodes without any: a large vocabulary has several hundred thousand nodes."""
 
 
 class Columns:
-    """Texts as columns of characters, the longest text first: column i holds the i-th characters of all that have one.
+    """Texts as columns of characters, the longest text first: column i has the i-th character of each text.
 
-    An automaton given as a table is run over all texts at once, one column a step.
+    An automaton in the form of a table processes all texts at once, one column per step.
     """
 
     def __init__(self, texts: list[str]) -> None:
         self.order = np.array(sorted(range(len(texts)), key=lambda index: -len(texts[index])), dtype=np.int64)
-        """Positions in `texts`, in the order of `run`'s answer."""
+        """Positions in `texts`, in the order of the result of `run`."""
         ordered = [texts[index] for index in self.order]
         self.alphabet = sorted({character for text in ordered for character in text})
         number = {character: index for index, character in enumerate(self.alphabet)}
@@ -93,12 +93,12 @@ class Columns:
             self._columns.append(np.array(column, dtype=np.int32))
 
     def run(self, table: NDArray[np.int32], symbols: NDArray[np.int32], start: int, dead: int) -> NDArray[np.int32]:
-        """The state after each text, in `order`.
+        """Return the state after each text, in `order`.
 
         Args:
             table: int32 `[states, symbols]`, the next state.
-            symbols: int32 `[len(alphabet)]`, each character's column of `table`.
-            dead: the state from which nothing leads on.
+            symbols: int32 `[len(alphabet)]`, the column of `table` for each character.
+            dead: the state that is never left.
         """
         states = np.full(self._count, start, dtype=np.int32)
         if not self._columns:
@@ -106,7 +106,7 @@ class Columns:
         first = self._columns[0]
         states[: len(first)] = table[start][symbols][first]
         live = np.flatnonzero(states[: len(first)] != dead)
-        for column in self._columns[1:]:  # what is dead already, mostly nearly all, is left alone
+        for column in self._columns[1:]:  # skips the dead ones, usually nearly all
             live = live[: np.searchsorted(live, len(column))]
             after = table[states[live], symbols[column[live]]]
             states[live] = after
@@ -115,7 +115,7 @@ class Columns:
 
 
 class CharacterTokens:
-    """The text tokens of a vocabulary, as characters."""
+    """The text tokens of a vocabulary as characters."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
@@ -129,7 +129,7 @@ class CharacterTokens:
             elif (parts := cut(content)) is not None:
                 self.texts.append(TokenText(token, *parts))
         self.tree = Node()
-        """Those that begin at a character, as a prefix tree."""
+        """The tokens that begin at a character, as a prefix tree."""
         for token, text, tail in self.texts:
             self.tree.add(token, text, tail)
         self.columns = Columns([text for _, text, _ in self.texts])
@@ -139,21 +139,21 @@ class CharacterTokens:
         self.whole = np.array([not tail for _, _, tail in ordered], dtype=bool)
         self.tails = [tail for _, _, tail in ordered]
         self.cut = np.flatnonzero(~self.whole)
-        """Positions of those with a tail."""
+        """Positions of tokens with a tail."""
         self.strings = StringTokens(self.texts, vocabulary.padded_vocab_size)
-        """Those that may follow within a JSON string."""
+        """The tokens that may follow within a JSON string."""
 
 
 class StringTokens:
-    """Tokens by what they are within a JSON string: content of it, or content, the closing quote, and what follows.
+    """Tokens within a JSON string: either content only, or content, the closing quote, and the text after it.
 
     Attributes (int64 arrays):
         tokens: their ids.
-        lengths: how many characters each adds to the string; an escape is one, a character that is cut counts.
-        rests: a number for what follows the quote; -1 where the string stays open. `rest_tree` has them by their texts.
-        closing: positions of those that hold the closing quote.
-        plain: positions of those without an escape; `contents` holds their contents as columns.
-        cut: positions in `plain` of those that end within a character; their `tails`, by position.
+        lengths: number of characters that each adds to the string; an escape or an incomplete character counts as one.
+        rests: a number for the text after the quote; -1 if the string stays open. `rest_tree` has them by text.
+        closing: positions of tokens with the closing quote.
+        plain: positions of tokens without an escape; `contents` has their contents as columns.
+        cut: positions in `plain` of tokens that end within a character; `tails` has their last bytes by position.
     """
 
     def __init__(self, texts: list[TokenText], padded_vocab_size: int) -> None:
@@ -186,8 +186,10 @@ class StringTokens:
         self._open: dict[int, NDArray[np.int32]] = {}
 
     def open(self, most: int) -> NDArray[np.int32]:
-        """Which tokens leave the string open and add `most` characters at the most: a mask, int32 `[words]`, not to be
-        written to. There are but as many as the longest token has characters, so they are kept."""
+        """Return the mask of tokens that leave the string open and add at most `most` characters.
+
+        It is int32 `[words]`, read-only. All masks are cached: there are as many as the longest token has characters.
+        """
         most = min(most, self.longest)
         if most not in self._open:
             inside = (self.rests < 0) & (self.lengths <= most)
@@ -196,7 +198,7 @@ class StringTokens:
 
 
 def cut(content: bytes) -> tuple[str, bytes] | None:
-    """Whole characters, and the first bytes of one more; None where `content` is no UTF-8 even so."""
+    """Split into complete characters and the first bytes of one more; None if that is not possible."""
     try:
         return content.decode("utf-8"), b""
     except UnicodeDecodeError as error:
@@ -206,7 +208,7 @@ def cut(content: bytes) -> tuple[str, bytes] | None:
 
 
 def _split(text: str) -> tuple[str, int, str | None] | None:
-    """(content, its length, what follows the closing quote or None where it stays open); None: no string has it."""
+    """Return (content, its length, the text after the closing quote or None); None: not possible in a string."""
     if '"' not in text and "\\" not in text and min(text, default=" ") >= " ":
         return text, len(text), None
     state: json_syntax.State | None = ("", "text")

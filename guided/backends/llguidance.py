@@ -1,16 +1,14 @@
-"""llguidance: every kind of constraint, compiled in a millisecond, masks in tens of microseconds.
+"""Adapter for llguidance: every kind of constraint, compiled in a millisecond, masks in tens of microseconds.
 
-What to know of it: errors are *states*. A matcher that ran out of its limits, or was given a wrong token, goes on
-answering, with a mask that allows end-of-sequence only, as though the constraint were satisfied. So its error state is
-looked at after every call, and ends the sequence as a `BackendError`.
+In llguidance, errors are states. A matcher that exceeded its limits, or got a wrong token, continues to answer, with a
+mask that allows end-of-sequence only, as if the constraint were satisfied. So the adapter checks the error state after
+every call; an error ends the sequence as a `BackendError`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from importlib import metadata
-from types import TracebackType
 from typing import Any, ClassVar
 
 import llguidance
@@ -18,7 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from guided import regex
-from guided.constraint import KINDS, USUAL_WHITESPACE, Constraint, ConstraintKind
+from guided.backends.base import Backend, CompiledGrammar
+from guided.backends.matchers import TextMatcher
+from guided.backends.native import guard
+from guided.constraint import USUAL_WHITESPACE, Constraint
 from guided.errors import BackendError, DeadEnd, InvalidConstraint, TokenRejected, UnsupportedConstraint, bounded
 from guided.grammar import to_lark
 from guided.schema import string_pattern
@@ -27,26 +28,27 @@ from guided.vocabulary import Vocabulary
 
 __all__ = ["LLGuidanceBackend"]
 
+_native = guard("llguidance")
+
 _VERSION = metadata.version("llguidance")
-_REPEATS_WHITESPACE = tuple(map(int, _VERSION.split(".")[:2])) < (1, 8)
-"""Seen with 1.7.6, which vLLM 0.32 pins, and not with 1.9.1. What separates items and keys isn't repeated there."""
+REPEATS_WHITESPACE = tuple(map(int, _VERSION.split(".")[:2])) < (1, 8)
+"""True for 1.7.6, which vLLM 0.32 pins, and not for 1.9.1. The separators of items and keys aren't repeated."""
 _ESCAPES = 'bfnrt"\\'
-"""Letters that may follow a backslash in JSON strings where a schema names properties. Without `u`: llguidance lets
-additional keys be spelled with escapes, so that `{"\\u0061": ...}` would slip by what is said of `a`."""
-_OWN_FORMATS = ("date", "time", "date-time")
-"""`format`s said as patterns: llguidance's have a year 0 and leap seconds at any minute."""
+"""Letters that may follow a backslash in JSON strings if a schema names properties. Without `u`: llguidance allows
+escapes in additional keys, so `{"\\u0061": ...}` would evade the schema of `a`."""
+_REPLACED_FORMATS = ("date", "time", "date-time")
+"""`format`s that are replaced by patterns: llguidance's allow a year 0, and leap seconds in any minute."""
 
 
-class LLGuidanceBackend:
+class LLGuidanceBackend(Backend):
     """One tokenizer, shared by all grammars.
 
     Args:
-        limits: what a parser and a lexer may cost; llguidance's defaults where None. A mask that goes over them is a
-            `BackendError`, never a mask.
+        limits: limits of parser and lexer; llguidance's defaults if None. A mask that exceeds them ends as a
+            `BackendError`.
     """
 
     name: ClassVar[str] = "llguidance"
-    kinds: ClassVar[frozenset[ConstraintKind]] = frozenset(KINDS)
 
     def __init__(self, vocabulary: Vocabulary, limits: llguidance.LLParserLimits | None = None) -> None:
         self._vocabulary = vocabulary
@@ -58,7 +60,6 @@ class LLGuidanceBackend:
         )
 
     def compile(self, constraint: Constraint) -> LLGuidanceGrammar:
-        """See `Backend.compile`."""
         with _native:
             source = self._source(constraint)
             matcher = llguidance.LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits)
@@ -67,11 +68,11 @@ class LLGuidanceBackend:
         return LLGuidanceGrammar(self._vocabulary, matcher, len(source))
 
     def load(self, constraint: Constraint, dumped: bytes) -> LLGuidanceGrammar:
-        """Matchers don't travel; compiling again takes a millisecond."""
+        """Compile again: matchers can't be serialised, and compiling takes a millisecond."""
         return self.compile(constraint)
 
     def _source(self, constraint: Constraint) -> str:
-        """The constraint in llguidance's own terms."""
+        """Return the constraint in llguidance's own format."""
         make = llguidance.LLMatcher
         match constraint.kind:
             case "json_schema":
@@ -87,17 +88,16 @@ class LLGuidanceBackend:
                 return str(make.grammar_from_lark(to_lark(constraint.source)))
 
 
-class LLGuidanceGrammar:
-    """A matcher at the start, copied for every sequence; copies share the lexer's automaton."""
+class LLGuidanceGrammar(CompiledGrammar):
+    """A matcher at the start. Each sequence gets a copy; copies share the automaton of the lexer."""
 
     def __init__(self, vocabulary: Vocabulary, start: llguidance.LLMatcher, source_bytes: int) -> None:
         self._vocabulary = vocabulary
         self._start = start
         self.nbytes = 64 * 1024 + 20 * source_bytes
-        """An estimate: llguidance doesn't tell."""
+        """An estimate: llguidance doesn't report it."""
 
     def matcher(self) -> LLGuidanceMatcher:
-        """See `CompiledGrammar.matcher`."""
         with _native:
             return LLGuidanceMatcher(self._vocabulary, self._start.deep_copy())
 
@@ -106,89 +106,64 @@ class LLGuidanceGrammar:
         return b""
 
 
-class LLGuidanceMatcher:
-    """One sequence. Stop tokens are the adapter's: the matcher underneath sees text only."""
+class LLGuidanceMatcher(TextMatcher):
+    """One sequence. The adapter handles stop tokens: llguidance's matcher sees text tokens only."""
 
     def __init__(self, vocabulary: Vocabulary, matcher: llguidance.LLMatcher, terminated: bool = False) -> None:
+        super().__init__(vocabulary, terminated)
         self._vocabulary = vocabulary
-        self._matcher = matcher
-        self._terminated = terminated
+        self.native = matcher
+        """The library's own matcher."""
 
-    def accept_tokens(self, token_ids: Sequence[int]) -> None:
-        """See `Matcher.accept_tokens`."""
-        text = list(token_ids)
-        stop = bool(text) and text[-1] in self._vocabulary.stop_token_ids
-        if stop:
-            del text[-1]
-        if self._terminated and token_ids:
-            raise TokenRejected("the sequence is over: a stop token was accepted")
-        size, stops = self._vocabulary.padded_vocab_size, self._vocabulary.stop_token_ids
-        if any(not 0 <= token < size or token in stops for token in text):
-            raise TokenRejected("a stop token before the end, or an id outside the vocabulary")
-        if text:
-            with _native:
-                accepted = self._matcher.try_consume_tokens(text)
-            self._check()
-            if accepted < len(text):
-                raise TokenRejected(f"token {text[accepted]} is not allowed here")
-        if stop:
-            if not self.is_accepting():
-                raise TokenRejected(f"stop token {token_ids[-1]} is not allowed here: the constraint is not satisfied")
-            self._terminated = True
+    def accept_text(self, token_ids: list[int]) -> None:
+        if any(not 0 <= token < self._vocabulary.padded_vocab_size for token in token_ids):
+            raise TokenRejected("a token id outside the vocabulary")
+        with _native:
+            accepted = self.native.try_consume_tokens(token_ids)
+        self._check()
+        if accepted < len(token_ids):
+            raise TokenRejected(f"token {token_ids[accepted]} is not allowed here")
 
     def fill_bitmask(self, row: NDArray[np.int32]) -> None:
         """See `Matcher.fill_bitmask`. Written in place, without a copy."""
         with _native:
-            self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+            self.native.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
         self._check()
 
-    def rollback(self, count: int) -> None:
-        """See `Matcher.rollback`."""
-        if count and self._terminated:
-            self._terminated = False
-            count -= 1
-        if count:
-            with _native:
-                self._matcher.rollback(count)
-            self._check()
+    def rollback_text(self, count: int) -> None:
+        with _native:
+            self.native.rollback(count)
+        self._check()
 
     def fork(self) -> LLGuidanceMatcher:
-        """See `Matcher.fork`."""
         with _native:
-            return LLGuidanceMatcher(self._vocabulary, self._matcher.deep_copy(), self._terminated)
+            return LLGuidanceMatcher(self._vocabulary, self.native.deep_copy(), self._terminated)
 
     def is_accepting(self) -> bool:
-        """See `Matcher.is_accepting`."""
         with _native:
-            accepting = self._matcher.is_accepting()
+            accepting = self.native.is_accepting()
         self._check()
         return bool(accepting)
 
-    def is_terminated(self) -> bool:
-        """See `Matcher.is_terminated`."""
-        return self._terminated
-
     def forced_tokens(self) -> list[int]:
-        """See `Matcher.forced_tokens`."""
         if self._terminated:
             return []
         with _native:
-            tokens = self._matcher.compute_ff_tokens()
+            tokens = self.native.compute_ff_tokens()
         self._check()
-        stop = self._vocabulary.stop_token_ids
-        return [int(token) for token in tokens if token not in stop]
+        return [int(token) for token in tokens if token not in self._stop_token_ids]
 
     def _check(self) -> None:
-        if self._matcher.is_error():
-            # The first line says what; the rest is the parser's state, with the user's text in it.
-            what = self._matcher.get_error().partition("<state>")[0].strip()
+        if self.native.is_error():
+            # The first part is the error; the rest is the parser's state, which contains the user's text.
+            what = self.native.get_error().partition("<state>")[0].strip()
             if what == "NoExtensionBias":
                 raise DeadEnd("no token is allowed here, and the constraint is not satisfied")
             raise BackendError(f"llguidance: {bounded(what)}")
 
 
 class _Tokenizer:
-    """What `LLTokenizer` asks of a tokenizer: the bytes of each id, which are special, and text to tokens."""
+    """The tokenizer interface of `LLTokenizer`: the bytes of each id, the special ids, and encoding."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -197,7 +172,7 @@ class _Tokenizer:
         self._vocabulary = vocabulary
         self.eos_token_id = vocabulary.stop_token_ids[0]
         text = vocabulary.text_token_ids
-        # Bytes that start with 0xFF are llguidance's spelling of a token that is no text.
+        # In llguidance, bytes that start with 0xFF mark a token that is no text.
         self.tokens = [b"\xff[%d]" % token for token in range(vocabulary.padded_vocab_size)]
         for token in text:
             self.tokens[token] = vocabulary.token_bytes[token]
@@ -210,12 +185,12 @@ class _Tokenizer:
 def _json_source(schema: dict[str, Any] | bool, whitespace: str | None) -> str:
     if isinstance(schema, bool):
         if not schema:
-            raise InvalidConstraint("the schema is `false`: nothing satisfies it", param="json_schema", pointer="")
+            raise InvalidConstraint("the schema is `false`: no value satisfies it", param="json_schema", pointer="")
         schema = {}
     _check_patterns(schema)
-    _say_formats(schema)
-    # Options that a schema brings along could switch enforcement off. (Not every version knows every option, and one
-    # that it doesn't know is an error: only those are named here that 1.7 has.)
+    _replace_formats(schema)
+    # Options within a schema could disable enforcement. (An unknown option is an error, so only those of version 1.7
+    # are set here.)
     schema = {keyword: value for keyword, value in schema.items() if keyword != "x-guidance"}
     options: dict[str, Any] = {"lenient": False, "coerce_one_of": False, "json_allowed_escapes": None}
     if any(keyword in ("properties", "patternProperties") for _, keyword, _, _ in walk_keywords(schema)):
@@ -225,15 +200,15 @@ def _json_source(schema: dict[str, Any] | bool, whitespace: str | None) -> str:
 
 
 def _spaced(whitespace: str | None) -> dict[str, Any]:
-    """What may stand between JSON tokens, as options. (The separators are regexes in either release.)"""
-    if whitespace and _REPEATS_WHITESPACE:
+    """Return the whitespace between JSON tokens as options. (The separators are regexes in all releases.)"""
+    if whitespace and REPEATS_WHITESPACE:
         raise UnsupportedConstraint(
             f"llguidance {_VERSION} takes any number of matches of whitespace_pattern in a row, instead of one; "
             "leave the pattern out, or use another backend",
             param="whitespace_pattern",
         )
     pattern = regex.canonical(USUAL_WHITESPACE if whitespace is None else whitespace, param="whitespace_pattern")
-    if whitespace is None and _REPEATS_WHITESPACE:  # behind commas and colons, if nowhere else
+    if whitespace is None and REPEATS_WHITESPACE:  # whitespace after commas and colons only
         pattern, after = "", pattern
     else:
         after = ""
@@ -246,47 +221,31 @@ def _spaced(whitespace: str | None) -> dict[str, Any]:
 
 
 def _check_patterns(schema: dict[str, Any]) -> None:
-    """Refuse malformed patterns: llguidance takes some that no dialect of regexes has, such as `^{2}a`."""
+    """Refuse malformed patterns: llguidance accepts some that no regex dialect has, such as `^{2}a`."""
     for pointer, keyword, value, _ in walk_keywords(schema):
         patterns = {"pattern": [value], "patternProperties": value}.get(keyword, ())
         for pattern in patterns:
             try:
                 regex.parse_search(pattern, param="json_schema")
             except UnsupportedConstraint:
-                pass  # what can't be enforced llguidance says itself
+                pass  # llguidance decides what it can enforce
             except InvalidConstraint as error:
                 raise InvalidConstraint(error.message, param="json_schema", pointer=pointer) from None
 
 
-def _say_formats(schema: dict[str, Any]) -> None:
-    """Replace `_OWN_FORMATS`, in place."""
+def _replace_formats(schema: dict[str, Any]) -> None:
+    """Replace `_REPLACED_FORMATS` by patterns, in place."""
     for _, keyword, name, holder in list(walk_keywords(schema)):
-        if keyword == "format" and name in _OWN_FORMATS:
+        if keyword == "format" and name in _REPLACED_FORMATS:
             del holder["format"]
             holder["allOf"] = [*holder.get("allOf", ()), {"pattern": string_pattern.FORMATS[name]}]
 
 
 def _refusal(message: str, constraint: Constraint) -> Exception:
-    """llguidance's words, as the error that they are."""
-    said = bounded(" ".join(message.partition("<state>")[0].split()))
-    if "nsatisfiable" in said:
-        return InvalidConstraint(f"nothing satisfies this {constraint.kind}: {said}", param=constraint.kind)
+    """Return the error for a message of llguidance."""
+    reason = bounded(" ".join(message.partition("<state>")[0].split()))
+    if "nsatisfiable" in reason:
+        return InvalidConstraint(f"no output satisfies this {constraint.kind}: {reason}", param=constraint.kind)
     if constraint.kind == "grammar":
-        return InvalidConstraint(f"the grammar is malformed: {said}", param=constraint.kind)
-    return UnsupportedConstraint(f"llguidance can't enforce this {constraint.kind}: {said}", param=constraint.kind)
-
-
-class _Native:
-    """What Rust raises, as a `BackendError`: a panic is a BaseException that nothing else would catch."""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        if kind is None or not (issubclass(kind, _RAISED) or kind.__name__ == "PanicException"):
-            return
-        raise BackendError(f"llguidance: {bounded(error)}") from error
-
-
-_RAISED = (ValueError, OverflowError, TypeError, RuntimeError)
-_native = _Native()  # a plain object: a generator-based one would cost as much as a small mask
+        return InvalidConstraint(f"the grammar is malformed: {reason}", param=constraint.kind)
+    return UnsupportedConstraint(f"llguidance can't enforce this {constraint.kind}: {reason}", param=constraint.kind)

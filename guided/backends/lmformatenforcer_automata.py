@@ -1,7 +1,7 @@
-"""lm-format-enforcer's parsers as automata over characters: what follows a state, where it is final, its tokens.
+"""lm-format-enforcer's parsers as automata over characters.
 
-Three of them: `JsonAutomaton` drives `JsonSchemaParser` (and JSON's own syntax beside it), `RegexAutomaton` the machine
-that `RegexParser` builds, `ChoiceAutomaton` a prefix tree of the choices.
+There are three: `JsonAutomaton` uses `JsonSchemaParser` together with the syntax of JSON, `RegexAutomaton` uses the
+automaton that `RegexParser` builds, and `ChoiceAutomaton` a prefix tree of the choices.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["Automaton", "ChoiceAutomaton", "Machine", "RegexAutomaton", "begins"
 
 
 _MANY = 64
-"""A node of the vocabulary's tree with more children is looked at from the side of what may follow."""
+"""Number of children of a tree node above which only the characters that may follow are tried."""
 
 
 class Automaton(Protocol):
@@ -30,26 +30,26 @@ class Automaton(Protocol):
 
     start: Any
     named: frozenset[str]
-    """Characters beyond ASCII that it tells from others."""
+    """Characters beyond ASCII that it distinguishes."""
 
     def step(self, state: Any, character: str) -> Any | None:
-        """The state after `character` (any, or `OTHER`); None where it can't stand."""
+        """Return the state after `character` (any, or `OTHER`); None if it is not allowed."""
 
     def final(self, state: Any) -> bool:
-        """The text so far satisfies the constraint."""
+        """Whether the text so far satisfies the constraint."""
 
     def mask(self, state: Any) -> NDArray[np.int32]:
-        """Tokens that may follow, of those that begin at a character: int32 `[words]`, not to be written to."""
+        """Return the mask of the tokens that begin at a character: int32 `[words]`, read-only."""
 
     def following(self, state: Any) -> Collection[str]:
-        """Characters that may follow."""
+        """Return the characters that may follow."""
 
     def key(self, state: Any) -> Hashable | None:
-        """Equal for states with the same tokens; None where that can't be told."""
+        """Return a key that is equal for states with the same mask; None if there is none."""
 
 
 def config(named: Iterable[str] = ()) -> CharacterLevelParserConfig:
-    """The library's settings: what "any character" is, and no bounds that the schema doesn't set."""
+    """Return the library's settings: the alphabet, and no bounds other than those of the schema."""
     alphabet = "".join(map(chr, [9, 10, 13, *range(32, 128)])) + OTHER + "".join(sorted(named))
     return CharacterLevelParserConfig(
         alphabet=alphabet, max_consecutive_whitespaces=12, force_json_field_order=False, max_json_array_length=0
@@ -57,17 +57,17 @@ def config(named: Iterable[str] = ()) -> CharacterLevelParserConfig:
 
 
 def begins(automaton: Automaton, state: Any, cut: bytes) -> bool:
-    """Whether a character that starts with the bytes `cut` may follow."""
+    """Return whether a character that starts with the bytes `cut` may follow."""
     named = [character for character in automaton.named if character.encode().startswith(cut)]
     if any(automaton.step(state, character) is not None for character in named):
         return True
     width = 2 if cut[0] < 0xE0 else 3 if cut[0] < 0xF0 else 4
-    # E0, F0 and F4 are followed by fewer than 64 bytes each; naming all those characters is not worth telling apart.
+    # E0, F0 and F4 have fewer than 64 second bytes. No grammar names all of those characters.
     return len(named) < 64 ** (width - len(cut)) and automaton.step(state, OTHER) is not None
 
 
 def tree_tokens(automaton: Automaton, state: Any, tree: Node) -> list[int]:
-    """Tokens of `tree` that may follow `state`, by following both."""
+    """Return the tokens of `tree` that may follow `state`: walks the tree and the automaton together."""
     found: list[int] = []
     pending = [(tree, state)]
     while pending:
@@ -89,7 +89,7 @@ def tree_tokens(automaton: Automaton, state: Any, tree: Node) -> list[int]:
     return found
 
 
-class ChoiceAutomaton:
+class ChoiceAutomaton(Automaton):
     """One of several texts. A state is a node of their prefix tree."""
 
     def __init__(self, choices: Iterable[str], tokens: CharacterTokens) -> None:
@@ -100,35 +100,31 @@ class ChoiceAutomaton:
         self._tokens = tokens
 
     def step(self, state: Node, character: str) -> Node | None:
-        """See `Automaton`."""
         return state.children.get(character)
 
     def final(self, state: Node) -> bool:
-        """See `Automaton`."""
         return bool(state.tokens)
 
     def mask(self, state: Node) -> NDArray[np.int32]:
-        """See `Automaton`."""
         return pack(tree_tokens(self, state, self._tokens.tree), self._tokens.vocabulary.padded_vocab_size)
 
     def following(self, state: Node) -> Collection[str]:
-        """See `Automaton`."""
         return state.children
 
     def key(self, state: Node) -> Hashable | None:
-        """See `Automaton`. Nodes are kept alive by the tree that they are in."""
+        """See `Automaton`. The `id` is unique: the tree keeps its nodes alive."""
         return id(state)
 
 
 class Machine:
-    """A regex as a table, int32 `[states + 1, symbols]`. The last state is the dead one; what leads nowhere is dead.
+    """A regex as a table, int32 `[states + 1, symbols]`. The last state is the dead one.
 
     Args:
         pattern: in the common subset (`guided.regex`), a full match.
-        usable: which characters a text may hold at all.
+        usable: whether a text may contain a character.
 
     Raises:
-        InvalidConstraint: it matches no text.
+        InvalidConstraint: no text matches it.
     """
 
     def __init__(self, pattern: str, usable: Callable[[str], bool] = lambda _: True) -> None:
@@ -148,12 +144,12 @@ class Machine:
         self.characters: frozenset[str] = frozenset(c for c in self.fsm.alphabet if c is not anything_else)
 
     def symbol(self, character: str) -> int:
-        """The column of a character."""
+        """Return the column of a character."""
         known = character in self.characters and character != OTHER
         return int(self.fsm.alphabet[character if known else anything_else])
 
     def symbols(self, columns: Columns) -> NDArray[np.int32]:
-        """The columns of an alphabet."""
+        """Return the columns of an alphabet."""
         return np.array([self.symbol(character) for character in columns.alphabet], dtype=np.int32)
 
     def _drop_dead_ends(self, usable: Callable[[str], bool]) -> None:
@@ -182,8 +178,8 @@ class Machine:
                 del transitions[symbol]
 
 
-class RegexAutomaton:
-    """A regex. A state is a row of its machine's table."""
+class RegexAutomaton(Automaton):
+    """A regex. A state is a row of the table."""
 
     def __init__(self, pattern: str, tokens: CharacterTokens) -> None:
         self._machine = Machine(pattern)
@@ -193,16 +189,14 @@ class RegexAutomaton:
         self._symbols = self._machine.symbols(tokens.columns)
 
     def step(self, state: int, character: str) -> int | None:
-        """See `Automaton`."""
         after = int(self._machine.table[state, self._machine.symbol(character)])
         return None if after == self._machine.dead else after
 
     def final(self, state: int) -> bool:
-        """See `Automaton`."""
         return bool(self._machine.finals[state])
 
     def mask(self, state: int) -> NDArray[np.int32]:
-        """See `Automaton`. All tokens at once, a column of characters a step."""
+        """See `Automaton`. Processes all tokens at once, one column of characters per step."""
         tokens = self._tokens
         ends = tokens.columns.run(self._machine.table, self._symbols, state, self._machine.dead)
         live = ends != self._machine.dead
@@ -215,11 +209,9 @@ class RegexAutomaton:
         return pack(tokens.ids[live], tokens.vocabulary.padded_vocab_size)
 
     def following(self, state: int) -> Collection[str]:
-        """See `Automaton`."""
         live = np.flatnonzero(self._machine.table[state] != self._machine.dead).tolist()
         found = [character for symbol in live for character in self._machine.fsm.alphabet.by_transition[symbol]]
         return [OTHER if character is anything_else else character for character in found]
 
     def key(self, state: int) -> Hashable | None:
-        """See `Automaton`."""
         return state

@@ -1,7 +1,7 @@
-"""lm-format-enforcer's `JsonSchemaParser` as an automaton, held to JSON's syntax.
+"""lm-format-enforcer's `JsonSchemaParser` as an automaton, combined with the syntax of JSON.
 
-By itself the parser takes trailing commas, `1.e5`, raw tabs in strings and 1e-5 for an integer; `json_syntax` runs
-beside it and both have to agree. Within strings, where nearly every token may follow, tokens are not tried one by one.
+The parser alone accepts trailing commas, `1.e5`, raw tabs in strings, and 1e-5 as an integer. `json_syntax` runs in
+parallel, and both must accept. Within strings, where nearly every token is allowed, tokens are not tried one by one.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from lmformatenforcer.jsonschemaparser import (
 from numpy.typing import NDArray
 
 from guided.backends.character_tokens import OTHER, CharacterTokens, Ids
-from guided.backends.lmformatenforcer_automata import Machine, config, tree_tokens
-from guided.backends.lmformatenforcer_schema import Prepared
+from guided.backends.lmformatenforcer_automata import Automaton, Machine, config, tree_tokens
+from guided.backends.lmformatenforcer_schema import Lowered
 from guided.bitmask import pack
 from guided.errors import InvalidConstraint, UnsupportedConstraint
 from guided.schema import json_syntax
@@ -37,7 +37,7 @@ _SPACE = " \t\n\r"
 
 
 class JsonState:
-    """Where the schema's parser and JSON's syntax are."""
+    """The states of the schema's parser and of the JSON syntax."""
 
     __slots__ = ("allowed", "commas", "parser", "spaced", "syntax")
 
@@ -45,43 +45,43 @@ class JsonState:
         self.parser = parser
         self.syntax = syntax
         self.commas = commas
-        """How many commas each open array has had, the outermost first."""
+        """Number of commas in each open array, the outermost first."""
         self.allowed = _characters(parser.get_allowed_characters())
         self.spaced: JsonState | None = None
-        """Where whitespace between JSON tokens leads, once known: many tokens are runs of it, in any mixture."""
+        """The state after whitespace between JSON tokens, once known: many tokens are runs of any whitespace."""
 
 
 @lru_cache(maxsize=4096)
 def _characters(text: str) -> frozenset[str]:
-    """Few different ones stand for many states: shared, they take no time and no memory."""
+    """Share equal sets: many states have one of a few."""
     return frozenset(text)
 
 
-class JsonAutomaton:
+class JsonAutomaton(Automaton):
     """A JSON Schema.
 
     Args:
-        prepared: the schema as the library can enforce it.
-        spaces: whitespace may stand between JSON tokens.
+        lowered: the schema in the library's terms.
+        spaces: allow whitespace between JSON tokens.
     """
 
-    def __init__(self, prepared: Prepared, tokens: CharacterTokens, spaces: bool) -> None:
+    def __init__(self, lowered: Lowered, tokens: CharacterTokens, spaces: bool) -> None:
         self._spaces = spaces
-        self._machines = {pattern: _machine(pattern) for pattern in prepared.patterns}
-        characters = frozenset().union(*prepared.literals, *(machine.characters for machine in self._machines.values()))
+        self._machines = {pattern: _machine(pattern) for pattern in lowered.patterns}
+        characters = frozenset().union(*lowered.literals, *(machine.characters for machine in self._machines.values()))
         self.named = frozenset(character for character in characters if character >= "\x80")
         self._symbols = {
             pattern: machine.symbols(tokens.strings.contents) for pattern, machine in self._machines.items()
         }
         self._tokens = tokens
-        self.start = JsonState(self._parser(prepared.schema), json_syntax.START)
+        self.start = JsonState(self._parser(lowered.schema), json_syntax.START)
 
     def _parser(self, schema: dict[str, Any]) -> JsonSchemaParser:
         settings = config(self.named)
         context = JsonSchemaParser._Context()
         context.model_class = JsonSchemaObject(**copy.deepcopy(schema))
         context.alphabet_without_quotes = settings.alphabet.replace('"', "")
-        # The library's own cache is shared by all parsers of the process, and holds machines with dead ends.
+        # The library's own cache is shared by all parsers of the process, and its automata have dead ends.
         context.regex_parser_cache = {}
         for pattern, machine in self._machines.items():
             machine.parser.config = settings
@@ -89,10 +89,9 @@ class JsonAutomaton:
         return JsonSchemaParser(context, settings)
 
     def step(self, state: JsonState, character: str) -> JsonState | None:
-        """See `Automaton`."""
         if character not in _SPACE or state.syntax[1].startswith(("text", "name")):
             return self._step(state, character)
-        if state.spaced is not None:  # whichever it is
+        if state.spaced is not None:  # equal for all whitespace
             return state.spaced if character in state.allowed else None
         state.spaced = self._step(state, character)
         return state.spaced
@@ -109,19 +108,16 @@ class JsonAutomaton:
             parser = _with_first_space(parser)
         commas = _commas(state, syntax, character)
         after = JsonState(_counted(parser, commas) if commas else parser, syntax, commas)
-        # The library may go on to a state in which it allows nothing: that is a wrong turn, not an answer.
+        # The library may continue to a state that allows nothing: a dead end.
         return after if after.allowed or self.final(after) else None
 
     def final(self, state: JsonState) -> bool:
-        """See `Automaton`."""
         return json_syntax.complete(state.syntax) and bool(state.parser.can_end())
 
     def following(self, state: JsonState) -> Collection[str]:
-        """See `Automaton`."""
         return [c for c in state.allowed if json_syntax.step(state.syntax, c, self._spaces) is not None]
 
     def mask(self, state: JsonState) -> NDArray[np.int32]:
-        """See `Automaton`."""
         options = _options(state.parser)
         if len(options) > 1:
             masks = [self.mask(JsonState(option, state.syntax, state.commas)) for option in options]
@@ -131,15 +127,17 @@ class JsonAutomaton:
         if string is not None:
             return self._in_string(state, string)
         found = tree_tokens(self, state, self._tokens.tree)
-        state.spaced = None  # the state is kept; what the tree's runs of whitespace lead to need not be
+        state.spaced = None  # frees the states of the tree's runs of whitespace: this state is cached
         return self._pack(found)
 
     def _pack(self, tokens: Any) -> NDArray[np.int32]:
         return pack(tokens, self._tokens.vocabulary.padded_vocab_size)
 
     def _in_string(self, state: JsonState, string: StringParsingState) -> NDArray[np.int32]:
-        """Within a string that is free or follows a pattern: content tokens by length or by the pattern's table,
-        closing ones by what follows the quote."""
+        """Return the mask within a string that is free or has a pattern.
+
+        Content tokens are found by length or by the pattern's table, closing tokens by the text after the quote.
+        """
         strings = self._tokens.strings
         if string.regex_parser is None:
             low, high = _room(string)
@@ -166,7 +164,7 @@ class JsonAutomaton:
     def _with_closing(
         self, state: JsonState, inside: NDArray[np.int32], closing: Ids, content: str | None
     ) -> NDArray[np.int32]:
-        """`inside`, and those of `closing` whose text behind the quote may stand; `content` leads to where it ends."""
+        """Add the `closing` tokens with an allowed text after the quote. `content`: text that completes the string."""
         strings = self._tokens.strings
         after: JsonState | None = state if content is not None and len(closing) else None
         for character in (content or "") + '"':
@@ -177,12 +175,12 @@ class JsonAutomaton:
         return inside | self._pack(strings.tokens[closing[np.isin(strings.rests[closing], spelled)]])
 
     def _may_continue(self, machine: Machine, state: int, cut: bytes) -> bool:
-        """Whether a character that the schema names, and that starts with the bytes `cut`, may follow."""
+        """Return whether a character that the schema names and that starts with the bytes `cut` may follow."""
         following = machine.table[state]
         return any(c.encode().startswith(cut) and following[machine.symbol(c)] != machine.dead for c in self.named)
 
     def _content_to_final(self, machine: Machine, string: StringParsingState) -> str | None:
-        """The shortest text from here to where the pattern is satisfied; None where it is longer than any token."""
+        """Return the shortest text that satisfies the pattern; None if it is longer than any token."""
         start = machine.numbers[string.regex_parser.current_state]
         seen, pending = {start}, [(start, "")]
         for state, text in pending:
@@ -207,7 +205,6 @@ class JsonAutomaton:
         )
 
     def key(self, state: JsonState) -> Hashable | None:
-        """See `Automaton`."""
         key = _key(state.parser)
         return None if key is None else (key, state.syntax)
 
@@ -215,7 +212,7 @@ class JsonAutomaton:
 def _machine(pattern: str) -> Machine:
     try:
         return Machine(pattern, _may_stand_in_a_string)
-    except InvalidConstraint:  # what it matches has to be escaped
+    except InvalidConstraint:  # every match must be escaped
         raise UnsupportedConstraint(
             "lm-format-enforcer can't enforce a pattern that only text with quotes, backslashes or control characters"
             " matches",
@@ -228,7 +225,7 @@ def _may_stand_in_a_string(character: str) -> bool:
 
 
 def _with_first_space(parser: CharacterLevelParser) -> CharacterLevelParser:
-    """The library skips a space that a string begins with: it would not count, nor be matched."""
+    """Add the first space of a string: the library skips it, so it would neither count nor be matched."""
     if isinstance(parser, JsonSchemaParser) and parser.object_stack:
         parser.object_stack[-1] = _with_first_space(parser.object_stack[-1])
     elif isinstance(parser, UnionParser):
@@ -242,7 +239,7 @@ def _with_first_space(parser: CharacterLevelParser) -> CharacterLevelParser:
 
 
 def _after(parser: CharacterLevelParser, symbol: str) -> CharacterLevelParser:
-    """The library would have two arrays, alternatives of each other, read their items from one stack."""
+    """Advance each alternative separately: the library reads the items of alternative arrays from one stack."""
     options = _options(parser)
     if len(options) < 2:
         return parser.add_character(symbol)
@@ -251,7 +248,7 @@ def _after(parser: CharacterLevelParser, symbol: str) -> CharacterLevelParser:
 
 
 def _commas(state: JsonState, syntax: json_syntax.State, character: str) -> tuple[int, ...]:
-    """What `commas` is after `character`, which leads to `syntax`."""
+    """Return `commas` after `character`, which leads to `syntax`."""
     before, after = state.syntax[0], syntax[0]
     if len(after) > len(before):
         return (*state.commas, 0) if character == "[" else state.commas
@@ -263,7 +260,7 @@ def _commas(state: JsonState, syntax: json_syntax.State, character: str) -> tupl
 
 
 def _counted(parser: CharacterLevelParser, commas: tuple[int, ...]) -> CharacterLevelParser:
-    """The library counts an item twice where whitespace follows it: its lists get the right counts."""
+    """Correct the item counts: the library counts an item twice if whitespace follows it."""
     if isinstance(parser, UnionParser):
         return UnionParser([_counted(option, commas) for option in parser.parsers])
     if not isinstance(parser, JsonSchemaParser):
@@ -271,7 +268,7 @@ def _counted(parser: CharacterLevelParser, commas: tuple[int, ...]) -> Character
     numbers = iter(commas)
     for index, item in enumerate(parser.object_stack):
         if isinstance(item, ListParsingState) and item.seen_list_opener and not item.seen_list_closer:
-            # It adds one to the count of a list below the top, for the item that is being read there.
+            # The library adds one to the count of a list below the top, for the item that is being read.
             seen = next(numbers, 0) + (index == len(parser.object_stack) - 1)
             if item.num_items_seen != seen:
                 item = item._clone()
@@ -281,7 +278,7 @@ def _counted(parser: CharacterLevelParser, commas: tuple[int, ...]) -> Character
 
 
 def _options(parser: CharacterLevelParser) -> list[CharacterLevelParser]:
-    """What a union is a union of: the tokens that may follow it are those that may follow any of them."""
+    """Return the alternatives of a union: the tokens that may follow are those of all of them."""
     if isinstance(parser, UnionParser):
         return list(parser.parsers)
     if (
@@ -301,7 +298,7 @@ def _options(parser: CharacterLevelParser) -> list[CharacterLevelParser]:
 
 
 def _top(parser: CharacterLevelParser) -> Iterable[CharacterLevelParser]:
-    """The parsers that read the current value."""
+    """Iterate over the parsers that read the current value."""
     if isinstance(parser, UnionParser):
         for option in parser.parsers:
             yield from _top(option)
@@ -313,13 +310,13 @@ def _top(parser: CharacterLevelParser) -> Iterable[CharacterLevelParser]:
 
 
 def _whole(parser: CharacterLevelParser, symbol: str) -> bool:
-    """Only integers are being read that would take `symbol` (the library lets them have fractions and exponents)."""
+    """Whether only integers would accept `symbol` (the library allows fractions and exponents in them)."""
     takers = [top for top in _top(parser) if symbol in top.get_allowed_characters()]
     return all(isinstance(top, NumberParsingState) and not top.allow_floating_point for top in takers)
 
 
 def _open_string(parser: CharacterLevelParser) -> StringParsingState | None:
-    """The string that is being read, if it is free or follows a pattern."""
+    """Return the string that is being read, if it is free or has a pattern."""
     if not isinstance(parser, JsonSchemaParser) or not parser.object_stack:
         return None
     top = parser.object_stack[-1]
@@ -329,14 +326,15 @@ def _open_string(parser: CharacterLevelParser) -> StringParsingState | None:
 
 
 def _room(string: StringParsingState) -> tuple[int, int]:
-    """How many more characters the string needs, and may have."""
+    """Return how many more characters the string needs and may have."""
     length = len(string.parsed_string)
     high = np.iinfo(np.int64).max if string.max_length is None else string.max_length - length
     return max(0, (string.min_length or 0) - length), high
 
 
 def _key(parser: CharacterLevelParser) -> Hashable | None:
-    """What decides which tokens may follow. Schema objects count by identity: whoever keeps a key keeps its parser."""
+    """Return a key that is equal for parsers with the same mask. It contains the `id` of schema objects, so the parser
+    must be kept alive with the key."""
     match parser:
         case JsonSchemaParser():
             stack = tuple(map(_key, parser.object_stack))

@@ -1,11 +1,13 @@
-"""xgrammar: fast masks, slow compilations (a second on average, some never end: compile where it may be killed).
+"""Adapter for xgrammar: fast masks, slow compilation.
 
-What to know of it:
+Compilation takes a second on average, and sometimes it never ends: run it in a process that may be killed.
 
-- It ignores what it doesn't know: `xgrammar_schema.py` keeps such schemas from it.
-- Where it allows "any character" it allows overlong spellings and surrogates, which are no UTF-8: masked here.
+Properties of the library that the adapter compensates:
+
+- It ignores keywords that it doesn't know: `xgrammar_schema.py` refuses such schemas.
+- Where it allows "any character", it allows overlong forms and surrogates, which are no UTF-8: they are masked here.
 - It sets bits of special tokens when nearly everything is allowed: the worker clears them.
-- It logs to stderr what it is given wrong: tokens are looked at before it sees them.
+- It logs wrong input to stderr: tokens are checked before it gets them.
 """
 
 from __future__ import annotations
@@ -17,7 +19,6 @@ import time
 from bisect import bisect_right
 from collections.abc import Sequence
 from functools import cached_property
-from types import TracebackType
 from typing import Any, ClassVar
 
 import numpy as np
@@ -25,10 +26,12 @@ import xgrammar
 from numpy.typing import NDArray
 
 from guided import regex
+from guided.backends.base import Backend, CompiledGrammar, Matcher
+from guided.backends.native import guard
 from guided.backends.xgrammar_ebnf import ebnf, quoted
 from guided.backends.xgrammar_schema import Lowered, lower
 from guided.bitmask import pack
-from guided.constraint import KINDS, Constraint, ConstraintKind
+from guided.constraint import Constraint
 from guided.errors import BackendError, InvalidConstraint, TokenRejected, UnsupportedConstraint, bounded
 from guided.grammar import parse_gbnf, syntax
 from guided.vocabulary import Vocabulary
@@ -36,32 +39,40 @@ from guided.vocabulary import Vocabulary
 __all__ = ["XGrammarBackend"]
 
 _FORBIDDEN_SECOND = {0xE0: (0x80, 0x9F), 0xED: (0xA0, 0xBF), 0xF0: (0x80, 0x8F)}
-"""First byte of a character -> second bytes (first, last) that UTF-8 does not have after it (RFC 3629, section 4)."""
+"""First byte of a character -> range of second bytes that are invalid after it in UTF-8 (RFC 3629, section 4)."""
 _NOT_UTF8 = re.compile(rb"\xe0[\x80-\x9f]|\xed[\xa0-\xbf]|\xf0[\x80-\x8f]")
 _ESCAPES = re.compile(r"^basic_escape ::= .*$", re.MULTILINE)
-"""The rule for what follows a backslash ..."""
+"""The rule for the characters after a backslash ..."""
 _PLAIN_ESCAPES = r"basic_escape ::= ([\"\\bfnrt])"
-"""... and without `u0061` and `/`: letters that have another spelling."""
+"""... and the same without `u0061` and `/`: they would be a second way to write a character."""
 _CHARACTERS = re.compile(re.escape(r"[^\"\\\r\n]"))
-"""One character of a string with a length, in a rule of its own or not (no literal of JSON text looks like it) ..."""
+"""One character of a string with a length, in any rule (no literal of JSON text looks like it) ..."""
 _ONE_CHARACTER = r"[^\0-\x1f\"\\]"
-"""... as JSON has them. No escapes: only a plain class is compiled ahead, anything else makes each mask take 0.4 s."""
+"""... and the same as in JSON. No escapes: only a plain class is precompiled, otherwise each mask takes 0.4 s."""
 _PATTERNS = re.compile(r'Regex\("\^pattern(\d+)\$", json_string=true\)')
-"""What stands for a pattern (no literal of JSON text looks like it)."""
+"""The placeholder of a pattern (no literal of JSON text looks like it)."""
 _SOURCE_LINE = re.compile(r"^\[[\d:]+\] \S+?:\d+: ")
 
 
-_QUICK_SECONDS = 1.0
-"""What compiles in less is compiled again where it is needed. Writing and reading xgrammar's JSON, tens of megabytes,
-takes twice as long as compiling the usual schema (131,072 tokens: 0.46 s to 0.27; 2,048: 0.047 to 0.006), and reading
-it holds the interpreter's lock, compiling doesn't."""
+QUICK_SECONDS = 1.0
+"""A grammar that compiles in less time is compiled again instead of serialised. To write and read tens of megabytes of
+xgrammar's JSON takes twice as long as to compile a usual schema (131,072 tokens: 0.46 s and 0.27 s; 2,048 tokens: 0.047
+s and 0.006 s), and reading holds the GIL, while compiling releases it."""
 
 
-class XGrammarBackend:
-    """One tokenizer and one compiler, single-threaded and without a cache (`grammar_cache.py` is ours)."""
+def _message(error: BaseException) -> str:
+    # xgrammar may cut its quotations within a character.
+    text = error.object.decode("utf-8", "replace") if isinstance(error, UnicodeDecodeError) else str(error)
+    return bounded(_SOURCE_LINE.sub("", text).strip())
+
+
+_native = guard("xgrammar", _message)
+
+
+class XGrammarBackend(Backend):
+    """One tokenizer and one compiler, single-threaded and without its own cache (see `grammar_cache.py`)."""
 
     name: ClassVar[str] = "xgrammar"
-    kinds: ClassVar[frozenset[ConstraintKind]] = frozenset(KINDS)
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         with _native:
@@ -75,19 +86,17 @@ class XGrammarBackend:
         self._tokens = _Tokens(vocabulary)
 
     def compile(self, constraint: Constraint) -> XGrammarGrammar:
-        """See `Backend.compile`."""
         started = time.thread_time()
         try:
             compiled = self._compile(constraint)
             return XGrammarGrammar(self._tokens, compiled, time.thread_time() - started)
         except (RuntimeError, UnicodeDecodeError) as error:
-            # What is malformed was found before (schemas, regexes, GBNF): the rest is what xgrammar can't do.
+            # Malformed schemas, regexes and GBNF were refused before: xgrammar can't enforce the others.
             malformed = constraint.kind == "grammar" and syntax(constraint.source) == "lark"
             refusal = InvalidConstraint if malformed else UnsupportedConstraint
             raise refusal(f"xgrammar refuses the {constraint.kind}: {_message(error)}", param=constraint.kind) from None
 
     def load(self, constraint: Constraint, dumped: bytes) -> XGrammarGrammar:
-        """See `Backend.load`."""
         if not dumped:
             return self.compile(constraint)
         with _native:
@@ -113,9 +122,9 @@ class XGrammarBackend:
 
     def _compile_lark(self, text: str) -> Any:
         grammar = xgrammar.Grammar.from_lark(text, tokenizer_info=self._tokenizer)
-        for name in _hollow(str(grammar)):
+        for name in _rules_without_text(str(grammar)):
             raise UnsupportedConstraint(
-                f"xgrammar can't: rule {bounded(name, 60)!r} derives nothing but itself and the empty text",
+                f"xgrammar can't enforce rule {bounded(name, 60)!r}: it derives nothing but itself and the empty text",
                 param="grammar",
             )
         return self._compiler.compile_grammar(grammar)
@@ -123,42 +132,42 @@ class XGrammarBackend:
     def _compile_schema(self, schema: Lowered, whitespace: str | None) -> Any:
         if whitespace:
             raise UnsupportedConstraint(
-                f"xgrammar can't enforce the whitespace pattern {bounded(whitespace, 60)!r}: only none at all, or the"
-                " usual one (leave it out)",
+                f"xgrammar can't enforce the whitespace pattern {bounded(whitespace, 60)!r}: only no whitespace, or the"
+                " default (leave it out)",
                 param="whitespace_pattern",
             )
-        # Not strict: an object is open unless its schema says otherwise.
+        # Not strict: an object is open unless its schema closes it.
         style: dict[str, Any] = {"any_whitespace": True, "strict_mode": False}
         if whitespace is not None:
             style |= {"any_whitespace": False, "separators": (",", ":")}
-        grammar = _mended(str(xgrammar.Grammar.from_json_schema(schema.text, **style)), schema)
+        grammar = _corrected(str(xgrammar.Grammar.from_json_schema(schema.text, **style)), schema)
         if whitespace is None:
-            # In a JSON string a line break is written \\n: this class of raw ones stands between tokens only.
+            # In a JSON string a line break is written \\n: this class with raw ones occurs between tokens only.
             grammar = grammar.replace(_ANY_WHITESPACE, "usual_whitespace") + _USUAL_WHITESPACE
         return self._compiler.compile_grammar(xgrammar.Grammar.from_ebnf(grammar))
 
 
-def _mended(grammar: str, schema: Lowered) -> str:
-    """xgrammar's grammar of a schema, as text, without its three mistakes (see `Lowered`)."""
+def _corrected(grammar: str, schema: Lowered) -> str:
+    """Correct the three mistakes in xgrammar's grammar of a schema (see `Lowered`)."""
     mistakes = [(_ESCAPES, _PLAIN_ESCAPES)] if schema.open_names else []
     mistakes += [(_CHARACTERS, _ONE_CHARACTER)] if schema.lengths else []
     for rule, right in mistakes:
         if not rule.search(grammar):
-            raise BackendError("xgrammar's grammar of JSON is not the one that is known here")
+            raise BackendError("this version of xgrammar has an unknown grammar of JSON")
         grammar = right.join(rule.split(grammar))
     for number, node in enumerate(schema.patterns):
         grammar += f"\npattern_{number} ::= {ebnf(node)}"
     return _PATTERNS.sub(r"(pattern_\1)", grammar)
 
 
-def _hollow(grammar: str) -> list[str]:
-    """Rules of xgrammar's own text of a grammar from which no text can be reached: they crash it (a segfault)."""
+def _rules_without_text(grammar: str) -> list[str]:
+    """Return the rules that derive no text, in xgrammar's own notation: they crash it (a segfault)."""
     bodies = dict(_RULE.findall(grammar))
-    solid = {name for name, body in bodies.items() if _TEXT.search(body)}
-    names = {name: set(_NAME.findall(body)) for name, body in bodies.items() if name not in solid}
-    while grown := {name for name, used in names.items() if name not in solid and used & solid}:
-        solid |= grown
-    return [name for name in bodies if name not in solid]
+    with_text = {name for name, body in bodies.items() if _TEXT.search(body)}
+    names = {name: set(_NAME.findall(body)) for name, body in bodies.items() if name not in with_text}
+    while grown := {name for name, used in names.items() if name not in with_text and used & with_text}:
+        with_text |= grown
+    return [name for name in bodies if name not in with_text]
 
 
 _RULE = re.compile(r"^(\S+) ::= (.*)$", re.MULTILINE)
@@ -170,11 +179,11 @@ _USUAL_WHITESPACE = '\nusual_whitespace ::= "" | " " | "\\r"? "\\n" [ \\t]{0,40}
 """`guided.constraint.USUAL_WHITESPACE`."""
 
 
-class XGrammarGrammar:
-    """A compiled grammar; it does not hold the vocabulary.
+class XGrammarGrammar(CompiledGrammar):
+    """A compiled grammar, without the vocabulary.
 
     Args:
-        seconds: what compiling it took, of computing.
+        seconds: CPU time of the compilation.
     """
 
     def __init__(self, tokens: _Tokens, compiled: Any, seconds: float) -> None:
@@ -184,33 +193,32 @@ class XGrammarGrammar:
         self.nbytes = int(compiled.memory_size_bytes)
 
     def matcher(self) -> XGrammarMatcher:
-        """See `CompiledGrammar.matcher`."""
         with _native:
             return XGrammarMatcher(self._tokens, xgrammar.GrammarMatcher(self._compiled), [])
 
     def dump(self) -> bytes:
-        """xgrammar's own JSON, without the tokenizer; nothing where compiling again takes as little."""
-        if self._seconds < _QUICK_SECONDS:
+        """xgrammar's own JSON, without the tokenizer; empty if compiling again is quick."""
+        if self._seconds < QUICK_SECONDS:
             return b""
         with _native:
             return str(self._compiled.serialize_json()).encode("utf-8")
 
 
-class XGrammarMatcher:
-    """One sequence. xgrammar sees stop tokens too: they count in its rollback."""
+class XGrammarMatcher(Matcher):
+    """One sequence. xgrammar gets stop tokens as well: they count in its rollback."""
 
     def __init__(self, tokens: _Tokens, matcher: Any, accepted: list[int]) -> None:
         self._tokens = tokens
-        self._matcher = matcher
+        self.native = matcher
+        """The library's own matcher."""
         self._accepted = accepted
 
     def accept_tokens(self, token_ids: Sequence[int]) -> None:
-        """See `Matcher.accept_tokens`."""
         for token in token_ids:
             if not self._tokens.known(token):
                 raise TokenRejected(f"token {token} is special or outside the vocabulary")
             with _native:
-                accepted = self._tokens.follows(token, self._accepted) and self._matcher.accept_token(token)
+                accepted = self._tokens.follows(token, self._accepted) and self.native.accept_token(token)
             if not accepted:
                 raise TokenRejected(f"token {token} is not allowed here")
             self._accepted.append(token)
@@ -218,51 +226,47 @@ class XGrammarMatcher:
     def fill_bitmask(self, row: NDArray[np.int32]) -> None:
         """See `Matcher.fill_bitmask`. Written in place, without a copy."""
         with _native:
-            if not self._matcher.fill_next_token_bitmask(row):
-                row.fill(-1)  # "needn't be applied"
+            if not self.native.fill_next_token_bitmask(row):
+                row.fill(-1)  # everything is allowed
         self._tokens.keep_utf8(row, self._accepted)
 
     def rollback(self, count: int) -> None:
-        """See `Matcher.rollback`."""
         if count:
             with _native:
-                self._matcher.rollback(count)
+                self.native.rollback(count)
             del self._accepted[-count:]
 
     def fork(self) -> XGrammarMatcher:
-        """See `Matcher.fork`."""
         with _native:
-            return XGrammarMatcher(self._tokens, self._matcher.fork(), list(self._accepted))
+            return XGrammarMatcher(self._tokens, self.native.fork(), list(self._accepted))
 
     def is_accepting(self) -> bool:
-        """See `Matcher.is_accepting`."""
         with _native:
-            return bool(self._matcher.is_completed())
+            return bool(self.native.is_completed())
 
     def is_terminated(self) -> bool:
-        """See `Matcher.is_terminated`."""
         with _native:
-            return bool(self._matcher.is_terminated())
+            return bool(self.native.is_terminated())
 
     def forced_tokens(self) -> list[int]:
-        """See `Matcher.forced_tokens`. Less the tokens at the end that what follows could make longer."""
+        """See `Matcher.forced_tokens`. Tokens at the end are left out if the text after them may make them longer."""
         with _native:
-            if self._matcher.is_terminated():
+            if self.native.is_terminated():
                 return []
             try:
-                text = str(self._matcher.find_jump_forward_string())
-            except UnicodeDecodeError:  # within a character
+                text = str(self.native.find_jump_forward_string())
+            except UnicodeDecodeError:  # the text ends within a character
                 return []
             tokens = self._tokens.certain(text) if text else []
             if tokens:
-                trial = self._matcher.fork()
+                trial = self.native.fork()
                 if not all(trial.accept_token(token) for token in tokens):
                     return []
         return tokens
 
 
 class _Tokens:
-    """What the matchers of one vocabulary share."""
+    """The data that all matchers of one vocabulary share."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
@@ -279,16 +283,16 @@ class _Tokens:
         self._keep_after = {lead: ~pack(tokens, width) for lead, tokens in self._seconds.items()}
 
     def known(self, token: int) -> bool:
-        """It is text, or it stops."""
+        """Whether `token` is a text token or a stop token."""
         return token in self._known
 
     def follows(self, token: int, accepted: list[int]) -> bool:
-        """`token` after `accepted` can be UTF-8."""
+        """Whether `token` after `accepted` can be UTF-8."""
         lead = self._leads.get(accepted[-1]) if accepted else None
         return token not in self._never and (lead is None or token not in self._seconds[lead])
 
     def keep_utf8(self, row: NDArray[np.int32], accepted: list[int]) -> None:
-        """Forbid what does not follow, in place."""
+        """Forbid tokens that would not be UTF-8 after `accepted`, in place."""
         if self._keep_always is not None:
             np.bitwise_and(row, self._keep_always, out=row)
         lead = self._leads.get(accepted[-1]) if accepted else None
@@ -296,7 +300,7 @@ class _Tokens:
             np.bitwise_and(row, self._keep_after[lead], out=row)
 
     def certain(self, text: str) -> list[int]:
-        """The tokens that `text` begins with, whatever comes after it."""
+        """Return the first tokens of `text` that are the same whatever text follows."""
         rest, found = text.encode("utf-8"), []
         for token in self._vocabulary.encode(text):
             place = bisect_right(self._sorted, rest)
@@ -309,25 +313,3 @@ class _Tokens:
     @cached_property
     def _sorted(self) -> list[bytes]:
         return sorted({self._vocabulary.token_bytes[token] for token in self._vocabulary.text_token_ids})
-
-
-class _Native:
-    """Whatever the library raises becomes a `BackendError`."""
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if error is not None and isinstance(error, Exception) and not isinstance(error, BackendError):
-            raise BackendError(f"xgrammar: {_message(error)}") from error
-
-
-_native = _Native()
-
-
-def _message(error: BaseException) -> str:
-    # It cuts what it quotes between bytes.
-    text = error.object.decode("utf-8", "replace") if isinstance(error, UnicodeDecodeError) else str(error)
-    return bounded(_SOURCE_LINE.sub("", text).strip())

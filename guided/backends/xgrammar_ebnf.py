@@ -1,4 +1,4 @@
-"""xgrammar's notation for grammars: texts and regexes as the right side of a rule."""
+"""Texts and regexes in xgrammar's notation for grammars."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ __all__ = ["ebnf", "quoted"]
 
 
 def quoted(text: str) -> str:
-    """Exactly `text`."""
+    """Return the literal `text`."""
     special = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\r": "\\r", "\t": "\\t"}
     return '"' + "".join(special.get(c, c if c >= " " else f"\\x{ord(c):02x}") for c in text) + '"'
 
 
 def ebnf(node: Node) -> str:
-    """What `node` matches."""
+    """Return `node` as the right side of a rule."""
     match node:
         case Chars(ranges):
             return "[" + "".join(_range(low, high) for low, high in ranges) + "]"

@@ -1,4 +1,4 @@
-"""JSON Schema: is it one (`document`), what does it mean (`graph`, `normal_form`), and what is that as a regex.
+"""JSON Schema: validation (`document`), meaning (`graph`, `normal_form`), and regexes for strings and numbers.
 
-Nothing here knows a grammar library; what each of those can enforce is said in its adapter, in `guided.backends`.
+Nothing here depends on a grammar library. The adapters in `guided.backends` know what each library can enforce.
 """

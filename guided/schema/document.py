@@ -1,10 +1,10 @@
-"""JSON Schema, before any grammar library sees it: is it one, does it hang together, and what is where.
+"""JSON Schema documents, checked before any grammar library gets them.
 
-`parse` refuses what is no schema, with a JSON pointer and the keyword; `walk_keywords` visits the schema positions that
-take part in validation, for the adapters' tables of what their library enforces; `close_objects` closes objects.
+`parse` refuses what is not a schema, with a JSON pointer and the keyword. `walk_keywords` visits the schema positions
+that take part in validation. `close_objects` forbids properties that a schema does not name.
 
-Nothing here recurses (a document's nesting is limited, the interpreter's stack too) and nothing is ever fetched.
-Regular expressions are only measured: their syntax is judged where they are compiled, in a process that may be killed.
+Nothing here recurses (the nesting of a document is limited, but so is the interpreter's stack), and nothing is fetched.
+Regular expressions are only measured: their syntax is checked where they are compiled, in a process that may be killed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 from guided.errors import MAX_ECHO, ConstraintTooLarge, InvalidConstraint, bounded
 from guided.limits import Limits
@@ -34,69 +34,61 @@ _BOUNDS = (
     ("minContains", "maxContains"),
     ("minimum", "maximum"),
 )
+_TYPES = ("string", "number", "integer", "boolean", "object", "array", "null")
+_TYPE_NAMES = {
+    type(None): "null",
+    bool: "a boolean",
+    str: "a string",
+    int: "a number",
+    float: "a number",
+    list: "an array",
+    dict: "an object",
+}
 
 
 def parse(schema: Mapping[str, Any] | bool | str, limits: Limits, param: str) -> dict[str, Any] | bool:
-    """`schema` (an object, a boolean, or either as JSON text) as a document that is a valid JSON Schema.
+    """Return `schema` (an object, a boolean, or either as JSON text) as a document that is a valid JSON Schema.
 
-    The dialect is `$schema`'s, 2020-12 where there is none that is known. Objects of the caller are not changed.
+    The dialect is that of `$schema`; 2020-12 if there is none or it is unknown. The caller's objects are not changed.
 
     Raises:
-        InvalidConstraint: not JSON (duplicate keys, NaN, NUL and lone surrogates included), not a schema, a `$ref` to
-            something outside the document or to nothing, an endless `$ref` loop, or nothing could ever match.
+        InvalidConstraint: not JSON (this includes duplicate keys, NaN, NUL and lone surrogates), not a schema, a `$ref`
+            out of the document or to nothing, an endless `$ref` loop, or a schema that no value can satisfy.
         ConstraintTooLarge: over one of `limits`.
     """
     try:
-        return _parse(schema, limits, param)
+        return _Checker(limits, param).parse(schema)
     except InvalidConstraint as error:
         if error.pointer is not None:
             error.pointer = ancestor(bounded(error.pointer, len(error.pointer) * 10), MAX_ECHO)
         raise
 
 
-def _parse(schema: Mapping[str, Any] | bool | str, limits: Limits, param: str) -> dict[str, Any] | bool:
-    document = _loads(schema, limits, param) if isinstance(schema, str) else schema
-    if isinstance(document, Mapping) and not isinstance(document, dict):
-        document = dict(document)
-    if not isinstance(document, dict | bool):
-        raise InvalidConstraint(
-            f"a JSON schema is an object or a boolean, not {_json_type(document)}", param=param, pointer=""
-        )
-    _check_values(document, limits, param)
-    if document is False:
-        raise InvalidConstraint("the schema is false: nothing matches it", param=param, pointer="")
-    if isinstance(document, dict):
-        dialect = Dialect.of(document)
-        graph = SchemaGraph.build(document, lambda position: _check_subschema(position, dialect, limits, param), param)
-        graph.refuse_endless_references(param)
-        _check_alternatives(graph, limits, param)
-    return document
-
-
 def walk_keywords(schema: dict[str, Any] | bool) -> Iterator[tuple[str, str, Any, dict[str, Any]]]:
-    """Every keyword that takes part in validation: `(pointer of the keyword, keyword, value, its subschema)`.
+    """Yield every keyword that takes part in validation: `(pointer of the keyword, keyword, value, its subschema)`.
 
-    Starts at the root, goes through applicators and local `$ref`s, visits each subschema once. Contents of `enum`,
-    `const`, `default` and `examples` are not schemas; a `$defs` entry that nothing refers to takes no part. `schema` is
-    one that `parse` returned.
+    The walk starts at the root, follows applicators and local `$ref`s, and visits each subschema once. The contents of
+    `enum`, `const`, `default` and `examples` are not schemas; a `$defs` entry without a reference takes no part.
+
+    Args:
+        schema: a document that `parse` returned.
     """
     if isinstance(schema, dict):
-        for node in SchemaGraph.build(schema, lambda _: None, "json_schema").reachable():
+        for node in SchemaGraph.build(schema).reachable():
             for keyword, value in node.schema.items():
                 yield f"{node.pointer}/{escape(keyword)}", keyword, value, node.schema
 
 
 def close_objects(schema: dict[str, Any] | bool) -> dict[str, Any] | bool:
-    """A copy in which each object schema with `properties` that says nothing on other ones has none.
+    """Return a copy in which each object schema that names `properties` forbids others, unless it says otherwise.
 
-    Left open are schemas that are only part of what describes their object: those under `allOf`, `if`, `then`, `else`,
-    `not`, `dependentSchemas`, those next to such a keyword or next to `$ref`, and alternatives (`anyOf`, `oneOf`) whose
-    parent has `properties` itself. `additionalProperties: false` doesn't see what its neighbours declare, so it would
-    forbid their properties there.
+    A schema that describes its object only in part stays open: one under `allOf`, `if`, `then`, `else`, `not` or
+    `dependentSchemas`, one next to such a keyword or next to `$ref`, and an alternative (`anyOf`, `oneOf`) of a schema
+    with `properties`. There, `additionalProperties: false` would forbid the properties that the neighbours declare.
     """
     document: dict[str, Any] | bool = json.loads(json.dumps(schema))
     if isinstance(document, dict):
-        graph = SchemaGraph.build(document, lambda _: None, "json_schema")
+        graph = SchemaGraph.build(document)
         partial = graph.partial_descriptions()
         for node in graph.nodes():
             silent = not node.schema.keys() & {"additionalProperties", "unevaluatedProperties"}
@@ -105,30 +97,165 @@ def close_objects(schema: dict[str, Any] | bool) -> dict[str, Any] | bool:
     return document
 
 
-def _loads(text: str, limits: Limits, param: str) -> Any:
-    if len(text) > limits.max_constraint_bytes:
-        raise ConstraintTooLarge(
-            f"the JSON schema is {len(text)} characters long; the limit is {limits.max_constraint_bytes} bytes",
-            param=param,
-        )
-    _check_text_nesting(text, limits, param)
-    try:
-        return json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant)
-    except ValueError as error:  # JSONDecodeError, and what the two hooks raise
-        raise InvalidConstraint(f"the JSON schema is not valid JSON: {bounded(error)}", param=param) from None
+class _Checker:
+    """One call of `parse`."""
 
+    def __init__(self, limits: Limits, param: str) -> None:
+        self._limits = limits
+        self._param = param
 
-def _check_text_nesting(text: str, limits: Limits, param: str) -> None:
-    """`json.loads` recurses once a bracket: count them first."""
-    depth = 0
-    for found in _STRING_OR_BRACKET.finditer(text):
-        first = text[found.start()]
-        if first in "[{":
-            depth += 1
-            if depth > limits.max_nesting:
-                raise _too_deep(limits, param, None)
-        elif first in "]}":
-            depth -= 1
+    def _invalid(self, message: str, pointer: str | None = None) -> InvalidConstraint:
+        return InvalidConstraint(message, param=self._param, pointer=pointer)
+
+    def _too_large(self, message: str, pointer: str | None = None) -> ConstraintTooLarge:
+        return ConstraintTooLarge(message, param=self._param, pointer=pointer)
+
+    def _too_deep(self, pointer: str | None) -> ConstraintTooLarge:
+        return self._too_large(f"the JSON schema is nested deeper than {self._limits.max_nesting} levels", pointer)
+
+    def parse(self, schema: Mapping[str, Any] | bool | str) -> dict[str, Any] | bool:
+        document = self._loads(schema) if isinstance(schema, str) else schema
+        if isinstance(document, Mapping) and not isinstance(document, dict):
+            document = dict(document)
+        self._check_kind(document, "a JSON schema", "")
+        self._check_values(document)
+        if document is False:
+            raise self._invalid("the schema is false: no value satisfies it", "")
+        if isinstance(document, dict):
+            dialect = Dialect.of(document)
+            graph = SchemaGraph.build(document, lambda position: self._check_subschema(position, dialect), self._param)
+            graph.refuse_endless_references(self._param)
+            self._check_alternatives(graph)
+        return document
+
+    def _check_kind(self, schema: Any, what: str, pointer: str) -> None:
+        if not isinstance(schema, dict | bool):
+            found = _TYPE_NAMES.get(type(schema), "an unknown value")
+            raise self._invalid(f"{what} is an object or a boolean, not {found}", pointer)
+
+    # ---- text and values -----------------------------------------------------------------------------------------
+
+    def _loads(self, text: str) -> Any:
+        limit = self._limits.max_constraint_bytes
+        if len(text) > limit:
+            raise self._too_large(f"the JSON schema is {len(text)} characters long; the limit is {limit} bytes")
+        self._check_text_nesting(text)
+        try:
+            return json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant)
+        except ValueError as error:  # JSONDecodeError, or raised by one of the hooks
+            raise self._invalid(f"the JSON schema is not valid JSON: {bounded(error)}") from None
+
+    def _check_text_nesting(self, text: str) -> None:
+        """Count brackets first: `json.loads` recurses once for each."""
+        depth = 0
+        for found in _STRING_OR_BRACKET.finditer(text):
+            first = text[found.start()]
+            depth += (first in "[{") - (first in "]}")
+            if depth > self._limits.max_nesting:
+                raise self._too_deep(None)
+
+    def _check_values(self, document: Any) -> None:
+        """Check that every value is JSON and none is nested too deep. Visits children in document order."""
+        stack: list[tuple[Any, str, int]] = [(document, "", 0)]
+        size = 0
+        """At most the document's bytes. Counted during the walk: shared objects may stand for any number of bytes."""
+        limit = self._limits.max_constraint_bytes
+        while stack:
+            value, pointer, depth = stack.pop()
+            size += 2 + (len(value) if isinstance(value, str) else 0)  # a digit or a bracket, and a comma
+            if isinstance(value, dict):
+                size += sum(len(key) + 3 for key in value if isinstance(key, str))
+            if size > limit:
+                raise self._too_large(f"the JSON schema is longer than the limit of {limit} bytes")
+            if isinstance(value, str):
+                self._check_string(value, pointer)
+            elif isinstance(value, dict | list | tuple):
+                if depth >= self._limits.max_nesting:
+                    raise self._too_deep(pointer)
+                if isinstance(value, dict):
+                    for key in value:
+                        if not isinstance(key, str):
+                            raise self._invalid(f"the key {bounded(key)} is not a string", pointer)
+                        self._check_string(key, pointer)
+                named = value.items() if isinstance(value, dict) else enumerate(value)
+                children = [(child, f"{pointer}/{escape(str(name))}", depth + 1) for name, child in named]
+                stack.extend(reversed(children))
+            elif isinstance(value, float):
+                if not math.isfinite(value):
+                    raise self._invalid(f"{value} is not a JSON number", pointer)
+            elif value is not None and not isinstance(value, int):
+                raise self._invalid(f"{type(value).__name__} is not a JSON value", pointer)
+
+    def _check_string(self, text: str, pointer: str) -> None:
+        if "\x00" in text:
+            raise self._invalid("a NUL character, which no backend can take", pointer)
+        if not text.isascii():
+            try:
+                text.encode("utf-8")
+            except UnicodeEncodeError:
+                raise self._invalid("a lone surrogate is not valid Unicode", pointer) from None
+
+    # ---- subschemas ----------------------------------------------------------------------------------------------
+
+    def _check_subschema(self, position: Position, dialect: Dialect) -> None:
+        """Check one subschema alone: each value by the dialect's meta-schema, then limits and contradictions."""
+        schema, pointer = position
+        self._check_kind(schema, "a schema", pointer)
+        if isinstance(schema, bool):
+            return
+        for keyword, value in schema.items():
+            fault = dialect.fault(keyword, value)
+            if fault is not None:
+                message = f"{keyword!r} is not valid: {fault.message}{_suggestion(keyword, value)}"
+                raise self._invalid(message, f"{pointer}/{escape(keyword)}{fault.inside}")
+        self._check_patterns(schema, pointer)
+        self._check_sizes(schema, pointer)
+        if "/not/" not in f"{pointer}/":  # under `not`, a schema that no value satisfies is useful
+            self._check_satisfiable(schema, pointer)
+
+    def _check_patterns(self, schema: dict[str, Any], pointer: str) -> None:
+        if isinstance(schema.get("pattern"), str):
+            self._limits.check_regex(schema["pattern"], self._param, f"{pointer}/pattern")
+        named = schema.get("patternProperties")
+        for pattern in named if isinstance(named, dict) else ():
+            self._limits.check_regex(pattern, self._param, f"{pointer}/patternProperties/{escape(pattern)}")
+
+    def _check_sizes(self, schema: dict[str, Any], pointer: str) -> None:
+        options, limit = schema.get("enum"), self._limits.max_enum
+        if isinstance(options, list) and len(options) > limit:
+            raise self._too_large(f"'enum' has {len(options)} values; the limit is {limit}", f"{pointer}/enum")
+        # A lower bound must be generated, at least one token each. Upper bounds are often just a large number (65,535,
+        # a million) and are left to the library.
+        limit = self._limits.max_repetition
+        for keyword in ("minLength", "minItems", "minProperties", "minContains"):
+            value = schema.get(keyword)
+            if isinstance(value, int | float) and value > limit:
+                raise self._too_large(f"{keyword!r} is {value}; the limit is {limit}", f"{pointer}/{keyword}")
+
+    def _check_alternatives(self, graph: SchemaGraph) -> None:
+        count = 0
+        for node in graph.nodes():
+            for keyword in ("anyOf", "oneOf"):
+                options = node.schema.get(keyword)
+                count += len(options) if isinstance(options, list) else 0
+                if count > self._limits.max_alternatives:
+                    raise self._limits.too_many_alternatives(self._param, f"{node.pointer}/{keyword}")
+
+    def _check_satisfiable(self, schema: dict[str, Any], pointer: str) -> None:
+        """Find contradictions between neighbouring keywords. The library finds others."""
+        for keyword in ("enum", "type"):
+            if schema.get(keyword) == []:
+                raise self._invalid(f"{keyword!r} is empty: no value satisfies it", f"{pointer}/{keyword}")
+        for low, high in _BOUNDS:
+            least, most = schema.get(low), schema.get(high)
+            if _is_number(least) and _is_number(most) and least > most:
+                message = f"{low!r} {least} is greater than {high!r} {most}: no value satisfies both"
+                raise self._invalid(message, f"{pointer}/{low}")
+        parts = schema.get("allOf")
+        if isinstance(parts, list) and any(part is False for part in parts):
+            raise self._invalid(
+                "'allOf' contains false: no value satisfies it", f"{pointer}/allOf/{parts.index(False)}"
+            )
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -136,7 +263,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(members) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for index, name in enumerate(names) if name in set(names[:index]))
-        raise ValueError(f"the key {bounded(twice, 80)!r} stands twice in one object")
+        raise ValueError(f"the key {bounded(twice, 80)!r} occurs twice in one object")
     return members
 
 
@@ -144,157 +271,12 @@ def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
 
 
-def _check_values(document: Any, limits: Limits, param: str) -> None:
-    """Every value is JSON; nothing is nested too deep. Children are visited in document order, without recursion."""
-    stack: list[tuple[Any, str, int]] = [(document, "", 0)]
-    size = 0
-    """No more than the document's bytes. Counted along the way: objects that are shared may hide any number."""
-    while stack:
-        value, pointer, depth = stack.pop()
-        size += 2 + (len(value) if isinstance(value, str) else 0)  # a digit or a bracket, and a comma
-        if isinstance(value, dict):
-            size += sum(len(key) + 3 for key in value if isinstance(key, str))
-        if size > limits.max_constraint_bytes:
-            raise ConstraintTooLarge(
-                f"the JSON schema is longer than the limit of {limits.max_constraint_bytes} bytes", param=param
-            )
-        if isinstance(value, str):
-            _check_string(value, pointer, param)
-        elif isinstance(value, dict | list | tuple):
-            if depth >= limits.max_nesting:
-                raise _too_deep(limits, param, pointer)
-            if isinstance(value, dict):
-                for key in value:
-                    if not isinstance(key, str):
-                        raise InvalidConstraint(f"the key {bounded(key)} is not a string", param=param, pointer=pointer)
-                    _check_string(key, pointer, param)
-                children = [(child, f"{pointer}/{escape(key)}", depth + 1) for key, child in value.items()]
-            else:
-                children = [(child, f"{pointer}/{index}", depth + 1) for index, child in enumerate(value)]
-            stack.extend(reversed(children))
-        elif isinstance(value, float):
-            if not math.isfinite(value):
-                raise InvalidConstraint(f"{value} is not a JSON number", param=param, pointer=pointer)
-        elif value is not None and not isinstance(value, int):
-            raise InvalidConstraint(f"{type(value).__name__} is not a JSON value", param=param, pointer=pointer)
-
-
-def _check_string(text: str, pointer: str, param: str) -> None:
-    if "\x00" in text:
-        raise InvalidConstraint("a NUL character, which no backend can take", param=param, pointer=pointer)
-    if not text.isascii():
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError:
-            raise InvalidConstraint("a lone surrogate is not valid Unicode", param=param, pointer=pointer) from None
-
-
-def _too_deep(limits: Limits, param: str, pointer: str | None) -> ConstraintTooLarge:
-    return ConstraintTooLarge(
-        f"the JSON schema is nested deeper than {limits.max_nesting} levels", param=param, pointer=pointer
-    )
-
-
-def _check_subschema(position: Position, dialect: Dialect, limits: Limits, param: str) -> None:
-    """One subschema by itself: each keyword's value by the dialect's meta-schema, then limits and contradictions."""
-    schema, pointer = position
-    if isinstance(schema, bool):
-        return
-    if not isinstance(schema, dict):
-        raise InvalidConstraint(
-            f"a schema is an object or a boolean, not {_json_type(schema)}", param=param, pointer=pointer
-        )
-    for keyword, value in schema.items():
-        fault = dialect.fault(keyword, value)
-        if fault is not None:
-            raise InvalidConstraint(
-                f"{keyword!r} is not valid: {fault.message}{_suggestion(keyword, value)}",
-                param=param,
-                pointer=f"{pointer}/{escape(keyword)}{fault.inside}",
-            )
-    _check_patterns(schema, pointer, limits, param)
-    _check_sizes(schema, pointer, limits, param)
-    if "/not/" not in f"{pointer}/":  # what never matches is fine where the point is not to match
-        _check_satisfiable(schema, pointer, param)
-
-
 def _suggestion(keyword: str, value: Any) -> str:
     if keyword != "type" or not isinstance(value, str):
         return ""
-    known = ("string", "number", "integer", "boolean", "object", "array", "null")
-    near = difflib.get_close_matches(value, known, n=1)
+    near = difflib.get_close_matches(value, _TYPES, n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
-def _check_patterns(schema: dict[str, Any], pointer: str, limits: Limits, param: str) -> None:
-    if isinstance(schema.get("pattern"), str):
-        limits.check_regex(schema["pattern"], param, f"{pointer}/pattern")
-    named = schema.get("patternProperties")
-    for pattern in named if isinstance(named, dict) else ():
-        limits.check_regex(pattern, param, f"{pointer}/patternProperties/{escape(pattern)}")
-
-
-def _check_sizes(schema: dict[str, Any], pointer: str, limits: Limits, param: str) -> None:
-    options = schema.get("enum")
-    if isinstance(options, list) and len(options) > limits.max_enum:
-        raise ConstraintTooLarge(
-            f"'enum' has {len(options)} values; the limit is {limits.max_enum}", param=param, pointer=f"{pointer}/enum"
-        )
-    # Lower bounds have to be generated, one token each at the least. Upper bounds are often a mere "large" (65,535,
-    # a million) and are left to the library.
-    for keyword in ("minLength", "minItems", "minProperties", "minContains"):
-        value = schema.get(keyword)
-        if isinstance(value, int | float) and value > limits.max_repetition:
-            raise ConstraintTooLarge(
-                f"{keyword!r} is {value}; the limit is {limits.max_repetition}",
-                param=param,
-                pointer=f"{pointer}/{keyword}",
-            )
-
-
-def _check_alternatives(graph: SchemaGraph, limits: Limits, param: str) -> None:
-    count = 0
-    for node in graph.nodes():
-        for keyword in ("anyOf", "oneOf"):
-            options = node.schema.get(keyword)
-            count += len(options) if isinstance(options, list) else 0
-            if count > limits.max_alternatives:
-                raise limits.too_many_alternatives(param, f"{node.pointer}/{keyword}")
-
-
-def _check_satisfiable(schema: dict[str, Any], pointer: str, param: str) -> None:
-    """Contradictions that stand next to each other. Deeper ones are the library's to find."""
-    for keyword in ("enum", "type"):
-        if schema.get(keyword) == []:
-            raise InvalidConstraint(
-                f"{keyword!r} is empty: nothing matches it", param=param, pointer=f"{pointer}/{keyword}"
-            )
-    for low, high in _BOUNDS:
-        least, most = schema.get(low), schema.get(high)
-        if least is not None and most is not None and _is_number(least) and _is_number(most) and least > most:
-            raise InvalidConstraint(
-                f"{low!r} {least} is greater than {high!r} {most}: nothing matches both",
-                param=param,
-                pointer=f"{pointer}/{low}",
-            )
-    parts = schema.get("allOf")
-    if isinstance(parts, list) and any(part is False for part in parts):
-        raise InvalidConstraint(
-            "'allOf' holds false: nothing matches it", param=param, pointer=f"{pointer}/allOf/{parts.index(False)}"
-        )
-
-
-def _is_number(value: Any) -> bool:
+def _is_number(value: Any) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _json_type(value: object) -> str:
-    names = {
-        type(None): "null",
-        str: "a string",
-        int: "a number",
-        float: "a number",
-        list: "an array",
-        dict: "an object",
-    }
-    return names.get(type(value), "an unknown value" if not isinstance(value, bool) else "a boolean")

@@ -1,7 +1,7 @@
-"""A JSON Schema's subschemas and how they hang together: who applies whom, to the same value or to a part of it.
+"""The subschemas of a JSON Schema as a graph: which applies which, to the same value or to a part of it.
 
 Subschemas are found by position (JSON Schema core 2020-12, section 10, and the keywords of older drafts), so a property
-that is called "items" or an enum value with a "$ref" in it is never mistaken for one. Nothing recurses.
+named "items" or an enum value that contains "$ref" is not mistaken for one. Nothing recurses.
 """
 
 from __future__ import annotations
@@ -38,11 +38,12 @@ _PART_MANY = ("items", "prefixItems")
 _PART_NAMED = ("properties", "patternProperties")
 _KEPT_NAMED = ("$defs", "definitions")
 _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
-_DECLARING = ("properties", "patternProperties")
+_DECLARING = _PART_NAMED
+_LOOKUP_ERRORS = (referencing.exceptions.Unresolvable, ValueError, TypeError, LookupError, AttributeError)
 
 
 class Position(NamedTuple):
-    """What stands where a schema is expected (anything, until it is checked), and its JSON pointer."""
+    """A value in the place of a schema (not checked yet), and its JSON pointer."""
 
     schema: Any
     pointer: str
@@ -62,7 +63,7 @@ class Node:
 
 
 class SchemaGraph:
-    """All subschemas of a document. Get it with `SchemaGraph.build`."""
+    """All subschemas of a document. `SchemaGraph.build` creates it."""
 
     def __init__(self, document: dict[str, Any], check: Callable[[Position], None], param: str) -> None:
         self._document = document
@@ -72,15 +73,20 @@ class SchemaGraph:
         """By `id` of the subschema; parents before children."""
 
     @classmethod
-    def build(cls, document: dict[str, Any], check: Callable[[Position], None], param: str) -> SchemaGraph:
-        """The graph of `document`.
+    def build(
+        cls,
+        document: dict[str, Any],
+        check: Callable[[Position], None] = lambda _: None,
+        param: str = "json_schema",
+    ) -> SchemaGraph:
+        """Build the graph of `document`.
 
         Args:
-            check: called for each position before what is inside is looked at; raises where no schema stands there.
-            param: for errors.
+            check: called for each position before its contents are visited; raises if it is not a schema.
+            param: the request field to name in errors.
 
         Raises:
-            InvalidConstraint: a reference leads out of the document, or nowhere.
+            InvalidConstraint: a reference leads out of the document, or to nothing.
         """
         graph = cls(document, check, param)
         graph._add(document, "", None)
@@ -88,11 +94,11 @@ class SchemaGraph:
         return graph
 
     def nodes(self) -> Iterator[Node]:
-        """Every object subschema, `$defs` that nothing refers to included."""
+        """Iterate over every object subschema, including unused `$defs`."""
         return iter(self._nodes.values())
 
     def reachable(self) -> Iterator[Node]:
-        """The subschemas that take part in validation, the root first."""
+        """Iterate over the subschemas that take part in validation, the root first."""
         return _closure([self._nodes[id(self._document)]])
 
     def refuse_endless_references(self, param: str) -> None:
@@ -112,8 +118,8 @@ class SchemaGraph:
                     done.add(id(node))
                 elif id(node) in on_path:
                     raise InvalidConstraint(
-                        "the schema refers back to itself for the same value, which never ends: put something "
-                        "between, as 'properties' or 'items'",
+                        "the schema refers to itself for the same value, which never ends: put a keyword such as "
+                        "'properties' or 'items' in between",
                         param=param,
                         pointer=node.pointer,
                     )
@@ -123,21 +129,19 @@ class SchemaGraph:
                     stack.extend((child, False) for _, child in node.same)
 
     def partial_descriptions(self) -> set[int]:
-        """`id`s of the subschemas that are not all there is on their object (see `json_schema.close_objects`)."""
+        """Return the `id`s of subschemas that describe their object only in part (see `close_objects`)."""
         declaring = self._declaring()
         marked: list[Node] = []
         passed_on: dict[int, list[Node]] = {}
         conditions: list[Node] = []
         for node in self.nodes():
-            children = [child for _, child in node.same]
+            children = passed_on[id(node)] = [child for _, child in node.same]
             keywords = {keyword for keyword, _ in node.same}
             conditions += [child for keyword, child in node.same if keyword in ("if", "not", "disallow")]
             alone = len(keywords) == 1 and not any(name in node.schema for name in _DECLARING)
             alternatives = keywords <= {"anyOf", "oneOf", *_REFERENCES} or len(children) == 1
-            if alone and alternatives and not keywords & {"if", "then", "else", "not", *_SAME_NAMED}:
-                passed_on[id(node)] = children
+            if alone and alternatives and not keywords & {*_SAME_ONE, *_SAME_NAMED}:
                 continue
-            passed_on[id(node)] = children
             marked += children
             if any(id(child) in declaring for child in children):
                 marked.append(node)
@@ -151,7 +155,7 @@ class SchemaGraph:
         return {id(node.schema) for node in partial.values()}
 
     def _declaring(self) -> set[int]:
-        """`id`s of the subschemas that declare properties, themselves or through what they apply to the same value."""
+        """Return the `id`s of subschemas that declare properties: directly, or by what they apply to the same value."""
         appliers: dict[int, list[Node]] = {}
         for node in self.nodes():
             for _, child in node.same:
@@ -188,7 +192,7 @@ class SchemaGraph:
                     parent.parts.append(node)
 
     def _resolve(self) -> None:
-        """Turn references into edges; what they lead to may stand where no schema was expected, and is added."""
+        """Turn references into edges. A target outside the known schema positions is added."""
         specification = referencing.jsonschema.specification_with(Dialect.of(self._document).uri)
         root = specification.create_resource(self._document)
         start = referencing.Registry().with_resource("", root).crawl().resolver_with_root(root)
@@ -210,42 +214,39 @@ class SchemaGraph:
         where = f"{node.pointer}/{keyword}"
         try:
             target = resolver.lookup(reference).contents
-        except referencing.exceptions.Unresolvable as error:
+        except _LOOKUP_ERRORS as error:
             raise self._dangling(reference, where, resolver, error) from None
-        except (ValueError, TypeError, LookupError, AttributeError):
-            raise self._dangling(reference, where, resolver, None) from None
         if id(target) not in self._nodes:
-            # "#/components/schemas/X" and the like: JSON pointers may lead anywhere in the document
+            # JSON pointers such as "#/components/schemas/X" may lead anywhere in the document.
             self._add(target, unquote(reference.partition("#")[2]), None)
         if isinstance(target, dict):
             node.same.append((keyword, self._nodes[id(target)]))
 
-    def _dangling(self, reference: str, where: str, resolver: Any, error: Exception | None) -> InvalidConstraint:
-        told = bounded(reference, 120)
-        if (
-            reference.startswith("#") or type(error) is not referencing.exceptions.Unresolvable
-        ):  # a subclass: found no place
-            message = f"the reference {told!r} leads to nothing in this document"
+    def _dangling(self, reference: str, where: str, resolver: Any, error: Exception) -> InvalidConstraint:
+        quoted = bounded(reference, 120)
+        # A subclass of Unresolvable means that the document was found, but not the place within it.
+        if reference.startswith("#") or type(error) is not referencing.exceptions.Unresolvable:
+            message = f"the reference {quoted!r} leads to nothing in this document"
+        elif reference.startswith("/") and _exists(f"#{reference}", resolver):
+            message = f"the reference {quoted!r} is no JSON pointer; did you mean '#{quoted}'?"
         else:
             message = (
-                f"the reference {told!r} leads out of the document, and nothing is fetched: put the schema under "
+                f"the reference {quoted!r} leads out of the document, and nothing is fetched: put the schema under "
                 "'$defs' and refer to it as '#/$defs/...'"
             )
-            if reference.startswith("/") and _leads_somewhere(f"#{reference}", resolver):
-                message = f"the reference {told!r} is no JSON pointer; did you mean '#{told}'?"
         return InvalidConstraint(message, param=self._param, pointer=where)
 
 
-def _leads_somewhere(reference: str, resolver: Any) -> bool:
+def _exists(reference: str, resolver: Any) -> bool:
     try:
         resolver.lookup(reference)
-    except (referencing.exceptions.Unresolvable, ValueError, TypeError, LookupError, AttributeError):
+    except _LOOKUP_ERRORS:
         return False
     return True
 
 
 def _closure(start: list[Node]) -> Iterator[Node]:
-    """`start` and all that takes part in validating against them, each once, in document order as far as it goes."""
+    """Iterate over `start` and all subschemas that they apply, each once, in document order where possible."""
     seen: set[int] = set()
     todo = list(reversed(start))
     while todo:
@@ -257,11 +258,11 @@ def _closure(start: list[Node]) -> Iterator[Node]:
 
 
 def _children(schema: dict[str, Any]) -> Iterator[tuple[str, str, Any, bool]]:
-    """(keyword, pointer below `schema`, subschema, applies to the same value) of everything inside, in its order."""
+    """Yield (keyword, pointer below `schema`, subschema, applies to the same value) of each subschema, in order."""
     for keyword, value in schema.items():
         name = escape(keyword)
         if isinstance(value, dict):
-            if keyword in _SAME_ONE or keyword in _PART_ONE or keyword in ("extends",):
+            if keyword in _SAME_ONE or keyword in _PART_ONE or keyword == "extends":
                 yield keyword, name, value, keyword not in _PART_ONE
             elif keyword in _SAME_NAMED or keyword in _PART_NAMED or keyword in _KEPT_NAMED:
                 for key, child in value.items():

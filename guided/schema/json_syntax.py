@@ -1,7 +1,7 @@
-"""JSON's syntax (RFC 8259) one character at a time: an automaton with a stack, for libraries that don't quite keep it.
+"""The syntax of JSON (RFC 8259) as an automaton over characters, for libraries that deviate from it.
 
-A state is a pair of strings, hashable and shared: the open brackets, and what is being read. Whitespace before and
-after the document is not part of it.
+A state is a pair of strings: the open brackets, and the mode. States are hashable and shared. Whitespace before and
+after the document is not accepted.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from functools import lru_cache
 __all__ = ["START", "State", "complete", "in_number", "in_string", "step"]
 
 State = tuple[str, str]
-"""(open brackets, mode). Modes: `value`, `item` (value or `]`), `key`, `member` (key or `}`), `colon`, `after` (a
-value); `text` and `name` (in a value's, a key's string), with `\\`, `u`, `u0` ... appended within an escape; number
-modes, by what was read last: `-`, `0`, `1` (digits), `.`, `.1`, `e`, `e+`, `e1`; a literal's remaining letters after
-`=`."""
+"""(open brackets, mode). Modes: `value`, `item` (value or `]`), `key`, `member` (key or `}`), `colon`, `after` (after a
+value); `text` and `name` (in the string of a value or a key), followed by `\\`, `u`, `u0` ... within an escape; the
+number modes `-`, `0`, `1` (digits), `.`, `.1`, `e`, `e+`, `e1`, after the last characters read; `=` and the remaining
+letters of a literal."""
 
 START: State = ("", "value")
 
@@ -35,37 +35,34 @@ _LITERALS = {"t": "=rue", "f": "=alse", "n": "=ull"}
 
 
 def complete(state: State) -> bool:
-    """A whole document was read (a number might still go on)."""
+    """Whether a whole document was read (a number may still continue)."""
     brackets, mode = state
     return not brackets and (mode == "after" or mode in _WHOLE)
 
 
 def in_string(state: State) -> bool:
-    """Within a string, and not within an escape."""
+    """Whether the state is in a string, outside escapes."""
     return state[1] in ("text", "name")
 
 
 def in_number(state: State) -> bool:
-    """Within a number, or right behind its last digit."""
+    """Whether the state is in a number, or after its last digit."""
     return state[1] in _NUMBERS
 
 
 @lru_cache(maxsize=1 << 16)
 def step(state: State, character: str, spaces: bool = True) -> State | None:
-    """The state after `character`; None where it can't stand. `spaces`: whitespace between tokens is allowed.
+    """Return the state after `character`; None if it is not allowed. `spaces`: allow whitespace between tokens.
 
-    Escaped surrogates are refused: alone they are no text, and in pairs they count as two where lengths are counted.
+    Escaped surrogates are refused: single ones are not valid text, and pairs would count as two characters.
     """
     brackets, mode = state
     if mode.startswith(("text", "name")):
         mode_after = _in_string(mode, character)
         return None if mode_after is None else (brackets, mode_after)
     if mode.startswith("="):
-        return (
-            (brackets, mode.replace(character, "", 1) if mode != "=" + character else "after")
-            if (mode[1] == character)
-            else None
-        )
+        rest = mode[2:]
+        return (brackets, f"={rest}" if rest else "after") if mode[1] == character else None
     if mode in _NUMBERS:
         following = _NUMBERS[mode].get(character)
         if following is not None:

@@ -1,6 +1,6 @@
-"""Tables of JSON Schema keywords: which type each is about, and what several of them come to.
+"""Tables of JSON Schema keywords, and simplification of a single subschema.
 
-Works on single subschemas in the normal form's terms (`normal_form.py`); applicators are not looked into.
+Works on subschemas in the terms of the normal form (`normal_form.py`), without their applicators.
 """
 
 from __future__ import annotations
@@ -8,13 +8,12 @@ from __future__ import annotations
 from math import ceil, floor
 from typing import Any
 
-__all__ = ["ALL_TYPES", "GREATEST", "LEAST", "OF_TYPE", "Schema", "clean", "common_types", "types_of"]
-
 Schema = dict[str, Any] | bool
 
 ALL_TYPES = ("null", "boolean", "object", "array", "number", "string")
 _STRING = ("minLength", "maxLength", "pattern", "format", "contentEncoding", "contentMediaType", "contentSchema")
-_NUMBER = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+NUMBER_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+_NUMBER = (*NUMBER_BOUNDS, "multipleOf")
 _ARRAY = (
     *("items", "prefixItems", "minItems", "maxItems", "uniqueItems", "unevaluatedItems"),
     *("contains", "minContains", "maxContains"),
@@ -47,13 +46,13 @@ _NO_OPS: dict[str, Any] = {
 
 
 def types_of(schema: Schema) -> frozenset[str]:
-    """The types that a subschema in normal form names; all where it names none. "number" includes "integer"."""
+    """Return the types of a subschema in normal form; all if it names none. "number" includes "integer"."""
     named = schema.get("type", ALL_TYPES) if isinstance(schema, dict) else ALL_TYPES
     return frozenset([named] if isinstance(named, str) else named)
 
 
 def clean(schema: dict[str, Any]) -> Schema:
-    """Without what says nothing; False where nothing can match."""
+    """Remove keywords without effect; False if no value can satisfy the schema."""
     types = _types(schema)
     kept = dict(schema)
     for kind, keywords in OF_TYPE.items():
@@ -89,7 +88,7 @@ def _name_required(schema: dict[str, Any]) -> None:
 
 
 def _narrow_bounds(schema: dict[str, Any]) -> None:
-    """One bound a side: of an inclusive and an exclusive one the stricter."""
+    """Keep one bound per side: the stricter of an inclusive and an exclusive one."""
     for inclusive, exclusive, sign in (("minimum", "exclusiveMinimum", 1), ("maximum", "exclusiveMaximum", -1)):
         if inclusive in schema and exclusive in schema:
             looser = inclusive if schema[exclusive] * sign >= schema[inclusive] * sign else exclusive
@@ -97,16 +96,15 @@ def _narrow_bounds(schema: dict[str, Any]) -> None:
 
 
 def _possible(kind: str, schema: dict[str, Any]) -> bool:
-    """Some value of type `kind` may match (False is a proof that none does)."""
+    """Whether a value of type `kind` may satisfy `schema` (False is a proof that none does)."""
     if kind == "string":
         return bool(schema.get("minLength", 0) <= schema.get("maxLength", float("inf")))
     if kind in ("number", "integer"):
         low = schema.get("minimum", schema.get("exclusiveMinimum", float("-inf")))
         high = schema.get("maximum", schema.get("exclusiveMaximum", float("inf")))
-        if kind == "integer" and max(-low, low, -high, high) < float("inf"):
-            first = max(ceil(schema.get("minimum", low)), floor(schema.get("exclusiveMinimum", ceil(low) - 1)) + 1)
-            last = min(floor(schema.get("maximum", high)), ceil(schema.get("exclusiveMaximum", floor(high) + 1)) - 1)
-            return bool(first <= last)
+        if kind == "integer":
+            first, last = integer_bounds(schema)
+            return first is None or last is None or first <= last
         strict = "exclusiveMinimum" in schema or "exclusiveMaximum" in schema
         return bool(low < high or (low == high and not strict))
     if kind == "array":
@@ -123,6 +121,20 @@ def _possible(kind: str, schema: dict[str, Any]) -> bool:
         most = schema.get("maxProperties", float("inf"))
         return bool(schema.get("minProperties", 0) <= most and len(schema.get("required", ())) <= most)
     return True
+
+
+def integer_bounds(schema: dict[str, Any]) -> tuple[int | None, int | None]:
+    """The least and the greatest integer within the bounds (None: no bound), with one bound per side."""
+    low = high = None
+    if "minimum" in schema:
+        low = ceil(schema["minimum"])
+    elif "exclusiveMinimum" in schema:
+        low = floor(schema["exclusiveMinimum"]) + 1
+    if "maximum" in schema:
+        high = floor(schema["maximum"])
+    elif "exclusiveMaximum" in schema:
+        high = ceil(schema["exclusiveMaximum"]) - 1
+    return low, high
 
 
 def _types(schema: dict[str, Any]) -> list[str]:

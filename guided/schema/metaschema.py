@@ -1,8 +1,8 @@
-"""A dialect's meta-schema, one keyword at a time.
+"""The meta-schema of a dialect, one keyword at a time.
 
-The official meta-schemas (as `jsonschema` ships them) recurse into subschemas, and a validator recurses with them: a
-schema of 60 levels would be near the interpreter's stack limit. So they are taken apart: the meta-schema of a keyword,
-with every "and here is a schema again" cut down to "an object or a boolean". Who walks the schema asks for each.
+The official meta-schemas (of the `jsonschema` package) recurse into subschemas, and so does a validator: a schema of 60
+levels would come close to the interpreter's stack limit. So they are split by keyword, and each reference to the whole
+meta-schema is reduced to "an object or a boolean". The walk over the schema checks each keyword separately.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _ANNOTATIONS = ("title", "description", "default", "format", "$comment")
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Why a keyword's value is not valid, and where inside of it (a JSON pointer, empty for the value itself)."""
+    """Why the value of a keyword is not valid, and where in it (a JSON pointer, empty for the value itself)."""
 
     message: str
     inside: str
 
 
 class Dialect:
-    """One version of JSON Schema. Get it with `Dialect.of`.
+    """One version of JSON Schema. `Dialect.of` returns it.
 
     Args:
         validator: the dialect's class of the `jsonschema` package.
@@ -44,34 +44,34 @@ class Dialect:
         self._validator = validator
         self._validators: dict[str, Any] = {}
         self._types: set[str] = set()
-        """Names of types that were found valid."""
+        """Type names that were found valid."""
 
     @classmethod
     def of(cls, document: dict[str, Any]) -> Dialect:
-        """The dialect that `$schema` names; 2020-12 where it names none that is known."""
+        """Return the dialect that `$schema` names; 2020-12 if it names no known one."""
         named = document.get("$schema")
         known = {"$schema": named} if isinstance(named, str) else {}
         return _dialect(validator_for(known, default=Draft202012Validator))
 
     @property
     def uri(self) -> str:
-        """The meta-schema's identifier."""
+        """The identifier of the meta-schema."""
         meta = self._validator.META_SCHEMA
         return str(meta.get("$id") or meta["id"])
 
     def validator(self, document: dict[str, Any]) -> Any:
-        """A `jsonschema` validator for instances of `document`; formats are not checked."""
+        """Return a `jsonschema` validator for instances of `document`; it ignores formats."""
         return self._validator(document)
 
     def fault(self, keyword: str, value: Any) -> Fault | None:
-        """What is wrong with `value` as the value of `keyword`; None where nothing is, or the keyword is unknown."""
+        """Return the error in `value` as the value of `keyword`; None if it is valid or the keyword unknown."""
         if keyword not in self._keywords or isinstance(value, self._enough.get(keyword, ())):
             return None
         if keyword == "type" and isinstance(value, str) and value in self._types:
             return None
         validator = self._validators.get(keyword)
         if validator is None:
-            # No format checker: Python's `re` would judge regexes, and not survive some of them.
+            # No format checker: it would compile regexes with Python's `re`, which hangs on some of them.
             validator = self._validators[keyword] = self._validator(self._keywords[keyword])
         error = best_match(validator.iter_errors(value))
         if error is None:
@@ -82,7 +82,7 @@ class Dialect:
 
     @cached_property
     def _enough(self) -> dict[str, type]:
-        """Keywords whose value only has to be a string or an object: most of a schema, told without a validator."""
+        """Keywords that only require a string or an object: most of a schema, checked without a validator."""
         enough: dict[str, type] = {}
         for keyword, wrapped in self._keywords.items():
             rule = wrapped["allOf"][0]
@@ -116,13 +116,13 @@ def _dialect(validator: Any) -> Dialect:
 
 
 def _vocabularies(meta: dict[str, Any]) -> list[dict[str, Any]]:
-    """The meta-schemas that `meta` is put together from (2019-09 and later)."""
+    """The meta-schemas that `meta` combines (2019-09 and later)."""
     base = str(meta.get("$id", "")).rpartition("/")[0]
     return [REGISTRY.contents(f"{base}/{part['$ref']}") for part in meta.get("allOf", []) if "$ref" in part]
 
 
 def _cut(rule: Any, is_schema: dict[str, Any]) -> Any:
-    """`rule` with references to the meta-schema as a whole replaced by `is_schema`."""
+    """Replace references to the whole meta-schema by `is_schema`."""
     if isinstance(rule, list):
         return [_cut(part, is_schema) for part in rule]
     if not isinstance(rule, dict):

@@ -1,17 +1,18 @@
-"""A JSON Schema in normal form: the same meaning in fewer words, for libraries that read keywords one at a time.
+"""The normal form of a JSON Schema: the same meaning with fewer combinations of keywords.
 
-Grammar libraries look at the first keyword they know in a subschema and ignore its neighbours: `{"type": "object",
-"properties": ..., "anyOf": ...}` loses one half or the other without a word. Here neighbours, `allOf` and `$ref` with
-siblings are merged into one subschema where that is exact, so that an adapter can tell at one look whether its library
-enforces all of it, and refuse what is left by name.
+Grammar libraries read the first keyword that they know in a subschema and ignore its neighbours: of `{"type": "object",
+"properties": ..., "anyOf": ...}` they silently lose one half. The normal form merges neighbours, `allOf` and `$ref`
+with siblings into one subschema where that is exact. So an adapter can see at once whether its library enforces all of
+a subschema, and refuse other keywords by name.
 
-In normal form (draft 2020-12, whatever the dialect was):
+In normal form (always draft 2020-12):
 
-- annotations and unknown keywords are gone, and so is what cannot matter (a `minLength` on an integer);
-- `$ref` is "#/$defs/<name>" and stands alone; so do `anyOf`, `oneOf`, `enum` and `const`;
-- a `oneOf` whose alternatives exclude each other is an `anyOf`;
-- every name in `required` is in `properties`; tuples are `prefixItems`; exclusive bounds are numbers;
-- `allOf` is left only where merging was not exact (`not`, `if`, two patterns, recursion, ...).
+- there are no annotations, unknown keywords, or keywords without effect (a `minLength` on an integer);
+- `$ref` is "#/$defs/<name>" and has no siblings, nor have `anyOf`, `oneOf`, `enum` and `const`;
+- `oneOf` is an `anyOf` if its alternatives exclude each other;
+- every name in `required` is in `properties`, unless there are `patternProperties`;
+- tuples are `prefixItems`, and exclusive bounds are numbers;
+- `allOf` remains only where merging was not exact (`not`, `if`, two patterns, recursion, ...).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 from math import lcm
 from typing import Any
 
@@ -36,7 +38,7 @@ _MAX_ALTERNATIVES = 64
 
 
 class _Inexact(Exception):
-    """These two can't be merged without changing what they mean."""
+    """Two subschemas can't be merged without a change of meaning."""
 
 
 @dataclass(slots=True)
@@ -46,32 +48,26 @@ class NormalForm:
     root: Schema
     definitions: dict[str, Schema] = field(default_factory=dict)
     _origins: dict[int, tuple[Schema, str]] = field(default_factory=dict)
-    """By `id`; the subschema itself keeps the `id` from being used again."""
+    """By `id`; the reference to the subschema prevents another use of the `id`."""
 
     def pointer(self, schema: Schema) -> str:
-        """JSON pointer of where `schema` came from in the user's document; "" where that is not known."""
+        """Return the JSON pointer of `schema` in the user's document; "" if it is not known."""
         return self._origins.get(id(schema), (None, ""))[1]
 
     def note(self, schema: Schema, pointer: str) -> None:
-        """`schema` came from `pointer`; what was noted first stays."""
+        """Record that `schema` came from `pointer`, unless it already has a pointer."""
         self._origins.setdefault(id(schema), (schema, pointer))
 
     def target(self, schema: dict[str, Any]) -> Schema:
-        """What a `$ref` in normal form refers to."""
+        """Return the target of a `$ref` in normal form."""
         return self.definitions[schema["$ref"].removeprefix("#/$defs/")]
-
-    def document(self) -> Schema:
-        """One schema document."""
-        if isinstance(self.root, bool) or not self.definitions:
-            return self.root
-        return {**self.root, "$defs": self.definitions}
 
 
 def normalise(schema: Schema) -> NormalForm:
-    """The normal form of a schema that `json_schema.parse` returned.
+    """Return the normal form of a schema that `guided.schema.document.parse` returned.
 
     Raises:
-        InvalidConstraint: a pattern that had to be matched is no regular expression.
+        InvalidConstraint: a pattern that had to be matched is not a regular expression.
         UnsupportedConstraint: the schema is too deeply recursive.
     """
     if isinstance(schema, bool):
@@ -87,7 +83,7 @@ def normalise(schema: Schema) -> NormalForm:
 class _Normaliser:
     def __init__(self, document: dict[str, Any]) -> None:
         self._document = document
-        self._graph = SchemaGraph.build(document, lambda _: None, "json_schema")
+        self._graph = SchemaGraph.build(document)
         self._nodes = {id(node.schema): node for node in self._graph.nodes()}
         uri = Dialect.of(document).uri
         self._siblings_of_ref_count = "2020-12" in uri or "2019-09" in uri
@@ -116,7 +112,7 @@ class _Normaliser:
         return result
 
     def _conjuncts(self, node: Node) -> Iterator[Schema]:
-        """What `node` demands, each demand in normal form."""
+        """Yield the conditions of `node`, each in normal form."""
         schema = node.schema
         alone = "$ref" in schema and not self._siblings_of_ref_count
         if ("enum" in schema or "const" in schema) and not alone:
@@ -137,7 +133,7 @@ class _Normaliser:
                 yield self._alternatives(keyword, [self._normal(part) for part in schema[keyword]], schema[keyword])
 
     def _conjunction(self, conjuncts: list[Schema], schema: dict[str, Any]) -> Schema:
-        """All of `conjuncts` as one subschema; what can't be merged stays under `allOf`."""
+        """Combine all of `conjuncts`; those that can't be merged stay under `allOf`."""
         merged: Schema = True
         apart: list[Schema] = []
         for conjunct in conjuncts:
@@ -153,9 +149,9 @@ class _Normaliser:
         return merged
 
     def _close_unevaluated(self, merged: Schema, schema: dict[str, Any]) -> Schema:
-        """`unevaluatedProperties: false` next to merged applicators: what the merged alternatives leave open is closed.
+        """Apply `unevaluatedProperties` and `unevaluatedItems` to the merged alternatives.
 
-        The alternatives are closed one by one: a value that needs two of them at once is left out (a subset).
+        Each alternative is closed separately: a value that needs two of them together is excluded (a subset).
         """
         if isinstance(merged, dict) and "anyOf" in merged:
             return {"anyOf": [self._close_unevaluated(part, schema) for part in merged["anyOf"]]}
@@ -169,9 +165,11 @@ class _Normaliser:
         return merged
 
     def _own(self, schema: dict[str, Any]) -> Schema:
-        """The keywords that `schema` has itself, without applicators to the same value and finite values."""
+        """Return the keywords of `schema` itself, without applicators to the same value and finite values."""
         own: dict[str, Any] = {}
         draft4 = {name: schema.get(name) for name in ("exclusiveMinimum", "exclusiveMaximum")}
+        single = ["additionalProperties", "propertyNames", "contains", "not", "if"]
+        single += ["then", "else"] if "if" in schema else []
         for keyword, value in schema.items():
             if keyword == "type":
                 own["type"] = value
@@ -184,13 +182,8 @@ class _Normaliser:
                 own[keyword] = {key: self._normal(child) for key, child in value.items()}
             elif keyword in ("unevaluatedProperties", "unevaluatedItems"):
                 continue  # `_close_unevaluated`
-            elif keyword in ("additionalProperties", "propertyNames", "contains"):
+            elif keyword in single:
                 own[keyword] = self._normal(value)
-            elif keyword in ("not", "if"):
-                own[keyword] = self._normal(value)
-                own |= {
-                    name: self._normal(schema[name]) for name in ("then", "else") if keyword == "if" and name in schema
-                }
             elif keyword == "disallow":
                 own["not"] = {"type": value}
             elif keyword == "dependencies":
@@ -201,7 +194,7 @@ class _Normaliser:
         return clean(own)
 
     def _split_dependencies(self, dependencies: dict[str, Any], own: dict[str, Any]) -> None:
-        """`dependencies`, until draft 7: names or a schema; draft 3 has a single name."""
+        """Split `dependencies` (until draft 7) by type: names or a schema. Draft 3 allows a single name."""
         for key, value in dependencies.items():
             if isinstance(value, list | str):
                 own.setdefault("dependentRequired", {})[key] = [value] if isinstance(value, str) else value
@@ -210,7 +203,7 @@ class _Normaliser:
 
     def _own_items(self, schema: dict[str, Any], own: dict[str, Any]) -> None:
         items = schema.get("items", True)
-        if isinstance(items, list):  # a tuple, until 2019-09
+        if isinstance(items, list):  # a tuple, up to draft 2019-09
             own["prefixItems"] = [self._normal(part) for part in items]
             own["items"] = self._normal(schema.get("additionalItems", True))
         else:
@@ -218,15 +211,9 @@ class _Normaliser:
             own["items"] = self._normal(items)
 
     def _finite(self, schema: dict[str, Any]) -> Schema:
-        """`enum` or `const`, less the values that its neighbours forbid."""
-        values = [schema["const"]] if "const" in schema else schema["enum"]
+        """Return `enum` or `const` without the values that its neighbours forbid."""
         validator = self._validator.evolve(schema={name: value for name, value in schema.items() if name != "const"})
-        return self._values([value for value in values if validator.is_valid(value)])
-
-    def _values(self, values: list[Any]) -> Schema:
-        if not values:
-            return False
-        return {"const": values[0]} if len(values) == 1 else {"enum": values}
+        return _valid_values(schema, validator)
 
     def _alternatives(self, keyword: str, parts: list[Schema], raw: list[Any]) -> Schema:
         possible = [part for part in parts if part is not False]
@@ -263,7 +250,7 @@ class _Normaliser:
     # ---- two subschemas ------------------------------------------------------------------------------------------
 
     def _merge(self, left: Schema, right: Schema) -> Schema:
-        """What both allow. Raises `_Inexact` where that can't be said in one subschema."""
+        """Return what both allow. Raises `_Inexact` if one subschema can't express it."""
         if left is False or right is False:
             return False
         if left is True or left == {} or left == right:
@@ -308,13 +295,10 @@ class _Normaliser:
                 raise _Inexact
             needed.extend(found for found in _references(self._form.definitions[name]) if found not in needed)
         validator = Draft202012Validator({**other, "$defs": {name: self._form.definitions[name] for name in needed}})
-        values = [finite["const"]] if "const" in finite else finite["enum"]
-        return self._values([value for value in values if validator.is_valid(value)])
+        return _valid_values(finite, validator)
 
     def _merge_keywords(self, left: dict[str, Any], right: dict[str, Any]) -> dict[str, Any]:
-        merged: dict[str, Any] = {}
-        merged |= self._merge_objects(left, right)
-        merged |= self._merge_items(left, right)
+        merged = self._merge_objects(left, right) | self._merge_items(left, right)
         done = {"properties", "patternProperties", "additionalProperties", "items", "prefixItems"}
         for keyword in [*left, *(name for name in right if name not in left)]:
             if keyword in done:
@@ -379,13 +363,8 @@ class _Normaliser:
     # ---- alternatives that exclude each other --------------------------------------------------------------------
 
     def _exclusive(self, parts: Sequence[Schema]) -> bool:
-        """No value matches two of `parts`: provably."""
-        known = [self._resolved(part) for part in parts]
-        return all(
-            self._disjoint(known[first], known[second], 4)
-            for first in range(len(known))
-            for second in range(first + 1, len(known))
-        )
+        """Whether it is certain that no value satisfies two of `parts`."""
+        return all(self._disjoint(left, right, 4) for left, right in combinations(parts, 2))
 
     def _resolved(self, schema: Schema) -> Schema:
         for _ in range(32):
@@ -429,19 +408,27 @@ class _Normaliser:
         )
 
 
+def _valid_values(finite: dict[str, Any], validator: Any) -> Schema:
+    """`const` or `enum` with only the values that `validator` accepts."""
+    if "const" in finite:
+        return {"const": finite["const"]} if validator.is_valid(finite["const"]) else False
+    values = [value for value in finite["enum"] if validator.is_valid(value)]
+    return {"enum": values} if values else False
+
+
 _DECLARATIONS = ("properties", "patternProperties", "additionalProperties")
 
 
 def _additional(schema: dict[str, Any], name: str) -> Schema:
-    """What `schema` says of a property that it does not name."""
+    """Return the schema for a property that `schema` does not name."""
     if schema.get("patternProperties"):
-        raise _Inexact  # would have to know whether a pattern matches `name`, in the library's dialect
+        raise _Inexact  # a pattern may match `name`, depending on the library's dialect
     value: Schema = schema.get("additionalProperties", True)
     return value
 
 
 def _references(schema: Schema) -> list[str]:
-    """Names of the definitions that a subschema in normal form refers to."""
+    """Return the names of the definitions that a subschema in normal form refers to."""
     found: list[str] = []
     todo: list[Any] = [schema]
     while todo:

@@ -1,4 +1,4 @@
-"""Ranges of numbers as regular expressions: JSON's spelling of the integers, or numbers, between two bounds."""
+"""Ranges of numbers as regular expressions for their JSON text."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ __all__ = ["integers", "numbers"]
 
 
 def integers(low: int | None, high: int | None) -> str:
-    """A regex for the integers from `low` to `high`, both included (None: without end). Empty where there are none."""
+    """Return a regex for the integers from `low` to `high`, inclusive (None: unbounded); empty if there are none."""
     parts: list[str] = []
     if low is None or low < 0:
         nearest = 1 if high is None or high >= 0 else -high
@@ -17,10 +17,10 @@ def integers(low: int | None, high: int | None) -> str:
 
 
 def numbers(low: int, high: int | None, *, above: bool, below: bool) -> str:
-    """A regex for numbers from `low` >= 0 to `high` (None: without end), written without an exponent.
+    """Return a regex for numbers from `low` >= 0 to `high` (None: unbounded), without exponents.
 
     Args:
-        above, below: without the bound itself.
+        above, below: exclude the bound itself.
     """
     parts = []
     last = None if high is None else high - 1
@@ -35,7 +35,7 @@ def numbers(low: int, high: int | None, *, above: bool, below: bool) -> str:
 
 
 def _naturals(low: int, high: int | None) -> list[str]:
-    """Regexes that together match `low` to `high`, both >= 0, without leading zeros."""
+    """Return regexes that together match `low` to `high`, both >= 0, without leading zeros."""
     if high is not None and low > high:
         return []
     if high is None:
@@ -48,7 +48,7 @@ def _naturals(low: int, high: int | None) -> list[str]:
 
 
 def _same_length(low: str, high: str) -> list[str]:
-    """Numbers of one length: the common beginning, then the digits that differ."""
+    """Return regexes for numbers of equal length: the common first digits, then the others."""
     rest = len(low) - 1
     if rest < 0:
         return [""]

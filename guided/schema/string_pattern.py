@@ -1,8 +1,8 @@
-"""`pattern` of JSON Schema, as what a grammar library has to generate: the text between two quotes of a JSON string.
+"""`pattern` of JSON Schema as the text that a grammar library must generate between the quotes of a JSON string.
 
-A pattern speaks of the string, a grammar of its JSON text, where `"`, `\\` and control characters are escaped.
-Libraries that paste a pattern between quotes let `.` end the string. So the pattern is read (`regex.parse_search`: it
-may match anywhere in the string) and its characters are said as JSON says them.
+A pattern describes the string, a grammar its JSON text, where `"`, `\\` and control characters are escaped. Libraries
+that insert a pattern between quotes unchanged allow `.` to end the string. So the pattern is parsed
+(`regex.parse_search`: it may match anywhere in the string) and its characters are written as in JSON.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["FORMATS", "PLAIN", "fit", "in_json", "read", "width"]
 
 _ESCAPED = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t", "\r": "\\r", "\b": "\\b", "\f": "\\f"}
 PLAIN = regex.complement(regex.ranges_of([(0, 0x1F), (0x22, 0x22), (0x5C, 0x5C), (0x7F, 0x7F)]))
-"""Characters that stand for themselves in JSON strings (DEL left out: some libraries escape it)."""
+"""Characters that are not escaped in JSON strings (without DEL, which some libraries escape)."""
 
 _DAY = "((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)|02-(0[1-9]|1[0-9]|2[0-8]))"
 _YEAR = "(000[1-9]|00[1-9][0-9]|0[1-9][0-9]{2}|[1-9][0-9]{3})"
@@ -57,55 +57,47 @@ FORMATS = {
     "uri-reference": f"^({_AUTHORITY}|/({_PATH}+(/{_PATH}*)*)?|(({_FREE}|@)+(/{_PATH}*)*)?){_REST}$",
     "uuid": "^[0-9A-Fa-f]{8}-[0-9A-Fa-f]{4}-[0-9A-Fa-f]{4}-[0-9A-Fa-f]{4}-[0-9A-Fa-f]{12}$",
 }
-"""`format` as a pattern, for libraries whose own goes wrong. Each matches valid values only, though not all of them: no
-leap seconds, no literals for hosts, no exotic spellings of addresses. (Source: RFC 3339, 5321, 1123, 2673, 4291, 6901,
-3986, 4122. A hostname's total of 253 characters is not counted.)"""
+"""`format` as a pattern, for libraries with incorrect formats of their own. Each matches valid values only, but not all
+of them: no leap seconds, no literals for hosts, no unusual notations of addresses. (Source: RFC 3339, 5321, 1123, 2673,
+4291, 6901, 3986, 4122. The limit of 253 characters for a hostname is not enforced.)"""
 
 
 def read(pattern: str) -> Node:
-    """Every string that `pattern` is found in.
+    """Return all strings that contain a match of `pattern`.
 
     Raises:
-        InvalidConstraint: it is no regular expression.
+        InvalidConstraint: not a regular expression.
         UnsupportedConstraint: lookaround, backreferences, anchors in the middle, ...
     """
     return regex.parse_search(pattern, param="json_schema")
 
 
 def in_json(node: Node, *, escapes: bool) -> Node:
-    """`node` as JSON text between quotes.
+    """Return `node` as JSON text between quotes.
 
     Args:
-        escapes: say characters that need it with their short escapes; else leave them out (for libraries that know by
-            themselves that they are inside of a JSON string, and take no backslash there). Matches less, never more.
+        escapes: write characters that need it with their short escapes. Without it they are excluded (for libraries
+            that accept no backslash in a string's grammar), so the result matches less, never more.
 
     Raises:
-        UnsupportedConstraint: nothing is left without the characters that were left out.
+        UnsupportedConstraint: nothing is left without the excluded characters.
     """
-    match node:
-        case Chars(ranges):
-            plain = regex.intersection(ranges, PLAIN)
-            options: list[Node] = [Chars(plain)] if plain else []
-            if escapes:
-                options += [
-                    regex.literal(escape)
-                    for character, escape in _ESCAPED.items()
-                    if regex.intersection(ranges, ((ord(character), ord(character)),))
-                ]
-            if not options:
-                raise UnsupportedConstraint("the pattern needs a character that is escaped in JSON strings")
-            return regex.choice(options)
-        case Sequence(items):
-            return regex.sequence(in_json(item, escapes=escapes) for item in items)
-        case Choice(alternatives):
-            return regex.choice(in_json(option, escapes=escapes) for option in alternatives)
-        case Repeat(item, low, high):
-            return regex.repeat(in_json(item, escapes=escapes), low, high)
-    raise TypeError(f"{type(node).__name__} in a pattern")
+
+    def spelled(chars: Chars) -> Node:
+        plain = regex.intersection(chars.ranges, PLAIN)
+        options: list[Node] = [Chars(plain)] if plain else []
+        for character, escape in _ESCAPED.items() if escapes else ():
+            if regex.intersection(chars.ranges, ((ord(character), ord(character)),)):
+                options.append(regex.literal(escape))
+        if not options:
+            raise UnsupportedConstraint("the pattern needs a character that is escaped in JSON strings")
+        return regex.choice(options)
+
+    return regex.map_chars(node, spelled)
 
 
 def width(node: Node) -> tuple[int, int | None]:
-    """Characters that a match has at the least and at the most (None: without end)."""
+    """Return the minimum and maximum number of characters of a match (None: unbounded)."""
     match node:
         case Chars():
             return 1, 1
@@ -123,19 +115,19 @@ def width(node: Node) -> tuple[int, int | None]:
 
 
 def fit(node: Node, least: int, most: int | None) -> Node:
-    """`node`, between `least` and `most` characters long.
+    """Restrict `node` to `least` to `most` characters.
 
-    Exact where the lengths say nothing new, or where one repeated character is all that varies.
+    This is possible if the lengths have no effect, or if only one repeated character varies the length.
 
     Raises:
-        UnsupportedConstraint: it can't be said.
-        InvalidConstraint: no match is that long.
+        UnsupportedConstraint: not possible.
+        InvalidConstraint: no match has such a length.
     """
     low, high = width(node)
     if low >= least and (most is None or (high is not None and high <= most)):
         return node
     if (most is not None and low > most) or (high is not None and high < least):
-        raise InvalidConstraint("no match of the pattern is as long as minLength and maxLength say")
+        raise InvalidConstraint("no match of the pattern has a length between minLength and maxLength")
     items: list[Node] = list(node.items) if isinstance(node, Sequence) else [node]
     loose = [index for index, item in enumerate(items) if len(set(width(item))) == 2]
     if len(loose) == 1:

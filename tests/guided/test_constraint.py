@@ -1,4 +1,4 @@
-"""Constraints: canonical, equal where they are equal, and refused before anything native sees them."""
+"""Constraints are canonical, and invalid ones are refused before native code gets them."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ AT_ADMISSION = frozenset(
         "choice-not-list",
     ]
 )
-"""What is refused here. All others go to a backend's compilation, in a process that may be killed."""
+"""Inputs that are refused here. All others are compiled, in a process that may be killed."""
 
 
 def hostile() -> list[dict[str, Any]]:

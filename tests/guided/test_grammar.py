@@ -1,4 +1,4 @@
-"""Telling Lark from GBNF, and a conversion that accepts the same sentences."""
+"""Detection of Lark and GBNF, and a conversion that accepts the same sentences."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def accepts(grammar: str, text: str) -> bool:
     try:
         matcher = BACKEND.compile(Constraint.grammar(grammar)).matcher()
     except InvalidConstraint as refusal:
-        if "nothing satisfies" in str(refusal):
+        if "no output satisfies" in str(refusal):
             return False
         raise
     try:
@@ -139,7 +139,7 @@ def test_json_grammar() -> None:
 
 
 def test_regular_parts_become_lexemes() -> None:
-    """What makes it fast: a quoted string is one lexeme, and a grammar without recursion is one regex."""
+    """For speed, a quoted string is one lexeme, and a grammar without recursion is one regex."""
     lark = to_lark(JSON_GBNF)
     assert any(line.endswith('*"/') and line.startswith("T") for line in lark.splitlines())
     assert to_lark('root ::= [a-z]+ tail\ntail ::= "x" | "y"').splitlines()[0] == "start: WHOLE"
@@ -186,7 +186,7 @@ def gbnf(node: tuple) -> str:  # type: ignore[type-arg]
 
 
 def recognised(bodies: dict, text: str) -> bool:  # type: ignore[type-arg]
-    """Whether `root` derives `text`: which spans each part derives, grown until nothing new is found."""
+    """Whether `root` derives `text`: adds spans that each part derives until there are no new ones."""
     spans: dict[str, set[tuple[int, int]]] = {name: set() for name in bodies}
 
     def ends(node: tuple, start: int) -> set[int]:  # type: ignore[type-arg]

@@ -29,7 +29,6 @@ def fail_into(cache: GrammarCache, error: GuidedError) -> None:
 def test_equal_constraints_share_one_compilation() -> None:
     cache = GrammarCache()
     assert compile_into(cache, "a") is compile_into(cache, "a")
-    assert (cache.hits, cache.misses) == (1, 1)
 
 
 def test_the_order_of_backends_is_part_of_the_key() -> None:

@@ -1,4 +1,4 @@
-"""Sizes are found by reading the text once: whatever it is, and whether or not it is well formed."""
+"""Sizes are measured in one pass over any text, well formed or not."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def schemas() -> list[Any]:
 
 @pytest.mark.skipif(not SCHEMAS.exists(), reason="shared/data is not here")
 def test_real_schemas_are_within_the_defaults() -> None:
-    """With room to spare: the largest there are reach no more than half of these limits."""
+    """The largest real constraints reach at most half of the limits."""
     roomy = Limits(
         max_constraint_bytes=DEFAULT_LIMITS.max_constraint_bytes // 2,
         max_alternatives=DEFAULT_LIMITS.max_alternatives // 2,

@@ -1,4 +1,4 @@
-"""Patterns mean in every library what `re.fullmatch` makes of them."""
+"""Patterns in the common subset have the meaning of `re.fullmatch`."""
 
 from __future__ import annotations
 

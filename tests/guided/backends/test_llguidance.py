@@ -1,4 +1,4 @@
-"""What is llguidance's own: errors that it reports as masks, escapes that slip by."""
+"""Tests specific to llguidance: errors that it reports as masks, escapes in keys."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from guided.vocabulary import Vocabulary
 from guided.worker import MaskWorker
 
 AMBIGUOUS = Constraint.grammar('start: s\ns: "a" | "b" | s s | s s s')
-"""Its masks cost more with every character: some time they are over the limit."""
+"""The cost of its masks grows with every character, up to the limit."""
 
 LIMITS = llguidance.LLParserLimits(step_max_items=400)
 
 
 def fill_until_failure(matcher: Matcher, vocabulary: Vocabulary) -> int:
-    """Masks until one fails; none before it may be the end-of-sequence-only mask of an error state."""
+    """Compute masks until one fails. No mask before may be the end-of-sequence-only mask of an error state."""
     row = np.zeros(words(vocabulary.padded_vocab_size), dtype=np.int32)
     tokens = vocabulary.encode("ab" * 200)
     for position, token in enumerate(tokens):
@@ -135,7 +135,7 @@ def test_whitespace_pattern(vocabulary: Vocabulary) -> None:
 def test_a_release_that_repeats_the_whitespace_pattern_refuses_one(
     vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(llguidance_backend, "_REPEATS_WHITESPACE", True)
+    monkeypatch.setattr(llguidance_backend, "REPEATS_WHITESPACE", True)
     backend = LLGuidanceBackend(vocabulary)
     with pytest.raises(UnsupportedConstraint, match="any number of matches"):
         backend.compile(Constraint.json_object(whitespace="[ ]{0,2}"))
@@ -145,7 +145,7 @@ def test_a_release_that_repeats_the_whitespace_pattern_refuses_one(
 def test_there_blanks_stand_behind_commas_and_colons_and_are_bounded(
     vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(llguidance_backend, "_REPEATS_WHITESPACE", True)
+    monkeypatch.setattr(llguidance_backend, "REPEATS_WHITESPACE", True)
     schema = {"type": "object", "properties": {"a": {"type": "array"}}, "patternProperties": {"^x": {"type": "null"}}}
     grammars = [
         LLGuidanceBackend(vocabulary).compile(constraint)

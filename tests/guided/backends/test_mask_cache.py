@@ -1,4 +1,4 @@
-"""Masks are kept within one bound, go with their grammar, and are what a matcher without a cache computes."""
+"""Cached masks stay within one bound, are removed with their grammar, and equal those without a cache."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_sequences_and_backends_share_the_bound(vocabulary: Vocabulary, backend:
                 token = vocabulary.encode(character)[0]
                 assert token in allowed_ids(row)
                 matcher.accept_tokens([token])
-    assert backends._masks.nbytes == 3 * row.nbytes
+    assert backends.masks.nbytes == 3 * row.nbytes
 
 
 CONSTRAINTS = [
@@ -95,14 +95,14 @@ CONSTRAINTS = [
 
 @pytest.fixture(scope="module")
 def kept(vocabulary: Vocabulary) -> list[Backends]:
-    """Without a cache, with one that is too small for anything to stay, and with an ample one."""
+    """Backends without a cache, with one that is too small, and with a large one."""
     row = 4 * words(vocabulary.padded_vocab_size)
     return [Backends(vocabulary, mask_cache_bytes=size) for size in (0, 3 * row, 1 << 20)]
 
 
 @pytest.fixture(scope="module")
 def grammars(kept: list[Backends]) -> dict[tuple[str, Constraint], list[Any]]:
-    """By backend and constraint: each compiled once, so that examples share what is kept."""
+    """Grammars by backend and constraint, compiled once, so that examples share cached masks."""
     return {
         (backend, constraint): [backends[backend].compile(constraint) for backends in kept]
         for backend in KEEPING
@@ -111,7 +111,7 @@ def grammars(kept: list[Backends]) -> dict[tuple[str, Constraint], list[Any]]:
 
 
 def masks(matchers: list[Matcher], row: NDArray[np.int32]) -> NDArray[np.int32]:
-    """The mask that all of them give; the row that each writes to is full of something else before."""
+    """Return the mask that all of them give. Each row is filled with other bits before."""
     filled = []
     for matcher in matchers:
         row[:] = 0x5A5A5A5A

@@ -1,6 +1,6 @@
-"""MaskBench's schemas and instances: what a backend doesn't refuse, it decides rightly.
+"""MaskBench's schemas and instances: a backend refuses a schema, or decides its instances correctly.
 
-The data are not part of the project: a sample of 1,125 schemas in `shared/data`, beside the checkout.
+The data are not part of the project: a sample of 1,125 schemas in `shared/data`, next to the checkout.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ DATA = Path(__file__).parents[4] / "shared" / "data" / "maskbench-dev.jsonl.gz"
 SAMPLE = 60
 BUDGET_SECONDS = 20.0
 SLOW = {"xgrammar", "outlines"}
-"""Backends that may compile for minutes, and can't be stopped but with their process."""
+"""Backends that may compile for minutes. Only the end of their process stops them."""
 
 COMPILE = """
 import sys, json
@@ -45,7 +45,7 @@ for line in sys.stdin.buffer:
 
 
 def compile_in_time(backend: str, vocabulary: Vocabulary, schemas: list[Any]) -> int:
-    """How many of the first `schemas` a process of its own compiles within the budget."""
+    """Return how many of `schemas` a separate process compiles within the budget."""
     packed = vocabulary.to_bytes()
     text = b"%d\n" % len(packed) + packed + "".join(json.dumps(schema) + "\n" for schema in schemas).encode()
     command = [sys.executable, "-c", COMPILE, backend]

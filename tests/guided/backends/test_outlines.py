@@ -1,4 +1,4 @@
-"""What is outlines-core's own: what its regexes would get wrong, alternatives, the empty text, kept masks."""
+"""Tests specific to outlines-core: mistakes of its regexes, alternatives, the empty text, cached masks."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import numpy as np
+import outlines_core
 import pytest
 
 from guided.backends.base import CompiledGrammar
@@ -163,21 +164,25 @@ def test_both_stop_tokens_end_it_and_can_be_taken_back(backend: OutlinesBackend)
 
 def test_a_guide_writes_what_the_index_lists() -> None:
     grammar = OutlinesBackend(BYTES, MaskCache(0)).compile(Constraint.regex("(ab|ac|bc){2,5}[a-z]*"))
+    index = outlines_core.Index.from_binary(grammar.dump()[1:])
     stops = set(BYTES.stop_token_ids)
     row = np.zeros(words(BYTES.padded_vocab_size), dtype=np.int32)
-    state = grammar.matcher()
+    matcher, state = grammar.matcher(), index.get_initial_state()
     for character in "abacbcbcxyzz":
-        state.fill_bitmask(row)
-        listed = grammar._index.get_allowed_tokens(state._states[-1])
-        assert set(allowed_ids(row).tolist()) - stops == set(listed) - stops
-        state.accept_tokens([ord(character) + 1])
+        matcher.fill_bitmask(row)
+        assert set(allowed_ids(row).tolist()) - stops == set(index.get_allowed_tokens(state)) - stops
+        matcher.accept_tokens([ord(character) + 1])
+        state = index.get_next_state(state, ord(character) + 1)
 
 
 def test_the_way_to_a_state_is_no_longer_than_the_automaton() -> None:
     grammar = OutlinesBackend(BYTES).compile(Constraint.regex("[ab]*c"))
-    state = grammar.matcher()
-    state.accept_tokens([ord(character) + 1 for character in "abbab" * 100])
-    assert len(grammar._path(state._states[-1])) <= 1
+    state: int | None = grammar.start
+    for character in "abbab" * 100:
+        assert state is not None
+        state = grammar.next_state(state, ord(character) + 1)
+    assert state is not None
+    assert len(grammar.path(state)) <= 1
 
 
 def test_forced_tokens(backend: OutlinesBackend) -> None:

@@ -1,7 +1,7 @@
-"""Random walks through the masks: whatever any backend lets be generated for a schema satisfies it.
+"""Random walks through the masks: every text that a backend allows for a schema satisfies the schema.
 
-Schemas are small and random, made of what libraries are known to forget: tuples with counts, names with counts, lengths
-and formats. A backend may refuse a schema; it may not call it unsatisfiable when another one finds a value.
+Schemas are small and random, with the keywords that libraries tend to ignore: tuples with counts, names with counts,
+lengths and formats. A backend may refuse a schema. It may not call it unsatisfiable if another one finds a value.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ for _name, _holds in FORMATS.items():
 
 
 def problem(text: str, schema: Any) -> str | None:
-    """Why `text` is no answer to `schema`."""
+    """Return why `text` does not satisfy `schema`."""
     try:
         document = json.loads(text)
     except json.JSONDecodeError as error:
@@ -88,7 +88,7 @@ def problem(text: str, schema: Any) -> str | None:
 
 
 def walk(matcher: Matcher, vocabulary: Vocabulary, generator: random.Random, limit: int = 70) -> str | None:
-    """Random allowed tokens, short ones and whitespace rather than others; None where no end came."""
+    """Generate random allowed tokens, preferring short ones and whitespace; None if the walk does not end."""
     text, row = b"", np.empty(words(vocabulary.padded_vocab_size), dtype=np.int32)
     for _ in range(limit):
         accepting = matcher.is_accepting()
@@ -144,13 +144,13 @@ KNOWN: list[Any] = [
 
 
 def hold(backends: Backends, vocabulary: Vocabulary, schema: Any, seed: int, walks: int) -> None:
-    """Every backend keeps to `schema` or refuses it."""
+    """Check that every backend enforces `schema` or refuses it."""
     invalid, found = [], []
     for backend in BACKENDS:
         try:
             grammar = backends[backend].compile(Constraint.json_schema(schema))
         except UnsupportedConstraint as refusal:
-            assert "Error" not in refusal.message, refusal  # noqa: PT017 -- an exception that nobody foresaw
+            assert "Error" not in refusal.message, refusal  # noqa: PT017 -- an unexpected exception
             continue
         except InvalidConstraint:
             invalid.append(backend)

@@ -1,4 +1,4 @@
-"""What is xgrammar's own: keywords that it would ignore, characters that it should not let in."""
+"""Tests specific to xgrammar: keywords that it ignores, and characters that it should not allow."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from guided.errors import InvalidConstraint, TokenRejected, UnsupportedConstrain
 from guided.vocabulary import Vocabulary
 
 BYTES = Vocabulary((b"", *(bytes([byte]) for byte in range(256))), (0,), frozenset({0}), 288)
-"""A token a byte: what is refused is refused for its text, not for its tokens."""
+"""One token per byte: a refusal depends on the text, not on the tokenization."""
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def matcher(backend: XGrammarBackend, schema: Any, **arguments: Any) -> Matcher:
 
 
 def accepts(backend: XGrammarBackend, schema: Any, value: Any) -> bool:
-    """`value` is JSON text, or a value that is written as JSON."""
+    """Whether `value` (JSON text, or a value to write as JSON) is accepted."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     state = matcher(backend, schema)
     try:
@@ -52,7 +52,7 @@ def accepts(backend: XGrammarBackend, schema: Any, value: Any) -> bool:
         ({"type": "integer", "maximum": 2**63}, "maximum", "/maximum"),
         ({"type": "number", "minimum": 1e300}, "minimum", "/minimum"),
         ({"type": "string", "format": "iri-reference"}, "format", "/format"),
-        ({"type": "string", "format": "email", "maxLength": 9}, "maxLength", "/maxLength"),
+        ({"type": "string", "format": "email", "maxLength": 9}, "maxLength", "/format"),
         ({"type": "string", "format": "uri", "pattern": "x"}, "pattern", "/pattern"),
         ({"type": "string", "pattern": "(?=a)b"}, "lookaround", "/pattern"),
         ({"type": "string", "pattern": "^a+b+$", "maxLength": 5}, "maxLength", "/pattern"),
@@ -62,7 +62,7 @@ def accepts(backend: XGrammarBackend, schema: Any, value: Any) -> bool:
         ({"patternProperties": {"^a": {"type": "null"}, "^ab": {"type": "string"}}}, "overlap", "/patternProperties"),
         ({"properties": {"ab": {"const": 1}}, "patternProperties": {"b": {"const": 2}}}, "'ab'", "/patternProperties"),
         ({"propertyNames": {"maxLength": 3}, "additionalProperties": {"type": "null"}}, "propertyNames", None),
-        ({"enum": [2**70]}, "const", "/const"),
+        ({"enum": [2**70]}, "enum", "/enum"),
     ],
 )
 def test_what_it_would_ignore_is_refused_by_name(
@@ -241,7 +241,7 @@ def test_whitespace(backend: XGrammarBackend) -> None:
 def test_what_was_dumped_is_what_is_loaded(
     backend: XGrammarBackend, quick: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(xgrammar_module, "_QUICK_SECONDS", quick)
+    monkeypatch.setattr(xgrammar_module, "QUICK_SECONDS", quick)
     constraint = Constraint.json_schema({"type": "object", "properties": {"a": {"type": "string", "maxLength": 9}}})
     compiled = backend.compile(constraint)
     dumped = compiled.dump()
@@ -321,7 +321,7 @@ def test_forced_tokens_are_certain(vocabulary: Vocabulary) -> None:
     ],
 )
 def test_rules_without_any_text_are_refused(backend: XGrammarBackend, grammar: str) -> None:
-    """They crash it: its process is gone, and after some of those the backend is left alone for a while."""
+    """Such a rule would crash its process, and after several crashes the backend is suspended."""
     with pytest.raises(UnsupportedConstraint, match="derives nothing but itself"):
         backend.compile(Constraint.grammar(grammar))
 

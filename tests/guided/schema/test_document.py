@@ -1,4 +1,4 @@
-"""What is refused as a JSON Schema, with what pointer; what is not; and what may be closed."""
+"""Validation of JSON Schema documents, pointers of errors, and closing of objects."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def test_objects_booleans_and_their_texts_are_schemas(schema: Any) -> None:
         (None, "not null"),
         ([], "not an array"),
         (3.5, "not a number"),
-        (False, "nothing matches"),
-        ('{"a": 1, "a": 2}', "'a' stands twice"),
+        (False, "no value satisfies"),
+        ('{"a": 1, "a": 2}', "'a' occurs twice"),
         ('{"minimum": NaN}', "NaN is not JSON"),
         ('{"minimum": -Infinity}', "-Infinity is not JSON"),
         ('{"minimum": 1e999}', "inf is not a JSON number"),
@@ -78,7 +78,7 @@ def test_what_is_no_json_document(schema: Any, message: str) -> None:
         ({"type": 1}, "/type", "'type'"),
         ({"type": ["string", "strnig"]}, "/type/1", "strnig"),
         ({"type": []}, "/type", "non-empty"),
-        ({"enum": []}, "/enum", "nothing matches"),
+        ({"enum": []}, "/enum", "no value satisfies"),
         ({"required": "a"}, "/required", "array"),
         ({"required": ["a", "a"]}, "/required", "'required'"),
         ({"properties": []}, "/properties", "object"),
@@ -99,7 +99,7 @@ def test_what_is_no_json_document(schema: Any, message: str) -> None:
         ({"minLength": 5, "maxLength": 3}, "/minLength", "greater than"),
         ({"minItems": 5, "maxItems": 3}, "/minItems", "greater than"),
         ({"items": {"minimum": 2, "maximum": 1.5}}, "/items/minimum", "greater than"),
-        ({"allOf": [True, False]}, "/allOf/1", "nothing matches"),
+        ({"allOf": [True, False]}, "/allOf/1", "no value satisfies"),
     ],
 )
 def test_what_is_no_schema_says_where(schema: Any, pointer: str, message: str) -> None:

@@ -1,4 +1,4 @@
-"""The automaton takes what RFC 8259 takes, and nothing else."""
+"""The automaton accepts exactly the JSON of RFC 8259."""
 
 from __future__ import annotations
 

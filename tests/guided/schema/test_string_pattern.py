@@ -34,7 +34,7 @@ SEARCHED = [
 
 
 def found(pattern: str, text: str) -> bool:
-    """As JSON Schema has it: `$` is the end, not the last newline before it."""
+    """`$` is the end of the string, as in JSON Schema, not the position before a last newline."""
     return re.search(pattern.replace("$", r"\Z"), text) is not None
 
 
@@ -88,9 +88,9 @@ def test_lengths_are_fitted_in(pattern: str, least: int, most: int) -> None:
 def test_lengths_that_can_not_be_fitted_in() -> None:
     with pytest.raises(UnsupportedConstraint):
         string_pattern.fit(string_pattern.read("^[a-z]+-[a-z]+$"), 0, 10)
-    with pytest.raises(InvalidConstraint, match="as long as"):
+    with pytest.raises(InvalidConstraint, match="has a length"):
         string_pattern.fit(string_pattern.read("^[a-z]{3}$"), 4, None)
-    with pytest.raises(InvalidConstraint, match="as long as"):
+    with pytest.raises(InvalidConstraint, match="has a length"):
         string_pattern.fit(string_pattern.read("^[a-z]{3}$"), 0, 2)
 
 

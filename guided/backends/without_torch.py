@@ -1,10 +1,10 @@
-"""Grammar libraries without torch and transformers, which they import and computing masks doesn't need.
+"""Import of grammar libraries without torch and transformers, which are not needed to compute masks.
 
-xgrammar and lm-format-enforcer import torch, and xgrammar transformers too, for what they offer beside masks: two
-seconds of computing and a quarter of a gigabyte, in every mask actor and at every start of one. Nothing else in a mask
-actor or a compile process needs either, so there `leave_out_torch` keeps them out: lm-format-enforcer and tvm-ffi do
-without a torch that can't be imported; xgrammar names it in annotations and constants, so it sees placeholders while it
-is imported. A version of xgrammar that needs more of them is imported with the real ones.
+xgrammar and lm-format-enforcer import torch, and xgrammar also transformers, for features other than masks. That costs
+two seconds and a quarter of a gigabyte in every process. A mask actor or a compile process needs neither, so
+`leave_out_torch` makes torch unavailable there. lm-format-enforcer and tvm-ffi work without it. xgrammar uses both in
+annotations and constants, so it gets placeholders while it is imported. If a version of xgrammar needs more than that,
+it is imported with the real packages.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _log = logging.getLogger(__name__)
 
 
 def leave_out_torch() -> None:
-    """From now on torch can't be imported in this process. Nothing happens where it already was. Idempotent."""
+    """Make torch unavailable in this process, unless it is already imported. Idempotent."""
     if not any(name in sys.modules for name in _HEAVY):
         cast("dict[str, Any]", sys.modules)["torch"] = None
         sys.meta_path.insert(0, _XGrammarFinder())
 
 
 class _Placeholder(ModuleType):
-    """A module of which every attribute is a class that takes any arguments."""
+    """A module in which every attribute is a class that takes any arguments."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -61,7 +61,7 @@ class _XGrammarLoader(Loader):
         return self._usual.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        importlib.import_module("tvm_ffi")  # it looks closer at a torch that it finds
+        importlib.import_module("tvm_ffi")  # before the placeholders: it inspects torch
         try:
             with _placeholders():
                 self._usual.exec_module(module)

@@ -18,9 +18,9 @@ from guided.constraint import Constraint
 _MASKS = """
     import sys
     import numpy as np
-    from actors import lean_imports
+    from guided.backends import without_torch
     {prelude}
-    lean_imports.leave_out_torch()
+    without_torch.leave_out_torch()
     from byte_vocabulary import BYTES, WORDS, allowed
     from guided.backends import Backends
     from guided.constraint import Constraint
@@ -53,7 +53,7 @@ def test_who_has_torch_keeps_it() -> None:
 
 
 def test_a_library_that_needs_more_has_the_real_ones() -> None:
-    without_attributes = "del lean_imports._Placeholder.__getattr__"
+    without_attributes = "del without_torch._Placeholder.__getattr__"
     assert loaded(without_attributes) == "torch transformers"
 
 

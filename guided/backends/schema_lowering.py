@@ -1,0 +1,278 @@
+"""The common part of the schema adapters: walk a schema in normal form, and refuse what the library would ignore.
+
+A grammar library reads a few keywords of a subschema and ignores the others. Each adapter derives from `SchemaLowering`
+and adds how its library reads strings, numbers, arrays and objects. A refusal names the keyword and its JSON pointer in
+the user's document.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar, NamedTuple
+
+from jsonschema import Draft202012Validator
+
+from guided import regex
+from guided.errors import InvalidConstraint, UnsupportedConstraint, bounded
+from guided.schema import string_pattern
+from guided.schema.keywords import ALL_TYPES, Schema
+from guided.schema.normal_form import normalise
+from guided.schema.pointer import escape
+
+__all__ = ["ArrayShape", "SchemaLowering", "any_of"]
+
+_NEVER = ("allOf", "oneOf", "not", "if", "dependentRequired", "dependentSchemas")
+"""Keywords that no library enforces, where the normal form still has them."""
+_REASONS = {
+    "oneOf": " with alternatives that may overlap",
+    "allOf": " with parts that can't be merged",
+}
+
+
+class ArrayShape(NamedTuple):
+    """The items of an array: `prefix` one by one, then `items` for the rest (False: no more)."""
+
+    prefix: list[Schema]
+    items: Schema
+    least: int
+    most: int | None
+
+
+def any_of(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """Join lowered alternatives."""
+    return parts[0] if len(parts) == 1 else {"anyOf": parts}
+
+
+class SchemaLowering(ABC):
+    """Lowers one schema to the form that one library enforces completely.
+
+    Raises:
+        UnsupportedConstraint: the library would not enforce a keyword; with the keyword and its pointer.
+        InvalidConstraint: no value satisfies the schema, or a pattern is malformed.
+    """
+
+    library: ClassVar[str]
+    max_subschemas: ClassVar[int | None] = None
+    """Limit for libraries that get schemas with references expanded."""
+
+    def __init__(self, schema: Schema) -> None:
+        self.form = normalise(schema)
+        if self.form.root is False:
+            raise InvalidConstraint("no value satisfies the schema", param="json_schema", pointer="")
+        self._expanding: list[str] = []
+        self._subschemas = 0
+
+    def lower(self, schema: Schema) -> dict[str, Any]:
+        """Lower one subschema in normal form."""
+        self._subschemas += 1
+        if self.max_subschemas is not None and self._subschemas > self.max_subschemas:
+            raise UnsupportedConstraint(
+                f"{self.library}: the schema has more than {self.max_subschemas} parts once its references are"
+                " written out",
+                param="json_schema",
+            )
+        if schema is False:
+            raise UnsupportedConstraint(f"{self.library} can't enforce a schema that is false", param="json_schema")
+        if schema is True or schema == {}:
+            return self.any_value()
+        for keyword in _NEVER:
+            if keyword in schema:
+                raise self.refusal(schema, keyword)
+        if "$ref" in schema:
+            return self.reference(schema)
+        for keyword in ("const", "enum"):
+            if keyword in schema:
+                return self.finite(schema, keyword, [schema["const"]] if keyword == "const" else schema["enum"])
+        if "anyOf" in schema:
+            return any_of([self.lower(part) for part in schema["anyOf"]])
+        return any_of([self._of_type(kind, schema) for kind in self.types(schema)])
+
+    def _of_type(self, kind: str, schema: dict[str, Any]) -> dict[str, Any]:
+        match kind:
+            case "string":
+                return self.string(schema)
+            case "integer":
+                return self.integer(schema)
+            case "number":
+                return self.number(schema)
+            case "array":
+                return self.array(schema, self._shape(schema))
+            case "object":
+                return self.object(schema)
+        return {"type": kind}
+
+    # ---- what differs from library to library --------------------------------------------------------------------
+
+    @abstractmethod
+    def any_value(self) -> dict[str, Any]:
+        """Return the form of any JSON value."""
+
+    @abstractmethod
+    def reference(self, schema: dict[str, Any]) -> dict[str, Any]:
+        """Lower a `$ref`: keep it, or replace it with `expand`."""
+
+    @abstractmethod
+    def finite(self, schema: dict[str, Any], keyword: str, values: list[Any]) -> dict[str, Any]:
+        """Lower `keyword` (`const` or `enum`) with its `values`."""
+
+    @abstractmethod
+    def string(self, schema: dict[str, Any]) -> dict[str, Any]:
+        """Lower the type string."""
+
+    @abstractmethod
+    def integer(self, schema: dict[str, Any]) -> dict[str, Any]:
+        """Lower the type integer."""
+
+    @abstractmethod
+    def number(self, schema: dict[str, Any]) -> dict[str, Any]:
+        """Lower the type number."""
+
+    @abstractmethod
+    def array(self, schema: dict[str, Any], shape: ArrayShape) -> dict[str, Any]:
+        """Lower the type array."""
+
+    @abstractmethod
+    def object(self, schema: dict[str, Any]) -> dict[str, Any]:
+        """Lower the type object."""
+
+    def types(self, schema: dict[str, Any]) -> list[str]:
+        """Return the types that `schema` allows."""
+        named = schema.get("type", ALL_TYPES)
+        return [named] if isinstance(named, str) else [*named]
+
+    # ---- errors --------------------------------------------------------------------------------------------------
+
+    def refusal(self, schema: Schema, keyword: str, reason: str = "") -> UnsupportedConstraint:
+        """Return the error for a keyword that the library would not enforce."""
+        return UnsupportedConstraint(
+            f"{self.library} can't enforce {keyword!r}{reason or _REASONS.get(keyword, '')}",
+            param="json_schema",
+            pointer=f"{self.form.pointer(schema)}/{escape(keyword)}",
+        )
+
+    def unsatisfiable(self, schema: Schema, reason: str) -> InvalidConstraint:
+        """Return the error for a subschema that no value satisfies: the constraint is invalid only if it is the root."""
+        kind = InvalidConstraint if schema is self.form.root else UnsupportedConstraint
+        return kind(reason, param="json_schema", pointer=self.form.pointer(schema))
+
+    def at_keyword(self, error: InvalidConstraint, schema: Schema, keyword: str) -> InvalidConstraint:
+        """Return `error` with the pointer of `keyword`."""
+        return type(error)(error.message, param="json_schema", pointer=f"{self.form.pointer(schema)}/{escape(keyword)}")
+
+    # ---- references and strings ----------------------------------------------------------------------------------
+
+    def expand(self, schema: dict[str, Any]) -> dict[str, Any] | None:
+        """Lower the target of a `$ref` in its place; None if this is inside that target: the reference is recursive."""
+        name = schema["$ref"]
+        if name in self._expanding:
+            return None
+        self._expanding.append(name)
+        lowered = self.lower(self.form.target(schema))
+        self._expanding.pop()
+        return lowered
+
+    def pattern(self, schema: dict[str, Any]) -> tuple[str, str] | None:
+        """Return the keyword and the regex of `pattern` or `format`; None without either."""
+        if "format" not in schema:
+            return ("pattern", schema["pattern"]) if "pattern" in schema else None
+        if "pattern" in schema:
+            raise self.refusal(schema, "pattern", " next to 'format'")
+        if schema["format"] not in string_pattern.FORMATS:
+            raise self.refusal(schema, "format", f" {bounded(schema['format'], 60)!r}")
+        return "format", string_pattern.FORMATS[schema["format"]]
+
+    def parse_pattern(
+        self, schema: dict[str, Any], keyword: str, pattern: str, least: int = 0, most: int | None = None
+    ) -> regex.Node:
+        """Parse `pattern`, the value of `keyword`, into the strings of `least` to `most` characters with a match."""
+        try:
+            node = string_pattern.read(pattern)
+        except InvalidConstraint as error:
+            raise self.at_keyword(error, schema, keyword) from None
+        return self.fit_length(schema, keyword, node, least, most)
+
+    def fit_length(
+        self, schema: dict[str, Any], keyword: str, node: regex.Node, least: int, most: int | None
+    ) -> regex.Node:
+        """Restrict `node` to strings of `least` to `most` characters."""
+        try:
+            return string_pattern.fit(node, least, most)
+        except UnsupportedConstraint as error:
+            raise self.at_keyword(error, schema, keyword) from None
+        except InvalidConstraint as error:
+            raise self.at_keyword(self.unsatisfiable(schema, error.message), schema, keyword) from None
+
+    def json_text(self, schema: dict[str, Any], keyword: str, node: regex.Node, *, escapes: bool) -> regex.Node:
+        """Return `node` as JSON text between quotes. Without `escapes`, escapes are used only if nothing else is left."""
+        try:
+            try:
+                return string_pattern.in_json(node, escapes=escapes)
+            except UnsupportedConstraint:
+                return string_pattern.in_json(node, escapes=True)
+        except UnsupportedConstraint as error:
+            raise self.at_keyword(error, schema, keyword) from None
+
+    # ---- arrays and objects --------------------------------------------------------------------------------------
+
+    def _shape(self, schema: dict[str, Any]) -> ArrayShape:
+        """Return the items of an array; refuse the keywords that no library enforces."""
+        least, most = int(schema.get("minItems", 0)), schema.get("maxItems")
+        if "contains" in schema:
+            raise self.refusal(schema, "contains")
+        if schema.get("uniqueItems") and (most is None or most > 1):
+            raise self.refusal(schema, "uniqueItems")
+        prefix: list[Schema] = schema.get("prefixItems", [])
+        length = next((index for index, item in enumerate(prefix) if item is False), len(prefix))
+        if most is not None:
+            length = min(length, int(most))
+        if length < len(prefix) or most == 0:
+            return ArrayShape(prefix[:length], False, least, None)
+        return ArrayShape(prefix, schema.get("items", True), least, None if most is None else int(most))
+
+    def only_named(self, schema: dict[str, Any]) -> dict[str, Schema] | None:
+        """Return the properties of an object, for libraries that allow either named properties or any names.
+
+        Returns:
+            The properties by name; no others are allowed then, which may be narrower than the schema. None if the
+            schema names none and allows any name.
+        """
+        declared: dict[str, Schema] = schema.get("properties", {})
+        required, rest = schema.get("required", []), schema.get("additionalProperties", True)
+        if missing := next((name for name in required if name not in declared), None):
+            raise self.refusal(schema, "required", f" {bounded(missing, 60)!r} next to 'patternProperties'")
+        allowed: dict[str, Schema] = {name: value for name, value in declared.items() if value is not False}
+        any_names = not declared and rest is not False
+        low, high = schema.get("minProperties", 0), schema.get("maxProperties")
+        if low > len(required) and not (any_names and low == 1):
+            raise self.refusal(schema, "minProperties")
+        if high is not None and (any_names or high < len(allowed)) and high != 0:
+            raise self.refusal(schema, "maxProperties")
+        if not any_names or high == 0:
+            allowed = {} if high == 0 else allowed
+            self.check_names(schema, allowed)
+            return allowed
+        for keyword in ("patternProperties", "propertyNames"):
+            if keyword in schema:
+                raise self.refusal(schema, keyword)
+        return None
+
+    def check_names(self, schema: dict[str, Any], properties: dict[str, Schema]) -> None:
+        """Refuse named properties that `propertyNames` forbids or that `patternProperties` describe differently."""
+        patterns: dict[str, Schema] = schema.get("patternProperties", {})
+        if not patterns and "propertyNames" not in schema:
+            return
+        names = Draft202012Validator({"$defs": self.form.definitions, "allOf": [schema.get("propertyNames", True)]})
+        for name, value in properties.items():
+            quoted = repr(bounded(name, 60))
+            if not names.is_valid(name):
+                raise self.refusal(schema, "propertyNames", f" that forbids the property {quoted}")
+            if any(
+                self.matches(pattern, name) and other not in (True, {}, value) for pattern, other in patterns.items()
+            ):
+                raise self.refusal(schema, "patternProperties", f" that match {quoted} too")
+
+    def matches(self, pattern: str, name: str) -> bool:
+        """Return whether a property's name contains a match of `pattern`."""
+        string_pattern.read(pattern)  # refuses what Python's `re` can't read
+        return re.search(pattern, name) is not None
