@@ -31,9 +31,9 @@ from engine.default_model import checkpoint_path
 from guided.backends import Backends, candidates
 from guided.compilation import compile_constraint
 from guided.constraint import Constraint
-from guided.embedded.transformers import GuidedLogitsProcessor
 from guided.errors import GuidedError
 from guided.inline import InlinePool
+from guided.integrations.transformers import GuidedLogitsProcessor
 from guided.processor import GuidedRow, LogitPostProcessor
 from guided.vocabulary import Vocabulary
 

@@ -1,9 +1,9 @@
 """What vLLM's V2 runner costs our plugin a step: its tokens lie on the device. `python -m benchmarks.v2_token_copies`.
 
-`guided/embedded/v2_tokens.py` copies what a step added: `begin` before the forward pass, `read` after it was launched.
-Each is timed on the host, for a batch of guided slots that got one token each, or up to five (with four drafts). With
-`--device cuda`, a forward pass of about `--forward-ms` is under way between the two, and what `read` takes is waiting
-for the step before as well; `--device cpu`, where tokens needn't be copied from anywhere, is what the host does.
+`TokenCopies` copies what a step added: `begin` before the forward pass, `read` after it was launched. Each is timed on
+the host, for a batch of guided slots that got one token each, or up to five (with four drafts). With `--device cuda`, a
+forward pass of about `--forward-ms` is under way between the two, and what `read` takes is waiting for the step before
+as well; `--device cpu`, where tokens needn't be copied from anywhere, is what the host does.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from benchmarks.report import RESULTS, fail, machine, percentiles, print_table, write_json
-from guided.embedded.v2_tokens import TokenCopies
+from guided.integrations.vllm.v2_batch import TokenCopies
 
 COLUMNS = {
     "slots": "guided slots",

@@ -13,7 +13,7 @@ from benchmarks.faults.asked import PROMPT, Asked
 __all__ = ["Engine", "ours", "vllm"]
 
 MAX_MODEL_LEN = 1024
-PLUGIN = "guided.embedded.vllm:GuidedLogitsProcessor"
+PLUGIN = "guided.integrations.vllm.processor:GuidedLogitsProcessor"
 
 
 class Engine(Protocol):
@@ -61,7 +61,7 @@ class _VLLM:
     @staticmethod
     def _reported(request_id: str) -> str | None:
         """What the plugin reported out of band: what its middleware makes an error of."""
-        from guided.embedded.statuses import take
+        from guided.integrations.vllm.error_reports import take
 
         error = take(request_id)
         return None if error is None else f"{error.code}: {error}"

@@ -15,7 +15,7 @@ from typing import Any
 
 __all__ = ["PLUGIN"]
 
-PLUGIN = "guided.embedded.vllm:GuidedLogitsProcessor"
+PLUGIN = "guided.integrations.vllm.processor:GuidedLogitsProcessor"
 MAX_MODEL_LEN = 1024
 
 

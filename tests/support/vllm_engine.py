@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 
 import psutil
 
-from guided.embedded.statuses import REQUEST_ID, take
+from guided.integrations.vllm.error_reports import REQUEST_ID, take
 
-PLUGIN = "guided.embedded.vllm:GuidedLogitsProcessor"
+PLUGIN = "guided.integrations.vllm.processor:GuidedLogitsProcessor"
 OPTIONS = {"guided": {"pool": "ray", "num_actors": 2}}
 MAX_MODEL_LEN = 512
 ALSO_ENDS = "<|user|>"

@@ -20,7 +20,7 @@ import httpx
 import psutil
 from vllm_engine import MAX_MODEL_LEN, OPTIONS, PLUGIN
 
-MIDDLEWARE = "guided.embedded.middleware.GuidedErrors"
+MIDDLEWARE = "guided.integrations.vllm.middleware.GuidedErrors"
 STARTS = 600.0
 WAIT = 120.0
 

@@ -27,13 +27,13 @@ from vllm.v1.worker.gpu.sample.logits_processor import (
     build_custom_logits_processors_params_validator,
 )
 
-from guided.embedded import run_directory, statuses
-from guided.embedded.v2_tokens import TokenCopies
-from guided.embedded.vllm import _vocabulary
 from guided.inline import InlinePool
+from guided.integrations.vllm import error_reports, run_directory
+from guided.integrations.vllm.processor import _vocabulary
+from guided.integrations.vllm.v2_batch import TokenCopies
 from guided.vocabulary import Vocabulary
 
-NAME = "guided.embedded.vllm:GuidedLogitsProcessor"
+NAME = "guided.integrations.vllm.processor:GuidedLogitsProcessor"
 WIDTH, SLOTS, LENGTH, DRAFTS = 40, 6, 64, 3
 VOCABULARY = Vocabulary(
     token_bytes=(b"</s>", *(bytes([97 + index]) for index in range(20))),
@@ -152,14 +152,14 @@ class Runner:
 @pytest.fixture(autouse=True)
 def _run(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(run_directory.VARIABLE, str(tmp_path_factory.mktemp("run")))
-    monkeypatch.setattr("guided.embedded.registrations.active_children", list)  # engines of other tests
+    monkeypatch.setattr("guided.integrations.vllm.worker_registry.active_children", list)  # engines of other tests
     use_pool(monkeypatch)
 
 
 def use_pool(monkeypatch: pytest.MonkeyPatch, fail_at: int | None = None) -> None:
     backends = ScriptedBackends(VOCABULARY, fail_at)
     monkeypatch.setattr(
-        "guided.embedded.vllm._open_pool",
+        "guided.integrations.vllm.processor._open_pool",
         lambda config, options: InlinePool(VOCABULARY, backends),  # type: ignore[arg-type]
     )
 
@@ -276,7 +276,7 @@ def test_a_failed_request_gets_its_stop_token_and_is_reported(monkeypatch: pytes
     request = guided("1234", name="sick")
     runner.add(request)
     assert [runner.step()[id(request)] for _ in range(3)] == [[[1]], [[2]], [[STOP]]]
-    error = statuses.take("sick")
+    error = error_reports.take("sick")
     assert error is not None
     assert error.code == "backend_error"
 
@@ -310,7 +310,7 @@ def test_tokens_that_cannot_be_copied_end_the_requests_of_the_step(
         seen = runner.step([sick, other])
     assert {tuple(row) for row in seen[id(sick)]} == {(STOP,)}
     assert {tuple(row) for row in seen[id(other)]} == {tuple(range(WIDTH))}
-    error = statuses.take("sick")
+    error = error_reports.take("sick")
     assert error is not None
     assert error.code == "internal_error"
     assert runner.step([late])[id(late)][0] == [9]
@@ -325,7 +325,7 @@ def test_what_others_have_forbidden_before_is_allowed_again() -> None:
 
 
 def test_a_matcher_is_given_back_though_no_guided_request_comes_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("guided.embedded.vllm._ABSENT_STEPS", 5)
+    monkeypatch.setattr("guided.integrations.vllm.processor._ABSENT_STEPS", 5)
     runner = Runner()
     request, other = guided("1234567"), plain()
     runner.add(request)

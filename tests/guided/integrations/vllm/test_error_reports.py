@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from guided.embedded import run_directory, statuses
 from guided.errors import DeadEnd, MaskTimeout
+from guided.integrations.vllm import error_reports, run_directory
 
 
 @pytest.fixture
@@ -31,34 +31,34 @@ def _elsewhere(code: str) -> str:
 
 def test_an_error_comes_as_it_was_reported_by_another_process_once(run: Path) -> None:
     _elsewhere(
-        "from guided.embedded import statuses; from guided.errors import DeadEnd;"
-        "statuses.report('a/../b \\x00', DeadEnd('nothing is allowed', param='regex', pointer='/x'))"
+        "from guided.integrations.vllm import error_reports; from guided.errors import DeadEnd;"
+        "error_reports.report('a/../b \\x00', DeadEnd('nothing is allowed', param='regex', pointer='/x'))"
     )
-    error = statuses.take("a/../b \x00")
+    error = error_reports.take("a/../b \x00")
     assert isinstance(error, DeadEnd)
     assert (error.message, error.param, error.pointer) == ("nothing is allowed", "regex", "/x")
-    assert statuses.take("a/../b \x00") is None
-    assert statuses.take("another") is None
+    assert error_reports.take("a/../b \x00") is None
+    assert error_reports.take("another") is None
 
 
 def test_the_last_report_counts(run: Path) -> None:
-    statuses.report("one", DeadEnd("first"))
-    statuses.report("one", MaskTimeout("second"))
-    assert str(statuses.take("one")) == "second"
+    error_reports.report("one", DeadEnd("first"))
+    error_reports.report("one", MaskTimeout("second"))
+    assert str(error_reports.take("one")) == "second"
 
 
 def test_what_nobody_takes_is_bounded(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(statuses, "_MOST", 3)
+    monkeypatch.setattr(error_reports, "_MOST", 3)
     for number in range(9):
-        statuses.report(str(number), DeadEnd("x"))
+        error_reports.report(str(number), DeadEnd("x"))
     assert len(os.listdir(run / "ended")) == 3
 
 
 def test_nothing_is_there_without_a_run_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(run_directory.VARIABLE, raising=False)
-    assert statuses.take("one") is None
+    assert error_reports.take("one") is None
     with pytest.raises(OSError, match="no run directory"):
-        statuses.report("one", DeadEnd("x"))
+        error_reports.report("one", DeadEnd("x"))
 
 
 def test_the_directory_is_private_and_named_to_workers_on_ray(run: Path) -> None:
@@ -67,7 +67,7 @@ def test_the_directory_is_private_and_named_to_workers_on_ray(run: Path) -> None
 
 
 def test_a_process_of_the_run_keeps_its_directory_and_a_program_of_its_own_does_not(run: Path) -> None:
-    announce_and_find = "from guided.embedded.run_directory import announce, find; announce(); print(find())"
+    announce_and_find = "from guided.integrations.vllm.run_directory import announce, find; announce(); print(find())"
     child = (
         "import multiprocessing, sys\n"
         "multiprocessing.parent_process = lambda: 'vLLM starts its processes so'\n" + announce_and_find
@@ -81,7 +81,8 @@ def test_a_process_of_the_run_keeps_its_directory_and_a_program_of_its_own_does_
 def test_what_a_killed_run_left_is_swept(run: Path) -> None:
     left = _elsewhere(
         "import os; os.environ['GUIDED_VLLM_DIR'] = ''\n"
-        "from guided.embedded.run_directory import announce, find; announce(); print(find(), flush=True); os._exit(0)"
+        "from guided.integrations.vllm.run_directory import announce, find; announce(); print(find(), flush=True); "
+        "os._exit(0)"
     )
     assert Path(left).exists()
     os.environ[run_directory.VARIABLE] = ""

@@ -21,7 +21,7 @@ GROUP = "guided.pools"
 DEFAULT = "ray"
 _PAUSE_SECONDS = 30.0
 """After a pool could not be opened: requests fail at once for so long, rather than make the engine wait each."""
-_log = logging.getLogger("guided.embedded")
+_log = logging.getLogger("guided.integrations")
 
 
 def find_pool(name: str, options: Mapping[str, Any]) -> Callable[[Vocabulary], MaskPool]:

@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 from scripted import STOP, ScriptedBackends
 
 from guided.constraint import Constraint
-from guided.embedded.masker import Guest, GuestRow, Masker
-from guided.embedded.pools import Opening
-from guided.embedded.request_params import Asked
 from guided.errors import GuidedError, InternalError, PoolUnavailable, WorkerDied
 from guided.inline import InlinePool
+from guided.integrations.pools import Opening
+from guided.integrations.vllm.masker import Guest, GuestRow, Masker
+from guided.integrations.vllm.request_params import Asked
 from guided.pool import Fill, Grammar, MaskPool, Row, StepMasks
 from guided.vocabulary import Vocabulary
 
@@ -307,7 +307,7 @@ def test_a_pool_that_cannot_be_opened_ends_its_requests_and_is_tried_again_later
         assert allowed(subject.step(GuestRow(subject.begin("1", name="a"), 0, [])), 0) == [STOP]
     assert subject.codes() == [("a", "pool_unavailable")] * 2
     assert len(tries) == 1
-    monkeypatch.setattr("guided.embedded.pools._PAUSE_SECONDS", -1.0)
+    monkeypatch.setattr("guided.integrations.pools._PAUSE_SECONDS", -1.0)
     assert allowed(subject.step(GuestRow(subject.begin("1"), 0, [])), 0) == [1]
 
 
@@ -476,7 +476,7 @@ def test_masks_that_cannot_be_written_end_their_requests(
     def fail(*_: object) -> None:
         raise RuntimeError("no memory")
 
-    for module in ("guided.embedded.masker", "guided.processor"):
+    for module in ("guided.integrations.vllm.masker", "guided.processor"):
         monkeypatch.setattr(f"{module}.{where}", fail, raising=False)
     logits = subject.step(*(GuestRow(guest, row, [1]) for row, guest in enumerate(guests)))
     if where == "free_what_is_allowed" and not contested:

@@ -19,10 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from guided.bitmask import words
-from guided.embedded.forcing import allow_only, free_what_is_allowed, one_token_masks
-from guided.embedded.pools import Opening
-from guided.embedded.request_params import Asked
 from guided.errors import CompileTimeout, GuidedError, InternalError, PoolUnavailable, TokenRejected, bounded
+from guided.integrations.pools import Opening
+from guided.integrations.vllm.forcing import allow_only, free_what_is_allowed, one_token_masks
+from guided.integrations.vllm.request_params import Asked
 from guided.kernel import apply_bitmask
 from guided.pool import Grammar, MaskPool
 from guided.processor import ApplyReport, GuidedRow, LogitPostProcessor
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Guest", "GuestRow", "Masker", "Ranks"]
 
-_log = logging.getLogger("guided.embedded")
+_log = logging.getLogger("guided.integrations")
 UNKNOWN = InternalError(
     "the engine doesn't know this output's last token when it has to be masked: vLLM's asynchronous scheduling tells "
     "it only to logits processors that are passed by name (--logits-processors "
-    "guided.embedded.vllm:GuidedLogitsProcessor), not to those of entry points"
+    "guided.integrations.vllm.processor:GuidedLogitsProcessor), not to those of entry points"
 )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from guided.embedded.v1_rows import V1Rows
+from guided.integrations.vllm.v1_batch import V1Batch
 
 
 @dataclass
@@ -43,7 +43,7 @@ steps = st.lists(
 @settings(max_examples=300)
 @given(steps=steps)
 def test_everybody_is_where_the_batch_has_them_and_who_left_is_told_once(steps: list[Step]) -> None:
-    batch, subject = Batch(), V1Rows[str]()
+    batch, subject = Batch(), V1Batch[str]()
     left: list[str] = []
     for ends, entering, swaps in steps:
         removed = sorted({row for row in ends if row < len(batch.rows)}, reverse=True)
@@ -88,7 +88,7 @@ def _condense(batch: Batch) -> list[tuple[int, int, bool]]:
 
 
 def test_removed_then_added_then_moved() -> None:
-    subject = V1Rows[str]()
+    subject = V1Batch[str]()
     assert subject.update([], [(0, "a"), (1, "b"), (2, None), (3, "d")], []) == []
     # Row 0 ends, 1 is somebody else's now; 3 takes the place of 0 and then swaps it with 1, which is e's.
     assert subject.update([0], [(1, "e")], [(3, 0, False), (0, 1, True)]) == ["a", "b"]
@@ -96,7 +96,7 @@ def test_removed_then_added_then_moved() -> None:
 
 
 def test_a_one_way_move_ends_who_was_there_and_a_swap_with_nobody_is_a_move() -> None:
-    subject = V1Rows[str]()
+    subject = V1Batch[str]()
     subject.update([], [(0, "a"), (1, "b")], [])
     assert subject.update([], [], [(1, 0, False)]) == ["a"]
     assert subject.update([], [], [(5, 0, True)]) == []
@@ -104,6 +104,6 @@ def test_a_one_way_move_ends_who_was_there_and_a_swap_with_nobody_is_a_move() ->
 
 
 def test_rows_come_in_order() -> None:
-    subject = V1Rows[str]()
+    subject = V1Batch[str]()
     subject.update([], [(7, "h"), (2, "c"), (11, "l")], [])
     assert list(subject) == [(2, "c"), (7, "h"), (11, "l")]

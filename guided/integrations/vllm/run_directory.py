@@ -29,7 +29,7 @@ serves engines that don't descend from the process that answers."""
 _PREFIX = "guided-vllm-"
 _OWNER = "owner"
 _FOR_RAY = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"
-_log = logging.getLogger("guided.embedded")
+_log = logging.getLogger("guided.integrations")
 
 
 class Process:

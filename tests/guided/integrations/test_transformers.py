@@ -26,11 +26,11 @@ from guided.backends import Backends
 from guided.backends.base import CompiledGrammar
 from guided.bitmask import allowed_ids
 from guided.constraint import Constraint
-from guided.embedded import transformers
-from guided.embedded.recycled_memory import RecycledMemory
-from guided.embedded.transformers import GuidedLogitsProcessor
 from guided.errors import BackendError, InvalidRequest, PoolUnavailable, TokenRejected, UnsupportedConstraint
 from guided.inline import InlinePool
+from guided.integrations import transformers
+from guided.integrations.recycled_memory import RecycledMemory
+from guided.integrations.transformers import GuidedLogitsProcessor
 from guided.pool import Grammar, MaskPool
 from guided.vocabulary import Vocabulary
 

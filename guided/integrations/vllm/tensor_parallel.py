@@ -18,7 +18,7 @@ __all__ = ["TensorParallelRanks"]
 
 
 class TensorParallelRanks:
-    """`guided.embedded.masker.Ranks` over a process group.
+    """`guided.integrations.vllm.masker.Ranks` over a process group.
 
     Args:
         group: for tensors on the host.

@@ -11,8 +11,8 @@ import hashlib
 import os
 from pathlib import Path
 
-from guided.embedded.run_directory import find, read_note, write_note
 from guided.errors import GuidedError, from_wire, to_wire
+from guided.integrations.vllm.run_directory import find, read_note, write_note
 
 __all__ = ["REQUEST_ID", "report", "take"]
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from guided.embedded.recycled_memory import RecycledMemory
+from guided.integrations.recycled_memory import RecycledMemory
 
 SHAPE = torch.zeros(4, 1000)
 

@@ -10,8 +10,8 @@ import pytest
 from engine.server.constraints import asked as asked_over_http
 from engine.server.protocol import CompletionRequest
 from guided.constraint import Constraint
-from guided.embedded.request_params import Asked, asked, refuse_host_stops, request_id
 from guided.errors import GuidedError, InvalidConstraint, InvalidRequest
+from guided.integrations.vllm.request_params import Asked, asked, refuse_host_stops, request_id
 
 SCHEMA = '{"type": "object", "properties": {"a": {"type": "integer"}}}'
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 from multiprocessing import active_children
 from typing import Any
 
-from guided.embedded.run_directory import VARIABLE, Process, find, read_note, write_note
 from guided.errors import PoolUnavailable
+from guided.integrations.vllm.run_directory import VARIABLE, Process, find, read_note, write_note
 
 __all__ = ["check", "register"]
 
@@ -54,7 +54,7 @@ def check() -> None:
             raise PoolUnavailable(note["refusal"])
     help_ = (
         "with speculative decoding vLLM's V1 runner leaves logits processors out, without it start vLLM with "
-        "--logits-processors guided.embedded.vllm:GuidedLogitsProcessor (and where VLLM_PLUGINS is set, "
+        "--logits-processors guided.integrations.vllm.processor:GuidedLogitsProcessor (and where VLLM_PLUGINS is set, "
         "it has to have 'guided' among its names); workers on other machines, or not started from here, are seen where "
         f"{VARIABLE} names one directory for all"
     )

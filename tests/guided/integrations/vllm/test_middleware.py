@@ -15,10 +15,11 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from guided.constraint import KINDS
-from guided.embedded.middleware import PATHS, GuidedErrors
-from guided.embedded.statuses import REQUEST_ID as ID
 from guided.errors import GuidedError, InvalidConstraint, PoolUnavailable, WorkerDied
+from guided.integrations.vllm.error_reports import REQUEST_ID as ID
+from guided.integrations.vllm.middleware import GuidedErrors
 
+PATHS = ("/v1/completions", "/v1/chat/completions")
 Reply = Callable[[Request, dict[str, Any]], Response]
 GUIDED = {"vllm_xargs": {"regex": "[0-9]+"}}
 

@@ -24,10 +24,10 @@ from numpy.typing import NDArray
 
 from guided.bitmask import words
 from guided.constraint import Constraint
-from guided.embedded.pools import find_pool
-from guided.embedded.recycled_memory import RecycledMemory
 from guided.errors import GuidedError, InvalidRequest, from_wire, to_wire
 from guided.inline import InlinePool
+from guided.integrations.pools import find_pool
+from guided.integrations.recycled_memory import RecycledMemory
 from guided.kernel import apply_bitmask
 from guided.pool import MaskPool
 from guided.processor import GuidedRow, LogitPostProcessor

@@ -11,8 +11,8 @@ from typing import Any, Protocol
 
 from guided.backends import AUTO, candidates, resolve
 from guided.constraint import KINDS, Constraint
-from guided.embedded.statuses import REQUEST_ID
 from guided.errors import InvalidConstraint, InvalidRequest
+from guided.integrations.vllm.error_reports import REQUEST_ID
 from guided.request import GivenConstraint, GivenWhitespace, build, refuse_stops, take_one, take_whitespace
 
 __all__ = ["Asked", "HostParams", "asked", "refuse_host_stops", "request_id"]
