@@ -4,6 +4,7 @@ It runs without Ray, without the engine, without a server. Where masks are compu
 `InlinePool` (here) in the caller, `actors.RayPool` in processes that may be lost.
 """
 
+from guided.bundle import ProcessorBundle
 from guided.constraint import KINDS, Constraint, ConstraintKind
 from guided.errors import (
     BackendError,
@@ -23,7 +24,8 @@ from guided.errors import (
 from guided.inline import InlinePool
 from guided.limits import Limits
 from guided.pool import Grammar, MaskPool
-from guided.processor import ApplyReport, GuidedRow, LogitPostProcessor
+from guided.processor import ApplyReport, GuidedProcessor, LogitPostProcessor
+from guided.sequence import GuidedSequence
 from guided.vocabulary import Vocabulary
 
 __all__ = [
@@ -37,7 +39,8 @@ __all__ = [
     "DeadEnd",
     "Grammar",
     "GuidedError",
-    "GuidedRow",
+    "GuidedProcessor",
+    "GuidedSequence",
     "InlinePool",
     "InternalError",
     "InvalidConstraint",
@@ -47,6 +50,7 @@ __all__ = [
     "MaskPool",
     "MaskTimeout",
     "PoolUnavailable",
+    "ProcessorBundle",
     "TokenRejected",
     "UnsupportedConstraint",
     "Vocabulary",

@@ -25,9 +25,7 @@ from guided.errors import (
     InvalidConstraint,
     UnsupportedConstraint,
     bounded,
-    from_wire,
 )
-from guided.messages import FillRow, OpenSequence, RowStatus, StepRequest
 from guided.vocabulary import Vocabulary
 from guided.worker import MaskWorker
 
@@ -113,11 +111,9 @@ def conclusion(failed: Sequence[tuple[str, GuidedError]]) -> GuidedError:
 def _check_first_mask(vocabulary: Vocabulary, grammar: CompiledGrammar) -> None:
     worker = MaskWorker(vocabulary)
     worker.install("first", grammar)
-    row = np.empty((1, words(vocabulary.padded_vocab_size)), dtype=np.int32)
-    request = StepRequest(0, 0, [FillRow(0, 0, 0, [])], [OpenSequence(0, "first")])
-    (result,) = worker.handle(request, row)
-    if result.status is not RowStatus.READY and result.error is not None:
-        error = from_wire(result.error)
-        if isinstance(error, DeadEnd):
-            raise InvalidConstraint("no output satisfies this constraint with the model's vocabulary")
+    worker.open(0, "first")
+    error = worker.fill(0, (), np.empty(words(vocabulary.padded_vocab_size), np.int32))
+    if isinstance(error, DeadEnd):
+        raise InvalidConstraint("no output satisfies this constraint with the model's vocabulary")
+    if error is not None:
         raise error

@@ -1,15 +1,15 @@
-"""InlinePool: one mask worker in the calling process. The real thing for tests and small embeddings.
+"""InlinePool: one mask worker in the calling process, for tests and small embeddings.
 
-It has no isolation: a grammar library that hangs or crashes takes the caller with it. `actors.RayPool` has.
+It has no isolation: a grammar library that hangs or crashes takes the caller with it. `actors.RayPool` isolates it.
 """
 
 from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Collection, Iterator, Sequence
+import time
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,29 +18,23 @@ from guided.backends import BACKENDS, Backends
 from guided.bitmask import words
 from guided.compilation import compile_constraint, grammar_key
 from guided.constraint import Constraint
-from guided.errors import GuidedError, from_wire
+from guided.errors import BackendError, GuidedError
 from guided.grammar_cache import CacheKey, GrammarCache, cache_key
-from guided.messages import FillRow, OpenSequence, RowResult, RowStatus, StepRequest
-from guided.pool import BackendStatus, Fill, Grammar, PoolStatus, ReadyRows, Row, StepMasks, WorkerStatus
+from guided.pool import BackendStatus, Grammar, PoolStatus, ReadyMasks, StepMasks, WorkerStatus
+from guided.sequence import GuidedSequence
 from guided.vocabulary import Vocabulary
 from guided.worker import MaskWorker
 
 __all__ = ["InlinePool"]
 
-_STATES: dict[RowStatus, Literal["ready", "needs_history", "failed"]] = {
-    RowStatus.READY: "ready",
-    RowStatus.NEEDS_HISTORY: "needs_history",
-    RowStatus.FAILED: "failed",
-}
-
 
 class InlinePool:
-    """A `MaskPool` without processes: compiles in `compile()`, fills in `collect()`, straight into the caller's rows.
+    """A `MaskPool` without processes: `compile()` compiles, `collect()` fills the masks.
 
     Args:
-        vocabulary: what the masks are over.
-        backends: shared tokenizer data, where the caller has some already.
-        max_cache_bytes: what compiled grammars that nobody uses may weigh together.
+        vocabulary: the vocabulary of the masks.
+        backends: tokenizer data to share with other pools.
+        max_cache_bytes: memory for compiled grammars that no request uses.
     """
 
     def __init__(
@@ -50,11 +44,11 @@ class InlinePool:
         self._backends = backends or Backends(vocabulary)
         self._cache = GrammarCache(max_cache_bytes)
         self._worker = MaskWorker(vocabulary)
-        self._opens: dict[int, OpenSequence] = {}
-        self._frees: list[int] = []
-        self._fills: Sequence[Fill] = ()
+        self._grammars: dict[int, str] = {}
+        """Key of the grammar of each sequence that has no matcher yet. The worker's slots are sequence ids."""
+        self._open: set[int] = set()
+        self._step: Sequence[GuidedSequence] = ()
         self._masks: NDArray[np.int32] = np.empty((0, words(vocabulary.padded_vocab_size)), np.int32)
-        self._step = 0
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -84,55 +78,66 @@ class InlinePool:
         for key in self._cache.release(grammar):
             self._worker.uninstall(key)
 
-    def open(self, sequence_id: int, grammar: Grammar, parent_id: int | None = None) -> None:
-        self._opens[sequence_id] = OpenSequence(sequence_id, grammar.key, parent_id)
+    def open(self, sequence: GuidedSequence, grammar: Grammar) -> None:
+        self._grammars[sequence.sequence_id] = grammar.key
 
     def free(self, sequence_ids: Collection[int]) -> None:
+        self._worker.free(sequence_ids)
         for sequence_id in sequence_ids:
-            self._opens.pop(sequence_id, None)
-            self._frees.append(sequence_id)
+            self._grammars.pop(sequence_id, None)
+            self._open.discard(sequence_id)
 
-    def submit(self, fills: Sequence[Fill]) -> None:
-        self._fills = fills
-        self._step += 1
+    def rollback(self, sequence_id: int, length: int) -> None:
+        if length < self._worker.length(sequence_id):
+            self._worker.edit(sequence_id, length, ())
 
-    def collect(self, bitmask: NDArray[np.int32] | None, timeout: float, patience: float | None = None) -> StepMasks:
-        """Does the work, here and now: neither `timeout` nor `patience` can be kept, and no row is late."""
-        count = len(self._fills)
-        if len(self._masks) < count:
-            self._masks = np.empty((2 * count, self._masks.shape[1]), np.int32)
-        step = StepMasks(count, [])
+    def submit(self, sequences: Sequence[GuidedSequence], new_tokens: NDArray[np.int32] | None = None) -> None:
+        self._step = sequences
+
+    def collect(self, timeout: float | None = None, patience: float | None = None) -> StepMasks:
+        """Compute the masks now. Neither `timeout` nor `patience` can be kept, and no row is late."""
+        sequences, self._step = self._step, ()
+        if len(self._masks) < len(sequences):
+            self._masks = np.empty((2 * len(sequences), self._masks.shape[1]), np.int32)
+        step = StepMasks()
+        started = time.perf_counter()
         ready: list[int] = []
-        for index, result in enumerate(self._results(self._masks)):
-            step.seconds += result.seconds
-            if result.status is RowStatus.READY:
-                ready.append(index)
+        for row, sequence in enumerate(sequences):
+            error = self._fill(sequence, self._masks[row])
+            if error is None:
+                ready.append(row)
             else:
-                error = from_wire(result.error) if result.error else None
-                step.other[index] = Row(_STATES[result.status], result.seconds, error)
-        places = np.array(ready, np.intp)
-        step.ready.append(ReadyRows(self._masks, places, places))
-        if bitmask is not None:
-            step.copy_to(bitmask)
+                step.failed[row] = error
+        if sequences:
+            rows = np.array(ready, np.intp)
+            step.ready.append(ReadyMasks(self._masks, rows, rows))
+            step.seconds = time.perf_counter() - started
         return step
 
-    def _results(self, bitmask: NDArray[np.int32]) -> Iterator[RowResult]:
-        fills = [FillRow(fill.sequence_id, row, fill.start, list(fill.tokens)) for row, fill in enumerate(self._fills)]
-        opens = [self._opens.pop(fill.sequence) for fill in fills if fill.sequence in self._opens]
-        frees, self._frees, self._fills = self._frees, [], ()
-        return self._worker.handle(StepRequest(0, self._step, fills, opens, frees), bitmask)
+    def _fill(self, sequence: GuidedSequence, mask: NDArray[np.int32]) -> GuidedError | None:
+        slot, tokens = sequence.sequence_id, sequence.output_token_ids
+        if slot in self._grammars:
+            parent = sequence.parent_id if sequence.parent_id in self._open else None
+            self._worker.open(slot, self._grammars.pop(slot), parent)
+            self._open.add(slot)
+        elif slot not in self._open:
+            return BackendError(f"sequence {slot} is not open")
+        known = self._worker.length(slot)
+        if known > len(tokens):
+            self._worker.edit(slot, len(tokens), ())
+        return self._worker.fill(slot, tokens[known:], mask)
 
-    def settled(self, sequence_ids: Collection[int], timeout: float) -> list[int]:
-        """All of them: nothing is ever under way here."""
-        return list(sequence_ids)
+    def settled(self, timeout: float = 0.0) -> list[int]:
+        """Return nothing: no row is ever late."""
+        return []
 
     def failures(self) -> dict[int, GuidedError]:
-        """Nothing is ever lost here: a worker in the caller dies with the caller."""
+        """Return nothing: the worker ends with its caller."""
         return {}
 
     def status(self) -> PoolStatus:
-        me = WorkerStatus(0, 0, "up", os.getpid(), platform.node(), self._worker.num_open, 0)
-        return PoolStatus("inline", [me], backends=[BackendStatus(name) for name in BACKENDS])
+        worker = WorkerStatus(0, 0, "up", os.getpid(), platform.node(), self._worker.num_open, 0)
+        return PoolStatus("inline", [worker], backends=[BackendStatus(name) for name in BACKENDS])
 
     def shutdown(self) -> None:
-        self._opens.clear()
+        self._grammars.clear()

@@ -22,13 +22,15 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from guided.pool import ReadyMasks
+
 if TYPE_CHECKING:
     import torch
 
 __all__ = ["apply_bitmask", "load_loose_kernel"]
 
-Masks: TypeAlias = NDArray[np.int32] | Sequence[NDArray[np.int32]]
-"""int32 `[rows, words]`, or as many `[words]`, wherever they are."""
+Masks: TypeAlias = NDArray[np.int32] | Sequence[NDArray[np.int32]] | Sequence[ReadyMasks]
+"""int32 `[rows, words]`, or a sequence of `[words]`, or the parts of a step's masks, one after the other."""
 Bits: TypeAlias = NDArray[Any]
 """Logits as unsigned integers of their size: no float is larger than -inf then, but a NaN with its sign set."""
 
@@ -49,7 +51,7 @@ pays to write such a run at once."""
 def apply_bitmask(
     logits: torch.Tensor,
     bitmask: Masks,
-    rows: Sequence[int],
+    rows: Sequence[int] | NDArray[np.intp],
     out: torch.Tensor | None = None,
     least: float | None = None,
 ) -> None:
@@ -74,7 +76,7 @@ def apply_bitmask(
     """
     if not len(rows):
         return
-    rows = list(rows)
+    rows = rows.tolist() if isinstance(rows, np.ndarray) else list(rows)
     dtype = str(logits.dtype).removeprefix("torch.")
     target = logits if out is None else out
     on_cpu = logits.device.type == "cpu" and dtype in _MINUS_INFINITY
@@ -170,10 +172,25 @@ def _gathered(masks: Masks, rows: list[int]) -> NDArray[np.int32]:
     logits and masks. The others are undefined."""
     if isinstance(masks, np.ndarray) and masks.strides[1] == masks.itemsize and rows == list(range(len(masks))):
         return masks
-    block = np.empty((max(rows) + 1, len(masks[0])), np.int32)
-    for row, mask in zip(rows, masks, strict=True):
-        block[row] = mask
+    block = np.empty((max(rows) + 1, _words(masks)), np.int32)
+    _copy(masks, block, rows)
     return block
+
+
+def _words(masks: Masks) -> int:
+    return int((masks[0].masks if isinstance(masks[0], ReadyMasks) else masks[0]).shape[-1])
+
+
+def _copy(masks: Masks, block: NDArray[np.int32], rows: list[int]) -> None:
+    """Copy mask i to `block[rows[i]]`."""
+    done = 0
+    for part in masks:
+        if isinstance(part, ReadyMasks):
+            count = len(part.slots)
+            block[rows[done : done + count]] = part.masks[part.slots]
+        else:
+            count, block[rows[done]] = 1, part
+        done += count
 
 
 def _sorted_by_density(block: NDArray[np.int32], rows: list[int]) -> tuple[list[int], list[int], list[int]]:
@@ -292,13 +309,12 @@ def _apply_on_cuda(logits: torch.Tensor, masks: Masks, rows: list[int]) -> None:
             f"logits on CUDA must be float32, bfloat16 or float16 with contiguous rows, not {logits.dtype}"
         )
     device = logits.device
-    words = len(masks[0])
+    words = _words(masks)
     with torch.cuda.device(device):
         current, side = torch.cuda.current_stream(device), _side_stream(device)
         pinned = _pinned(len(rows), words + 1)
         packed = pinned.numpy()
-        for place, mask in enumerate(masks):
-            packed[place, :words] = mask
+        _copy(masks, packed[:, :words], list(range(len(rows))))
         packed[:, words] = rows  # they travel with their masks
         with torch.cuda.stream(side):
             sent = pinned.to(device, non_blocking=True)
@@ -350,7 +366,9 @@ def _apply_by_torch(logits: torch.Tensor, masks: Masks, rows: list[int]) -> None
     import torch
 
     index = torch.tensor(rows, device=logits.device)
-    packed = torch.from_numpy(np.stack(list(masks))).to(logits.device)
+    block = np.empty((len(rows), _words(masks)), np.int32)
+    _copy(masks, block, list(range(len(rows))))
+    packed = torch.from_numpy(block).to(logits.device)
     shifts = torch.arange(32, dtype=torch.int32, device=logits.device)
     forbidden = ((packed.unsqueeze(-1) >> shifts) & 1).reshape(len(rows), -1) == 0
     width = min(forbidden.shape[1], logits.shape[1])

@@ -1,7 +1,8 @@
-"""MaskPool: where mask workers live. `InlinePool` (here) keeps one in the caller; `actors.RayPool` many, elsewhere.
+"""MaskPool: the interface between the post-processor and the workers that compute masks.
 
-A pool compiles, places sequences, carries the step's messages and says what became of every row. It knows nothing of
-requests, batches or logits: that is `LogitPostProcessor`'s.
+`InlinePool` (guided/inline.py) runs one worker in the calling process; `actors.RayPool` runs many in Ray actors. A pool
+compiles constraints, keeps one matcher per open sequence, and returns what became of each row of a step. It knows
+nothing of requests, batches or logits.
 """
 
 from __future__ import annotations
@@ -9,24 +10,22 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Protocol, overload
+from typing import Literal, NamedTuple, Protocol
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from guided.constraint import Constraint
 from guided.errors import GuidedError
+from guided.sequence import GuidedSequence
 from guided.vocabulary import Vocabulary
 
 __all__ = [
     "BackendStatus",
-    "Fill",
     "Grammar",
     "MaskPool",
     "PoolStatus",
-    "ReadyRows",
-    "Row",
+    "ReadyMasks",
     "StepMasks",
     "WorkerStatus",
 ]
@@ -41,110 +40,43 @@ class Grammar:
     backend: str
     constraint: Constraint
     cache_key: tuple[str, ...]
-    """Under which the pool's cache counts its users (`guided.grammar_cache`)."""
+    """Key under which the pool's cache counts its users (`guided.grammar_cache`)."""
     compile_seconds: float = 0.0
-    """Seconds the compilation took."""
+    """Seconds that the compilation took."""
 
 
-class Fill(msgspec.Struct, gc=False):
-    """One row to be filled: the mask after `start + len(tokens)` output tokens of an open sequence."""
-
-    sequence_id: int
-    start: int
-    tokens: Sequence[int]
-
-
-class Row(msgspec.Struct, gc=False):
-    """What became of a `Fill`."""
-
-    state: Literal["ready", "needs_history", "failed", "late", "unplaced"]
-    """`needs_history`: its worker lacks tokens: send all of them. `unplaced`: no worker has it, or the one that had is
-    gone: send all of them when there is a place for it (`MaskPool.settled`); its time counts from then."""
-    seconds: float = 0.0
-    """Accept and fill in the worker, seconds."""
-    error: GuidedError | None = None
-    mask: NDArray[np.int32] | None = None
-    """int32 `[words]`, where it is ready and was not copied: read it, and not after the next `submit`."""
-
-
-class ReadyRows(NamedTuple):
-    """Masks of one step that lie in one place."""
+class ReadyMasks(NamedTuple):
+    """Masks of one step that lie in one worker's table. Valid until the next `submit`; read-only."""
 
     masks: NDArray[np.int32]
-    """`[n, words]`: where a worker wrote them. To be read, and not after the next `submit`."""
+    """`[slots, words]`: the worker's mask column."""
+    slots: NDArray[np.intp]
+    """`[ready]`: which lines of `masks` belong to this step."""
     rows: NDArray[np.intp]
-    """`[ready]`: which rows of `masks` count."""
-    indices: NDArray[np.intp]
-    """`[ready]`: which fills they are for."""
+    """`[ready]`: the position of each in the submitted sequences."""
 
 
 @dataclass(slots=True)
-class StepMasks(Sequence[Row]):
-    """What became of a step, in columns: nearly every fill is `ready`, and none of those is touched one by one.
+class StepMasks:
+    """What became of a step's rows: each is ready, late or failed."""
 
-    As a sequence it has a `Row` for each fill.
-    """
-
-    size: int
-    """Fills."""
-    ready: list[ReadyRows]
-    other: dict[int, Row] = field(default_factory=dict)
-    """Of each fill that isn't ready, by its place in the step."""
+    ready: list[ReadyMasks] = field(default_factory=list)
+    late: list[int] = field(default_factory=list)
+    """Rows whose mask is still being computed, or whose sequence waits for a worker."""
+    failed: dict[int, GuidedError] = field(default_factory=dict)
+    """Rows whose sequence is over, with the reason."""
     seconds: float = 0.0
-    """Accept and fill in the workers, summed."""
-    copied: bool = False
-    """The masks are in the caller's bitmask too."""
+    """Seconds that the workers spent on the ready rows, summed."""
 
-    def __len__(self) -> int:
-        return self.size
-
-    @overload
-    def __getitem__(self, index: int) -> Row: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Row]: ...
-    def __getitem__(self, index: int | slice) -> Row | list[Row]:
-        if isinstance(index, slice):
-            return [self[each] for each in range(*index.indices(self.size))]
-        if not -self.size <= index < self.size:
-            raise IndexError(index)
-        index %= self.size
-        if index in self.other:
-            return self.other[index]
-        for part in self.ready:
-            for place in np.flatnonzero(part.indices == index).tolist():
-                return Row("ready", mask=None if self.copied else part.masks[part.rows[place]])
-        raise KeyError(index)
-
-    def copy_to(self, bitmask: NDArray[np.int32]) -> None:
-        """Copy what is ready: fill i's mask to row i of `bitmask`, int32 `[>= len(self), words]`."""
-        for part in self.ready:
-            bitmask[part.indices] = part.masks[part.rows]
-        self.copied = True
-
-    def keep(self) -> None:
-        """Copy what is ready to memory of its own, which no later `submit` changes."""
-        self.ready = [ReadyRows(part.masks[part.rows], np.arange(len(part.rows)), part.indices) for part in self.ready]
-
-    def update(self, later: StepMasks, indices: Sequence[int]) -> None:
-        """Take over what became of some fills that were submitted once more.
+    def copy_to(self, bitmask: NDArray[np.int32], rows: NDArray[np.intp] | None = None) -> None:
+        """Copy the ready masks.
 
         Args:
-            later: in which fill i is fill `indices[i]` of this step.
+            bitmask: int32 `[>= rows, words]`.
+            rows: the line of `bitmask` for each submitted sequence. None: line i for sequence i.
         """
-        places = np.asarray(indices, np.intp)
-        for index in indices:
-            self.other.pop(index, None)
-        self.ready += [ReadyRows(part.masks, part.rows, places[part.indices]) for part in later.ready]
-        self.other.update((indices[index], row) for index, row in later.other.items())
-        self.seconds += later.seconds
-
-    def override(self, index: int, row: Row) -> None:
-        """Have fill `index` be what `row` says, which is not ready."""
-        self.other[index] = row
-        self.ready = [
-            ReadyRows(part.masks, part.rows[part.indices != index], part.indices[part.indices != index])
-            for part in self.ready
-        ]
+        for part in self.ready:
+            bitmask[part.rows if rows is None else rows[part.rows]] = part.masks[part.slots]
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,60 +134,65 @@ class MaskPool(Protocol):
 
     @property
     def vocabulary(self) -> Vocabulary:
-        """What the masks are over."""
+        """The vocabulary of the masks."""
 
     def compile(self, constraint: Constraint, backends: Sequence[str]) -> Future[Grammar]:
-        """Compile by the first of `backends` that can enforce all of `constraint`, and make it available to workers.
+        """Compile with the first of `backends` that can enforce all of `constraint`, and install it on the workers.
 
-        The future ends with `InvalidConstraint`, `UnsupportedConstraint` (the last backend's, where none can),
+        The future ends with `InvalidConstraint`, `UnsupportedConstraint` (the last backend's, if none can),
         `CompileTimeout`, `CompileQueueFull`, `PoolUnavailable` or `BackendError`. Equal constraints share one
         compilation.
         """
 
     def release(self, grammar: Grammar) -> None:
-        """One request less uses `grammar` (each `compile` counts one): at none, it may be evicted."""
+        """Drop one use of `grammar` (each `compile` counts one). An unused grammar may be evicted."""
 
-    def open(self, sequence_id: int, grammar: Grammar, parent_id: int | None = None) -> None:
-        """Place a new sequence: on the least loaded worker, or on `parent_id`'s. It stays there (sticky).
+    def open(self, sequence: GuidedSequence, grammar: Grammar) -> None:
+        """Add a sequence. Its matcher is opened on a worker when the sequence is first submitted.
 
-        Where no worker is up it waits for one, for a while: its rows are `unplaced`, and then fail, `PoolUnavailable`.
-
-        Raises:
-            PoolUnavailable: the pool is shut down.
+        The matcher stays on that worker (a fork's on its parent's). If the worker ends, the pool opens the sequence on
+        another one from `sequence.output_token_ids`, or fails it.
         """
 
     def free(self, sequence_ids: Collection[int]) -> None:
         """Close matchers. Unknown ids are ignored."""
 
-    def submit(self, fills: Sequence[Fill]) -> None:
-        """Send one step's work; returns in microseconds. One `collect` follows before the next `submit`."""
+    def rollback(self, sequence_id: int, length: int) -> None:
+        """Declare that submitted tokens after the first `length` output tokens have changed (a rejected draft).
 
-    def collect(self, bitmask: NDArray[np.int32] | None, timeout: float, patience: float | None = None) -> StepMasks:
-        """Wait for the step's rows, `timeout` seconds at the most.
-
-        Args:
-            bitmask: int32 `[>= len(fills), words]`; row i receives fill i's mask where its state is `ready`, and is
-                untouched otherwise. None: nothing is copied; the masks are where the workers wrote them.
-            patience: seconds, less than `timeout`: once they are over it is enough that one row is decided. None: as
-                long as `timeout`.
-
-        Returns:
-            One row a fill, in order. `late`: not decided in time; its place is not reused before the worker answered.
+        An output that has merely become shorter is noticed without this. Unknown ids are ignored.
         """
 
-    def settled(self, sequence_ids: Collection[int], timeout: float) -> list[int]:
-        """Which of these sequences, whose last fill was `late`, to ask again: nothing of theirs is under way any more.
+    def submit(self, sequences: Sequence[GuidedSequence], new_tokens: NDArray[np.int32] | None = None) -> None:
+        """Send one step's new tokens to the workers; return in microseconds. One `collect` follows.
 
-        The mask is there, or it failed, or it has to be sent anew, and there is a worker for it. Waits for the first,
-        `timeout` seconds at the most.
-        Between a `collect` and the next `submit`.
+        Args:
+            sequences: open sequences, each at most once. A tuple that is passed again, the same object, costs least.
+            new_tokens: int32 `[len(sequences)]`, if `sequences` is the tuple of the previous step and each sequence
+                has exactly one more token since: that token. Optional; the pool then does not read the outputs.
+        """
+
+    def collect(self, timeout: float | None = None, patience: float | None = None) -> StepMasks:
+        """Wait for the step's masks.
+
+        Args:
+            timeout: seconds to wait at most. None: until every mask is ready or its time limit is over; then only
+                sequences that wait for a worker are late.
+            patience: seconds after which the wait ends if at least one row is decided. None: the same as `timeout`.
+        """
+
+    def settled(self, timeout: float = 0.0) -> list[int]:
+        """Return the sequences that were late and are not any more: their mask is ready, or they failed.
+
+        Submit them again, unchanged, to get it. Waits up to `timeout` seconds for the first. Called between a
+        `collect` and the next `submit`.
         """
 
     def failures(self) -> dict[int, GuidedError]:
-        """Open sequences that were lost since the last call (their worker died), each reported once."""
+        """Return open sequences that were lost since the last call because their worker ended, each once."""
 
     def status(self) -> PoolStatus:
-        """A snapshot; from any thread."""
+        """Return a snapshot; from any thread."""
 
     def shutdown(self) -> None:
-        """Stop the workers and give everything back. Idempotent."""
+        """Stop the workers and release all resources. Idempotent."""

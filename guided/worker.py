@@ -1,12 +1,11 @@
-"""MaskWorker: owns matchers, accepts tokens, fills rows. A plain object: no thread, no Ray, no socket.
+"""MaskWorker: owns matchers, accepts tokens, fills bitmask rows. A plain object: no thread, no Ray, no socket.
 
-The same class runs inside the caller (`InlinePool`) and inside an actor.
+The same class runs in the calling process (`InlinePool`) and in a mask actor.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,33 +13,36 @@ from numpy.typing import NDArray
 
 from guided.backends.base import CompiledGrammar, Matcher
 from guided.bitmask import pack
-from guided.errors import BackendError, DeadEnd, to_wire
-from guided.messages import FillRow, OpenSequence, RowResult, RowStatus, StepRequest
+from guided.errors import BackendError, DeadEnd, GuidedError, from_wire, to_wire
 from guided.vocabulary import Vocabulary
 
 __all__ = ["MaskWorker"]
 
 
 @dataclass(slots=True)
-class _OpenMatcher:
-    """One sequence on this worker: its matcher, and the output tokens that the matcher has accepted."""
+class _SlotState:
+    """The sequence in one slot."""
 
-    grammar: str
-    matcher: Matcher
+    matcher: Matcher | None = None
     tokens: list[int] = field(default_factory=list)
+    """Output tokens that the matcher has accepted."""
+    edit: tuple[int, Sequence[int]] | None = None
+    """(start, tokens): the output after `start`, to be applied before the next mask."""
+    error: GuidedError | None = None
+    """Why the sequence is over."""
 
 
 class MaskWorker:
-    """Holds compiled grammars and open matchers for one vocabulary.
+    """Compiled grammars and open matchers for one vocabulary.
 
     Args:
         vocabulary: every row is ANDed with its permitted tokens, and its stop tokens are set exactly where the
-            matcher accepts: no backend is trusted with either.
+            matcher accepts. No backend is trusted with either.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._grammars: dict[str, CompiledGrammar] = {}
-        self._sequences: dict[int, _OpenMatcher] = {}
+        self._slots: dict[int, _SlotState] = {}
         stop = pack(vocabulary.stop_token_ids, vocabulary.padded_vocab_size)
         self._permitted = pack(vocabulary.permitted_token_ids, vocabulary.padded_vocab_size) & ~stop
         self._stop_words = np.flatnonzero(stop)
@@ -48,8 +50,8 @@ class MaskWorker:
 
     @property
     def num_open(self) -> int:
-        """Matchers that are open."""
-        return len(self._sequences)
+        """Slots in use."""
+        return len(self._slots)
 
     def install(self, key: str, grammar: CompiledGrammar) -> None:
         """Make a compiled grammar available under `key`."""
@@ -59,90 +61,119 @@ class MaskWorker:
         """Drop a grammar; open matchers keep what they need of it."""
         self._grammars.pop(key, None)
 
-    def free(self, sequences: Iterable[int]) -> None:
-        """Close matchers. Unknown ids are ignored."""
-        for sequence in sequences:
-            self._sequences.pop(sequence, None)
-
-    def handle(self, request: StepRequest, bitmask: NDArray[np.int32]) -> Iterator[RowResult]:
-        """Do one step's work; yields each row's result as soon as it is decided.
+    def open(self, slot: int, grammar: str, parent: int | None = None, tokens: Sequence[int] = ()) -> None:
+        """Open a matcher in a slot. An error is kept and returned by the slot's first `fill`.
 
         Args:
-            bitmask: int32 `[rows, words]`; row `fill.row` is written for each fill that ends `READY`, and no other.
-
-        Nothing is raised: a row that fails ends its own sequence.
+            grammar: key of an installed grammar.
+            parent: slot whose matcher is copied. None: the matcher starts at the beginning.
+            tokens: the sequence's whole output so far.
         """
-        self.free(request.frees)
-        opening = {message.sequence: message for message in request.opens}
-        for fill in request.fills:
-            yield self._fill(fill, opening.get(fill.sequence), bitmask)
-
-    def forced_tokens(self, sequence: int) -> list[int]:
-        """The only possible continuation of an open sequence, as token ids."""
-        return self._sequences[sequence].matcher.forced_tokens()
-
-    def _fill(self, fill: FillRow, opening: OpenSequence | None, bitmask: NDArray[np.int32]) -> RowResult:
-        started = time.perf_counter()
-        status, error = RowStatus.READY, None
+        state = self._slots[slot] = _SlotState(edit=(0, tokens))
         try:
-            if opening is not None and fill.sequence not in self._sequences:
-                self._open(opening)
-            if self._advance(fill):
-                self._write(self._sequences[fill.sequence].matcher, bitmask[fill.row])
+            source = self._slots.get(parent) if parent is not None else None
+            if source is not None and source.matcher is not None:
+                state.matcher, state.tokens = source.matcher.fork(), list(source.tokens)
+            elif grammar in self._grammars:
+                state.matcher = self._grammars[grammar].matcher()
             else:
-                status = RowStatus.NEEDS_HISTORY
+                raise BackendError(f"grammar {grammar} is not installed on this worker")
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as failure:  # anything, a Rust panic too (no `Exception`): it ends this row and no other
-            self._sequences.pop(fill.sequence, None)
-            status, error = RowStatus.FAILED, to_wire(failure)
-        seconds = time.perf_counter() - started
-        return RowResult(fill.sequence, fill.position, fill.row, status, seconds, error)
+        except BaseException as failure:  # a Rust panic is no `Exception`
+            state.error = _guided(failure)
 
-    def _open(self, opening: OpenSequence) -> None:
-        parent = self._sequences.get(opening.parent) if opening.parent is not None else None
-        if parent is not None:
-            copy = _OpenMatcher(parent.grammar, parent.matcher.fork(), list(parent.tokens))
-        else:
-            grammar = self._grammars.get(opening.grammar)
-            if grammar is None:
-                raise BackendError(f"grammar {opening.grammar} is not installed on this worker")
-            copy = _OpenMatcher(opening.grammar, grammar.matcher())
-        self._sequences[opening.sequence] = copy
+    def edit(self, slot: int, start: int, tokens: Sequence[int]) -> None:
+        """Replace the output of a slot's sequence from position `start` on. Applied by the next `fill`."""
+        state = self._slots.get(slot)
+        if state is not None:
+            pending_start, pending = state.edit or (start, ())
+            if start > pending_start:  # the earlier edit has not been applied
+                start, tokens = pending_start, [*pending[: start - pending_start], *tokens]
+            state.edit = start, tokens
 
-    def _advance(self, fill: FillRow) -> bool:
-        """Bring the matcher to `fill.position`: accept what is new, roll back what is not so any more."""
-        state = self._sequences.get(fill.sequence)
-        if state is None or fill.start > len(state.tokens):
-            return False
-        overlap = state.tokens[fill.start :]
-        keep = fill.start + _common_prefix(overlap, fill.tokens)
+    def length(self, slot: int) -> int:
+        """Return how many output tokens of a slot's sequence the worker knows."""
+        state = self._slots.get(slot)
+        if state is None:
+            return 0
+        return len(state.tokens) if state.edit is None else state.edit[0] + len(state.edit[1])
+
+    def free(self, slots: Iterable[int]) -> None:
+        """Close matchers. Free slots are ignored."""
+        for slot in slots:
+            self._slots.pop(slot, None)
+
+    def fill(self, slot: int, tokens: Sequence[int], row: NDArray[np.int32]) -> GuidedError | None:
+        """Accept new tokens and write the next mask.
+
+        Args:
+            tokens: output tokens after those that the worker knows.
+            row: int32 `[words]`; undefined if the result is an error.
+
+        Returns:
+            None, or why the sequence is over. Nothing is raised: an error ends this sequence and no other.
+        """
+        state = self._slots.get(slot)
+        if state is None:
+            return BackendError(f"slot {slot} is not open on this worker")
+        if state.error is None:
+            try:
+                self._advance(state, tokens, row)
+            except (KeyboardInterrupt, SystemExit):
+                raise
+            except BaseException as failure:  # a Rust panic is no `Exception`
+                state.error, state.matcher = _guided(failure), None
+        return state.error
+
+    def forced_tokens(self, slot: int) -> list[int]:
+        """Return the only possible continuation of a slot's sequence, as token ids."""
+        matcher = self._slots[slot].matcher
+        return [] if matcher is None else matcher.forced_tokens()
+
+    def _advance(self, state: _SlotState, tokens: Sequence[int], row: NDArray[np.int32]) -> None:
+        matcher = state.matcher
+        assert matcher is not None
+        if state.edit is not None:
+            tokens = self._rewind(state, matcher, tokens)
+        if tokens:
+            matcher.accept_tokens(tokens)
+            state.tokens.extend(tokens)
+        self._write(matcher, row)
+
+    def _rewind(self, state: _SlotState, matcher: Matcher, new_tokens: Sequence[int]) -> Sequence[int]:
+        """Roll the matcher back to where the edited output differs from the accepted one; return what to accept."""
+        assert state.edit is not None
+        (start, tokens), state.edit = state.edit, None
+        tokens = [*tokens, *new_tokens]
+        keep = start + _common_prefix(state.tokens[start:], tokens)
         if keep < len(state.tokens):
-            state.matcher.rollback(len(state.tokens) - keep)
+            matcher.rollback(len(state.tokens) - keep)
             del state.tokens[keep:]
-        fresh = fill.tokens[keep - fill.start :]
-        if fresh:
-            state.matcher.accept_tokens(fresh)
-            state.tokens.extend(fresh)
-        return True
+        return tokens[keep - start :]
 
     def _write(self, matcher: Matcher, row: NDArray[np.int32]) -> None:
         accepting = matcher.is_accepting()
-        if matcher.is_terminated():
+        terminated = matcher.is_terminated()
+        if terminated:
             row[:] = 0
         else:
             matcher.fill_bitmask(row)
             np.bitwise_and(row, self._permitted, out=row)
-        if accepting or matcher.is_terminated():
+        if accepting or terminated:
             row[self._stop_words] |= self._stop_bits
         elif not row.any():
             raise DeadEnd("no token is allowed here, and the constraint is not satisfied")
 
 
+def _guided(failure: BaseException) -> GuidedError:
+    return failure if isinstance(failure, GuidedError) else from_wire(to_wire(failure))
+
+
 def _common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
     count = 0
-    for mine, theirs in zip(left, right, strict=False):
-        if mine != theirs:
+    for mine, other in zip(left, right, strict=False):
+        if mine != other:
             break
         count += 1
     return count

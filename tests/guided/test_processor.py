@@ -12,8 +12,8 @@ from scripted import STOP, ScriptedBackends
 from guided.constraint import Constraint
 from guided.errors import BackendError, GuidedError, MaskTimeout, PoolUnavailable, UnsupportedConstraint, WorkerDied
 from guided.inline import InlinePool
-from guided.pool import Fill, Grammar, Row, StepMasks
-from guided.processor import GuidedRow, LogitPostProcessor
+from guided.pool import Grammar, StepMasks
+from guided.processor import GuidedProcessor, GuidedSequence
 from guided.vocabulary import Vocabulary
 
 WIDTH = 40
@@ -25,8 +25,8 @@ VOCABULARY = Vocabulary(
 )
 
 
-def processor(fail_at: int | None = None) -> LogitPostProcessor:
-    return LogitPostProcessor(InlinePool(VOCABULARY, ScriptedBackends(VOCABULARY, fail_at)))  # type: ignore[arg-type]
+def processor(fail_at: int | None = None) -> GuidedProcessor:
+    return GuidedProcessor(InlinePool(VOCABULARY, ScriptedBackends(VOCABULARY, fail_at)))  # type: ignore[arg-type]
 
 
 def allowed(logits: torch.Tensor, row: int) -> list[int]:
@@ -39,7 +39,7 @@ def test_a_sequence_is_led_to_its_end_and_the_stop_token() -> None:
     tokens: list[int] = []
     seen = []
     for _ in range(4):
-        subject.prepare([GuidedRow("r", 1, tokens, 0)])
+        subject.prepare([GuidedSequence("r", 1, tokens)])
         logits = torch.zeros(1, WIDTH)
         assert not subject.apply(logits).failed
         seen.append(allowed(logits, 0))
@@ -51,7 +51,7 @@ def test_only_constrained_rows_are_written_each_with_its_own_mask() -> None:
     subject = processor()
     subject.initialize("a", Constraint.choice(["12"]))
     subject.initialize("b", Constraint.choice(["34"]))
-    subject.prepare([GuidedRow("b", 2, [], 3), GuidedRow("a", 1, [1], 1)])
+    subject.prepare([GuidedSequence("b", 2, []), GuidedSequence("a", 1, [1])], [3, 1])
     logits = torch.zeros(4, WIDTH)
     subject.apply(logits)
     assert [allowed(logits, row) for row in (1, 3)] == [[2], [3]]
@@ -62,10 +62,10 @@ def test_a_failed_row_is_reported_and_not_masked_and_the_others_are() -> None:
     subject = processor(fail_at=1)
     subject.initialize("bad", Constraint.choice(["12"]))
     subject.initialize("good", Constraint.choice(["345"]))
-    rows = [GuidedRow("bad", 1, [], 0), GuidedRow("good", 2, [], 1)]
+    rows = [GuidedSequence("bad", 1, []), GuidedSequence("good", 2, [])]
     subject.prepare(rows)
     assert not subject.apply(torch.zeros(2, WIDTH)).failed
-    subject.prepare([GuidedRow("bad", 1, [1], 0), GuidedRow("good", 2, [3, 4], 1)])
+    subject.prepare([GuidedSequence("bad", 1, [1]), GuidedSequence("good", 2, [3, 4])])
     logits = torch.zeros(2, WIDTH)
     report = subject.apply(logits)
     assert list(report.failed) == [1]
@@ -75,14 +75,22 @@ def test_a_failed_row_is_reported_and_not_masked_and_the_others_are() -> None:
 
 
 def test_rows_of_requests_that_are_not_ready_are_refused_and_change_nothing() -> None:
-    subject = processor()
+    class SlowPool(InlinePool):
+        hold = False
+
+        def compile(self, constraint: Constraint, backends: Sequence[str]) -> Future[Grammar]:
+            return Future() if self.hold else super().compile(constraint, backends)
+
+    pool = SlowPool(VOCABULARY, ScriptedBackends(VOCABULARY))  # type: ignore[arg-type]
+    subject = GuidedProcessor(pool)
     subject.initialize("r", Constraint.choice(["12"]))
-    good = GuidedRow("r", 1, [], 0)
+    good = GuidedSequence("r", 1, [])
     with pytest.raises(ValueError, match="'unknown' is not initialized"):
-        subject.prepare([good, GuidedRow("unknown", 2, [], 1)])
-    subject._requests["slow"] = type(subject._requests["r"])(Future())
+        subject.prepare([good, GuidedSequence("unknown", 2, [])])
+    pool.hold = True
+    subject.initialize("slow", Constraint.choice(["12"]))
     with pytest.raises(ValueError, match="'slow' is still being compiled"):
-        subject.prepare([good, GuidedRow("slow", 2, [], 1)])
+        subject.prepare([good, GuidedSequence("slow", 2, [])])
     subject.prepare([good])
     logits = torch.zeros(1, WIDTH)
     subject.apply(logits)
@@ -98,7 +106,7 @@ def test_a_batch_without_constraints_touches_nothing() -> None:
     logits = torch.zeros(2, WIDTH)
     report = subject.apply(logits)
     assert torch.isfinite(logits).all()
-    assert report.wait_seconds == 0
+    assert (report.failed, report.late, report.mask_seconds) == ({}, [], 0.0)
 
 
 def test_prepare_and_apply_alternate() -> None:
@@ -114,7 +122,7 @@ def test_a_history_that_got_shorter_is_rolled_back() -> None:
     subject = processor()
     subject.initialize("r", Constraint.choice(["123"]))
     for tokens, expected in (([1, 2], 3), ([1], 2), ([], 1)):
-        subject.prepare([GuidedRow("r", 1, tokens, 0)])
+        subject.prepare([GuidedSequence("r", 1, tokens)])
         logits = torch.zeros(1, WIDTH)
         subject.apply(logits)
         assert allowed(logits, 0) == [expected]
@@ -125,7 +133,7 @@ def test_tokens_that_turned_out_otherwise_are_rolled_back() -> None:
     subject.initialize("r", Constraint.choice(["1234", "1567"]))
     for tokens, still_true, expected in (([1, 2, 3], 0, 4), ([1, 5, 6], 1, 7), ([1, 5], 2, 6), ([1, 2], 1, 3)):
         subject.rollback(1, still_true)
-        subject.prepare([GuidedRow("r", 1, tokens, 0)])
+        subject.prepare([GuidedSequence("r", 1, tokens)])
         logits = torch.zeros(1, WIDTH)
         assert not subject.apply(logits).failed
         assert allowed(logits, 0) == [expected]
@@ -135,9 +143,9 @@ def test_tokens_that_turned_out_otherwise_are_rolled_back() -> None:
 def test_a_fork_takes_over_its_parents_state() -> None:
     subject = processor()
     subject.initialize("r", Constraint.choice(["123", "129"]))
-    subject.prepare([GuidedRow("r", 1, [1], 0)])
+    subject.prepare([GuidedSequence("r", 1, [1])])
     subject.apply(torch.zeros(1, WIDTH))
-    subject.prepare([GuidedRow("r", 1, [1, 2], 0), GuidedRow("r", 2, [1, 2, 9], 1, parent_id=1)])
+    subject.prepare([GuidedSequence("r", 1, [1, 2]), GuidedSequence("r", 2, [1, 2, 9], parent_id=1)])
     logits = torch.zeros(2, WIDTH)
     subject.apply(logits)
     assert [allowed(logits, row) for row in (0, 1)] == [[3, 9], [STOP]]
@@ -150,9 +158,9 @@ def test_a_kind_that_a_named_backend_lacks_is_refused_by_name() -> None:
 
 def test_free_closes_matchers_and_is_idempotent() -> None:
     pool = InlinePool(VOCABULARY, ScriptedBackends(VOCABULARY))  # type: ignore[arg-type]
-    subject = LogitPostProcessor(pool)
+    subject = GuidedProcessor(pool)
     subject.initialize("r", Constraint.choice(["12"]))
-    subject.prepare([GuidedRow("r", 1, [], 0), GuidedRow("r", 2, [], 1)])
+    subject.prepare([GuidedSequence("r", 1, []), GuidedSequence("r", 2, [])])
     subject.apply(torch.zeros(2, WIDTH))
     assert pool.status().workers[0].open_sequences == 2
     subject.free("r")
@@ -160,81 +168,79 @@ def test_free_closes_matchers_and_is_idempotent() -> None:
     subject.prepare([])
     subject.apply(torch.zeros(1, WIDTH))
     subject.initialize("next", Constraint.choice(["12"]))
-    subject.prepare([GuidedRow("next", 3, [], 0)])
+    subject.prepare([GuidedSequence("next", 3, [])])
     subject.apply(torch.zeros(1, WIDTH))
     assert pool.status().workers[0].open_sequences == 1
 
 
 class FaultyPool(InlinePool):
-    """An inline pool whose rows end as told."""
+    """An inline pool whose next row ends as told."""
 
-    def __init__(self, state: str | None = None, error: GuidedError | None = None, refuse: bool = False) -> None:
+    def __init__(self, error: GuidedError | None = None, late: bool = False) -> None:
         super().__init__(VOCABULARY, ScriptedBackends(VOCABULARY))  # type: ignore[arg-type]
-        self.state, self.error, self.refuse = state, error, refuse
+        self.error, self.late = error, late
         self.lost: dict[int, GuidedError] = {}
-        self.submitted: list[list[Fill]] = []
 
-    def open(self, sequence_id: int, grammar: Grammar, parent_id: int | None = None) -> None:
-        if self.refuse:
-            raise PoolUnavailable("no worker is up")
-        super().open(sequence_id, grammar, parent_id)
-
-    def submit(self, fills: Sequence[Fill]) -> None:
-        self.submitted.append(list(fills))
-        super().submit(fills)
-
-    def collect(self, bitmask: NDArray[np.int32] | None, timeout: float, patience: float | None = None) -> StepMasks:
-        rows = super().collect(bitmask, timeout, patience)
-        if self.state is not None:
-            rows.override(0, Row(self.state, 0.0, self.error))  # type: ignore[arg-type]
-            self.state = None
-        return rows
+    def collect(self, timeout: float | None = None, patience: float | None = None) -> StepMasks:
+        step = super().collect(timeout, patience)
+        if self.late:
+            return StepMasks(late=[0])
+        return StepMasks(failed={0: self.error}) if self.error is not None else step
 
     def failures(self) -> dict[int, GuidedError]:
         return self.lost
 
 
-@pytest.mark.parametrize(
-    ("pool", "expected"),
-    [
-        (FaultyPool("late"), MaskTimeout),
-        (FaultyPool("failed", WorkerDied("gone")), WorkerDied),
-        (FaultyPool(refuse=True), PoolUnavailable),
-    ],
-)
-def test_every_way_of_losing_a_row_is_reported_under_its_sequence(
-    pool: FaultyPool, expected: type[GuidedError]
-) -> None:
-    subject = LogitPostProcessor(pool)
+@pytest.mark.parametrize("error", [MaskTimeout("late"), WorkerDied("gone"), PoolUnavailable("no worker is up")])
+def test_a_failed_row_is_reported_under_its_sequence_and_closed(error: GuidedError) -> None:
+    pool = FaultyPool(error)
+    subject = GuidedProcessor(pool)
     subject.initialize("r", Constraint.choice(["12"]))
-    subject.prepare([GuidedRow("r", 1, [], 0)])
+    subject.prepare([GuidedSequence("r", 1, [])])
     logits = torch.zeros(1, WIDTH)
-    report = subject.apply(logits)
-    assert isinstance(report.failed[1], expected)
+    assert subject.apply(logits).failed == {1: error}
     assert torch.isfinite(logits).all()
+    assert pool.status().workers[0].open_sequences == 0
 
 
-def test_a_worker_that_lacks_the_history_is_sent_all_of_it() -> None:
-    pool = FaultyPool()
-    subject = LogitPostProcessor(pool)
-    subject.initialize("r", Constraint.choice(["123"]))
-    subject.prepare([GuidedRow("r", 1, [1], 0)])
-    subject.apply(torch.zeros(1, WIDTH))
-    pool.state = "needs_history"
-    subject.prepare([GuidedRow("r", 1, [1, 2], 0)])
+def test_a_late_row_is_reported_and_not_masked() -> None:
+    pool = FaultyPool(late=True)
+    subject = GuidedProcessor(pool)
+    subject.initialize("r", Constraint.choice(["12"]))
+    subject.prepare([GuidedSequence("r", 7, [])])
     logits = torch.zeros(1, WIDTH)
-    assert not subject.apply(logits).failed
-    assert allowed(logits, 0) == [3]
-    assert [(fill.start, list(fill.tokens)) for fill in pool.submitted[-1]] == [(0, [1, 2])]
+    assert subject.apply(logits, patience=0.0).late == [7]
+    assert torch.isfinite(logits).all()
+    pool.late = False
+    subject.prepare([GuidedSequence("r", 7, [])])
+    assert not subject.apply(logits).late
+    assert allowed(logits, 0) == [1]
+
+
+def test_the_same_tuple_can_be_prepared_again_with_the_new_tokens() -> None:
+    subject = processor()
+    subject.initialize("r", Constraint.choice(["123", "456"]))
+    tokens: list[list[int]] = [[], []]
+    batch = tuple(GuidedSequence("r", index, output) for index, output in enumerate(tokens))
+    new: NDArray[np.int32] | None = None
+    for expected in ([1, 4], [2], [3, 6]):
+        subject.prepare(batch, new_tokens=new)
+        logits = torch.zeros(2, WIDTH)
+        subject.apply(logits)
+        assert set(expected) <= set(allowed(logits, 0)) | set(allowed(logits, 1))
+        new = np.array([allowed(logits, 0)[0], allowed(logits, 1)[-1]], np.int32)
+        for output, token in zip(tokens, new.tolist(), strict=True):
+            output.append(token)
+    assert tokens == [[1, 2, 3], [4, 5, 6]]
 
 
 def test_what_is_lost_between_steps_is_reported_under_its_request() -> None:
     pool = FaultyPool()
-    subject = LogitPostProcessor(pool)
+    subject = GuidedProcessor(pool)
     subject.initialize("r", Constraint.choice(["123"]))
-    subject.prepare([GuidedRow("r", 1, [], 0)])
+    subject.prepare([GuidedSequence("r", 1, [])])
     subject.apply(torch.zeros(1, WIDTH))
-    pool.lost = {1: WorkerDied("gone"), 99: WorkerDied("somebody else's")}
+    pool.lost = {1: WorkerDied("gone"), 99: WorkerDied("another request's")}
     assert list(subject.failures()) == ["r"]
 
 
@@ -254,7 +260,7 @@ def test_a_grammar_still_being_compiled_when_its_request_ends_is_released_later(
             assert not sequence_ids
 
     pool = SlowPool()
-    subject = LogitPostProcessor(pool)
+    subject = GuidedProcessor(pool)
     subject.initialize("r", Constraint.choice(["1"]))
     subject.free("r")
     assert released == []
@@ -264,25 +270,11 @@ def test_a_grammar_still_being_compiled_when_its_request_ends_is_released_later(
     assert released == [grammar]
 
 
-def test_masks_that_came_before_a_history_was_sent_again_stay_as_they_are() -> None:
-    """The second round may use the same memory."""
-    pool = FaultyPool()
-    subject = LogitPostProcessor(pool)
-    subject.initialize("r", Constraint.choice(["123", "456"]))
-    subject.prepare([GuidedRow("r", 1, [1], 0), GuidedRow("r", 2, [4], 1)])
-    subject.apply(torch.zeros(2, WIDTH))
-    pool.state = "needs_history"
-    subject.prepare([GuidedRow("r", 1, [1, 2], 0), GuidedRow("r", 2, [4, 5], 1)])
-    logits = torch.zeros(2, WIDTH)
-    assert not subject.apply(logits).failed
-    assert [allowed(logits, row) for row in (0, 1)] == [[3], [6]]
-
-
 def test_masks_can_be_collected_instead_of_applied() -> None:
     subject = processor(fail_at=1)
     subject.initialize("a", Constraint.choice(["12"]))
     subject.initialize("b", Constraint.choice(["34"]))
-    subject.prepare([GuidedRow("b", 2, [], 3), GuidedRow("a", 1, [1], 1)])
+    subject.prepare([GuidedSequence("b", 2, []), GuidedSequence("a", 1, [1])], [3, 1])
     bitmask = np.full((4, 2), -1, np.int32)
     report = subject.collect(bitmask)
     assert list(report.failed) == [1]

@@ -24,7 +24,6 @@ from guided.backends.base import CompiledGrammar, Matcher
 from guided.bitmask import allowed_ids, words
 from guided.constraint import KINDS, Constraint
 from guided.errors import InvalidConstraint, TokenRejected, UnsupportedConstraint
-from guided.messages import FillRow, OpenSequence, RowStatus, StepRequest
 from guided.vocabulary import Vocabulary
 from guided.worker import MaskWorker
 
@@ -396,10 +395,9 @@ def test_the_worker_lets_no_special_token_through(grammar: CompiledGrammar, case
     tokens = vocabulary.encode(case.valid[0])
     bitmask = np.full((1, words(vocabulary.padded_vocab_size)), -1, dtype=np.int32)
     never = set(range(vocabulary.padded_vocab_size)) - set(vocabulary.permitted_token_ids)
+    worker.open(1, "key")
     for position in range(len(tokens) + 1):
-        fill = FillRow(1, 0, 0, tokens[:position])
-        (result,) = worker.handle(StepRequest(0, position, [fill], [OpenSequence(1, "key")]), bitmask)
-        assert result.status == RowStatus.READY, result.error
+        assert worker.fill(1, tokens[max(position - 1, 0) : position], bitmask[0]) is None
         allowed = set(allowed_ids(bitmask[0]).tolist())
         assert not allowed & never
         matcher = grammar.matcher()

@@ -16,7 +16,6 @@ from guided.bitmask import allowed_ids, words
 from guided.compilation import compile_with
 from guided.constraint import Constraint
 from guided.errors import BackendError, InvalidConstraint, TokenRejected, UnsupportedConstraint
-from guided.messages import FillRow, OpenSequence, RowStatus, StepRequest
 from guided.vocabulary import Vocabulary
 from guided.worker import MaskWorker
 
@@ -62,14 +61,14 @@ def test_an_error_state_fails_the_row_and_no_other(vocabulary: Vocabulary) -> No
     worker.install("plain", backend.compile(Constraint.regex("[ab]+")))
     bitmask = np.zeros((2, words(vocabulary.padded_vocab_size)), dtype=np.int32)
     tokens = vocabulary.encode("ab" * 200)
-    opens = [OpenSequence(1, "expensive"), OpenSequence(2, "plain")]
+    worker.open(0, "expensive")
+    worker.open(1, "plain")
     for step in range(len(tokens)):
-        fills = [FillRow(1, 0, 0, tokens[:step]), FillRow(2, 1, 0, tokens[:step])]
-        failed, ready = worker.handle(StepRequest(0, step, fills, opens if step == 0 else []), bitmask)
-        assert ready.status == RowStatus.READY
-        if failed.status == RowStatus.FAILED:
-            assert failed.error is not None
-            assert failed.error[0] == BackendError.code
+        new = tokens[max(step - 1, 0) : step]
+        error = worker.fill(0, new, bitmask[0])
+        assert worker.fill(1, new, bitmask[1]) is None
+        if error is not None:
+            assert error.code == BackendError.code
             return
         assert len(allowed_ids(bitmask[0])) > 1
     raise AssertionError("it did not fail")
