@@ -4,16 +4,16 @@
     with GuidedLogitsProcessor(vocabulary, [Constraint.json_schema(schema), None]) as guide:
         model.generate(**inputs, logits_processor=[guide], num_beams=4, max_new_tokens=200)
 
-transformers is not imported: `generate()` asks nothing of a logits processor but that it can be called with token ids
-and scores. Masks can't be computed during the forward pass here, since `generate()` tells nobody of a token before it
-asks for the next; a Ray pool (`pool="ray"`) gives isolation alone.
+transformers is not imported: `generate()` only calls a logits processor with token ids and scores. It does so after the
+forward pass, so the masks can't be computed during it. A Ray pool (`pool="ray"`) adds isolation, and hides no time.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from types import TracebackType
 from typing import Literal
@@ -26,72 +26,81 @@ from guided.bitmask import words
 from guided.constraint import Constraint
 from guided.errors import GuidedError, InvalidRequest, from_wire, to_wire
 from guided.inline import InlinePool
+from guided.integrations.blocking import finish_step
 from guided.integrations.pools import find_pool
 from guided.integrations.recycled_memory import RecycledMemory
 from guided.kernel import apply_bitmask
 from guided.pool import MaskPool
-from guided.processor import GuidedRow, LogitPostProcessor
+from guided.processor import GuidedProcessor, GuidedSequence
 from guided.vocabulary import Vocabulary
 
 __all__ = ["GuidedLogitsProcessor"]
 
 _FLOOR = -1e4
-"""What other processors forbid comes to this where the constraint allows it: too little to be chosen beside anything
-else, and chosen where there is nothing else; as a beam, before `generate()`'s empty ones (-1e9)."""
-_LOST = -1e30
-"""What ends a failed row: the only token that is left, and as a beam behind all others."""
-_LATE_SECONDS = 1.0
+"""Lowest score of an allowed token, also if other processors forbid it: chosen only if nothing else is left. As a beam,
+it comes before `generate()`'s empty beams (-1e9)."""
+_FAILED_SCORE = -1e30
+"""Score of the stop token of a failed row: its only token, and as a beam behind all others."""
 
 _ids = count(1 << 40)  # of all processors in this process: they may share a pool, with an engine that counts from 0
 
 
 @dataclass(slots=True)
 class _Branch:
-    """One constrained row: a prompt's output so far, or one of its beams'."""
+    """One constrained row: the output of a prompt, or of one of its beams."""
 
+    request_id: str
     tokens: list[int] = field(default_factory=list)
-    sequence_id: int | None = None
-    """Its matcher, from its first mask to its end."""
-    parent_id: int | None = None
-    """On its first step: whose matcher to copy."""
-    over: bool = False
-    """It has ended: by a stop token, or `generate()` fills it up with padding."""
+    sequence: GuidedSequence | None = None
+    """From the first mask until the branch has ended."""
+    ended: bool = False
+    """The output has a stop token, or `generate()` pads it."""
     failed: bool = False
+
+    def copy(self) -> _Branch:
+        """Return a branch for another row with the same output. Its matcher is copied from this one's."""
+        branch = _Branch(self.request_id, list(self.tokens), None, self.ended, self.failed)
+        if self.sequence is not None:
+            branch.open(self.sequence.sequence_id)
+        return branch
+
+    def open(self, parent_id: int | None = None) -> None:
+        self.sequence = GuidedSequence(self.request_id, next(_ids), self.tokens, parent_id=parent_id)
 
 
 class GuidedLogitsProcessor:
-    """Holds `generate()`'s rows to constraints: greedy, sampled, beam-searched or drafted by an assistant.
+    """Constrains the rows of `generate()`: greedy, sampled, beam-searched, or drafted by an assistant.
 
-    A row's state is that of its token history after the prompt: where a beam has moved to another row, its matcher is
-    copied. A call whose rows don't go on from those of the call before begins a new generation, so one processor serves
-    many `generate()` calls, one after the other, from one thread. One thing looks like going on and may not be meant
-    so: a prompt that is the last prompt, a beginning of what was generated then (or nothing), and one token more, any
-    token: all behind the last prompt counts as output. Call `reset()` before such a prompt.
+    The state of a row is that of its token history after the prompt. If beam search moves a row, its matcher is copied.
+    A call with rows that don't continue those of the previous call starts a new generation. So one processor serves
+    many `generate()` calls, one after the other, from one thread. One kind of prompt is taken for a continuation: the
+    previous prompt, then a beginning of the text generated for it (or nothing), then one more token. Everything after
+    the previous prompt then counts as output. Call `reset()` before such a prompt.
 
-    What a constraint allows is never empty: where other processors (`min_new_tokens`, `bad_words_ids`, ...) forbid all
-    of it, the constraint wins. Put it behind processors of your own; transformers' temperature, top-k and the like run
-    behind it by themselves.
+    At least one token that the constraint allows can be sampled: if other processors (`min_new_tokens`,
+    `bad_words_ids`, ...) forbid all of them, the constraint wins. Place this processor after your own. transformers
+    runs temperature, top-k and the like after it.
 
     Args:
         vocabulary: as wide as the model's logits, with all tokens that end a generation
             (`model.generation_config.eos_token_id`) among its stop tokens.
-        constraints: one for all rows, or one for each prompt, None where it has none. A prompt's beams and its
-            `num_return_sequences` share its constraint.
-        pool: where masks are computed. None: in this process. A name, "ray": that pool (entry point `guided.pools`), as
-            its class makes it without options, opened here and shut down by `close()`. A pool, over the same
-            vocabulary: shared, and not shut down here.
+        constraints: one for all rows, or one for each prompt, None for a prompt without a constraint. The beams and the
+            `num_return_sequences` of a prompt share its constraint.
+        pool: where masks are computed. None: in this process. A name, "ray": the pool of that name (entry point
+            `guided.pools`) with its default options, opened here and shut down by `close()`. A pool for the same
+            vocabulary: used, and not shut down here.
         backend: "auto", or the name of one backend.
-        failed_rows: what happens where a row has no valid mask, because a backend failed, its worker died, or it holds
-            a token that its masks forbade. "raise" ends `generate()` with that error, the row named. "end" has the row
-            stop at once (as a beam it loses against all others), notes the error in `failed`, and the other rows go
-            on. Beam sampling (`num_beams` with `do_sample`) draws forbidden tokens where it finds too few others, for
-            beams that can't win: it needs "end".
-        in_place: write into the scores that are handed in, which saves a copy of those that allow much. Not where
-            somebody keeps them: with `output_logits=True`, `generate()` does, and would return masked logits as raw. It
-            ends at the second token then.
+        failed_rows: what happens if a row has no valid mask, because a backend failed, its worker died, or it contains
+            a token that its masks forbade. "raise" ends `generate()` with the error, which names the row. "end" ends
+            the row (as a beam, it loses against all others), stores the error in `failed`, and continues the other
+            rows. Beam sampling (`num_beams` with `do_sample`) needs "end": if it finds too few allowed tokens, it draws
+            forbidden ones, for beams that can't win.
+        in_place: write into the scores that are passed in, which saves a copy of rows that allow many tokens. It can't
+            be combined with `output_logits=True`: `generate()` would return masked logits as raw ones, so the second
+            token raises an error.
 
     Raises:
-        GuidedError: a constraint can't be compiled; says which one (its place in `constraints`) and why.
+        GuidedError: a constraint can't be compiled. The message has its index in `constraints`.
         PoolUnavailable: there is no pool of that name, or it can't be opened.
     """
 
@@ -108,17 +117,17 @@ class GuidedLogitsProcessor:
         if not (pool is None or isinstance(pool, str)) and pool.vocabulary != vocabulary:
             raise InvalidRequest(f"the pool's masks are over {pool.vocabulary}, not over {vocabulary}", param="pool")
         self.failed: dict[int, GuidedError] = {}
-        """Rows of the current or last generation that were ended (`failed_rows="end"`): as they stood when it was."""
+        """Rows of the current or last generation that failed (`failed_rows="end"`), by their index at that time."""
         self._constraints = [constraints] if isinstance(constraints, Constraint) else list(constraints)
         self._end_failed = failed_rows == "end"
         self._in_place = in_place
-        self._taken: Callable[[], torch.Tensor | None] = lambda: None
+        self._last_scores: Callable[[], torch.Tensor | None] = lambda: None
         self._own_pool: MaskPool | None = None
         if pool is None:
             pool = self._own_pool = InlinePool(vocabulary)
         elif isinstance(pool, str):
             pool = self._own_pool = find_pool(pool, {})(vocabulary)
-        self._processor = LogitPostProcessor(pool)
+        self._processor = GuidedProcessor(pool)
         self._width = vocabulary.padded_vocab_size
         self._bitmask: NDArray[np.int32] = np.empty((0, words(self._width)), np.int32)
         self._memory = RecycledMemory()
@@ -127,12 +136,11 @@ class GuidedLogitsProcessor:
         self._closed = False
         self._prompts = torch.empty(0, 0, dtype=torch.long)
         self._outputs: NDArray[np.int64] = np.empty((0, 0), np.int64)
-        """`[rows, tokens]`: all rows' output as of the last call."""
+        """`[rows, tokens]`: the output of all rows in the last call."""
         self._branches: dict[int, _Branch] = {}
-        """By row; those without a constraint have none."""
-        self._requests: dict[int, str] = {}
-        """By row: whose constraint it has."""
-        self._leaving: list[int] = []
+        """By row. Rows without a constraint have none."""
+        self._unused: list[int] = []
+        """Sequences to be freed after this step, which may copy their matchers."""
         try:
             self._compile(backend)
         except BaseException:
@@ -140,27 +148,28 @@ class GuidedLogitsProcessor:
             raise
 
     def _compile(self, backend: str) -> None:
-        futures = {}
-        for place, constraint in enumerate(self._constraints):
-            if constraint is not None:
-                futures[place] = self._processor.initialize(str(place), constraint, backend)
-        for place, future in futures.items():
+        futures = {
+            index: self._processor.initialize(str(index), constraint, backend)
+            for index, constraint in enumerate(self._constraints)
+            if constraint is not None
+        }
+        for index, future in futures.items():
             try:
                 future.result()
             except GuidedError as error:
-                raise _named(error, f"constraint {place}") from error
+                raise _prefixed(error, f"constraint {index}") from error
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Scores with -inf wherever a constraint forbids a token; rows without a constraint as they are.
+        """Return the scores with -inf for all forbidden tokens. Rows without a constraint are unchanged.
 
         Args:
-            input_ids: int64 `[rows, tokens]`: prompts, padded on the left where need be, and what was generated.
-            scores: float `[rows, width]`, logits or log-probabilities; not written to but with `in_place`.
+            input_ids: int64 `[rows, tokens]`: prompts, padded on the left, and the tokens generated so far.
+            scores: float `[rows, width]`, logits or log-probabilities. Written to only with `in_place`.
 
         Raises:
             GuidedError: a row has no valid mask, and `failed_rows` is "raise".
-            InvalidRequest: the scores are not as wide as the vocabulary, or rows and constraints don't go together; or
-                somebody has kept those that were last written to, with `in_place`.
+            InvalidRequest: the scores are not as wide as the vocabulary; the number of rows does not fit the
+                constraints; or, with `in_place`, the scores of the previous call are still in use.
         """
         if self._closed:
             raise RuntimeError("this processor is closed")
@@ -171,8 +180,8 @@ class GuidedLogitsProcessor:
                 param="vocabulary",
             )
         if self._in_place:
-            self._take(scores)
-        if not self._goes_on(input_ids):
+            self._check_last_scores(scores)
+        if not self._continue(input_ids):
             self._begin(input_ids)
         rows = self._collect(len(scores))
         masked = scores.detach() if self._in_place else self._memory.like(scores)
@@ -180,24 +189,26 @@ class GuidedLogitsProcessor:
             for row in range(len(scores)):
                 if row not in self._branches:
                     masked[row] = scores[row]
-        apply_bitmask(scores, self._masks(rows), rows, masked, _FLOOR)
-        self._end(scores, masked)
+        in_order = rows == list(range(len(rows)))
+        masks = self._bitmask[: len(rows)] if in_order else [self._bitmask[row] for row in rows]
+        apply_bitmask(scores, masks, rows, masked, _FLOOR)
+        self._mask_ended(scores, masked)
         return masked
 
-    def _take(self, scores: torch.Tensor) -> None:
-        """These will be written to. The last ones must be gone by now: what is returned is another object."""
-        kept, self._taken = self._taken(), weakref.ref(scores)
-        if kept is not None and kept is not scores:
+    def _check_last_scores(self, scores: torch.Tensor) -> None:
+        """Reject scores that are written to while the previous ones are still in use."""
+        last, self._last_scores = self._last_scores(), weakref.ref(scores)
+        if last is not None and last is not scores:
             raise InvalidRequest(
-                "in_place=True writes into the scores that are handed in, and somebody keeps them: "
-                "generate(output_logits=True) does, or another logits processor",
+                "in_place=True writes into the scores that are passed in, and the previous ones are still in use: by "
+                "generate(output_logits=True), or by another logits processor",
                 param="in_place",
             )
 
-    # which row is whose
+    # the branch of each row
 
     def _begin(self, input_ids: torch.Tensor) -> None:
-        """A new generation: its rows are prompts."""
+        """Start a new generation with these prompts."""
         self.reset()
         rows, prompts = len(input_ids), len(self._constraints)
         if not prompts or rows % prompts:
@@ -209,13 +220,13 @@ class GuidedLogitsProcessor:
         self._prompts = input_ids.clone()
         self._outputs = np.empty((rows, 0), np.int64)
         for row in range(rows):
-            place = row * prompts // rows  # a prompt's rows are neighbours
-            if self._constraints[place] is not None:
-                self._branches[row] = _Branch()
-                self._requests[row] = str(place)
+            index = row * prompts // rows  # the rows of a prompt are adjacent
+            if self._constraints[index] is not None:
+                self._branches[row] = branch = _Branch(str(index))
+                branch.open()
 
-    def _goes_on(self, input_ids: torch.Tensor) -> bool:
-        """Bring the branches to these rows, where all of them go on from the last call's."""
+    def _continue(self, input_ids: torch.Tensor) -> bool:
+        """Update the branches from the rows. False: the rows don't continue those of the last call."""
         length = self._prompts.shape[1]
         if len(input_ids) != len(self._prompts) or input_ids.shape[1] <= length:
             return False
@@ -234,17 +245,19 @@ class GuidedLogitsProcessor:
                 self._roll_back(branch, known)
             branch.tokens.append(tokens[row])
             if tokens[row] not in self._text:
-                branch.over = True
-                self._leave(branch)
+                branch.ended = True
+                self._drop_matcher(branch)
         self._outputs = outputs
         return True
 
     def _parents(self, outputs: NDArray[np.int64]) -> dict[int, int] | None:
-        """By constrained row: the row that it was before its last token. Empty where all stayed what they were; None
-        where one was none of them.
+        """Return, for each constrained row, the row that had its output without the last token.
 
         Args:
             outputs: `[rows, tokens]`, at least one token.
+
+        Returns:
+            Empty if no row has moved. None if a row continues none of the last call's rows.
         """
         before, known = self._outputs, outputs.shape[1] - 1
         if known > before.shape[1]:
@@ -256,139 +269,107 @@ class GuidedLogitsProcessor:
             return {}
         if known < before.shape[1]:
             return None
-        histories = {(self._requests[row], before[row].tobytes()): row for row in self._branches}
+        by_output = {(branch.request_id, before[row].tobytes()): row for row, branch in self._branches.items()}
         parents: dict[int, int] = {}
-        for row in self._branches:
-            parent = row if stayed[row] else histories.get((self._requests[row], outputs[row, :known].tobytes()))
+        for row, branch in self._branches.items():
+            parent = row if stayed[row] else by_output.get((branch.request_id, outputs[row, :known].tobytes()))
             if parent is None:
                 return None
             parents[row] = parent
         return parents
 
     def _move(self, parents: dict[int, int]) -> None:
-        """Beams: a branch goes on in one row, is copied to others (1 us; rolling back a dropped one takes longer), or
-        ends."""
-        before, gone = self._branches, set(self._branches)
-        branches: dict[int, _Branch] = {}
+        """Follow beams: a branch continues in one row and is copied to others, or is dropped.
+
+        Copying a matcher takes 1 us, which is faster than rolling back a dropped one.
+        """
+        before, dropped = self._branches, set(self._branches)
+        self._branches = {}
         for row, parent in sorted(parents.items(), key=lambda pair: pair[0] != pair[1]):
-            old = before[parent]
-            if parent in gone:
-                gone.discard(parent)
-                branches[row] = old
-            else:
-                branches[row] = _Branch(list(old.tokens), None, old.sequence_id, old.over, old.failed)
-        for row in gone:
-            self._leave(before[row])
-        self._branches = branches
+            self._branches[row] = before[parent] if parent in dropped else before[parent].copy()
+            dropped.discard(parent)
+        for row in dropped:
+            self._drop_matcher(before[row])
 
-    def _roll_back(self, branch: _Branch, known: int) -> None:
-        """An assistant's draft is not so any more."""
-        del branch.tokens[known:]
-        branch.over = branch.failed or not self._text.issuperset(branch.tokens)
-        if branch.sequence_id is not None:
-            self._processor.rollback(branch.sequence_id, known)
+    def _roll_back(self, branch: _Branch, length: int) -> None:
+        """Remove rejected draft tokens of an assistant."""
+        del branch.tokens[length:]
+        branch.ended = branch.failed or not self._text.issuperset(branch.tokens)
+        if branch.sequence is not None:
+            self._processor.rollback(branch.sequence.sequence_id, length)
+        elif not branch.ended:
+            branch.open()
 
-    def _leave(self, branch: _Branch) -> None:
-        """Its matcher isn't needed any more, once this step's copies of it are made."""
-        if branch.sequence_id is not None:
-            self._leaving.append(branch.sequence_id)
-            branch.sequence_id = None
+    def _drop_matcher(self, branch: _Branch) -> None:
+        if branch.sequence is not None:
+            self._unused.append(branch.sequence.sequence_id)
+            branch.sequence = None
 
     # masks
 
     def _collect(self, batch: int) -> list[int]:
-        """Have the masks of the rows that go on in `_bitmask`; which rows these are. Those without a mask end."""
+        """Write the masks of the branches into `_bitmask`, at their rows. Returns these rows. Failed branches end."""
         processor = self._processor
-        processor.failures()  # those that are lost fail below, in their rows
+        processor.failures()  # a lost sequence fails below, in its row
         if len(self._bitmask) < batch:
             self._bitmask = np.empty((batch, self._bitmask.shape[1]), np.int32)
-        rows = self._rows()
-        by_id = {row.sequence_id: row for row in rows}
-        failed: dict[int, GuidedError] = {}
-        waiting: set[int] = set()
-        while rows:
-            processor.prepare(rows)
-            report = processor.collect(self._bitmask)
-            failed |= report.failed
-            waiting |= set(report.late)
-            rows = []
-            while waiting and not rows:  # no worker is up: the pool says how long that may take
-                settled = waiting.intersection(processor.settled(_LATE_SECONDS))
-                rows = [by_id[sequence_id] for sequence_id in settled]
-                waiting -= settled
-        for sequence_id in self._leaving:
-            processor.free_sequence(sequence_id)
-        self._leaving.clear()
+        step = [(branch.sequence, row) for row, branch in self._branches.items() if branch.sequence is not None]
+        step.sort(key=lambda pair: pair[0].parent_id is None)  # fork matchers before they accept this step's tokens
+        sequences, rows = [sequence for sequence, _ in step], [row for _, row in step]
+        processor.prepare(sequences, rows)
+        failed = finish_step(processor, sequences, rows, partial(processor.collect, self._bitmask)).failed
+        self._free_unused()
         if failed:
-            self._fail({by_id[sequence_id].logits_row: error for sequence_id, error in failed.items()})
-        return sorted(row.logits_row for one, row in by_id.items() if one not in failed)
-
-    def _masks(self, rows: list[int]) -> NDArray[np.int32] | list[NDArray[np.int32]]:
-        """Of these rows, as the kernel takes them without a copy."""
-        return self._bitmask[: len(rows)] if rows == list(range(len(rows))) else [self._bitmask[row] for row in rows]
-
-    def _rows(self) -> list[GuidedRow]:
-        """All that go on; copies before their originals, which accept a token of their own in this step."""
-        copies: list[GuidedRow] = []
-        others: list[GuidedRow] = []
-        for row, branch in self._branches.items():
-            if branch.over:
-                continue
-            if branch.sequence_id is None:
-                branch.sequence_id = next(_ids)
-            (others if branch.parent_id is None else copies).append(
-                GuidedRow(self._requests[row], branch.sequence_id, branch.tokens, row, branch.parent_id)
-            )
-            branch.parent_id = None
-        return copies + others
+            self._fail({row: failed[sequence.sequence_id] for sequence, row in step if sequence.sequence_id in failed})
+        return sorted(row for sequence, row in step if sequence.sequence_id not in failed)
 
     def _fail(self, failed: dict[int, GuidedError]) -> None:
         if not self._end_failed:
             row = min(failed)
             self.reset()
-            raise _named(failed[row], f"row {row} of {len(self._outputs)}") from failed[row]
+            raise _prefixed(failed[row], f"row {row} of {len(self._outputs)}") from failed[row]
         for row, error in failed.items():
             branch = self._branches[row]
-            branch.over = branch.failed = True
-            branch.sequence_id = None
+            branch.ended = branch.failed = True
+            branch.sequence = None
             self.failed.setdefault(row, error)
 
-    def _end(self, scores: torch.Tensor, masked: torch.Tensor) -> None:
-        """Rows that are over may only stop: `generate()` asks for them as long as others go on."""
-        over = [row for row, branch in self._branches.items() if branch.over]
-        if over:
-            failed = torch.tensor([self._branches[row].failed for row in over], device=masked.device)
-            rows = torch.tensor(over, device=masked.device).unsqueeze(1)
+    def _mask_ended(self, scores: torch.Tensor, masked: torch.Tensor) -> None:
+        """Allow only stop tokens in ended rows, which `generate()` passes on while other rows continue."""
+        ended = [row for row, branch in self._branches.items() if branch.ended]
+        if ended:
+            failed = torch.tensor([self._branches[row].failed for row in ended], device=masked.device)
+            rows = torch.tensor(ended, device=masked.device).unsqueeze(1)
             stop = torch.tensor(self._stop, device=masked.device)
             kept = scores[rows, stop].clamp_(min=_FLOOR)
-            kept[failed] = max(_LOST, torch.finfo(masked.dtype).min)
-            masked[over] = -torch.inf
+            kept[failed] = max(_FAILED_SCORE, torch.finfo(masked.dtype).min)
+            masked[ended] = -torch.inf
             masked[rows, stop] = kept
 
     # the end
 
     def reset(self) -> None:
-        """The next call begins a new generation, whatever its rows are."""
-        self._free(self._leaving)
-        self._free(branch.sequence_id for branch in self._branches.values() if branch.sequence_id is not None)
-        self._leaving.clear()
+        """Start a new generation with the next call, whatever its rows are."""
+        for branch in self._branches.values():
+            self._drop_matcher(branch)
+        self._free_unused()
         self._branches.clear()
-        self._requests.clear()
         self._prompts = torch.empty(0, 0, dtype=torch.long)
 
-    def _free(self, sequence_ids: Iterable[int]) -> None:
-        for sequence_id in sequence_ids:
+    def _free_unused(self) -> None:
+        for sequence_id in self._unused:
             self._processor.free_sequence(sequence_id)
+        self._unused.clear()
 
     def close(self) -> None:
-        """Give matchers and grammars back, and the pool, where it is this processor's own. Idempotent."""
+        """Free matchers and grammars, and shut down the pool if this processor opened it. Idempotent."""
         if self._closed:
             return
         self._closed = True
         self.reset()
         self._memory.clear()
-        for place in range(len(self._constraints)):
-            self._processor.free(str(place))
+        for index in range(len(self._constraints)):
+            self._processor.free(str(index))
         if self._own_pool is not None:
             self._own_pool.shutdown()
 
@@ -401,7 +382,7 @@ class GuidedLogitsProcessor:
         self.close()
 
 
-def _named(error: GuidedError, what: str) -> GuidedError:
-    """The same error, saying which row or constraint it is about."""
+def _prefixed(error: GuidedError, prefix: str) -> GuidedError:
+    """Return the same error, with the row or constraint it is about."""
     code, message, param, pointer = to_wire(error)
-    return from_wire((code, f"{what}: {message}", param, pointer))
+    return from_wire((code, f"{prefix}: {message}", param, pointer))

@@ -1,8 +1,8 @@
-"""What became of requests that could not be kept to their constraint, told outside of vLLM's answers.
+"""Reports of failed requests, from the engine's process to the process that answers the client.
 
-vLLM has no finish reason for it: such a request ends with a stop token like any other. The engine's process reports the
-error here, before that token is sampled, under the request id that the user passed in; the process that answers takes
-it.
+vLLM has no finish reason for a request that could not be constrained: it ends with a stop token like any other. The
+engine's process writes a report before that token is sampled, under the request id that the user passed in. The process
+that answers takes it.
 """
 
 from __future__ import annotations
@@ -19,48 +19,42 @@ __all__ = ["REQUEST_ID", "report", "take"]
 REQUEST_ID = "guided_request_id"
 """The parameter (`SamplingParams.extra_args`, `vllm_xargs`) that names a request."""
 _DIRECTORY = "ended"
-_MOST = 1024
-"""Reports that nobody takes: the oldest go."""
+_MAX_REPORTS = 1024
+"""Reports that are kept. The oldest are removed."""
 
 
 def report(request_id: str, error: GuidedError) -> None:
-    """In the engine's process: this request is ending because of `error`. A second report replaces the first.
+    """Report, in the engine's process, that a request ends because of `error`. Replaces an earlier report.
 
     Raises:
-        OSError: the run directory can't be written to.
+        OSError: there is no run directory, or it is not writable.
     """
     run = find()
     if run is None:
         raise FileNotFoundError("there is no run directory")
     directory = run / _DIRECTORY
-    write_note(directory, _name(request_id), to_wire(error))
-    _bound(directory)
+    write_note(directory, _file_name(request_id), to_wire(error))
+    for entry in sorted(os.scandir(directory), key=_age)[:-_MAX_REPORTS]:
+        Path(entry.path).unlink(missing_ok=True)
 
 
 def take(request_id: str) -> GuidedError | None:
-    """In the process that answers: why this request ended, once; None where nothing was reported."""
+    """Return and remove the report of a request, in the process that answers the client. None: there is none."""
     run = find()
     if run is None:
         return None
-    path = run / _DIRECTORY / _name(request_id)
+    path = run / _DIRECTORY / _file_name(request_id)
     wire = read_note(path)
     path.unlink(missing_ok=True)
     return from_wire(tuple(wire)) if isinstance(wire, list) and len(wire) == 4 else None
 
 
-def _name(request_id: str) -> str:
-    """A file's name for any text."""
+def _file_name(request_id: str) -> str:
     return hashlib.sha256(request_id.encode("utf-8", "surrogatepass")).hexdigest()
-
-
-def _bound(directory: Path) -> None:
-    entries = sorted(os.scandir(directory), key=_age)
-    for entry in entries[:-_MOST]:
-        Path(entry.path).unlink(missing_ok=True)
 
 
 def _age(entry: os.DirEntry[str]) -> float:
     try:
         return entry.stat().st_mtime
-    except OSError:  # taken meanwhile
+    except OSError:  # taken in the meantime
         return 0.0

@@ -1,7 +1,7 @@
-"""Masker: the guided rows of somebody else's batch, masked whatever happens to one of them.
+"""Masker: masks the guided rows of a vLLM batch.
 
-The engine around it knows no parked rows and no failed ones. So every mask is waited for, up to a hard limit, and who
-has no mask is allowed one token only: a stop token, which ends the request. Why it ended is reported out of band.
+vLLM has neither late nor failed rows. So the masker waits for every mask, up to a limit, and a row without a valid mask
+is allowed one token only: a stop token, which ends its request. The error is reported out of band.
 """
 
 from __future__ import annotations
@@ -13,307 +13,321 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from guided.bitmask import words
+from guided.bitmask import pack, words
 from guided.errors import CompileTimeout, GuidedError, InternalError, PoolUnavailable, TokenRejected, bounded
-from guided.integrations.pools import Opening
-from guided.integrations.vllm.forcing import allow_only, free_what_is_allowed, one_token_masks
-from guided.integrations.vllm.request_params import Asked
+from guided.integrations.blocking import finish_step
+from guided.integrations.pools import PoolOpener
+from guided.integrations.vllm.request_params import GuidedParams
 from guided.kernel import apply_bitmask
-from guided.pool import Grammar, MaskPool
-from guided.processor import ApplyReport, GuidedRow, LogitPostProcessor
+from guided.pool import Grammar
+from guided.processor import ApplyReport, GuidedProcessor, GuidedSequence
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Guest", "GuestRow", "Masker", "Ranks"]
+    from guided.integrations.vllm.tensor_parallel import Ranks
+
+__all__ = ["UNKNOWN_TOKEN", "GuidedRequest", "GuidedRow", "Masker"]
 
 _log = logging.getLogger("guided.integrations")
-UNKNOWN = InternalError(
-    "the engine doesn't know this output's last token when it has to be masked: vLLM's asynchronous scheduling tells "
-    "it only to logits processors that are passed by name (--logits-processors "
+UNKNOWN_TOKEN = InternalError(
+    "the last token of this output is unknown when it has to be masked: with asynchronous scheduling, vLLM passes it "
+    "only to logits processors that are given by name (--logits-processors "
     "guided.integrations.vllm.processor:GuidedLogitsProcessor), not to those of entry points"
 )
-
-
-class Ranks(Protocol):
-    """Processes that mask the same batch, each its own copy of the logits: one computes, and all use its masks."""
-
-    computes: bool
-    """This is the one."""
-
-    def share(self, bitmask: NDArray[np.int32]) -> None:
-        """Where it is computed: send. Elsewhere: overwrite with what was sent. Every process calls it alike."""
+_FLOOR = -1e4
+"""Lowest logit of an allowed token in requests with `other_bans`: sampled only if nothing else is left."""
 
 
 @dataclass(eq=False, slots=True)
-class Guest:
+class GuidedRequest:
     """One guided request in the engine's batch. Made by `Masker.begin`."""
 
     name: str
     """Unique within the masker's life."""
-    asked: Asked | None
-    """None: it can't be masked."""
-    request_id: str | None
-    """What it is reported by, where it has something."""
+    params: GuidedParams | None
+    """None: the parameters are invalid, and the request fails."""
+    report_id: str | None
+    """The id that an error is reported under, if there is one."""
     stop_token: int
-    """What ends it."""
-    contested: bool
-    """The engine may have forbidden all that a mask allows before it is applied."""
+    """The token that ends the request."""
+    other_bans: bool
+    """Other parameters or processors may write -inf to every token that a mask allows, before it is applied."""
     error: GuidedError | None = None
     grammar: Future[Grammar] | None = None
-    sequences: list[int] = field(default_factory=list)
-    """One, and one more for each draft token."""
-    settled: dict[int, int] = field(default_factory=dict)
-    """By number of draft tokens: how many of the tokens that its sequence was last told of can't be taken back."""
+    sequences: list[GuidedSequence] = field(default_factory=list)
+    """By number of draft tokens: each row of a request has a matcher of its own."""
+    committed: dict[int, int] = field(default_factory=dict)
+    """By number of draft tokens: how many of the tokens that were last prepared cannot be rejected."""
 
 
-class GuestRow(NamedTuple):
-    """One row of the logits of this step."""
+class GuidedRow(NamedTuple):
+    """One guided row of a step's logits."""
 
-    guest: Guest
+    request: GuidedRequest
     logits_row: int
     token_ids: Sequence[int]
     """All output tokens before it, by reference."""
     drafts: int = 0
-    """How many of them, the last ones, are guesses that may be rejected in this step."""
+    """How many of them, at the end, are draft tokens, which may be rejected in this step."""
 
 
 class Masker:
-    """Masks the guided rows of an engine's batches. From one thread; nothing is raised for what is wrong with a row.
+    """Masks the guided rows of an engine's batches. Used from one thread. A row's error raises nothing.
 
     Args:
-        pool: where masks are computed; asked for with the first request, and not closed here.
-        report: told of a request that ends because of an error: the id that it reports by, and the error.
-        ranks: where several processes mask the same batch; None where there is one.
-        width: of the logits.
-        fill_limit: seconds that a mask may take.
-        wait_limit: seconds that a row may wait for its grammar, and for a worker while none is up. The engine waits
-            with it.
+        pool: opened with the first request, and not closed here.
+        report: called with the report id and the error of each request that fails.
+        ranks: the processes that mask the same batch. None: only this one.
+        width: number of logits.
+        wait_limit: seconds that a row may wait for its grammar, or for a worker while none is up. The engine waits
+            meanwhile.
         pool_limit: seconds that the first request may wait for the pool.
     """
 
     def __init__(
         self,
-        pool: Opening,
+        pool: PoolOpener,
         report: Callable[[str, GuidedError], None],
         ranks: Ranks | None,
         width: int,
         *,
-        fill_limit: float = 5.0,
         wait_limit: float = 15.0,
         pool_limit: float = 120.0,
     ) -> None:
-        self._opening = pool
+        self._opener = pool
         self._report = report
         self._ranks = ranks
         self._width = width
-        self._limits = fill_limit, wait_limit, pool_limit
-        self._processor: LogitPostProcessor | None = None
-        self._pool: MaskPool | None = None
-        self._names = itertools.count()
+        self._wait_limit, self._pool_limit = wait_limit, pool_limit
+        self._processor: GuidedProcessor | None = None
+        self._names = map(str, itertools.count())
         self._sequence_ids = itertools.count()
-        self._guests: dict[str, Guest] = {}
-        self._rows: Sequence[GuestRow] = ()
-        self._forced: list[int] = []
-        """Of this step's rows: those that are allowed one token only."""
-        self._sent: dict[int, int] = {}
-        """Sequence id -> which of this step's rows: those whose mask is being computed."""
-        self._guided: list[GuidedRow] = []
-        """The same rows, as they were sent."""
+        self._requests: dict[str, GuidedRequest] = {}
+        self._rows: Sequence[GuidedRow] = ()
+        self._ended: set[int] = set()
+        """Indices of this step's rows that need no mask: any further token is discarded."""
+        self._prepared: dict[int, int] = {}
+        """Sequence id -> index of its row, for the rows that were prepared."""
+        self._sequences: tuple[GuidedSequence, ...] = ()
+        self._logits_rows: list[int] = []
         self._gathers = False
-        """This step's masks are gathered first, rather than written to the logits one by one."""
-        self._under_way = False
-
-    def begin(
-        self, asked: Asked | Exception, stop_token: int, contested: bool = False, request_id: str | None = None
-    ) -> Guest:
-        """A request enters the batch: have its constraint compiled.
-
-        Args:
-            asked: what for; an error where that is not known, or can't be done: it fails with the first row.
-            request_id: to report that error by.
-        """
-        what = None if isinstance(asked, Exception) else asked
-        guest = Guest(
-            str(next(self._names)), what, request_id if what is None else what.request_id, stop_token, contested
-        )
-        self._guests[guest.name] = guest
-        if isinstance(asked, Exception):
-            self.fail(guest, asked)
-        elif self.computes:
-            self._opening.ask()
-            if self._pool_is_there():
-                self._compile(guest)
-        return guest
-
-    def end(self, guest: Guest) -> None:
-        """It has left the batch. Idempotent."""
-        self._guests.pop(guest.name, None)
-        self.rest(guest)
-
-    def rest(self, guest: Guest) -> None:
-        """Give back what it holds; with its next row it is opened again, from its tokens."""
-        if guest.grammar is not None and self._processor is not None:
-            try:
-                self._processor.free(guest.name)
-            except Exception:
-                _log.exception("what request %s held can't be given back", guest.request_id or "without an id")
-        guest.grammar = None
-        guest.sequences.clear()
-        guest.settled.clear()
+        """This step's masks are copied to one bitmask first, instead of being applied where the workers wrote them."""
+        self._in_step = False
+        """The processor has a prepared step."""
 
     @property
     def computes(self) -> bool:
-        """This process does, rather than take another's masks."""
+        """Whether this process computes the masks, instead of receiving them from another rank."""
         return self._ranks is None or self._ranks.computes
 
-    # before the forward pass, where the tokens are known by then
+    # requests
 
-    def prepare(self, rows: Sequence[GuestRow], wait: bool = False) -> bool:
-        """Have this step's masks computed; `apply` follows, or the next `prepare`.
+    def begin(
+        self,
+        params: GuidedParams | Exception,
+        stop_token: int,
+        other_bans: bool = False,
+        report_id: str | None = None,
+    ) -> GuidedRequest:
+        """Add a request to the batch, and start to compile its constraint.
 
         Args:
-            wait: for whatever isn't there: the pool, grammars.
+            params: the guided parameters. An exception: they are invalid, and the request fails with it.
+            report_id: the id that this exception is reported under.
+        """
+        valid = None if isinstance(params, Exception) else params
+        report_id = report_id if valid is None else valid.request_id
+        request = GuidedRequest(next(self._names), valid, report_id, stop_token, other_bans)
+        self._requests[request.name] = request
+        if isinstance(params, Exception):
+            self.fail(request, params)
+        elif self.computes:
+            self._opener.open()
+            if self._pool_is_open():
+                self._compile(request)
+        return request
+
+    def end(self, request: GuidedRequest) -> None:
+        """Remove a request from the batch. Idempotent."""
+        self._requests.pop(request.name, None)
+        self.release(request)
+
+    def release(self, request: GuidedRequest) -> None:
+        """Free a request's grammar and matchers. Its next row opens them again, from its tokens."""
+        if request.grammar is not None and self._processor is not None:
+            self._discard_step()
+            try:
+                self._processor.free(request.name)
+            except Exception:
+                _log.exception("request %s can't be freed", request.report_id or "without an id")
+        request.grammar = None
+        request.sequences.clear()
+        request.committed.clear()
+
+    def fail(self, request: GuidedRequest, error: BaseException) -> None:
+        """Report an error. From now on, the request's rows are allowed its stop token only."""
+        if request.error is not None:
+            return
+        known = error if isinstance(error, GuidedError) else InternalError(bounded(f"{type(error).__name__}: {error}"))
+        request.error = known
+        _log.error("guided request %s fails: %s", request.report_id or "without an id", known)
+        if self.computes and request.report_id is not None:
+            try:
+                self._report(request.report_id, known)
+            except Exception:
+                _log.exception("the error of request %s can't be reported", request.report_id)
+        self.release(request)
+
+    # before the forward pass, if all tokens are known by then
+
+    def prepare(self, rows: Sequence[GuidedRow], wait: bool = False) -> bool:
+        """Start to compute this step's masks. `apply` follows, or the next `prepare`.
+
+        Args:
+            wait: wait for the pool and for grammars.
 
         Returns:
-            Whether it could be done: without `wait`, when something isn't there yet (a token, too), nothing was.
+            Whether the step was prepared. False, only without `wait`: the pool, a grammar or a token is missing.
         """
-        if self._under_way:
-            self._give_up_step()
-        self._rows, self._forced, self._sent = rows, [], {}
-        self._gathers = self._ranks is not None or any(row.guest.contested for row in rows)
+        self._discard_step()
+        self._rows, self._ended, self._prepared = rows, set(), {}
+        self._gathers = self._ranks is not None or any(row.request.other_bans for row in rows)
         if not self.computes or not rows:
             return True
         try:
             if not wait and any(_is_unknown(row) for row in rows):
                 return False
-            if not self._open_pool(rows, wait) or not self._open_grammars(rows, wait):
+            if not self._wait_for_pool(rows, wait) or not self._wait_for_grammars(rows, wait):
                 return False
-            self._send(rows)
+            self._submit(rows)
         except Exception as error:
-            self._break(error)
+            self._fail_step(error)
         return True
 
-    def _open_pool(self, rows: Sequence[GuestRow], wait: bool) -> bool:
-        if self._pool_is_there():
+    def _pool_is_open(self) -> bool:
+        if self._processor is None:
+            opening = self._opener.open()
+            if opening.done() and opening.exception() is None:
+                self._processor = GuidedProcessor(opening.result())
+        return self._processor is not None
+
+    def _wait_for_pool(self, rows: Sequence[GuidedRow], wait: bool) -> bool:
+        """Open the pool, or fail the rows' requests. False: the pool is still opening."""
+        if self._pool_is_open() or all(row.request.error is not None for row in rows):
             return True
-        if all(row.guest.error is not None for row in rows):
-            return True
-        opening = self._opening.ask()
+        opening = self._opener.open()
         if not opening.done() and not wait:
             return False
         try:
-            opening.result(self._limits[2])
-            self._pool_is_there()
+            opening.result(self._pool_limit)
+            self._pool_is_open()
         except TimeoutError:
-            self._fail_all(rows, PoolUnavailable(f"the mask pool didn't open within {self._limits[2]:g} s"))
+            self._fail_all(rows, PoolUnavailable(f"the mask pool didn't open within {self._pool_limit:g} s"))
         except GuidedError as error:
             self._fail_all(rows, error if isinstance(error, InternalError) else PoolUnavailable(str(error)))
         return True
 
-    def _pool_is_there(self) -> bool:
-        if self._processor is None:
-            opening = self._opening.ask()
-            if opening.done() and opening.exception() is None:
-                self._pool = opening.result()
-                self._processor = LogitPostProcessor(self._pool, self._limits[0])
-        return self._processor is not None
-
-    def _compile(self, guest: Guest) -> None:
+    def _compile(self, request: GuidedRequest) -> None:
         assert self._processor is not None
-        assert guest.asked is not None
+        assert request.params is not None
         try:
-            guest.grammar = self._processor.initialize(guest.name, guest.asked.constraint, guest.asked.backend)
+            request.grammar = self._processor.initialize(
+                request.name, request.params.constraint, request.params.backend
+            )
         except Exception as error:
-            self.fail(guest, error)
+            self.fail(request, error)
 
-    def _open_grammars(self, rows: Sequence[GuestRow], wait: bool) -> bool:
-        """Every row's grammar is there, or its request has failed; False: not yet."""
-        deadline = time.monotonic() + self._limits[1]
-        for guest in {row.guest.name: row.guest for row in rows if row.guest.error is None}.values():
-            if guest.grammar is None:
-                self._compile(guest)
-            if guest.grammar is None:
+    def _wait_for_grammars(self, rows: Sequence[GuidedRow], wait: bool) -> bool:
+        """Compile every row's grammar, or fail its request. False: one is still being compiled."""
+        deadline = time.monotonic() + self._wait_limit
+        for request in dict.fromkeys(row.request for row in rows if row.request.error is None):
+            if request.grammar is None:
+                self._compile(request)
+            if request.grammar is None:
                 continue
-            if not guest.grammar.done() and not wait:
+            if not request.grammar.done() and not wait:
                 return False
             try:
-                guest.grammar.result(max(0.0, deadline - time.monotonic()))
+                request.grammar.result(max(0.0, deadline - time.monotonic()))
             except TimeoutError:
-                self.fail(guest, CompileTimeout(f"the constraint didn't compile within {self._limits[1]:g} s"))
+                self.fail(request, CompileTimeout(f"the constraint didn't compile within {self._wait_limit:g} s"))
             except Exception as error:
-                self.fail(guest, error)
+                self.fail(request, error)
         return True
 
-    def _send(self, rows: Sequence[GuestRow]) -> None:
+    def _submit(self, rows: Sequence[GuidedRow]) -> None:
         processor = self._processor
-        if processor is None:  # there is no pool: all have failed
-            self._forced = list(range(len(rows)))
+        if processor is None:  # the pool can't be opened: all requests have failed
             return
-        lost = processor.failures()
-        if lost:
-            self._lose(lost, rows)
-        self._guided = guided = []
+        self._ended = {index for index, row in enumerate(rows) if self._has_ended(row)}
+        self._fail_lost(processor.failures(), rows)
+        sequences: list[GuidedSequence] = []
+        self._logits_rows = []
         for index, row in enumerate(rows):
-            guest = row.guest
-            if guest.error is None and _is_unknown(row) and not row.drafts:
-                self.fail(guest, UNKNOWN)
-            if guest.error is not None or self._is_over(row):
-                self._forced.append(index)
+            if row.request.error is None and _is_unknown(row) and not row.drafts:
+                self.fail(row.request, UNKNOWN_TOKEN)
+            if row.request.error is not None or index in self._ended:
                 continue
-            sequence_id = self._sequence(guest, row.drafts)
-            self._sent[sequence_id] = index
-            parent = guest.sequences[0] if row.drafts else None
-            place = index if self._gathers else row.logits_row
-            if row.drafts:
-                processor.rollback(sequence_id, guest.settled.get(row.drafts, 0))
-                guest.settled[row.drafts] = len(row.token_ids) - row.drafts
-            guided.append(GuidedRow(guest.name, sequence_id, row.token_ids, place, parent))
-        processor.prepare(guided)
-        self._under_way = True
+            sequence = self._sequence(row)
+            self._prepared[sequence.sequence_id] = index
+            sequences.append(sequence)
+            self._logits_rows.append(index if self._gathers else row.logits_row)
+        if self._sequences != tuple(sequences):  # the same tuple again costs least
+            self._sequences = tuple(sequences)
+        processor.prepare(self._sequences, self._logits_rows)
+        self._in_step = True
 
-    def _lose(self, lost: Mapping[str, GuidedError], rows: Sequence[GuestRow]) -> None:
-        """Matchers were lost between steps. Of an output that is complete nobody needs one."""
-        complete = {row.guest.name for row in rows if not row.drafts and self._is_over(row)}
+    def _has_ended(self, row: GuidedRow) -> bool:
+        """Whether the row's token is discarded: the output is complete, or a draft token before it is invalid."""
+        assert self._processor is not None
+        stops = self._processor.vocabulary.stop_token_ids
+        last = row.token_ids[-max(1, row.drafts) :]
+        return any(token in stops or token == row.request.stop_token or token < 0 for token in last)
+
+    def _fail_lost(self, lost: Mapping[str, GuidedError], rows: Sequence[GuidedRow]) -> None:
+        """Fail requests that lost a matcher between steps, unless their output is complete."""
+        complete = {rows[index].request.name for index in self._ended if not rows[index].drafts}
         for name, error in lost.items():
-            if name in self._guests and name not in complete:
-                self.fail(self._guests[name], error)
+            if name in self._requests and name not in complete:
+                self.fail(self._requests[name], error)
 
-    def _is_over(self, row: GuestRow) -> bool:
-        """Nothing is sampled here: the output has ended (and the engine doesn't know yet), or this guess is none."""
-        tail = row.token_ids[-max(1, row.drafts) :]
-        assert self._pool is not None
-        stops = self._pool.vocabulary.stop_token_ids
-        return any(token in stops or token == row.guest.stop_token or token < 0 for token in tail)
+    def _sequence(self, row: GuidedRow) -> GuidedSequence:
+        """Return the sequence of a row, with its current tokens."""
+        request, drafts = row.request, row.drafts
+        while len(request.sequences) <= drafts:
+            parent_id = request.sequences[0].sequence_id if request.sequences else None
+            request.sequences.append(
+                GuidedSequence(request.name, next(self._sequence_ids), row.token_ids, parent_id=parent_id)
+            )
+        sequence = request.sequences[drafts]
+        sequence.output_token_ids = row.token_ids
+        if drafts:  # this sequence's last draft tokens may have been replaced by other tokens
+            assert self._processor is not None
+            self._processor.rollback(sequence.sequence_id, request.committed.get(drafts, 0))
+            request.committed[drafts] = len(row.token_ids) - drafts
+        return sequence
 
-    def _sequence(self, guest: Guest, drafts: int) -> int:
-        while len(guest.sequences) <= drafts:
-            guest.sequences.append(next(self._sequence_ids))
-        return guest.sequences[drafts]
-
-    def _give_up_step(self) -> None:
-        """The engine had no use for what was prepared."""
-        self._under_way = False
+    def _discard_step(self) -> None:
+        """Finish a prepared step that the engine does not use. Late rows are prepared again with the next step."""
+        if not self._in_step:
+            return
+        self._in_step = False
         try:
             assert self._processor is not None
-            assert self._pool is not None
-            size = words(self._pool.vocabulary.padded_vocab_size)
-            rows = 1 + max((len(self._rows), *(row.logits_row for row in self._rows)))
-            report = self._processor.collect(np.empty((rows, size), np.int32))
-            report.late.clear()  # there may be a worker when they are asked for again
-            self._judge(report)
+            unused = np.empty((1 + max(self._logits_rows, default=0), words(self._width)), np.int32)
+            self._fail_rows(self._processor.collect(unused))
         except Exception as error:
-            self._break(error)
+            self._fail_step(error)
 
-    # after it
+    # after the forward pass
 
     def apply(self, logits: torch.Tensor) -> None:
-        """Write -inf over all that this step's rows may not become, in place.
+        """Write -inf to all tokens that this step's rows must not become, in place.
 
         Args:
             logits: float `[rows, width]`, any device.
@@ -324,111 +338,71 @@ class Masker:
             if self._gathers:
                 self._apply_gathered(logits)
                 return
-            if self._under_way:
-                self._under_way = False
-                assert self._processor is not None
-                self._judge(self._collect(partial(self._processor.apply, logits)))
+            if self._processor is not None:
+                self._finish_step(partial(self._processor.apply, logits))
         except Exception as error:
-            self._break(error)
-        if self._forced:
-            rows = [self._rows[index] for index in self._forced]
-            allow_only(logits, [row.logits_row for row in rows], [row.guest.stop_token for row in rows])
+            self._fail_step(error)
+        forced = [self._rows[index] for index in self._forced()]
+        if forced:
+            rows = [row.logits_row for row in forced]
+            logits[rows] = float("-inf")
+            logits[rows, [row.request.stop_token for row in forced]] = 0.0
 
     def _apply_gathered(self, logits: torch.Tensor) -> None:
         bitmask = np.zeros((len(self._rows), words(self._width)), np.int32)
-        if self._under_way:
-            self._under_way = False
+        if self._processor is not None:
             try:
-                assert self._processor is not None
-                self._judge(self._collect(partial(self._processor.collect, bitmask)))
+                self._finish_step(partial(self._processor.collect, bitmask))
             except Exception as error:
-                self._break(error)
-        if self._forced:
-            stops = [self._rows[index].guest.stop_token for index in self._forced]
-            bitmask[self._forced] = one_token_masks(stops, bitmask.shape[1])
+                self._fail_step(error)
+        if self.computes:
+            for index in self._forced():
+                bitmask[index] = pack([self._rows[index].request.stop_token], self._width)
         if self._ranks is not None:
             self._ranks.share(bitmask)
-        contested = [row.guest.contested for row in self._rows]
-        rows = [row.logits_row for row in self._rows]
-        free_what_is_allowed(logits, bitmask, rows, contested)
-        apply_bitmask(logits, bitmask, rows)
+        apply_bitmask(logits, bitmask, [row.logits_row for row in self._rows], least=_FLOOR)
 
-    def _collect(self, take: Callable[[], ApplyReport]) -> ApplyReport:
-        """This step's masks. Rows that no worker is there for are asked for again until one is, or for too long.
+    def _finish_step(self, finish: Callable[[], ApplyReport]) -> None:
+        if self._in_step:
+            self._in_step = False
+            assert self._processor is not None
+            self._fail_rows(finish_step(self._processor, self._sequences, self._logits_rows, finish, self._wait_limit))
 
-        Args:
-            take: what was prepared last.
-        """
-        report = take()
-        if not report.late:
-            return report
-        assert self._processor is not None
-        deadline, waiting = time.monotonic() + self._limits[1], set(report.late)
-        while waiting and (left := deadline - time.monotonic()) > 0:
-            settled = waiting.intersection(self._processor.settled(left))
-            if settled:
-                self._processor.prepare([row for row in self._guided if row.sequence_id in settled])
-                again = take()
-                report.failed |= again.failed
-                waiting = waiting - settled | set(again.late)
-        for sequence_id in waiting:
-            report.failed[sequence_id] = PoolUnavailable(f"no mask actor was up for {self._limits[1]:g} s")
-        return report
-
-    def _judge(self, report: ApplyReport) -> None:
+    def _fail_rows(self, report: ApplyReport) -> None:
         for sequence_id, error in report.failed.items():
-            index = self._sent[sequence_id]
+            index = self._prepared[sequence_id]
             row = self._rows[index]
-            # A guess that the constraint doesn't allow: the engine rejects it where it was made, one row before.
-            if not (row.drafts and isinstance(error, TokenRejected)):
-                self.fail(row.guest, error)
-        self._forced = [
-            index
-            for index, row in enumerate(self._rows)
-            if index in self._forced or row.guest.error is not None or self._failed_row(index, report)
-        ]
+            if row.drafts and isinstance(error, TokenRejected):
+                self._ended.add(index)  # the engine rejects the draft token in the row before
+            else:
+                self.fail(row.request, error)
 
-    def _failed_row(self, index: int, report: ApplyReport) -> bool:
-        return any(self._sent[sequence_id] == index for sequence_id in report.failed)
+    def _forced(self) -> list[int]:
+        """Indices of this step's rows that are allowed their stop token only."""
+        return [i for i, row in enumerate(self._rows) if i in self._ended or row.request.error is not None]
 
-    # what goes wrong
+    # errors of whole steps
 
-    def _fail_all(self, rows: Sequence[GuestRow], error: Exception) -> None:
+    def _fail_all(self, rows: Sequence[GuidedRow], error: Exception) -> None:
         for row in rows:
-            self.fail(row.guest, error)
+            self.fail(row.request, error)
 
-    def fail(self, guest: Guest, error: BaseException) -> None:
-        """It ends: from now on it is allowed its stop token only."""
-        if guest.error is not None:
-            return
-        known = error if isinstance(error, GuidedError) else InternalError(bounded(f"{type(error).__name__}: {error}"))
-        guest.error = known
-        request_id = guest.request_id
-        _log.error("guided request %s ends: %s", request_id or "without an id", known)
-        if self.computes and request_id is not None:
-            try:
-                self._report(request_id, known)
-            except Exception:
-                _log.exception("why request %s ended can't be reported", request_id)
-        self.rest(guest)
-
-    def break_off(self, rows: Sequence[GuestRow], error: Exception) -> None:
-        """Instead of `prepare`: it isn't known what these rows may become. Their requests end."""
+    def fail_step(self, rows: Sequence[GuidedRow], error: Exception) -> None:
+        """Fail the requests of `rows`, instead of `prepare`: their tokens are not available."""
         self._rows = rows
         self._gathers = self._ranks is not None
-        self._break(error)
+        self._fail_step(error)
 
-    def _break(self, error: Exception) -> None:
-        """What should not happen: this step's requests end, and later ones start anew."""
+    def _fail_step(self, error: Exception) -> None:
+        """Fail this step's requests after an unexpected error, and start again with a new processor."""
         _log.error("masks can't be computed", exc_info=error)
+        self._in_step = False
         self._fail_all(self._rows, error)
-        self._forced = list(range(len(self._rows)))
-        self._under_way = False
-        for guest in self._guests.values():
-            self.rest(guest)
-        if self._pool is not None:
-            self._processor = LogitPostProcessor(self._pool, self._limits[0])
+        for request in self._requests.values():
+            self.release(request)
+        self._processor = None
 
 
-def _is_unknown(row: GuestRow) -> bool:
+def _is_unknown(row: GuidedRow) -> bool:
+    """Whether the row's last token is vLLM's placeholder for a token that is not known yet."""
     return bool(row.token_ids) and row.token_ids[-1] < 0

@@ -1,17 +1,17 @@
 """The logits processor: `vllm serve --logits-processors guided.integrations.vllm.processor:GuidedLogitsProcessor`.
 
-One class for vLLM 0.32's two interfaces. The V1 runner says what changes in its batch before the forward pass
-(`update_state`) and hands over the logits after it (`apply`). The V2 runner has slots, and tokens on the device
-(`add_request`, `apply_staged_writes`, `apply` with the step's layout).
+One class for both interfaces of vLLM 0.32. The V1 model runner reports changes of its batch before the forward pass
+(`update_state`) and passes the logits after it (`apply`). The V2 model runner has slots, and keeps tokens on the device
+(`add_request`, `apply_staged_writes`, `apply` with the layout of the step).
 
-Options go through `--additional-config '{"guided": {"pool": "ray", "num_actors": 4}}'`: which pool, and its options.
+The pool and its options are set by `--additional-config '{"guided": {"pool": "ray", "num_actors": 4}}'`.
 """
 
 from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
@@ -24,10 +24,10 @@ from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext, 
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor as V2LogitsProcessor
 
 from guided.errors import GuidedError, InvalidRequest, PoolUnavailable
-from guided.integrations.pools import DEFAULT, Opening, find_pool
+from guided.integrations.pools import DEFAULT_POOL, PoolOpener, find_pool
 from guided.integrations.vllm import error_reports, worker_registry
-from guided.integrations.vllm.masker import UNKNOWN, Guest, GuestRow, Masker
-from guided.integrations.vllm.request_params import asked, refuse_host_stops, request_id
+from guided.integrations.vllm.masker import UNKNOWN_TOKEN, GuidedRequest, GuidedRow, Masker
+from guided.integrations.vllm.request_params import guided_params, reject_stops, request_id
 from guided.integrations.vllm.run_directory import announce
 from guided.integrations.vllm.tensor_parallel import TensorParallelRanks
 from guided.integrations.vllm.v1_batch import V1Batch
@@ -42,27 +42,29 @@ if TYPE_CHECKING:
 
 __all__ = ["GuidedLogitsProcessor"]
 
-_ABSENT_STEPS = 256
-"""Steps out of the batch after which a slot's matcher is closed: it has probably ended, and V2 doesn't say."""
+_NAMES = {f"{path}:GuidedLogitsProcessor" for path in (__name__, "guided.embedded.vllm")}
+_MAX_ABSENT_STEPS = 256
+"""Steps without a slot after which its matcher is closed. Its request has probably ended: V2 does not report it."""
 _log = logging.getLogger("guided.integrations")
-_there: weakref.WeakValueDictionary[int, GuidedLogitsProcessor] = weakref.WeakValueDictionary()
-"""By the id of its configuration: vLLM makes two where the class is both passed by name and an entry point."""
+_instances: weakref.WeakValueDictionary[int, GuidedLogitsProcessor] = weakref.WeakValueDictionary()
+"""By id of their configuration. vLLM makes two if the class is both given by name and an entry point."""
 
 
 class GuidedLogitsProcessor(V1LogitsProcessor, V2LogitsProcessor):  # type: ignore[misc]
-    """Masks the requests that ask for it in `extra_args` (HTTP: `vllm_xargs`); see `docs/vllm.md`."""
+    """Masks the requests with guided parameters in `extra_args` (HTTP: `vllm_xargs`); see `docs/vllm.md`."""
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
-        """In the process that admits requests.
+        """Check a request, in the process that admits requests.
 
         Raises:
-            VLLMValidationError: what our HTTP server refuses, in its words; or nobody here would mask it.
+            VLLMValidationError: the guided parameters are invalid (with the message of `guided serve`), or no worker
+                would mask the request.
         """
         try:
-            what = asked(sampling_params)
-            if what is not None:
-                refuse_host_stops(what, sampling_params)
+            guided = guided_params(sampling_params)
+            if guided is not None:
+                reject_stops(guided, sampling_params)
                 worker_registry.check()
         except GuidedError as error:
             raise VLLMValidationError(str(error)) from error
@@ -73,171 +75,168 @@ class GuidedLogitsProcessor(V1LogitsProcessor, V2LogitsProcessor):  # type: igno
             runner: V1: device, is_pin_memory. V2: the request states.
         """
         self._config = vllm_config
-        self._idle = id(vllm_config) in _there or not _is_last_stage(vllm_config)
+        self._idle = id(vllm_config) in _instances or not _is_last_stage(vllm_config)
         if self._idle:
             return
-        _there[id(vllm_config)] = self
+        _instances[id(vllm_config)] = self
         announce()
         v2 = isinstance(runner[0], LogitsProcRequestState)
-        self._refusal = _refusal(vllm_config, v2)
-        options = _pool_options(vllm_config)
-        self._opening = Opening(partial(_open_pool, vllm_config, options))
+        self._rejection = _rejection(vllm_config, v2)
+        pool = PoolOpener(partial(_open_pool, vllm_config, _pool_options(vllm_config)))
+        weakref.finalize(self, pool.close)
         ranks = _ranks(vllm_config)
-        width = vllm_config.model_config.get_vocab_size()
-        self._masker = Masker(self._opening, error_reports.report, ranks, width, **_masker_options(options))
-        self._contested = _has_others(vllm_config)
-        weakref.finalize(self, self._opening.close)
-        self._v1: V1Batch[tuple[Guest, list[int]]] = V1Batch()
-        self._step: list[GuestRow] = []
+        self._masker = Masker(pool, error_reports.report, ranks, vllm_config.model_config.get_vocab_size())
+        self._has_others = _has_others(vllm_config)
+        self._v1: V1Batch[tuple[GuidedRequest, list[int]]] = V1Batch()
+        self._rows: list[GuidedRow] = []
         self._prepared = True
-        self._v2: V2Batch[Guest] = V2Batch()
+        self._v2: V2Batch[GuidedRequest] = V2Batch()
         if v2:
             self._state: LogitsProcRequestState = runner[0]
             self._copies = TokenCopies(self._state)
-            self._copied: list[int] | None = None
-            self._not_copied: Exception | None = None
-        if ranks is None or ranks.computes:
-            _register(self._refusal, vllm_config.instance_id)
-        if self._refusal is not None:
-            _log.warning("guided requests are refused: %s", self._refusal)
+            self._copying: list[int] = []
+            """Slots whose tokens are being copied."""
+            self._copy_error: Exception | None = None
+        if self._masker.computes:
+            _register(self._rejection, vllm_config.instance_id)
+        if self._rejection is not None:
+            _log.warning("guided requests are rejected: %s", self._rejection)
 
     def is_argmax_invariant(self) -> bool:
-        """It is not: the likeliest token may be forbidden."""
+        """Return False: the most probable token may be forbidden."""
         return False
 
-    def _begin(self, params: SamplingParams) -> Guest | None:
-        """The guest that a request of the batch is; None where it asks for nothing of ours."""
+    def _begin(self, params: SamplingParams) -> GuidedRequest | None:
+        """Add a request of the batch to the masker. None: it has no guided parameters."""
         try:
-            what = asked(params)
+            guided = guided_params(params)
         except Exception as error:
-            return self._masker.begin(error, _stop_token(params), request_id=request_id(params))
-        if what is None:
+            return self._masker.begin(error, _stop_token(params), report_id=request_id(params))
+        if guided is None:
             return None
-        guest = self._masker.begin(what, _stop_token(params), self._contested or _is_contested(params))
-        if self._refusal is not None:
-            self._masker.fail(guest, UNKNOWN if self._refusal == str(UNKNOWN) else PoolUnavailable(self._refusal))
-        return guest
+        request = self._masker.begin(guided, _stop_token(params), self._has_others or _bans_tokens(params))
+        if self._rejection == str(UNKNOWN_TOKEN):
+            self._masker.fail(request, UNKNOWN_TOKEN)
+        elif self._rejection is not None:
+            self._masker.fail(request, PoolUnavailable(self._rejection))
+        return request
 
-    # the V1 runner
+    # the V1 model runner
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        """Before the forward pass: who is where, and where all tokens are known, have the masks computed."""
+        """Before the forward pass: follow the batch, and prepare its masks if all tokens are known."""
         if self._idle:
             return
         if batch_update is not None:
             added = [(index, self._enter(params, outputs)) for index, params, _, outputs in batch_update.added]
             moved = [(one, other, how is MoveDirectionality.SWAP) for one, other, how in batch_update.moved]
-            for guest, _ in self._v1.update(batch_update.removed, added, moved):
-                self._masker.end(guest)
-            self._step = [GuestRow(guest, row, outputs) for row, (guest, outputs) in self._v1]
-        self._prepared = self._masker.prepare(self._step)
+            for request, _ in self._v1.update(batch_update.removed, added, moved):
+                self._masker.end(request)
+            self._rows = [GuidedRow(request, row, outputs) for row, (request, outputs) in self._v1]
+        self._prepared = self._masker.prepare(self._rows)
 
-    def _enter(self, params: SamplingParams, outputs: list[int]) -> tuple[Guest, list[int]] | None:
-        guest = self._begin(params)
-        return None if guest is None else (guest, outputs)
+    def _enter(self, params: SamplingParams, outputs: list[int]) -> tuple[GuidedRequest, list[int]] | None:
+        request = self._begin(params)
+        return None if request is None else (request, outputs)
 
-    # the V2 runner
+    # the V2 model runner
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:
-        """A slot is filled, whoever was there; whether it is with a guided request."""
+        """Fill a slot. Returns whether its request is guided."""
         if self._idle:
             return False
-        guest = self._begin(sampling_params)
+        request = self._begin(sampling_params)
         prompt = int(self._state.prompt_len.np[req_idx])
-        before = self._v2.put(req_idx, guest, prompt, int(self._state.prefill_len.np[req_idx]) - prompt)
-        if before is not None:
-            self._masker.end(before)
-        return guest is not None
+        previous = self._v2.put(req_idx, request, prompt, int(self._state.prefill_len.np[req_idx]) - prompt)
+        if previous is not None:
+            self._masker.end(previous)
+        return request is not None
 
     def apply_staged_writes(self) -> None:
-        """Before the forward pass: begin to copy the tokens that the step before added."""
+        """Before the forward pass: start to copy the tokens of the previous step."""
         if self._idle:
             return
-        self._copied = self._not_copied = None
+        self._copying, self._copy_error = [], None
         if not len(self._v2) or not self._masker.computes:
             return
-        copied = list(self._v2)
-        slots = [self._v2[index] for index in copied]
-        width = 1 + _drafts(self._config) + max(slot.prior for slot in slots)
+        indices = list(self._v2)
+        slots = [self._v2[index] for index in indices]
+        width = 1 + _max_drafts(self._config) + max(slot.prior for slot in slots)
         try:
-            self._copies.begin(copied, [slot.length for slot in slots], width)
-        except Exception as error:  # to be told of in `apply`, where it is seen whose masks need the tokens
-            self._not_copied = error
+            self._copies.begin(indices, [slot.length for slot in slots], width)
+        except Exception as error:  # raised later, when the affected rows are known
+            self._copy_error = error
         else:
-            self._copied = copied
+            self._copying = indices
 
-    def _take_copy(self) -> None:
-        if self._not_copied is not None:
-            raise self._not_copied
-        if self._copied is None:
+    def _read_tokens(self) -> None:
+        """Add the copied tokens to the outputs. Tokens beyond the width of the copy are read one slot at a time."""
+        if self._copy_error is not None:
+            raise self._copy_error
+        if not self._copying:
             return
-        copied, self._copied = self._copied, None
+        indices, self._copying = self._copying, []
         totals, windows = self._copies.read()
-        by_slot = dict(zip(copied, totals, strict=True))
-        for index in self._v2.add_tokens(by_slot, dict(zip(copied, windows, strict=True))):
-            slot = self._v2[index]
-            rest = self._state.all_token_ids.gpu[index, slot.length : by_slot[index]].tolist()
-            self._v2.add_tokens({index: by_slot[index]}, {index: rest})
+        lengths = dict(zip(indices, totals, strict=True))
+        for index in self._v2.add_tokens(lengths, dict(zip(indices, windows, strict=True))):
+            rest = self._state.all_token_ids.gpu[index, self._v2[index].length : lengths[index]].tolist()
+            self._v2.add_tokens({index: lengths[index]}, {index: rest})
 
     def _prepare_v2(self, context: LogitsContext) -> None:
-        slots, offsets, fed = _layout(context)
-        step = self._v2.rows(slots, offsets)
+        slots, draft_counts, fed = _layout(context)
+        step = self._v2.rows(slots, draft_counts)
         try:
-            self._take_copy()
-            rows = self._rows(step, fed)
-        except Exception as error:  # without the tokens nobody knows what comes next
-            whose = [GuestRow(self._v2[row.slot].request, row.logits_row, (), row.draft_count) for row in step]
-            self._masker.break_off(whose, error)
+            self._read_tokens()
+            rows = [self._guided_row(row, fed) for row in step]
+        except Exception as error:
+            rows = [GuidedRow(self._v2[row.slot].request, row.logits_row, (), row.draft_count) for row in step]
+            self._masker.fail_step(rows, error)
         else:
             self._masker.prepare(rows, wait=True)
 
-    def _rows(self, step: list[V2Row], fed: list[int]) -> list[GuestRow]:
-        rows: list[GuestRow] = []
-        for row in step:
-            slot = self._v2[row.slot]
-            # The first row's input is the last token that is committed; each later row's is one guess more.
-            first = row.logits_row - row.draft_count
-            guesses = fed[first + 1 : row.logits_row + 1]
-            tokens = slot.tokens + guesses if guesses else slot.tokens
-            rows.append(GuestRow(slot.request, row.logits_row, tokens, row.draft_count))
-        return rows
+    def _guided_row(self, row: V2Row, fed: list[int]) -> GuidedRow:
+        """A row with its tokens. The request's first row was fed its last committed token, each later row a draft."""
+        slot = self._v2[row.slot]
+        first = row.logits_row - row.draft_count
+        drafts = fed[first + 1 : row.logits_row + 1]
+        return GuidedRow(slot.request, row.logits_row, slot.tokens + drafts if drafts else slot.tokens, row.draft_count)
 
     # both
 
     def apply(self, logits: torch.Tensor, ctx: LogitsContext | None = None) -> torch.Tensor:
-        """After the forward pass: write -inf over what is forbidden, in place. Waits for masks.
+        """After the forward pass: wait for the masks, and write -inf to forbidden tokens, in place.
 
         Args:
-            ctx: V2: which row is whose.
+            ctx: V2: the layout of the step.
         """
         if self._idle:
             return logits
         if ctx is not None:
             present = set(ctx.idx_mapping_np.tolist())
-            for guest in self._v2.count_absent(present, _ABSENT_STEPS):
-                self._masker.rest(guest)
+            for request in self._v2.count_absent(present, _MAX_ABSENT_STEPS):
+                self._masker.release(request)
             if present.isdisjoint(self._v2):
                 return logits
             self._prepare_v2(ctx)
         elif not self._prepared:
-            self._masker.prepare(self._step, wait=True)
+            self._masker.prepare(self._rows, wait=True)
         self._masker.apply(logits)
         self._prepared = False
         return logits
 
 
-def _register(refusal: str | None, engine: str) -> None:
+def _register(rejection: str | None, engine: str) -> None:
     try:
-        worker_registry.register(refusal, engine)
-    except OSError:  # others than guided requests go on as if this was not installed
-        _log.exception("guided requests will be refused: this worker can't say that it masks them")
+        worker_registry.register(rejection, engine)
+    except OSError:  # requests without a constraint are not affected
+        _log.exception("guided requests will be rejected: this worker can't register")
 
 
-# what the configuration says
+# the configuration
 
 
 def _is_last_stage(config: VllmConfig) -> bool:
-    """Logits are where the last stage of a pipeline is."""
+    """Whether this is the last stage of the pipeline, which has the logits."""
     return config.parallel_config.pipeline_parallel_size == 1 or bool(get_pp_group().is_last_rank)
 
 
@@ -248,60 +247,51 @@ def _ranks(config: VllmConfig) -> TensorParallelRanks | None:
     return TensorParallelRanks(group.cpu_group, group.ranks[0])
 
 
-def _drafts(config: VllmConfig) -> int:
-    """Draft tokens that a step may have for a request."""
+def _max_drafts(config: VllmConfig) -> int:
+    """Maximum number of draft tokens of a request in one step."""
     speculative = config.speculative_config
     return int(speculative.num_speculative_tokens or 0) if speculative is not None else 0
 
 
-def _refusal(config: VllmConfig, v2: bool) -> str | None:
-    """Why guided requests can't be masked in this engine, where they can't."""
+def _rejection(config: VllmConfig, v2: bool) -> str | None:
+    """Why this engine can't mask guided requests. None: it can."""
     if config.model_config.is_diffusion:
         return "vLLM doesn't call logits processors for diffusion models: guided requests can't be masked"
     if v2:
         if config.parallel_config.enable_batch_sharded_sampling:
             return "with batch-sharded sampling each rank has other rows: start vLLM without it for guided requests"
         return None
-    # Passed by name, whichever class: then the V1 runner tells processors the real tokens.
+    # The V1 runner passes the real tokens to processors if any class is given by name.
     if config.scheduler_config.async_scheduling and not config.model_config.logits_processors:
-        return str(UNKNOWN)
+        return str(UNKNOWN_TOKEN)
     return None
 
 
+def _has_others(config: VllmConfig) -> bool:
+    """Whether there are other custom logits processors, which may ban every token that a mask allows."""
+    found = {entry.value for entry in entry_points(group="vllm.logits_processors")}
+    for processor in config.model_config.logits_processors or ():
+        found.add(processor if isinstance(processor, str) else f"{processor.__module__}:{processor.__qualname__}")
+    return bool(found - _NAMES)
+
+
 def _pool_options(config: VllmConfig) -> dict[str, Any]:
+    """The pool's name, as "pool", and its options. Raises if the pool does not take them."""
     additional = config.additional_config if isinstance(config.additional_config, Mapping) else {}
-    options = dict(additional.get("guided") or {})
-    if options.get("pool", DEFAULT) == "ray" and config.parallel_config.distributed_executor_backend == "ray":
+    options = {"pool": DEFAULT_POOL, **(additional.get("guided") or {})}
+    if options["pool"] == "ray" and config.parallel_config.distributed_executor_backend == "ray":
         options.setdefault("address", "auto")  # the cluster that vLLM itself runs on
-    if len(options) > ("pool" in options):
-        find_pool(options.get("pool", DEFAULT), _without_pool(options))  # raises now what is wrong with them
+    if len(options) > 1:
+        _find_pool(**options)
     return options
 
 
-def _masker_options(options: Mapping[str, Any]) -> dict[str, float]:
-    """What the pool is told of waiting holds for who waits for it."""
-    return {"fill_limit": float(options["mask_limit"])} if "mask_limit" in options else {}
-
-
-def _has_others(config: VllmConfig) -> bool:
-    """Whether there are other custom logits processors: what comes before may forbid all that a mask allows."""
-    mine = f"{GuidedLogitsProcessor.__module__}:{GuidedLogitsProcessor.__qualname__}"
-    found = {entry.value for entry in entry_points(group="vllm.logits_processors")}
-    found.update(map(_qualified_name, config.model_config.logits_processors or ()))
-    return bool(found - {mine})
-
-
-def _qualified_name(processor: type | str) -> str:
-    return processor if isinstance(processor, str) else f"{processor.__module__}:{processor.__qualname__}"
-
-
-def _without_pool(options: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if name != "pool"}
+def _find_pool(pool: str, **options: Any) -> Callable[[Vocabulary], MaskPool]:
+    return find_pool(pool, options)
 
 
 def _open_pool(config: VllmConfig, options: Mapping[str, Any]) -> MaskPool:
-    open_pool = find_pool(options.get("pool", DEFAULT), _without_pool(options))
-    return open_pool(_vocabulary(config))
+    return _find_pool(**options)(_vocabulary(config))
 
 
 def _vocabulary(config: VllmConfig) -> Vocabulary:
@@ -311,33 +301,34 @@ def _vocabulary(config: VllmConfig) -> Vocabulary:
     tokenizer = cached_tokenizer_from_config(model)
     if tokenizer is None:
         raise InvalidRequest("guided requests need the tokenizer: start vLLM without --skip-tokenizer-init")
-    tokenizer = getattr(tokenizer, "transformers_tokenizer", tokenizer)  # in vLLM's own for Mistral's models
-    also = (model.try_get_generation_config() or {}).get("eos_token_id")
-    stops = [tokenizer.eos_token_id, *(also if isinstance(also, list) else [also])]
+    tokenizer = getattr(tokenizer, "transformers_tokenizer", tokenizer)  # of vLLM's own class for Mistral models
+    others = (model.try_get_generation_config() or {}).get("eos_token_id")
+    stops = [tokenizer.eos_token_id, *(others if isinstance(others, list) else [others])]
     return Vocabulary.from_tokenizer(
         tokenizer, model.get_vocab_size(), list(dict.fromkeys(token for token in stops if token is not None))
     )
 
 
-# what a request says
+# one request or step
 
 
 def _stop_token(params: SamplingParams) -> int:
-    """What vLLM ends this request at."""
+    """The token at which vLLM ends the request."""
     if params.eos_token_id is not None:
         return int(params.eos_token_id)
     return int(next(iter(params.stop_token_ids or ()), 0))
 
 
-def _is_contested(params: SamplingParams) -> bool:
-    """vLLM writes -inf for it before logits processors are called."""
+def _bans_tokens(params: SamplingParams) -> bool:
+    """Whether vLLM writes -inf for this request before it calls logits processors."""
     return bool(params.min_tokens or params.bad_words or params.allowed_token_ids)
 
 
 def _layout(context: LogitsContext) -> tuple[list[int], list[int], list[int]]:
-    """Of each row of the logits: its slot, its place among its request's rows, and the token that was fed there.
+    """For each row of the logits: its slot, the number of draft tokens before it, and the token that it was fed.
 
-    The host knows where each request has one row; else the device does, and the forward pass is waited for.
+    With one row per request, the host knows the slots, and no token is needed. Otherwise the columns are read from the
+    device, which waits for the forward pass.
     """
     if len(context.expanded_idx_mapping) == len(context.idx_mapping_np):
         slots = context.idx_mapping_np.tolist()
@@ -345,5 +336,5 @@ def _layout(context: LogitsContext) -> tuple[list[int], list[int], list[int]]:
     import torch
 
     columns = (context.expanded_idx_mapping, context.expanded_local_pos, context.input_ids)
-    slots, offsets, fed = torch.stack([column.to(torch.int64) for column in columns]).tolist()
-    return slots, offsets, fed
+    slots, draft_counts, fed = torch.stack([column.to(torch.int64) for column in columns]).tolist()
+    return slots, draft_counts, fed

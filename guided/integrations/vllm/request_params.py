@@ -1,6 +1,6 @@
-"""A request's constraint out of the extra arguments that vLLM carries: `SamplingParams.extra_args`, HTTP `vllm_xargs`.
+"""Guided parameters of a vLLM request, read from `SamplingParams.extra_args` (HTTP: `vllm_xargs`).
 
-`vllm_xargs` takes strings, numbers and flat lists of them: a JSON schema travels as a JSON string there.
+`vllm_xargs` takes strings, numbers and flat lists of them, so a JSON schema is passed as a JSON string there.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from guided.backends import AUTO, candidates, resolve
-from guided.constraint import KINDS, Constraint
+from guided.constraint import KINDS, Constraint, ConstraintKind
 from guided.errors import InvalidConstraint, InvalidRequest
 from guided.integrations.vllm.error_reports import REQUEST_ID
 from guided.request import GivenConstraint, GivenWhitespace, build, refuse_stops, take_one, take_whitespace
 
-__all__ = ["Asked", "HostParams", "asked", "refuse_host_stops", "request_id"]
+__all__ = ["GuidedParams", "VLLMParams", "guided_params", "reject_stops", "request_id"]
 
-_OLDER = {
+_FORMER_NAMES = {
     "guided_json": "json_schema",
     "guided_regex": "regex",
     "guided_choice": "choice",
@@ -27,11 +27,11 @@ _OLDER = {
     "guided_whitespace_pattern": "whitespace_pattern",
 }
 _TRUE, _FALSE = (True, 1, "true"), (False, 0, "false")
-"""`vllm_xargs` has no booleans: pydantic makes a number of one."""
+"""`vllm_xargs` has no booleans: pydantic converts them to numbers."""
 
 
-class HostParams(Protocol):
-    """What is read of vLLM's `SamplingParams`."""
+class VLLMParams(Protocol):
+    """The fields of vLLM's `SamplingParams` that are read here."""
 
     extra_args: dict[str, Any] | None
     stop: Any
@@ -43,62 +43,75 @@ class HostParams(Protocol):
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What a guided request asked for."""
+class GuidedParams:
+    """The guided parameters of one request."""
 
     constraint: Constraint
     backend: str = AUTO
     request_id: str | None = None
-    """To report by, where the request has one."""
+    """The id that errors are reported under. None: errors are not reported."""
 
 
-def asked(params: HostParams) -> Asked | None:
-    """What `params` ask for; None where they ask for nothing of ours.
+def guided_params(params: VLLMParams) -> GuidedParams | None:
+    """Read and check the guided parameters. None: the request has no constraint.
+
+    Stop conditions are checked by `reject_stops`, because vLLM changes them after admission.
 
     Raises:
-        InvalidRequest, InvalidConstraint, ConstraintTooLarge, UnsupportedConstraint: as our HTTP server has it.
-
-    What is read here stays as the user gave it. vLLM adds the model's further ends to `stop_token_ids` once the request
-    is admitted: those are looked at by `refuse_host_stops`, before.
+        InvalidRequest, InvalidConstraint, ConstraintTooLarge, UnsupportedConstraint: as from `guided serve`.
     """
     extra = params.extra_args or {}
-    for name, ours in _OLDER.items():
+    for name, current in _FORMER_NAMES.items():
         if extra.get(name) is not None:
-            raise InvalidRequest(f"{name} is called {ours} here", param=name)
-    one = take_one(_given(extra))
+            raise InvalidRequest(f"{name} is called {current} here", param=name)
+    given = take_one(_given(extra))
     pattern = extra.get("whitespace_pattern")
-    whitespace = take_whitespace(one, [] if pattern is None else [GivenWhitespace("whitespace_pattern", pattern)])
-    backend = resolve(_text(extra, "backend") or AUTO)
-    if one is None:
+    whitespace = take_whitespace(given, [] if pattern is None else [GivenWhitespace("whitespace_pattern", pattern)])
+    backend = resolve(_backend(extra))
+    if given is None:
         return None
-    constraint = build(one, whitespace)
-    candidates(one.kind, backend)
-    _refuse_other_masters(params, constraint)
-    return Asked(constraint, backend, request_id(params))
+    constraint = build(given, whitespace)
+    candidates(given.kind, backend)
+    _reject_conflicts(params, constraint.kind)
+    return GuidedParams(constraint, backend, request_id(params))
 
 
-def refuse_host_stops(what: Asked, params: HostParams) -> None:
-    """In the process that admits requests, where `params` are as the user gave them.
+def reject_stops(guided: GuidedParams, params: VLLMParams) -> None:
+    """Reject stop strings and stop token ids, which would cut the output short.
+
+    Call it in the process that admits requests: later, vLLM adds the model's own end tokens to `stop_token_ids`.
 
     Raises:
-        InvalidRequest: something else than the constraint would end the output.
+        InvalidRequest: `params` have stop strings or stop token ids.
     """
-    refuse_stops(what.constraint, stop=params.stop, stop_token_ids=params.stop_token_ids)
+    refuse_stops(guided.constraint, stop=params.stop, stop_token_ids=params.stop_token_ids)
+
+
+def request_id(params: VLLMParams) -> str | None:
+    """Return the id that errors are reported under, even if other parameters are invalid."""
+    value = (params.extra_args or {}).get(REQUEST_ID)
+    return None if value is None else str(value)
 
 
 def _given(extra: Mapping[str, Any]) -> list[GivenConstraint]:
     given = [GivenConstraint(kind, kind, extra[kind], kind) for kind in KINDS if extra.get(kind) is not None]
-    wanted = extra.get("json_object")
-    if wanted is None or wanted in _TRUE:
+    json_object = extra.get("json_object")
+    if json_object is None or json_object in _TRUE:
         return given
-    if wanted in _FALSE:
+    if json_object in _FALSE:
         return [one for one in given if one.kind != "json_object"]
     raise InvalidConstraint("json_object takes true or false (or 1 or 0)", param="json_object")
 
 
-def _refuse_other_masters(params: HostParams, constraint: Constraint) -> None:
-    """What vLLM would write over the masks, or would have to end otherwise than they end."""
-    kind = constraint.kind
+def _backend(extra: Mapping[str, Any]) -> str:
+    value = extra.get("backend")
+    if value is not None and not isinstance(value, str):
+        raise InvalidRequest(f"backend is a string, not {type(value).__name__}", param="backend")
+    return value or AUTO
+
+
+def _reject_conflicts(params: VLLMParams, kind: ConstraintKind) -> None:
+    """Reject parameters that overwrite masks or change where an output ends."""
     if params.structured_outputs is not None:
         raise InvalidConstraint(
             f"structured_outputs and {kind} are given: a request takes one constraint", param="structured_outputs"
@@ -107,24 +120,7 @@ def _refuse_other_masters(params: HostParams, constraint: Constraint) -> None:
         raise InvalidRequest(
             f"ignore_eos can't be kept: the output ends where the {kind} constraint does", param="ignore_eos"
         )
-    if params.thinking_token_budget is not None:
-        raise InvalidRequest(
-            f"thinking_token_budget would write over what the {kind} constraint allows", param="thinking_token_budget"
-        )
-    if params.trace_decode_token_ids:
-        raise InvalidRequest(
-            f"trace_decode_token_ids would write over what the {kind} constraint allows", param="trace_decode_token_ids"
-        )
-
-
-def _text(extra: Mapping[str, Any], name: str) -> str | None:
-    value = extra.get(name)
-    if value is not None and not isinstance(value, str):
-        raise InvalidRequest(f"{name} is a string, not {type(value).__name__}", param=name)
-    return value
-
-
-def request_id(params: HostParams) -> str | None:
-    """What a request is reported by, where it has something; whatever else is wrong with it."""
-    value = (params.extra_args or {}).get(REQUEST_ID)
-    return None if value is None else str(value)
+    for name in ("thinking_token_budget", "trace_decode_token_ids"):
+        value = getattr(params, name)
+        if value is not None and value != []:
+            raise InvalidRequest(f"{name} would write over what the {kind} constraint allows", param=name)

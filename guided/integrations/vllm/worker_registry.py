@@ -1,9 +1,8 @@
-"""Registrations: whether the engine's workers have the logits processor, and what keeps them from using it.
+"""Registry of the workers that have loaded the logits processor.
 
-vLLM drops logits processors without a word in some set-ups. The process that admits requests must know: a guided
-request that nobody masks is refused.
-
-vLLM doesn't say which engine a request is for. Where a process has several, all of them need a worker that registered.
+In some configurations vLLM drops logits processors silently. The process that admits requests checks this registry, so
+that a guided request is rejected if no worker would mask it. vLLM does not tell which engine a request is for: if a
+process has several engines, each of them needs a registered worker.
 """
 
 from __future__ import annotations
@@ -17,77 +16,78 @@ from guided.integrations.vllm.run_directory import VARIABLE, Process, find, read
 __all__ = ["check", "register"]
 
 _DIRECTORY = "workers"
-_ENGINE = "EngineCore"
-"""How vLLM names the processes of engines, which it starts through `multiprocessing`."""
+_ENGINE_PROCESS = "EngineCore"
+"""Prefix of the names of vLLM's engine processes, which are started by `multiprocessing`."""
+_HELP = (
+    "with speculative decoding vLLM's V1 runner drops logits processors; without it, start vLLM with "
+    "--logits-processors guided.integrations.vllm.processor:GuidedLogitsProcessor (and if VLLM_PLUGINS is set, include "
+    f"'guided'); for workers on other machines, or not started by this process, set {VARIABLE} to one directory that "
+    "all machines share"
+)
 
 
-def register(refusal: str | None = None, engine: str = "") -> None:
-    """In a worker: it has the logits processor.
+def register(rejection: str | None = None, engine: str = "") -> None:
+    """Register this worker.
 
     Args:
-        refusal: why it can't be used all the same; None where it can.
-        engine: whose worker it is: what all workers of one engine, and of no other, say here.
+        rejection: why the worker can't mask guided requests. None: it can.
+        engine: id of the worker's engine, equal for all workers of the engine.
 
     Raises:
-        OSError: there is no run directory, or it can't be written to.
+        OSError: there is no run directory, or it is not writable.
     """
     run = find()
     if run is None:
         raise FileNotFoundError("there is no run directory")
     me = Process.me()
     lineage = [str(process) for process in Process.lineage()]
-    note = {"process": str(me), "refusal": refusal, "engine": engine, "lineage": lineage}
+    note = {"process": str(me), "rejection": rejection, "engine": engine, "lineage": lineage}
     write_note(run / _DIRECTORY, f"{me.host}-{me.pid}", note)
 
 
 def check() -> None:
-    """In the process that admits requests: some worker masks guided ones, and none says that it can't.
+    """Check, in the process that admits requests, that workers mask guided requests.
 
     Raises:
-        PoolUnavailable: guided requests can't be served; says why, and what would help.
+        PoolUnavailable: they don't. The message has the reason and the remedy.
     """
     run = find()
     notes = [read_note(path) for path in (run / _DIRECTORY).glob("[!.]*")] if run is not None else []
-    living = [note for note in notes if _is_alive(note)]
-    for note in living:
-        if note["refusal"] is not None:
-            raise PoolUnavailable(note["refusal"])
-    help_ = (
-        "with speculative decoding vLLM's V1 runner leaves logits processors out, without it start vLLM with "
-        "--logits-processors guided.integrations.vllm.processor:GuidedLogitsProcessor (and where VLLM_PLUGINS is set, "
-        "it has to have 'guided' among its names); workers on other machines, or not started from here, are seen where "
-        f"{VARIABLE} names one directory for all"
-    )
-    if not living:
-        raise PoolUnavailable(f"no worker of this engine masks guided requests: {help_}")
-    if _without_worker(living):
+    workers = [note for note in notes if _is_alive(note)]
+    for worker in workers:
+        if worker["rejection"] is not None:
+            raise PoolUnavailable(worker["rejection"])
+    if not workers:
+        raise PoolUnavailable(f"no worker of this engine masks guided requests: {_HELP}")
+    if _has_engine_without_worker(workers):
         raise PoolUnavailable(
             "this process has several engines, and one of them has no worker that masks guided requests, or is just "
-            f"starting: vLLM doesn't say which engine a request is for. {help_[0].upper()}{help_[1:]}"
+            f"starting: vLLM does not tell which engine a request is for. {_HELP[0].upper()}{_HELP[1:]}"
         )
 
 
-def _without_worker(living: list[dict[str, Any]]) -> bool:
-    """Whether this process has an engine that nobody registered for.
+def _has_engine_without_worker(workers: list[dict[str, Any]]) -> bool:
+    """Whether one of this process's engines has no registered worker.
 
-    An engine's workers descend from its process, but for those that Ray started: they are counted, by engine.
+    Workers are descendants of their engine's process, except those that Ray started. For these, engine ids are counted.
     """
     engines = {
-        str(Process.of(child.pid)) for child in active_children() if child.pid and child.name.startswith(_ENGINE)
+        str(Process.of(child.pid))
+        for child in active_children()
+        if child.pid and child.name.startswith(_ENGINE_PROCESS)
     }
-    elsewhere: set[str] = set()
     found: set[str] = set()
+    elsewhere: set[str] = set()
     me = str(Process.me())
-    for note in living:
-        lineage: list[str] = note.get("lineage", [])
-        if engines.isdisjoint(lineage):
-            if note["process"] != me:
-                elsewhere.add(note.get("engine", ""))
-        else:
+    for worker in workers:
+        lineage: list[str] = worker.get("lineage", [])
+        if not engines.isdisjoint(lineage):
             found.update(engines.intersection(lineage))
+        elif worker["process"] != me:
+            elsewhere.add(worker.get("engine", ""))
     return len(engines - found) > len(elsewhere)
 
 
 def _is_alive(note: object) -> bool:
     process = Process.parse(str(note.get("process"))) if isinstance(note, dict) else None
-    return process is not None and not process.is_gone()
+    return process is not None and not process.has_ended()
