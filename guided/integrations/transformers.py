@@ -314,10 +314,12 @@ class GuidedLogitsProcessor:
         if len(self._bitmask) < batch:
             self._bitmask = np.empty((batch, self._bitmask.shape[1]), np.int32)
         step = [(branch.sequence, row) for row, branch in self._branches.items() if branch.sequence is not None]
-        step.sort(key=lambda pair: pair[0].parent_id is None)  # fork matchers before they accept this step's tokens
+        step.sort(key=lambda pair: pair[0].parent_id is None)  # new forks before their parents accept more tokens
         sequences, rows = [sequence for sequence, _ in step], [row for _, row in step]
         processor.prepare(sequences, rows)
         failed = finish_step(processor, sequences, rows, partial(processor.collect, self._bitmask)).failed
+        for sequence in sequences:
+            sequence.parent_id = None
         self._free_unused()
         if failed:
             self._fail({row: failed[sequence.sequence_id] for sequence, row in step if sequence.sequence_id in failed})

@@ -1,4 +1,4 @@
-"""A mask pool that fails when it is told to. Real masks otherwise: it is an `InlinePool` with a hand in it."""
+"""A mask pool that fails on demand. Its masks are real: it wraps an `InlinePool`."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from numpy.typing import NDArray
 from guided.constraint import Constraint
 from guided.errors import BackendError, GuidedError, WorkerDied
 from guided.inline import InlinePool
-from guided.pool import Fill, Grammar, MaskPool, PoolStatus, Row, StepMasks
+from guided.pool import Grammar, MaskPool, PoolStatus, ReadyMasks, StepMasks
+from guided.sequence import GuidedSequence
 from guided.vocabulary import Vocabulary
 
 
 class FaultyPool:
-    """`fails(sequence_id, position)` says which rows fail; `delay(sequence_id, position)` how often somebody has to
-    look before a row's mask is there; `lose` loses an open sequence between two steps; with `hold_compiles` the futures
-    of `compile` stay open until `finish_compiles`."""
+    """Rows fail if `fails(sequence_id, position)`. `delay(sequence_id, position)` is the number of `settled` calls
+    that a row stays late. `lose` loses an open sequence between two steps. With `hold_compiles`, the futures of
+    `compile` stay open until `finish_compiles`."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.inner: MaskPool = InlinePool(vocabulary)
@@ -27,14 +28,16 @@ class FaultyPool:
         self.fails: Callable[[int, int], bool] = lambda sequence_id, position: False
         self.delay: Callable[[int, int], int] = lambda sequence_id, position: 0
         self.late: dict[int, tuple[int, int]] = {}
-        """By sequence: the position whose mask is late, and how often it still is to be looked for."""
+        """By sequence: the position of its late mask, and the number of `settled` calls until it is ready."""
         self.hold_compiles = False
         self.opened: list[int] = []
+        self.parents: list[int | None] = []
+        """Of each opened sequence."""
         self.freed: set[int] = set()
         self.released = 0
         self._held: list[tuple[Future[Grammar], Future[Grammar]]] = []
         self._lost: dict[int, GuidedError] = {}
-        self._fills: Sequence[Fill] = ()
+        self._step: Sequence[GuidedSequence] = ()
 
     def compile(self, constraint: Constraint, backends: Sequence[str]) -> Future[Grammar]:
         real = self.inner.compile(constraint, backends)
@@ -57,9 +60,10 @@ class FaultyPool:
         self.released += 1
         self.inner.release(grammar)
 
-    def open(self, sequence_id: int, grammar: Grammar, parent_id: int | None = None) -> None:
-        self.opened.append(sequence_id)
-        self.inner.open(sequence_id, grammar, parent_id)
+    def open(self, sequence: GuidedSequence, grammar: Grammar) -> None:
+        self.opened.append(sequence.sequence_id)
+        self.parents.append(sequence.parent_id)
+        self.inner.open(sequence, grammar)
 
     def free(self, sequence_ids: Collection[int]) -> None:
         self.freed.update(sequence_ids)
@@ -67,38 +71,40 @@ class FaultyPool:
             self.late.pop(sequence_id, None)
         self.inner.free(sequence_ids)
 
-    def submit(self, fills: Sequence[Fill]) -> None:
-        self._fills = fills
-        self.inner.submit(fills)
+    def rollback(self, sequence_id: int, length: int) -> None:
+        self.inner.rollback(sequence_id, length)
 
-    def collect(self, bitmask: NDArray[np.int32] | None, timeout: float, patience: float | None = None) -> StepMasks:
-        rows = self.inner.collect(bitmask, timeout, patience)
-        for index, fill in enumerate(self._fills):
-            position = fill.start + len(fill.tokens)
-            if self.fails(fill.sequence_id, position):
-                rows.override(index, Row("failed", error=BackendError("told to fail")))
-            elif patience is not None and self._is_late(fill.sequence_id, position):
-                rows.override(index, Row("late"))
-            else:
-                continue
-            # Everything allowed: whoever uses it all the same is found out.
-            if bitmask is not None:
-                bitmask[index] = -1
-        return rows
+    def submit(self, sequences: Sequence[GuidedSequence], new_tokens: NDArray[np.int32] | None = None) -> None:
+        self._step = sequences
+        self.inner.submit(sequences, new_tokens)
 
-    def _is_late(self, sequence_id: int, position: int) -> bool:
+    def collect(self, timeout: float | None = None, patience: float | None = None) -> StepMasks:
+        step = self.inner.collect(timeout, patience)
+        late: list[int] = []
+        for row, sequence in enumerate(self._step):
+            position = len(sequence.output_token_ids)
+            if self.fails(sequence.sequence_id, position):
+                step.failed[row] = BackendError("told to fail")
+            elif row not in step.failed and self._is_late(sequence.sequence_id, position, timeout is None):
+                late.append(row)
+        return without_rows(step, late)
+
+    def _is_late(self, sequence_id: int, position: int, waits: bool) -> bool:
+        if waits:
+            return False
         asked, looks = self.late.get(sequence_id, (-1, 0))
         if asked != position:
             looks = self.delay(sequence_id, position)
             self.late[sequence_id] = position, looks
         return looks > 0
 
-    def settled(self, sequence_ids: Collection[int], timeout: float) -> list[int]:
-        for sequence_id in sequence_ids:
+    def settled(self, timeout: float = 0.0) -> list[int]:
+        waiting = [each for each, (_, looks) in self.late.items() if looks > 0]
+        for sequence_id in waiting:
             position, looks = self.late[sequence_id]
             self.late[sequence_id] = position, looks - 1
-        found = [each for each in sequence_ids if self.late[each][1] <= 0]
-        if not found:
+        found = [each for each in waiting if self.late[each][1] <= 0]
+        if waiting and not found:
             time.sleep(timeout)
         return found
 
@@ -114,3 +120,13 @@ class FaultyPool:
 
     def shutdown(self) -> None:
         self.inner.shutdown()
+
+
+def without_rows(step: StepMasks, late: Collection[int]) -> StepMasks:
+    """The same step, in which these rows are late, and failed rows have no mask."""
+    masked = [part for part in step.ready if len(part.rows)]
+    kept: list[ReadyMasks] = []
+    for part in masked:
+        keep = np.array([row not in late and row not in step.failed for row in part.rows.tolist()], bool)
+        kept.append(ReadyMasks(part.masks, part.slots[keep], part.rows[keep]))
+    return StepMasks(kept, [*step.late, *late], step.failed, step.seconds)

@@ -1,4 +1,4 @@
-"""The guided rows of an engine's batch: every mask is waited for, and who has none gets one token and is reported."""
+"""The guided rows of an engine's batch: every mask is waited for; a row without one gets one token and is reported."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ from concurrent.futures import Future
 import numpy as np
 import pytest
 import torch
+from faulty_pool import without_rows
 from numpy.typing import NDArray
 from scripted import STOP, ScriptedBackends
 
 from guided.constraint import Constraint
 from guided.errors import GuidedError, InternalError, PoolUnavailable, WorkerDied
 from guided.inline import InlinePool
-from guided.integrations.pools import Opening
-from guided.integrations.vllm.masker import Guest, GuestRow, Masker
-from guided.integrations.vllm.request_params import Asked
-from guided.pool import Fill, Grammar, MaskPool, Row, StepMasks
+from guided.integrations.pools import PoolOpener
+from guided.integrations.vllm.masker import GuidedRequest, GuidedRow, Masker
+from guided.integrations.vllm.request_params import GuidedParams
+from guided.pool import Grammar, MaskPool, StepMasks
+from guided.sequence import GuidedSequence
 from guided.vocabulary import Vocabulary
 
 WIDTH = 40
@@ -40,20 +42,20 @@ class Subject:
 
     def __init__(self, open_pool: Callable[[], MaskPool] = inline, pool_limit: float = 60.0, **limits: float) -> None:
         self.reports: Reports = []
-        self.opening = Opening(open_pool)
+        self.opener = PoolOpener(open_pool)
         self.masker = Masker(
-            self.opening,
-            lambda request_id, error: self.reports.append((request_id, error)),
+            self.opener,
+            lambda report_id, error: self.reports.append((report_id, error)),
             None,
             WIDTH,
             pool_limit=pool_limit,
             **limits,
         )
 
-    def begin(self, *choices: str, name: str | None = None, contested: bool = False) -> Guest:
-        return self.masker.begin(Asked(Constraint.choice(choices), request_id=name), STOP, contested)
+    def begin(self, *choices: str, name: str | None = None, other_bans: bool = False) -> GuidedRequest:
+        return self.masker.begin(GuidedParams(Constraint.choice(choices), request_id=name), STOP, other_bans)
 
-    def step(self, *rows: GuestRow, logits: torch.Tensor | None = None) -> torch.Tensor:
+    def step(self, *rows: GuidedRow, logits: torch.Tensor | None = None) -> torch.Tensor:
         """One step; the logits come back masked."""
         logits = torch.zeros(1 + max(row.logits_row for row in rows), WIDTH) if logits is None else logits
         assert self.masker.prepare(rows, wait=True)
@@ -71,7 +73,7 @@ def allowed(logits: torch.Tensor, row: int) -> list[int]:
 def test_each_row_has_its_own_mask_and_others_are_untouched() -> None:
     subject = Subject()
     one, other = subject.begin("12", "19"), subject.begin("345")
-    logits = subject.step(GuestRow(other, 3, [3]), GuestRow(one, 1, [1]))
+    logits = subject.step(GuidedRow(other, 3, [3]), GuidedRow(one, 1, [1]))
     assert (allowed(logits, 1), allowed(logits, 3)) == ([2, 9], [4])
     assert torch.isfinite(logits[[0, 2]]).all()
     assert not subject.reports
@@ -80,18 +82,18 @@ def test_each_row_has_its_own_mask_and_others_are_untouched() -> None:
 def test_the_tokens_of_a_resumed_request_are_replayed() -> None:
     subject = Subject()
     before = subject.begin("1234")
-    assert allowed(subject.step(GuestRow(before, 0, [1, 2])), 0) == [3]
+    assert allowed(subject.step(GuidedRow(before, 0, [1, 2])), 0) == [3]
     subject.masker.end(before)
-    assert allowed(subject.step(GuestRow(subject.begin("1234"), 0, [1, 2, 3])), 0) == [4]
+    assert allowed(subject.step(GuidedRow(subject.begin("1234"), 0, [1, 2, 3])), 0) == [4]
 
 
 def test_a_row_without_a_mask_is_allowed_its_stop_token_and_reported_once_and_the_others_go_on() -> None:
     subject = Subject(lambda: inline(fail_at=2))
-    sick, well = subject.begin("1234", name="sick"), subject.begin("567", name="well")
-    logits = subject.step(GuestRow(sick, 0, [1, 2]), GuestRow(well, 1, [5]))
+    bad, good = subject.begin("1234", name="bad"), subject.begin("567", name="good")
+    logits = subject.step(GuidedRow(bad, 0, [1, 2]), GuidedRow(good, 1, [5]))
     assert (allowed(logits, 0), allowed(logits, 1)) == ([STOP], [6])
-    assert subject.codes() == [("sick", "backend_error")]
-    assert allowed(subject.step(GuestRow(sick, 0, [1, 2]), GuestRow(well, 1, [5])), 0) == [STOP]
+    assert subject.codes() == [("bad", "backend_error")]
+    assert allowed(subject.step(GuidedRow(bad, 0, [1, 2]), GuidedRow(good, 1, [5])), 0) == [STOP]
     assert len(subject.reports) == 1
 
 
@@ -103,47 +105,47 @@ def test_a_constraint_that_does_not_compile_ends_its_request() -> None:
         failed.set_exception(InternalError("no"))
         return failed
 
-    subject.step(GuestRow(subject.begin("1"), 0, []))
-    subject.opening.ask().result().compile = compile_nothing  # type: ignore[method-assign,assignment]
-    assert allowed(subject.step(GuestRow(subject.begin("1", name="a"), 0, [])), 0) == [STOP]
+    subject.step(GuidedRow(subject.begin("1"), 0, []))
+    subject.opener.open().result().compile = compile_nothing  # type: ignore[method-assign,assignment]
+    assert allowed(subject.step(GuidedRow(subject.begin("1", name="a"), 0, [])), 0) == [STOP]
     assert subject.codes() == [("a", "internal_error")]
 
 
-def test_who_was_refused_from_the_start_ends() -> None:
+def test_a_request_that_is_invalid_from_the_start_ends() -> None:
     subject = Subject()
-    guest = subject.masker.begin(PoolUnavailable("not here"), STOP, request_id="a")
-    assert allowed(subject.step(GuestRow(guest, 0, [])), 0) == [STOP]
-    guest = subject.masker.begin(RecursionError("too deep"), STOP, request_id="b")
-    assert allowed(subject.step(GuestRow(guest, 0, [])), 0) == [STOP]
+    request = subject.masker.begin(PoolUnavailable("not here"), STOP, report_id="a")
+    assert allowed(subject.step(GuidedRow(request, 0, [])), 0) == [STOP]
+    request = subject.masker.begin(RecursionError("too deep"), STOP, report_id="b")
+    assert allowed(subject.step(GuidedRow(request, 0, [])), 0) == [STOP]
     assert subject.codes() == [("a", "pool_unavailable"), ("b", "internal_error")]
 
 
-def test_an_output_that_has_ended_is_not_asked_for_again() -> None:
-    """The engine schedules one step ahead, and doesn't know yet."""
+def test_an_output_that_has_ended_needs_no_mask() -> None:
+    """The engine schedules one step ahead."""
     subject = Subject()
-    guest = subject.begin("12", name="a")
+    request = subject.begin("12", name="a")
     for tokens in ([1, 2], [1, 2, STOP], [1, 2, STOP, STOP]):
-        assert allowed(subject.step(GuestRow(guest, 0, tokens)), 0) == [STOP]
+        assert allowed(subject.step(GuidedRow(request, 0, tokens)), 0) == [STOP]
     assert not subject.reports
 
 
-def test_before_the_forward_pass_nothing_is_waited_for() -> None:
-    there = threading.Event()
-    subject = Subject(lambda: (there.wait(60), inline())[1])
-    row = GuestRow(subject.begin("12"), 0, [1])
+def test_prepare_does_not_wait_before_the_forward_pass() -> None:
+    opens = threading.Event()
+    subject = Subject(lambda: (opens.wait(60), inline())[1])
+    row = GuidedRow(subject.begin("12"), 0, [1])
     assert not subject.masker.prepare([row]), "the pool is being opened"
-    there.set()
+    opens.set()
     assert allowed(subject.step(row), 0) == [2]
-    assert subject.masker.prepare([GuestRow(row.guest, 0, [1, 2])])
+    assert subject.masker.prepare([GuidedRow(row.request, 0, [1, 2])])
     subject.masker.apply(logits := torch.zeros(1, WIDTH))
     assert allowed(logits, 0) == [STOP]
 
 
-def test_a_token_that_is_not_known_is_waited_for_and_then_never_guessed() -> None:
+def test_an_unknown_token_is_waited_for_and_never_guessed() -> None:
     subject = Subject()
     tokens = [1, -1]
-    row = GuestRow(subject.begin("123", name="a"), 0, tokens)
-    subject.opening.ask().result()
+    row = GuidedRow(subject.begin("123", name="a"), 0, tokens)
+    subject.opener.open().result()
     assert not subject.masker.prepare([row])
     tokens[1] = 2  # known after the forward pass
     assert allowed(subject.step(row), 0) == [3]
@@ -153,11 +155,11 @@ def test_a_token_that_is_not_known_is_waited_for_and_then_never_guessed() -> Non
     assert "--logits-processors" in str(subject.reports[0][1])
 
 
-def test_what_was_prepared_in_vain_is_forgotten() -> None:
+def test_a_step_that_is_not_applied_is_discarded() -> None:
     subject = Subject()
-    guest = subject.begin("123")
-    row = GuestRow(guest, 2, [1])
-    subject.step(GuestRow(guest, 2, []))
+    request = subject.begin("123")
+    row = GuidedRow(request, 2, [1])
+    subject.step(GuidedRow(request, 2, []))
     assert subject.masker.prepare([row])
     assert subject.masker.prepare([])
     subject.masker.apply(untouched := torch.zeros(1, WIDTH))
@@ -167,62 +169,63 @@ def test_what_was_prepared_in_vain_is_forgotten() -> None:
 
 def test_the_mask_wins_where_the_engine_has_forbidden_all_that_it_allows() -> None:
     subject = Subject()
-    contested, ended = subject.begin("12", "19", contested=True), subject.begin("34", contested=True)
+    banned, ended = subject.begin("12", "19", other_bans=True), subject.begin("34", other_bans=True)
     logits = torch.zeros(2, WIDTH)
     logits[0, 2] = logits[1, STOP] = float("-inf")
-    subject.step(GuestRow(contested, 0, [1]), GuestRow(ended, 1, [3, 4]), logits=logits)
-    assert (allowed(logits, 0), allowed(logits, 1)) == ([9], [STOP])
+    subject.step(GuidedRow(banned, 0, [1]), GuidedRow(ended, 1, [3, 4]), logits=logits)
+    assert (allowed(logits, 0), allowed(logits, 1)) == ([2, 9], [STOP])
+    assert logits[0].softmax(0)[2] == 0, "the other ban holds while another token is left"
     logits = torch.full((1, WIDTH), float("-inf"))
-    subject.step(GuestRow(contested, 0, [1]), logits=logits)
+    subject.step(GuidedRow(banned, 0, [1]), logits=logits)
     assert allowed(logits, 0) == [2, 9]
 
 
 def test_a_failed_row_has_its_stop_token_even_where_that_was_forbidden() -> None:
     subject = Subject(lambda: inline(fail_at=0))
-    for contested in (False, True):
+    for other_bans in (False, True):
         logits = torch.full((1, WIDTH), float("-inf"))
-        subject.step(GuestRow(subject.begin("1", contested=contested), 0, []), logits=logits)
+        subject.step(GuidedRow(subject.begin("1", other_bans=other_bans), 0, []), logits=logits)
         assert allowed(logits, 0) == [STOP]
 
 
-# several rows a request: drafts
+# several rows per request: drafts
 
 
-def rows(guest: Guest, committed: Sequence[int], drafts: Sequence[int]) -> list[GuestRow]:
-    return [GuestRow(guest, count, [*committed, *drafts[:count]], count) for count in range(len(drafts) + 1)]
+def rows(request: GuidedRequest, committed: Sequence[int], drafts: Sequence[int]) -> list[GuidedRow]:
+    return [GuidedRow(request, count, [*committed, *drafts[:count]], count) for count in range(len(drafts) + 1)]
 
 
 def test_each_draft_has_a_mask_of_its_own_and_rejected_ones_are_taken_back() -> None:
     subject = Subject()
-    guest = subject.begin("123456", "178956", name="a")
-    logits = subject.step(*rows(guest, [1], [2, 3]))
+    request = subject.begin("123456", "178956", name="a")
+    logits = subject.step(*rows(request, [1], [2, 3]))
     assert [allowed(logits, row) for row in range(3)] == [[2, 7], [3], [4]]
     # 7 was sampled instead of 2; two steps on, the second draft is one again.
-    logits = subject.step(*rows(guest, [1, 7], [8]))
+    logits = subject.step(*rows(request, [1, 7], [8]))
     assert [allowed(logits, row) for row in range(2)] == [[8], [9]]
-    logits = subject.step(*rows(guest, [1, 7, 8], [9, 5]))
+    logits = subject.step(*rows(request, [1, 7, 8], [9, 5]))
     assert [allowed(logits, row) for row in range(3)] == [[9], [5], [6]]
     assert not subject.reports
 
 
-def test_a_draft_that_is_not_allowed_fails_nobody() -> None:
+def test_a_draft_that_is_not_allowed_fails_no_request() -> None:
     subject = Subject()
-    guest = subject.begin("123456", name="a")
+    request = subject.begin("123456", name="a")
     for _ in range(2):
-        logits = subject.step(*rows(guest, [1], [2, 9, 4]))
+        logits = subject.step(*rows(request, [1], [2, 9, 4]))
         assert [allowed(logits, row) for row in range(4)] == [[2], [3], [STOP], [STOP]]
-    logits = subject.step(*rows(guest, [1, 2], [3, -1]))
+    logits = subject.step(*rows(request, [1, 2], [3, -1]))
     assert [allowed(logits, row) for row in range(3)] == [[3], [4], [STOP]]
-    logits = subject.step(*rows(guest, [1, 2, 3], [4, 5, 6, STOP]))
+    logits = subject.step(*rows(request, [1, 2, 3], [4, 5, 6, STOP]))
     assert [allowed(logits, row) for row in range(5)] == [[4], [5], [6], [STOP], [STOP]]
     assert not subject.reports
 
 
 def test_a_draft_whose_mask_fails_ends_the_request() -> None:
-    """It might be accepted, and then nobody would know."""
+    """The draft might be accepted without having been checked."""
     subject = Subject(lambda: inline(fail_at=3))
-    guest = subject.begin("123456", name="a")
-    logits = subject.step(*rows(guest, [1], [2, 3]))
+    request = subject.begin("123456", name="a")
+    logits = subject.step(*rows(request, [1], [2, 3]))
     assert [allowed(logits, row) for row in range(3)] == [[STOP]] * 3
     assert subject.codes() == [("a", "backend_error")]
 
@@ -255,7 +258,7 @@ class Shared:
         self.pair.barrier.wait()
 
 
-def test_all_ranks_mask_alike_and_one_has_the_pool() -> None:
+def test_all_ranks_mask_alike_and_one_opens_the_pool() -> None:
     pair, opened, reports = Pair(), [], []
     results: dict[bool, list[list[int]]] = {}
 
@@ -264,14 +267,14 @@ def test_all_ranks_mask_alike_and_one_has_the_pool() -> None:
         return opened[-1]
 
     def run(computes: bool) -> None:
-        masker = Masker(Opening(open_pool), lambda *told: reports.append(told), pair.rank(computes), WIDTH)
-        sick, well, both = (
-            masker.begin(Asked(Constraint.choice(choices), request_id="x"), STOP)
+        masker = Masker(PoolOpener(open_pool), lambda *report: reports.append(report), pair.rank(computes), WIDTH)
+        bad, good, both = (
+            masker.begin(GuidedParams(Constraint.choice(choices), request_id="x"), STOP)
             for choices in (["123"], ["45"], ["67", "68"])
         )
         seen = []
         for history in ([], [1], [1, 2], [1, 2, STOP]):
-            step = [GuestRow(sick, 2, history), GuestRow(well, 0, [4]), GuestRow(both, 3, [6])]
+            step = [GuidedRow(bad, 2, history), GuidedRow(good, 0, [4]), GuidedRow(both, 3, [6])]
             masker.prepare(step, wait=True)
             masker.apply(logits := torch.zeros(4, WIDTH))
             seen += [allowed(logits, row) for row in (2, 0, 3, 1)]
@@ -291,7 +294,7 @@ def test_all_ranks_mask_alike_and_one_has_the_pool() -> None:
 # pools
 
 
-def test_a_pool_that_cannot_be_opened_ends_its_requests_and_is_tried_again_later(
+def test_a_pool_that_cannot_be_opened_fails_requests_and_is_retried_later(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     tries: list[int] = []
@@ -304,22 +307,22 @@ def test_a_pool_that_cannot_be_opened_ends_its_requests_and_is_tried_again_later
 
     subject = Subject(open_pool)
     for _ in range(2):
-        assert allowed(subject.step(GuestRow(subject.begin("1", name="a"), 0, [])), 0) == [STOP]
+        assert allowed(subject.step(GuidedRow(subject.begin("1", name="a"), 0, [])), 0) == [STOP]
     assert subject.codes() == [("a", "pool_unavailable")] * 2
     assert len(tries) == 1
-    monkeypatch.setattr("guided.integrations.pools._PAUSE_SECONDS", -1.0)
-    assert allowed(subject.step(GuestRow(subject.begin("1"), 0, [])), 0) == [1]
+    monkeypatch.setattr("guided.integrations.pools._RETRY_SECONDS", -1.0)
+    assert allowed(subject.step(GuidedRow(subject.begin("1"), 0, [])), 0) == [1]
 
 
 def test_a_pool_that_does_not_open_in_time() -> None:
-    there = threading.Event()
-    subject = Subject(lambda: (there.wait(60), inline())[1], pool_limit=0.01)
-    assert allowed(subject.step(GuestRow(subject.begin("1", name="a"), 0, [])), 0) == [STOP]
+    opens = threading.Event()
+    subject = Subject(lambda: (opens.wait(60), inline())[1], pool_limit=0.01)
+    assert allowed(subject.step(GuidedRow(subject.begin("1", name="a"), 0, [])), 0) == [STOP]
     assert subject.codes() == [("a", "pool_unavailable")]
-    there.set()
+    opens.set()
 
 
-def test_no_thread_to_open_it_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pool_without_a_thread_to_open_it(monkeypatch: pytest.MonkeyPatch) -> None:
     subject = Subject()
 
     def fail(*_: object) -> None:
@@ -327,188 +330,197 @@ def test_no_thread_to_open_it_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with monkeypatch.context() as patched:
         patched.setattr("threading.Thread.start", fail)
-        guest = subject.begin("1", name="a")
-        assert allowed(subject.step(GuestRow(guest, 0, [])), 0) == [STOP]
+        request = subject.begin("1", name="a")
+        assert allowed(subject.step(GuidedRow(request, 0, [])), 0) == [STOP]
     assert subject.codes() == [("a", "pool_unavailable")]
 
 
-def test_closed_while_it_opens_it_is_shut_down_when_it_comes() -> None:
-    there, gone = threading.Event(), threading.Event()
+def test_a_pool_that_is_closed_while_it_opens_is_shut_down() -> None:
+    opens, gone = threading.Event(), threading.Event()
 
     class Pool(InlinePool):
         def shutdown(self) -> None:
             gone.set()
 
     def open_pool() -> MaskPool:
-        there.wait(60)
+        opens.wait(60)
         return Pool(VOCABULARY)
 
-    opening = Opening(open_pool)
-    opening.ask()
-    opening.close()
-    there.set()
+    opener = PoolOpener(open_pool)
+    opener.open()
+    opener.close()
+    opens.set()
     assert gone.wait(60)
     with pytest.raises(PoolUnavailable):
-        opening.ask().result()
+        opener.open().result()
 
 
 class Broken(InlinePool):
-    """Raises what no pool should; `when` says in which of its methods."""
+    """Raises exceptions that no pool should raise, in the method that `raises_in` names."""
 
-    when = ""
-    none_up = 0
-    """So many times no worker is there for a step's first row."""
-    lost = False
-    """All open sequences are, once."""
+    raises_in = ""
+    late_steps = 0
+    """Number of steps in which no worker is up for the first row."""
+    lose_all = False
+    """Lose all open sequences, once."""
     released = 0
+
+    def __init__(self) -> None:
+        super().__init__(VOCABULARY, ScriptedBackends(VOCABULARY))  # type: ignore[arg-type]
+        self.opened: set[int] = set()
+        self.late: list[int] = []
 
     def release(self, grammar: Grammar) -> None:
         self.released += 1
         super().release(grammar)
 
+    def open(self, sequence: GuidedSequence, grammar: Grammar) -> None:
+        self.opened.add(sequence.sequence_id)
+        super().open(sequence, grammar)
+
     def failures(self) -> dict[int, GuidedError]:
-        gone = list(self._worker._sequences) if self.lost else []
-        self.lost = False
-        return dict.fromkeys(gone, WorkerDied("gone"))
+        lost = self.opened if self.lose_all else set()
+        self.lose_all = False
+        return dict.fromkeys(lost, WorkerDied("gone"))
 
     def free(self, sequence_ids: Collection[int]) -> None:
-        if self.when == "free":
+        if self.raises_in == "free":
             raise ValueError("out of order")
         super().free(sequence_ids)
 
-    def submit(self, fills: Sequence[Fill]) -> None:
-        if self.when == "submit":
+    def submit(self, sequences: Sequence[GuidedSequence], new_tokens: NDArray[np.int32] | None = None) -> None:
+        if self.raises_in == "submit":
             raise ValueError("out of order")
-        super().submit(fills)
+        self.late = [sequence.sequence_id for sequence in sequences]
+        super().submit(sequences, new_tokens)
 
-    def collect(self, bitmask: NDArray[np.int32] | None, timeout: float, patience: float | None = None) -> StepMasks:
-        step = super().collect(bitmask, timeout, patience)
-        if self.when == "collect":
+    def collect(self, timeout: float | None = None, patience: float | None = None) -> StepMasks:
+        step = super().collect(timeout, patience)
+        if self.raises_in == "collect":
             raise ValueError("out of order")
-        if self.when == "no worker":
-            for index in range(len(step)):
-                step.override(index, Row("unplaced"))
-        if self.none_up:
-            self.none_up -= 1
-            step.override(0, Row("unplaced"))
+        if self.raises_in == "no worker":
+            return without_rows(step, range(len(self.late)))
+        if self.late_steps:
+            self.late_steps -= 1
+            return without_rows(step, [0])
         return step
 
+    def settled(self, timeout: float = 0.0) -> list[int]:
+        return self.late
 
-def broken() -> Broken:
-    return Broken(VOCABULARY, ScriptedBackends(VOCABULARY))  # type: ignore[arg-type]
 
-
-@pytest.mark.parametrize("contested", [False, True])
-@pytest.mark.parametrize("when", ["submit", "collect", "no worker"])
-def test_nothing_is_raised_whatever_happens_and_later_requests_start_anew(when: str, contested: bool) -> None:
-    pool = broken()
+@pytest.mark.parametrize("other_bans", [False, True])
+@pytest.mark.parametrize("raises_in", ["submit", "collect", "no worker"])
+def test_errors_of_the_pool_fail_the_requests_of_their_step_only(raises_in: str, other_bans: bool) -> None:
+    pool = Broken()
     subject = Subject(lambda: pool, wait_limit=0.05)
-    guest = subject.begin("123", name="a", contested=contested)
-    assert allowed(subject.step(GuestRow(guest, 0, [])), 0) == [1]
-    pool.when = when
-    assert allowed(subject.step(GuestRow(guest, 0, [1])), 0) == [STOP]
-    assert subject.codes() == [("a", "pool_unavailable" if when == "no worker" else "internal_error")]
-    pool.when = ""
-    assert allowed(subject.step(GuestRow(subject.begin("45"), 0, [])), 0) == [4]
-    assert allowed(subject.step(GuestRow(guest, 0, [1])), 0) == [STOP]
+    request = subject.begin("123", name="a", other_bans=other_bans)
+    assert allowed(subject.step(GuidedRow(request, 0, [])), 0) == [1]
+    pool.raises_in = raises_in
+    assert allowed(subject.step(GuidedRow(request, 0, [1])), 0) == [STOP]
+    assert subject.codes() == [("a", "pool_unavailable" if raises_in == "no worker" else "internal_error")]
+    pool.raises_in = ""
+    assert allowed(subject.step(GuidedRow(subject.begin("45"), 0, [])), 0) == [4]
+    assert allowed(subject.step(GuidedRow(request, 0, [1])), 0) == [STOP]
 
 
-@pytest.mark.parametrize("contested", [False, True])
+@pytest.mark.parametrize("other_bans", [False, True])
 @pytest.mark.parametrize("times", [1, 2, 3, 7])
-def test_a_row_that_no_worker_is_there_for_is_asked_for_again_until_one_is(times: int, contested: bool) -> None:
-    pool = broken()
+def test_a_row_waits_for_a_worker(times: int, other_bans: bool) -> None:
+    pool = Broken()
     subject = Subject(lambda: pool)
-    one, other = subject.begin("1234", name="one", contested=contested), subject.begin("567", name="other")
-    subject.step(GuestRow(one, 2, []), GuestRow(other, 0, []))
-    pool.none_up = times
-    logits = subject.step(GuestRow(one, 2, [1]), GuestRow(other, 0, [5]))
+    one, other = subject.begin("1234", name="one", other_bans=other_bans), subject.begin("567", name="other")
+    subject.step(GuidedRow(one, 2, []), GuidedRow(other, 0, []))
+    pool.late_steps = times
+    logits = subject.step(GuidedRow(one, 2, [1]), GuidedRow(other, 0, [5]))
     assert (allowed(logits, 2), allowed(logits, 0)) == ([2], [6])
-    assert not pool.none_up
+    assert not pool.late_steps
     assert not subject.reports
-    logits = subject.step(GuestRow(other, 0, [5, 6]), GuestRow(one, 1, [1, 2]))
+    logits = subject.step(GuidedRow(other, 0, [5, 6]), GuidedRow(one, 1, [1, 2]))
     assert (allowed(logits, 1), allowed(logits, 0)) == ([3], [7])
 
 
-def test_what_was_prepared_in_vain_fails_nobody_for_want_of_a_worker() -> None:
-    pool = broken()
+def test_a_discarded_step_does_not_fail_rows_that_wait_for_a_worker() -> None:
+    pool = Broken()
     subject = Subject(lambda: pool)
-    guest = subject.begin("123", name="a")
-    subject.step(GuestRow(guest, 0, []))
-    pool.none_up = 2
-    assert subject.masker.prepare([GuestRow(guest, 0, [1])])
-    assert allowed(subject.step(GuestRow(guest, 0, [1])), 0) == [2]
+    request = subject.begin("123", name="a")
+    subject.step(GuidedRow(request, 0, []))
+    pool.late_steps = 2
+    assert subject.masker.prepare([GuidedRow(request, 0, [1])])
+    assert allowed(subject.step(GuidedRow(request, 0, [1])), 0) == [2]
     assert not subject.reports
 
 
-def test_a_matcher_that_is_lost_once_the_output_is_complete_fails_nobody() -> None:
+def test_a_matcher_that_is_lost_after_the_output_is_complete_fails_no_request() -> None:
     """The engine schedules one step more before it sees the end."""
-    pool = broken()
+    pool = Broken()
     subject = Subject(lambda: pool)
     done, half = subject.begin("12", name="done"), subject.begin("345", name="half")
-    subject.step(GuestRow(done, 0, [1, 2]), GuestRow(half, 1, [3]))
-    pool.lost = True
-    logits = subject.step(GuestRow(done, 0, [1, 2, STOP]), GuestRow(half, 1, [3, 4]))
+    subject.step(GuidedRow(done, 0, [1, 2]), GuidedRow(half, 1, [3]))
+    pool.lose_all = True
+    logits = subject.step(GuidedRow(done, 0, [1, 2, STOP]), GuidedRow(half, 1, [3, 4]))
     assert (allowed(logits, 0), allowed(logits, 1)) == ([STOP], [STOP])
     assert subject.codes() == [("half", "worker_died")]
 
 
-def test_what_a_guest_held_that_cannot_be_given_back_raises_nothing() -> None:
-    pool = broken()
+def test_a_request_that_cannot_be_freed_raises_nothing() -> None:
+    pool = Broken()
     subject = Subject(lambda: pool)
-    guests = [subject.begin("123", name="a") for _ in range(2)]
-    subject.step(*(GuestRow(guest, row, []) for row, guest in enumerate(guests)))
-    pool.when = "free"
-    subject.masker.end(guests[0])
-    subject.masker.rest(guests[1])
-    pool.when = ""
-    assert allowed(subject.step(GuestRow(guests[1], 0, [1])), 0) == [2]
+    requests = [subject.begin("123", name="a") for _ in range(2)]
+    subject.step(*(GuidedRow(request, row, []) for row, request in enumerate(requests)))
+    pool.raises_in = "free"
+    subject.masker.end(requests[0])
+    subject.masker.release(requests[1])
+    pool.raises_in = ""
+    assert allowed(subject.step(GuidedRow(requests[1], 0, [1])), 0) == [2]
 
 
-@pytest.mark.parametrize("contested", [False, True])
-@pytest.mark.parametrize("where", ["apply_bitmask", "free_what_is_allowed"])
-def test_masks_that_cannot_be_written_end_their_requests(
-    where: str, contested: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("other_bans", [False, True])
+def test_masks_that_cannot_be_written_end_their_requests(other_bans: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     subject = Subject()
-    guests = [subject.begin("123", name="a", contested=contested) for _ in range(2)]
-    subject.step(*(GuestRow(guest, row, []) for row, guest in enumerate(guests)))
+    requests = [subject.begin("123", name="a", other_bans=other_bans) for _ in range(2)]
+    subject.step(*(GuidedRow(request, row, []) for row, request in enumerate(requests)))
 
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise RuntimeError("no memory")
 
     for module in ("guided.integrations.vllm.masker", "guided.processor"):
-        monkeypatch.setattr(f"{module}.{where}", fail, raising=False)
-    logits = subject.step(*(GuestRow(guest, row, [1]) for row, guest in enumerate(guests)))
-    if where == "free_what_is_allowed" and not contested:
-        assert [allowed(logits, row) for row in range(2)] == [[2], [2]]
-        return
+        monkeypatch.setattr(f"{module}.apply_bitmask", fail)
+    logits = subject.step(*(GuidedRow(request, row, [1]) for row, request in enumerate(requests)))
     assert [allowed(logits, row) for row in range(2)] == [[STOP], [STOP]]
     assert subject.codes() == [("a", "internal_error")] * 2
 
 
-def test_what_is_broken_off_ends_and_nothing_of_it_stays_open() -> None:
-    pool = broken()
+def test_a_failed_step_ends_its_requests_and_frees_everything() -> None:
+    pool = Broken()
     subject = Subject(lambda: pool)
-    sick, other = subject.begin("123", name="sick"), subject.begin("45", name="other")
-    subject.step(GuestRow(sick, 0, []), GuestRow(other, 1, []))
-    subject.masker.break_off([GuestRow(sick, 1, ())], RuntimeError("no tokens"))
+    bad, other = subject.begin("123", name="bad"), subject.begin("45", name="other")
+    subject.step(GuidedRow(bad, 0, []), GuidedRow(other, 1, []))
+    subject.masker.fail_step([GuidedRow(bad, 1, ())], RuntimeError("no tokens"))
     subject.masker.apply(logits := torch.zeros(2, WIDTH))
     assert allowed(logits, 1) == [STOP]
     assert torch.isfinite(logits[0]).all()
-    assert subject.codes() == [("sick", "internal_error")]
+    assert subject.codes() == [("bad", "internal_error")]
     assert pool.released == 2
-    logits = subject.step(GuestRow(sick, 1, [1]), GuestRow(other, 0, [4]))
+    logits = subject.step(GuidedRow(bad, 1, [1]), GuidedRow(other, 0, [4]))
     assert (allowed(logits, 1), allowed(logits, 0)) == ([STOP], [5])
-    assert pool._worker.num_open == 1
+    assert pool.status().workers[0].open_sequences == 1
 
 
-def test_a_guest_that_rests_is_opened_again_from_its_tokens() -> None:
+def test_a_released_request_is_opened_again_from_its_tokens() -> None:
     subject = Subject()
-    guest = subject.begin("1234")
-    subject.step(GuestRow(guest, 0, [1]))
-    subject.masker.rest(guest)
-    assert subject.opening.ask().result().status().workers[0].open_sequences == 1, "told with the next step"
-    other = subject.begin("5")
-    subject.step(GuestRow(other, 0, []))
-    assert subject.opening.ask().result().status().workers[0].open_sequences == 1
-    assert allowed(subject.step(GuestRow(guest, 0, [1, 2])), 0) == [3]
+    request = subject.begin("1234")
+    subject.step(GuidedRow(request, 0, [1]))
+    subject.masker.release(request)
+    assert subject.opener.open().result().status().workers[0].open_sequences == 0
+    assert allowed(subject.step(GuidedRow(request, 0, [1, 2])), 0) == [3]
+
+
+def test_a_request_that_ends_before_its_masks_are_applied() -> None:
+    subject = Subject(lambda: inline(fail_at=1))
+    request, other = subject.begin("12", name="a"), subject.begin("345")
+    subject.step(GuidedRow(request, 0, []), GuidedRow(other, 1, []))
+    assert subject.masker.prepare([GuidedRow(request, 0, [1])])
+    subject.masker.end(other)
+    assert subject.codes() == [("a", "backend_error")]
+    assert allowed(subject.step(GuidedRow(request, 0, [1])), 0) == [STOP]
