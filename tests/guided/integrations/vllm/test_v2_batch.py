@@ -1,4 +1,4 @@
-"""Slots of vLLM's V2 runner: recycled without a word, their tokens copied step by step."""
+"""Slots of vLLM's V2 runner: reused without notice, with tokens that are copied step by step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from guided.integrations.vllm.v2_batch import V2Batch, V2Row
 
 
-def test_who_was_in_a_slot_is_told_when_it_is_filled_again() -> None:
+def test_filling_a_slot_returns_the_previous_request() -> None:
     subject = V2Batch[str]()
     assert subject.put(3, "a", 5, 0) is None
     assert subject.put(3, "b", 2, 0) == "a"
@@ -19,7 +19,7 @@ def test_who_was_in_a_slot_is_told_when_it_is_filled_again() -> None:
 
 @settings(max_examples=200)
 @given(st.lists(st.tuples(st.integers(0, 4), st.booleans()), max_size=20), st.integers(1, 3))
-def test_tokens_are_taken_over_as_they_come(steps: list[tuple[int, bool]], width: int) -> None:
+def test_copied_tokens_are_added(steps: list[tuple[int, bool]], width: int) -> None:
     """Some steps add more tokens than were copied, some copies are never read."""
     subject = V2Batch[str]()
     subject.put(0, "a", 3, 0)
@@ -37,7 +37,7 @@ def test_tokens_are_taken_over_as_they_come(steps: list[tuple[int, bool]], width
         assert subject[0].tokens == real[3:]
 
 
-def test_a_history_that_became_shorter_is_cut() -> None:
+def test_an_output_that_became_shorter_is_cut() -> None:
     subject = V2Batch[str]()
     subject.put(1, "a", 2, 3)
     subject.add_tokens({1: 5}, {1: [10, 11, 12, 0]})
@@ -46,7 +46,7 @@ def test_a_history_that_became_shorter_is_cut() -> None:
     assert subject[1].tokens == [10]
 
 
-def test_who_is_out_of_the_batch_for_long_is_told_once() -> None:
+def test_a_request_that_is_absent_for_long_is_returned_once() -> None:
     subject = V2Batch[str]()
     subject.put(0, "a", 1, 0)
     subject.put(1, "b", 1, 0)
@@ -55,7 +55,7 @@ def test_who_is_out_of_the_batch_for_long_is_told_once() -> None:
     assert [subject.count_absent({0}, 2) for _ in range(2)] == [[], ["b"]]
 
 
-def test_rows_of_a_request_come_in_the_order_of_its_drafts() -> None:
+def test_rows_of_a_request_are_ordered_by_draft_count() -> None:
     subject = V2Batch[str]()
     subject.put(4, "a", 1, 0)
     subject.put(2, "b", 1, 0)
