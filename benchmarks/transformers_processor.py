@@ -34,7 +34,7 @@ from guided.constraint import Constraint
 from guided.errors import GuidedError
 from guided.inline import InlinePool
 from guided.integrations.transformers import GuidedLogitsProcessor
-from guided.processor import GuidedRow, LogitPostProcessor
+from guided.processor import GuidedProcessor, GuidedSequence
 from guided.vocabulary import Vocabulary
 
 PROMPT_CHARACTERS = 400
@@ -239,7 +239,7 @@ class Steps:
         self.guide = GuidedLogitsProcessor(vocabulary, constraints)
         self.writer = GuidedLogitsProcessor(vocabulary, constraints, in_place=True)
         self.pool = InlinePool(vocabulary)
-        self.alone = LogitPostProcessor(self.pool)
+        self.alone = GuidedProcessor(self.pool)
         for row, constraint in enumerate(constraints):
             self.alone.initialize(str(row), constraint).result()
         self.round = 0
@@ -254,7 +254,7 @@ class Steps:
         kept: dict[str, torch.Tensor] = {}  # as in `generate()`: the last step's are there until this step's are
 
         def by_pool(input_ids: torch.Tensor) -> torch.Tensor:
-            self.alone.prepare([GuidedRow(str(row), ids[row], outputs[row], row) for row in range(self.rows)])
+            self.alone.prepare([GuidedSequence(str(row), ids[row], outputs[row]) for row in range(self.rows)])
             report = self.alone.apply(self.logits)
             if report.failed:
                 raise AssertionError(f"failed: {report.failed}")
