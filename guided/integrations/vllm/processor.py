@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 __all__ = ["GuidedLogitsProcessor"]
 
 _NAMES = {f"{path}:GuidedLogitsProcessor" for path in (__name__, "guided.embedded.vllm")}
-_MAX_ABSENT_STEPS = 256
+MAX_ABSENT_STEPS = 256
 """Steps without a slot after which its matcher is closed. Its request has probably ended: V2 does not report it."""
 _log = logging.getLogger("guided.integrations")
 _instances: weakref.WeakValueDictionary[int, GuidedLogitsProcessor] = weakref.WeakValueDictionary()
@@ -75,14 +75,15 @@ class GuidedLogitsProcessor(V1LogitsProcessor, V2LogitsProcessor):  # type: igno
             runner: V1: device, is_pin_memory. V2: the request states.
         """
         self._config = vllm_config
-        self._idle = id(vllm_config) in _instances or not _is_last_stage(vllm_config)
-        if self._idle:
+        self.idle = id(vllm_config) in _instances or not _is_last_stage(vllm_config)
+        """Another instance masks this engine's batches, or this process has no logits."""
+        if self.idle:
             return
         _instances[id(vllm_config)] = self
         announce()
         v2 = isinstance(runner[0], LogitsProcRequestState)
         self._rejection = _rejection(vllm_config, v2)
-        pool = PoolOpener(partial(_open_pool, vllm_config, _pool_options(vllm_config)))
+        pool = PoolOpener(partial(open_pool, vllm_config, _pool_options(vllm_config)))
         weakref.finalize(self, pool.close)
         ranks = _ranks(vllm_config)
         self._masker = Masker(pool, error_reports.report, ranks, vllm_config.model_config.get_vocab_size())
@@ -125,7 +126,7 @@ class GuidedLogitsProcessor(V1LogitsProcessor, V2LogitsProcessor):  # type: igno
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
         """Before the forward pass: follow the batch, and prepare its masks if all tokens are known."""
-        if self._idle:
+        if self.idle:
             return
         if batch_update is not None:
             added = [(index, self._enter(params, outputs)) for index, params, _, outputs in batch_update.added]
@@ -143,7 +144,7 @@ class GuidedLogitsProcessor(V1LogitsProcessor, V2LogitsProcessor):  # type: igno
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:
         """Fill a slot. Returns whether its request is guided."""
-        if self._idle:
+        if self.idle:
             return False
         request = self._begin(sampling_params)
         prompt = int(self._state.prompt_len.np[req_idx])
@@ -154,7 +155,7 @@ class GuidedLogitsProcessor(V1LogitsProcessor, V2LogitsProcessor):  # type: igno
 
     def apply_staged_writes(self) -> None:
         """Before the forward pass: start to copy the tokens of the previous step."""
-        if self._idle:
+        if self.idle:
             return
         self._copying, self._copy_error = [], None
         if not len(self._v2) or not self._masker.computes:
@@ -209,11 +210,11 @@ class GuidedLogitsProcessor(V1LogitsProcessor, V2LogitsProcessor):  # type: igno
         Args:
             ctx: V2: the layout of the step.
         """
-        if self._idle:
+        if self.idle:
             return logits
         if ctx is not None:
             present = set(ctx.idx_mapping_np.tolist())
-            for request in self._v2.count_absent(present, _MAX_ABSENT_STEPS):
+            for request in self._v2.count_absent(present, MAX_ABSENT_STEPS):
                 self._masker.release(request)
             if present.isdisjoint(self._v2):
                 return logits
@@ -290,11 +291,11 @@ def _find_pool(pool: str, **options: Any) -> Callable[[Vocabulary], MaskPool]:
     return find_pool(pool, options)
 
 
-def _open_pool(config: VllmConfig, options: Mapping[str, Any]) -> MaskPool:
-    return _find_pool(**options)(_vocabulary(config))
+def open_pool(config: VllmConfig, options: Mapping[str, Any]) -> MaskPool:
+    return _find_pool(**options)(model_vocabulary(config))
 
 
-def _vocabulary(config: VllmConfig) -> Vocabulary:
+def model_vocabulary(config: VllmConfig) -> Vocabulary:
     from vllm.tokenizers import cached_tokenizer_from_config
 
     model = config.model_config
