@@ -100,7 +100,8 @@ class Runner:
         self.all_token_ids.np[slot] = -7  # left by another request
         self.all_token_ids.np[slot, : len(tokens)] = tokens
         self.running.append(request)
-        return any([each.add_request(slot, request.params) for each in self.processors])  # calls every processor
+        taken = [each.add_request(slot, request.params) for each in self.processors]  # calls every processor
+        return any(taken)
 
     def remove(self, request: Request) -> None:
         """Remove a request that has ended, or is preempted, without notice."""
@@ -157,12 +158,17 @@ def _run(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPat
     use_pool(monkeypatch)
 
 
-def use_pool(monkeypatch: pytest.MonkeyPatch, fail_at: int | None = None) -> None:
-    backends = ScriptedBackends(VOCABULARY, fail_at)
-    monkeypatch.setattr(
-        "guided.integrations.vllm.processor.open_pool",
-        lambda config, options: InlinePool(VOCABULARY, backends),  # type: ignore[arg-type]
-    )
+def use_pool(monkeypatch: pytest.MonkeyPatch, fail_at: int | None = None) -> tuple[InlinePool, dict[str, Any]]:
+    """Have the plugin open a scripted pool. Returns it, and the options that it will be opened with."""
+    pool = InlinePool(VOCABULARY, ScriptedBackends(VOCABULARY, fail_at))  # type: ignore[arg-type]
+    options: dict[str, Any] = {}
+
+    def open_pool(config: object, given: dict[str, Any]) -> InlinePool:
+        options.update(given)
+        return pool
+
+    monkeypatch.setattr("guided.integrations.vllm.processor.open_pool", open_pool)
+    return pool, options
 
 
 def guided(*choices: str, name: str | None = None) -> Request:
