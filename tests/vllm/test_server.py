@@ -45,7 +45,7 @@ class TestErrors:
         assert (error["code"], error["type"]) == ("invalid_constraint", "invalid_request_error")
         assert answer.headers["x-should-retry"] == "false"
 
-    def test_a_constraint_that_is_rejected_before_compilation_is_vllms_400_with_our_message(
+    def test_a_rejection_before_compilation_is_vllms_400_with_our_message(
         self, server: Server
     ) -> None:
         answer = server.post({"json_schema": '{"type": 7}'})
