@@ -18,7 +18,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 .PHONY: serve test test-vllm lint bench install install-dev constraints clean help
 .DEFAULT_GOAL := help
 
-help:  ## Say what there is
+help:  ## List the commands
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /  make \1\t/' | expand -t 22
 
 serve: $(VENV)/.installed  ## Install what serving needs, and serve the embedded model on http://127.0.0.1:8000
@@ -30,11 +30,12 @@ test: lint  ## Lint, type-check and run all tests
 test-vllm: $(VLLM_VENV)/.installed  ## The plugin within a real vLLM, in an environment that has it (.venv-vllm)
 	$(VLLM_VENV)/bin/python -m pytest tests/vllm $(ARGS)
 
-lint: $(VENV)/.installed-dev  ## Check style, types and who may import whom
+lint: $(VENV)/.installed-dev  ## Check style, types, imports and dead code
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/vulture
 
 bench: $(VENV)/.installed-dev  ## Memory and tokens/s of the default server (results as a table, and as JSON)
 	$(BIN)/python benchmarks/serving_startup.py $(ARGS)
@@ -74,7 +75,7 @@ $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(call install,dev)
 	@touch $(VENV)/.installed
 
-# vLLM's own pins; without its dependencies, which are more than a text model on a CPU needs.
+# vLLM's own pins, without its dependencies: a text model on a CPU needs only some of them.
 $(VLLM_VENV)/.installed: PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check --quiet
 $(VLLM_VENV)/.installed: pyproject.toml tests/vllm/requirements.txt | $(VLLM_VENV)/bin/python
 	@echo "installing vLLM into $(VLLM_VENV) (the first time this takes some minutes)"

@@ -1,87 +1,110 @@
-"""The step channel: one connection an actor incarnation, made by the engine, never used twice. Sends never block.
+"""The step channel: one connection per actor incarnation, created by the engine, never used twice. Sends never block.
 
-`LocalChannel` on the same machine, `RemoteChannel` to another one; a pool's come from its `Transport`.
+`LocalChannel` is a Unix socket to a process of the same machine, which the engine's thread writes to itself. ZeroMQ
+would hand each message to a thread of its own, and each wake-up on the way costs tens of microseconds and may take the
+CPU from the thread that has just sent (`python -m benchmarks.channel` has both). `RemoteChannel` is a ZeroMQ PAIR
+connection over TCP to another machine, authenticated and encrypted (CURVE, RFC 26). A bound ZeroMQ socket delivers to a
+replacement what a dead peer left unread, so every incarnation gets an endpoint of its own.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
+import socket as sockets
+import struct
 import threading
+import time
 import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
+from zmq.utils.monitor import recv_monitor_message
 
-from actors.address import Address
-from actors.local_channel import LocalChannel, LocalEnd
-from actors.remote_channel import RemoteChannel, RemoteEnd
 from guided.errors import InternalError
 
-__all__ = ["Channel", "End", "Transport", "connect"]
+__all__ = ["Address", "Channel", "LocalChannel", "RemoteChannel", "Transport", "WorkerEnd", "connect"]
 
+_LENGTH = struct.Struct("<I")
+_CHUNK = 1 << 18
+_SCHEME = "unix://"
 _IPC_PATH_BYTES = 107
-"""sockaddr_un.sun_path, less its NUL."""
+"""sockaddr_un.sun_path, without its NUL."""
+_CREDENTIALS = struct.Struct("3i")
+"""struct ucred of unix(7): process, user, group."""
+_SEND_TIMEOUT = struct.pack("ll", 5, 0)
+_HEARTBEAT_MS = 2_000
+_HEARTBEAT_TIMEOUT_MS = 10_000
 _serial = itertools.count()
 
 
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where an actor connects to; over TCP with the keys that CURVE needs. Sent through Ray only."""
+
+    endpoint: str
+    server_key: bytes = b""
+    client_key: bytes = b""
+    client_secret: bytes = field(default=b"", repr=False)
+
+
 class Channel(Protocol):
-    """Engine side of one incarnation's connection. Made on one thread, then handed to that which sends and receives."""
+    """Engine side of one incarnation's connection. Created on one thread, then used by one that sends and receives."""
 
     @property
     def address(self) -> Address:
-        """Where the actor finds it."""
+        """Where the actor connects to."""
 
     @property
     def socket(self) -> Any:
-        """A ZeroMQ socket or a file descriptor, to poll: readable where there is a message, or the end."""
+        """A ZeroMQ socket or a file descriptor to poll: readable if there is a message, or the connection ended."""
 
     @property
     def monitor(self) -> Any:
-        """The same: readable where the connection may be lost. Stays with the thread that watches."""
+        """The same: readable if the connection may be lost. Used by the supervisor's thread."""
 
     def wait_connected(self, timeout: float) -> bool:
-        """Whether the actor connected within `timeout` seconds. Nobody else can after it."""
+        """Return whether the actor connected within `timeout` seconds. No other client can connect after it."""
 
     def is_disconnected(self) -> bool:
-        """Whether the connection was lost."""
+        """Return whether the connection was lost."""
 
-    def send(self, message: bytes) -> bool:
-        """Send without blocking; False where the peer is gone or doesn't read."""
+    def send(self, message: bytes) -> None:
+        """Queue a message and send what the connection takes now. A lost connection is noticed by the monitor."""
 
     def push(self) -> None:
-        """Send what may be left of a message."""
+        """Send what is left of the queue."""
 
     def receive(self) -> bytes | None:
-        """The next message that is there; None where there is none."""
+        """Return the next message that has arrived, or None."""
 
     def close(self) -> None:
         """Close the connection. Idempotent. By the thread that sends and receives."""
 
 
-class End(Protocol):
-    """Actor side. Never reconnects: what comes after a lost connection is another incarnation."""
+class WorkerEnd(Protocol):
+    """Actor side of a channel. It never reconnects: after a lost connection comes another incarnation."""
 
-    def fileno(self) -> int:
-        """To poll for messages."""
-
-    def recv(self) -> bytes:
-        """Wait for the next message. Raises where the connection is lost."""
+    def receive(self) -> bytes:
+        """Wait for the next message. Raises if the connection is lost."""
 
     def send(self, message: bytes) -> None:
-        """Raises where the engine doesn't read, or is gone."""
+        """Send a message. Raises if the engine does not read, or is gone."""
 
     def close(self) -> None:
-        """End it."""
+        """Close the connection, which ends a `receive` that waits."""
 
 
 class Transport:
-    """What the channels of a pool share: the socket directory, the ZeroMQ context, the clients that may connect.
+    """What a pool's channels share: the socket directory, the ZeroMQ context, the keys of the clients that may connect.
 
     Args:
         directory: for the sockets of local channels; mode 0700, short.
-        host: the address that other nodes reach this one at.
+        host: this machine's address for other nodes.
     """
 
     def __init__(self, directory: str, host: str) -> None:
@@ -94,7 +117,7 @@ class Transport:
         self._lock = threading.Lock()
 
     def ipc(self) -> Channel:
-        """A channel to an actor on this node."""
+        """Create a channel to an actor on this node."""
         path = os.path.join(self._directory, f"{next(_serial)}")
         if len(os.fsencode(path)) > _IPC_PATH_BYTES:
             raise InternalError(f"socket path {path!r} is longer than {_IPC_PATH_BYTES} bytes")
@@ -103,16 +126,16 @@ class Transport:
         return channel
 
     def tcp(self) -> Channel:
-        """A channel to an actor on another node: authenticated both ways, encrypted."""
+        """Create a channel to an actor on another node: authenticated both ways, encrypted."""
         self._authenticate()
         return RemoteChannel(self._context, self._host, self._admit, self._forget)
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Whether a client's public key is one that was handed out (asked by the authenticator's thread)."""
+        """Return whether a client's public key was handed out (called by the authenticator's thread)."""
         return key in self._clients
 
     def close(self) -> None:
-        """Stop the authenticator, close every socket."""
+        """Stop the authenticator and close every socket."""
         for channel in list(self._channels):
             channel.close()
         with self._lock:
@@ -137,6 +160,236 @@ class Transport:
                 self._authenticator.configure_curve_callback("*", credentials_provider=self)
 
 
-def connect(context: zmq.Context[zmq.Socket[bytes]], address: Address) -> End:
-    """Actor side."""
-    return LocalEnd(address) if LocalEnd.serves(address) else RemoteEnd(context, address)
+def connect(context: zmq.Context[zmq.Socket[bytes]], address: Address) -> WorkerEnd:
+    """Connect an actor to its channel. Ending `context` ends a `receive` that waits over TCP."""
+    return _LocalEnd(address) if address.endpoint.startswith(_SCHEME) else _RemoteEnd(context, address)
+
+
+class _Frames:
+    """Splits a stream of bytes into messages, each after its length."""
+
+    def __init__(self, stream: sockets.socket) -> None:
+        self._stream = stream
+        self._bytes = bytearray()
+
+    def next(self) -> bytes | None:
+        """Return the next complete message, or None."""
+        have = len(self._bytes)
+        if have < _LENGTH.size:
+            return None
+        end = _LENGTH.size + _LENGTH.unpack_from(self._bytes)[0]
+        if have < end:
+            return None
+        message = bytes(self._bytes[_LENGTH.size : end])
+        del self._bytes[:end]
+        return message
+
+    def read(self) -> bool:
+        """Read what has arrived; return False at the end. Raises `BlockingIOError` on a non-blocking empty stream."""
+        chunk = self._stream.recv(_CHUNK)
+        self._bytes += chunk
+        return bool(chunk)
+
+
+class LocalChannel:
+    """Engine side of a Unix socket; see `Channel`. A second connection carries nothing: its end is the actor's end.
+
+    Args:
+        path: of the socket, in a directory that other users cannot enter.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.address = Address(_SCHEME + path)
+        self._path = path
+        self._listening = sockets.socket(sockets.AF_UNIX)
+        self._listening.bind(path)
+        self._listening.listen(2)
+        self._stream, self._lifeline = sockets.socket(sockets.AF_UNIX), sockets.socket(sockets.AF_UNIX)
+        self._frames = _Frames(self._stream)
+        self._unsent = b""
+
+    def wait_connected(self, timeout: float) -> bool:
+        deadline = time.monotonic() + timeout
+        try:
+            connections = [self._accept(deadline) for _ in range(2)]
+        except TimeoutError:
+            return False
+        finally:
+            self._stop_listening()
+        for old, new in zip((self._stream, self._lifeline), connections, strict=True):
+            old.close()
+            new.setblocking(False)
+        self._stream, self._lifeline = connections
+        self._frames = _Frames(self._stream)
+        return True
+
+    def _accept(self, deadline: float) -> sockets.socket:
+        while True:
+            self._listening.settimeout(max(0.0, deadline - time.monotonic()) or 1e-6)
+            connection, _ = self._listening.accept()
+            packed = connection.getsockopt(sockets.SOL_SOCKET, sockets.SO_PEERCRED, _CREDENTIALS.size)
+            if _CREDENTIALS.unpack(packed)[1] == os.getuid():
+                return connection
+            connection.close()
+
+    @property
+    def socket(self) -> int:
+        return self._stream.fileno()
+
+    @property
+    def monitor(self) -> int:
+        return self._lifeline.fileno()
+
+    def is_disconnected(self) -> bool:
+        try:
+            return not self._lifeline.recv(1)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+    def send(self, message: bytes) -> None:
+        self._unsent += _LENGTH.pack(len(message)) + message
+        self.push()
+
+    def push(self) -> None:
+        if self._unsent:
+            with contextlib.suppress(OSError):  # it takes nothing now, or is lost
+                self._unsent = self._unsent[self._stream.send(self._unsent, sockets.MSG_NOSIGNAL) :]
+
+    def receive(self) -> bytes | None:
+        while (message := self._frames.next()) is None:
+            try:
+                if not self._frames.read():
+                    return None
+            except OSError:  # nothing has arrived, or it is lost
+                return None
+        return message
+
+    def close(self) -> None:
+        self._stop_listening()
+        self._stream.close()
+        self._lifeline.close()
+        self._unsent = b""
+
+    def _stop_listening(self) -> None:
+        self._listening.close()
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._path)
+
+
+class _LocalEnd:
+    """Actor side of a `LocalChannel`."""
+
+    def __init__(self, address: Address) -> None:
+        path = address.endpoint.removeprefix(_SCHEME)
+        self._stream, self._lifeline = sockets.socket(sockets.AF_UNIX), sockets.socket(sockets.AF_UNIX)
+        self._stream.connect(path)
+        self._lifeline.connect(path)
+        self._stream.setsockopt(sockets.SOL_SOCKET, sockets.SO_SNDTIMEO, _SEND_TIMEOUT)
+        self._frames = _Frames(self._stream)
+
+    def receive(self) -> bytes:
+        while (message := self._frames.next()) is None:
+            if not self._frames.read():
+                raise ConnectionResetError("the engine closed the channel")
+        return message
+
+    def send(self, message: bytes) -> None:
+        self._stream.sendall(_LENGTH.pack(len(message)) + message, sockets.MSG_NOSIGNAL)
+
+    def close(self) -> None:
+        for each in (self._stream, self._lifeline):
+            with contextlib.suppress(OSError):
+                each.shutdown(sockets.SHUT_RDWR)
+            each.close()
+
+
+class RemoteChannel:
+    """Engine side of a ZeroMQ connection; see `Channel`.
+
+    Args:
+        host: this machine's address for other nodes.
+        admit, forget: take the public key of the one client that may connect, for as long as it may.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        host: str,
+        admit: Callable[[bytes], None],
+        forget: Callable[[bytes], None],
+    ) -> None:
+        server_key, server_secret = zmq.curve_keypair()
+        client_key, client_secret = zmq.curve_keypair()
+        admit(client_key)
+        self._forget = forget
+        socket = context.socket(zmq.PAIR)
+        socket.linger = 0
+        socket.sndhwm = 0  # an actor that does not read is ended by its supervisor; until then nothing is dropped
+        socket.curve_server = True
+        socket.curve_secretkey, socket.curve_publickey = server_secret, server_key
+        socket.heartbeat_ivl, socket.heartbeat_timeout = _HEARTBEAT_MS, _HEARTBEAT_TIMEOUT_MS
+        port = socket.bind_to_random_port(f"tcp://{host}")
+        self.socket = socket
+        self.address = Address(f"tcp://{host}:{port}", server_key, client_key, client_secret)
+        name = f"inproc://monitor-{next(_serial)}"
+        socket.monitor(name, zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        self.monitor = context.socket(zmq.PAIR)
+        self.monitor.linger = 0
+        self.monitor.connect(name)
+
+    def wait_connected(self, timeout: float) -> bool:
+        return bool(self.monitor.poll(int(timeout * 1000))) and not self.is_disconnected()
+
+    def is_disconnected(self) -> bool:
+        lost = False
+        while self.monitor.poll(0):
+            event: Any = recv_monitor_message(self.monitor)
+            lost |= event["event"] == zmq.EVENT_DISCONNECTED
+        return lost
+
+    def send(self, message: bytes) -> None:
+        with contextlib.suppress(zmq.Again):  # the connection is lost
+            self.socket.send(message, zmq.NOBLOCK)
+
+    def push(self) -> None:
+        """Do nothing: ZeroMQ keeps the queue."""
+
+    def receive(self) -> bytes | None:
+        try:
+            return self.socket.recv(zmq.NOBLOCK)
+        except zmq.Again:
+            return None
+
+    def close(self) -> None:
+        # The supervisor's thread must not use the monitor any more: libzmq blocks if it has an event to report and the
+        # monitor was closed before the socket.
+        if not self.socket.closed:
+            self._forget(self.address.client_key)
+            self.socket.monitor(None, 0)
+            self.socket.close(linger=0)
+            self.monitor.close(linger=0)
+
+
+class _RemoteEnd:
+    """Actor side of a `RemoteChannel`."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: Address) -> None:
+        self._socket = socket = context.socket(zmq.PAIR)
+        socket.linger = 0
+        socket.reconnect_ivl = -1
+        if address.server_key:
+            socket.curve_serverkey = address.server_key
+            socket.curve_publickey, socket.curve_secretkey = address.client_key, address.client_secret
+            socket.heartbeat_ivl, socket.heartbeat_timeout = _HEARTBEAT_MS, _HEARTBEAT_TIMEOUT_MS
+        socket.connect(address.endpoint)
+
+    def receive(self) -> bytes:
+        return self._socket.recv()
+
+    def send(self, message: bytes) -> None:
+        self._socket.send(message, zmq.NOBLOCK)
+
+    def close(self) -> None:
+        self._socket.close(linger=0)

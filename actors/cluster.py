@@ -23,7 +23,7 @@ import ray
 
 from guided.errors import PoolUnavailable, bounded
 
-__all__ = ["Cluster", "ScratchDirectory", "apart"]
+__all__ = ["Cluster", "ScratchDirectory", "call_in_thread"]
 
 _LEAST_STORE_BYTES, _MOST_STORE_BYTES = 80 << 20, 320 << 20
 """Ray's least; and room for all compiled grammars that are kept (`RayPool(max_cache_bytes=...)`), what there isn't room
@@ -104,7 +104,7 @@ class ScratchDirectory:
             self._janitor.close()
 
 
-def apart(call: Callable[[], T]) -> Future[T]:
+def call_in_thread(call: Callable[[], T]) -> Future[T]:
     """Make a call of Ray's that waits for its head, for as long as that is gone (a day), on a thread of its own."""
     done: Future[T] = Future()
 

@@ -24,19 +24,19 @@ from numpy.typing import NDArray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.channel import Transport
-from actors.cluster import Cluster, ScratchDirectory, apart
-from actors.compiler import CompileActor
-from actors.grammars import Grammars
-from actors.memory import MemoryLimit
-from actors.owner import Owner
-from actors.rotation import Rotation
-from actors.supervisor import Plan, Supervisor
+from actors.cluster import Cluster, ScratchDirectory, call_in_thread
+from actors.compile.compiler import CompileActor
+from actors.compile.grammars import Grammars
+from actors.steps import Dispatcher
+from actors.supervision.process import MemoryLimit, Owner
+from actors.supervision.supervisor import IncarnationSettings, Supervisor
 from guided.bitmask import words
 from guided.constraint import Constraint
 from guided.errors import GuidedError, PoolUnavailable
 from guided.limits import CompileLimits
-from guided.pool import Fill, Grammar, PoolStatus, StepMasks
+from guided.pool import Grammar, PoolStatus, StepMasks
 from guided.pool_options import RayPoolOptions
+from guided.sequence import GuidedSequence
 from guided.vocabulary import Vocabulary
 
 __all__ = ["RayPool"]
@@ -69,7 +69,7 @@ class RayPool:
         self._lock = threading.Lock()
         self._closed = False
         refused: dict[str, GuidedError] = {}
-        self._rotation = Rotation(options.mask_limit, options.pool_wait, options.max_replays, refused)
+        self._dispatcher = Dispatcher(options.mask_limit, options.pool_wait, options.max_replays, refused.get)
         self._supervisors: list[Supervisor] = []
         self._cluster = Cluster.join(options.address)
         self._scratch = ScratchDirectory()
@@ -80,12 +80,12 @@ class RayPool:
             self._grammars = Grammars(
                 start_compiler, options.max_cache_bytes, options.max_compiling, options.pool_wait, refused
             )
-            plan = Plan(
+            plan = IncarnationSettings(
                 cluster=self._cluster,
                 transport=self._transport,
                 grammars=self._grammars,
                 owner=owner,
-                rows=options.slots,
+                slots=options.slots,
                 words=words(vocabulary.padded_vocab_size),
                 mask_limit=options.mask_limit,
                 memory=MemoryLimit.of(options.actor_memory_bytes),
@@ -95,7 +95,7 @@ class RayPool:
             self._cluster.when_raylet_ends(partial(_let_go, owner, self._grammars))
             incarnations = itertools.count(1)
             for index in range(options.num_actors or _by_cpus()):
-                supervisor = Supervisor(index, plan, incarnations.__next__, self._rotation.announce)
+                supervisor = Supervisor(index, plan, incarnations.__next__, self._dispatcher.announce)
                 self._supervisors.append(supervisor)
             for supervisor in self._supervisors:
                 supervisor.wait_started()
@@ -115,29 +115,33 @@ class RayPool:
     def release(self, grammar: Grammar) -> None:
         self._grammars.release(grammar)
 
-    def open(self, sequence_id: int, grammar: Grammar, parent_id: int | None = None) -> None:
+    def open(self, sequence: GuidedSequence, grammar: Grammar) -> None:
         with self._lock:
-            self._rotation.open(sequence_id, grammar, parent_id)
+            self._dispatcher.open(sequence, grammar)
 
     def free(self, sequence_ids: Collection[int]) -> None:
         with self._lock:
-            self._rotation.free(sequence_ids)
+            self._dispatcher.free(sequence_ids)
 
-    def submit(self, fills: Sequence[Fill]) -> None:
+    def rollback(self, sequence_id: int, length: int) -> None:
         with self._lock:
-            self._rotation.submit(fills)
+            self._dispatcher.rollback(sequence_id, length)
 
-    def collect(self, bitmask: NDArray[np.int32] | None, timeout: float, patience: float | None = None) -> StepMasks:
+    def submit(self, sequences: Sequence[GuidedSequence], new_tokens: NDArray[np.int32] | None = None) -> None:
         with self._lock:
-            return self._rotation.collect(bitmask, timeout, patience)
+            self._dispatcher.submit(sequences, new_tokens)
 
-    def settled(self, sequence_ids: Collection[int], timeout: float) -> list[int]:
+    def collect(self, timeout: float | None = None, patience: float | None = None) -> StepMasks:
         with self._lock:
-            return self._rotation.settled(sequence_ids, timeout)
+            return self._dispatcher.collect(timeout, patience)
+
+    def settled(self, timeout: float = 0.0) -> list[int]:
+        with self._lock:
+            return self._dispatcher.settled(timeout)
 
     def failures(self) -> dict[int, GuidedError]:
         with self._lock:
-            return self._rotation.failures()
+            return self._dispatcher.failures()
 
     def status(self) -> PoolStatus:
         workers = [supervisor.status() for supervisor in self._supervisors]
@@ -149,7 +153,7 @@ class RayPool:
 
     def shutdown(self) -> None:
         """End the actors and give everything back: processes, sockets, memory, files. Idempotent; from any thread."""
-        self._rotation.interrupt()
+        self._dispatcher.interrupt()
         with self._lock:
             if self._closed:
                 return
@@ -160,7 +164,7 @@ class RayPool:
             for supervisor in self._supervisors:
                 supervisor.join(max(0.0, deadline - time.monotonic()))
             self._grammars.close()
-            self._rotation.close()
+            self._dispatcher.close()
             self._transport.close()
             self._scratch.remove()
             self._cluster.leave()
@@ -174,7 +178,7 @@ def _start_compiler(owner: Owner, limits: CompileLimits) -> Any:
     here = NodeAffinitySchedulingStrategy(owner.node_id, soft=False)
     actor = ray.remote(CompileActor).options(num_cpus=0, scheduling_strategy=here)
     try:
-        return apart(lambda: actor.remote(owner, limits)).result(_CREATE_SECONDS)
+        return call_in_thread(lambda: actor.remote(owner, limits)).result(_CREATE_SECONDS)
     except TimeoutError:
         raise PoolUnavailable(f"Ray didn't start the compile actor within {_CREATE_SECONDS:g} s") from None
 

@@ -1,11 +1,11 @@
-"""Writing -inf over forbidden logits: `guided.kernel.apply_bitmask` beside xgrammar's kernel: `python -m
-benchmarks.apply_kernel`.
+"""Compare `guided.kernel.apply_bitmask` with xgrammar's kernel: `python -m benchmarks.apply_kernel`.
 
-Masks are those of real outputs: llguidance, real JSON Schemas, a vocabulary of 131,072 tokens. Tight masks allow at
-most 1 % of the vocabulary, loose ones at least 50 %, mixed ones are as they come. They are given as workers leave them
-(each row somewhere: both ways gather them, xgrammar's into a tensor that is there already), as one array in the order
-of the batch, and for every second row. Then a curve: masks drawn at random, from one token that is allowed to all. The
-ways take turns on the same logits and must give the same result. Writes benchmarks/results/apply_kernel.{json,png}.
+Both write -inf over forbidden logits. The masks are those of real outputs: llguidance, real JSON Schemas, a vocabulary
+of 131,072 tokens. Tight masks allow at most 1 % of the vocabulary, loose ones at least 50 %, mixed ones are a random
+sample. They are passed in three forms: as separate rows, as workers leave them (xgrammar's way first copies them into
+an existing tensor); as one array in the order of the batch; and as separate rows for every second row of the batch. A
+second measurement uses random masks that allow between one token and all of them. The kernels take turns on the same
+logits and must give the same result. Writes benchmarks/results/apply_kernel.{json,png}.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from guided.vocabulary import Vocabulary
 
 TIGHT, LOOSE = 0.01, 0.5
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-FORMS = ("each somewhere", "one array", "every second")
+FORMS = ("separate rows", "one array", "every second row")
 CURVE_BATCHES = (1, 64)
 SHARES = (0.0, 0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.94, 0.96, 0.98, 0.99, 1.0)
 Masks = NDArray[np.int32]
 
 
 def real_masks(vocabulary: Vocabulary, tokens: Tokens, data: Path, count: int) -> Masks:
-    """int32 `[count, words]`: masks along real instances."""
+    """Return masks along real instances: int32 `[count, words]`."""
     backend = Backends(vocabulary)["llguidance"]
     rows: list[Masks] = []
     with tqdm(total=count, desc="masks", leave=False, disable=None) as bar:
@@ -66,18 +66,18 @@ def share_allowed(masks: Masks) -> NDArray[np.float64]:
 
 
 def kinds(masks: Masks, batch: int) -> dict[str, Masks]:
-    """`batch` masks of each kind, drawn at random."""
+    """Draw `batch` masks of each kind at random."""
     share = share_allowed(masks)
     random = np.random.default_rng(0)
     of = {"tight": masks[share <= TIGHT], "loose": masks[share >= LOOSE], "mixed": masks}
     for name, found in of.items():
         if not len(found):
-            fail(f"no mask is {name} among {len(masks)}: give --data with more instances")
+            fail(f"none of {len(masks)} masks is {name}: use --data with more instances")
     return {name: found[random.integers(len(found), size=batch)] for name, found in of.items()}
 
 
 def by_xgrammar(logits: torch.Tensor, masks: Masks | Sequence[Masks], rows: list[int], space: torch.Tensor) -> None:
-    """As integrations call it: bitmask rows agree with logits rows. `space` is int32 `[batch, words]`."""
+    """Apply masks as xgrammar's integrations do. `space` is a tensor for the masks: int32 `[batch, words]`."""
     if isinstance(masks, np.ndarray):
         bitmask = torch.from_numpy(masks)
     else:
@@ -88,16 +88,16 @@ def by_xgrammar(logits: torch.Tensor, masks: Masks | Sequence[Masks], rows: list
 
 
 def given(masks: Masks, form: str) -> tuple[Masks | Sequence[Masks], list[int]]:
-    """Masks as a kernel gets them, and their rows of a batch of as many."""
+    """Return the masks in one of `FORMS`, and their rows in the batch."""
     batch = list(range(len(masks)))
     if form == "one array":
         return masks, batch
-    chosen = batch if form == "each somewhere" else batch[::2]
+    chosen = batch if form == "separate rows" else batch[::2]
     return [masks[row].copy() for row in chosen], chosen
 
 
 def measure(masks: Masks, form: str, fresh: torch.Tensor, repeat: int) -> dict[str, list[float]]:
-    """Seconds of each way, taking turns; checks that they agree."""
+    """Return the seconds of each kernel. The kernels take turns, and their results must be equal."""
     some, rows = given(masks, form)
     space = torch.empty(masks.shape, dtype=torch.int32)
     logits = torch.empty_like(fresh)
@@ -129,8 +129,8 @@ def figures(seconds: dict[str, list[float]]) -> dict[str, float]:
     return row
 
 
-def at_random(share: float, batch: int, size: int) -> Masks:
-    """Masks that allow a share of the tokens, each by chance."""
+def random_masks(share: float, batch: int, size: int) -> Masks:
+    """Return masks that allow a random share of the tokens."""
     random = np.random.default_rng(0)
     allowed = np.zeros((batch, words(size) * 32), np.bool_)
     allowed[:, :size] = random.random((batch, size), np.float32) < share
@@ -139,7 +139,7 @@ def at_random(share: float, batch: int, size: int) -> Masks:
 
 
 def real(masks: Masks, size: int, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Kernels on real masks."""
+    """Measure the kernels on real masks."""
     threads = list(dict.fromkeys(options.threads))
     rows: list[dict[str, Any]] = []
     settings = [
@@ -161,13 +161,13 @@ def real(masks: Masks, size: int, options: argparse.Namespace) -> list[dict[str,
 
 
 def curve(size: int, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """From tight to loose."""
+    """Measure the kernels on random masks, from tight to loose."""
     torch.set_num_threads(options.threads[0])
     rows: list[dict[str, Any]] = []
     batch = min(max(options.batch), max(CURVE_BATCHES))
     fresh = torch.randn(batch, size).to(DTYPES[options.dtype[0]])
-    for share in tqdm(SHARES, desc="masks at random", leave=False, disable=None):
-        seconds = measure(at_random(share, batch, size), FORMS[0], fresh, max(3, options.repeat // 4))
+    for share in tqdm(SHARES, desc="random masks", leave=False, disable=None):
+        seconds = measure(random_masks(share, batch, size), FORMS[0], fresh, max(3, options.repeat // 4))
         rows.append({"allowed_percent": 100 * share, "batch": batch, **figures(seconds)})
     return rows
 
@@ -176,11 +176,11 @@ def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 64, 256])
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["float32", "bfloat16", "float16"])
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="torch's")
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="number of torch's threads")
     parser.add_argument("--repeat", type=int, default=60)
     parser.add_argument("--data", type=Path, default=DATA, help="JSON lines of schemas with instances")
     parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--quick", action="store_true", help="seconds: batch 16, few repetitions")
+    parser.add_argument("--quick", action="store_true", help="run some seconds: batch 16, few repetitions")
     options = parser.parse_args()
     if options.quick:
         options.batch, options.repeat, options.dtype = [16], 5, ["float32"]
@@ -207,8 +207,8 @@ def plot(rows: list[dict[str, Any]], line: list[dict[str, Any]], path: Path, tit
     axes[0].set_xticks(range(len(chosen)), names, fontsize=7)
     axes[0].set(yscale="log", ylabel="ms, p50")
     axes[0].set_title(f"real masks, batch {largest}, {title}", fontsize=9)
-    axes[1].set(yscale="log", ylim=(1, None), xlabel="% of the tokens allowed", ylabel="us a row, p50")
-    axes[1].set_title(f"masks at random, batch {line[0]['batch']}", fontsize=9)
+    axes[1].set(yscale="log", ylim=(1, None), xlabel="% of the tokens allowed", ylabel="us per row, p50")
+    axes[1].set_title(f"random masks, batch {line[0]['batch']}", fontsize=9)
     for axis in axes:
         axis.legend(frameon=False)
     figure.savefig(path, dpi=130)
@@ -227,7 +227,7 @@ def main() -> None:
         "threads": "threads",
         "dtype": "dtype",
         "batch": "batch",
-        "given": "given",
+        "given": "form",
         "masks": "masks",
         "allowed_percent": "% allowed",
         "ours_p50": "ours p50",
@@ -237,14 +237,15 @@ def main() -> None:
         "xgrammar_to_ours": "times faster",
     }
     print_table(results, columns)
-    print("\nmasks at random")
+    print("\nrandom masks")
     print_table(line, {key: heading for key, heading in columns.items() if key in line[0]})
     mixture = {"tight": float((share <= TIGHT).mean()), "loose": float((share >= LOOSE).mean())}
     print(f"of {len(masks)} masks, {mixture['tight']:.0%} are tight and {mixture['loose']:.0%} loose; milliseconds")
-    setting = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
-    setting["data"] = options.data.name
     write_json(
-        options.out / "apply_kernel.json", setting, {"real": results, "random": line, "mixture": mixture}, started_on
+        options.out / "apply_kernel.json",
+        vars(options),
+        {"real": results, "random": line, "mixture": mixture},
+        started_on,
     )
     title = (
         f"{tokens.width} tokens, {results[0]['dtype']}, {results[0]['threads']} thread(s), {started_on['cpus']} CPUs"

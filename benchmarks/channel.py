@@ -1,18 +1,18 @@
-"""What it costs to ask processes for a step's masks: `python -m benchmarks.channel`.
+"""Measure the round trip of a step to the mask processes: `python -m benchmarks.channel`.
 
-A step's round trip: a message with the rows of the step goes to each actor, and their answers come back. Nothing is
-computed by the actors, so that only the way there and back is measured. Ways that take turns in one run:
+A message with the rows of the step goes to each actor, and the answers come back. The actors compute nothing, so only
+the communication is measured. These ways take turns in one run:
 
-- a pool's step: `submit` and `collect` as the engine calls them, with leases and placing; the masks lie in shared
-  memory then, where they are used;
-- the same bytes, and nothing else, through our channel, ZeroMQ (`PAIR` over ipc), bare `multiprocessing` pipes, and
-  plain Ray actor calls with `ray.get`;
-- a Ray step: the same calls, and each returns the masks of its rows (through Ray's object store).
+- a pool's step: `submit` and `collect` as the engine calls them; the masks are in shared memory;
+- the same bytes and nothing else through our channel, ZeroMQ (`PAIR` over ipc), plain `multiprocessing` pipes, and
+  plain
+  Ray actor calls with `ray.get`;
+- a Ray step: the same calls, each of which returns the masks of its rows through Ray's object store.
 
-So a pool's step is to be compared with a Ray step, and bytes with bytes.
+Compare a pool's step with a Ray step, and bytes with bytes.
 
-Last, the whole of it: a `RayPool` with llguidance masks for a JSON Schema, `submit` and `collect` one after the other
-without a forward pass between them that would hide anything.
+The last measurement is a whole `RayPool` with llguidance masks for a JSON Schema: `submit` and `collect` without a
+forward pass between them.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ import matplotlib
 import numpy as np
 import ray
 import zmq
-
 from actors.address import Address
-from actors.channel import Channel, Transport
-from actors.cluster import Cluster
 from actors.link import Link, Wired
-from actors.mask_actor import Place
-from actors.ray_pool import RayPool
 from actors.rotation import Rotation
 from actors.segment import Segment, SegmentName, attach
 from actors.step_loop import StepLoop
-from actors.supervisor import Up
+
+from actors.channel import Channel, Transport
+from actors.cluster import Cluster
+from actors.ray_pool import RayPool
+from actors.supervision.process import ActorLocation
+from actors.supervision.supervisor import WorkerUp
 from benchmarks.report import RESULTS, machine, write_json
 from guided.bitmask import words
 from guided.constraint import Constraint
@@ -65,7 +65,7 @@ Samples = dict[str, list[float]]
 
 
 class IdleWorker:
-    """A mask worker that answers at once and computes nothing."""
+    """A mask worker that computes nothing."""
 
     def free(self, sequences: Sequence[int]) -> None:
         pass
@@ -76,7 +76,8 @@ class IdleWorker:
 
 
 class ChannelActor:
-    """A Ray actor with our step loop and an idle worker; answers the same bytes over a socket or a Ray call too."""
+    """A Ray actor with our step loop and an idle worker. It also answers the same bytes over a socket and a Ray
+    call."""
 
     def __init__(self) -> None:
         self.worker = IdleWorker()
@@ -118,7 +119,7 @@ class ChannelActor:
         return answer(self.worker, self.decode, message)
 
     def masks(self, message: bytes, words: int) -> tuple[bytes, Any]:
-        """Int32 `[rows, words]`, freshly written."""
+        """Return the answer and new masks: int32 `[rows, words]`."""
         found = self.step(message)
         return found, np.ones((len(decoder(StepAnswer).decode(found).results), words), np.int32)
 
@@ -135,7 +136,7 @@ def pipe_process(pipe: Connection) -> None:
 
 
 def requests(rows: int, actors: int) -> list[bytes]:
-    """What a step sends to each actor: one new token a row."""
+    """Return the message of a step to each actor: one new token per row."""
     mine = range(rows // actors)
     return [encode(StepRequest(1, 7, [FillRow(row, row, 20, [1234]) for row in mine])) for _ in range(actors)]
 
@@ -146,14 +147,14 @@ def decoded(answers: list[bytes]) -> int:
 
 
 def received(channel: Channel) -> bytes:
-    """The next message, when it is there."""
+    """Wait for the next message."""
     while (message := channel.receive()) is None:
         select.select([channel.socket], [], [])
     return message
 
 
 class Ours:
-    """Rotation, links and leases as in the pool; the actors' workers are idle."""
+    """The pool's step path with idle workers in the actors."""
 
     def __init__(self, actors: list[Any], rows: int, width: int, directory: str) -> None:
         self.transport = Transport(directory, "127.0.0.1")
@@ -163,9 +164,9 @@ class Ours:
             segment, channel = Segment(1024, width), self.transport.ipc()
             pid = ray.get(actor.attach.remote(channel.address, segment.name))
             assert channel.wait_connected(10)
-            link = Link(Wired(index, 1, Place(pid, "", ""), channel, segment, True, {"g"}))
+            link = Link(Wired(index, 1, ActorLocation(pid, "", ""), channel, segment, True, {"g"}))
             self.links.append(link)
-            self.rotation.announce(Up(link))
+            self.rotation.announce(WorkerUp(link))
         grammar = Grammar("g", "none", Constraint.json_object(), ("g",))
         for sequence in range(rows):
             self.rotation.open(sequence, grammar, None)
@@ -185,7 +186,7 @@ class Ours:
 
 
 def measure_channels(rows: int, actors: int, width: int, steps: int) -> Samples:
-    """Milliseconds a step, by channel; the channels take turns."""
+    """Measure milliseconds per step and channel. The channels take turns."""
     cluster = Cluster.join()
     context = multiprocessing.get_context("spawn")
     handles = [ray.remote(num_cpus=0)(ChannelActor).remote() for _ in range(actors)]
@@ -264,11 +265,11 @@ def measure_channels(rows: int, actors: int, width: int, steps: int) -> Samples:
 
 
 def measure_pool(vocabulary: Vocabulary, rows: int, actors: int, steps: int) -> Samples:
-    """Milliseconds of a step with real masks: every sequence writes the same text, token by token, again and again."""
+    """Measure milliseconds per step with real masks. Every sequence writes the same text, token by token."""
     pool = RayPool(vocabulary, num_actors=actors)
     grammar = pool.compile(Constraint.json_schema(SCHEMA), ("llguidance",)).result(120)
     tokens = vocabulary.encode(TEXT)
-    samples: Samples = {"pool: submit": [], "pool: submit + collect": [], "pool: mask a row (in the worker)": []}
+    samples: Samples = {"pool: submit": [], "pool: submit + collect": [], "pool: one mask (in the worker)": []}
     done, opened = 0, 0
     while done < steps:
         sequences = range(opened, opened + rows)
@@ -287,7 +288,7 @@ def measure_pool(vocabulary: Vocabulary, rows: int, actors: int, steps: int) -> 
             if opened > rows:
                 samples["pool: submit"].append(1e3 * (submitted - started))
                 samples["pool: submit + collect"].append(1e3 * (ended - started))
-                samples["pool: mask a row (in the worker)"].append(1e3 * results.seconds / rows)
+                samples["pool: one mask (in the worker)"].append(1e3 * results.seconds / rows)
                 done += 1
         pool.free(sequences)
     pool.shutdown()
@@ -295,7 +296,7 @@ def measure_pool(vocabulary: Vocabulary, rows: int, actors: int, steps: int) -> 
 
 
 def big_vocabulary() -> Vocabulary:
-    """The 131,072 tokens that mistral_common ships; bytes where that isn't installed."""
+    """Return mistral_common's vocabulary of 131,072 tokens, or bytes if it isn't installed."""
     try:
         import mistral_common
     except ImportError:
@@ -325,7 +326,7 @@ def plot(samples: Samples, path: Path, title: str) -> None:
                 label=name,
                 linestyle=":" if name.startswith("bytes") else "-",
             )
-    axes.set(xscale="log", xlabel="round trip of a step, ms", ylabel="steps that were faster, %", title=title)
+    axes.set(xscale="log", xlabel="round trip of a step, ms", ylabel="faster steps, %", title=title)
     axes.grid(visible=True, which="both", alpha=0.3)
     axes.legend()
     figure.tight_layout()
@@ -334,11 +335,11 @@ def plot(samples: Samples, path: Path, title: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=64, help="rows of a step, over all actors")
+    parser.add_argument("--rows", type=int, default=64, help="rows per step, over all actors")
     parser.add_argument("--actors", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=2000, help="measured steps of each channel")
+    parser.add_argument("--steps", type=int, default=2000, help="measured steps per channel")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for channel.json and channel.png")
-    parser.add_argument("--quick", action="store_true", help="half a minute: few steps")
+    parser.add_argument("--quick", action="store_true", help="run half a minute: few steps")
     options = parser.parse_args()
     if options.quick:
         options.steps = 200

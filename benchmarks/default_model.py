@@ -1,10 +1,10 @@
-"""How good the embedded default model is: `python -m benchmarks.default_model`.
+"""Measure the quality of the embedded default model: `python -m benchmarks.default_model`.
 
-Held-out requests: generated prompts about people, orders, events and products whose names, numbers, dates, codes and
-addresses training never saw, each with the JSON Schema of the expected answer. Counted are the answers that end by
-themselves (`stop`), and those whose values are all those of the prompt.
+Held-out requests: generated prompts about people, orders, events and products. Their names, numbers, dates, codes and
+addresses are not in the training data, and each has the JSON Schema of the expected answer. The benchmark counts
+answers that end by themselves (`stop`), and answers with all values of the prompt.
 
-Mixed requests: all kinds of constraints over prompts that are unlike the training text. Counted is `stop`.
+Mixed requests: all kinds of constraints over prompts unlike the training text. The benchmark counts `stop`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ RESULTS = Path(__file__).parent / "results" / "default_model.json"
 
 @dataclass(frozen=True)
 class Request:
-    """A chat prompt with its constraint, and for held-out requests the expected value."""
+    """A chat prompt with its constraint. A held-out request has an expected value."""
 
     messages: list[dict[str, str]]
     kind: str
@@ -59,7 +59,7 @@ def object_schema(properties: dict[str, Any], required: list[str] | None = None)
 
 
 def mixed_requests() -> list[Request]:
-    """Requests as a visitor might send them, of every kind of constraint."""
+    """Return requests with every kind of constraint."""
     text = "Maria Lindqvist, 41, is a nurse from Uppsala. Write to maria@lindqvist.se or call 555-0142."
     string, integer = {"type": "string"}, {"type": "integer"}
     schemas: list[tuple[str, dict[str, Any]]] = [
@@ -113,7 +113,8 @@ def params_of(request: Request, max_tokens: int, backend: str) -> SamplingParams
 
 
 def answers_of(llm: LLM, requests: list[Request], max_tokens: int, backend: str) -> list[Answer]:
-    """Greedy answers to all requests. The finish reason of one that the backend can't do is `refused`."""
+    """Return greedy answers to all requests. Where the backend can't enforce the constraint, the finish reason is
+    `refused`."""
     params = [params_of(r, max_tokens, backend) for r in requests]
     answers = []
     for output in llm.chat([r.messages for r in requests], params):
@@ -124,7 +125,7 @@ def answers_of(llm: LLM, requests: list[Request], max_tokens: int, backend: str)
 
 
 def leaves(value: Any) -> Iterator[Any]:
-    """The values in a JSON document, without keys and structure."""
+    """Yield the values in a JSON document, without keys and structure."""
     if isinstance(value, dict):
         for inner in value.values():
             yield from leaves(inner)
@@ -143,7 +144,7 @@ def parsed(answer: Answer) -> Any:
 
 
 def right_leaves(got: Any, expected: Any) -> int:
-    """How many leaves of `expected` stand at the same place in `got`."""
+    """Count the leaves of `expected` that are at the same place in `got`."""
     if isinstance(expected, dict):
         return sum(right_leaves(got.get(k), v) for k, v in expected.items()) if isinstance(got, dict) else 0
     if isinstance(expected, list):
@@ -152,7 +153,8 @@ def right_leaves(got: Any, expected: Any) -> int:
 
 
 def figures_of(requests: list[Request], answers: list[Answer]) -> dict[str, Any]:
-    """Shares of 1 for `stop` (of what the backend took), for all values right, and for single values."""
+    """Return the shares of `stop` (without refused requests), of fully correct answers, and of correct single
+    values."""
     run = [a for a in answers if a.finish_reason != "refused"]
     figures: dict[str, Any] = {
         "requests": len(requests),
@@ -169,7 +171,7 @@ def figures_of(requests: list[Request], answers: list[Answer]) -> dict[str, Any]
 
 
 def show(requests: list[Request], answers: list[Answer], count: int) -> None:
-    """Print some answers, the wrong ones first."""
+    """Print some answers, wrong ones first."""
     pairs = sorted(zip(requests, answers, strict=True), key=lambda p: parsed(p[1]) == p[0].expected)
     for request, answer in pairs[:count]:
         print(f"\n{request.messages[-1]['content']}\n  {request.kind} -> [{answer.finish_reason}] {answer.text}")
@@ -178,7 +180,7 @@ def show(requests: list[Request], answers: list[Answer], count: int) -> None:
 
 
 def table(report: dict[str, dict[str, Any]]) -> str:
-    """Requests by column, figures by row."""
+    """Return the table: a column per set of requests, a row per figure."""
     rows = [
         "requests",
         "refused",
@@ -202,15 +204,15 @@ def table(report: dict[str, dict[str, Any]]) -> str:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.default_model", description="The default model's merit."
+        prog="python -m benchmarks.default_model", description="The quality of the default model."
     )
     parser.add_argument("--model", type=Path, default=checkpoint_path(), help="checkpoint directory")
     parser.add_argument("--count", type=int, default=200, help="held-out requests")
-    parser.add_argument("--max-tokens", type=int, default=200, help="for one answer")
-    parser.add_argument("--seed", type=int, default=1, help="of the held-out requests")
+    parser.add_argument("--max-tokens", type=int, default=200, help="of an answer")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the held-out requests")
     parser.add_argument("--backends", nargs="+", default=[*BACKENDS], help="for the mixed requests")
     parser.add_argument("--show", type=int, default=0, help="print this many answers of each kind, wrong ones first")
-    parser.add_argument("--output", type=Path, default=RESULTS, help="where the figures go")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="file for the figures")
     args = parser.parse_args(argv)
     runs = [("held out", held_out_requests(args.count, args.seed), "llguidance")]
     for backend in args.backends:

@@ -1,81 +1,43 @@
-"""Tokens per second of the engine beside transformers' own batched `generate()`, on the same model.
+"""Compare the engine's tokens per second with transformers' batched `generate()`: `python -m
+benchmarks.engine_throughput`.
 
-    python benchmarks/engine_throughput.py                   # the embedded model, else a random Llama of 5 M parameters
-    python benchmarks/engine_throughput.py --model DIR --batch 1 8 32 --new-tokens 128
-
-Same prompts (mixed lengths), same number of new tokens, greedy, one process; the engine takes all prompts at once, and
-so does `generate()` (left-padded). Each figure is the best of `--repeat` runs, the ways taking turns. Guided: a regex
-that goes on for as long as there are tokens, masks by llguidance, inline, so that all mask work is in this process too.
-`--clock cpu` counts the process's CPU seconds instead of the wall's: on a busy machine, and with one thread, the fairer
-comparison. Writes `benchmarks/results/engine_throughput.{json,png}`.
+Both get the same prompts (mixed lengths, all at once; left-padded for `generate()`) and write the same number of new
+tokens, greedily, in one process. Each figure is the best of `--repeat` runs, in which the ways take turns. Guided
+requests have a regex without an early end, and llguidance computes the masks inline, so all mask work is in this
+process too. `--clock cpu` counts CPU seconds of the process instead of wall time, which is a fairer comparison on a
+busy machine with one thread. Writes `benchmarks/results/engine_throughput.{json,png}`.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-import json
-import os
-import platform
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks.report import RESULTS, canvas, machine, write_json
 from engine.config import EngineConfig
+from engine.default_model import checkpoint_path
 from engine.llm import LLM
 from engine.model_loader import LoadedModel, prepare_model
 from engine.sampling_params import SamplingParams
 
-ROOT = Path(__file__).resolve().parent
-EMBEDDED = ROOT.parent / "engine" / "default_model" / "checkpoint"
-RESULTS = ROOT / "results"
 GUIDE = r"[A-Za-z0-9 ,.:{}\"]{4000}"
 
 
-def load(name: str | None, dtype: str) -> tuple[Any, Any, str]:
-    """(model, tokenizer, name)."""
-    if name is None and (EMBEDDED / "model.safetensors").exists():
-        name = str(EMBEDDED)
-    if name is not None:
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=getattr(torch, dtype))
-        return model.eval(), AutoTokenizer.from_pretrained(name), Path(name).parent.name
-    return *random_llama(getattr(torch, dtype)), "random Llama"
-
-
-def random_llama(dtype: torch.dtype) -> tuple[Any, Any]:
-    """5.2 M parameters over a byte-level BPE trained on this file."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    inner = Tokenizer(models.BPE())
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=4096, special_tokens=["</s>"], initial_alphabet=alphabet)
-    inner.train_from_iterator(Path(__file__).read_text().splitlines(), trainer)
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=4096,
-        hidden_size=256,
-        intermediate_size=704,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        max_position_embeddings=2048,
-        eos_token_id=0,
-        bos_token_id=None,
-        initializer_range=0.2,
-    )
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="</s>", pad_token="</s>")
-    return LlamaForCausalLM(config).to(dtype).eval(), tokenizer
+def load(path: Path, dtype: str) -> tuple[Any, Any]:
+    """Return a model and its tokenizer."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
+    return model.eval(), AutoTokenizer.from_pretrained(path)
 
 
 def prompts(count: int, vocab_size: int) -> list[list[int]]:
-    """Random tokens, 16 to 96 a prompt."""
+    """Return prompts of 16 to 96 random tokens."""
     generator = torch.Generator().manual_seed(1)
     lengths = torch.randint(16, 97, (count,), generator=generator).tolist()
     return [torch.randint(300, min(vocab_size, 2000), (n,), generator=generator).tolist() for n in lengths]
@@ -90,7 +52,7 @@ def by_transformers(model: Any, pad: int, many: list[list[int]], new_tokens: int
             ids, attention_mask=mask, max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=False,
             pad_token_id=pad,
         )  # fmt: skip
-    return len(many) * (out.shape[1] - longest)
+    return len(many) * int(out.shape[1] - longest)
 
 
 def by_engine(llm: LLM, many: list[list[int]], params: SamplingParams) -> int:
@@ -102,7 +64,7 @@ def by_engine(llm: LLM, many: list[list[int]], params: SamplingParams) -> int:
 
 
 def ways(model: Any, loaded: LoadedModel, batch: int, new_tokens: int) -> dict[str, Callable[[list[list[int]]], int]]:
-    """What is measured: name -> prompts in, tokens out."""
+    """Return the measured ways: name -> function from prompts to the number of tokens."""
     pad = loaded.vocabulary.stop_token_ids[0]
 
     def llm() -> LLM:
@@ -127,7 +89,7 @@ def measure(
     repeat: int,
     clock: Callable[[], float],
 ) -> dict[str, float]:
-    """Tokens/s, the best of `repeat`; the ways take turns, so that a busy minute hits all of them."""
+    """Return tokens/s, the best of `repeat` runs. The ways take turns, so that a busy minute affects all of them."""
     best = dict.fromkeys(runs, 0.0)
     for round_ in range(repeat + 1):
         for name, run in runs.items():
@@ -140,28 +102,22 @@ def measure(
 
 
 def plot(rows: list[dict[str, Any]], names: list[str], title: str, path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(8, 4.2), layout="constrained")
+    figure, (axis,) = canvas(width=8.0)
     width = 0.8 / len(names)
     for index, name in enumerate(names):
         at = [position + (index - (len(names) - 1) / 2) * width for position in range(len(rows))]
-        bars = axes.bar(at, [row[name] for row in rows], width * 0.92, label=name)
-        axes.bar_label(bars, fmt="%.0f", fontsize=7)
-    axes.set_xticks(range(len(rows)), [f"batch {row['batch']}" for row in rows])
-    axes.set_ylabel("tokens/s")
-    axes.set_title(title, fontsize=10)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=8)
+        bars = axis.bar(at, [row[name] for row in rows], width * 0.92, label=name)
+        axis.bar_label(bars, fmt="%.0f", fontsize=7)
+    axis.set_xticks(range(len(rows)), [f"batch {row['batch']}" for row in rows])
+    axis.set_ylabel("tokens/s")
+    axis.set_title(title, fontsize=10)
+    axis.legend(frameon=False, fontsize=8)
     figure.savefig(path, dpi=140)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="local directory or hub name")
+    parser.add_argument("--model", type=Path, default=checkpoint_path(), help="checkpoint directory")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
@@ -171,7 +127,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    model, tokenizer, name = load(args.model, args.dtype)
+    started_on = machine()
+    model, tokenizer = load(args.model, args.dtype)
+    name = args.model.parent.name if args.model == checkpoint_path() else args.model.name
     loaded = prepare_model(copy.deepcopy(model), tokenizer, name=name)
     clock = time.perf_counter if args.clock == "wall" else time.process_time
     rows: list[dict[str, Any]] = []
@@ -187,25 +145,12 @@ def main() -> None:
         )
     names = [key for key in rows[0] if key != "batch"]
     millions = sum(parameter.numel() for parameter in model.parameters()) / 1e6
-    setting = {
-        "model": name,
-        "parameters_m": round(millions, 2),
-        "dtype": args.dtype,
-        "new_tokens": args.new_tokens,
-        "threads": args.threads,
-        "clock": args.clock,
-        "cpus": os.cpu_count(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
+    setting = vars(args) | {"model": name, "parameters_m": round(millions, 2)}
     title = (
-        f"{name}, {millions:.1f} M parameters, {args.dtype}, {args.new_tokens} new tokens a prompt, "
+        f"{name}, {millions:.1f} M parameters, {args.dtype}, {args.new_tokens} new tokens per prompt, "
         f"CPU, {args.threads} thread(s), {args.clock} clock"
     )
-    args.out.mkdir(exist_ok=True)
-    (args.out / "engine_throughput.json").write_text(
-        json.dumps({"setting": setting, "tokens_per_second": rows}, indent=1) + "\n"
-    )
+    write_json(args.out / "engine_throughput.json", setting, rows, started_on)
     plot(rows, names, title, args.out / "engine_throughput.png")
     print(f"wrote {args.out / 'engine_throughput.json'} and .png")
 

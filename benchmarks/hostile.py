@@ -1,15 +1,16 @@
-"""Hostile inputs through the HTTP server, beside steady good traffic: `python -m benchmarks.hostile`.
+"""Send hostile inputs to the HTTP server beside steady good traffic: `python -m benchmarks.hostile`.
 
-Every input of `--data` (see `benchmarks/chaos/hostile_inputs.py`; a file that you trust: some payloads are Python
-expressions) is sent with every backend that has its kind, and with "auto", `--at-a-time` of them, in blocks; between
-blocks it is calm. Good clients ask all the while, streamed: plain and constrained, on every backend. Reported: what was
-decided beside what is listed, and how long that took; good requests that were disturbed; the time between two chunks of
-the good streams (ITL), calm and not; actors and engines that had to be started again.
+Every input of `--data` is sent with "auto" and with every backend that supports its kind, `--at-a-time` of them, in
+blocks with calm periods between them. (See `benchmarks/chaos/hostile_inputs.py`. Use only a file that you trust: some
+payloads are Python expressions.) Good clients send streamed requests during the whole run, with and without
+constraints, on every backend. Reported are: the decision on each input beside the expected one, and the time that it
+took; good requests that failed; the time between two chunks of the good streams (ITL) in calm and in hostile periods;
+restarts of actors and engines.
 
-Exit status 1 where an input was decided otherwise than listed (refused because a backend can't enforce it is always
-fine), took longer than `--budget` and `--slack` seconds, or was answered with an internal error; where a good request
-was disturbed (without replays: other than by an actor that died); where the ITL's 99th percentile is more than
-`--ratio` times the calm one; or where an engine died. Writes hostile.{json,png}.
+The exit status is 1 after a violation: a decision differs from the expected one (a rejection because the backend can't
+enforce the input is always correct), takes longer than `--budget` plus `--slack` seconds, or is an internal error; a
+good request fails (without replays: for another reason than the death of an actor); the 99th percentile of the ITL is
+more than `--ratio` times that of the calm periods; or an engine dies. Writes hostile.{json,png}.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from benchmarks.chaos.checks import Judge
 from benchmarks.chaos.client import Answer, ask
 from benchmarks.chaos.decisions import Case, decided, describe, problem
 from benchmarks.chaos.load import Load, client_for, ended
-from benchmarks.chaos.reference import undisturbed
+from benchmarks.chaos.reference import reference_outputs
 from benchmarks.chaos.server import Server, default_vocabulary, running_server
 from benchmarks.chaos.traffic import Mix, Request, Traffic
 from benchmarks.chaos.watch import Watch, watching
@@ -45,31 +46,31 @@ GOOD = Mix(streamed=1.0, several=0.0, leaving=0.0, stalling=0.0)
 
 @dataclass
 class Side:
-    """One server's run."""
+    """The run against one server."""
 
     max_replays: int
     cases: list[Case]
     load: Load
     watch: Watch
     calm_gaps: list[float] = field(default_factory=list)
-    """Seconds between two chunks of a good stream while nothing hostile was under way."""
+    """Seconds between two chunks of a good stream in calm periods."""
     hostile_gaps: list[float] = field(default_factory=list)
     tracebacks: int = 0
 
     @property
     def restarts(self) -> int:
-        """Of mask actors."""
+        """Number of mask actor restarts."""
         return sum(actor["restarts"] for actor in self.watch.actors())
 
     @property
     def ratio(self) -> float:
-        """99th percentile of the gaps, beside hostile requests : calm."""
+        """99th percentile of the gaps in hostile periods, divided by that of the calm ones."""
         calm, hostile = (np.percentile(gaps or [np.nan], 99) for gaps in (self.calm_gaps, self.hostile_gaps))
         return float(hostile / calm)
 
 
 class Clock:
-    """When hostile requests were under way."""
+    """The periods with hostile requests in flight."""
 
     def __init__(self) -> None:
         self._spans: list[list[float]] = []
@@ -81,7 +82,7 @@ class Clock:
         self._spans[-1][1] = time.monotonic()
 
     def divide(self, gaps: Iterable[tuple[float, float]], side: Side) -> None:
-        """Each (from, to) to the calm or the hostile ones of `side`; those on an edge to neither."""
+        """Add each (start, end) to the calm or hostile gaps of `side`, or to neither if it overlaps an edge."""
         for before, after in gaps:
             if any(start <= before and after <= end for start, end in self._spans):
                 side.hostile_gaps.append(after - before)
@@ -89,21 +90,21 @@ class Clock:
                 side.calm_gaps.append(after - before)
 
 
-async def attacked(server: Server, options: argparse.Namespace, cases: Sequence[Case], replays: int) -> Side:
-    """All cases against a server that is up, beside good traffic."""
+async def run_cases(server: Server, options: argparse.Namespace, cases: Sequence[Case], replays: int) -> Side:
+    """Send all cases to a running server, beside good traffic."""
     judge = Judge(default_vocabulary())
     gaps: list[tuple[float, float]] = []
 
-    def heard(request: Request, answer: Answer) -> None:
+    def note_gaps(request: Request, answer: Answer) -> None:
         gaps.extend(itertools.pairwise(answer.arrivals))
 
     async with client_for(server.url, options.good + options.at_a_time + 32) as http:
-        judge.references = await undisturbed(http, judge, options.limit)
-        load = Load(http, judge, options.limit, heard=heard)
+        judge.references = await reference_outputs(http, judge, options.limit)
+        load = Load(http, judge, options.limit, on_answer=note_gaps)
         watch, clock, over = Watch(server), Clock(), asyncio.Event()
         side = Side(replays, [], load, watch)
         look = asyncio.create_task(watching(watch, http))
-        busy = asyncio.create_task(load.run(Traffic(options.seed, GOOD), options.good, lambda: not over.is_set()))
+        good = asyncio.create_task(load.run(Traffic(options.seed, GOOD), options.good, lambda: not over.is_set()))
         slots = asyncio.Semaphore(options.at_a_time)
 
         async def settle(case: Case, bar: Any) -> None:
@@ -120,7 +121,7 @@ async def attacked(server: Server, options: argparse.Namespace, cases: Sequence[
                 clock.end()
                 await asyncio.sleep(options.calm)
         over.set()
-        await busy
+        await good
         look.cancel()
         await ended(look)
     clock.divide(gaps, side)
@@ -129,13 +130,13 @@ async def attacked(server: Server, options: argparse.Namespace, cases: Sequence[
 
 
 def violations(side: Side, options: argparse.Namespace) -> list[str]:
-    """What must not be, a line each."""
+    """Return the violations, one line each."""
     limit = options.budget + options.slack
     found = [f"{case.name}: {wrong}" for case in side.cases if (wrong := problem(case, limit)) is not None]
-    found += [record.describe() for record in side.load.shameful()]
+    found += [record.describe() for record in side.load.violations()]
     excused = {"worker_died"} if side.max_replays == 0 and side.restarts else set()
     lost = [each for each in side.load.good if each.verdict.outcome in ("failed", "refused")]
-    found += [f"good, and {each.describe()}" for each in lost if each.verdict.cause not in excused]
+    found += [f"good {each.describe()}" for each in lost if each.verdict.cause not in excused]
     if side.watch.deaths:
         found.append("the engine or the server died")
     if side.ratio > options.ratio:
@@ -145,25 +146,18 @@ def violations(side: Side, options: argparse.Namespace) -> list[str]:
 
 def summary(side: Side) -> dict[str, Any]:
     good = side.load.good
-    rows = [
-        {
-            "input": case.entry.id,
-            "kind": case.entry.kind,
-            "backend": case.backend,
-            "listed": case.entry.expected,
-            "bounded": case.entry.bounded,
-            "decided": decided(case),
-            "seconds": round(case.slowest, 3),
-            "requests": len(case.answers),
-            "codes": dict(Counter(str(answer.error["code"]) for answer in case.answers if answer.error)),
-        }
-        for case in side.cases
-    ]
+    rows: dict[str, dict[str, Any]] = {}
+    for case in side.cases:
+        entry = case.entry
+        listed = {"input": entry.id, "kind": entry.kind, "listed": entry.expected, "bounded": entry.bounded}
+        row = rows.setdefault(entry.id, {**listed, "decided": {}, "seconds": {}})
+        row["decided"][case.backend] = decided(case)
+        row["seconds"][case.backend] = round(case.slowest, 3)
     return {
         "max_replays": side.max_replays,
         "inputs": len({case.entry.id for case in side.cases}),
         "cases": len(side.cases),
-        "decided": dict(Counter(row["decided"] for row in rows)),
+        "decided": dict(Counter(decided(case) for case in side.cases)),
         "slowest_seconds": round(max(case.slowest for case in side.cases), 3),
         "good": len(good),
         "good_by_outcome": dict(Counter(each.verdict.outcome for each in good)),
@@ -174,18 +168,18 @@ def summary(side: Side) -> dict[str, Any]:
         "actor_restarts": side.restarts,
         "engine_restarts": side.watch.deaths,
         "tracebacks_in_the_log": side.tracebacks,
-        "rows": rows,
+        "rows": list(rows.values()),
     }
 
 
 def show(side: Side, result: dict[str, Any], limit: float) -> None:
-    """The tables."""
+    """Print the tables."""
     by_input: dict[str, dict[str, Any]] = {}
     for case in sorted(side.cases, key=lambda case: case.order):
         listed = f"{case.entry.expected}{' or not' if case.entry.bounded else ''}"
         row = by_input.setdefault(case.entry.id, {"input": case.entry.id, "kind": case.entry.kind, "listed": listed})
         row[case.backend] = describe(case) + ("" if problem(case, limit) is None else " (!)")
-    print(f"\nmax_replays {side.max_replays}; seconds until it was decided; (!): must not be\n")
+    print(f"\nmax_replays {side.max_replays}; seconds until the decision; (!): violation\n")
     print_table(
         by_input.values(), {"input": "input", "kind": "kind", "listed": "listed", **{name: name for name in COLUMNS}}
     )
@@ -219,10 +213,10 @@ def plot(sides: Sequence[Side], path: Path, title: str, limit: float) -> None:
     axes[0].axhline(limit, color="black", linewidth=0.8, linestyle="--")
     axes[0].set_yscale("log")
     axes[0].set_xticks(range(len(COLUMNS)), COLUMNS, fontsize=8)
-    axes[0].set_title("seconds until an input was decided", fontsize=9)
+    axes[0].set_title("seconds until the decision", fontsize=9)
     axes[0].legend(fontsize=8, frameon=False)
     for side in sides:
-        for name, gaps in (("calm", side.calm_gaps), ("beside hostile ones", side.hostile_gaps)):
+        for name, gaps in (("calm", side.calm_gaps), ("hostile period", side.hostile_gaps)):
             label = f"{name}, max_replays {side.max_replays}"
             axes[1].plot(np.sort(gaps) * 1e3, np.linspace(0, 1, len(gaps)), linewidth=1.2, label=label)
     axes[1].set_xscale("log")
@@ -230,14 +224,14 @@ def plot(sides: Sequence[Side], path: Path, title: str, limit: float) -> None:
     axes[1].set_ylim(0.01, 0.9995)
     axes[1].axhline(0.99, color="black", linewidth=0.8, linestyle="--")
     axes[1].set_xlabel("ms")
-    axes[1].set_title("share of good streams' gaps below", fontsize=9)
+    axes[1].set_title("cumulative share of the good streams' gaps", fontsize=9)
     axes[1].legend(fontsize=8, frameon=False)
     figure.suptitle(title, fontsize=10)
     figure.savefig(path, dpi=130)
 
 
 def cases_of(options: argparse.Namespace) -> list[Case]:
-    """Every input with every backend that has its kind."""
+    """Return every input with every backend that supports its kind."""
     found: list[Case] = []
     for entry in hostile_inputs.read(options.data):
         if options.only and entry.id not in options.only:
@@ -248,28 +242,28 @@ def cases_of(options: argparse.Namespace) -> list[Case]:
                 found.append(Case(len(found), entry, backend, requests))
     for case in found:
         for request in case.requests:
-            assert request.content  # encoded now, not beside the good streams
+            assert request.content  # encodes it now, before the measurement
     return found
 
 
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=hostile_inputs.DATA)
-    parser.add_argument("--max-replays", type=int, nargs="+", default=[0, 2], help="a run each")
+    parser.add_argument("--max-replays", type=int, nargs="+", default=[0, 2], help="one run per value")
     parser.add_argument("--backend", nargs="+", choices=COLUMNS, default=list(COLUMNS))
     parser.add_argument("--only", nargs="+", help="ids of inputs")
-    parser.add_argument("--at-a-time", type=int, default=1, help="hostile inputs under way")
-    parser.add_argument("--flood", type=int, default=1000, help="requests of an input that is a flood of them, at most")
-    parser.add_argument("--good", type=int, default=16, help="good requests under way")
+    parser.add_argument("--at-a-time", type=int, default=1, help="hostile inputs in flight")
+    parser.add_argument("--flood", type=int, default=1000, help="maximum requests of an input that is a stream of them")
+    parser.add_argument("--good", type=int, default=16, help="good requests in flight")
     parser.add_argument("--actors", type=int, default=2)
-    parser.add_argument("--block", type=int, default=40, help="inputs between two calm times")
+    parser.add_argument("--block", type=int, default=40, help="inputs between two calm periods")
     parser.add_argument("--calm", type=float, default=6.0, help="seconds of calm after each block")
-    parser.add_argument("--budget", type=float, default=10.0, help="seconds that a compilation may take")
-    parser.add_argument("--slack", type=float, default=3.0, help="seconds for everything else until the decision")
-    parser.add_argument("--limit", type=float, default=120.0, help="seconds after which a request is hung")
-    parser.add_argument("--ratio", type=float, default=1.5, help="of the ITL's 99th percentiles, at most")
+    parser.add_argument("--budget", type=float, default=10.0, help="seconds for a compilation")
+    parser.add_argument("--slack", type=float, default=3.0, help="seconds for everything else before the decision")
+    parser.add_argument("--limit", type=float, default=120.0, help="seconds after which a request counts as hung")
+    parser.add_argument("--ratio", type=float, default=1.5, help="maximum ratio of the ITL's 99th percentiles")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--log", type=Path, help="where the server's output goes; default: a temporary file")
+    parser.add_argument("--log", type=Path, help="file for the server's output; default: a temporary file")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     if not options.data.exists():
@@ -287,18 +281,17 @@ def main() -> None:
             arguments = ["--num-actors", str(options.actors), "--log-level", "warning"]
             arguments += ["--max-replays", str(replays)] if replays else []
             with running_server(*arguments, log=options.log) as server:
-                sides.append(asyncio.run(attacked(server, options, cases, replays)))
+                sides.append(asyncio.run(run_cases(server, options, cases, replays)))
             wrong += violations(sides[-1], options)
     results = [summary(side) for side in sides]
     for side, result in zip(sides, results, strict=True):
         show(side, result, options.budget + options.slack)
-    setting = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
-    write_json(options.out / "hostile.json", setting, {"runs": results, "violations": wrong}, started_on)
+    write_json(options.out / "hostile.json", vars(options), {"runs": results, "violations": wrong}, started_on)
     title = f"{results[0]['inputs']} hostile inputs, {options.at_a_time} at a time, beside {options.good} good streams"
     plot(sides, options.out / "hostile.png", title, options.budget + options.slack)
     print(f"wrote {options.out / 'hostile.json'} and .png")
     for line in wrong:
-        print(f"MUST NOT BE: {line}")
+        print(f"VIOLATION: {line}")
     raise SystemExit(1 if wrong else 0)
 
 

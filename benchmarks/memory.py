@@ -1,17 +1,18 @@
-"""What each megabyte is for: `python -m benchmarks.memory`.
+"""Measure what the processes use memory for: `python -m benchmarks.memory`.
 
-Three measurements, each in processes of its own:
+Three measurements, each in its own processes:
 
 - **Processes.** A Ray pool for the real vocabulary of 131,072 tokens, and the server's engine with the embedded model
-  (2,048 tokens): PSS, USS and RSS of the engine's process, of each mask actor, the compile actor, its template and
-  processes, and Ray's own, idle; and the shared segments, before and after 64 sequences were filled.
-- **A mask actor, part by part**, without a cluster: the interpreter, Ray's worker library, our modules, the vocabulary;
-  then, for each backend in a process of its own, its library, its tables of the vocabulary, grammars (real schemas from
-  `--data`, loaded as an actor loads them, beside what the pool's cache weighs them with) and open sequences.
+  (2,048 tokens): PSS, USS and RSS of the idle engine process, mask actors, compile actor, compile template, compile
+  processes and Ray's processes; and the shared segments before and after 64 sequences were filled.
+- **A mask actor, part by part**, without a cluster: the interpreter, Ray's worker library, our modules, the vocabulary.
+  Then, per backend in a separate process: its library, its tables of the vocabulary, grammars and open sequences.
+  Grammars are real schemas from `--data`, loaded as an actor loads them, and compared with the size that the pool's
+  cache assumes.
 - **The engine's process, part by part.**
 
-Parts are anonymous memory (the process's alone), after the C library gave back what it could; `files` is code and data
-that is mapped from files and may be shared; `slack` is what the C library held beside that. Writes
+Parts are anonymous memory (the process's own) after the C library has returned free memory. `files` is code and data
+mapped from files, which may be shared. `slack` is free memory that the C library held. Writes
 benchmarks/results/memory.{json,png}.
 """
 
@@ -32,9 +33,9 @@ from typing import Any
 
 from tqdm import tqdm
 
-from actors.compile_process import Outcome
-from actors.compile_queue import Job
-from actors.compiler import Compiler
+from actors.compile.compiler import CompileJob, Compiler
+from actors.compile.process import CompileResult
+from benchmarks.child_process import SINGLE_THREADED, log_tail
 from benchmarks.peers.rows import Document
 from benchmarks.report import RESULTS, ROOT, canvas, fail, machine, print_table, write_json
 from benchmarks.workload import DATA, Tokens, documents
@@ -46,7 +47,7 @@ from guided.vocabulary import Vocabulary
 PROCESSES = {
     "vocabulary": "vocabulary",
     "role": "process",
-    "count": "how many",
+    "count": "count",
     "pss": "PSS each",
     "uss": "USS",
     "rss": "RSS",
@@ -57,13 +58,13 @@ PARTS = {
     "files": "files MiB",
     "slack": "slack MiB",
     "each": "each KiB",
-    "weighed": "cache weighs KiB",
-    "loaded": "brings along",
+    "weighed": "cache assumes KiB",
+    "loaded": "imports",
 }
 
 
 def compiled(vocabulary: Vocabulary, drawn: Sequence[Document], count: int, bar: tqdm[Any]) -> list[dict[str, Any]]:
-    """Up to `count` grammars of each backend, as a compile process hands them over, with a text for each."""
+    """Return up to `count` grammars per backend, serialized as a compile process sends them, and a text for each."""
     compiler = Compiler(vocabulary, CompileLimits())
     found = []
     try:
@@ -71,7 +72,7 @@ def compiled(vocabulary: Vocabulary, drawn: Sequence[Document], count: int, bar:
             have = 0
             for document in drawn:
                 constraint = Constraint.json_schema(document.schema)
-                future: Future[Outcome] = compiler.submit(Job(constraint, [name]))
+                future: Future[CompileResult] = compiler.submit(CompileJob(constraint, [name]))
                 outcome = future.result()
                 if outcome.error is None:
                     grammar = {"backend": name, "constraint": constraint, "tokens": list(document.tokens)}
@@ -85,20 +86,19 @@ def compiled(vocabulary: Vocabulary, drawn: Sequence[Document], count: int, bar:
     return found
 
 
-def told(module: str, *arguments: str) -> list[dict[str, Any]]:
-    """What a process of ours said, line by line."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+def run_part(module: str, *arguments: str) -> list[dict[str, Any]]:
+    """Run a module of `benchmarks.memory_processes` and return its lines of JSON."""
+    environment = {**os.environ, **SINGLE_THREADED}
     with tempfile.TemporaryFile() as log:
-        command = [sys.executable, "-m", f"benchmarks.megabytes.{module}", *arguments]
+        command = [sys.executable, "-m", f"benchmarks.memory_processes.{module}", *arguments]
         ended = subprocess.run(command, stdout=subprocess.PIPE, stderr=log, cwd=ROOT, env=environment, check=False)
         if ended.returncode:
-            log.seek(0)
-            fail(f"{module} ended with status {ended.returncode}: {log.read().decode('utf-8', 'replace')[-1000:]}")
+            fail(f"{module} ended with status {ended.returncode}: {log_tail(log, 1000)}")
     return [json.loads(line) for line in ended.stdout.splitlines()]
 
 
 def by_role(vocabulary: str, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One line a kind of process, means of its processes, and one for all."""
+    """Return one line per kind of process with the mean of its processes, and one for all."""
     roles = list(dict.fromkeys(row["role"] for row in rows))
     lines = []
     for role in roles:
@@ -110,7 +110,7 @@ def by_role(vocabulary: str, rows: Sequence[dict[str, Any]]) -> list[dict[str, A
 
 
 def parts(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The table of one process: what is one of many also each."""
+    """Return the table of one process. Parts that consist of several objects also have the size of one."""
     rows = []
     seen: set[str] = set()
     for line in lines:
@@ -126,7 +126,7 @@ def parts(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def plot(shown: dict[str, list[dict[str, Any]]], path: Path) -> None:
-    """The parts of each process, stacked."""
+    """Draw the parts of each process, stacked."""
     figure, axes = canvas(1, width=11.0, height=0.7 * len(shown) + 2.6)
     axis = axes[0]
     import matplotlib
@@ -149,7 +149,7 @@ def plot(shown: dict[str, list[dict[str, Any]]], path: Path) -> None:
     axis.invert_yaxis()
     axis.grid(visible=True, axis="x", alpha=0.3)
     axis.set_xlabel("MiB, anonymous")
-    axis.set_title("What a process's own memory is for", fontsize=10)
+    axis.set_title("Anonymous memory of a process, by part", fontsize=10)
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=3, frameon=False, fontsize=7)
     figure.savefig(path, dpi=130)
 
@@ -157,9 +157,14 @@ def plot(shown: dict[str, list[dict[str, Any]]], path: Path) -> None:
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--actors", type=int, default=2)
-    parser.add_argument("--grammars", type=int, default=8, help="real schemas compiled for each backend, and one more")
-    parser.add_argument("--max-schema", type=int, default=500, help="characters; some libraries take minutes for more")
-    parser.add_argument("--sequences", type=int, default=64, help="opened for each backend")
+    parser.add_argument("--grammars", type=int, default=8, help="real schemas per backend, plus one")
+    parser.add_argument(
+        "--max-schema",
+        type=int,
+        default=500,
+        help="maximum characters of a schema; some libraries need minutes for larger ones",
+    )
+    parser.add_argument("--sequences", type=int, default=64, help="open sequences per backend")
     parser.add_argument("--data", type=Path, default=DATA, help="JSON lines of schemas with instances")
     parser.add_argument("--out", type=Path, default=RESULTS)
     return parser.parse_args()
@@ -181,13 +186,13 @@ def main() -> None:
         for name in BACKENDS:
             bar.set_description(f"a mask actor, {name}")
             Path(grammars_file).write_bytes(pickle.dumps([one for one in grammars if one["backend"] == name]))
-            workers[name] = told("worker", vocabulary_file, grammars_file, str(options.sequences))
+            workers[name] = run_part("mask_actor", vocabulary_file, grammars_file, str(options.sequences))
         small = [{**one, "tokens": []} for one in grammars if one["backend"] == "llguidance"]
         pools = {}
         for name, which in (("131,072 tokens", vocabulary_file), ("2,048, with the model", "default")):
             bar.set_description(f"a pool, {name}")
             Path(grammars_file).write_bytes(pickle.dumps(grammars if which != "default" else small))
-            pools[name] = told("owner", which, grammars_file, str(options.actors))
+            pools[name] = run_part("engine_process", which, grammars_file, str(options.actors))
     lines = [
         line
         for name, said in pools.items()
@@ -206,10 +211,8 @@ def main() -> None:
         for part, found in when.items():
             each = "; ".join(f"{one['taken']:.2f} of {one['reserved']:.2f} MiB" for one in found)
             print(f"segments, {name}, {part}: {each}")
-    setting = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
-    setting["data"] = options.data.name
     results = {"processes": lines, "parts": shown, "segments": held}
-    write_json(options.out / "memory.json", setting, results, started_on)
+    write_json(options.out / "memory.json", vars(options), results, started_on)
     plot(shown, options.out / "memory.png")
     print(f"wrote {options.out / 'memory.json'} and .png")
 

@@ -1,4 +1,4 @@
-"""What all benchmarks share: how a result is written down, and how one refuses to start."""
+"""Tables, result files and pictures of all benchmarks."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ LIBRARIES = ("torch", "llguidance", "xgrammar", "outlines_core", "lm-format-enfo
 
 
 def fail(message: str) -> NoReturn:
-    """End with one line and exit status 2: what the user gave can't be used."""
+    """Print one line and exit with status 2: an argument can't be used."""
     print(f"{_name()}: {message}", file=sys.stderr)
     raise SystemExit(2)
 
 
 def _name() -> str:
-    """Of the benchmark that runs: a file, or a folder with a `__main__.py`."""
+    """Return the name of the running benchmark: a file, or a folder with a `__main__.py`."""
     path = Path(sys.argv[0])
     return path.parent.name if path.stem == "__main__" else path.stem
 
 
 def percentiles(values: Sequence[float], scale: float = 1e3) -> dict[str, float]:
-    """p50, p90, p99 and mean of seconds, in milliseconds."""
+    """Return p50, p90, p99 and mean of times in seconds, as milliseconds."""
     if not values:
         return {}
     scaled = np.asarray(values) * scale
@@ -43,7 +43,7 @@ def percentiles(values: Sequence[float], scale: float = 1e3) -> dict[str, float]
 
 
 def machine() -> dict[str, Any]:
-    """Where this runs, and how busy it is."""
+    """Describe this machine: processor, library versions, load average."""
     versions: dict[str, str] = {}
     for name in LIBRARIES:
         try:
@@ -67,10 +67,11 @@ def _processor() -> str:
 
 
 def write_json(path: Path, setting: Mapping[str, Any], results: Any, started_on: Mapping[str, Any]) -> None:
-    """Write one benchmark's result.
+    """Write the result of a benchmark as JSON.
 
     Args:
-        started_on: `machine()` as it was before the measurement.
+        setting: the benchmark's options.
+        started_on: `machine()` before the measurement.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     arguments = [_portable(argument) for argument in sys.argv[1:]]
@@ -81,22 +82,39 @@ def write_json(path: Path, setting: Mapping[str, Any], results: Any, started_on:
         "setting": {name: _portable(value) for name, value in setting.items()},
         "results": results,
     }
-    path.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n")
+    path.write_text(_as_text(document) + "\n")
+
+
+def _as_text(value: Any, indent: str = "") -> str:
+    """Return JSON in which lists and objects of plain values take one line."""
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    if not any(isinstance(part, dict | list | tuple) for part in parts):
+        return json.dumps(value, ensure_ascii=False)
+    inner = indent + " "
+    lines = [_as_text(part, inner) for part in parts]
+    if isinstance(value, dict):
+        lines = [
+            f"{json.dumps(str(name), ensure_ascii=False)}: {line}" for name, line in zip(value, lines, strict=True)
+        ]
+    left, right = "{}" if isinstance(value, dict) else "[]"
+    return f"{left}\n{inner}" + f",\n{inner}".join(lines) + f"\n{indent}{right}"
 
 
 def _portable(value: Any) -> Any:
-    """A value without the folders of this machine, which say nothing to a reader elsewhere."""
-    if not isinstance(value, str | Path) or not Path(value).is_absolute():
+    """Replace absolute paths, which mean nothing on another machine."""
+    if not isinstance(value, str | Path):
         return value
     path = Path(value)
+    if not path.is_absolute():
+        return str(value)
     return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else f"DIR/{path.name}"
 
 
 def print_table(rows: Iterable[Mapping[str, Any]], columns: Mapping[str, str]) -> None:
-    """Print rows under headings.
+    """Print rows below headings.
 
     Args:
-        columns: key of a row -> heading. A blank line separates rows whose first columns differ.
+        columns: key of a row -> heading.
     """
     cells = [[_text(row.get(key)) for key in columns] for row in rows]
     widths = [max(map(len, column)) for column in zip(columns.values(), *cells, strict=True)]
@@ -114,7 +132,7 @@ def _text(value: Any) -> str:
 
 
 def canvas(columns: int = 1, width: float = 6.0, height: float = 4.2, **options: Any) -> tuple[Any, list[Any]]:
-    """A figure and its axes, side by side, without a screen."""
+    """Return a figure and its axes, side by side, for a file."""
     import matplotlib
 
     matplotlib.use("Agg")

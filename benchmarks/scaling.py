@@ -1,8 +1,8 @@
-"""How masks scale: with actors, with the batch, with the vocabulary: `python -m benchmarks.scaling`.
+"""Measure how masks scale with the number of actors, the batch and the vocabulary: `python -m benchmarks.scaling`.
 
-Actors: masks a second of the Ray pool, batch after batch with no forward pass between them, for 1, 2, 4, ... actors as
-far as there are cores. Batch and vocabulary: the step beside a simulated forward pass (see benchmarks.step_overhead),
-for vocabularies of 4,096 tokens (trained here on the data), 32,000 and 131,072 (mistral_common's). Rows follow real
+Actors: masks per second of the Ray pool for 1, 2, 4, ... actors, at most one per core. Steps follow each other without
+a forward pass. Batch and vocabulary: the step with a simulated forward pass (see benchmarks.step_overhead), for
+vocabularies of 4,096 tokens (trained here on the data), 32,000 and 131,072 (mistral_common's). Rows follow real
 instances of real schemas. Writes benchmarks/results/scaling.{json,png}.
 """
 
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from benchmarks.contest import Contest, Entry
+from benchmarks.comparison import Candidate, Comparison
 from benchmarks.peers.loop import Samples
 from benchmarks.report import RESULTS, canvas, fail, machine, percentiles, print_table, write_json
 from benchmarks.workload import DATA, Tokens, documents
@@ -31,7 +31,7 @@ SLOW = ("outlines", "lm-format-enforcer")
 
 @contextmanager
 def vocabulary(name: str, data: Path) -> Iterator[Tokens]:
-    """One of `VOCABULARIES`; what is made for it lies in a temporary folder."""
+    """Return one of `VOCABULARIES`. A trained one is in a temporary folder."""
     if name == "131k":
         yield Tokens.tekken()
     elif name == "32k":
@@ -41,52 +41,52 @@ def vocabulary(name: str, data: Path) -> Iterator[Tokens]:
             yield Tokens.trained(data, 4096, Path(folder) / "tokenizer.json")
 
 
-def ours(label: str, actors: int) -> Entry:
-    return Entry(label, "ray", frozenset(BACKENDS), options={"actors": actors, "compile_seconds": 2.0})
+def ours(label: str, actors: int) -> Candidate:
+    return Candidate(label, "ray", frozenset(BACKENDS), options={"actors": actors, "compile_seconds": 2.0})
 
 
 def by_actors(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Masks a second, for each backend."""
-    entries = [ours(f"{count}", count) for count in options.actors]
+    """Measure masks per second, for each backend and number of actors."""
+    candidates = [ours(f"{count}", count) for count in options.actors]
     rows: list[dict[str, Any]] = []
     with (
         vocabulary("131k", options.data) as tokens,
-        Contest(entries, tokens) as contest,
+        Comparison(candidates, tokens) as comparison,
         tqdm(unit=" steps", disable=None) as bar,
     ):
         for backend in options.backend:
             batch = options.slow_batch if backend in SLOW else options.batch
             drawn = documents(options.data, tokens, batch, max_schema=MAX_SCHEMA[backend])
-            able, usable = contest.load(backend, drawn)
+            able, usable = comparison.load(backend, drawn)
             if not usable:
                 continue
             bar.set_description(f"actors, {backend}")
-            race = contest.race(able, usable, batch, 0.0)
-            found = race.run(options.steps // 4 if backend in SLOW else options.steps, options.rounds, bar)
+            measurement = comparison.start(able, usable, batch, 0.0)
+            found = measurement.run(options.steps // 4 if backend in SLOW else options.steps, options.rounds, bar)
             first: float | None = None
-            for entry in able:
-                samples = found[entry.label]
-                # Without the kernel, which a GPU would do.
+            for candidate in able:
+                samples = found[candidate.label]
+                # Without the kernel, which would run on a GPU.
                 seconds = np.asarray(samples.step) - np.asarray(samples.kernel)
                 rate = batch / float(seconds.mean())
                 first = first or rate
-                row = {"backend": backend, "batch": batch, "actors": int(entry.label), "masks_per_second": rate}
+                row = {"backend": backend, "batch": batch, "actors": int(candidate.label), "masks_per_second": rate}
                 rows.append({**row, "times_one": rate / first, **spread(samples)})
     return rows
 
 
 def by_batch(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Steps beside a forward pass, for each vocabulary and batch."""
+    """Measure steps with a forward pass, for each vocabulary and batch."""
     rows: list[dict[str, Any]] = []
     for name in options.vocabulary:
-        with vocabulary(name, options.data) as tokens, Contest([ours("ours", 2)], tokens) as contest:
+        with vocabulary(name, options.data) as tokens, Comparison([ours("ours", 2)], tokens) as comparison:
             drawn = documents(options.data, tokens, 128, max_schema=4000, lengths=(24, 600))
-            able, usable = contest.load("llguidance", drawn)
+            able, usable = comparison.load("llguidance", drawn)
             with tqdm(unit=" steps", disable=None) as bar:
                 for batch in options.batches:
                     bar.set_description(f"{name} tokens, batch {batch}")
-                    race = contest.race(able, usable, batch, options.forward_ms / 1e3)
-                    samples = race.run(options.steps, 1, bar)["ours"]
+                    measurement = comparison.start(able, usable, batch, options.forward_ms / 1e3)
+                    samples = measurement.run(options.steps, 1, bar)["ours"]
                     row = {"vocabulary": name, "tokens": tokens.width, "batch": batch}
                     rows.append({**row, **spread(samples)})
     return rows
@@ -113,7 +113,7 @@ def plot(actors: list[dict[str, Any]], batches: list[dict[str, Any]], path: Path
         axes[1].plot(
             at, [row["kernel_p50"] for row in mine], ":", color=line.get_color(), label=f"{name}: kernel (CPU)"
         )
-    axes[1].set(xscale="log", yscale="log", xlabel="batch", ylabel="ms a step, p50")
+    axes[1].set(xscale="log", yscale="log", xlabel="batch", ylabel="ms per step, p50")
     axes[1].set_title(f"llguidance, {forward_ms:g} ms forward pass, 2 actors", fontsize=10)
     axes[0].title.set_fontsize(10)
     for axis in axes:
@@ -127,22 +127,22 @@ def parsed() -> argparse.Namespace:
     default = [count for count in (1, 2, 4, 8) if count <= max(2, cores)]
     parser.add_argument("--actors", type=int, nargs="+", default=default)
     parser.add_argument("--backend", nargs="*", choices=BACKENDS, default=["llguidance", "xgrammar", *SLOW[1:]])
-    parser.add_argument("--batch", type=int, default=64, help="for the actors")
-    parser.add_argument("--slow-batch", type=int, default=32, help="the same, for the slow backends")
+    parser.add_argument("--batch", type=int, default=64, help="of the measurement by actors")
+    parser.add_argument("--slow-batch", type=int, default=32, help="the same for the slow backends")
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 8, 32, 64, 128, 256, 512])
     parser.add_argument("--vocabulary", nargs="*", choices=VOCABULARIES, default=list(VOCABULARIES))
-    parser.add_argument("--forward-ms", type=float, default=15.0, help="what the simulated forward pass takes")
+    parser.add_argument("--forward-ms", type=float, default=15.0, help="duration of the simulated forward pass")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--data", type=Path, default=DATA, help="JSON lines of schemas with instances")
     parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--quick", action="store_true", help="a minute: llguidance, two batches, two vocabularies")
+    parser.add_argument("--quick", action="store_true", help="run a minute: llguidance, two batches, two vocabularies")
     options = parser.parse_args()
     if options.quick:
         options.backend, options.batches, options.vocabulary = ["llguidance"], [1, 16], ["4k", "131k"]
         options.batch, options.steps, options.rounds = 16, 20, 2
     if min([*options.actors, *options.batches, options.batch], default=1) < 1:
-        fail("--actors, --batch and --batches take numbers from 1 on")
+        fail("--actors, --batch and --batches must be at least 1")
     return options
 
 
@@ -152,14 +152,12 @@ def main() -> None:
     actors = by_actors(options) if options.backend else []
     batches = by_batch(options)
     columns = {"backend": "backend", "batch": "batch", "actors": "actors", "masks_per_second": "masks/s"}
-    print_table(actors, {**columns, "times_one": "times one actor's", "step_p50": "step p50", "step_p99": "p99"})
+    print_table(actors, {**columns, "times_one": "relative to one", "step_p50": "step p50", "step_p99": "p99"})
     print()
     columns = {"vocabulary": "vocabulary", "batch": "batch", "step_p50": "step p50", "step_p99": "p99"}
     more = {"exposed_p50": "exposed p50", "exposed_p99": "p99", "hidden_p50": "hidden p50", "kernel_p50": "kernel p50"}
     print_table(batches, {**columns, **more, "cpu_p50": "CPU p50"})
-    setting = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
-    setting["data"] = options.data.name
-    write_json(options.out / "scaling.json", setting, {"actors": actors, "batches": batches}, started_on)
+    write_json(options.out / "scaling.json", vars(options), {"actors": actors, "batches": batches}, started_on)
     plot(actors, batches, options.out / "scaling.png", options.forward_ms, started_on["cpus"])
     print(f"wrote {options.out / 'scaling.json'} and .png")
 

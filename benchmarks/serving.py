@@ -1,9 +1,9 @@
-"""Guided requests through the HTTP server: `python -m benchmarks.serving [MODEL]`.
+"""Measure what guided requests cost at the HTTP server: `python -m benchmarks.serving [MODEL]`.
 
-Clients on this machine (which take their share of its cores) keep `--concurrency` streamed chat requests under way;
-none, half or all of them are guided by JSON Schemas (16 different ones), and every answer has the same number of
-tokens. The shares take turns on one server a pool. Reported: requests/s, time to first token (TTFT), time per output
-token after it (TPOT) and the time between two chunks of a stream (ITL). Writes
+Clients keep `--concurrency` streamed chat requests in flight. They run on the same machine and share its cores. None,
+half or all of the requests have a JSON Schema (16 different ones), and every answer has the same number of tokens.
+There is one server per pool, on which the shares take turns. Reported are requests/s, time to first token (TTFT), time
+per output token after it (TPOT) and the time between two chunks of a stream (ITL). Writes
 benchmarks/results/serving.{json,png}.
 """
 
@@ -32,7 +32,7 @@ SCHEMAS = 16
 
 @dataclass
 class Timings:
-    """What the clients of one share saw, seconds."""
+    """Times of the requests of one share, in seconds."""
 
     ttft: list[float] = field(default_factory=list)
     tpot: list[float] = field(default_factory=list)
@@ -42,7 +42,7 @@ class Timings:
 
 
 def schema(index: int) -> dict[str, Any]:
-    """An array that goes on for longer than any answer here."""
+    """Return the schema of an array that is longer than any answer."""
     first, second = NAMES[index % len(NAMES)], NAMES[(index // len(NAMES) + 1 + index) % len(NAMES)]
     text = {"type": "string", "maxLength": 8 + index % 9}
     fields = {first: text, f"{second}_of": text, "count": {"type": "integer", "minimum": 0, "maximum": 99 + index}}
@@ -51,7 +51,7 @@ def schema(index: int) -> dict[str, Any]:
 
 
 async def ask(http: httpx.AsyncClient, number: int, share: float, tokens: int, timings: Timings) -> None:
-    """One streamed request."""
+    """Send one streamed request."""
     body: dict[str, Any] = {**PROMPT, "temperature": 0, "max_tokens": tokens, "stream": True, "seed": number}
     body["stream_options"] = {"include_usage": True}
     guided = int((number + 1) * share) > int(number * share)
@@ -81,7 +81,7 @@ async def ask(http: httpx.AsyncClient, number: int, share: float, tokens: int, t
 
 
 async def load(url: str, share: float, concurrency: int, requests: int, tokens: int, timings: Timings) -> None:
-    """`requests` requests, `concurrency` at a time."""
+    """Send `requests` requests, `concurrency` at a time."""
     numbers = iter(range(requests))
     limits = httpx.Limits(max_connections=concurrency)
 
@@ -120,8 +120,8 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
         row: dict[str, Any] = {"pool": pool, "guided_percent": round(100 * share), "requests": timings.requests}
         row["requests_per_second"] = timings.requests / timings.seconds
         row["tokens_per_second"] = row["requests_per_second"] * options.tokens
-        for name in ("ttft", "tpot", "itl"):
-            row |= {f"{name}_{key}": value for key, value in percentiles(getattr(timings, name)).items()}
+        for name, values in {"ttft": timings.ttft, "tpot": timings.tpot, "itl": timings.itl}.items():
+            row |= {f"{name}_{key}": value for key, value in percentiles(values).items()}
         base = runs[pool, options.share[0]]
         row["of_first"] = row["requests_per_second"] / (base.requests / base.seconds)
         rows.append(row)
@@ -157,15 +157,15 @@ def plot(rows: list[dict[str, Any]], path: Path, title: str) -> None:
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", help="a local directory or hub name; default: the embedded model")
-    parser.add_argument("--share", type=float, nargs="+", default=[0.0, 0.5, 1.0], help="of requests that are guided")
+    parser.add_argument("--share", type=float, nargs="+", default=[0.0, 0.5, 1.0], help="share of guided requests")
     parser.add_argument("--pool", nargs="+", choices=["ray", "inline"], default=["ray", "inline"])
     parser.add_argument("--actors", type=int, default=2)
     parser.add_argument("--concurrency", type=int, default=32)
-    parser.add_argument("--requests", type=int, default=64, help="in each of a share's rounds")
-    parser.add_argument("--tokens", type=int, default=96, help="of an answer")
-    parser.add_argument("--rounds", type=int, default=3, help="turns that the shares take")
+    parser.add_argument("--requests", type=int, default=64, help="requests per share and round")
+    parser.add_argument("--tokens", type=int, default=96, help="tokens per answer")
+    parser.add_argument("--rounds", type=int, default=3, help="number of turns per share")
     parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--quick", action="store_true", help="a minute: 8 at a time, one round, the Ray pool")
+    parser.add_argument("--quick", action="store_true", help="run a minute: 8 at a time, one round, the Ray pool")
     options = parser.parse_args()
     if options.quick:
         options.concurrency, options.requests, options.rounds, options.tokens = 8, 16, 1, 32
@@ -173,7 +173,7 @@ def parsed() -> argparse.Namespace:
     if options.model and ("/" in options.model or options.model.startswith(".")) and not Path(options.model).is_dir():
         fail(f"there is no directory {options.model}")
     if any(not 0 <= share <= 1 for share in options.share):
-        fail("--share takes numbers from 0 to 1")
+        fail("--share must be between 0 and 1")
     return options
 
 
@@ -184,10 +184,9 @@ def main() -> None:
     columns = {"pool": "pool", "guided_percent": "% guided", "requests_per_second": "requests/s", "of_first": "ratio"}
     spread = {f"{name}_{at}": f"{name.upper()} {at}" for name in ("ttft", "tpot", "itl") for at in ("p50", "p99")}
     print_table(rows, {**columns, "tokens_per_second": "tokens/s", **spread})
-    setting = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
-    setting["model"] = Path(options.model).name if options.model else "embedded"
+    setting = vars(options) | {"model": Path(options.model).name if options.model else "embedded"}
     write_json(options.out / "serving.json", setting, rows, started_on)
-    title = f"{setting['model']} model, {options.concurrency} at a time, {options.tokens} tokens an answer"
+    title = f"{setting['model']} model, {options.concurrency} at a time, {options.tokens} tokens per answer"
     plot(rows, options.out / "serving.png", f"{title}, {started_on['cpus']} CPUs")
     print(f"wrote {options.out / 'serving.json'} and .png")
 

@@ -1,13 +1,13 @@
-"""What a newcomer gets: how long `make serve` takes, the memory of each process, tokens/s with and without guidance.
+"""Measure the time that `make serve` takes, the memory of each process, and tokens/s with and without guidance.
 
     python benchmarks/serving_startup.py                   # the server of this environment, the embedded model
     python benchmarks/serving_startup.py --fresh DIR       # clone the repository into DIR (new) and `make serve` there
     python benchmarks/serving_startup.py --pool inline --concurrency 1 32
 
-Memory: RSS counts pages shared between processes in each of them, PSS shares them out; read /proc for both, the server
-idle before and after the load. Tokens/s: over HTTP, answers of a fixed number of tokens, not streamed, by a client on
-the same machine, which takes its share of the cores; each figure is the median of `--repeat` runs, plain and guided
-taking turns. Guided: a regex that goes on, and a JSON schema (llguidance). Writes
+Memory is that of the idle server before and after the load. RSS counts shared pages in each process, PSS divides them
+among the processes. Tokens/s is measured over HTTP with answers of a fixed number of tokens, not streamed, by a client
+on the same machine, which shares its cores. Each figure is the median of `--repeat` runs, in which unguided and guided
+requests take turns. Guided requests have a regex or a JSON schema without an early end (llguidance). Writes
 `benchmarks/results/serving_startup.json`.
 """
 
@@ -56,12 +56,12 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Started:
-    """A server that is up."""
+    """A running server."""
 
     url: str
     process: subprocess.Popen[str]
     seconds: float
-    """From the command to the line that says it serves."""
+    """Time from the command to the line that says it serves."""
 
 
 @contextlib.contextmanager
@@ -75,7 +75,7 @@ def started(command: list[str], directory: Path) -> Iterator[Started]:
         if found := re.match(r"guided serves .* on (http://\S+)", line):
             break
     else:
-        raise SystemExit("it doesn't start:\n" + "".join(seen))
+        raise SystemExit("the server doesn't start:\n" + "".join(seen))
     try:
         yield Started(found[1], process, time.perf_counter() - begun)
     finally:
@@ -84,7 +84,7 @@ def started(command: list[str], directory: Path) -> Iterator[Started]:
 
 
 def memory(root: int) -> list[dict[str, Any]]:
-    """RSS and PSS, MiB, of a process and all that it started."""
+    """Return RSS and PSS of a process and its descendants, in MiB."""
     rows = []
     for process in [psutil.Process(root), *psutil.Process(root).children(recursive=True)]:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -94,7 +94,7 @@ def memory(root: int) -> list[dict[str, Any]]:
 
 
 def role(process: psutil.Process) -> str:
-    """What the process is, from its command line."""
+    """Return the kind of a process, from its command line."""
     command = " ".join(process.cmdline())
     for part in ("gcs_server", "raylet/raylet", "log_monitor", "dashboard/dashboard", "monitor.py", "guided-janitor"):
         if part in command:
@@ -102,14 +102,14 @@ def role(process: psutil.Process) -> str:
     if command.startswith("ray::"):
         return command.split()[0].partition(".")[0]
     if "default_worker.py" in command:
-        return "Ray: worker that starts"
-    if "actors.compile_process" in command:
+        return "Ray: starting worker"
+    if "actors.compile.process" in command:
         return "compile process"
     return "server" if "serve" in command else command[:40]
 
 
 async def tokens_per_second(url: str, concurrency: int, fields: dict[str, Any], seconds: float) -> float:
-    """`concurrency` clients ask one after the other until `seconds` have passed."""
+    """Run `concurrency` clients for `seconds`. Each sends one request after the other."""
     body = {**PROMPT, "temperature": 0, "max_tokens": TOKENS, **fields}
     begun, tokens = time.perf_counter(), 0
 
@@ -131,7 +131,7 @@ def throughput(url: str, concurrencies: list[int], repeat: int, seconds: float) 
     rows = []
     for concurrency in concurrencies:
         runs: dict[str, list[float]] = {way: [] for way in WAYS}
-        for fields in WAYS.values():  # compile, warm up
+        for fields in WAYS.values():  # compiles and warms up
             asyncio.run(tokens_per_second(url, concurrency, fields, 0.5))
         for _ in range(repeat):
             for way, fields in WAYS.items():
@@ -163,7 +163,7 @@ def report(result: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--fresh", type=Path, help="a directory that doesn't exist: the clone that `make serve` runs in"
+        "--fresh", type=Path, help="a new directory: clone the repository into it and run `make serve` there"
     )
     parser.add_argument("--pool", choices=["ray", "inline"], default="ray")
     parser.add_argument("--num-actors", type=int, default=2)

@@ -1,7 +1,7 @@
-"""Backends for the stragglers' benchmark: llguidance, and every mask takes a set time more. No part of the product.
+"""Test backends of `benchmarks.stragglers`: llguidance with a fixed delay per mask.
 
-They are registered in every process that has `benchmarks/startup` on its PYTHONPATH: the actors and the processes that
-compile inherit it from the benchmark's.
+They are registered in every process that has `benchmarks/startup` on its PYTHONPATH. Actors and compile processes
+inherit this variable from the benchmark.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import ClassVar, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.peers.busy import busy
+from benchmarks.delay import delay
 from guided.backends.base import CompiledGrammar, Matcher
 from guided.backends.llguidance import LLGuidanceBackend
 from guided.constraint import Constraint, ConstraintKind
@@ -26,7 +26,7 @@ Kind = Literal["sleep", "hold"]
 
 
 def slow_name(kind: str) -> str:
-    """The name of the backend whose masks are slow in this way."""
+    """Return the name of the backend with this kind of delay."""
     return f"benchmark-{kind}"
 
 
@@ -38,7 +38,7 @@ class _SlowMatcher:
         self._inner.accept_tokens(token_ids)
 
     def fill_bitmask(self, row: NDArray[np.int32]) -> None:
-        busy(self._kind, float(os.environ.get(SECONDS_VARIABLE, "0.2")))
+        delay(self._kind, float(os.environ.get(SECONDS_VARIABLE, "0.2")))
         self._inner.fill_bitmask(row)
 
     def rollback(self, count: int) -> None:
@@ -73,7 +73,7 @@ class _SlowGrammar:
 
 
 class SleepingBackend:
-    """Every mask sleeps first."""
+    """A backend that sleeps before each mask."""
 
     name: ClassVar[str] = slow_name("sleep")
     kinds: ClassVar[frozenset[ConstraintKind]] = LLGuidanceBackend.kinds
@@ -90,7 +90,7 @@ class SleepingBackend:
 
 
 class HoldingBackend(SleepingBackend):
-    """Every mask computes first, and holds the interpreter's lock all the while."""
+    """A backend that computes before each mask, and holds the GIL while it does."""
 
     name: ClassVar[str] = slow_name("hold")
     _kind: ClassVar[Kind] = "hold"

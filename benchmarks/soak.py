@@ -1,13 +1,13 @@
-"""Full speed for a long time, and what each process weighs meanwhile: `python -m benchmarks.soak`.
+"""Measure the memory of each process under full load for a long time: `python -m benchmarks.soak`.
 
-Clients keep `--concurrency` requests under way: every kind of constraint on every backend, plain ones, streams and not,
-several choices; `--fresh` of the constrained ones with a constraint that nobody asked for before. After `--warm-up`
-(which has to fill the cache of compiled grammars, that is bounded in bytes) the memory of each sort of process has to
-stay flat: the median of the last fifth of the samples is at most `--flat` above that of the first fifth after the
-warm-up, or `FLOOR_MIB` a process. That is RSS; PSS, beside it, changes with who else maps the same libraries.
+Clients keep `--concurrency` requests in flight: every kind of constraint on every backend, unconstrained requests,
+streamed and not, several choices. The share `--fresh` of the constrained requests has a new constraint. `--warm-up`
+must be long enough to fill the cache of compiled grammars, which is bounded in bytes. After it the RSS of each kind of
+process must stay flat: the median of the last fifth of the samples is at most `--flat` per cent, or `FLOOR_MIB` MiB,
+above the median of the first fifth. PSS is shown too, but it also changes when other processes map the same libraries.
 
-Exit status 1 where memory grew, where an answer was none that may be (see `benchmarks.chaos`), a good request failed,
-or the engine died. Writes soak.{json,png}.
+The exit status is 1 if memory grew, an answer was a violation (see `benchmarks.chaos`), a good request failed, or the
+engine died. Writes soak.{json,png}.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tqdm import tqdm
 from benchmarks.chaos.checks import Judge
 from benchmarks.chaos.load import Load, client_for, ended
 from benchmarks.chaos.picture import memory_panel
-from benchmarks.chaos.reference import undisturbed
+from benchmarks.chaos.reference import reference_outputs
 from benchmarks.chaos.server import Server, default_vocabulary, running_server
 from benchmarks.chaos.traffic import Mix, Traffic
 from benchmarks.chaos.watch import Watch, watching
@@ -39,7 +39,7 @@ Sample = tuple[float, list[dict[str, Any]]]
 
 @dataclass(frozen=True)
 class Growth:
-    """What the processes of one sort weigh, MiB each: medians right after the warm-up, and at the end."""
+    """Memory per process of one kind, in MiB: medians after the warm-up and at the end."""
 
     process: str
     count: int
@@ -55,11 +55,11 @@ class Growth:
 
 
 def growths(samples: Sequence[Sample], warm: float) -> list[Growth]:
-    """One for each sort of process that is there all the time.
+    """Return the growth of each kind of process that exists during the whole run.
 
     Args:
-        samples: (when, rows as `Server.memory` gives them).
-        warm: when the warm-up was over.
+        samples: (time, rows of `Server.memory`).
+        warm: time of the end of the warm-up.
     """
     after = [rows for at, rows in samples if at >= warm]
     part = max(1, len(after) // PARTS)
@@ -76,12 +76,12 @@ def growths(samples: Sequence[Sample], warm: float) -> list[Growth]:
     return found
 
 
-async def soaked(server: Server, options: argparse.Namespace) -> tuple[Load, Watch, float, float]:
-    """The load, what was seen, when it began, and how many seconds it lasted."""
+async def run_load(server: Server, options: argparse.Namespace) -> tuple[Load, Watch, float, float]:
+    """Run the load. Returns it, the samples, its start and its duration in seconds."""
     judge = Judge(default_vocabulary())
     watch = Watch(server)
     async with client_for(server.url, options.concurrency + 32) as http:
-        judge.references = await undisturbed(http, judge, options.limit)
+        judge.references = await reference_outputs(http, judge, options.limit)
         load = Load(http, judge, options.limit)
         look = asyncio.create_task(watching(watch, http))
         begun = time.monotonic()
@@ -106,9 +106,9 @@ async def _progress(load: Load, watch: Watch, over: float) -> None:
 
 
 def violations(load: Load, watch: Watch, found: Sequence[Growth], flat: float) -> list[str]:
-    """What must not be, a line each."""
-    wrong = [record.describe() for record in load.shameful()]
-    wrong += [f"good, and {each.describe()}" for each in load.good if each.verdict.outcome in ("failed", "refused")]
+    """Return the violations, one line each."""
+    wrong = [record.describe() for record in load.violations()]
+    wrong += [f"good {each.describe()}" for each in load.good if each.verdict.outcome in ("failed", "refused")]
     if watch.deaths:
         wrong.append("the engine or the server died")
     grown = [each for each in found if not each.is_flat(flat)]
@@ -126,7 +126,7 @@ def plot(path: Path, title: str, begun: float, warm: float, samples: Sequence[Sa
         style = "--" if growth.process.startswith("Ray:") else "-"
         axes[1].plot(*zip(*points, strict=True), linewidth=1, linestyle=style, label=growth.process)
     axes[1].axvline(warm - begun, color="black", linewidth=0.8, linestyle=":")
-    axes[1].set_ylabel("RSS of one process : after the warm-up")
+    axes[1].set_ylabel("RSS per process, relative to the end of the warm-up")
     axes[1].legend(fontsize=6, frameon=False)
     for axis in axes:
         axis.set_xlabel("seconds")
@@ -138,18 +138,20 @@ def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=20.0)
     parser.add_argument("--warm-up", type=float, help="minutes; default: a third of the time")
-    parser.add_argument("--fresh", type=float, default=0.3, help="share of constrained requests with one of their own")
-    parser.add_argument("--flat", type=float, default=5.0, help="per cent that a process may grow after the warm-up")
+    parser.add_argument("--fresh", type=float, default=0.3, help="share of constrained requests with a new constraint")
+    parser.add_argument(
+        "--flat", type=float, default=5.0, help="maximum growth per process after the warm-up, in per cent"
+    )
     parser.add_argument("--actors", type=int, default=2)
     parser.add_argument("--concurrency", type=int, default=64)
-    parser.add_argument("--limit", type=float, default=120.0, help="seconds after which a request is hung")
+    parser.add_argument("--limit", type=float, default=120.0, help="seconds after which a request counts as hung")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--log", type=Path, help="where the server's output goes; default: a temporary file")
+    parser.add_argument("--log", type=Path, help="file for the server's output; default: a temporary file")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     options.warm_up = options.minutes / 3 if options.warm_up is None else options.warm_up
     if not 0 <= options.warm_up < options.minutes:
-        fail("--warm-up takes less time than --minutes")
+        fail("--warm-up must be shorter than --minutes")
     return options
 
 
@@ -157,7 +159,7 @@ def main() -> None:
     options = parsed()
     started_on = machine()
     with running_server("--num-actors", str(options.actors), "--log-level", "warning", log=options.log) as server:
-        load, watch, begun, lasted = asyncio.run(soaked(server, options))
+        load, watch, begun, lasted = asyncio.run(run_load(server, options))
     warm = begun + options.warm_up * 60
     found = growths(watch.memory, warm)
     wrong = violations(load, watch, found, options.flat)
@@ -183,16 +185,15 @@ def main() -> None:
             [round(at - begun, 1), round(sum(row["pss_mib"] for row in sizes), 1)] for at, sizes in watch.memory
         ],
     }
-    print(f"{result['requests']} requests, {result['requests_per_second']} a second: {result['outcomes']}\n")
+    print(f"{result['requests']} requests, {result['requests_per_second']} per second: {result['outcomes']}\n")
     headings = {"process": "process", "count": "count", "rss_warm": "RSS MiB each, warm", "rss_end": "end"}
     print_table(rows, {**headings, "percent": "growth %", "pss_warm": "PSS MiB each, warm", "pss_end": "end"})
-    setting = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
-    write_json(options.out / "soak.json", setting, result, started_on)
+    write_json(options.out / "soak.json", vars(options), result, started_on)
     title = f"{options.minutes:g} minutes, {options.concurrency} at a time, {options.fresh:.0%} of constraints new"
     plot(options.out / "soak.png", title, begun, warm, watch.memory, found)
     print(f"wrote {options.out / 'soak.json'} and .png")
     for line in wrong:
-        print(f"MUST NOT BE: {line}")
+        print(f"VIOLATION: {line}")
     raise SystemExit(1 if wrong else 0)
 
 

@@ -1,16 +1,21 @@
-"""What masks add to a decode step, ours beside the peers': `python -m benchmarks.step_overhead --vllm-python PATH`.
+"""Measure what token masks add to a decode step: `python -m benchmarks.step_overhead --vllm-python PATH`.
 
-Every way of masking runs in a process of its own and they take turns; all decode the same rows. A row writes a real
-instance of a real JSON Schema token by token (whatever the logits say), then the next one: masks are those of real
-outputs. The forward pass is simulated: it takes a set time and no CPU, as one on a GPU would.
+Each way of masking runs in its own process, and the processes take turns. All decode the same rows: a row writes a real
+instance of a real JSON Schema token by token, whatever the logits say, and then the next one. So the masks are those of
+real outputs. The forward pass is simulated: it takes a fixed time and no CPU, like a forward pass on a GPU.
 
-Per step: its time; the *exposed* mask time (ours: `prepare()` and what `apply()` waits; vLLM: the part of
-`grammar_bitmask` that outlasts the forward pass, and `accept_tokens`; the processors for transformers: all that they do
-but the kernel); the *hidden* one (mask work, in all processes, that the forward pass covered); the kernel, that is,
-writing -inf, which is device work and runs on the CPU here; CPU time of the engine's process without the kernel.
+Measured per step:
 
-"few schemas": the rows share four schemas, as an application's requests do, each with other values; else every row has
-a schema of its own and no document comes twice. Writes benchmarks/results/step_overhead.{json,png}.
+- its time;
+- the *exposed* mask time. Ours: `prepare()`, and the time that `apply()` waits. vLLM: the part of `grammar_bitmask`
+  that outlasts the forward pass, and `accept_tokens`. The processors for transformers: everything except the kernel;
+- the *hidden* mask time: mask work in all processes that ran during the forward pass;
+- the kernel, which writes -inf. It is device work, and runs on the CPU here;
+- the CPU time of the engine's process, without the kernel.
+
+With "few schemas" the rows share four schemas, each row with other values, as the requests of an application do.
+Otherwise every row has its own schema, and no document is used twice. Writes
+benchmarks/results/step_overhead.{json,png}.
 """
 
 from __future__ import annotations
@@ -25,7 +30,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from benchmarks.contest import Contest, Entry, vllm_entry
+from benchmarks.comparison import Candidate, Comparison, vllm_candidate
 from benchmarks.peers.loop import Samples
 from benchmarks.peers.rows import Document
 from benchmarks.report import RESULTS, canvas, machine, percentiles, print_table, write_json
@@ -33,7 +38,7 @@ from benchmarks.workload import DATA, Tokens, documents, shared_documents
 
 FAST, SLOW = ("llguidance", "xgrammar"), ("outlines", "lm-format-enforcer")
 COUNTS = {"llguidance": 256, "xgrammar": 48, "outlines": 48, "lm-format-enforcer": 96}
-"""Schemas drawn: what can be compiled, by every way of masking, in the time."""
+"""Number of schemas drawn per backend: as many as every way of masking can compile in reasonable time."""
 MAX_SCHEMA = {"llguidance": 8000, "xgrammar": 2000, "outlines": 700, "lm-format-enforcer": 8000}
 SHARED_SCHEMAS, SHARED_EACH = 4, 40
 COLUMNS = {
@@ -54,35 +59,44 @@ COLUMNS = {
 }
 
 
-def entries(options: argparse.Namespace) -> list[Entry]:
-    """Who takes part."""
+def candidates(options: argparse.Namespace) -> list[Candidate]:
+    """Return the ways of masking to compare."""
     every = frozenset((*FAST, *SLOW))
     ray_options = {"actors": options.actors, "compile_seconds": options.compile_seconds}
     found = [
-        Entry("unguided", "unguided", every),
-        Entry("ours, Ray pool", "ray", every, options=ray_options),
-        Entry("ours, inline", "inline", every, in_process=True),
-        vllm_entry(options.vllm_python),
-        Entry("xgrammar's processor", "xgrammar", frozenset({"xgrammar"}), in_process=True),
-        Entry(
+        Candidate("unguided", "unguided", every),
+        Candidate("ours, Ray pool", "ray", every, options=ray_options),
+        earlier_version(options, ray_options),
+        Candidate("ours, inline", "inline", every, in_process=True),
+        vllm_candidate(options.vllm_python),
+        Candidate("xgrammar's processor", "xgrammar", frozenset({"xgrammar"}), in_process=True),
+        Candidate(
             "lm-format-enforcer's processor", "lm-format-enforcer", frozenset({"lm-format-enforcer"}), in_process=True
         ),
-        outlines_entry(),
+        outlines_candidate(),
     ]
     wanted = set(options.backend)
-    return [entry for entry in found if entry is not None and (entry.backends & wanted)]
+    return [candidate for candidate in found if candidate is not None and (candidate.backends & wanted)]
 
 
-def outlines_entry() -> Entry | None:
-    """outlines-core's guides and kernels, where its kernel can be compiled."""
-    if not any(map(shutil.which, ("g++", "clang++", "c++"))):
-        print("outlines-core's own kernel is left out: torch compiles it with a C++ compiler, and there is none")
+def earlier_version(options: argparse.Namespace, ray_options: dict[str, Any]) -> Candidate | None:
+    """Return the Ray pool of an earlier version, if one is given."""
+    if options.before is None:
         return None
-    return Entry("outlines-core's guides", "outlines", frozenset({"outlines"}), in_process=True)
+    every = frozenset((*FAST, *SLOW))
+    return Candidate("before, Ray pool", "ray", every, options=ray_options, root=options.before.resolve())
+
+
+def outlines_candidate() -> Candidate | None:
+    """Return outlines-core's guides and kernels if a C++ compiler can build the kernel, else None."""
+    if not any(map(shutil.which, ("g++", "clang++", "c++"))):
+        print("outlines-core's own kernel is left out: building it needs a C++ compiler, and none was found")
+        return None
+    return Candidate("outlines-core's guides", "outlines", frozenset({"outlines"}), in_process=True)
 
 
 def figures(samples: Samples, batch: int, forward: float) -> dict[str, Any]:
-    """One row of the table: milliseconds, unless it says otherwise."""
+    """Return one row of the table. Times are in milliseconds."""
     row: dict[str, Any] = {}
     for name in ("step", "exposed", "outside", "hidden", "kernel", "cpu"):
         row |= {f"{name}_{key}": value for key, value in percentiles(getattr(samples, name)).items()}
@@ -97,7 +111,7 @@ def figures(samples: Samples, batch: int, forward: float) -> dict[str, Any]:
 
 
 def measure(
-    contest: Contest,
+    comparison: Comparison,
     backend: str,
     schemas: str,
     batches: Sequence[int],
@@ -105,26 +119,26 @@ def measure(
     options: argparse.Namespace,
     bar: tqdm[Any],
 ) -> list[dict[str, Any]]:
-    """All ways at all batch sizes, with one backend."""
-    able, usable = contest.load(backend, drawn)
+    """Measure all ways of masking at all batch sizes with one backend."""
+    able, usable = comparison.load(backend, drawn)
     rows: list[dict[str, Any]] = []
     if not usable:
-        bar.write(f"{backend}: none of {len(drawn)} schemas can be done by all of {[entry.label for entry in able]}")
+        bar.write(f"{backend}: no schema of {len(drawn)} works in all of {[one.label for one in able]}")
         return rows
     for batch in batches:
         bar.set_description(f"{backend}, {schemas}, batch {batch}")
         steps = options.steps if backend in FAST else max(1, int(options.steps * options.slow_share))
-        race = contest.race(able, usable, batch, options.forward_ms / 1e3)
-        for label, samples in race.run(steps, options.rounds, bar, seconds=options.seconds).items():
-            entry = next(one for one in able if one.label == label)
+        measurement = comparison.start(able, usable, batch, options.forward_ms / 1e3)
+        for label, samples in measurement.run(steps, options.rounds, bar, seconds=options.seconds).items():
+            candidate = next(one for one in able if one.label == label)
             place = {"backend": backend, "schemas": schemas, "batch": batch, "way": label}
-            more = {"in_process": entry.in_process, "documents": len(usable)}
+            more = {"in_process": candidate.in_process, "documents": len(usable)}
             rows.append({**place, **figures(samples, batch, options.forward_ms / 1e3), **more})
     return rows
 
 
 def compare(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Ours on the Ray pool against each in-process way, on the same rows."""
+    """Return the ratios of our Ray pool to each in-process way, on the same rows."""
     found: list[dict[str, Any]] = []
     for ours in rows:
         if ours["way"] != "ours, Ray pool":
@@ -146,7 +160,7 @@ def compare(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def plot(rows: list[dict[str, Any]], path: Path, title: str) -> None:
-    """A line a group of bars, from the top down: names stay readable however many there are."""
+    """Draw horizontal bars, one group per backend, schemas and batch, so that all names stay readable."""
     groups = list(dict.fromkeys((row["backend"], row["schemas"], row["batch"]) for row in rows))
     ways = [way for way in dict.fromkeys(row["way"] for row in rows) if way != "unguided"]
     figure, axes = canvas(2, width=6.5, height=1.6 + 0.17 * sum(row["way"] != "unguided" for row in rows), sharey=True)
@@ -191,20 +205,21 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--backend", nargs="+", choices=[*FAST, *SLOW], default=[*FAST, *SLOW])
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 64, 256], help="for llguidance and xgrammar")
     parser.add_argument("--slow-batch", type=int, nargs="+", default=[32], help="for outlines and lm-format-enforcer")
-    parser.add_argument("--forward-ms", type=float, default=15.0, help="what the simulated forward pass takes")
-    parser.add_argument("--steps", type=int, default=200, help="measured steps of each way")
-    parser.add_argument("--slow-share", type=float, default=0.3, help="of the steps, for the slow backends")
+    parser.add_argument("--forward-ms", type=float, default=15.0, help="duration of the simulated forward pass")
+    parser.add_argument("--steps", type=int, default=200, help="measured steps per way of masking")
+    parser.add_argument("--slow-share", type=float, default=0.3, help="share of the steps that the slow backends run")
     parser.add_argument(
-        "--seconds", type=float, default=30.0, help="for one way's steps at one place: a very slow one does fewer"
+        "--seconds", type=float, default=30.0, help="time limit per way and setting: a slow way runs fewer steps"
     )
-    parser.add_argument("--rounds", type=int, default=4, help="turns that the ways take")
+    parser.add_argument("--rounds", type=int, default=4, help="number of turns per way of masking")
     parser.add_argument("--actors", type=int, default=2)
-    parser.add_argument("--compile-seconds", type=float, default=2.0, help="schemas that take longer are left out")
+    parser.add_argument("--compile-seconds", type=float, default=2.0, help="a schema that takes longer is left out")
     parser.add_argument("--data", type=Path, default=DATA, help="JSON lines of schemas with instances")
-    parser.add_argument("--vllm-python", help="an interpreter that has vLLM (docs/benchmarks.md)")
+    parser.add_argument("--before", type=Path, help="a checkout of an earlier version, measured in the same run")
+    parser.add_argument("--vllm-python", help="a Python interpreter with vLLM (docs/benchmarks.md)")
     parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--name", default="step_overhead", help="of the files")
-    parser.add_argument("--quick", action="store_true", help="a minute: few steps, small batches, fewer schemas")
+    parser.add_argument("--name", default="step_overhead", help="name of the result files")
+    parser.add_argument("--quick", action="store_true", help="run a minute: few steps, small batches, fewer schemas")
     options = parser.parse_args()
     if options.quick:
         options.batch, options.slow_batch, options.steps, options.rounds = [8], [4], 20, 2
@@ -221,34 +236,31 @@ def main() -> None:
     }
     started_on = machine()
     rows: list[dict[str, Any]] = []
-    with Contest(entries(options), tokens) as contest, tqdm(unit=" steps", disable=None) as bar:
+    with Comparison(candidates(options), tokens) as comparison, tqdm(unit=" steps", disable=None) as bar:
         for backend in options.backend:
             batches = options.batch if backend in FAST else options.slow_batch
-            rows += measure(contest, backend, "each its own", batches, drawn[backend], options, bar)
+            rows += measure(comparison, backend, "each its own", batches, drawn[backend], options, bar)
             if backend in SLOW:
                 names = [document.name for document in drawn[backend]][: 4 * SHARED_SCHEMAS]
-                shared = few(contest, backend, names, options, tokens)
-                rows += measure(contest, backend, "few schemas", batches, shared, options, bar)
+                shared = few_schemas(comparison, backend, names, options, tokens)
+                rows += measure(comparison, backend, "few schemas", batches, shared, options, bar)
     print_table(rows, COLUMNS)
-    comparison = compare(rows)
-    print("\nours on the Ray pool, as a multiple of the same rows masked in process")
-    print_table(comparison, {key: key for key in comparison[0]} if comparison else {})
-    setting = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
-    setting["data"] = options.data.name
-    write_json(
-        options.out / f"{options.name}.json", setting, {"steps": rows, "ours_to_in_process": comparison}, started_on
-    )
+    ratios = compare(rows)
+    print("\nratio of our Ray pool to each in-process way, same rows")
+    print_table(ratios, {key: key for key in ratios[0]} if ratios else {})
+    results = {"steps": rows, "ours_to_in_process": ratios}
+    write_json(options.out / f"{options.name}.json", vars(options), results, started_on)
     title = f"{tokens.width} tokens, {options.forward_ms:g} ms forward pass, {options.actors} actors"
     plot(rows, options.out / f"{options.name}.png", f"{title}, {started_on['cpus']} CPUs")
     print(f"wrote {options.out / options.name}.json and .png")
 
 
-def few(
-    contest: Contest, backend: str, names: Sequence[str], options: argparse.Namespace, tokens: Tokens
+def few_schemas(
+    comparison: Comparison, backend: str, names: Sequence[str], options: argparse.Namespace, tokens: Tokens
 ) -> list[Document]:
-    """Many instances of the first schemas that everybody can do."""
+    """Return many instances of the first schemas that all ways of masking can compile."""
     candidates = shared_documents(options.data, tokens, names, 1)
-    _, usable = contest.load(backend, candidates)
+    _, usable = comparison.load(backend, candidates)
     chosen = [document.name.rpartition("#")[0] for document in usable][:SHARED_SCHEMAS]
     return shared_documents(options.data, tokens, chosen, SHARED_EACH)
 

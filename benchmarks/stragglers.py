@@ -1,13 +1,14 @@
-"""One row whose masks are slow in a batch of fast ones: `python -m benchmarks.stragglers --vllm-python PATH`.
+"""Measure what one row with slow masks does to the other rows: `python -m benchmarks.stragglers --vllm-python PATH`.
 
-Every mask of one row takes `--slow-ms` more: it sleeps, or it computes in C and holds the interpreter's lock (a test
-backend; the peers get the same delay around their own matcher). Last, a real case: a string with a pattern that
-lm-format-enforcer is slow on, from one of MaskBench's schemas, beside rows that it is quicker on. Measured is the
-inter-token latency of the *other* rows against a run of the same rows without the slow one's slowness, and that of the
-slow row.
+Each mask of one row takes `--slow-ms` longer: it sleeps, or it computes in C and holds the GIL. Ours uses a test
+backend for this, and the other engines get the same delay around their own matcher. The last case is a real one: a
+string pattern from one of MaskBench's schemas that is slow in lm-format-enforcer, beside rows that are faster in it.
 
-Each way runs in a process of its own, they take turns, rows follow real instances of real schemas, and the forward pass
-is simulated (see benchmarks.step_overhead). Ours runs with and without parking. Writes
+The result is the inter-token latency of the *other* rows, compared with a run of the same rows in which no row is slow,
+and the latency of the slow row.
+
+Each way of masking runs in its own process, and the processes take turns. Rows follow real instances of real schemas,
+and the forward pass is simulated (see benchmarks.step_overhead). Ours runs with and without parking. Writes
 benchmarks/results/stragglers.{json,png}.
 """
 
@@ -23,7 +24,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from benchmarks.contest import Contest, Entry, vllm_entry
+from benchmarks.comparison import Candidate, Comparison, vllm_candidate
 from benchmarks.peers.loop import Samples, Slowness
 from benchmarks.peers.rows import Document
 from benchmarks.report import RESULTS, canvas, fail, machine, percentiles, print_table, write_json
@@ -38,7 +39,7 @@ HARD_SCHEMA = {
     "required": ["etag"],
     "additionalProperties": False,
 }
-"""A property of Github_medium---o82676 in MaskBench. Its own library needs half a second a mask inside that string."""
+"""From Github_medium---o82676 in MaskBench. lm-format-enforcer needs half a second per mask inside this string."""
 HARD_WORDS = [
     "the-quick-brown-fox",
     "jumps_over:the-lazy-dog",
@@ -70,26 +71,26 @@ class Case:
     pinned: Sequence[Document] = ()
 
 
-def entries(options: argparse.Namespace) -> list[Entry]:
+def candidates(options: argparse.Namespace) -> list[Candidate]:
     every = frozenset({"llguidance", "xgrammar", "lm-format-enforcer"})
     actors = {"actors": options.actors, "compile_seconds": 5.0}
     found = [
-        Entry("ours, parking", "ray", every, options={**actors, "parking": True}),
-        Entry("ours, no parking", "ray", every, options=actors),
+        Candidate("ours, parking", "ray", every, options={**actors, "parking": True}),
+        Candidate("ours, no parking", "ray", every, options=actors),
     ]
     if options.ours:
         return found
     peers = [
-        Entry("ours, inline", "inline", every),
-        vllm_entry(options.vllm_python),
-        Entry("xgrammar's processor", "xgrammar", frozenset({"xgrammar"})),
-        Entry("lm-format-enforcer's processor", "lm-format-enforcer", frozenset({"lm-format-enforcer"})),
+        Candidate("ours, inline", "inline", every),
+        vllm_candidate(options.vllm_python),
+        Candidate("xgrammar's processor", "xgrammar", frozenset({"xgrammar"})),
+        Candidate("lm-format-enforcer's processor", "lm-format-enforcer", frozenset({"lm-format-enforcer"})),
     ]
-    return [*found, *(entry for entry in peers if entry is not None)]
+    return [*found, *(candidate for candidate in peers if candidate is not None)]
 
 
 def hard_documents(tokens: Tokens) -> list[Document]:
-    """Different long instances of the hard schema."""
+    """Return different long instances of the hard schema."""
     random_ = random.Random(0)
     texts = [json.dumps({"etag": ".".join(random_.sample(HARD_WORDS, len(HARD_WORDS)))}) for _ in range(20)]
     schema = json.dumps(HARD_SCHEMA)
@@ -97,38 +98,38 @@ def hard_documents(tokens: Tokens) -> list[Document]:
 
 
 def measure(
-    contest: Contest, case: Case, drawn: Sequence[Document], options: argparse.Namespace, bar: tqdm[Any]
+    comparison: Comparison, case: Case, drawn: Sequence[Document], options: argparse.Namespace, bar: tqdm[Any]
 ) -> list[dict[str, Any]]:
-    """Every way without the straggler, then with it."""
-    able, usable = contest.load(case.backend, [*drawn, *case.pinned])
+    """Measure every way of masking without the straggler, then with it."""
+    able, usable = comparison.load(case.backend, [*drawn, *case.pinned])
     names = {document.name for document in case.pinned}
     quick = [document for document in usable if document.name not in names]
     if len(usable) - len(quick) < len(names) or not quick:
         lacking = ", ".join(names - {document.name for document in usable}) or "any of the schemas"
-        bar.write(f"{case.name}, {case.backend}: not all can do {lacking} in time; left out")
+        bar.write(f"{case.name}, {case.backend}: left out, because not every way compiles {lacking} in time")
         return []
     found: dict[bool, dict[str, Samples]] = {}
-    # The first row is the straggler's in both runs: what it does alone differs.
+    # The first row is the slow one in both runs. Only its slowness differs.
     quiet = Slowness(1, "none", 0.0)
     for slow in (False, True):
         bar.set_description(f"{case.name}, {case.backend}, {'with' if slow else 'without'}")
         pinned = case.pinned if slow else ()
         forward = options.forward_ms / 1e3
-        race = contest.race(able, quick, options.batch, forward, case.slow if slow else quiet, pinned)
-        # A way that waits for the straggler needs few steps to show it; one that doesn't is looked at for longer.
-        many = {entry.label: options.steps * _more(entry, slow) for entry in able}
-        found[slow] = race.run(many, options.rounds, bar, seconds=options.seconds)
-    return [figures(case, entry, found[False][entry.label], found[True][entry.label]) for entry in able]
+        measurement = comparison.start(able, quick, options.batch, forward, case.slow if slow else quiet, pinned)
+        # A way that waits for the slow row shows it within few steps. The others run for longer.
+        steps = {one.label: options.steps * _step_factor(one, slow) for one in able}
+        found[slow] = measurement.run(steps, options.rounds, bar, seconds=options.seconds)
+    return [figures(case, one, found[False][one.label], found[True][one.label]) for one in able]
 
 
-def _more(entry: Entry, slow: bool) -> int:
-    if entry.options.get("parking"):
+def _step_factor(candidate: Candidate, slow: bool) -> int:
+    if candidate.options.get("parking"):
         return FREE_STEPS
     return 1 if slow else QUIET_STEPS
 
 
-def figures(case: Case, entry: Entry, without: Samples, with_: Samples) -> dict[str, Any]:
-    row: dict[str, Any] = {"case": case.name, "backend": case.backend, "way": entry.label}
+def figures(case: Case, candidate: Candidate, without: Samples, with_: Samples) -> dict[str, Any]:
+    row: dict[str, Any] = {"case": case.name, "backend": case.backend, "way": candidate.label}
     row |= {f"without_{key}": value for key, value in percentiles(without.latency).items()}
     row |= {f"with_{key}": value for key, value in percentiles(with_.latency).items()}
     row |= {f"slow_row_{key}": value for key, value in percentiles(with_.slow_latency).items()}
@@ -164,24 +165,24 @@ def parsed() -> argparse.Namespace:
     backends = ("llguidance", "xgrammar")
     parser.add_argument("--backend", nargs="+", choices=backends, default=["llguidance"], help="of the other rows")
     parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--slow-ms", type=float, default=200.0, help="what each mask of the slow row takes more")
-    parser.add_argument("--forward-ms", type=float, default=15.0, help="what the simulated forward pass takes")
+    parser.add_argument("--slow-ms", type=float, default=200.0, help="extra time per mask of the slow row")
+    parser.add_argument("--forward-ms", type=float, default=15.0, help="duration of the simulated forward pass")
     parser.add_argument(
         "--steps",
         type=int,
         default=20,
-        help=f"measured steps of each way that waits for the straggler; {FREE_STEPS} times as many of ours",
+        help=f"measured steps per way that waits for the slow row; ours with parking runs {FREE_STEPS} times as many",
     )
     parser.add_argument(
-        "--seconds", type=float, default=30.0, help="for one way's steps at a time: a very slow one does fewer"
+        "--seconds", type=float, default=30.0, help="time limit per way and case: a slow way runs fewer steps"
     )
-    parser.add_argument("--rounds", type=int, default=3, help="turns that the ways take")
+    parser.add_argument("--rounds", type=int, default=3, help="number of turns per way of masking")
     parser.add_argument("--actors", type=int, default=2)
     parser.add_argument("--data", type=Path, default=DATA, help="JSON lines of schemas with instances")
-    parser.add_argument("--ours", action="store_true", help="ours alone")
-    parser.add_argument("--vllm-python", help="an interpreter that has vLLM (docs/benchmarks.md)")
+    parser.add_argument("--ours", action="store_true", help="measure only ours")
+    parser.add_argument("--vllm-python", help="a Python interpreter with vLLM (docs/benchmarks.md)")
     parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--quick", action="store_true", help="a minute: batch 8, few steps")
+    parser.add_argument("--quick", action="store_true", help="run about a minute: batch 8, few steps")
     options = parser.parse_args()
     if options.quick:
         options.batch, options.steps, options.rounds = 8, 12, 1
@@ -204,18 +205,19 @@ def main() -> None:
         hard = hard_documents(tokens)
         cases.append(Case("real", HARD_BACKEND, Slowness(1, "none", 0.0), hard))
     rows: list[dict[str, Any]] = []
-    with Contest(entries(options), tokens, slow_seconds=seconds) as contest, tqdm(unit=" steps", disable=None) as bar:
+    with (
+        Comparison(candidates(options), tokens, slow_seconds=seconds) as comparison,
+        tqdm(unit=" steps", disable=None) as bar,
+    ):
         for case in cases:
-            rows += measure(contest, case, fast, options, bar)
+            rows += measure(comparison, case, fast, options, bar)
     if not rows:
-        fail("nothing was measured: the ways have no schema of the data in common")
+        fail("nothing was measured: no schema of the data compiles in every way of masking")
     print_table(rows, COLUMNS)
     print(f"inter-token latency of the other {options.batch - 1} rows, milliseconds")
-    setting = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
-    setting["data"] = options.data.name
-    write_json(options.out / "stragglers.json", setting, rows, started_on)
+    write_json(options.out / "stragglers.json", vars(options), rows, started_on)
     title = (
-        f"one slow row ({options.slow_ms:g} ms a mask) among {options.batch}, {options.forward_ms:g} ms forward pass"
+        f"one slow row ({options.slow_ms:g} ms per mask) among {options.batch}, {options.forward_ms:g} ms forward pass"
     )
     plot(rows, options.out / "stragglers.png", f"{title}, {started_on['cpus']} CPUs")
     print(f"wrote {options.out / 'stragglers.json'} and .png")

@@ -1,12 +1,12 @@
-"""transformers' `generate()` guided: is all valid, what does it cost? `python -m benchmarks.transformers_processor`.
+"""Measure validity and cost of our logits processor in transformers: `python -m benchmarks.transformers_processor`.
 
-Validity: the embedded model answers schemas of `--data`, greedily and by beam search, in batches whose rows have a
-schema each. What ended by itself has to satisfy its schema (`jsonschema`), what `--max-tokens` cut has to be a
-beginning that a fresh matcher accepts.
+Validity: the embedded model answers schemas of `--data`, greedily and with beam search, in batches where each row has
+its own schema. An output that ended by itself must satisfy its schema (`jsonschema`). An output that `--max-tokens`
+cut must be a beginning that a new matcher accepts.
 
-Cost: the rows of a batch write known documents over 131,072 tokens; each step's masks are applied by an inline pool
-that is driven alone (`LogitPostProcessor`: prepare, apply), by the processor that writes in place, and by the one that
-returns scores of its own. All do it, at each step in another order. A copy of the scores alone is measured too.
+Cost: the rows of a batch write known documents over 131,072 tokens. The masks of each step are applied by an inline
+pool through `LogitPostProcessor`, by the logits processor in place, and by the logits processor that returns new
+scores. The order is random at each step. A copy of the scores is measured too.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ VALIDITY = {
     "ended": "ended",
     "valid": "of them valid",
     "cut": "cut",
-    "beginnings": "of them beginnings",
+    "beginnings": "legal beginnings",
     "invalid": "invalid",
     "share": "% of generate()",
-    "row_us": "µs a row",
+    "row_us": "µs per row",
 }
 COST = {
     "rows": "rows",
@@ -61,10 +61,10 @@ COST = {
     "pool_p99": "p99",
     "in_place_p50": "in place p50",
     "in_place_p99": "p99",
-    "in_place_share": "of the pool's",
+    "in_place_share": "to the pool",
     "processor_p50": "processor p50",
     "processor_p99": "p99",
-    "processor_share": "of the pool's",
+    "processor_share": "to the pool",
     "copy_p50": "copy p50",
     "copy_p99": "p99",
 }
@@ -72,7 +72,7 @@ COST = {
 
 @dataclass(frozen=True)
 class Task:
-    """One schema and what the model is asked."""
+    """One schema and its prompt."""
 
     name: str
     schema: Any
@@ -82,7 +82,7 @@ class Task:
 
 @dataclass
 class Timed:
-    """A processor, and how long its calls took."""
+    """A logits processor that measures the time of its calls."""
 
     processor: GuidedLogitsProcessor
     seconds: float = 0.0
@@ -98,7 +98,7 @@ class Timed:
 
 @dataclass
 class Found:
-    """What became of one mode's outputs."""
+    """Counts of one mode's outputs."""
 
     outputs: int = 0
     ended: int = 0
@@ -118,7 +118,7 @@ class Generation:
         self.max_tokens = max_tokens
 
     def tasks(self, data: Path, count: int, seed: int = 0) -> Iterator[Task]:
-        """`count` schemas that some backend can enforce, drawn at random."""
+        """Yield `count` random schemas that a backend can enforce."""
         rows = read_rows(data)
         random.Random(seed).shuffle(rows)
         for row in rows:
@@ -130,21 +130,21 @@ class Generation:
             except GuidedError:
                 continue
             count -= 1
-            instance = next((test["data"] for test in row["tests"] if test["valid"]), {})
+            instance: Any = next((test["data"] for test in row["tests"] if test["valid"]), {})
             yield Task(str(row["id"]), row["schema"], constraint, self.prompt(instance))
 
     def prompt(self, instance: Any) -> str:
-        """Lines to copy from, as this model has learnt it: it has no mind for anything else."""
+        """Return a prompt with lines to copy from, the task that the embedded model is trained for."""
         if isinstance(instance, dict):
-            told = "\n".join(f"{key}: {value}" for key, value in instance.items())
+            lines = "\n".join(f"{key}: {value}" for key, value in instance.items())
         else:
-            told = json.dumps(instance, ensure_ascii=False)
-        message = {"role": "user", "content": f"Extract as JSON.\n{told[:PROMPT_CHARACTERS]}"}
+            lines = json.dumps(instance, ensure_ascii=False)
+        message = {"role": "user", "content": f"Extract as JSON.\n{lines[:PROMPT_CHARACTERS]}"}
         text: str = self.tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
         return text
 
     def run(self, mode: str, tasks: Sequence[Task], batch: int, bar: tqdm[Any]) -> dict[str, Any]:
-        """All tasks in one mode."""
+        """Run all tasks in one mode."""
         found = Found()
         guiding = rows = seconds = 0.0
         for start in range(0, len(tasks), batch):
@@ -183,7 +183,7 @@ class Generation:
         }
 
     def judge(self, task: Task, tokens: list[int], found: Found) -> None:
-        """Note what one output is worth."""
+        """Check one output."""
         found.outputs += 1
         special = self.vocabulary.special_token_ids.union(self.vocabulary.stop_token_ids)
         end = next((place for place, token in enumerate(tokens) if token in special), len(tokens))
@@ -201,7 +201,7 @@ class Generation:
             found.wrong.append(f"{task.name}: {text.decode('utf-8', 'backslashreplace')}")
 
     def is_beginning(self, constraint: Constraint, tokens: list[int]) -> bool:
-        """A matcher that has seen nothing yet accepts these tokens, one after the other."""
+        """Return whether a new matcher accepts these tokens."""
         compiled = compile_constraint(self.backends, constraint, candidates("json_schema", "llguidance"))
         matcher = compiled.grammar.matcher()
         try:
@@ -222,11 +222,7 @@ def satisfies(text: bytes, schema: Any) -> bool:
 
 
 class Steps:
-    """A batch of known documents, step by step: as `generate()` calls the processor, and as an engine calls the pool.
-
-    Args:
-        steps: of each round; documents are that long at the least.
-    """
+    """A batch of known documents, step by step, as `generate()` calls the processor and as an engine calls the pool."""
 
     def __init__(self, vocabulary: Vocabulary, schemas: Sequence[str], texts: Sequence[Sequence[int]]) -> None:
         constraints = [Constraint.json_schema(schema) for schema in schemas]
@@ -245,13 +241,13 @@ class Steps:
         self.round = 0
 
     def run(self, seconds: dict[str, list[float]]) -> None:
-        """One round: all steps, each done by everybody."""
+        """Run one round: all steps in all ways."""
         self.guide.reset()
         self.writer.reset()
         ids = [self.round * self.rows + row for row in range(self.rows)]
         outputs: list[list[int]] = [[] for _ in ids]
         self.round += 1
-        kept: dict[str, torch.Tensor] = {}  # as in `generate()`: the last step's are there until this step's are
+        kept: dict[str, torch.Tensor] = {}  # as in `generate()`, the last step's scores live until this step's exist
 
         def by_pool(input_ids: torch.Tensor) -> torch.Tensor:
             self.alone.prepare([GuidedSequence(str(row), ids[row], outputs[row]) for row in range(self.rows)])
@@ -275,10 +271,10 @@ class Steps:
                 found = way(input_ids)
                 took = time.perf_counter() - started
                 kept[name] = found
-                if self.round > 1:  # the first warms up
+                if self.round > 1:  # the first round warms up
                     seconds[name].append(took)
             if not torch.equal(self.logits, self.handed) or not torch.equal(self.logits, kept["processor"]):
-                raise AssertionError(f"they disagree at step {step}")
+                raise AssertionError(f"the results differ at step {step}")
             for row, token in enumerate(self.texts[:, step].tolist()):
                 outputs[row].append(token)
         for sequence_id in ids:
@@ -291,7 +287,7 @@ class Steps:
 
 
 def costs(data: Path, batches: Sequence[int], rounds: int, bar: tqdm[Any]) -> list[dict[str, Any]]:
-    """One row of the table a batch size, in milliseconds."""
+    """Return one row of the table per batch size, in milliseconds."""
     tokens = Tokens.tekken()
     vocabulary = Vocabulary.from_tekken(tokens.path)
     backends = Backends(vocabulary)
@@ -344,7 +340,7 @@ def plot(validity: list[dict[str, Any]], cost: list[dict[str, Any]], path: Path,
         right.bar([place + 0.27 * (index - 1) for place in places], values, 0.25, label=label, color=f"C{index}")
     right.set_xticks(list(places), [str(row["rows"]) for row in cost])
     right.set_xlabel("rows")
-    right.set_ylabel("µs a row and step, p50")
+    right.set_ylabel("µs per row and step, p50")
     right.margins(y=0.3)
     right.legend(frameon=False)
     figure.suptitle(title, fontsize=10)
@@ -354,15 +350,13 @@ def plot(validity: list[dict[str, Any]], cost: list[dict[str, Any]], path: Path,
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--schemas", type=int, default=200)
-    parser.add_argument("--batch", type=int, default=8, help="prompts of one generate()")
+    parser.add_argument("--batch", type=int, default=8, help="prompts per generate()")
     parser.add_argument("--max-tokens", type=int, default=300)
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64], help="batch sizes whose cost is measured")
-    parser.add_argument(
-        "--rounds", type=int, default=64, help="documents a cost is measured on, at the least 2 batches"
-    )
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64], help="batch sizes of the cost measurement")
+    parser.add_argument("--rounds", type=int, default=64, help="documents per batch size, at least 2 batches")
     parser.add_argument("--data", type=Path, default=DATA, help="JSON lines of schemas with instances")
     parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--quick", action="store_true", help="a minute: few schemas, small batches")
+    parser.add_argument("--quick", action="store_true", help="run a minute: few schemas, small batches")
     options = parser.parse_args()
     if options.quick:
         options.schemas, options.rows, options.rounds = 16, [1, 8], 8
@@ -383,10 +377,8 @@ def main() -> None:
         cost = costs(options.data, options.rows, options.rounds, bar)
     print("\none step, ms")
     print_table(cost, COST)
-    setting = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
-    setting["data"] = options.data.name
     name = "transformers_processor"
-    write_json(options.out / f"{name}.json", setting, {"validity": validity, "cost": cost}, started_on)
+    write_json(options.out / f"{name}.json", vars(options), {"validity": validity, "cost": cost}, started_on)
     plot(validity, cost, options.out / f"{name}.png", f"{len(tasks)} schemas; 131,072 tokens, one thread")
     print(f"wrote {options.out / name}.json and .png")
 

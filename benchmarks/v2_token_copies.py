@@ -1,9 +1,10 @@
-"""What vLLM's V2 runner costs our plugin a step: its tokens lie on the device. `python -m benchmarks.v2_token_copies`.
+"""Measure what our plugin's copy of new tokens costs in vLLM's V2 runner: `python -m benchmarks.v2_token_copies`.
 
-`TokenCopies` copies what a step added: `begin` before the forward pass, `read` after it was launched. Each is timed on
-the host, for a batch of guided slots that got one token each, or up to five (with four drafts). With `--device cuda`, a
-forward pass of about `--forward-ms` is under way between the two, and what `read` takes is waiting for the step before
-as well; `--device cpu`, where tokens needn't be copied from anywhere, is what the host does.
+The V2 runner keeps tokens on the device. `TokenCopies` copies the tokens that a step added: `begin`
+before the forward pass, `read` after its launch. Both are timed on the host, for a batch of guided slots with one new
+token each, or up to five (four draft tokens). With `--device cuda` a forward pass of about `--forward-ms` runs between
+the two, and `read` also waits for the step before. With `--device cpu` there is no copy from a device, only the host's
+work.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ MAX_MODEL_LEN = 8192
 
 
 class Forward:
-    """Work for the device: none on a CPU, which has enough to do."""
+    """A forward pass on a CUDA device, or none on a CPU."""
 
     def __init__(self, device: torch.device, milliseconds: float) -> None:
         self._times = 0
@@ -54,7 +55,7 @@ class Forward:
 
 
 def measured(device: torch.device, forward: Forward, slots: int, width: int, steps: int) -> dict[str, Any]:
-    """One row of the table, in milliseconds. What is copied is compared with what was written."""
+    """Return one row of the table, in milliseconds. Checks the copied tokens."""
     tokens = torch.randint(100_000, (4 * slots, MAX_MODEL_LEN), dtype=torch.int32)
     lengths = torch.randint(100, MAX_MODEL_LEN - width, (4 * slots,), dtype=torch.int32)
     state = SimpleNamespace(
@@ -77,7 +78,7 @@ def measured(device: torch.device, forward: Forward, slots: int, width: int, ste
         read = time.perf_counter()
         expected = [tokens[row, start : start + width].tolist() for row, start in zip(which, starts, strict=True)]
         if totals != starts or found != expected:
-            raise AssertionError(f"step {step}: what was copied is not what was there")
+            raise AssertionError(f"step {step}: the copied tokens are wrong")
         if step >= 20:
             seconds["begin"].append(begun - started)
             seconds["read"].append(read - launched)
@@ -95,7 +96,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--forward-ms", type=float, default=15.0)
     parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--quick", action="store_true", help="seconds: few steps")
+    parser.add_argument("--quick", action="store_true", help="run some seconds: few steps")
     options = parser.parse_args()
     if options.quick:
         options.steps = 200
@@ -115,7 +116,7 @@ def main() -> None:
     print(f"{device.type}: {name}")
     print_table(rows, COLUMNS)
     setting = vars(options) | {"device": device.type, "device_name": name}
-    path = options.out / f"v2_token_copies_{device.type}.json"
+    path = options.out / "v2_token_copies.json"
     write_json(path, setting, rows, started_on)
     print(f"wrote {path}")
 

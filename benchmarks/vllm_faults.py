@@ -1,23 +1,25 @@
-"""The same faults in one request's masks, in vLLM's engine, with our plugin there, and in our engine:
-`python -m benchmarks.vllm_faults --vllm-python PATH`.
+"""Compare the effect of a fault in one request's masks in vLLM's engine, with our plugin there, and in our engine.
+
+    python -m benchmarks.vllm_faults --vllm-python PATH
 
 One request (the victim) runs beside eight others: four with a JSON Schema, two with a regex, two without a constraint.
-First without the fault, then with it, in the same engine; then two more requests are sent. What became of each?
+They run first without the fault and then with it in the same engine. Then two more requests are sent.
 
-- `raise`, `segfault`, `slow`, `endless`: what the library does when it is asked for the victim's mask after its 24th
-  token. Raise an exception; read from address 0; take 0.2 s, every time; never return, and hold the interpreter's lock.
-  Both engines use llguidance here, and both get the fault from the same few lines, around the same class of the
-  library: `llguidance.LLMatcher` (benchmarks/faults/faulty_matcher.py). It is put there when the library is imported,
-  in vLLM's engine process and in each of our mask actors alike.
-- `error state`: nothing is injected. At some point of the victim's grammar llguidance goes over its own limits, and is
-  in its error state from then on: it allows the end of the text only, wherever that is.
+- `raise`, `segfault`, `slow`, `endless` are injected into the computation of the victim's masks after its 24th token:
+  raise an exception; read from address 0; take 0.2 s per mask; never return and hold the GIL. Both engines use
+  llguidance and get the fault from the same wrapper around `llguidance.LLMatcher`
+  (benchmarks/faults/faulty_matcher.py). It is installed when the library is imported, in vLLM's engine process and in
+  each of our mask actors.
+- `error state`: nothing is injected. At some position of the victim's grammar llguidance exceeds its own limits and
+  stays
+  in its error state: it then allows only the end of the text, at any position.
 - `costly grammar`: nothing is injected. The victim's grammar is ambiguous: each mask takes longer than the one before.
 
-All serve the embedded default model through their `AsyncLLM`, greedily, with one thread: vLLM's with its guidance
-backend, or with our plugin where the interpreter has it (`make test-vllm` makes such an environment), its engine core
-in a process of its own; ours with two mask actors, with and without replays; all else by default. Each engine and
-fault has processes of their own, which are ended after `--limit` seconds; a request that isn't over after 60 s counts
-as hung. Writes benchmarks/results/vllm_faults.{json,png}.
+All engines serve the embedded default model through their `AsyncLLM`, greedily, with one thread and default options.
+vLLM runs with its guidance backend, and with our plugin if the interpreter has it (`make test-vllm` makes such an
+environment). Our engine runs with two mask actors, with and without replays. Each engine and fault has its own
+processes, which are killed after `--limit` seconds. A request that takes longer than 60 s counts as hung. Writes
+benchmarks/results/vllm_faults.{json,png}.
 """
 
 from __future__ import annotations
@@ -38,9 +40,10 @@ from typing import Any
 import psutil
 from tqdm import tqdm
 
-from benchmarks.contest import vllm_entry
-from benchmarks.faults.asked import Answer, bystanders, is_valid, next_requests, victim
+from benchmarks.child_process import SINGLE_THREADED, VLLM_ON_CPU, log_tail
+from benchmarks.comparison import vllm_candidate
 from benchmarks.faults.faulty_matcher import FAULT_VARIABLE, FAULTS
+from benchmarks.faults.requests import Answer, bystanders, is_valid, next_requests, victim
 from benchmarks.report import RESULTS, ROOT, canvas, machine, print_table, write_json
 
 ALL_FAULTS = (*FAULTS, "error state", "costly grammar")
@@ -52,24 +55,24 @@ COLUMNS = {
     "victim": "victim",
     "victim_seconds": "after s",
     "valid": "others valid",
-    "others": "the rest of the others",
+    "others": "others not valid",
     "ratio": "their time, with/without",
-    "longest_gap": "longest silence s",
+    "longest_gap": "longest gap s",
     "engine": "engine",
     "next": "next requests",
 }
 OUTCOMES = {
     "valid": "#4c9f70",
     "ended with an error": "#e0a030",
-    "wrong, and called complete": "#c0392b",
+    "wrong, reported as complete": "#c0392b",
     "hung": "#555555",
 }
 
 
 def systems(options: argparse.Namespace) -> dict[str, tuple[str, str]]:
-    """Label -> the host's name for the engine, and the interpreter."""
+    """Return label -> (name of the engine in `benchmarks.faults.host`, Python interpreter)."""
     found = {}
-    vllm = vllm_entry(options.vllm_python)
+    vllm = vllm_candidate(options.vllm_python)
     if vllm is not None:
         found["vLLM"] = ("vllm", vllm.python)
         if has_plugin(vllm.python):
@@ -80,7 +83,7 @@ def systems(options: argparse.Namespace) -> dict[str, tuple[str, str]]:
 
 
 def has_plugin(python: str) -> bool:
-    """Whether this package, with Ray, is installed there."""
+    """Return whether an interpreter has this package with Ray."""
     code = (
         "import importlib.metadata as m; import ray, guided.integrations.vllm.processor; "
         "assert m.entry_points(group='guided.pools')"
@@ -89,11 +92,11 @@ def has_plugin(python: str) -> bool:
 
 
 def observe(engine: str, python: str, fault: str, limit: float) -> dict[str, Any]:
-    """One engine, one fault: what its host said after each stage, by stage; and how it ended.
+    """Run one engine with one fault.
 
     Returns:
-        Stages as `benchmarks.faults.host` writes them, `ended` ("by itself", "killed after 180 s", "with status -11")
-        and `log`, the end of what was printed.
+        The stages that `benchmarks.faults.host` writes, by name; `ended` ("by itself", "killed after 180 s", "with
+        status -11"); and `log`, the end of its output.
     """
     with tempfile.TemporaryFile() as log, _hosted(engine, python, fault, log) as process:
         killed = threading.Event()
@@ -108,26 +111,20 @@ def observe(engine: str, python: str, fault: str, limit: float) -> dict[str, Any
         stages = {stage.pop("stage"): stage for stage in map(json.loads, process.stdout)}
         status = process.wait()
         timer.cancel()
-        log.seek(0)
-        text = log.read().decode("utf-8", "replace")
+        text = log_tail(log, 2000)
     ended = f"killed after {limit:g} s" if killed.is_set() else f"with status {status}" if status else "by itself"
-    return {**stages, "ended": ended, "log": text[-2000:]}
+    return {**stages, "ended": ended, "log": text}
 
 
 @contextlib.contextmanager
 def _hosted(engine: str, python: str, fault: str, log: Any) -> Iterator[subprocess.Popen[str]]:
     environment = {
         **os.environ,
+        **SINGLE_THREADED,
+        **VLLM_ON_CPU,
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "PYTHONPATH": os.pathsep.join([str(ROOT / "benchmarks" / "faults" / "startup"), str(ROOT)]),
         FAULT_VARIABLE: fault,
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "VLLM_TARGET_DEVICE": "cpu",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_NO_USAGE_STATS": "1",
     }
     command = [python, "-m", "benchmarks.faults.host", engine, fault, str(MODEL)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, cwd=ROOT, env=environment, text=True)
@@ -139,7 +136,7 @@ def _hosted(engine: str, python: str, fault: str, log: Any) -> Iterator[subproce
 
 
 def _kill_tree(pid: int) -> None:
-    """A process and all that it started, which may not be able to listen any more."""
+    """Kill a process and its descendants, which may no longer react to other signals."""
     with contextlib.suppress(psutil.NoSuchProcess):
         root = psutil.Process(pid)
         for process in [*root.children(recursive=True), root]:
@@ -148,25 +145,25 @@ def _kill_tree(pid: int) -> None:
 
 
 def judge(fault: str, system: str, seen: dict[str, Any]) -> dict[str, Any]:
-    """One line of the table."""
+    """Return one row of the table."""
     row: dict[str, Any] = {"fault": fault, "system": system, "ended": seen["ended"]}
     answers = {stage: [Answer(**one) for one in seen[stage]["answers"]] for stage in STAGES if stage in seen}
     if "without" not in answers:
-        print(f"{fault}, {system}, didn't start: {seen['log']}", file=sys.stderr)
+        print(f"{fault}, {system} didn't start: {seen['log']}", file=sys.stderr)
         return row | {"victim": "didn't start", "engine": seen["ended"], "next": "none"}
     if "with" not in answers:
-        # The process that asked is gone, and everybody's connection with it.
+        # The engine's process is gone, and all connections with it.
         return row | {"victim": "no answer", "valid": "0 of 8", "engine": f"host ended {seen['ended']}", "next": "none"}
     hurt, *others = answers["with"]
-    asked = bystanders()
-    outcomes = [_outcome(one, answer) for one, answer in zip(asked, others, strict=True)]
-    row |= {"victim": _told(hurt, _outcome(victim(fault, marked=True), hurt)), "victim_seconds": hurt.seconds}
+    requests = bystanders()
+    outcomes = [_outcome(one, answer) for one, answer in zip(requests, others, strict=True)]
+    row |= {"victim": _victim_answer(hurt, _outcome(victim(fault, marked=True), hurt)), "victim_seconds": hurt.seconds}
     row["outcomes"] = {outcome: outcomes.count(outcome) for outcome in OUTCOMES}
     row["victim_outcome"] = _outcome(victim(fault, marked=True), hurt)
-    row["valid"] = f"{outcomes.count('valid')} of {len(asked)}"
+    row["valid"] = f"{outcomes.count('valid')} of {len(requests)}"
     row["others"] = "; ".join(_rest(others, outcomes)) or "-"
     before = {answer.name: answer for answer in answers["without"]}
-    row["reference_valid"] = sum(is_valid(one, before[one.name]) for one in asked)
+    row["reference_valid"] = sum(is_valid(one, before[one.name]) for one in requests)
     pairs = [
         (answer.seconds / before[answer.name].seconds, answer.longest_gap)
         for answer, outcome in zip(others, outcomes, strict=True)
@@ -187,16 +184,16 @@ def judge(fault: str, system: str, seen: dict[str, Any]) -> dict[str, Any]:
     return row
 
 
-def _outcome(asked: Any, answer: Answer) -> str:
+def _outcome(request: Any, answer: Answer) -> str:
     if answer.hung:
         return "hung"
     if answer.error is not None:
         return "ended with an error"
-    return "valid" if is_valid(asked, answer) else "wrong, and called complete"
+    return "valid" if is_valid(request, answer) else "wrong, reported as complete"
 
 
-def _told(answer: Answer, outcome: str) -> str:
-    """What the victim's client is told."""
+def _victim_answer(answer: Answer, outcome: str) -> str:
+    """Describe the answer that the victim's client gets."""
     if outcome == "valid":
         return "valid"
     if answer.hung:
@@ -220,7 +217,7 @@ def _bounded(text: str, most: int = 70) -> str:
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """The nine requests of every run, by what became of them."""
+    """Draw the outcomes of the nine requests of every run."""
     drawn = [row for row in rows if "outcomes" in row]
     figure, axes = canvas(1, width=10.0, height=0.42 * len(drawn) + 1.6)
     axis = axes[0]
@@ -232,7 +229,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
             left += counts[outcome]
         axis.barh(at, 1, left=left + 0.3, color=OUTCOMES[row["victim_outcome"]], height=0.7, hatch="//")
         dead = "" if row["engine"] == "alive" else f"engine {row['engine'].partition(':')[0].partition(' ')[0]}"
-        slower = f"others {row['ratio']} times as long" if "ratio" in row else ""
+        slower = f"time of the others {row['ratio']}" if "ratio" in row else ""
         axis.text(left + 1.5, at, "; ".join(filter(None, (dead, slower))), va="center", fontsize=8)
     axis.set_yticks(range(len(drawn)), [f"{row['fault']}, {row['system']}" for row in drawn], fontsize=8)
     axis.invert_yaxis()
@@ -240,7 +237,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     axis.set_xticks(range(9))
     axis.grid(visible=False)
     axis.set_title(
-        "A fault in one request's masks: what became of eight others, and of the victim (hatched)", fontsize=10
+        "A fault in one request's masks: outcomes of the eight others, and of the victim (hatched)", fontsize=10
     )
     figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False, fontsize=8)
     figure.savefig(path, dpi=130)
@@ -249,13 +246,11 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--fault", nargs="+", choices=ALL_FAULTS, default=list(ALL_FAULTS))
+    parser.add_argument("--max-replays", type=int, nargs="*", default=[0, 2], help="of our pool, one run per value")
     parser.add_argument(
-        "--max-replays", type=int, nargs="*", default=[0, 2], help="our pool's, each in a run of its own"
+        "--limit", type=float, default=240.0, help="seconds after which an engine's processes are killed"
     )
-    parser.add_argument(
-        "--limit", type=float, default=240.0, help="seconds after which an engine's processes are ended"
-    )
-    parser.add_argument("--vllm-python", help="an interpreter that has vLLM (docs/benchmarks.md)")
+    parser.add_argument("--vllm-python", help="a Python interpreter with vLLM (docs/benchmarks.md)")
     parser.add_argument("--out", type=Path, default=RESULTS)
     return parser.parse_args()
 
@@ -272,9 +267,8 @@ def main() -> None:
                 rows.append(judge(fault, system, observe(engine, python, fault, options.limit)))
                 bar.update()
     print_table(rows, COLUMNS)
-    print("engine alive: it answers after the fault; their time: of the others that ended valid, median and worst")
-    setting = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
-    write_json(options.out / "vllm_faults.json", setting, rows, started_on)
+    print("engine alive: it answers after the fault. Their time: median and worst of the others with valid answers")
+    write_json(options.out / "vllm_faults.json", vars(options), rows, started_on)
     plot(rows, options.out / "vllm_faults.png")
     print(f"wrote {options.out / 'vllm_faults.json'} and .png")
 

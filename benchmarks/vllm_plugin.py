@@ -1,16 +1,16 @@
-"""What guided requests cost within vLLM: `python -m benchmarks.vllm_plugin --vllm-python PATH`.
+"""Measure what guided requests cost within vLLM: `python -m benchmarks.vllm_plugin --vllm-python PATH`.
 
-The same requests, all at once, through vLLM's own engine (its `LLM`, the engine core a process of its own):
+The same requests run, all at once, through vLLM's own engine (its `LLM`, with the engine core in another process):
 
-- `unguided`: without constraints, as many tokens each as the plugin's answers had.
-- `own, guidance`, `own, xgrammar`: vLLM's structured outputs, masks in the engine's process.
-- `plugin, ray`, `plugin, inline`: ours, with llguidance: masks in two Ray actors, or in the engine's process.
+- `unguided`: without constraints, with the same numbers of tokens as the plugin's answers.
+- `own, guidance`, `own, xgrammar`: vLLM's structured outputs, with masks in the engine's process.
+- `plugin, ray`, `plugin, inline`: our plugin with llguidance, with masks in two Ray actors or in the engine's process.
 
-Three in four requests have a JSON Schema (eight different ones), the others a regex; both kinds have ends, and blanks
-between JSON tokens are forbidden everywhere. Answers are checked. Models: `embedded`, the default model of 2.9 million
-parameters, greedy; `HxL`, a Llama of L layers, H wide, with made-up weights and the same tokenizer, sampled with seeds.
-Every way has a process of its own, with one thread; all are started first, and then take turns, `--rounds` times after
-one that doesn't count. Tokens per second are those of the median round. Writes
+Three of four requests have a JSON Schema (eight different ones), the others a regex. All outputs are finite, and JSON
+has no white space between tokens. Answers are checked. The models are `embedded`, the default model of 2.9 million
+parameters, greedy; and `HxL`, a Llama of L layers and width H with random weights and the same tokenizer, sampled with
+seeds. Each way runs in its own process with one thread. All are started first and then take turns, `--rounds` times
+after one warm-up round. Tokens per second are those of the median round. Writes
 benchmarks/results/vllm_plugin.{json,png}.
 """
 
@@ -19,20 +19,19 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import re
 import shutil
 import statistics
-import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import jsonschema
 from tqdm import tqdm
 
-from benchmarks.contest import vllm_entry
+from benchmarks.child_process import SINGLE_THREADED, VLLM_ON_CPU, JsonProcess
+from benchmarks.comparison import vllm_candidate
 from benchmarks.report import RESULTS, ROOT, canvas, fail, machine, print_table, write_json
 from benchmarks.vllm_faults import has_plugin
 
@@ -44,7 +43,7 @@ WAYS = {
     "plugin, inline": "plugin:inline",
 }
 REFERENCE = "plugin, ray"
-"""The way whose answers' lengths the unguided requests take."""
+"""The unguided requests have the lengths of this way's answers."""
 COLUMNS = {
     "model": "model",
     "batch": "at once",
@@ -52,17 +51,17 @@ COLUMNS = {
     "rate": "tokens/s",
     "slowest": "slowest round",
     "fastest": "fastest",
-    "share": "of unguided",
-    "step_ms": "ms a step",
+    "share": "to unguided",
+    "step_ms": "ms per step",
     "valid": "valid",
-    "tokens": "tokens a round",
+    "tokens": "tokens per round",
 }
 CHECKPOINT = ROOT / "engine" / "default_model" / "checkpoint"
 PROMPT = "Text: Maria Keller is {age} years old and lives in Lisbon.\nJSON: "
 
 
 def requests(count: int, temperature: float) -> list[dict[str, Any]]:
-    """`count` of them, about 100 tokens each."""
+    """Return `count` requests with outputs of about 100 tokens."""
     found = []
     for index in range(count):
         name = f"name_{index % 8}"
@@ -83,7 +82,7 @@ def requests(count: int, temperature: float) -> list[dict[str, Any]]:
 
 
 def is_valid(asked: dict[str, Any], answer: dict[str, Any]) -> bool:
-    """It is complete, and it is what was asked for."""
+    """Return whether an answer is complete and satisfies its constraint."""
     if answer["finish_reason"] != "stop":
         return False
     if "regex" in asked:
@@ -93,82 +92,31 @@ def is_valid(asked: dict[str, Any], answer: dict[str, Any]) -> bool:
     return False
 
 
-class Host:
-    """A `benchmarks.peers.vllm_engine`."""
-
-    def __init__(self, python: str, way: str, model: Path, dummy: bool, batch: int, log: IO[bytes]) -> None:
-        environment = {
-            **os.environ,
-            "PYTHONPATH": str(ROOT),
-            "OMP_NUM_THREADS": "1",
-            "HF_HUB_OFFLINE": "1",
-            "TOKENIZERS_PARALLELISM": "false",
-            "VLLM_TARGET_DEVICE": "cpu",
-            "VLLM_LOGGING_LEVEL": "ERROR",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "VLLM_NO_USAGE_STATS": "1",
-        }
-        command = [python, "-m", "benchmarks.peers.vllm_engine", way, str(model)]
-        self._process = subprocess.Popen(
-            [*command, "dummy" if dummy else "real", str(batch)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            cwd=ROOT,
-            env=environment,
-            text=True,
-        )
-        self._log = log
-
-    def answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            self._log.seek(0)
-            raise RuntimeError(f"vLLM's process ended\n{self._log.read().decode('utf-8', 'replace')[-3000:]}")
-        found: dict[str, Any] = json.loads(line)
-        return found
-
-    def ask(self, asked: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(asked) + "\n")
-        self._process.stdin.flush()
-        return self.answer()
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
-        try:
-            self._process.wait(60)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-
-
 @contextlib.contextmanager
-def hosts(python: str, model: Path, dummy: bool, batch: int) -> Iterator[dict[str, Host]]:
-    """A process for each way, started one after the other."""
+def engines(python: str, model: Path, dummy: bool, batch: int) -> Iterator[dict[str, JsonProcess]]:
+    """Start a `benchmarks.peers.vllm_engine` per way, one after the other."""
+    environment = SINGLE_THREADED | VLLM_ON_CPU | {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "PYTHONPATH": str(ROOT)}
     with contextlib.ExitStack() as stack:
         found = {}
         for label, way in tqdm(WAYS.items(), desc="starting", leave=False, disable=None):
-            log = stack.enter_context(tempfile.TemporaryFile())
-            found[label] = Host(python, way, model, dummy, batch, log)
-            stack.callback(found[label].close)
-            found[label].answer()
+            arguments = (way, str(model), "dummy" if dummy else "real", str(batch))
+            process = JsonProcess(
+                "benchmarks.peers.vllm_engine", *arguments, label=label, environment=environment, python=python
+            )
+            found[label] = stack.enter_context(process)
+            process.answer()
         yield found
 
 
 @contextlib.contextmanager
 def checkpoint(model: str) -> Iterator[tuple[Path, bool]]:
-    """A model's folder, and whether its weights are to be made up."""
+    """Return a model's folder, and whether vLLM must use random weights."""
     if model == "embedded":
         yield CHECKPOINT, False
         return
     sizes = re.fullmatch(r"(\d+)x(\d+)", model)
     if sizes is None or int(sizes[1]) % 64:
-        fail(f"no model {model}: embedded, or WIDTHxLAYERS with a width that 64 divides")
+        fail(f"--model: {model} is neither `embedded` nor WIDTHxLAYERS with a width that is a multiple of 64")
     width, layers = map(int, sizes.groups())
     with tempfile.TemporaryDirectory() as folder:
         for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
@@ -182,16 +130,18 @@ def checkpoint(model: str) -> Iterator[tuple[Path, bool]]:
         yield Path(folder), True
 
 
-def measure(running: dict[str, Host], model: str, batch: int, rounds: int, bar: tqdm[Any]) -> list[dict[str, Any]]:
-    """One row a way."""
+def measure(
+    running: dict[str, JsonProcess], model: str, batch: int, rounds: int, bar: tqdm[Any]
+) -> list[dict[str, Any]]:
+    """Return one row per way."""
     asked = requests(batch, 0.0 if model == "embedded" else 1.0)
     lengths = [one["tokens"] for one in running[REFERENCE].ask(asked)["answers"]]
     free = [one | {"max_tokens": length} for one, length in zip(asked, lengths, strict=True)]
     found: dict[str, list[dict[str, Any]]] = {label: [] for label in running}
     for round_ in range(rounds + 1):
-        for label, host in running.items():
+        for label, process in running.items():
             bar.set_description(f"{model}, {batch}, {label}")
-            answer = host.ask(free if label == "unguided" else asked)
+            answer = process.ask(free if label == "unguided" else asked)
             if round_:
                 found[label].append(answer)
             bar.update()
@@ -221,7 +171,7 @@ def measure(running: dict[str, Host], model: str, batch: int, rounds: int, bar: 
 
 
 def plot(rows: list[dict[str, Any]], path: Path, title: str) -> None:
-    """Tokens per second, by model and batch."""
+    """Draw tokens per second, by model and batch."""
     cases = list(dict.fromkeys((row["model"], row["batch"]) for row in rows))
     figure, axes = canvas(len(cases), width=3.4, height=3.6)
     for axis, case in zip(axes, cases, strict=True):
@@ -240,10 +190,10 @@ def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", nargs="+", default=["embedded", "768x8"], help="embedded, or WIDTHxLAYERS")
     parser.add_argument("--batch", type=int, nargs="+", default=[8, 32], help="requests at once")
-    parser.add_argument("--rounds", type=int, default=5, help="turns that the ways take")
-    parser.add_argument("--vllm-python", required=True, help="an interpreter that has vLLM and this package")
+    parser.add_argument("--rounds", type=int, default=5, help="number of turns per way")
+    parser.add_argument("--vllm-python", required=True, help="a Python interpreter with vLLM and this package")
     parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--quick", action="store_true", help="the embedded model alone, 8 requests, two rounds")
+    parser.add_argument("--quick", action="store_true", help="only the embedded model, 8 requests, two rounds")
     options = parser.parse_args()
     if options.quick:
         options.model, options.batch, options.rounds = ["embedded"], [8], 2
@@ -252,10 +202,10 @@ def parsed() -> argparse.Namespace:
 
 def main() -> None:
     options = parsed()
-    vllm = vllm_entry(options.vllm_python)
+    vllm = vllm_candidate(options.vllm_python)
     assert vllm is not None
     if not has_plugin(vllm.python):
-        fail(f"{options.vllm_python} has no guided[ray]: `make test-vllm` makes an environment that has (docs/vllm.md)")
+        fail(f"{options.vllm_python} has no guided[ray]: `make test-vllm` makes such an environment (docs/vllm.md)")
     started_on = machine()
     rows: list[dict[str, Any]] = []
     turns = len(options.model) * len(options.batch) * (options.rounds + 1) * len(WAYS)
@@ -263,13 +213,12 @@ def main() -> None:
         for model in options.model:
             with (
                 checkpoint(model) as (folder, dummy),
-                hosts(vllm.python, folder, dummy, max(options.batch)) as running,
+                engines(vllm.python, folder, dummy, max(options.batch)) as running,
             ):
                 for batch in options.batch:
                     rows += measure(running, model, batch, options.rounds, bar)
     print_table(rows, COLUMNS)
-    setting = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
-    write_json(options.out / "vllm_plugin.json", setting, rows, started_on)
+    write_json(options.out / "vllm_plugin.json", vars(options), rows, started_on)
     plot(rows, options.out / "vllm_plugin.png", f"guided requests within vLLM, {started_on['cpus']} CPUs")
     print(f"wrote {options.out / 'vllm_plugin.json'} and .png")
 

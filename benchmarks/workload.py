@@ -26,27 +26,27 @@ WORDS = ("amber", "basket", "candle", "ember", "forest", "garden", "harbor", "is
 
 
 def tekken() -> Path:
-    """The 131,072 tokens that mistral_common ships."""
+    """Return the path of mistral_common's vocabulary of 131,072 tokens."""
     try:
         import mistral_common
     except ImportError:
-        fail("the vocabulary is mistral_common's, which isn't installed: pip install mistral_common")
+        fail("the vocabulary needs mistral_common: pip install mistral_common")
     return Path(mistral_common.__file__).parent / "data" / "tekken_240911.json"
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """A vocabulary as the ways of masking get it, and its tokenizer."""
+    """A vocabulary file and its tokenizer."""
 
     path: Path
     width: int
-    """Of the logits."""
+    """Number of logits."""
     stop: int
     encode: Callable[[str], list[int]]
 
     @classmethod
     def tekken(cls) -> Tokens:
-        """The real tokenizer of 131,072 tokens; tokens as it has them."""
+        """Return mistral_common's tokenizer of 131,072 tokens."""
         from mistral_common.tokens.tokenizers.tekken import Tekkenizer
 
         path = tekken()
@@ -55,13 +55,13 @@ class Tokens:
 
     @classmethod
     def sentencepiece(cls) -> Tokens:
-        """32,000 tokens, mistral_common's first model; texts take the longest tokens first."""
+        """Return the 32,000 tokens of mistral_common's first model. Encoding takes the longest tokens first."""
         path = tekken().with_name("tokenizer.model.v1")
         return cls(path, 32000, 2, Vocabulary.from_sentencepiece(path).encode)
 
     @classmethod
     def trained(cls, data: Path, size: int, path: Path) -> Tokens:
-        """A byte-level BPE of `size` tokens, trained on the schemas of `data` and saved as `path`."""
+        """Train a byte-level BPE of `size` tokens on the schemas of `data` and save it as `path`."""
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
         tokenizer = Tokenizer(models.BPE())
@@ -78,7 +78,7 @@ class Tokens:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The file's rows; ends the program where it can't be read."""
+    """Return the rows of a file. Exits with an error if it can't be read."""
     try:
         with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
             return [json.loads(line) for line in lines]
@@ -97,11 +97,11 @@ def documents(
     lengths: tuple[int, int] = (24, 300),
     seed: int = 0,
 ) -> list[Document]:
-    """One instance each of up to `count` schemas, drawn at random.
+    """Return one instance each of up to `count` random schemas.
 
     Args:
-        max_schema: characters of a schema's JSON; larger ones take some backends minutes to compile.
-        lengths: tokens of an instance, at the least and at the most.
+        max_schema: maximum characters of a schema. Some backends need minutes to compile larger ones.
+        lengths: minimum and maximum tokens of an instance.
     """
     rows = read_rows(path)
     random.Random(seed).shuffle(rows)
@@ -124,11 +124,11 @@ def documents(
 
 
 def shared_documents(path: Path, tokens: Tokens, schemas: Sequence[str], each: int, seed: int = 0) -> list[Document]:
-    """Many different instances of few schemas, as an application sends them.
+    """Return many different instances of few schemas, like the requests of an application.
 
     Args:
         schemas: ids of the file's rows.
-        each: instances of a schema: its own with other words and numbers, where the schema allows them.
+        each: instances per schema: its own instance with other words and numbers, if the schema allows them.
     """
     random_ = random.Random(seed)
     found: list[Document] = []
@@ -148,7 +148,7 @@ def _document(name: str, schema: str, value: Any, tokens: Tokens) -> Document:
 
 
 def in_order(value: Any, schema: Any) -> Any:
-    """The same value, its properties in the schema's order: the order in which some backends have them generated."""
+    """Return a value with its properties in the schema's order, which some backends require."""
     if not isinstance(schema, dict):
         return value
     if isinstance(value, dict) and isinstance(schema.get("properties"), dict):
@@ -162,7 +162,7 @@ def in_order(value: Any, schema: Any) -> Any:
 
 
 def _another(value: Any, schema: Any, random_: random.Random) -> Any:
-    """A value like `value` that satisfies `schema` too; `value` itself where none was found."""
+    """Return a similar value that satisfies `schema`, or `value` itself if none is found."""
     for _ in range(10):
         candidate = _changed(value, random_)
         if jsonschema.Draft202012Validator(schema).is_valid(candidate):

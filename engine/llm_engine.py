@@ -9,7 +9,9 @@ from collections.abc import Sequence as Tokens
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from engine.admission import Admission
 from engine.block_manager import BlockManager
@@ -26,7 +28,7 @@ from engine.scheduler import ScheduledBatch, Scheduler
 from engine.sequence import Sequence, SequenceGroup, SequenceStatus
 from guided.errors import BackendError, GuidedError, InternalError, bounded
 from guided.pool import Grammar, MaskPool
-from guided.processor import ApplyReport, GuidedRow, LogitPostProcessor
+from guided.processor import ApplyReport, GuidedProcessor, LogitPostProcessor
 
 __all__ = ["EngineStats", "LLMEngine"]
 
@@ -62,13 +64,21 @@ class LLMEngine:
 
     Args:
         model: what runs.
-        pool: where masks are computed; handed in, and not shut down here. None: constrained requests are refused.
+        pool: where masks are computed. Not shut down here.
+        processor: the post-processor. None: a `GuidedProcessor` on `pool`; if that is None too, constrained requests
+            are rejected.
 
     Raises:
         ValueError: `config` asks for a longer context than the model has.
     """
 
-    def __init__(self, model: LoadedModel, config: EngineConfig | None = None, pool: MaskPool | None = None) -> None:
+    def __init__(
+        self,
+        model: LoadedModel,
+        config: EngineConfig | None = None,
+        pool: MaskPool | None = None,
+        processor: LogitPostProcessor | None = None,
+    ) -> None:
         self.config = config = config or EngineConfig()
         self.model = model
         self.max_model_len = model.context_length(config.max_model_len)
@@ -96,7 +106,7 @@ class LLMEngine:
         self.runner = ModelRunner(model, cache, self.blocks)
         processors = processors_of(model, config, self.max_model_len)
         self.sampler = Sampler(model.vocabulary.stop_token_ids, processors)
-        self.processor = None if pool is None else LogitPostProcessor(pool, config.mask_limit)
+        self.processor = GuidedProcessor(pool) if processor is None and pool is not None else processor
         self.stats = EngineStats()
         self.groups: dict[str, SequenceGroup] = {}
         """Requests that have not finished, by id."""
@@ -107,6 +117,8 @@ class LLMEngine:
         self._compiled: deque[tuple[SequenceGroup, Future[Grammar]]] = deque()
         self._changed: dict[SequenceGroup, None] = {}
         self._parked: dict[int, Sequence] = {}
+        self._appended: tuple[SamplingMetadata, NDArray[np.int32]] | None = None
+        """The last step's metadata and tokens, if every row got one."""
         self._mean_step = 0.0
         """Seconds of a step, waiting for masks left out: a moving average."""
 
@@ -203,13 +215,10 @@ class LLMEngine:
         else:
             with torch.inference_mode():
                 metadata = self._metadata = SamplingMetadata.for_batch(batch, self.model.device, self._metadata)
-                if self.config.overlap:
-                    self.prepare(metadata)
+                self.prepare(metadata)
                 self.sampler.begin(metadata)
                 hidden = self.execute(batch)
                 logits = self.compute_logits(hidden, metadata)
-                if not self.config.overlap:
-                    self.prepare(metadata)
                 report = self.apply(logits, metadata)
                 sampled, skipped = self.sample(logits, metadata, report)
             self.append(sampled, metadata, skipped)
@@ -287,11 +296,10 @@ class LLMEngine:
             return
         assert self.processor is not None
         started = time.perf_counter()
-        rows: list[GuidedRow] = []
-        for row in metadata.guided:
-            sequence = metadata.sequences[row]
-            rows.append(GuidedRow(sequence.group.request_id, sequence.seq_id, sequence.data.output_token_ids, row))
-        self.processor.prepare(rows)
+        new_tokens = None
+        if self._appended is not None and self._appended[0] is metadata:
+            new_tokens = self._appended[1][metadata.guided_rows]
+        self.processor.prepare(metadata.guided, metadata.guided_rows, new_tokens)
         self.stats.prepare_seconds += time.perf_counter() - started
 
     def execute(self, batch: ScheduledBatch) -> torch.Tensor:
@@ -350,7 +358,7 @@ class LLMEngine:
             excluded = list(broken)
             for row, failure in broken.items():
                 self._fail(metadata.sequences[row].group, failure)
-            for row in metadata.guided:
+            for row in metadata.guided_rows.tolist():
                 sequence = metadata.sequences[row]
                 error = report.failed.get(sequence.seq_id)
                 if error is not None:
@@ -386,6 +394,7 @@ class LLMEngine:
                 _end_by_token(sequence, token)
                 any_ended = True
             self.stats.generated_tokens += 1
+        self._appended = None if skipped else (metadata, np.array(sampled.token_ids, np.int32))
         for row, entries in sampled.logprobs.items():
             if row not in skipped:
                 metadata.sequences[row].add_logprobs(sampled.token_ids[row], entries)

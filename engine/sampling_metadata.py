@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from engine.scheduler import ScheduledBatch
 from engine.sequence import Sequence
+from guided.sequence import GuidedSequence
 
 __all__ = ["SamplingMetadata"]
 
@@ -32,8 +35,10 @@ class SamplingMetadata:
     """Rows whose randomness comes from the engine's seed and the request id."""
     seeded: list[int] = field(default_factory=list)
     """Rows whose randomness comes from the request's own seed."""
-    guided: list[int] = field(default_factory=list)
-    """Rows with a constraint."""
+    guided: tuple[GuidedSequence, ...] = ()
+    """The rows with a constraint, as the post-processor takes them."""
+    guided_rows: NDArray[np.intp] = field(default_factory=lambda: np.empty(0, np.intp))
+    """int `[len(guided)]`: where they are."""
     biased: list[int] = field(default_factory=list)
     penalised: list[int] = field(default_factory=list)
     with_min_tokens: list[int] = field(default_factory=list)
@@ -81,6 +86,9 @@ class SamplingMetadata:
         return len(self.greedy) == len(self.sequences)
 
     def _sort(self) -> None:
+        guided = [row for row, sequence in enumerate(self.sequences) if sequence.guided is not None]
+        self.guided = tuple(sequence.guided for sequence in self.sequences if sequence.guided is not None)
+        self.guided_rows = np.array(guided, np.intp)
         for row, sequence in enumerate(self.sequences):
             params = sequence.params
             if params.is_greedy:
@@ -89,8 +97,6 @@ class SamplingMetadata:
                 (self.random if params.seed is None else self.seeded).append(row)
                 if params.min_p > 0.0:
                     self.with_min_p.append(row)
-            if params.constraint is not None:
-                self.guided.append(row)
             if params.logit_bias:
                 self.biased.append(row)
             if params.has_penalties:

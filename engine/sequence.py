@@ -13,6 +13,7 @@ import torch
 from engine.detokenizer import Detokenizer
 from engine.sampling_params import SamplingParams
 from guided.errors import GuidedError
+from guided.sequence import GuidedSequence
 
 __all__ = [
     "Logprob",
@@ -146,6 +147,8 @@ class Sequence:
         self.parked: Parked | None = None
         """Set while its mask is late: it is not run, and keeps its blocks unless it is preempted."""
         self.group: SequenceGroup
+        self.guided: GuidedSequence | None = None
+        """What the post-processor is handed, if there is a constraint. Set with the group."""
 
     @property
     def num_output_tokens(self) -> int:
@@ -192,6 +195,11 @@ class SequenceGroup:
     def __post_init__(self) -> None:
         for sequence in self.sequences:
             sequence.group = self
+            if self.params.constraint is not None:
+                data = sequence.data
+                sequence.guided = GuidedSequence(
+                    self.request_id, sequence.seq_id, data.output_token_ids, data.prompt_token_ids, self.params
+                )
 
     @property
     def prompt_token_ids(self) -> list[int]:

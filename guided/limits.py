@@ -165,7 +165,7 @@ class CompileLimits:
     """What one compilation may take, and how many run at once."""
 
     processes: int = field(default_factory=lambda: max(2, min(8, (os.cpu_count() or 1) // 2)))
-    """Half of them (rounded up) are for what is quick: see `actors.compile_queue`."""
+    """Half of them (rounded up) are for what is quick: see `actors.compile.compiler`."""
     seconds: float = 10.0
     """For one constraint, whichever backends are tried, waiting for a process not counted."""
     memory_bytes: int = 2 << 30

@@ -1,17 +1,20 @@
-"""The real server under load while it is harmed at random: `python -m benchmarks.chaos`.
+"""Inject random faults into the real server under load: `python -m benchmarks.chaos`.
 
-Clients keep `--concurrency` requests under way: every kind of constraint on every backend, plain ones, streams and not,
-several choices, constraints of their own, and some clients leave or stop reading. Every `--every` seconds an actor is
-hit: one of the mask actors that are up is killed (SIGKILL) or frozen (SIGSTOP) or, as often as any one of them, the
-compile actor is killed. Half-way between, something else happens: a mask actor is stopped for 0.1 to 2 s, a compile
-process is killed, a constraint comes whose compilation eats memory or never ends, or an input from the file of hostile
-ones (`--data`). Every answer is checked: an output that satisfies its constraint, or a legal beginning of one; an
-unconstrained greedy one equals what was answered undisturbed; an error is a declared one and says truthfully whether to
-try again. What takes longer than `--limit` is hung.
+Clients keep `--concurrency` requests in flight: every kind of constraint on every backend, unconstrained requests,
+streamed and not, several choices, new constraints. Some clients disconnect or stop reading.
 
-Exit status 1 where something happened that must not: an invalid, different, undeclared or hung answer, an engine that
-died, a server that doesn't recover; with `--max-replays`, a good request (not hostile, and its client stayed) that was
-not answered well. Writes chaos.{json,png}.
+Every `--every` seconds an actor fails: a mask actor is killed (SIGKILL) or frozen (SIGSTOP), or the compile actor is
+killed, which is as likely as one of the mask actors. Halfway between there is another fault: a mask actor stops for 0.1
+to 2 s, a compile process is killed, or the server gets a constraint that needs too much memory to compile or never
+ends, or an input from the file of hostile inputs (`--data`).
+
+Every answer is checked. An output satisfies its constraint, or is a legal beginning of such a text. An unconstrained
+greedy output equals the output without faults. An error is a declared one and says correctly whether to retry. A
+request that takes longer than `--limit` is hung.
+
+The exit status is 1 after a violation: an invalid, different, undeclared or hung answer, a dead engine, a server that
+doesn't recover, and with `--max-replays` a good request (not hostile, and its client stayed) without a valid answer.
+Writes chaos.{json,png}.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ from benchmarks.chaos.checks import Judge
 from benchmarks.chaos.faults import COMPILE_ACTOR_FAULT, FAULTS, MASK_ACTOR_FAULTS, Scene, inject, thaw
 from benchmarks.chaos.load import Load, client_for, ended, until
 from benchmarks.chaos.picture import timeline
-from benchmarks.chaos.reference import undisturbed
+from benchmarks.chaos.reference import reference_outputs
 from benchmarks.chaos.report import Run, print_run, summary, violations
 from benchmarks.chaos.server import Server, default_vocabulary, running_server
 from benchmarks.chaos.traffic import Request, Traffic
@@ -40,12 +43,12 @@ from benchmarks.report import RESULTS, fail, machine, write_json
 
 CALM_REQUESTS = 100
 CLIENTS_NICENESS = 5
-"""Clients have machines of their own: here they are no more urgent than the actors that are started again."""
+"""The clients share the machine with the server. Restarted actors must not wait for them."""
 RECOVERY_SECONDS = 120.0
 
 
 async def harm(scene: Scene, options: argparse.Namespace, until_: float) -> None:
-    """Faults, in turn of an actor and of another kind, until the time is over."""
+    """Inject faults until the time is over, alternately into an actor and of another kind."""
     masks = [name for name in options.faults if name in MASK_ACTOR_FAULTS]
     shares = dict.fromkeys(masks, options.actors / max(1, len(masks)))
     if COMPILE_ACTOR_FAULT in options.faults:
@@ -66,12 +69,12 @@ async def harm(scene: Scene, options: argparse.Namespace, until_: float) -> None
 
 
 async def attacked(server: Server, options: argparse.Namespace) -> Run:
-    """The whole run against a server that is up."""
+    """Run the whole test against a running server."""
     judge = Judge(default_vocabulary())
     watch = Watch(server)
     async with client_for(server.url, options.concurrency + 64) as http:
-        print("what the requests are answered with undisturbed …", flush=True)
-        judge.references = await undisturbed(http, judge, options.limit)
+        print("recording reference outputs without faults …", flush=True)
+        judge.references = await reference_outputs(http, judge, options.limit)
         load = Load(http, judge, options.limit)
         look = asyncio.create_task(watching(watch, http))
         await until(lambda: bool(watch.memory), 30)
@@ -91,7 +94,7 @@ async def attacked(server: Server, options: argparse.Namespace) -> Run:
         recovered = await until(lambda: _is_whole(scene, options.actors), RECOVERY_SECONDS)
         thaw(scene)
         calm = Load(http, judge, options.limit)
-        await calm.all_of([_kept(traffic.request(-number)) for number in range(1, CALM_REQUESTS + 1)], 16)
+        await calm.all_of([_staying(traffic.request(-number)) for number in range(1, CALM_REQUESTS + 1)], 16)
         for task in (progress, look):
             task.cancel()
             await ended(task)
@@ -100,19 +103,19 @@ async def attacked(server: Server, options: argparse.Namespace) -> Run:
 
 
 def _is_whole(scene: Scene, actors: int) -> bool:
-    """Whether all mask actors are up, and none of them is one that was frozen."""
+    """Return whether all mask actors are up and none of them is a frozen process."""
     up = [actor for actor in scene.watch.actors() if actor["state"] == "up"]
     return len(up) == actors and not scene.stopped & {actor["pid"] for actor in up}
 
 
-def _kept(request: Request) -> Request:
-    """The same from a client that stays."""
+def _staying(request: Request) -> Request:
+    """Return the same request with a client that stays."""
     return Request(request.number, request.path, request.body, request.example, request.backend)
 
 
 def _hostile_requests(options: argparse.Namespace) -> list[Request]:
     if not options.data.exists():
-        print(f"no file {options.data.name}: without hostile inputs (--data)")
+        print(f"hostile inputs are left out: there is no file {options.data.name} (--data)")
         return []
     entries = hostile_inputs.read(options.data)
     pairs = [(entry, backend) for entry in entries for backend in hostile_inputs.backends_of(entry)]
@@ -125,7 +128,7 @@ async def _progress(load: Load, scene: Scene, over: float) -> None:
             await asyncio.sleep(1)
             bar.update(len(load.records) - bar.n)
             left = max(0.0, over - time.monotonic())
-            bar.set_description(f"{left:.0f} s left, {len(scene.events)} faults, {len(load.shameful())} must not be")
+            bar.set_description(f"{left:.0f} s left, {len(scene.events)} faults, {len(load.violations())} violations")
 
 
 def parsed() -> argparse.Namespace:
@@ -133,22 +136,24 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--every", type=float, default=3.0, help="seconds between faults of mask actors")
     parser.add_argument(
-        "--max-replays", type=int, help="as `guided serve` takes it; then every good request must end well"
+        "--max-replays", type=int, help="passed to `guided serve`; every good request must then get a valid answer"
     )
     parser.add_argument("--actors", type=int, default=4)
     parser.add_argument("--concurrency", type=int, default=200)
     parser.add_argument("--limit", type=float, default=120.0, help="seconds after which a request is hung")
     parser.add_argument("--faults", nargs="+", choices=list(FAULTS), default=list(FAULTS))
-    parser.add_argument("--data", type=Path, default=hostile_inputs.DATA, help="hostile inputs; a file that you trust")
+    parser.add_argument(
+        "--data", type=Path, default=hostile_inputs.DATA, help="hostile inputs; use only a file that you trust"
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--log", type=Path, help="where the server's output goes; default: a temporary file")
+    parser.add_argument("--log", type=Path, help="file for the server's output; default: a temporary file")
     parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--quick", action="store_true", help="one minute, 64 at a time")
+    parser.add_argument("--quick", action="store_true", help="run one minute, 64 requests at a time")
     options = parser.parse_args()
     if options.quick:
         options.minutes, options.concurrency = 1.0, 64
     if options.every <= 0 or options.minutes <= 0:
-        fail("--every and --minutes take times longer than 0")
+        fail("--every and --minutes must be greater than 0")
     return options
 
 
@@ -164,14 +169,13 @@ def main() -> None:
     wrong = violations(run, every_good=bool(options.max_replays))
     result: dict[str, Any] = summary(run)
     print_run(run, result)
-    setting = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
-    write_json(options.out / "chaos.json", setting, {**result, "violations": wrong}, started_on)
+    write_json(options.out / "chaos.json", vars(options), {**result, "violations": wrong}, started_on)
     faults = f"{len(run.events)} faults, an actor killed or frozen every {options.every:g} s"
     title = f"{options.concurrency} requests at a time, {options.actors} mask actors, {faults}"
     timeline(options.out / "chaos.png", title, run.begun, run.load.records, run.events, run.watch)
     print(f"wrote {options.out / 'chaos.json'} and .png")
     for line in wrong:
-        print(f"MUST NOT BE: {line}")
+        print(f"VIOLATION: {line}")
     raise SystemExit(1 if wrong else 0)
 
 

@@ -1,4 +1,4 @@
-"""What an answer is worth: valid, a declared error, or something that must not be."""
+"""Check answers: valid, a declared error, or a violation."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["DECLARED", "MUST_NOT", "Judge", "Outcome", "Verdict", "undeclared", 
 
 Outcome = Literal["valid", "failed", "refused", "left", "invalid", "different", "undeclared", "hung"]
 MUST_NOT: tuple[Outcome, ...] = ("invalid", "different", "undeclared", "hung")
-"""What no fault excuses."""
+"""Outcomes that are violations under any fault."""
 BLANKS = "[ \\t\\r\\n]*"
 
 
@@ -36,7 +36,7 @@ def _codes(root: type[GuidedError]) -> set[str]:
 _SHAPE = {"invalid_request", "invalid_json", "invalid_type", "missing_required_parameter", "unknown_parameter"}
 _SHAPE |= {"unsupported_parameter", "misplaced_parameter"}
 DECLARED = (_codes(GuidedError) | _SHAPE) - {GuidedError.code, InternalError.code}
-"""Codes that tell what went wrong; `internal_error` doesn't."""
+"""Error codes with a specific cause. `internal_error` has none."""
 _RETRYABLE = {"worker_died", "pool_unavailable", server_errors.QueueFull.code, server_errors.ShuttingDown.code}
 
 
@@ -44,15 +44,15 @@ _RETRYABLE = {"worker_died", "pool_unavailable", server_errors.QueueFull.code, s
 class Verdict:
     outcome: Outcome
     cause: str = ""
-    """The error's code; what is wrong with the output."""
+    """The error's code, or the problem with the output."""
 
 
 class Judge:
-    """Judges answers.
+    """Returns verdicts on answers.
 
     Args:
-        vocabulary: the served model's, to judge outputs that were cut.
-        references: `Request.key` -> outputs of the same requests, undisturbed.
+        vocabulary: the served model's, for checks of outputs that were cut.
+        references: `Request.key` -> output of the same request without faults.
     """
 
     def __init__(self, vocabulary: Vocabulary, references: dict[str, Choice] | None = None) -> None:
@@ -61,7 +61,7 @@ class Judge:
         self.references = references or {}
 
     def verdict(self, request: Request, answer: Answer) -> Verdict:
-        """What the answer is worth. A hostile request's output is not judged here: only that it was decided."""
+        """Return the verdict on an answer. The output of a hostile request is not checked here."""
         if answer.hung:
             return Verdict("hung", f"no end after {answer.ended - answer.began:.0f} s")
         if answer.problem is not None:
@@ -93,7 +93,7 @@ class Judge:
         return self.illegal(request.example, choice.text, answer.used)
 
     def illegal(self, example: Example, text: str, used: str | None) -> str | None:
-        """What is wrong with the beginning of an output, as another backend than the one that made it sees it."""
+        """Return why an output is no legal beginning, or None. Another backend than the one that made it decides."""
         judge = "xgrammar" if used == "llguidance" else "llguidance"
         said = ""
         for constraint in [example.constraint] if used == "llguidance" else readings(example):
@@ -111,13 +111,13 @@ class Judge:
         if reference is not None:
             for choice in answer.choices.values():
                 if (choice.text, choice.finish_reason) != (reference.text, reference.finish_reason):
-                    return Verdict("different", f"{choice.text[:200]!r}, undisturbed {reference.text[:200]!r}")
+                    return Verdict("different", f"{choice.text[:200]!r}, without faults {reference.text[:200]!r}")
         return Verdict("valid")
 
 
 def readings(example: Example) -> Iterator[Constraint]:
-    """Constraints that together allow all that `example` means: JSON's blanks, and properties in any order, which
-    backends narrow down each in its own way."""
+    """Yield constraints that together allow every output of `example`: any white space, and properties in any order.
+    Each backend allows a part of these."""
     if example.kind == "json_object":
         yield Constraint.json_object(whitespace=BLANKS)
     elif example.kind == "json_schema":
@@ -128,7 +128,7 @@ def readings(example: Example) -> Iterator[Constraint]:
 
 
 def _orders(value: Any) -> Iterator[Any]:
-    """A schema with its objects' properties in every order."""
+    """Yield a schema with the properties of its objects in every order."""
     if isinstance(value, dict):
         for parts in itertools.product(*(_orders(each) for each in value.values())):
             fields = dict(zip(value, parts, strict=True))

@@ -1,4 +1,4 @@
-"""A client: sends one request, reads the answer as its manners are, and says all that it saw."""
+"""A client that sends one request, behaves as the request says, and records the answer."""
 
 from __future__ import annotations
 
@@ -29,35 +29,35 @@ class Choice:
 
 @dataclass
 class Answer:
-    """What came back for one request. Times are `time.monotonic()`, in seconds."""
+    """The answer to one request. Times are `time.monotonic()`, in seconds."""
 
     began: float
     ended: float = 0.0
     decided: float | None = None
-    """When the status came."""
+    """Time of the HTTP status."""
     status: int | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
     choices: dict[int, Choice] = field(default_factory=dict)
     error: dict[str, Any] | None = None
-    """The body's `error`, or that of the stream's error event."""
+    """The `error` of the body or of the stream's error event."""
     complete: bool = False
-    """A whole JSON body, or a stream with its `[DONE]`."""
+    """Whether the JSON body is whole, or the stream ended with `[DONE]`."""
     used: str | None = None
-    """The backend that the answer names."""
+    """The backend named in the answer."""
     problem: str | None = None
-    """What was wrong with the transport: a connection that broke, what is no JSON, events after the end."""
+    """A problem with the transport: a broken connection, invalid JSON, an event after the end."""
     hung: bool = False
     left: bool = False
-    """The client went away, as its manners are."""
+    """Whether the client disconnected, as the request says."""
     arrivals: list[float] = field(default_factory=list)
-    """When chunks with text came."""
+    """Times of chunks with text."""
 
 
 async def ask(http: httpx.AsyncClient, request: Request, limit: float) -> Answer:
-    """Send it, and never raise.
+    """Send a request and return its answer. Never raises.
 
     Args:
-        limit: seconds after which it is hung.
+        limit: seconds after which the request counts as hung.
     """
     answer = Answer(time.monotonic())
     patience = _patience(request)
@@ -82,8 +82,8 @@ async def ask(http: httpx.AsyncClient, request: Request, limit: float) -> Answer
 
 
 def _patience(request: Request) -> float | None:
-    """Seconds after which the client goes, whatever came; None where it waits."""
-    if request.manners == "leaves" and (request.number % 2 or not request.stream):
+    """Return the seconds after which the client disconnects in any case, or None if it waits."""
+    if request.behavior == "leaves" and (request.number % 2 or not request.stream):
         return LEAVE_SECONDS * (1 + request.number % 7) / 7
     return None
 
@@ -103,8 +103,8 @@ async def _read(response: httpx.Response, request: Request, answer: Answer) -> N
             answer.problem = f"an event after the end: {line[:200]}"
         _take_event(line.removeprefix("data: "), answer)
         count += 1
-        if request.manners != "reads" and count > 2 + request.number % 5:
-            await asyncio.sleep(STALL_SECONDS if request.manners == "stalls" else 0)
+        if request.behavior != "reads" and count > 2 + request.number % 5:
+            await asyncio.sleep(STALL_SECONDS if request.behavior == "stalls" else 0)
             answer.left = True
             return
 

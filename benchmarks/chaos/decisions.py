@@ -1,4 +1,4 @@
-"""What a server decided about a hostile input, beside what a robust one does."""
+"""Compare the server's decision on a hostile input with the expected one."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SHORT: dict[Decision, str] = {
 
 @dataclass(frozen=True)
 class Case:
-    """An input with one backend, and how its requests were answered."""
+    """A hostile input with one backend, its requests and their answers."""
 
     order: int
     entry: Entry
@@ -48,12 +48,12 @@ class Case:
 
     @property
     def slowest(self) -> float:
-        """Seconds until its status came, of the request that took longest."""
+        """Seconds until the HTTP status of the slowest request."""
         return max((answer.decided or answer.ended) - answer.began for answer in self.answers)
 
 
 def decision(answer: Answer) -> Decision:
-    """What one request met."""
+    """Return the decision on one request."""
     if answer.hung:
         return "hung"
     if answer.error is None:
@@ -67,7 +67,7 @@ def decision(answer: Answer) -> Decision:
 
 
 def decided(case: Case) -> Decision:
-    """The worst that its requests met; of a sequence that is to end with a refusal, what the last one met."""
+    """Return the worst decision on its requests, or the last one if the sequence must end with a rejection."""
     met = [decision(answer) for answer in case.answers]
     for bad in ("hung", "failed"):
         if bad in met:
@@ -78,15 +78,15 @@ def decided(case: Case) -> Decision:
 
 
 def describe(case: Case) -> str:
-    """For a table."""
+    """Return the cell of the table."""
     return f"{SHORT[decided(case)]} {case.slowest:.2f}"
 
 
 def problem(case: Case, limit: float) -> str | None:
-    """What is wrong with how it was decided; None where it was decided as listed, or refused because a backend can't.
+    """Return the problem with a decision, or None: it is the expected one, or the backend can't enforce the input.
 
     Args:
-        limit: seconds within which it is to be decided.
+        limit: maximum seconds until the decision.
     """
     made = decided(case)
     for answer in case.answers:
@@ -104,11 +104,11 @@ def problem(case: Case, limit: float) -> str | None:
     if made == "can't" or case.entry.bounded or (made == "accepted" and case.entry.if_enforced):
         return None
     listed = {"accept": "accepted", "reject": "rejected"}[case.entry.expected]
-    return None if made == listed else f"{made}, listed as {listed}"
+    return None if made == listed else f"{made}, expected {listed}"
 
 
 def _outputs(case: Case) -> str | None:
-    """What is wrong with the outputs of an input that was accepted."""
+    """Return the problem with the outputs of an accepted input, or None."""
     if case.entry.scope != "spec" or case.entry.kind == "grammar":
         return None
     value: Any = case.entry.payload
@@ -123,9 +123,9 @@ def _outputs(case: Case) -> str | None:
 
 
 def _in_time(example: Example, text: str) -> str | None:
-    """`unsatisfied`, unless Python's own `re` doesn't know the pattern, or takes for ever."""
+    """Call `unsatisfied`. Returns None where Python's `re` doesn't support the pattern or takes too long."""
 
-    def give_up(number: int, frame: object) -> None:
+    def give_up(*_: object) -> None:
         raise TimeoutError
 
     previous = signal.signal(signal.SIGALRM, give_up)

@@ -1,6 +1,6 @@
-"""Constraints to ask for: some that stay the same, and as many that nobody asked for before as are wanted.
+"""Constraints of the traffic: a fixed set, and generated ones that the server has not seen.
 
-All are within what every backend of their kind enforces, so that no answer may be a refusal.
+Every backend that supports their kind enforces all of them, so no answer may be a rejection.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ PEOPLE = [
     ("Tomas Silva", 63, "Porto"),
     ("Lena Fischer", 19, "Vienna"),
 ]
-PLAIN_PROMPTS = [f"{who} is {age} years old and lives in {city}. Who is it?" for who, age, city in PEOPLE]
-PLAIN_PROMPTS += [f"Where does {who} live? {who} lives in {city}." for who, _, city in PEOPLE]
+PLAIN_PROMPTS = [f"{name} is {age} years old and lives in {city}. What is the name?" for name, age, city in PEOPLE]
+PLAIN_PROMPTS += [f"Where does {name} live? {name} lives in {city}." for name, _, city in PEOPLE]
 
 
 @dataclass(frozen=True)
 class Example:
-    """A constraint as a request spells it, and a prompt that goes with it."""
+    """A constraint in the form of a request field, and a prompt for it."""
 
     kind: ConstraintKind
     value: Any
     prompt: str
     pattern: str | None = None
-    """Of a grammar: a regex with the same language, to judge outputs by."""
+    """For a grammar: a regex with the same language, to check outputs with."""
 
     @property
     def constraint(self) -> Constraint:
@@ -56,7 +56,7 @@ _TEXT = {"type": "string", "maxLength": 24}
 _SCHEMAS = [
     _object(name={"type": "string"}, age={"type": "integer"}, city={"type": "string"}),
     _object(name=_TEXT, adult={"type": "boolean"}, level={"enum": ["low", "middle", "high"]}),
-    _object(who=_object(name=_TEXT, age={"type": "integer"}), city=_TEXT),
+    _object(person=_object(name=_TEXT, age={"type": "integer"}), city=_TEXT),
     {"type": "array", "items": _object(name=_TEXT, city=_TEXT), "minItems": 1, "maxItems": 3},
 ]
 _PATTERNS = [
@@ -77,30 +77,31 @@ _GRAMMARS = [
 ]
 
 
-def _told(number: int, question: str) -> str:
-    who, age, city = PEOPLE[number % len(PEOPLE)]
-    return f"{who} is {age} years old and lives in {city}. {question}"
+def _prompt(number: int, question: str) -> str:
+    name, age, city = PEOPLE[number % len(PEOPLE)]
+    return f"{name} is {age} years old and lives in {city}. {question}"
 
 
 EXAMPLES: dict[ConstraintKind, list[Example]] = {
     "json_schema": [
-        Example("json_schema", schema, _told(index, "Extract it as JSON.")) for index, schema in enumerate(_SCHEMAS)
+        Example("json_schema", schema, _prompt(index, "Extract it as JSON.")) for index, schema in enumerate(_SCHEMAS)
     ],
-    "json_object": [Example("json_object", True, _told(index, "Describe it as JSON.")) for index in range(2)],
-    "regex": [Example("regex", pattern, _told(index, "Which?")) for index, pattern in enumerate(_PATTERNS)],
-    "choice": [Example("choice", options, _told(index, "Choose one.")) for index, options in enumerate(_CHOICES)],
+    "json_object": [Example("json_object", True, _prompt(index, "Describe it as JSON.")) for index in range(2)],
+    "regex": [Example("regex", pattern, _prompt(index, "Which?")) for index, pattern in enumerate(_PATTERNS)],
+    "choice": [Example("choice", options, _prompt(index, "Choose one.")) for index, options in enumerate(_CHOICES)],
     "grammar": [
-        Example("grammar", text, _told(index, "Is it so?"), pattern) for index, (text, pattern) in enumerate(_GRAMMARS)
+        Example("grammar", text, _prompt(index, "Is it so?"), pattern)
+        for index, (text, pattern) in enumerate(_GRAMMARS)
     ],
 }
-"""Constraints that many requests share."""
+"""Fixed constraints, which many requests share."""
 
 
 def fresh(kind: ConstraintKind, source: random.Random) -> Example:
-    """A constraint that was in all likelihood never asked for; `json_object` has only one."""
+    """Return a random constraint that is almost certainly new. `json_object` has only one."""
     first, second = (_word(source) for _ in range(2))
     bound = source.randint(10, 9999)
-    prompt = _told(bound, f"What of {first}?")
+    prompt = _prompt(bound, f"What of {first}?")
     match kind:
         case "json_schema":
             fields = {

@@ -1,4 +1,4 @@
-"""Faults: what is done to the server's processes, and the requests that are meant to harm it."""
+"""Faults: signals to the server's processes, and harmful requests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from benchmarks.chaos.watch import Watch
 __all__ = ["COMPILE_ACTOR_FAULT", "FAULTS", "MASK_ACTOR_FAULTS", "Event", "Scene", "inject"]
 
 MASK_ACTOR_FAULTS = ("kill", "freeze")
-"""Those that end a mask actor."""
+"""Faults that end a mask actor."""
 COMPILE_ACTOR_FAULT = "compile actor"
 SLOW_SECONDS = (0.1, 2.0)
 MEMORY_HOGS: list[dict[str, Any]] = [
@@ -28,41 +28,41 @@ MEMORY_HOGS: list[dict[str, Any]] = [
     {"regex": "(x+x+)+y[ab]*a[ab]{18}", "backend": "lm-format-enforcer"},
     {"json_schema": {"type": "array", "items": {"enum": [f"{i:05}" * 9 for i in range(9000)]}}, "backend": "outlines"},
 ]
-"""Constraints within all admission limits whose compilation takes gigabytes, or for ever."""
+"""Constraints within all admission limits. Their compilation needs gigabytes or never ends."""
 
 
 @dataclass
 class Event:
-    """One fault that was injected."""
+    """One injected fault."""
 
     at: float
     """`time.monotonic()`."""
     fault: str
     target: str
     index: int | None = None
-    """Of the mask actor that it hit."""
+    """Index of the mask actor, if it was one."""
     incarnation: int | None = None
 
 
 @dataclass
 class Scene:
-    """Where faults happen."""
+    """The server under test, and the faults so far."""
 
     server: Server
     watch: Watch
     source: random.Random
     send: Callable[[Request], Awaitable[None]]
-    """Sends a hostile request, and judges its answer."""
+    """Sends a hostile request and checks its answer."""
     hostile: Sequence[Request] = ()
-    """Requests of a file of hostile inputs."""
+    """Requests from a file of hostile inputs."""
     events: list[Event] = field(default_factory=list)
     sent: int = 0
     stopped: set[int] = field(default_factory=set)
-    """Processes that were frozen and may still be there."""
+    """Frozen processes that may still exist."""
 
 
 async def inject(scene: Scene, fault: str) -> bool:
-    """Cause one fault; False where there is nothing to do it to."""
+    """Inject one fault. Returns False if it has no target."""
     event = await FAULTS[fault](scene)
     if event is None:
         return False
@@ -71,19 +71,19 @@ async def inject(scene: Scene, fault: str) -> bool:
 
 
 def thaw(scene: Scene) -> None:
-    """Let what was frozen and is still there go on."""
+    """Continue the frozen processes that still exist."""
     for pid in scene.stopped:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGCONT)
 
 
 async def _kill(scene: Scene) -> Event | None:
-    """SIGKILL to a mask actor that is up."""
+    """Send SIGKILL to a mask actor that is up."""
     return _signal(scene, "kill", signal.SIGKILL)
 
 
 async def _freeze(scene: Scene) -> Event | None:
-    """SIGSTOP to a mask actor that is up, for good."""
+    """Send SIGSTOP to a mask actor that is up."""
     event = _signal(scene, "freeze", signal.SIGSTOP)
     if event is not None:
         scene.stopped.add(int(event.target))
@@ -91,13 +91,13 @@ async def _freeze(scene: Scene) -> Event | None:
 
 
 async def _slow(scene: Scene) -> Event | None:
-    """SIGSTOP to a mask actor, and SIGCONT a moment later."""
+    """Send SIGSTOP to a mask actor, and SIGCONT a moment later."""
     event = _signal(scene, "slow", signal.SIGSTOP)
     if event is not None:
         await asyncio.sleep(scene.source.uniform(*SLOW_SECONDS))
         pid = int(event.target)
         with contextlib.suppress(ProcessLookupError):
-            if pid not in scene.stopped:  # else it was frozen meanwhile, for good
+            if pid not in scene.stopped:  # otherwise `_freeze` froze it in the meantime
                 os.kill(pid, signal.SIGCONT)
     return event
 
@@ -111,14 +111,14 @@ async def _kill_compile_actor(scene: Scene) -> Event | None:
 
 
 async def _memory(scene: Scene) -> Event | None:
-    """A constraint whose compilation eats memory, or never ends."""
+    """Send a constraint that needs too much memory to compile or compiles without end."""
     fields = scene.source.choice(MEMORY_HOGS)
     message = {"messages": [{"role": "user", "content": "Go."}], "max_tokens": 8}
     return await _send(scene, "memory", Request(0, CHAT, {**message, **fields}, hostile=f"memory hog {fields}"[:100]))
 
 
 async def _hostile(scene: Scene) -> Event | None:
-    """One of the hostile inputs of the file."""
+    """Send one of the hostile inputs of the file."""
     if not scene.hostile:
         return None
     return await _send(scene, "hostile", scene.source.choice(scene.hostile))

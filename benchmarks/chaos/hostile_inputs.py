@@ -1,4 +1,4 @@
-"""A file of hostile inputs: each with the decision that a robust service takes, as the requests that carry it.
+"""Read a file of hostile inputs with their expected decisions, and make requests of them.
 
 The file is JSON: `{"entries": [{"id", "kind", "expected", "bounded", "scope", "payload" | "generator_py", ...}]}`.
 """
@@ -37,15 +37,15 @@ class Entry:
     kind: ConstraintKind
     expected: Literal["accept", "reject"]
     bounded: bool
-    """Either decision is fine, if it comes within the budget of a compilation and hurts nobody."""
+    """Both decisions are correct, within the time budget of a compilation and without effect on other requests."""
     scope: Literal["spec", "request", "stream", "model-output"]
     payload: Any
     if_enforced: bool
-    """To be refused, unless what it asks for is enforced."""
+    """Must be rejected unless the backend enforces it."""
 
 
 def read(path: Path) -> list[Entry]:
-    """The file's entries. Generators are Python expressions: read only files that you trust."""
+    """Read the entries. Generators are Python expressions: read only files that you trust."""
     with deep():
         return [_entry(each) for each in json.loads(path.read_text())["entries"]]
 
@@ -60,24 +60,24 @@ def _entry(fields: dict[str, Any]) -> Entry:
 
 
 def backends_of(entry: Entry) -> list[str]:
-    """The backends that have its kind, and "auto"; "auto" alone where the request itself is at fault."""
+    """Return "auto" and the backends that support the entry's kind, or only "auto" if the request itself is invalid."""
     able = [name for name, adapter in BACKENDS.items() if entry.kind in adapter.kinds]
     return [AUTO] if entry.scope == "request" else [AUTO, *able]
 
 
 def requests(entry: Entry, backend: str, most: int) -> list[Request]:
-    """The requests that carry it, to be sent one after the other.
+    """Return the entry's requests, which are sent one after the other.
 
     Args:
-        most: of a flood of constraints, how many are sent.
+        most: maximum number of requests for an entry that is a stream of constraints.
     """
     fields: list[dict[str, Any]]
     match entry.scope:
         case "request":
             fields = [entry.payload]
         case "stream":
-            fields = [_spelled(entry.kind, each) for each in entry.payload[:most]]
-        case "model-output":  # what the model says, whoever reads it: it has no choice here
+            fields = [_fields(entry.kind, each) for each in entry.payload[:most]]
+        case "model-output":  # the payload is the model's output: a choice with one option forces it
             fields = [{"choice": [entry.payload]}]
         case _:
             fields = [{entry.kind: entry.payload}]
@@ -86,8 +86,8 @@ def requests(entry: Entry, backend: str, most: int) -> list[Request]:
     return [Request(number, CHAT, {**basis, **each}, hostile=entry.id) for number, each in enumerate(fields)]
 
 
-def _spelled(kind: ConstraintKind, payload: Any) -> dict[str, Any]:
-    """One payload of several, which may say itself what it is, as vLLM's `structured_outputs` does."""
+def _fields(kind: ConstraintKind, payload: Any) -> dict[str, Any]:
+    """Return the request fields of one payload of a stream. It may be a `structured_outputs` value."""
     if isinstance(payload, dict) and payload.keys() <= {"json", "grammar", "regex", "choice"}:
         return {"structured_outputs": payload}
     return {kind: payload}
@@ -95,7 +95,7 @@ def _spelled(kind: ConstraintKind, payload: Any) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def deep() -> Iterator[None]:
-    """Some are nested too deep for Python's usual limit."""
+    """Raise Python's recursion limit, because some inputs are nested deeper."""
     before = sys.getrecursionlimit()
     sys.setrecursionlimit(DEPTH)
     try:

@@ -1,4 +1,4 @@
-"""Load: clients that ask one after the other, and what became of each request."""
+"""Load: concurrent clients, and a record of each request."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ IDLE_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Record:
-    """What became of one request. Times are `time.monotonic()`, in seconds."""
+    """The result of one request. Times are `time.monotonic()`, in seconds."""
 
     number: int
     kind: str
@@ -39,23 +39,23 @@ class Record:
 
 @dataclass
 class Load:
-    """Requests that were sent, and their verdicts.
+    """Sends requests and keeps their verdicts.
 
     Args:
-        limit: seconds after which a request is hung.
+        limit: seconds after which a request counts as hung.
     """
 
     http: httpx.AsyncClient
     judge: Judge
     limit: float
     records: list[Record] = field(default_factory=list)
-    heard: Callable[[Request, Answer], None] = lambda request, answer: None
-    """Told of every answer."""
+    on_answer: Callable[[Request, Answer], None] = lambda request, answer: None
+    """Called with every answer."""
 
     async def send(self, request: Request) -> Record:
-        """One request, judged."""
+        """Send one request and check its answer."""
         answer = await ask(self.http, request, self.limit)
-        self.heard(request, answer)
+        self.on_answer(request, answer)
         verdict = self.judge.verdict(request, answer)
         kind = "plain" if request.example is None else f"{request.example.kind}, {request.backend}"
         times = (answer.began, answer.decided, answer.ended)
@@ -64,12 +64,12 @@ class Load:
         return record
 
     async def run(self, traffic: Traffic, concurrency: int, going_on: Callable[[], bool]) -> None:
-        """`concurrency` clients, each with a request under way while `going_on()`; returns when all are answered."""
+        """Keep `concurrency` requests in flight while `going_on()` is true. Returns when all are answered."""
         numbers = itertools.count(len(self.records))
         await self._share(concurrency, (traffic.request(number) for number in numbers), going_on)
 
     async def all_of(self, requests: Iterable[Request], concurrency: int) -> None:
-        """These requests, `concurrency` at a time."""
+        """Send these requests, `concurrency` at a time."""
         await self._share(concurrency, iter(requests), lambda: True)
 
     async def _share(self, concurrency: int, requests: Iterator[Request], going_on: Callable[[], bool]) -> None:
@@ -84,26 +84,25 @@ class Load:
 
     @property
     def good(self) -> list[Record]:
-        """Those that nobody meant to harm, or to leave."""
+        """Requests that are not hostile, from clients that stay."""
         return [record for record in self.records if record.good]
 
     def outcomes(self) -> Counter[str]:
-        """How many of each outcome."""
+        """Count the outcomes."""
         return Counter(record.verdict.outcome for record in self.records)
 
     def causes(self, records: Sequence[Record]) -> Counter[str]:
-        """Error codes of those that failed or were refused."""
-        wanted = ("failed", "refused")
-        return Counter(each.verdict.cause for each in records if each.verdict.outcome in wanted)
+        """Count the error codes of failed and rejected requests."""
+        return Counter(each.verdict.cause for each in records if each.verdict.outcome in ("failed", "refused"))
 
-    def shameful(self) -> list[Record]:
-        """What no fault excuses."""
+    def violations(self) -> list[Record]:
+        """Requests with an outcome that no fault excuses."""
         return [record for record in self.records if record.verdict.outcome in MUST_NOT]
 
 
 def client_for(url: str, connections: int) -> httpx.AsyncClient:
-    """An HTTP client without limits of its own."""
-    # The server closes connections that were idle for 5 s; one must not be used in that moment.
+    """Return an HTTP client without a timeout, for so many connections."""
+    # The server closes idle connections. The client closes them earlier, so that it never uses a closing one.
     limits = httpx.Limits(
         max_connections=connections, max_keepalive_connections=connections, keepalive_expiry=IDLE_SECONDS
     )
@@ -111,7 +110,7 @@ def client_for(url: str, connections: int) -> httpx.AsyncClient:
 
 
 async def until(condition: Callable[[], bool], seconds: float) -> bool:
-    """Whether it came true in time."""
+    """Wait for a condition. Returns whether it became true in time."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
@@ -121,5 +120,5 @@ async def until(condition: Callable[[], bool], seconds: float) -> bool:
 
 
 async def ended(task: Awaitable[object]) -> None:
-    """Await a task that was cancelled."""
+    """Wait for a cancelled task."""
     await asyncio.gather(task, return_exceptions=True)

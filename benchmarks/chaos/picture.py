@@ -1,4 +1,4 @@
-"""A run's timeline: answers, faults, actors, memory."""
+"""Draw the timeline of a run: answers, faults, actors, memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COLORS = {
     "left": "tab:gray",
     "refused": "tab:olive",
     "failed": "tab:orange",
-    "must not be": "red",
+    "violation": "red",
 }
 RAY = ("Ray:", "ray::IDLE", "ray::DashboardAgent", "ray::RuntimeEnvAgent")
 
@@ -27,7 +27,7 @@ RAY = ("Ray:", "ray::IDLE", "ray::DashboardAgent", "ray::RuntimeEnvAgent")
 def timeline(
     path: Path, title: str, zero: float, records: Sequence[Record], events: Sequence[Event], watch: Watch
 ) -> None:
-    """Draw a chaos run; `zero` is the `time.monotonic()` that is 0 on its axis."""
+    """Draw a chaos run. `zero` is the `time.monotonic()` at 0 on the axis."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -61,17 +61,17 @@ def timeline(
 def _answers(axis: Any, zero: float, records: Sequence[Record]) -> None:
     bins: dict[str, dict[int, int]] = {name: defaultdict(int) for name in COLORS}
     for record in records:
-        name = record.verdict.outcome if record.verdict.outcome in COLORS else "must not be"
+        name = record.verdict.outcome if record.verdict.outcome in COLORS else "violation"
         bins[name][math.floor(record.ended - zero)] += 1
     seconds = range(max((max(each) for each in bins.values() if each), default=0) + 1)
     counts = [[each[second] for second in seconds] for each in bins.values()]
     axis.stackplot(seconds, counts, labels=list(bins), colors=COLORS.values(), step="post", linewidth=0)
-    axis.set_ylabel("answers a second")
+    axis.set_ylabel("answers/s")
     axis.legend(loc="upper right", ncols=len(COLORS), fontsize=8, frameon=False)
 
 
 def memory_panel(axis: Any, zero: float, samples: Sequence[tuple[float, list[dict[str, Any]]]]) -> None:
-    """PSS by role, stacked."""
+    """Draw the PSS per role, stacked."""
     sizes: dict[str, list[float]] = {}
     for index, (_, rows) in enumerate(samples):
         for row in rows:

@@ -1,4 +1,4 @@
-"""The undisturbed reference: what requests that come again and again are answered with when nobody harms the server."""
+"""Reference outputs: the answers to repeated requests before the first fault."""
 
 from __future__ import annotations
 
@@ -11,33 +11,34 @@ from benchmarks.chaos.checks import Judge
 from benchmarks.chaos.client import Choice, ask
 from benchmarks.chaos.traffic import Request, Traffic
 
-__all__ = ["undisturbed"]
+__all__ = ["reference_outputs"]
 
 AT_A_TIME = 16
 LEAST_GAP = 0.01
-"""Log-probability between the best two tokens. Below that, rounding may decide, which the rest of the batch changes."""
+"""Minimum difference of the log-probabilities of the best two tokens. Below it the result may depend on rounding, which
+varies with the batch."""
 
 
-async def undisturbed(http: httpx.AsyncClient, judge: Judge, limit: float) -> dict[str, Choice]:
-    """`Request.key` -> output.
+async def reference_outputs(http: httpx.AsyncClient, judge: Judge, limit: float) -> dict[str, Choice]:
+    """Return the reference outputs: `Request.key` -> output.
 
     Raises:
-        SystemExit: a request is not answered well though nobody does harm; says which.
+        SystemExit: a request has no valid answer although there are no faults.
     """
     found: dict[str, Choice] = {}
     slots = asyncio.Semaphore(AT_A_TIME)
 
-    async def refer(request: Request) -> str | None:
+    async def record(request: Request) -> str | None:
         async with slots:
             answer = await ask(http, request, limit)
             verdict = judge.verdict(request, answer)
             if verdict.outcome != "valid":
-                return f"undisturbed, and {verdict.outcome}: {verdict.cause}\n{request.body}"
+                return f"without faults: {verdict.outcome}: {verdict.cause}\n{request.body}"
             if request.key is not None and (request.example is not None or await _is_clear(http, request)):
                 found[request.key] = answer.choices[0]
             return None
 
-    problems = filter(None, await asyncio.gather(*(refer(request) for request in Traffic.repeated())))
+    problems = filter(None, await asyncio.gather(*(record(request) for request in Traffic.repeated())))
     if text := "\n".join(problems):
         raise SystemExit(text)
     return found

@@ -1,4 +1,4 @@
-"""What a run came to: its figures, what of it must not be, and the tables."""
+"""The figures, violations and tables of a chaos run."""
 
 from __future__ import annotations
 
@@ -21,37 +21,37 @@ SHOWN = 20
 
 @dataclass
 class Run:
-    """A chaos run, over."""
+    """A finished chaos run."""
 
     begun: float
     """`time.monotonic()`."""
     lasted: float
-    """Seconds, until the last request was answered."""
+    """Seconds until the last request was answered."""
     load: Load
     calm: Load
-    """Requests after the last fault."""
+    """Requests that were sent after the last fault."""
     events: list[Event]
     watch: Watch
     recovered: bool
-    """All mask actors were up again in time."""
+    """Whether all mask actors were up again in time."""
     tracebacks: int
-    """In the server's log."""
+    """Number of tracebacks in the server's log."""
 
 
 def violations(run: Run, *, every_good: bool) -> list[str]:
-    """What must not be, a line each; empty where all is well.
+    """Return the violations, one line each.
 
     Args:
-        every_good: whether good requests must all end well.
+        every_good: whether all good requests must get valid answers.
     """
-    found = [record.describe() for record in [*run.load.shameful(), *run.calm.shameful()][:SHOWN]]
+    found = [record.describe() for record in [*run.load.violations(), *run.calm.violations()][:SHOWN]]
     if run.watch.deaths:
         found.append("the engine or the server died")
     if not run.recovered:
-        found.append("not all mask actors came back after the last fault")
-    found += [f"undisturbed again, {each.describe()}" for each in _lost(run.calm.good)[:SHOWN]]
+        found.append("not all mask actors were up again after the last fault")
+    found += [f"after the last fault, {each.describe()}" for each in _lost(run.calm.good)[:SHOWN]]
     if every_good:
-        found += [f"good, and {each.describe()}" for each in _lost(run.load.good)[:SHOWN]]
+        found += [f"good {each.describe()}" for each in _lost(run.load.good)[:SHOWN]]
     return found
 
 
@@ -60,7 +60,7 @@ def _lost(records: Sequence[Record]) -> list[Record]:
 
 
 def summary(run: Run) -> dict[str, Any]:
-    """The figures, for JSON."""
+    """Return the figures for the JSON file."""
     load, outcomes = run.load, run.load.outcomes()
     good = load.good
     known = replacements(run.events, run.watch.seen)
@@ -111,7 +111,7 @@ def _spread(seconds: Sequence[float]) -> dict[str, float]:
 
 
 def memory_rows(samples: Sequence[tuple[float, list[dict[str, Any]]]]) -> list[dict[str, Any]]:
-    """PSS by role at the first sample, at its highest, and at the last, MiB; and how many processes they were."""
+    """Return the PSS per role in MiB at the first sample, its maximum, and at the last sample; and process counts."""
     if not samples:
         return []
     roles = list(dict.fromkeys(row["process"] for _, rows in samples for row in rows))
@@ -125,31 +125,31 @@ def memory_rows(samples: Sequence[tuple[float, list[dict[str, Any]]]]) -> list[d
 
 
 def print_run(run: Run, result: dict[str, Any]) -> None:
-    """The tables."""
+    """Print the tables."""
     rows: list[dict[str, Any]] = []
 
     def line(what: str, value: Any) -> None:
         rows.append({"what": what, "value": value})
 
     line("requests", result["requests"])
-    line("requests a second", result["requests_per_second"])
+    line("requests/s", result["requests_per_second"])
     line("valid", result["valid"])
-    line("left by their client", result["left_by_the_client"])
+    line("client disconnected", result["left_by_the_client"])
     share = result["good_and_valid"] / max(1, result["good"])
-    line("good ones, and valid of them", f"{result['good']}, {result['good_and_valid']} ({share:.2%})")
+    line("good requests, valid answers", f"{result['good']}, {result['good_and_valid']} ({share:.2%})")
     for cause, count in sorted(result["good_lost_by_cause"].items()):
-        line(f"good ones that ended {cause}", count)
+        line(f"good requests that ended {cause}", count)
     for name in ("invalid_outputs", "different_outputs", "undeclared_errors", "hung", "engine_restarts"):
         line(f"{name.replace('_', ' ')} (must be 0)", result[name])
     line("faults", ", ".join(f"{count} {name}" for name, count in result["faults"].items()))
-    line("mask actors replaced, never", f"{result['replaced']}, {result['never_replaced']}")
+    line("mask actors replaced, not replaced", f"{result['replaced']}, {result['never_replaced']}")
     spreads = {"to notice": "seconds_to_notice", "to replace": "seconds_to_replace"}
     for what, key in {**spreads, "of a good answer": "seconds_of_good_answers"}.items():
         spread = result[key]
         line(f"seconds {what}, p50 / max", f"{spread['p50']} / {spread['max']}" if spread else None)
     line("share of the time with no actor up", result["no_actor_up_share"])
     line("tracebacks in the server's log", result["tracebacks_in_the_log"])
-    line("afterwards", ", ".join(f"{count} {name}" for name, count in result["calm_afterwards"].items()))
+    line("after the last fault", ", ".join(f"{count} {name}" for name, count in result["calm_afterwards"].items()))
     print()
     print_table(rows, {"what": "what", "value": ""})
     print()

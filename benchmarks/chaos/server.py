@@ -1,4 +1,4 @@
-"""The server under attack: a real `guided serve` process, and what can be seen of it from outside."""
+"""The server under test: a real `guided serve` process, its health, processes and memory."""
 
 from __future__ import annotations
 
@@ -33,28 +33,28 @@ COMPILE_ACTOR = "ray::CompileActor"
 
 @dataclass
 class Server:
-    """A `guided serve` process that is up."""
+    """A running `guided serve` process."""
 
     process: subprocess.Popen[bytes]
     url: str
     log: Path
-    """Everything it wrote."""
+    """File with the output of the process."""
 
     @property
     def alive(self) -> bool:
         return self.process.poll() is None
 
     def health(self) -> dict[str, Any]:
-        """GET /health, whatever its status.
+        """Return the body of GET /health with any status.
 
         Raises:
-            httpx.HTTPError: it doesn't answer.
+            httpx.HTTPError: the server doesn't answer.
         """
         answer: dict[str, Any] = httpx.get(f"{self.url}/health", timeout=10).json()
         return answer
 
     def processes(self) -> list[tuple[str, psutil.Process]]:
-        """(role, process): the server and all that it started, as far as they are still there."""
+        """Return (role, process) for the server and its descendants that still exist."""
         found = []
         with contextlib.suppress(psutil.NoSuchProcess):
             root = psutil.Process(self.process.pid)
@@ -64,12 +64,12 @@ class Server:
                         found.append((role(process), process))
         return found
 
-    def pids(self, wanted: str) -> list[int]:
-        """The processes with a role."""
-        return [process.pid for name, process in self.processes() if name == wanted]
+    def pids(self, role: str) -> list[int]:
+        """Return the ids of the processes with a role."""
+        return [process.pid for name, process in self.processes() if name == role]
 
     def memory(self) -> list[dict[str, Any]]:
-        """PSS and RSS of each process, MiB. Takes a few hundredths of a second."""
+        """Return PSS and RSS of each process in MiB. Takes some ten milliseconds."""
         rows = []
         for name, process in self.processes():
             with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
@@ -79,7 +79,7 @@ class Server:
         return rows
 
     def tracebacks(self) -> int:
-        """How many it wrote."""
+        """Count the tracebacks in the log."""
         return self.log.read_text(errors="replace").count("Traceback (most recent call last)")
 
     def last_lines(self, count: int = 30) -> str:
@@ -87,20 +87,20 @@ class Server:
 
 
 def default_vocabulary() -> Vocabulary:
-    """The embedded model's."""
+    """Return the vocabulary of the embedded model."""
     tokenizer = AutoTokenizer.from_pretrained(checkpoint_path(), local_files_only=True)
     return Vocabulary.from_tokenizer(tokenizer, padded_vocab_size=len(tokenizer))
 
 
 @contextlib.contextmanager
 def running_server(*arguments: str, log: Path | None = None) -> Iterator[Server]:
-    """Run `guided serve` on a free port until the block ends; its processes are gone then.
+    """Run `guided serve` on a free port. At the end of the block all its processes are gone.
 
     Args:
-        log: where its output goes; None is a temporary file, which is kept if it didn't end with status 0.
+        log: file for its output. None is a temporary file, which is kept if the exit status isn't 0.
 
     Raises:
-        SystemExit: it doesn't start; with its last lines.
+        SystemExit: the server doesn't start. The message has its last lines.
     """
     handle, name = tempfile.mkstemp(prefix="guided-serve-", suffix=".log")
     os.close(handle)
@@ -131,4 +131,4 @@ def _address(server: Server) -> str:
         if found := re.search(r"^guided serves .* on (http://\S+)", server.log.read_text(), re.MULTILINE):
             return found[1]
         time.sleep(0.1)
-    raise SystemExit("it doesn't start:\n" + server.last_lines())
+    raise SystemExit("the server doesn't start:\n" + server.last_lines())

@@ -1,4 +1,5 @@
-"""Requests: every kind of constraint on every backend that has it, plain ones, streams and not, several choices."""
+"""Random requests: every kind of constraint on every backend that supports it, unconstrained ones, several choices,
+streamed and not."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from guided.constraint import KINDS, ConstraintKind
 
 __all__ = ["ABLE", "Mix", "Request", "Traffic"]
 
-Manners = Literal["reads", "leaves", "stalls"]
+ClientBehavior = Literal["reads", "leaves", "stalls"]
 Path = Literal["/v1/chat/completions", "/v1/completions"]
 CHAT: Path = "/v1/chat/completions"
 COMPLETIONS: Path = "/v1/completions"
@@ -24,7 +25,7 @@ ABLE: list[tuple[ConstraintKind, str]] = [
     for backend in (AUTO, *BACKENDS)
     if backend == AUTO or kind in BACKENDS[backend].kinds
 ]
-"""Every (kind, backend) that is to work."""
+"""Every (kind, backend) that must work."""
 
 
 @dataclass(frozen=True)
@@ -35,16 +36,16 @@ class Request:
     path: Path
     body: dict[str, Any]
     example: Example | None = None
-    """What its output has to satisfy; None is an unconstrained one."""
+    """The constraint; None for an unconstrained request."""
     backend: str | None = None
-    manners: Manners = "reads"
+    behavior: ClientBehavior = "reads"
     """"leaves": the client disconnects early. "stalls": it stops reading for some seconds, then leaves."""
     hostile: str | None = None
-    """Id of the hostile input that it is."""
+    """Id of the hostile input, if it is one."""
 
     @cached_property
     def content(self) -> bytes:
-        """The body as it is sent."""
+        """The encoded body."""
         return json.dumps(self.body).encode()
 
     @property
@@ -53,12 +54,12 @@ class Request:
 
     @property
     def good(self) -> bool:
-        """Whether it is to be answered whatever happens."""
-        return self.hostile is None and self.manners == "reads"
+        """Whether it must get a valid answer under any fault."""
+        return self.hostile is None and self.behavior == "reads"
 
     @property
     def key(self) -> str | None:
-        """Equal for requests whose undisturbed outputs are equal; None where the output is random."""
+        """A key that is equal for requests with equal outputs, or None if the output is random."""
         if self.hostile is not None or self.body.get("temperature") != 0:
             return None
         kept = {name: value for name, value in self.body.items() if name not in ("stream", "stream_options", "n")}
@@ -71,12 +72,12 @@ class Mix:
 
     plain: float = 0.25
     fresh: float = 0.1
-    """Of the constrained ones: with a constraint of their own."""
+    """Of the constrained requests: those with a new constraint."""
     streamed: float = 0.5
     several: float = 0.1
-    """With n of 2 or 3."""
+    """Requests with n of 2 or 3."""
     random: float = 0.3
-    """Of the constrained ones: sampled with temperature 1."""
+    """Of the constrained requests: those with temperature 1."""
     leaving: float = 0.03
     stalling: float = 0.01
 
@@ -89,7 +90,7 @@ class Traffic:
         self._mix = mix or Mix()
 
     def request(self, number: int) -> Request:
-        """The `number`th request: the same every time."""
+        """Return the `number`th request, the same at every call."""
         source, mix = random.Random(f"{self._seed}:{number}"), self._mix
         if source.random() < mix.plain:
             made = plain(number, source.randrange(len(PLAIN_PROMPTS)))
@@ -105,16 +106,16 @@ class Traffic:
         if source.random() < mix.several:
             made.body.update(n=source.choice((2, 3)))
         chance = source.random()
-        manners: Manners = "reads"
+        behavior: ClientBehavior = "reads"
         if chance < mix.leaving:
-            manners = "leaves"
+            behavior = "leaves"
         elif chance < mix.leaving + mix.stalling and made.stream:
-            manners = "stalls"
-        return Request(number, made.path, made.body, made.example, made.backend, manners)
+            behavior = "stalls"
+        return Request(number, made.path, made.body, made.example, made.backend, behavior)
 
     @staticmethod
     def repeated() -> list[Request]:
-        """One of each request that comes again and again and has one output: for the undisturbed reference."""
+        """Return one of each repeated request with a deterministic output, for the reference outputs."""
         requests = [plain(index, index) for index in range(len(PLAIN_PROMPTS))]
         for kind, backend in ABLE:
             for example in EXAMPLES[kind]:
@@ -124,14 +125,14 @@ class Traffic:
 
 
 def plain(number: int, prompt: int) -> Request:
-    """An unconstrained request, greedy."""
+    """Return an unconstrained greedy request."""
     messages = [{"role": "user", "content": PLAIN_PROMPTS[prompt]}]
     body = {"messages": messages, "temperature": 0, "max_tokens": 24 + prompt, "ignore_eos": True}
     return Request(number, CHAT, body)
 
 
 def constrained(number: int, example: Example, backend: str, path: Path) -> Request:
-    """A constrained request, greedy."""
+    """Return a constrained greedy request."""
     body: dict[str, Any] = {example.kind: example.value, "backend": backend, "temperature": 0, "max_tokens": 80}
     if path == CHAT:
         body["messages"] = [{"role": "user", "content": example.prompt}]

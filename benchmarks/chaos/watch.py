@@ -1,4 +1,4 @@
-"""What the server says of itself, and what its processes take, all the time."""
+"""Poll the server's health and the memory of its processes."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ MEMORY_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Seen:
-    """One look at /health."""
+    """One answer of /health."""
 
     at: float
     """`time.monotonic()`."""
     actors: list[dict[str, Any]]
-    """As /health lists them; empty where it didn't answer."""
+    """The actors in the answer; empty if there was none."""
     took: float
-    """Seconds until it answered."""
+    """Seconds until the answer."""
     reason: str | None = None
 
     @property
@@ -40,28 +40,28 @@ class Seen:
 
 @dataclass
 class Watch:
-    """What was seen so far."""
+    """Health and memory samples so far."""
 
     server: Server
     seen: list[Seen] = field(default_factory=list)
     memory: list[tuple[float, list[dict[str, Any]]]] = field(default_factory=list)
     deaths: int = 0
-    """Times that the server's process was gone, or said that its engine was."""
+    """How often the server's process was gone or reported a dead engine."""
 
     def actors(self) -> list[dict[str, Any]]:
-        """The mask actors as /health listed them last."""
+        """Return the mask actors in the last answer of /health."""
         return self.seen[-1].actors if self.seen else []
 
 
 async def watching(watch: Watch, http: httpx.AsyncClient) -> None:
-    """Look again and again, until cancelled or the server is dead."""
-    weighing = asyncio.create_task(_weighing(watch))
+    """Poll until cancelled or until the server is dead."""
+    memory = asyncio.create_task(_poll_memory(watch))
     try:
         while watch.deaths == 0:
             await _look(watch, http)
             await asyncio.sleep(HEALTH_SECONDS)
     finally:
-        weighing.cancel()
+        memory.cancel()
 
 
 async def _look(watch: Watch, http: httpx.AsyncClient) -> None:
@@ -75,7 +75,7 @@ async def _look(watch: Watch, http: httpx.AsyncClient) -> None:
         watch.deaths += 1
 
 
-async def _weighing(watch: Watch) -> None:
+async def _poll_memory(watch: Watch) -> None:
     while True:
         watch.memory.append((time.monotonic(), await asyncio.to_thread(watch.server.memory)))
         await asyncio.sleep(MEMORY_SECONDS)
@@ -83,16 +83,16 @@ async def _weighing(watch: Watch) -> None:
 
 @dataclass(frozen=True)
 class Replacement:
-    """What became of an actor that was killed or frozen. Seconds after the fault; None where it wasn't seen."""
+    """The recovery of a killed or frozen actor, in seconds after the fault; None if it wasn't observed."""
 
     noticed: float | None
-    """It was no longer said to be up."""
+    """It was no longer reported as up."""
     replaced: float | None
     """Its next incarnation was up."""
 
 
 def replacements(events: Sequence[Event], seen: Sequence[Seen]) -> list[Replacement]:
-    """One for each fault that ends a mask actor."""
+    """Return one per fault that ends a mask actor."""
     return [_replacement(event, seen) for event in events if event.incarnation is not None and event.fault != "slow"]
 
 

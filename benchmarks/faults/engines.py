@@ -1,6 +1,6 @@
-"""Engines that are asked the same: vLLM's `AsyncLLM`, with its own masks or our plugin, and ours, as their servers are.
+"""The engines under test: vLLM's `AsyncLLM`, with its own masks or with our plugin, and our `AsyncLLM`.
 
-vLLM's runs in the environment that has vLLM: its engine core is a process of its own there, as it is behind its server.
+vLLM's engine runs in the environment that has vLLM. Its engine core is a separate process, as it is in its server.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Any, Protocol
 
-from benchmarks.faults.asked import PROMPT, Asked
+from benchmarks.faults.requests import PROMPT, Request
 
 __all__ = ["Engine", "ours", "vllm"]
 
@@ -16,14 +16,18 @@ MAX_MODEL_LEN = 1024
 PLUGIN = "guided.integrations.vllm.processor:GuidedLogitsProcessor"
 
 
-class Engine(Protocol):
-    """What the host needs of an engine."""
+Output = tuple[str, int, str | None, str | None]
+"""Text so far, number of tokens so far, finish reason, error."""
 
-    def generate(self, request_id: str, asked: Asked) -> AsyncIterator[tuple[str, int, str | None, str | None]]:
-        """Text so far, tokens so far, finish reason, error."""
+
+class Engine(Protocol):
+    """The interface that both engines get."""
+
+    def generate(self, request_id: str, request: Request) -> AsyncIterator[Output]:
+        """Yield the output so far, after each step."""
 
     async def state(self) -> str:
-        """`alive`, or what it says of its death."""
+        """Return `alive`, or the reason why the engine is dead."""
 
 
 class _VLLM:
@@ -44,15 +48,15 @@ class _VLLM:
         self._plugin = plugin
         self._engine = AsyncLLM.from_engine_args(arguments)
 
-    async def generate(self, request_id: str, asked: Asked) -> AsyncIterator[tuple[str, int, str | None, str | None]]:
+    async def generate(self, request_id: str, request: Request) -> AsyncIterator[Output]:
         from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
         kind: dict[str, Any] = {}
-        if asked.constraint and self._plugin:
-            kind["extra_args"] = {**_plain(asked), "guided_request_id": request_id}
-        elif asked.constraint:
-            kind["structured_outputs"] = StructuredOutputsParams(**asked.constraint)
-        params = SamplingParams(temperature=0, max_tokens=asked.max_tokens, ignore_eos=not asked.constraint, **kind)
+        if request.constraint and self._plugin:
+            kind["extra_args"] = {**_plain(request), "guided_request_id": request_id}
+        elif request.constraint:
+            kind["structured_outputs"] = StructuredOutputsParams(**request.constraint)
+        params = SamplingParams(temperature=0, max_tokens=request.max_tokens, ignore_eos=not request.constraint, **kind)
         async for output in self._engine.generate(PROMPT, params, request_id):
             one = output.outputs[0]
             error = self._reported(request_id) if one.finish_reason and self._plugin else None
@@ -60,7 +64,7 @@ class _VLLM:
 
     @staticmethod
     def _reported(request_id: str) -> str | None:
-        """What the plugin reported out of band: what its middleware makes an error of."""
+        """Return the error that the plugin reported outside of vLLM's answer, as its middleware does."""
         from guided.integrations.vllm.error_reports import take
 
         error = take(request_id)
@@ -81,11 +85,11 @@ class _Ours:
         config = EngineConfig(max_num_seqs=16, max_model_len=MAX_MODEL_LEN)
         self._engine = AsyncLLM(model, "ray", config, pool_options=options)
 
-    async def generate(self, request_id: str, asked: Asked) -> AsyncIterator[tuple[str, int, str | None, str | None]]:
+    async def generate(self, request_id: str, request: Request) -> AsyncIterator[Output]:
         from engine import SamplingParams
 
         params = SamplingParams(
-            temperature=0, max_tokens=asked.max_tokens, ignore_eos=not asked.constraint, **_plain(asked)
+            temperature=0, max_tokens=request.max_tokens, ignore_eos=not request.constraint, **_plain(request)
         )
         async for output in self._engine.generate(PROMPT, params, request_id):
             one = output.outputs[0]
@@ -97,20 +101,20 @@ class _Ours:
         return "alive" if health.alive else f"dead: {health.error}"
 
 
-def _plain(asked: Asked) -> dict[str, Any]:
-    """The constraint, as our names have it."""
+def _plain(request: Request) -> dict[str, Any]:
+    """Return the constraint under the names of our API."""
     names = {"json": "json_schema", "regex": "regex", "grammar": "grammar"}
-    constraint: dict[str, Any] = {names[kind]: source for kind, source in asked.constraint.items()}
+    constraint: dict[str, Any] = {names[kind]: source for kind, source in request.constraint.items()}
     if "json_schema" in constraint:
         constraint["whitespace_pattern"] = ""
     return {**constraint, "backend": "llguidance"} if constraint else {}
 
 
 def vllm(model: str, plugin: bool = False) -> Engine:
-    """vLLM's engine, its guidance backend or our plugin, everything else by default."""
+    """Return vLLM's engine with its guidance backend or with our plugin, and defaults for the rest."""
     return _VLLM(model, plugin)
 
 
 def ours(model: str, max_replays: int) -> Engine:
-    """Ours, two mask actors, everything else by default."""
+    """Return our engine with two mask actors, and defaults for the rest."""
     return _Ours(model, max_replays)

@@ -1,11 +1,11 @@
-"""One fault in one request's masks, the same in every engine that uses llguidance.
+"""Inject one fault into one request's masks, the same in every engine that uses llguidance.
 
-Both engines call `llguidance.LLMatcher`; what stands there instead makes the library's own matchers, and wraps those of
-a grammar that has `MARK` in its text. A wrapped matcher does all that the library's does, until it has accepted
-`FAULT_AT` tokens: every mask after that has the fault that the environment names. It counts accepted tokens, not masks,
-so that a matcher that is opened again from its history (a replay) fails at the same place.
+Both engines call `llguidance.LLMatcher`. `install` replaces it with a factory that makes the library's own matchers,
+and wraps the matchers of a grammar that has `MARK` in its text. A wrapped matcher behaves like the library's until it
+has accepted `FAULT_AT` tokens. From then on each mask has the fault that the environment names. It counts accepted
+tokens, not masks, so that a matcher that is opened again from its history (a replay) fails at the same position.
 
-Imports nothing but the standard library: it runs in vLLM's environment too.
+Imports only the standard library, because it also runs in vLLM's environment.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _slow() -> None:
 
 
 def _endless() -> None:
-    # One loop in C that holds the interpreter's lock: no other Python thread of the process runs any more.
+    # A loop in C that holds the GIL: no other Python thread of the process runs.
     collections.deque(itertools.repeat(None), maxlen=0)
 
 
@@ -48,35 +48,35 @@ FAULTS: dict[str, Callable[[], None]] = {"raise": _raise, "segfault": _segfault,
 
 
 def install(llguidance: ModuleType) -> None:
-    """Replace `llguidance.LLMatcher` where the environment names one of `FAULTS`."""
+    """Replace `llguidance.LLMatcher` if the environment names one of `FAULTS`."""
     fault = FAULTS.get(os.environ.get(FAULT_VARIABLE, ""))
     if fault is not None:
-        vars(llguidance)["LLMatcher"] = _Matchers(llguidance.LLMatcher, fault)
+        vars(llguidance)["LLMatcher"] = _MatcherFactory(llguidance.LLMatcher, fault)
 
 
-class _Matchers:
-    """Stands where the class `LLMatcher` stood; its static methods are the library's."""
+class _MatcherFactory:
+    """Replacement for the class `LLMatcher`. The static methods are the library's."""
 
     def __init__(self, original: Any, fault: Callable[[], None]) -> None:
         self._original, self._fault = original, fault
 
     def __call__(self, tokenizer: Any, grammar: str, *arguments: Any, **named: Any) -> Any:
         matcher = self._original(tokenizer, grammar, *arguments, **named)
-        return _Faulty(matcher, self._fault, 0) if MARK in grammar else matcher
+        return _FaultyMatcher(matcher, self._fault, 0) if MARK in grammar else matcher
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._original, name)
 
 
-class _Faulty:
+class _FaultyMatcher:
     def __init__(self, inner: Any, fault: Callable[[], None], accepted: int) -> None:
         self._inner, self._fault, self._accepted = inner, fault, accepted
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def deep_copy(self) -> _Faulty:
-        return _Faulty(self._inner.deep_copy(), self._fault, self._accepted)
+    def deep_copy(self) -> _FaultyMatcher:
+        return _FaultyMatcher(self._inner.deep_copy(), self._fault, self._accepted)
 
     def consume_token(self, token: int) -> Any:
         self._accepted += 1

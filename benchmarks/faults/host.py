@@ -1,37 +1,37 @@
-"""One engine and one fault in a process of its own: `python -m benchmarks.faults.host ENGINE FAULT MODEL`.
+"""Run one engine and one fault, as a child process of `benchmarks.vllm_faults`. The arguments are ENGINE, FAULT, MODEL.
 
-Writes a line of JSON to stdout after each stage, so that what was seen before an end is known; what libraries print
-goes to stderr. Ends without tidying up where the engine can't be talked to any more: whoever started it ends the rest.
+Writes a line of JSON to stdout after each stage, so that the parent has the results before a crash. Where the engine no
+longer answers, it ends without cleaning up, and the parent kills the remaining processes.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-import json
-import os
 import sys
 import time
 from collections.abc import Sequence
 
-from benchmarks.faults.asked import Answer, Asked, bystanders, next_requests, victim
+from benchmarks.child_process import answer_writer
 from benchmarks.faults.engines import Engine, ours, vllm
+from benchmarks.faults.requests import Answer, Request, bystanders, next_requests, victim
 
 __all__ = ["REQUEST_SECONDS"]
 
 REQUEST_SECONDS = 60.0
-"""A request that isn't over by then counts as hung."""
+"""A request that takes longer counts as hung."""
 NEXT_SECONDS = 20.0
 
 
-async def ask(engine: Engine, request_id: str, asked: Asked, limit: float) -> Answer:
-    """One request to its end, or to `limit` seconds."""
-    answer = Answer(asked.name)
+async def ask(engine: Engine, request_id: str, request: Request, limit: float) -> Answer:
+    """Run one request to its end, or for `limit` seconds."""
+    answer = Answer(request.name)
     begun = last = time.perf_counter()
 
     async def follow() -> None:
         nonlocal last
-        async for answer.text, answer.tokens, answer.finish_reason, answer.error in engine.generate(request_id, asked):
+        async for output in engine.generate(request_id, request):
+            answer.text, answer.tokens, answer.finish_reason, answer.error = output
             now = time.perf_counter()
             answer.longest_gap = max(answer.longest_gap, now - last)
             last = now
@@ -40,17 +40,17 @@ async def ask(engine: Engine, request_id: str, asked: Asked, limit: float) -> An
         await asyncio.wait_for(follow(), limit)
     except TimeoutError:
         answer.hung = True
-    except Exception as error:  # what a client is told: part of what is measured
+    except Exception as error:  # the error that a client gets is part of the result
         answer.error = f"{type(error).__name__}: {error}"
     answer.seconds = time.perf_counter() - begun
     answer.longest_gap = max(answer.longest_gap, time.perf_counter() - last)
     return answer
 
 
-async def ask_all(engine: Engine, name: str, all_asked: Sequence[Asked], limit: float) -> list[Answer]:
-    """All at once."""
+async def ask_all(engine: Engine, name: str, requests: Sequence[Request], limit: float) -> list[Answer]:
+    """Run all requests at once."""
     return await asyncio.gather(
-        *(ask(engine, f"{name}-{index}", asked, limit) for index, asked in enumerate(all_asked))
+        *(ask(engine, f"{name}-{index}", request, limit) for index, request in enumerate(requests))
     )
 
 
@@ -62,24 +62,22 @@ async def state(engine: Engine) -> str:
 
 
 async def run(engine_name: str, fault: str, model: str) -> None:
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
+    write = answer_writer()
 
-    def tell(stage: str, **what: object) -> None:
-        answers.write(json.dumps({"stage": stage, **what}) + "\n")
-        answers.flush()
+    def report(stage: str, **fields: object) -> None:
+        write({"stage": stage, **fields})
 
     name, _, option = engine_name.partition(":")
     engine = vllm(model, option == "plugin") if name == "vllm" else ours(model, int(option))
     others = bystanders()
     for stage, marked in (("warm-up", False), ("without", False), ("with", True)):
-        tell(f"begins {stage}")
-        asked = [victim(fault, marked), *others]
-        found = await ask_all(engine, stage, asked, REQUEST_SECONDS)
-        tell(stage, answers=[dataclasses.asdict(answer) for answer in found])
-    tell("state", engine=await state(engine))
+        report(f"begins {stage}")
+        requests = [victim(fault, marked), *others]
+        found = await ask_all(engine, stage, requests, REQUEST_SECONDS)
+        report(stage, answers=[dataclasses.asdict(answer) for answer in found])
+    report("state", engine=await state(engine))
     found = await ask_all(engine, "next", next_requests(), NEXT_SECONDS)
-    tell("next", answers=[dataclasses.asdict(answer) for answer in found], engine=await state(engine))
+    report("next", answers=[dataclasses.asdict(answer) for answer in found], engine=await state(engine))
 
 
 def main() -> None:

@@ -1,5 +1,4 @@
-"""One way of masking in a process of its own: `python -m benchmarks.peers.host WAY`. Commands as JSON lines on stdin,
-answers as JSON lines on stdout; what libraries print goes to stderr."""
+"""Run one way of masking, as a child process of `benchmarks.comparison`."""
 
 from __future__ import annotations
 
@@ -7,11 +6,13 @@ import dataclasses
 import json
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from benchmarks.child_process import answer_writer
 from benchmarks.peers.loop import Forward, Run, SleepingForward, Slowness, Way
 from benchmarks.peers.rows import Document, Rows
 
@@ -53,7 +54,8 @@ def _ray(options: dict[str, Any]) -> Way:
     from actors import CompileLimits, RayPool
 
     limits = CompileLimits(seconds=options.get("compile_seconds", 10.0))
-    pool = RayPool(_vocabulary(options), options.get("actors", 2), compile_limits=limits, max_cache_bytes=4 << 30)
+    actors = options.get("actors", 2)
+    pool = RayPool(_vocabulary(options), num_actors=actors, compile_limits=limits, max_cache_bytes=4 << 30)
     return _guided(pool, options)
 
 
@@ -93,7 +95,7 @@ WAYS: dict[str, Callable[[dict[str, Any]], Way]] = {
 
 
 class Host:
-    """Does what the commands say."""
+    """Execute the commands. Each method is one."""
 
     def __init__(self) -> None:
         self._way: Any = None
@@ -134,8 +136,7 @@ class Host:
 
 
 def main() -> None:
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
+    write = answer_writer()
     host = Host()
     for line in sys.stdin:
         command = json.loads(line)
@@ -143,12 +144,9 @@ def main() -> None:
         try:
             answer = getattr(host, name)(**command)
         except Exception as error:
-            import traceback
-
             traceback.print_exc()
             answer = {"error": f"{type(error).__name__}: {error}"}
-        answers.write(json.dumps(answer) + "\n")
-        answers.flush()
+        write(answer)
 
 
 if __name__ == "__main__":

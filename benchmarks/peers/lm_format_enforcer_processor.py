@@ -1,7 +1,7 @@
-"""lm-format-enforcer's own function for transformers' `PrefixConstrainedLogitsProcessor`: masks in the caller, after
-the forward pass.
+"""lm-format-enforcer's own function for transformers' `PrefixConstrainedLogitsProcessor`.
 
-A row that starts gets an enforcer of its own, to which what stands in the row already is the prompt.
+The caller computes the masks after the forward pass. A row that starts gets a new enforcer, which takes the row's
+earlier tokens as the prompt.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import lmformatenforcer
 import torch
 from transformers import PrefixConstrainedLogitsProcessor
 
-from benchmarks.peers.busy import busy
+from benchmarks.delay import delay
+from benchmarks.peers.import_fixes import fix_lm_format_enforcer_imports
 from benchmarks.peers.loop import Forward, Slowness, Times
-from benchmarks.peers.mended import mend_lm_format_enforcer
 from benchmarks.peers.rows import Document, RunningSequence
 from guided.vocabulary import Vocabulary
 
 __all__ = ["LMFormatEnforcerProcessor"]
 
-mend_lm_format_enforcer()
+fix_lm_format_enforcer_imports()
 integration: Any = importlib.import_module("lmformatenforcer.integrations.transformers")
 
 
@@ -35,7 +35,7 @@ class LMFormatEnforcerProcessor:
         def decode(tokens: Sequence[int]) -> str:
             return vocabulary.decode(tokens).decode("utf-8", "replace").rstrip("�")
 
-        # As `build_token_enforcer_tokenizer_data` does with a byte-level tokenizer: no token starts a word.
+        # Like `build_token_enforcer_tokenizer_data` with a byte-level tokenizer: no token starts a word.
         regular = [(token, decode([token]), False) for token in vocabulary.text_token_ids]
         stop = vocabulary.stop_token_ids[0]
         self._data = lmformatenforcer.TokenEnforcerTokenizerData(
@@ -67,7 +67,7 @@ class LMFormatEnforcerProcessor:
         self._input_ids = torch.ones(batch, 1, dtype=torch.int64)
 
     def open(self, sequence: RunningSequence) -> None:
-        # What is in the row so far is the prompt to a new enforcer.
+        # The new enforcer takes the row's earlier tokens as the prompt.
         self._functions[sequence.row] = self._function(sequence.document)
 
     def close(self, sequence: RunningSequence) -> None:
@@ -76,7 +76,7 @@ class LMFormatEnforcerProcessor:
     def _allowed(self, row: int, tokens: torch.Tensor) -> list[int]:
         started, cpu = time.perf_counter(), time.process_time()
         if self._slow.hits(row):
-            busy(self._slow.kind, self._slow.seconds)
+            delay(self._slow.kind, self._slow.seconds)
         allowed: list[int] = self._functions[row](row, tokens)
         self._seconds += time.perf_counter() - started
         self._cpu += time.process_time() - cpu

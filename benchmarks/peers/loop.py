@@ -1,4 +1,4 @@
-"""The decode loop that every way of masking is measured in: the same rows, the same forward pass, the same clocks."""
+"""The decode loop of the measurements: every way of masking gets the same rows, forward pass and clocks."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ __all__ = ["Forward", "Run", "Samples", "SleepingForward", "Slowness", "Times", 
 
 
 class Forward(Protocol):
-    """A model's forward pass on a device of its own."""
+    """A model's forward pass on a device."""
 
     def feed(self, tokens: Sequence[int]) -> None:
-        """Between steps: what each row will sample in the next one. Those logits must be finite."""
+        """Set the tokens that the rows will sample in the next step. Their logits must be finite."""
 
     def start(self) -> None:
-        """Launch it; returns while it runs."""
+        """Launch the forward pass. Returns while it runs."""
 
     def wait(self) -> torch.Tensor:
-        """Wait for its logits: float `[batch, padded_vocab_size]`."""
+        """Wait for the logits: float `[batch, padded_vocab_size]`."""
 
     @property
     def end(self) -> float:
-        """`time.perf_counter()` at which they were there, or will be."""
+        """`time.perf_counter()` at the end of the forward pass."""
 
 
 class SleepingForward:
-    """A forward pass that takes a set time and no CPU, as one on a GPU would. Its logits are always the same tensor."""
+    """A forward pass that takes a fixed time and no CPU, like one on a GPU. It always returns the same tensor."""
 
     def __init__(self, batch: int, width: int, seconds: float) -> None:
         self._seconds = seconds
@@ -55,66 +55,65 @@ class SleepingForward:
 
 @dataclass
 class Slowness:
-    """Which rows are the slow ones, and what makes them so."""
+    """The rows with slow masks, and the kind of delay."""
 
     rows: int = 0
-    """The first so many."""
+    """Number of slow rows, counted from the first."""
     kind: str = "none"
-    """What every mask of theirs does first: "sleep", "hold" (compute in C, holding the interpreter's lock), or "none":
-    they are slow by themselves, or not at all."""
+    """The delay before each of their masks: "sleep", "hold" (compute in C and hold the GIL), or "none"."""
     seconds: float = 0.0
 
     def hits(self, row: int) -> bool:
-        """Whether a row's masks are to be made slow."""
+        """Return whether a row's masks get a delay."""
         return row < self.rows and self.kind != "none"
 
 
 @dataclass
 class Times:
-    """What a step cost besides the forward pass, seconds."""
+    """Times of a step without the forward pass, in seconds."""
 
     exposed: float = 0.0
-    """Mask work and waiting for masks that the forward pass did not hide."""
+    """Mask work, and waiting for masks, outside the forward pass."""
     outside: float = 0.0
-    """All that the way added to the step, less the kernel: `exposed` and bookkeeping."""
+    """Everything that the way added to the step except the kernel: `exposed` and bookkeeping."""
     hidden: float = 0.0
-    """Mask work (of all processes, summed) that the forward pass hid."""
+    """Mask work during the forward pass, summed over all processes."""
     kernel: float = 0.0
-    """Writing -inf: device work."""
+    """Time of the kernel that writes -inf, which is device work."""
     kernel_cpu: float = 0.0
-    """CPU seconds of this process in it."""
+    """CPU seconds of this process in the kernel."""
     late: set[int] = field(default_factory=set)
-    """Rows that must not be sampled in this step: parked."""
+    """Parked rows, which must not be sampled in this step."""
 
 
 class Way(Protocol):
-    """One way of masking."""
+    """A way of masking."""
 
     def load(self, backend: str, documents: Sequence[Document]) -> dict[str, str]:
-        """Compile the documents' constraints. Returns those that this way can't do: name -> reason."""
+        """Compile the documents' constraints. Returns the documents that this way rejects: name -> reason."""
 
     def begin(self, batch: int, slow: Slowness) -> None:
-        """Nothing is open; a new run comes."""
+        """Prepare for a new run. No sequence is open."""
 
     def open(self, sequence: RunningSequence) -> None:
-        """A sequence joins the batch, in its row."""
+        """Add a sequence to the batch, in its row."""
 
     def close(self, sequence: RunningSequence) -> None:
-        """It leaves."""
+        """Remove a sequence."""
 
     def resume(self) -> list[tuple[RunningSequence, bool]]:
-        """Before a step: parked sequences that are sampled now, and whether their mask allowed the token."""
+        """Sample parked sequences before a step. Returns them, and whether their mask allowed the token."""
 
     def step(self, sequences: Sequence[RunningSequence], forward: Forward) -> tuple[torch.Tensor, Times]:
-        """One decode step of a full batch: forward pass and masks. Returns the masked logits."""
+        """Run one decode step of the batch: forward pass and masks. Returns the masked logits."""
 
     def sampled(self, sequences: Sequence[RunningSequence], tokens: Sequence[int]) -> float:
-        """The tokens that the step gave; they are not appended yet. Returns the seconds that it took."""
+        """Take the sampled tokens of the step, before they are appended. Returns the seconds that it took."""
 
 
 @dataclass
 class Samples:
-    """Measured steps, in seconds, one entry a step."""
+    """Measured steps, one entry per step, in seconds."""
 
     step: list[float] = field(default_factory=list)
     exposed: list[float] = field(default_factory=list)
@@ -122,19 +121,19 @@ class Samples:
     hidden: list[float] = field(default_factory=list)
     kernel: list[float] = field(default_factory=list)
     cpu: list[float] = field(default_factory=list)
-    """CPU seconds of the engine's process, all threads, without the kernel's."""
+    """CPU seconds of the engine's process, all threads, without the kernel."""
     latency: list[float] = field(default_factory=list)
-    """Seconds between two tokens of one sequence, for all rows but the slow ones."""
+    """Seconds between two tokens of a sequence, for all rows except the slow ones."""
     slow_latency: list[float] = field(default_factory=list)
     """The same for the slow rows."""
     parked: list[int] = field(default_factory=list)
-    """Rows that were parked at the end of the step."""
+    """Number of parked rows at the end of the step."""
     refused: list[str] = field(default_factory=list)
-    """Documents whose next token the mask forbade: given up, the row went on with its next one."""
+    """Documents that were abandoned because the mask forbade their next token."""
 
 
 class Run:
-    """Rows on their way through steps; `steps` may be called again and again."""
+    """Rows that run step by step. `steps` may be called several times."""
 
     def __init__(self, way: Way, rows: Rows, forward: Forward, slow: Slowness) -> None:
         self._way, self._rows, self._forward, self._slow = way, rows, forward, slow
@@ -144,7 +143,7 @@ class Run:
             way.open(sequence)
 
     def steps(self, count: int, seconds: float | None = None) -> Samples:
-        """Run `count` steps, or as many as begin within `seconds`: one at the least."""
+        """Run up to `count` steps, as many as start within `seconds`, at least one."""
         samples = Samples()
         over = math.inf if seconds is None else time.monotonic() + seconds
         for done in range(count):
@@ -159,7 +158,7 @@ class Run:
         resumed = self._way.resume()
         resuming = time.perf_counter() - started
         resuming_cpu = time.process_time() - cpu
-        self._clock += resuming  # what the harness does between steps takes no time
+        self._clock += resuming  # the clock excludes the benchmark's own work between steps
         for sequence, fine in resumed:
             self._append(sequence, fine, samples)
         tokens = rows.next_tokens()
@@ -182,7 +181,7 @@ class Run:
                 self._append(sequence, fine, samples)
 
     def _append(self, sequence: RunningSequence, fine: bool, samples: Samples) -> None:
-        """A sequence was sampled just now."""
+        """Append the token of a sequence that was just sampled."""
         if not fine:
             samples.refused.append(f"{sequence.document.name} at {len(sequence.output)}")
         self._note(sequence, self._clock, samples)
@@ -205,7 +204,7 @@ class Run:
 
 
 def _allowed(logits: torch.Tensor, tokens: Sequence[int]) -> list[bool]:
-    """Which of `tokens` the masked logits leave."""
+    """Return for each token whether the masked logits allow it."""
     index = torch.arange(len(tokens), device=logits.device), torch.tensor(tokens, device=logits.device)
     fine: list[bool] = (logits[index] != float("-inf")).tolist()
     return fine

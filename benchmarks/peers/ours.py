@@ -1,4 +1,4 @@
-"""Our own ways: no masks at all, and masks of a pool (inline or Ray) through `LogitPostProcessor`."""
+"""Our own ways: no masks at all, and masks of a pool (inline or Ray) through `GuidedProcessor`."""
 
 from __future__ import annotations
 
@@ -10,27 +10,28 @@ from typing import Any
 import numpy as np
 import torch
 import xgrammar  # noqa: F401  # the processor loads its kernel on a thread, which must not be measured
+from numpy.typing import NDArray
 
 import guided.processor as processor_module
 from benchmarks.peers.loop import Forward, Slowness, Times
 from benchmarks.peers.rows import Document, RunningSequence
 from benchmarks.slow_backend import slow_name
-from guided.bitmask import words
 from guided.constraint import Constraint
 from guided.errors import GuidedError
-from guided.pool import Fill, Grammar, MaskPool
-from guided.processor import GuidedRow, LogitPostProcessor
+from guided.pool import Grammar, MaskPool
+from guided.processor import GuidedProcessor
+from guided.sequence import GuidedSequence
 
 __all__ = ["Guided", "Unguided"]
 
 COMPILE_SECONDS = 600.0
-"""How long all compilations together may take; the pool limits each."""
+"""Time limit for all compilations together. The pool limits each of them."""
 CHECK_SECONDS = 5.0
 CHECK_ROWS = 32
 
 
 class Unguided:
-    """The forward pass alone."""
+    """Run only the forward pass."""
 
     def load(self, backend: str, documents: Sequence[Document]) -> dict[str, str]:
         return {}
@@ -56,24 +57,29 @@ class Unguided:
 
 
 class Guided:
-    """Our post-processor over a pool, called as our engine calls it.
+    """Mask with our post-processor over a pool, called as our engine calls it.
 
     Args:
-        parking: rows whose mask misses the engine's default deadline are parked.
+        parking: park a row if its mask misses the engine's default deadline.
     """
 
     def __init__(self, pool: MaskPool, parking: bool) -> None:
         self._pool = pool
         self._parking = parking
-        self._processor = LogitPostProcessor(pool)
+        self._processor = GuidedProcessor(pool)
         self._mean_step = 0.0
         self._parked: dict[int, tuple[RunningSequence, torch.Tensor]] = {}
         self._backend = ""
         self._grammars: dict[tuple[str, str], Future[Grammar]] = {}  # never released: they stay compiled
-        self._rows: dict[int, GuidedRow] = {}
+        self._guided: dict[int, GuidedSequence] = {}
+        self._batch: tuple[GuidedSequence, ...] = ()
+        self._logits_rows: NDArray[np.intp] = np.empty(0, np.intp)
+        self._changed = True
+        """The batch is not that of the last step."""
+        self._new_tokens: NDArray[np.int32] | None = None
         self._slow = Slowness()
         self._kernel_cpu = 0.0
-        # Its CPU time is the kernel's, not the engine's: nothing but the clock is added.
+        # The kernel's CPU time is measured apart from the engine's. Only the clock is added to it.
         kernel: Callable[..., None] = vars(processor_module)["apply_bitmask"]
         vars(processor_module)["apply_bitmask"] = self._clocked(kernel)
 
@@ -109,24 +115,24 @@ class Guided:
 
     def _check(self, some: list[tuple[Document, Grammar]]) -> dict[str, str]:
         """Those whose tokens the grammar doesn't accept to the end."""
-        ids = [-1 - index for index in range(len(some))]
-        for sequence_id, (_, grammar) in zip(ids, some, strict=True):
-            self._pool.open(sequence_id, grammar)
-        self._pool.submit([Fill(id_, 0, list(document.tokens)) for id_, (document, _) in zip(ids, some, strict=True)])
-        bitmask = np.empty((len(some), words(self._pool.vocabulary.padded_vocab_size)), np.int32)
-        results = self._pool.collect(bitmask, CHECK_SECONDS)
-        self._pool.free(ids)
-        refused: dict[str, str] = {}
+        sequences = [
+            GuidedSequence("check", -1 - index, list(document.tokens)) for index, (document, _) in enumerate(some)
+        ]
+        for sequence, (_, grammar) in zip(sequences, some, strict=True):
+            self._pool.open(sequence, grammar)
+        self._pool.submit(sequences)
+        found = self._pool.collect()
+        self._pool.free([sequence.sequence_id for sequence in sequences])
+        refused = {some[row][0].name: str(error) for row, error in found.failed.items()}
         stop = self._pool.vocabulary.stop_token_ids[0]
-        for (document, _), mask, result in zip(some, bitmask, results, strict=True):
-            if result.state != "ready":
-                refused[document.name] = str(result.error or result.state)
-            elif not mask[stop // 32] >> (stop % 32) & 1:
-                refused[document.name] = "it may not end where it ends"
+        for part in found.ready:
+            for row, slot in zip(part.rows.tolist(), part.slots.tolist(), strict=True):
+                if not part.masks[slot, stop // 32] >> (stop % 32) & 1:
+                    refused[some[row][0].name] = "it may not end where it ends"
         return refused
 
     def begin(self, batch: int, slow: Slowness) -> None:
-        self._processor = LogitPostProcessor(self._pool)
+        self._processor = GuidedProcessor(self._pool)
         self._parked.clear()
         self._mean_step = 0.0
         self._slow = slow
@@ -139,22 +145,21 @@ class Guided:
         request = str(sequence.id)
         future = self._processor.initialize(request, Constraint.json_schema(document.schema), backend)
         future.result(COMPILE_SECONDS)
-        self._rows[sequence.id] = GuidedRow(request, sequence.id, sequence.output, sequence.row)
+        self._guided[sequence.id] = GuidedSequence(request, sequence.id, sequence.output)
+        self._changed = True
 
     def close(self, sequence: RunningSequence) -> None:
         self._processor.free(str(sequence.id))
-        self._rows.pop(sequence.id, None)
+        self._guided.pop(sequence.id, None)
+        self._changed = True
 
     def resume(self) -> list[tuple[RunningSequence, bool]]:
-        """Sample the parked sequences whose masks have come, from the logits that were kept."""
+        """Sample the parked sequences that have their masks now, from their saved logits."""
         settled = [self._parked[id_] for id_ in self._processor.settled() if id_ in self._parked]
         if not settled:
             return []
-        rows = [
-            GuidedRow(str(sequence.id), sequence.id, sequence.output, row) for row, (sequence, _) in enumerate(settled)
-        ]
         logits = torch.stack([kept for _, kept in settled])
-        self._processor.prepare(rows)
+        self._processor.prepare([self._guided[sequence.id] for sequence, _ in settled])
         report = self._processor.apply(logits, self._patience(), alone=False)
         stop = self._pool.vocabulary.stop_token_ids[0]
         sampled: list[tuple[RunningSequence, bool]] = []
@@ -162,14 +167,19 @@ class Guided:
             if sequence.id not in report.late:
                 fine = sequence.id not in report.failed and bool(logits[row, sequence.next_token(stop)] != -torch.inf)
                 del self._parked[sequence.id]
+                self._changed = True
                 sampled.append((sequence, fine))
         return sampled
 
     def step(self, sequences: Sequence[RunningSequence], forward: Forward) -> tuple[torch.Tensor, Times]:
-        rows = [self._rows[sequence.id] for sequence in sequences if sequence.id not in self._parked]
+        if self._changed:  # as `engine.sampling_metadata` does
+            running = [sequence for sequence in sequences if sequence.id not in self._parked]
+            self._batch = tuple(self._guided[sequence.id] for sequence in running)
+            self._logits_rows = np.array([sequence.row for sequence in running], np.intp)
+            self._changed, self._new_tokens = False, None
         kernel_cpu = self._kernel_cpu
         started = time.perf_counter()
-        self._processor.prepare(rows)
+        self._processor.prepare(self._batch, self._logits_rows, self._new_tokens)
         prepared = time.perf_counter() - started
         forward.start()
         logits = forward.wait()
@@ -185,6 +195,7 @@ class Guided:
             kernel_cpu=self._kernel_cpu - kernel_cpu,
             late={sequence.row for sequence, _ in self._parked.values()},
         )
+        self._changed = bool(report.late or report.failed)
         for sequence in sequences:
             if sequence.id in report.late:
                 self._parked[sequence.id] = sequence, logits[sequence.row].clone()
@@ -196,8 +207,10 @@ class Guided:
         return logits, times
 
     def _patience(self) -> float | None:
-        """As `EngineConfig.mask_deadline` has it."""
+        """Return the mask deadline in seconds, as `EngineConfig.mask_deadline` defines it; None waits."""
         return max(0.001, 0.05 * self._mean_step) if self._parking else None
 
     def sampled(self, sequences: Sequence[RunningSequence], tokens: Sequence[int]) -> float:
+        """The engine's sampler has the tokens as an array: that costs nothing here."""
+        self._new_tokens = np.array(tokens, np.int32)[self._logits_rows]
         return 0.0

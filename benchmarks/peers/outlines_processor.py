@@ -1,8 +1,8 @@
-"""outlines-core's own masks: a `Guide` a row and the kernels of `outlines_core.kernels.torch`, in the caller, after the
-forward pass.
+"""outlines-core's own masks: a `Guide` per row and the kernels of `outlines_core.kernels.torch`.
 
-The processor around them is in outlines itself (`OutlinesCoreLogitsProcessor`), which isn't needed for it: each row's
-guide advances by the last token, writes its bitmask, and the kernel applies that, row by row. This does the same.
+The caller computes the masks after the forward pass. This does the same as `OutlinesCoreLogitsProcessor` of outlines,
+without outlines: each row's guide advances by the last token and writes its bitmask, and the kernel applies it, row by
+row.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from outlines_core.kernels.torch import (
     fill_next_token_bitmask,
 )
 
-from benchmarks.peers.busy import busy
+from benchmarks.delay import delay
 from benchmarks.peers.loop import Forward, Slowness, Times
 from benchmarks.peers.rows import Document, RunningSequence
 from guided.vocabulary import Vocabulary
@@ -31,11 +31,11 @@ from guided.vocabulary import Vocabulary
 __all__ = ["OutlinesProcessor"]
 
 COMPILE_SECONDS = 5.0
-"""What its own regex may take to compile: as long as vLLM gives it."""
+"""Time limit for the compilation of a regex, as in vLLM."""
 
 
 class OutlinesProcessor:
-    """`outlines_core.Guide`s and outlines-core's kernels."""
+    """Masks with `outlines_core.Guide` and outlines-core's kernels."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         tokens: dict[bytes, list[int]] = {}
@@ -53,7 +53,7 @@ class OutlinesProcessor:
     def load(self, backend: str, documents: Sequence[Document]) -> dict[str, str]:
         if backend != "outlines":
             return {document.name: "not outlines" for document in documents}
-        # Its kernel is compiled when it is first called.
+        # The first call compiles the kernel.
         apply_token_bitmask_inplace(torch.zeros(1, self._width), allocate_token_bitmask(self._width))
         refused: dict[str, str] = {}
         for document in documents:
@@ -90,7 +90,7 @@ class OutlinesProcessor:
         started = time.perf_counter()
         for row, mask in enumerate(self._masks):
             if self._slow.hits(row):
-                busy(self._slow.kind, self._slow.seconds)
+                delay(self._slow.kind, self._slow.seconds)
             guide = self._guides[row]
             if row in self._last and not guide.is_finished():
                 guide.advance(self._last[row], return_tokens=False)
@@ -108,7 +108,7 @@ class OutlinesProcessor:
 
 
 def _compiled(pattern: str, vocabulary: Any) -> Any:
-    """The index, made in a process that is killed when it takes too long: nothing else ends it."""
+    """Compile the index in a process, which is killed after the time limit. Nothing else can end it."""
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_compile, args=(pattern, vocabulary, sender), daemon=True)

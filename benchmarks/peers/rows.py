@@ -1,5 +1,7 @@
-"""Rows that follow known texts token by token, so that masks are those of real outputs. No library is needed here: this
-runs in the peers' own environments too."""
+"""Rows that follow known texts token by token, so that the masks are those of real outputs.
+
+Imports only the standard library, because it also runs in the environments of other engines.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +14,14 @@ __all__ = ["Document", "Rows", "RunningSequence"]
 
 @dataclass(frozen=True)
 class Document:
-    """A text that satisfies a JSON Schema, as tokens."""
+    """A text in tokens that satisfies a JSON Schema."""
 
     name: str
     schema: str
-    """JSON text. Equal texts are one constraint."""
+    """JSON text. Equal texts are the same constraint."""
     tokens: tuple[int, ...]
     backend: str = ""
-    """Another than the run's, where it says one (ours alone can: a backend per request)."""
+    """Replaces the run's backend for this document if not empty. Only our ways support it."""
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Document:
@@ -28,13 +30,13 @@ class Document:
 
 @dataclass(eq=False)
 class RunningSequence:
-    """One row's current output."""
+    """The current output of a row."""
 
     id: int
     row: int
     document: Document
     output: list[int] = field(default_factory=list)
-    """Tokens so far; grows in place."""
+    """Tokens so far. Grows in place."""
 
     def next_token(self, stop: int) -> int:
         position = len(self.output)
@@ -42,13 +44,13 @@ class RunningSequence:
 
 
 class Rows:
-    """A batch in which every row writes one document after the other, for ever.
+    """A batch in which every row writes one document after the other without end.
 
-    Row r takes the documents r, r + batch, r + 2 batch, ... (round and round), so that what a row does depends on
-    nothing but its own steps, and the same rows can be run in any number of ways.
+    Row r takes the documents r, r + batch, r + 2 batch, ... and starts again after the last one. So a row depends only
+    on its own steps, and all ways of masking get the same rows.
 
     Args:
-        pinned: documents that the first row takes instead.
+        pinned: documents for the first row instead.
     """
 
     def __init__(self, documents: Sequence[Document], batch: int, stop: int, pinned: Sequence[Document] = ()) -> None:
@@ -64,11 +66,11 @@ class Rows:
         return RunningSequence(self._next_id, row, next(self._streams[row]))
 
     def next_tokens(self) -> list[int]:
-        """What each row would sample next, the stop token included."""
+        """Return the next token of each row. It may be the stop token."""
         return [sequence.next_token(self._stop) for sequence in self.sequences]
 
     def advance(self, sequence: RunningSequence) -> RunningSequence | None:
-        """Append the sequence's next token; at its end, start the row's next document and return its sequence."""
+        """Append the sequence's next token. At its end, start the row's next document and return its sequence."""
         position = len(sequence.output)
         if position < len(sequence.document.tokens):
             sequence.output.append(sequence.document.tokens[position])
@@ -76,7 +78,7 @@ class Rows:
         return self.restart(sequence)
 
     def restart(self, sequence: RunningSequence) -> RunningSequence:
-        """Give the document up and start the row's next one."""
+        """Abandon the document and start the row's next one."""
         fresh = self._start(sequence.row)
         self.sequences[sequence.row] = fresh
         return fresh

@@ -1,17 +1,18 @@
-"""vLLM's whole engine, guided in one way, in a process of its own: `python -m benchmarks.peers.vllm_engine WAY MODEL`.
+"""Run vLLM's whole engine with one kind of guidance, as a child process of `benchmarks.vllm_plugin`.
 
-WAY is `unguided`, `own:BACKEND` (vLLM's structured outputs), `plugin:ray` or `plugin:inline` (ours). It reads requests
-as lines of JSON, a batch a line, and answers each line with one: what it generated, and how long that took. Imports
-nothing that vLLM's environment lacks.
+The arguments are WAY, MODEL, `dummy` or `real` weights, and the batch size. WAY is `unguided`, `own:BACKEND` (vLLM's
+structured outputs), `plugin:ray` or `plugin:inline` (ours). A command is a list of requests, and its answer is what the
+engine generated and the time that it took. Imports only what vLLM's environment has.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from typing import Any
+
+from benchmarks.child_process import answer_writer
 
 __all__ = ["PLUGIN"]
 
@@ -20,7 +21,7 @@ MAX_MODEL_LEN = 1024
 
 
 def engine(way: str, model: str, dummy: bool, max_num_seqs: int) -> Any:
-    """vLLM's `LLM`: its engine core is a process of its own."""
+    """Return vLLM's `LLM`. Its engine core is another process."""
     from vllm import LLM
 
     kind, _, backend = way.partition(":")
@@ -45,7 +46,7 @@ def engine(way: str, model: str, dummy: bool, max_num_seqs: int) -> Any:
 
 
 def params(way: str, request: dict[str, Any]) -> Any:
-    """Sampling parameters of one request: `max_tokens`, `seed`, and at most one of `json`, `regex`."""
+    """Return the sampling parameters of a request: `max_tokens`, `seed`, and at most one of `json` and `regex`."""
     from vllm import SamplingParams
     from vllm.sampling_params import StructuredOutputsParams
 
@@ -64,11 +65,9 @@ def params(way: str, request: dict[str, Any]) -> Any:
 
 def main() -> None:
     way, model, dummy, max_num_seqs = sys.argv[1:]
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
+    write = answer_writer()
     llm = engine(way, model, dummy == "dummy", int(max_num_seqs))
-    answers.write(json.dumps({"ready": True}) + "\n")
-    answers.flush()
+    write({"ready": True})
     for line in sys.stdin:
         requests = json.loads(line)
         prompts = [request["prompt"] for request in requests]
@@ -80,8 +79,7 @@ def main() -> None:
             {"text": one.text, "tokens": len(one.token_ids), "finish_reason": one.finish_reason}
             for one in (output.outputs[0] for output in outputs)
         ]
-        answers.write(json.dumps({"seconds": seconds, "answers": found}) + "\n")
-        answers.flush()
+        write({"seconds": seconds, "answers": found})
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""vLLM's own path, component-wise: its `StructuredOutputManager` and `apply_grammar_bitmask`, as its V1 engine core and
-model runner call them in a step.
+"""vLLM's own masks: its `StructuredOutputManager` and `apply_grammar_bitmask`, called as its V1 engine calls them in
+a step.
 
-`EngineCore.step` launches the forward pass, computes the batch's bitmask on the same thread while that runs, waits, has
-the runner apply the mask and sample, and gives the sampled tokens to the grammars. The rest of the engine (scheduler,
-runner, sampler) is left out: its time is not counted.
+`EngineCore.step` launches the forward pass, computes the batch's bitmask on the same thread while it runs, waits, lets
+the runner apply the mask and sample, and passes the sampled tokens to the grammars. The rest of the engine (scheduler,
+runner, sampler) is left out and not measured.
 
-Imports vLLM: runs in the virtual environment that has it.
+Imports vLLM, so it runs in the virtual environment that has it.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.utils import apply_grammar_bitmask
 
-from benchmarks.peers.busy import busy
+from benchmarks.delay import delay
+from benchmarks.peers.import_fixes import fix_lm_format_enforcer_imports
 from benchmarks.peers.loop import Forward, Slowness, Times
-from benchmarks.peers.mended import mend_lm_format_enforcer
 from benchmarks.peers.rows import Document, RunningSequence
 
 __all__ = ["VLLMManager"]
@@ -62,7 +62,7 @@ class VLLMManager:
     """
 
     def __init__(self, vocabulary: str) -> None:
-        mend_lm_format_enforcer(vllm=True)
+        fix_lm_format_enforcer_imports(vllm=True)
         self._config = _config(vocabulary)
         self._manager = StructuredOutputManager(self._config)
         self._backend = ""
@@ -70,14 +70,14 @@ class VLLMManager:
         self._slow = Slowness()
 
     def load(self, backend: str, documents: Sequence[Document]) -> dict[str, str]:
-        if backend != self._backend:  # one backend an engine
+        if backend != self._backend:  # an engine has one backend
             self._manager = StructuredOutputManager(self._config)
             self._backend = backend
         refused: dict[str, str] = {}
         for document in documents:
             try:
                 grammar = self._grammar(self._request("check", document))
-                # lm-format-enforcer computes a mask for every token that it is asked about: the run itself will tell.
+                # lm-format-enforcer computes a mask for every token here, which takes too long. The run itself checks.
                 if backend != "lm-format-enforcer" and not grammar.accept_tokens("check", list(document.tokens)):
                     refused[document.name] = "its tokens are rejected"
             except Exception as error:
@@ -91,7 +91,7 @@ class VLLMManager:
         return Request(request_id=name, prompt_token_ids=[1], sampling_params=params, pooling_params=None)
 
     def _grammar(self, request: Request) -> Any:
-        """Compile, and wait for it."""
+        """Compile a grammar and wait for it."""
         self._manager.grammar_init(request)
         pending = request.structured_output_request
         assert pending is not None
@@ -109,7 +109,7 @@ class VLLMManager:
         grammar = self._grammar(request)
         if self._slow.hits(sequence.row):
             assert request.structured_output_request is not None
-            request.structured_output_request.grammar = _Slow(grammar, self._slow)
+            request.structured_output_request.grammar = _SlowGrammar(grammar, self._slow)
         self._requests[request.request_id] = request
 
     def close(self, sequence: RunningSequence) -> None:
@@ -144,14 +144,14 @@ class VLLMManager:
         return time.perf_counter() - started
 
 
-class _Slow:
-    """A grammar of vLLM's whose masks take longer."""
+class _SlowGrammar:
+    """A grammar of vLLM with a delay before each mask."""
 
     def __init__(self, inner: Any, slow: Slowness) -> None:
         self._inner, self._slow = inner, slow
 
     def fill_bitmask(self, bitmask: torch.Tensor, index: int) -> None:
-        busy(self._slow.kind, self._slow.seconds)
+        delay(self._slow.kind, self._slow.seconds)
         self._inner.fill_bitmask(bitmask, index)
 
     def __getattr__(self, name: str) -> Any:
@@ -159,7 +159,7 @@ class _Slow:
 
 
 def _config(vocabulary: str) -> Any:
-    """vLLM's configuration of a model that is never loaded; it has to have a folder."""
+    """Return vLLM's configuration of a model that is never loaded. It needs a folder."""
     with tempfile.TemporaryDirectory(prefix="guided-") as folder:
         tekken = json.loads(Path(vocabulary).read_text())
         size = tekken["config"]["default_vocab_size"]
@@ -176,5 +176,5 @@ def _config(vocabulary: str) -> Any:
             disable_log_stats=True,
         )
         config = arguments.create_engine_config()
-        StructuredOutputManager(config)  # reads the tokenizer, which vLLM then keeps
+        StructuredOutputManager(config)  # reads the tokenizer while the folder exists
         return config

@@ -1,7 +1,7 @@
-"""xgrammar's own logits processor for transformers' `generate()`: masks in the caller, after the forward pass.
+"""xgrammar's own logits processor for transformers' `generate()`: the caller computes masks after the forward pass.
 
-It is made for a fixed batch that starts and ends together. Here rows end and start as in a server, so a row that starts
-gets a matcher of its own in the running processor; nothing else of it is changed.
+It is made for a fixed batch that starts and ends together. Here rows end and start as in a server. So a row that starts
+gets a new matcher in the running processor. Nothing else of it is changed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 import xgrammar
 import xgrammar.contrib.hf
 
-from benchmarks.peers.busy import busy
+from benchmarks.delay import delay
 from benchmarks.peers.loop import Forward, Slowness, Times
 from benchmarks.peers.rows import Document, RunningSequence
 from guided.vocabulary import Vocabulary
@@ -75,7 +75,7 @@ class XGrammarProcessor:
         if self._processor is None:
             self._opened[sequence.row] = sequence.document.schema
         else:
-            self._processor.matchers[sequence.row] = _Fresh(self._matcher(sequence))
+            self._processor.matchers[sequence.row] = _NewMatcher(self._matcher(sequence))
             self._fresh.add(sequence.row)
 
     def _matcher(self, sequence: RunningSequence) -> Any:
@@ -115,8 +115,8 @@ class XGrammarProcessor:
         return 0.0
 
 
-class _Fresh:
-    """A matcher that has nothing to accept yet, in a processor that is under way."""
+class _NewMatcher:
+    """A matcher that ignores the first token, because its row has just started in a running processor."""
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
@@ -132,13 +132,13 @@ class _Fresh:
 
 
 class _SlowMatcher:
-    """A matcher whose masks take longer."""
+    """A matcher with a delay before each mask."""
 
     def __init__(self, inner: Any, slow: Slowness) -> None:
         self._inner, self._slow = inner, slow
 
     def fill_next_token_bitmask(self, bitmask: torch.Tensor, index: int) -> None:
-        busy(self._slow.kind, self._slow.seconds)
+        delay(self._slow.kind, self._slow.seconds)
         self._inner.fill_next_token_bitmask(bitmask, index)
 
     def __getattr__(self, name: str) -> Any:

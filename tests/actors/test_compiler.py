@@ -14,8 +14,7 @@ import psutil
 import pytest
 from byte_vocabulary import BYTES
 
-from actors.compile_queue import Job
-from actors.compiler import Compiler
+from actors.compile.compiler import CompileJob, Compiler
 from guided.backends import Backends
 from guided.constraint import Constraint
 from guided.errors import (
@@ -29,8 +28,8 @@ from guided.errors import (
 from guided.limits import CompileLimits
 
 WAIT = 120.0
-QUICK = Job(Constraint.regex("ab+c"), ["llguidance"])
-ENDLESS = Job(Constraint.regex("(a|b)*a(a|b){20}"), ["outlines"])
+QUICK = CompileJob(Constraint.regex("ab+c"), ["llguidance"])
+ENDLESS = CompileJob(Constraint.regex("(a|b)*a(a|b){20}"), ["outlines"])
 """A deterministic automaton of two million states: minutes, and gigabytes."""
 
 
@@ -41,7 +40,7 @@ def compiler() -> Iterator[Compiler]:
     compiler.close()
 
 
-def error_of(compiler: Compiler, job: Job) -> GuidedError:
+def error_of(compiler: Compiler, job: CompileJob) -> GuidedError:
     outcome = compiler.submit(job).result(WAIT)
     assert outcome.error is not None
     return from_wire(outcome.error)
@@ -78,9 +77,9 @@ def test_a_process_that_died_while_idle_is_noticed_before_it_gets_a_job(compiler
 def test_the_users_mistakes_cost_no_process(compiler: Compiler) -> None:
     compiler.submit(QUICK).result(WAIT)
     before = compiler.pids
-    assert type(error_of(compiler, Job(Constraint.regex("a(b"), ["llguidance"]))) is InvalidConstraint
+    assert type(error_of(compiler, CompileJob(Constraint.regex("a(b"), ["llguidance"]))) is InvalidConstraint
     schema = Constraint.json_schema({"type": "array", "uniqueItems": True})
-    assert type(error_of(compiler, Job(schema, ["llguidance", "outlines"]))) is UnsupportedConstraint
+    assert type(error_of(compiler, CompileJob(schema, ["llguidance", "outlines"]))) is UnsupportedConstraint
     assert compiler.submit(QUICK).result(WAIT).error is None
     assert compiler.pids == before
 
@@ -97,13 +96,13 @@ def test_children_die_with_the_process_that_started_them() -> None:
     code = (
         "import time\n"
         "from byte_vocabulary import BYTES\n"
-        "from actors.compiler import Compiler\n"
+        "from actors.compile.compiler import Compiler\n"
         "from guided.limits import CompileLimits\n"
-        "from actors.compile_queue import Job\n"
+        "from actors.compile.compiler import CompileJob\n"
         "from guided.constraint import Constraint\n"
         "compiler = Compiler(BYTES, CompileLimits(processes=1))\n"
-        "compiler.submit(Job(Constraint.regex('a'), ['llguidance'])).result()\n"
-        "compiler.submit(Job(Constraint.regex('(a|b)*a(a|b){20}'), ['outlines']))\n"
+        "compiler.submit(CompileJob(Constraint.regex('a'), ['llguidance'])).result()\n"
+        "compiler.submit(CompileJob(Constraint.regex('(a|b)*a(a|b){20}'), ['outlines']))\n"
         "print(compiler.pids[0], flush=True)\n"
         "time.sleep(600)\n"
     )

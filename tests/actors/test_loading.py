@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 from ray.exceptions import RayActorError
 
-from actors import loading
-from actors.loading import Home, Loading, Stored
-from actors.mask_actor import Installable
+from actors.compile import loading
+from actors.compile.loading import ActorHandle, GrammarPackage, Loading, StoredGrammar
 from guided.errors import GuidedError
 
 
@@ -56,11 +55,11 @@ class Desk:
 
     def add(self, *keys: str) -> None:
         for key in keys:
-            self.loading.add(Installable(key, key.partition(":")[0], ()), b"")  # type: ignore[arg-type]
+            self.loading.add(GrammarPackage(key, key.partition(":")[0], ()), b"")  # type: ignore[arg-type]
 
-    def enter(self) -> tuple[Home, Actor]:
+    def enter(self) -> tuple[ActorHandle, Actor]:
         actor = Actor()
-        home = Home(actor)
+        home = ActorHandle(actor)
         self.loading.settle(home, set(self.loading.stored))
         return home, actor
 
@@ -69,7 +68,7 @@ class Desk:
             actor.asked[key].set_result(None)
         self.work()
 
-    def end(self, home: Home, actor: Actor) -> None:
+    def end(self, home: ActorHandle, actor: Actor) -> None:
         actor.end()
         self.work()
         self.loading.leave(home)
@@ -130,4 +129,4 @@ def test_the_first_grammar_of_a_backend_brings_its_library(monkeypatch: pytest.M
     assert not home.overdue(15)
     now += 20
     assert home.overdue(15)
-    assert isinstance(desk.loading.stored["b:1"], Stored)
+    assert isinstance(desk.loading.stored["b:1"], StoredGrammar)

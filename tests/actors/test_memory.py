@@ -9,14 +9,14 @@ import sys
 
 import pytest
 
-from actors.memory import MemoryLimit, Reading, machine_bytes
+from actors.supervision.process import MemoryLimit, ProcessReading, machine_bytes
 
 MIB = 1 << 20
 
 EATER = """
 import sys, threading, time
-from actors.memory import MemoryLimit, stay_within
-stay_within(MemoryLimit(200 << 20), watched=sys.argv[1] == "watched")
+from actors.supervision.process import MemoryLimit, limit_memory
+limit_memory(MemoryLimit(200 << 20), watched=sys.argv[1] == "watched")
 eaten = []
 try:
     while len(eaten) < 100:
@@ -46,15 +46,15 @@ def test_where_nobody_looks_it_ends_itself() -> None:
 
 
 def test_a_reading() -> None:
-    before = Reading.of(os.getpid())
+    before = ProcessReading.of(os.getpid())
     eaten = bytearray(b"x" * (64 * MIB))
-    after = Reading.of(os.getpid())
+    after = ProcessReading.of(os.getpid())
     assert before is not None
     assert after is not None
     assert after.resident - before.resident > 48 * MIB
     assert not after.stopped
     assert eaten[-1] == ord("x")
-    assert Reading.of(2**22 + 1) is None  # beyond any pid
+    assert ProcessReading.of(2**22 + 1) is None  # beyond any pid
 
 
 def test_a_stopped_process_is_seen_to_be() -> None:
@@ -62,7 +62,7 @@ def test_a_stopped_process_is_seen_to_be() -> None:
     try:
         process.send_signal(signal.SIGSTOP)
         os.waitpid(process.pid, os.WUNTRACED)
-        reading = Reading.of(process.pid)
+        reading = ProcessReading.of(process.pid)
         assert reading is not None
         assert reading.stopped
     finally:

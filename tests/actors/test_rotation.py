@@ -19,7 +19,7 @@ from thread_actor import ThreadActor, close_all
 from actors.channel import Transport
 from actors.link import Packed
 from actors.rotation import Rotation
-from actors.supervisor import Down, Up
+from actors.supervision.supervisor import WorkerDown, WorkerUp
 from guided.constraint import Constraint
 from guided.errors import BackendError, GuidedError, MaskTimeout, PoolUnavailable, WorkerDied
 from guided.messages import RowResult, RowStatus, StepAnswer, encode
@@ -59,7 +59,7 @@ class Host:
         grammars = {"fast": ScriptedGrammar(ABC), "slow": self.slow}
         actor = ThreadActor(self.transport, grammars, rows=rows, shared=shared, index=index)
         self.actors.append(actor)
-        self.rotation.announce(Up(actor.link))
+        self.rotation.announce(WorkerUp(actor.link))
         return actor
 
     def open(self, *sequences: int, grammar: str = "fast", parent: int | None = None) -> None:
@@ -82,7 +82,7 @@ class Host:
 
     def end(self, index: int, hung: bool = False) -> None:
         error = MaskTimeout(f"worker {index} hung") if hung else WorkerDied(f"worker {index} died")
-        self.rotation.announce(Down(self.actors[index].link, error, "hung" if hung else "died"))
+        self.rotation.announce(WorkerDown(self.actors[index].link, error, "hung" if hung else "died"))
 
 
 @pytest.fixture

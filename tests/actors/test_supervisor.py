@@ -9,8 +9,8 @@ from typing import Any, cast
 
 import pytest
 
-from actors import supervisor as module
-from actors.supervisor import Cause, Plan, Supervisor
+from actors.supervision import supervisor as module
+from actors.supervision.supervisor import Cause, IncarnationSettings, Supervisor
 from guided.errors import PoolUnavailable
 
 
@@ -31,7 +31,7 @@ def attempts(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def test_a_crash_loop_is_slowed_down_and_then_shown_as_down(attempts: list[float]) -> None:
     news: list[object] = []
     plan = SimpleNamespace(cluster=SimpleNamespace(check=lambda: None))
-    supervisor = Supervisor(0, cast(Plan, plan), count(1).__next__, news.append)
+    supervisor = Supervisor(0, cast(IncarnationSettings, plan), count(1).__next__, news.append)
     with pytest.raises(PoolUnavailable, match="no such luck"):
         supervisor.wait_started()
     deadline = time.monotonic() + 60
@@ -57,7 +57,7 @@ def test_who_was_up_is_replaced_without_a_longer_pause(monkeypatch: pytest.Monke
     monkeypatch.setattr(Supervisor, "_live", live)
     monkeypatch.setattr(module, "_FIRST_DELAY_SECONDS", 0.01)
     monkeypatch.setattr(module, "_PROVEN_SECONDS", 0.5)
-    supervisor = Supervisor(0, cast(Plan, None), count(1).__next__, lambda news: None)
+    supervisor = Supervisor(0, cast(IncarnationSettings, None), count(1).__next__, lambda news: None)
     deadline = time.monotonic() + 60
     while len(lives) < 12:  # were the pauses doubled, the last would be of 10 s
         assert time.monotonic() < deadline

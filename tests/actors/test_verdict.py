@@ -12,7 +12,7 @@ from actors.channel import Transport
 from actors.link import Link
 from actors.placed import Placed
 from actors.placement import Placement
-from actors.supervisor import Cause, Down
+from actors.supervision.supervisor import Cause, WorkerDown
 from actors.verdict import Verdict
 from guided.errors import WorkerDied
 from guided.messages import OpenSequence
@@ -35,7 +35,7 @@ class Dead:
 
 
 def verdict(*in_its_hands: int, replays: int = 0, cause: Cause = "died", loading: bool = False) -> Verdict:
-    news = Down(cast(Link, Dead(*in_its_hands)), WorkerDied("gone"), cause, loading)
+    news = WorkerDown(cast(Link, Dead(*in_its_hands)), WorkerDied("gone"), cause, loading)
     return Verdict.on(news, replays)
 
 

@@ -20,7 +20,7 @@ from actors import segment as segments
 from actors.channel import Transport
 from actors.rotation import Rotation
 from actors.segment import Segment, SegmentName
-from actors.supervisor import Up
+from actors.supervision.supervisor import WorkerUp
 from guided.constraint import Constraint
 from guided.messages import StepAnswer, StepRequest, decoder, encode
 from guided.pool import Fill, Grammar, Row
@@ -39,7 +39,7 @@ class Case:
         grammars = {"g": ScriptedGrammar([tokens(text) for text in TEXTS])}
         self.actor = MeddledActor(self.transport, grammars, directory, shared=shared)
         self.rotation = Rotation(mask_limit=0.8)  # asks again after 0.2 s
-        self.rotation.announce(Up(self.actor.link))
+        self.rotation.announce(WorkerUp(self.actor.link))
         self.bitmask = np.zeros((8, WORDS), np.int32)
 
     def open(self, *sequences: int) -> None:

@@ -149,7 +149,7 @@ class TestTraffic:
         assert {(request.example.kind, request.backend) for request in constrained_ones if request.example} == set(ABLE)
         assert {kind for kind, _ in ABLE} == set(KINDS)
         assert {backend for _, backend in ABLE} == {AUTO, *BACKENDS}
-        assert {request.manners for request in made} == {"reads", "leaves", "stalls"}
+        assert {request.behavior for request in made} == {"reads", "leaves", "stalls"}
         assert {request.stream for request in made} == {True, False}
         assert {request.body.get("n", 1) for request in made} == {1, 2, 3}
         assert len({json.dumps(request.body) for request in made}) > 500

@@ -15,10 +15,9 @@ from byte_vocabulary import BYTES
 from faulty_backend import NAME, PATHS, faulty
 
 from actors import RayPool
-from actors.compile_process import Outcome
-from actors.compile_queue import Job
-from actors.compiler import Compiler
-from actors.suspensions import CRASHES
+from actors.compile.compiler import CompileJob, Compiler
+from actors.compile.process import CompileResult
+from actors.compile.suspensions import CRASHES
 from guided.constraint import Constraint
 from guided.errors import (
     BackendError,
@@ -35,7 +34,7 @@ from guided.limits import CompileLimits
 from guided.pool import BackendStatus
 
 WAIT = 120.0
-QUICK = Job(Constraint.regex("ab+c"), ["llguidance"])
+QUICK = CompileJob(Constraint.regex("ab+c"), ["llguidance"])
 _numbers = count()
 
 
@@ -51,7 +50,7 @@ def new(*words: str) -> Constraint:
     return faulty(*words, f"name={next(_numbers)}")
 
 
-def error_of(outcome: Outcome) -> GuidedError:
+def error_of(outcome: CompileResult) -> GuidedError:
     assert outcome.error is not None
     return from_wire(outcome.error)
 
@@ -73,7 +72,7 @@ def compiler() -> Iterator[Compiler]:
     ("action", "ending"), [("segfault", "SIGSEGV"), ("abort", "SIGABRT"), ("exit", "exit status 3")]
 )
 def test_a_crash_is_one_constraints_error(compiler: Compiler, action: str, ending: str, place: str) -> None:
-    bad = compiler.submit(Job(new(f"{action}@{place}"), [NAME]))
+    bad = compiler.submit(CompileJob(new(f"{action}@{place}"), [NAME]))
     good = compiler.submit(QUICK)
     error = error_of(bad.result(WAIT))
     assert type(error) is BackendError
@@ -86,7 +85,7 @@ def test_a_crash_is_one_constraints_error(compiler: Compiler, action: str, endin
 @pytest.mark.parametrize("place", ["compile", "fill:0"])
 @pytest.mark.parametrize("action", ["hold", "spin"])
 def test_what_never_ends_is_killed(compiler: Compiler, action: str, place: str) -> None:
-    outcome = compiler.submit(Job(new(f"{action}@{place}"), [NAME])).result(WAIT)
+    outcome = compiler.submit(CompileJob(new(f"{action}@{place}"), [NAME])).result(WAIT)
     error = error_of(outcome)
     assert type(error) is CompileTimeout
     assert "took more than 2" in str(error)
@@ -96,7 +95,7 @@ def test_what_never_ends_is_killed(compiler: Compiler, action: str, place: str) 
 
 def test_what_eats_memory_is_killed_before_the_machine_swaps(compiler: Compiler) -> None:
     assert psutil.virtual_memory().available > 2 << 30
-    error = error_of(compiler.submit(Job(new("eat@compile"), [NAME])).result(WAIT))
+    error = error_of(compiler.submit(CompileJob(new("eat@compile"), [NAME])).result(WAIT))
     assert type(error) is ConstraintTooLarge
     assert "256 MiB" in str(error)
 
@@ -105,7 +104,7 @@ def test_a_library_that_raises_costs_no_process(compiler: Compiler) -> None:
     compiler.submit(QUICK).result(WAIT)
     before = compiler.pids
     for action in ("raise", "panic"):
-        error = error_of(compiler.submit(Job(new(f"{action}@compile"), [NAME])).result(WAIT))
+        error = error_of(compiler.submit(CompileJob(new(f"{action}@compile"), [NAME])).result(WAIT))
         assert type(error) is BackendError
         assert compiler.submit(QUICK).result(WAIT).error is None
     assert compiler.pids == before
@@ -113,7 +112,7 @@ def test_a_library_that_raises_costs_no_process(compiler: Compiler) -> None:
 
 @pytest.mark.parametrize("fault", ["segfault@compile", "hold@compile", "eat@compile", "raise@compile", "exit@fill:0"])
 def test_the_next_backend_is_tried_with_the_time_that_is_left(compiler: Compiler, fault: str) -> None:
-    outcome = compiler.submit(Job(new(fault), [NAME, "llguidance"])).result(WAIT)
+    outcome = compiler.submit(CompileJob(new(fault), [NAME, "llguidance"])).result(WAIT)
     assert outcome.error is None
     assert outcome.backend == "llguidance"
     assert outcome.timed_out == ([NAME] if fault.startswith("hold") else [])
@@ -123,7 +122,7 @@ def test_the_next_backend_is_tried_with_the_time_that_is_left(compiler: Compiler
 def test_where_none_could_the_error_names_each_and_is_not_the_users(compiler: Compiler) -> None:
     # The same text is a syntax error to no backend; outlines refuses what it can't enforce.
     refused = faulty("hold@compile", r"a(?=b)")
-    error = error_of(compiler.submit(Job(refused, [NAME, "llguidance", "xgrammar"])).result(WAIT))
+    error = error_of(compiler.submit(CompileJob(refused, [NAME, "llguidance", "xgrammar"])).result(WAIT))
     assert type(error) is CompileTimeout
     for name in (NAME, "llguidance", "xgrammar"):
         assert f"{name}: " in str(error)
@@ -131,7 +130,7 @@ def test_where_none_could_the_error_names_each_and_is_not_the_users(compiler: Co
 
 def test_a_grammar_that_weighs_too_much_reaches_no_worker(compiler: Compiler) -> None:
     words = Constraint.choice([f"{number}{'word' * 30}" for number in range(100)])
-    error = error_of(compiler.submit(Job(words, ["llguidance"])).result(WAIT))
+    error = error_of(compiler.submit(CompileJob(words, ["llguidance"])).result(WAIT))
     assert type(error) is ConstraintTooLarge
     assert "weighs" in str(error)
 
@@ -140,7 +139,7 @@ def test_a_flood_of_slow_ones_delays_only_itself(compiler: Compiler) -> None:
     """Ahead of a quick one are short slices of the slow ones, and none of them is finished by then."""
     for _ in range(2):
         compiler.submit(QUICK).result(WAIT)
-    flood = [compiler.submit(Job(new("spin@compile"), [NAME])) for _ in range(50)]
+    flood = [compiler.submit(CompileJob(new("spin@compile"), [NAME])) for _ in range(50)]
     order: list[str] = []
     for future in flood:
         future.add_done_callback(lambda _: order.append("slow"))
@@ -159,7 +158,7 @@ def test_the_template_is_replaced_and_what_it_took_along_is_done_again(compiler:
     reached, go_on = tmp_path / "reached", tmp_path / "go_on"
     template = psutil.Process(compiler.pids[0]).parent()
     assert template is not None
-    future = compiler.submit(Job(new(f"wait@compile={go_on}", f"touch={reached}"), [NAME]))
+    future = compiler.submit(CompileJob(new(f"wait@compile={go_on}", f"touch={reached}"), [NAME]))
     until(reached.exists)
     template.kill()
     template.wait()
@@ -174,14 +173,14 @@ def test_a_process_that_is_killed_or_frozen_from_outside_is_nobodys_fault_once(
     for number, sent in enumerate((signal.SIGKILL, signal.SIGSTOP)):
         reached, once = tmp_path / f"reached{number}", tmp_path / f"once{number}"
         words = (f"hold@compile={number}", f"touch={reached}")
-        future = compiler.submit(Job(new(*words, f"once={once}"), [NAME]))
+        future = compiler.submit(CompileJob(new(*words, f"once={once}"), [NAME]))
         until(reached.exists)
         os.kill(int(reached.read_text()), sent)
         outcome = future.result(WAIT)
         assert outcome.error is None
         assert outcome.timed_out == outcome.crashed == []
     reached = tmp_path / "reached"
-    future = compiler.submit(Job(new("hold@compile", f"touch={reached}"), [NAME]))
+    future = compiler.submit(CompileJob(new("hold@compile", f"touch={reached}"), [NAME]))
     while not future.done():  # ... but whenever it runs
         if reached.exists():
             pid = int(reached.read_text())
@@ -249,7 +248,7 @@ def test_a_frozen_compile_actor_is_replaced(pool: RayPool, monkeypatch: pytest.M
     assert actor is not None
     slow = pool.compile(new("sleep@compile=1.5"), [NAME])  # meanwhile the actor is asked whether it is there
     assert slow.result(WAIT).backend == NAME
-    monkeypatch.setattr("actors.grammars._PULSE_SECONDS", 1.0)
+    monkeypatch.setattr("actors.compile.grammars._PULSE_SECONDS", 1.0)
     os.kill(actor.pid, signal.SIGSTOP)
     assert pool.compile(new(), [NAME]).result(WAIT).backend == NAME
     until(lambda: not psutil.pid_exists(actor.pid))

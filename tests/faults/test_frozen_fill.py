@@ -19,10 +19,10 @@ from thread_actor import ThreadActor, close_all
 
 from actors.channel import Transport
 from actors.link import Link, Wired
-from actors.mask_actor import Place
 from actors.rotation import Rotation
 from actors.segment import Segment
-from actors.supervisor import Down, Up
+from actors.supervision.process import ActorLocation
+from actors.supervision.supervisor import WorkerDown, WorkerUp
 from guided.constraint import Constraint
 from guided.errors import MaskTimeout
 from guided.pool import Fill, Grammar, Row
@@ -59,11 +59,11 @@ class Frozen:
         pid = self.process.pid
         assert pid is not None
         self.pid = pid
-        place = Place(pid, "node", "host")
+        place = ActorLocation(pid, "node", "host")
         installed = {"fast", "stuck"}
         self.link = Link(Wired(0, incarnation, place, channel, self.segment, True, installed))
         self.rotation = Rotation()
-        self.rotation.announce(Up(self.link))
+        self.rotation.announce(WorkerUp(self.link))
         self.bitmask = np.zeros((16, WORDS), np.int32)
 
     def add_other(self) -> None:
@@ -71,7 +71,7 @@ class Frozen:
         other = ThreadActor(
             self.transport, {"fast": ScriptedGrammar([tokens(text) for text in TEXTS])}, rows=8, index=1
         )
-        self.rotation.announce(Up(other.link))
+        self.rotation.announce(WorkerUp(other.link))
 
     def open(self, *sequences: int, grammar: str = "fast") -> None:
         for sequence in sequences:
@@ -155,7 +155,7 @@ def test_woken_after_it_was_given_up_it_writes_where_nobody_reads(frozen: Frozen
     frozen.step((1, ""), (2, ""))
     frozen.add_other()
     frozen.freeze_in_mid_fill()
-    frozen.rotation.announce(Down(frozen.link, MaskTimeout("given up"), "hung"))
+    frozen.rotation.announce(WorkerDown(frozen.link, MaskTimeout("given up"), "hung"))
     assert set(frozen.rotation.failures()) == {1}
     replacement = Segment(ROWS, WORDS)  # takes the place, maybe the very descriptor, of the one that was dropped
     replacement.rows.masks[:] = 7

@@ -16,8 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from wild import FIELDS, WHITESPACE
 
-from actors.compile_queue import Job
-from actors.compiler import CompileLimits, Compiler
+from actors.compile.compiler import CompileJob, Compiler
 from guided.backends import BACKENDS, candidates
 from guided.constraint import KINDS, Constraint, ConstraintKind
 from guided.errors import (
@@ -28,6 +27,7 @@ from guided.errors import (
     UnsupportedConstraint,
     from_wire,
 )
+from guided.limits import CompileLimits
 
 SECONDS = 5.0
 WAIT = 120.0
@@ -74,7 +74,7 @@ def test_every_constraint_is_decided(compiler: Compiler, kind: ConstraintKind, b
             decisions["refused at admission"] += 1
             return
         started = time.monotonic()
-        outcome = compiler.submit(Job(constraint, list(candidates(kind, backend)))).result(WAIT)
+        outcome = compiler.submit(CompileJob(constraint, list(candidates(kind, backend)))).result(WAIT)
         if outcome.error is None:
             assert outcome.nbytes > 0
             decisions["compiled"] += 1

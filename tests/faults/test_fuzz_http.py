@@ -26,12 +26,12 @@ from starlette.testclient import TestClient
 from wild import BACKEND_NAMES, FIELDS, JUNK, NAMES, TEXTS, mostly
 
 from actors import RayPool
-from actors.compiler import CompileLimits
 from engine.async_llm import AsyncLLM
 from engine.config import EngineConfig
 from engine.model_loader import load_model
 from engine.server.app import create_app
 from engine.server.context import ServerSettings
+from guided.limits import CompileLimits
 
 EXAMPLES = max(1, settings.default.max_examples // 5)
 SETTINGS = settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck), database=None)

@@ -20,9 +20,8 @@ from typing import Any
 import pytest
 from byte_vocabulary import BYTES, tokens
 
-from actors.compile_process import Outcome
-from actors.compile_queue import Job
-from actors.compiler import Compiler
+from actors.compile.compiler import CompileJob, Compiler
+from actors.compile.process import CompileResult
 from engine.server.constraints import asked
 from engine.server.protocol import ChatRequest
 from guided.backends import AUTO, BACKENDS, Backends, candidates
@@ -89,19 +88,19 @@ def built(kind: ConstraintKind, source: Any) -> Constraint:
 @pytest.fixture(scope="module")
 def compiler() -> Iterator[Compiler]:
     compiler = Compiler(BYTES, CompileLimits(processes=2, seconds=SECONDS))
-    compiler.submit(Job(Constraint.regex("a"), ["llguidance"])).result(120)
+    compiler.submit(CompileJob(Constraint.regex("a"), ["llguidance"])).result(120)
     yield compiler
     compiler.close()
 
 
-def decided(compiler: Compiler, constraint: Constraint, backend: str) -> Outcome:
+def decided(compiler: Compiler, constraint: Constraint, backend: str) -> CompileResult:
     """The outcome, which is there in time and is nobody's crash."""
     try:
         names = list(candidates(constraint.kind, backend))
     except UnsupportedConstraint as error:
-        return Outcome((error.code, error.message, error.param, error.pointer))
+        return CompileResult((error.code, error.message, error.param, error.pointer))
     started = time.monotonic()
-    outcome = compiler.submit(Job(constraint, [name for name in names if name in NAMES])).result(SECONDS + 120)
+    outcome = compiler.submit(CompileJob(constraint, [name for name in names if name in NAMES])).result(SECONDS + 120)
     assert time.monotonic() - started < SECONDS + SLACK_SECONDS
     assert outcome.crashed == []
     if outcome.error is not None:
@@ -111,7 +110,7 @@ def decided(compiler: Compiler, constraint: Constraint, backend: str) -> Outcome
     return outcome
 
 
-def error_of(outcome: Outcome) -> GuidedError | None:
+def error_of(outcome: CompileResult) -> GuidedError | None:
     return None if outcome.error is None else from_wire(outcome.error)
 
 
@@ -121,7 +120,7 @@ def cant(backend: str, error: GuidedError | None) -> bool:
     return isinstance(error, UnsupportedConstraint) or (slow and isinstance(error, CompileTimeout))
 
 
-def accepts(outcome: Outcome, constraint: Constraint, text: str) -> bool:
+def accepts(outcome: CompileResult, constraint: Constraint, text: str) -> bool:
     """Whether the compiled grammar lets `text` be the whole output."""
     matcher = Backends(BYTES)[outcome.backend].load(constraint, outcome.dumped).matcher()
     try:

@@ -104,7 +104,7 @@ class FaultyPool:
             position, looks = self.late[sequence_id]
             self.late[sequence_id] = position, looks - 1
         found = [each for each in waiting if self.late[each][1] <= 0]
-        if waiting and not found:
+        if not found:
             time.sleep(timeout)
         return found
 

@@ -12,9 +12,9 @@ from byte_vocabulary import BYTES, WORDS
 from actors.channel import Channel, Transport, connect
 from actors.link import Link, Wired
 from actors.local_channel import LocalEnd
-from actors.mask_actor import Place
 from actors.segment import Rows, Segment, attach
 from actors.step_loop import StepLoop
+from actors.supervision.process import ActorLocation
 from guided.backends.base import CompiledGrammar
 from guided.worker import MaskWorker
 
@@ -32,7 +32,7 @@ class Wire:
         self.socket = connect(self.context, self.channel.address)
         assert self.channel.wait_connected(10)
         self.installed: set[str] = set()
-        place = Place(os.getpid(), "node", "host")
+        place = ActorLocation(os.getpid(), "node", "host")
         self.link = Link(Wired(index, self.incarnation, place, self.channel, self.segment, shared, self.installed))
 
     def close(self) -> None:

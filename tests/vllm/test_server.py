@@ -45,9 +45,7 @@ class TestErrors:
         assert (error["code"], error["type"]) == ("invalid_constraint", "invalid_request_error")
         assert answer.headers["x-should-retry"] == "false"
 
-    def test_a_rejection_before_compilation_is_vllms_400_with_our_message(
-        self, server: Server
-    ) -> None:
+    def test_a_rejection_before_compilation_is_vllms_400_with_our_message(self, server: Server) -> None:
         answer = server.post({"json_schema": '{"type": 7}'})
         assert answer.status_code == 400
         assert "at '/type'" in answer.text

@@ -1,0 +1,1 @@
+"""Compilation of constraints: `Grammars` compiles them, caches the results and installs them on mask actors."""

@@ -1,0 +1,409 @@
+"""WorkerConnection: the engine's side of one actor incarnation. It owns the incarnation's slots.
+
+It ends with the incarnation; the next one gets another. Used from the engine's thread, except `overdue`, `retiring` and
+`num_open`, which the actor's supervisor uses.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from actors.channel import Channel
+from actors.steps.protocol import (
+    EDIT,
+    FAILED,
+    FREE,
+    IDLE,
+    MAX_NEW_TOKENS,
+    OK,
+    POSITION,
+    Answer,
+    Edit,
+    Failed,
+    Filled,
+    Free,
+    Open,
+    Request,
+    Ring,
+    Segment,
+    SlotTable,
+)
+from guided.errors import GuidedError, from_wire
+from guided.messages import encode
+from guided.sequence import GuidedSequence
+
+if TYPE_CHECKING:
+    from actors.supervision.process import ActorLocation
+
+__all__ = ["SequenceState", "StepPart", "WorkerConnection", "send_all"]
+
+_decode = msgspec.msgpack.Decoder(Answer).decode
+
+
+@dataclass(slots=True, eq=False)
+class SequenceState:
+    """An open sequence, as the pool knows it. How much of its output a worker was told is in the worker's table."""
+
+    sequence: GuidedSequence
+    grammar: str
+    """Key of its grammar."""
+    parent_id: int | None
+    """The sequence whose matcher is copied when this one is opened; None once it has been opened."""
+    worker: WorkerConnection | None = None
+    """The worker that it is open on. None: it is opened on one when it is next submitted."""
+    slot: int = FREE
+    changed_from: int | None = None
+    """Output tokens from this position on have changed since they were sent."""
+    waiting_since: float = 0.0
+    """`time.monotonic()` since when no worker could take it; 0 if one could."""
+    late_since: float = 0.0
+    """`time.monotonic()` of the submission whose mask missed its step; 0 if none did."""
+    quick_rows: int = -1
+    """-1, or for a straggler: consecutive masks that did not hold up its worker."""
+    suspect: bool = False
+    """A worker died with its row: its next mask is computed on a worker without other sequences."""
+    deaths: int = 0
+    """Workers that died with its row and no other."""
+    moves: int = 0
+    """Workers that ended while it was open there, since its last mask."""
+    error: GuidedError | None = None
+    """Why it is over."""
+
+    @property
+    def sequence_id(self) -> int:
+        return self.sequence.sequence_id
+
+    @property
+    def straggles(self) -> bool:
+        """Its masks hold up the other sequences of a worker."""
+        return self.quick_rows >= 0
+
+    @property
+    def is_ready(self) -> bool:
+        """The mask after all output tokens that were sent is in the worker's table."""
+        table = self.worker.table if self.worker is not None else None
+        return table is not None and bool(table.ready[self.slot] == table.target[self.slot])
+
+    @property
+    def has_answered(self) -> bool:
+        """The worker has computed a mask for it."""
+        return self.worker is not None and bool(self.worker.table.ready[self.slot] != FREE)
+
+    def leave(self) -> None:
+        """Forget the worker. The sequence is opened again, from its whole output, when it is next submitted."""
+        self.worker, self.slot, self.parent_id, self.changed_from = None, FREE, None, None
+
+
+class StepPart:
+    """The rows of a step that are filled by one worker.
+
+    Args:
+        rows: their positions in the step, in the order of `states`.
+    """
+
+    def __init__(self, worker: WorkerConnection, states: list[SequenceState], rows: Sequence[int]) -> None:
+        self.worker = worker
+        self.table = worker.table
+        self.states = states
+        self.slots = np.array([state.slot for state in states], np.intp)
+        self.rows = np.array(rows, np.intp)
+        self.target = self.table.target[self.slots]
+        """The version of each row whose mask is wanted."""
+        self.ready: NDArray[np.bool_] = np.zeros(len(states), np.bool_)
+        self._ring: Ring | None = None
+
+    def look(self) -> int:
+        """Compare the versions; return how many masks are missing."""
+        self.ready = self.table.ready[self.slots] == self.target
+        return len(self.ready) - int(np.count_nonzero(self.ready))
+
+    def send_tokens(self, tokens: NDArray[np.int32]) -> None:
+        """Write one new token of every row, where all masks of the previous step are ready.
+
+        Args:
+            tokens: int32 `[rows of the whole step]`.
+        """
+        self.target += 1
+        self.table.tokens[self.slots, 0] = tokens[self.rows]
+        self.table.target[self.slots] = self.target
+        self.worker.asked[self.slots] = self.target
+        if self._ring is None or not self.worker.shared:
+            self._ring = self.worker.ring(self.slots)
+        else:
+            self.worker.queue(self._ring)
+
+    def send_outputs(self) -> None:
+        """Write what is new of each row's output, whatever it is, and ask for the masks that were not asked for."""
+        table, slots = self.table, self.slots
+        outputs = [state.sequence.output_token_ids for state in self.states]
+        lengths = np.array([len(output) for output in outputs], np.int64)
+        target = table.target[slots]
+        new = lengths - (target & POSITION)
+        settled = table.ready[slots] == target
+        direct = settled & (new >= 1) & (new <= MAX_NEW_TOKENS)
+        if (new[direct] == 1).all():
+            table.tokens[slots[direct], 0] = [outputs[row][-1] for row in np.flatnonzero(direct).tolist()]
+        else:
+            for row in np.flatnonzero(direct).tolist():
+                table.tokens[slots[row], : new[row]] = outputs[row][-int(new[row]) :]
+        target[direct] += new[direct]
+        table.target[slots] = target
+        for row in np.flatnonzero(~direct & (new != 0)).tolist():
+            self.worker.edit(self.states[row], min(int(target[row]) & POSITION, len(outputs[row])))
+        self.target = table.target[slots]
+        unasked = slots[self.worker.asked[slots] != self.target]
+        if len(unasked):
+            self.worker.asked[slots] = self.target
+            self.worker.ring(unasked)
+
+    def remove(self, states: Collection[SequenceState]) -> list[int]:
+        """Drop rows that this worker will not fill; return their positions in the step."""
+        kept = [index for index, state in enumerate(self.states) if state not in states]
+        dropped = [int(self.rows[index]) for index, state in enumerate(self.states) if state in states]
+        if dropped:
+            self.states = [self.states[index] for index in kept]
+            self.slots, self.rows, self.target = self.slots[kept], self.rows[kept], self.target[kept]
+            self.ready, self._ring = self.ready[kept], None
+        return dropped
+
+
+class WorkerConnection:
+    """Sends requests to a worker, reads its answers, and owns its slots.
+
+    Args:
+        index: which of the pool's actors.
+        segment: the memory of the table.
+        shared: the worker has mapped `segment`. If not, lines travel in messages.
+        installed: keys of the grammars that the actor has; updated while it lives.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        incarnation: int,
+        location: ActorLocation,
+        channel: Channel,
+        segment: Segment,
+        shared: bool,
+        installed: Collection[str],
+    ) -> None:
+        self.index = index
+        self.incarnation = incarnation
+        self.location = location
+        self.installed = installed
+        self.shared = shared
+        self.table: SlotTable = segment.table
+        self.asked = np.full(len(self.table.target), FREE, np.int64)
+        """`[slots]`: the version that the worker was last asked for; `FREE` once the slot was freed."""
+        self.sequences: dict[int, SequenceState] = {}
+        """The open sequences, by slot."""
+        self.stragglers: set[SequenceState] = set()
+        """Sequences that are here because they hold up others. The worker is a slow lane while there are any."""
+        self.reserved_for: SequenceState | None = None
+        """The only sequence that may be here: a suspect."""
+        self.retiring = False
+        """A fresh actor is to take its place: sequences go elsewhere if they can. Set by the supervisor."""
+        self._channel = channel
+        self._segment = segment
+        self._wake, self._busy, self._since = (self.table.mark[name] for name in ("wake", "busy", "since"))
+        # Last freed, first used: few pages of the segment are ever touched.
+        self._free_slots = list(range(len(self.asked) - 1, -1, -1))
+        self._leaving: list[int] = []
+        """Freed slots that the worker may not have handled yet."""
+        self._frees: list[int] = []
+        """Slots to be freed by the next frame."""
+        self._requests: list[Request] = []
+        """The next frame."""
+        self._owing_since = math.inf
+        """`time.monotonic()` of the first frame after the worker had answered everything."""
+        self._progress = 0.0
+        """Without shared memory: `time.monotonic()` of the worker's last answer."""
+        self._stuck_when_read = 0.0
+        """Without shared memory: `stuck_seconds` when the engine last read the answers."""
+
+    @property
+    def socket(self) -> Any:
+        """The socket or descriptor to poll for answers."""
+        return self._channel.socket
+
+    @property
+    def num_open(self) -> int:
+        """Sequences that are open on the worker."""
+        return len(self.sequences)
+
+    # slots
+
+    def has_slot(self) -> bool:
+        """Return whether a sequence can be opened now."""
+        if not self._free_slots and self._leaving:
+            freed = [slot for slot in self._leaving if self.table.ready[slot] == FREE]
+            self._free_slots += freed
+            self._leaving = [slot for slot in self._leaving if self.table.ready[slot] != FREE]
+        return bool(self._free_slots)
+
+    def open(self, state: SequenceState, parent: SequenceState | None) -> None:
+        """Open a sequence in a free slot, with the whole output that it has now."""
+        slot = self._free_slots.pop()
+        tokens = list(state.sequence.output_token_ids)
+        self.sequences[slot] = state
+        state.worker, state.slot = self, slot
+        version = (int(self.table.target[slot]) | POSITION) + 1 + len(tokens)
+        self.table.target[slot] = version
+        parent_slot = parent.slot if parent is not None and parent.worker is self else None
+        self.queue(Open(slot, version // EDIT, state.grammar, parent_slot, tokens))
+        state.parent_id = None
+
+    def edit(self, state: SequenceState, start: int) -> None:
+        """Send a sequence's output from position `start` on: it changed, or does not fit in the table."""
+        tokens = list(state.sequence.output_token_ids[start:])
+        version = (int(self.table.target[state.slot]) | POSITION) + 1 + start + len(tokens)
+        self.table.target[state.slot] = version
+        self.queue(Edit(state.slot, version // EDIT, start, tokens))
+
+    def free(self, state: SequenceState) -> None:
+        """Close a sequence's matcher with the next frame. Its slot is used again once the worker has done so."""
+        del self.sequences[state.slot]
+        self.stragglers.discard(state)
+        if self.reserved_for is state:
+            self.reserved_for = None
+        self._frees.append(state.slot)
+        state.leave()
+
+    # frames
+
+    def queue(self, request: Request) -> None:
+        """Add a request to the next frame."""
+        self._requests.append(request)
+
+    def ring(self, slots: NDArray[np.intp]) -> Ring:
+        """Add the request to fill `slots`, whose columns are written; return it."""
+        packed = slots.astype(np.int32)
+        if self.shared:
+            request = Ring(packed.tobytes())
+        else:
+            request = Ring(packed.tobytes(), self.table.target[slots].tobytes(), self.table.tokens[slots].tobytes())
+        self.queue(request)
+        return request
+
+    def pack(self) -> bytes:
+        """Encode the next frame; empty if there is nothing to send."""
+        if self._frees:
+            self.queue(Free(self._frees))
+            self.asked[self._frees] = FREE
+            self._leaving += self._frees
+            self._frees = []
+        if not self._requests:
+            return b""
+        frame = encode(self._requests)
+        self._requests = []
+        return frame
+
+    def send(self, frame: bytes, now: float) -> None:
+        """Send a packed frame; never blocks."""
+        if self._owing_since == math.inf or not self._owes().any():
+            self._owing_since = now
+        self._channel.send(frame)
+
+    def request_wakeup(self) -> None:
+        """Have the worker send a message once it has filled what it was asked for."""
+        self._wake[0] = 1
+        self._channel.push()
+
+    def receive(self) -> Iterator[tuple[SequenceState, GuidedError]]:
+        """Read the answers that have arrived; yield the sequences that the worker failed."""
+        while (frame := self._channel.receive()) is not None:
+            self._progress = time.monotonic()
+            try:
+                answer: Answer = _decode(frame)
+                if isinstance(answer, Filled):
+                    self._take_lines(answer)
+                    continue
+            except (msgspec.MsgspecError, ValueError, IndexError):
+                continue  # no answer of a worker's: its rows stay missing, and the worker is ended
+            if self._is_current(answer):
+                self.table.status[answer.slot] = FAILED
+                error = from_wire(answer.error)
+                error.add_note(f"on mask worker {self.index}, pid {self.location.pid}")
+                yield self.sequences[answer.slot], error
+        if not self.shared:
+            self._stuck_when_read = self.stuck_seconds(time.monotonic())
+
+    def _is_current(self, failed: Failed) -> bool:
+        """Return whether a failure is about the sequence that holds the slot now."""
+        return failed.slot in self.sequences and failed.version == self.table.target[failed.slot]
+
+    def _take_lines(self, lines: Filled) -> None:
+        """Copy the lines that came with a message."""
+        if self.shared or not lines.slots:
+            return
+        slots = np.frombuffer(lines.slots, np.int32)
+        ready = np.frombuffer(lines.ready, np.int64)
+        filled = ready != FREE
+        masks = np.frombuffer(lines.mask, np.int32).reshape(np.count_nonzero(filled), self.table.mask.shape[1])
+        self.table.mask[slots[filled]] = masks
+        self.table.seconds[slots] = np.frombuffer(lines.seconds, np.float32)
+        self.table.status[slots[~filled]] = OK
+        self.table.ready[slots] = ready
+
+    # progress
+
+    def overdue(self, seconds: float) -> bool:
+        """Return whether the worker owes an answer and has made no progress for `seconds`. From any thread.
+
+        Without shared memory this is as of the time when the engine last read the answers: what arrived during a
+        forward pass counts.
+        """
+        return (self.stuck_seconds(time.monotonic()) if self.shared else self._stuck_when_read) > seconds
+
+    def stuck_seconds(self, now: float) -> float:
+        """Return for how long the worker has been at one row, or has not begun with what it owes; 0 if it owes
+        nothing."""
+        if not self._owes().any():
+            return 0.0
+        progress = float(self._since[0]) if self.shared else self._progress
+        return max(0.0, now - max(progress, self._owing_since))
+
+    def is_responsive(self, now: float, seconds: float) -> bool:
+        """Return whether the worker has made progress within the last `seconds`, or owes nothing."""
+        return (self.shared and now - float(self._since[0]) <= seconds) or self.stuck_seconds(now) <= seconds
+
+    @property
+    def is_idle(self) -> bool:
+        """The worker has answered everything."""
+        return not self._owes().any()
+
+    def suspects(self) -> set[SequenceState]:
+        """Return the sequences that the worker may have been filling when it was last heard of.
+
+        With shared memory its mark says which: one, or none. Without, any that it has not answered for.
+        """
+        if self.shared:
+            state = self.sequences.get(int(self._busy[0])) if self._busy[0] != IDLE else None
+            return set() if state is None or state.is_ready else {state}
+        return {self.sequences[slot] for slot in np.flatnonzero(self._owes()).tolist() if slot in self.sequences}
+
+    def _owes(self) -> NDArray[np.bool_]:
+        """`[slots]`: the worker has not answered what it was asked for."""
+        owes: NDArray[np.bool_] = (self.asked != self.table.ready) & (self.table.status != FAILED)
+        return owes
+
+    def close(self) -> None:
+        """Close the connection and drop the memory. Idempotent."""
+        self._channel.close()
+        self._segment.close()
+
+
+def send_all(workers: Collection[WorkerConnection]) -> None:
+    """Send every worker its next frame, one right after the other: a worker that wakes up may take this CPU."""
+    packed = [(worker, frame) for worker in workers if (frame := worker.pack())]
+    now = time.monotonic()
+    for worker, frame in packed:
+        worker.send(frame, now)

@@ -1,0 +1,474 @@
+"""Dispatcher: one step after another, over the workers that are up.
+
+All of it belongs to the engine's thread. Supervisors announce workers that come and go (`announce`, from any thread);
+that takes effect at the next call, and at once in a `collect` that waits.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+import numpy as np
+import zmq
+from numpy.typing import NDArray
+
+from actors.steps.connection import SequenceState, StepPart, WorkerConnection, send_all
+from actors.steps.placement import Placement, Recovery, WorkerDown, WorkerRetiring, WorkerUp
+from guided.errors import BackendError, GuidedError, MaskTimeout, PoolUnavailable
+from guided.pool import Grammar, ReadyMasks, StepMasks
+from guided.sequence import GuidedSequence
+
+__all__ = ["Dispatcher"]
+
+_LOOK_SECONDS = 0.001
+"""Poll interval while masks are waited for: not every one is announced."""
+_PLACE_SECONDS = 0.02
+"""Poll interval while no worker has a grammar that is waited for."""
+_GIVE_UP_FACTOR = 1.5
+"""The supervisor ends a worker that exceeds the mask limit. A sequence fails after so many times the limit even if the
+supervisor does not."""
+
+
+class _Step:
+    """One step's rows."""
+
+    def __init__(self, sequences: Sequence[GuidedSequence], placement_version: int) -> None:
+        self.sequences = sequences
+        self.placement_version = placement_version
+        self.began = time.monotonic()
+        self.parts: list[StepPart] = []
+        self.unplaced: dict[int, SequenceState] = {}
+        """Rows whose sequence waits for a worker."""
+        self.failed: dict[int, GuidedError] = {}
+        self.all_ready = False
+        """Set by `collect`."""
+
+    def look(self) -> int:
+        """Compare the versions; return how many rows are undecided."""
+        undecided = len(self.unplaced)
+        for part in self.parts:
+            undecided += part.look()
+        return undecided
+
+    def undecided(self) -> dict[int, SequenceState]:
+        """Return the undecided rows, as of the last `look`."""
+        rows = dict(self.unplaced)
+        for part in self.parts:
+            for index in np.flatnonzero(~part.ready).tolist():
+                rows[int(part.rows[index])] = part.states[index]
+        return rows
+
+    def take_out(self, states: Collection[SequenceState]) -> dict[int, SequenceState]:
+        """Remove the undecided rows of `states` from their parts; return them."""
+        taken: dict[int, SequenceState] = {}
+        for part in self.parts:
+            part.look()
+            missing = {part.states[index] for index in np.flatnonzero(~part.ready).tolist()}.intersection(states)
+            if missing:
+                order = [state for state in part.states if state in missing]
+                taken.update(zip(part.remove(missing), order, strict=True))
+        return taken
+
+
+class Dispatcher:
+    """Sequences on workers, and the steps between them. Implements the step methods of `guided.pool.MaskPool`.
+
+    Args:
+        mask_limit: seconds that a mask may take. The supervisor ends the actor then.
+        pool_wait: seconds that a sequence waits for a worker before it fails with `PoolUnavailable`.
+        max_replays: see `Recovery`.
+        rejection_of: returns why no actor loads a grammar any more, by its key.
+    """
+
+    def __init__(
+        self,
+        mask_limit: float,
+        pool_wait: float,
+        max_replays: int,
+        rejection_of: Callable[[str], GuidedError | None] = lambda key: None,
+    ) -> None:
+        self._give_up_seconds = _GIVE_UP_FACTOR * mask_limit
+        self._pool_wait = pool_wait
+        self._max_replays = max_replays
+        self._rejection_of = rejection_of
+        self._placement = Placement()
+        self._workers = self._placement.workers
+        self._sequences: dict[int, SequenceState] = {}
+        self._step = _Step((), -1)
+        self._late: set[SequenceState] = set()
+        """Sequences whose mask missed its step, until `settled` or `collect` has reported it."""
+        self._stragglers: set[SequenceState] = set()
+        self._changed: set[SequenceState] = set()
+        """Sequences with `changed_from`."""
+        self._lost: dict[int, GuidedError] = {}
+        """For `failures`."""
+        self._events: deque[WorkerUp | WorkerRetiring | WorkerDown] = deque()
+        self._interrupted = False
+        self._closed = False
+        self._poller = zmq.Poller()
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        weakref.finalize(self, os.close, self._wake)  # not before the last thread that writes to it is done
+        self._poller.register(self._wake, zmq.POLLIN)
+
+    def announce(self, event: WorkerUp | WorkerRetiring | WorkerDown) -> None:
+        """Report that a worker came or went. From any thread."""
+        self._events.append(event)
+        os.eventfd_write(self._wake, 1)
+
+    def interrupt(self) -> None:
+        """End a `collect` that waits, for good. From any thread."""
+        self._interrupted = True
+        os.eventfd_write(self._wake, 1)
+
+    # sequences
+
+    def open(self, sequence: GuidedSequence, grammar: Grammar) -> None:
+        """See `MaskPool.open`."""
+        self._sequences[sequence.sequence_id] = SequenceState(sequence, grammar.key, sequence.parent_id)
+
+    def free(self, sequence_ids: Collection[int]) -> None:
+        """See `MaskPool.free`."""
+        for sequence_id in sequence_ids:
+            self._lost.pop(sequence_id, None)
+            state = self._sequences.pop(sequence_id, None)
+            if state is not None:
+                self._forget(state)
+                self._placement.withdraw(state)
+        if not self._sequences:  # there may be no next step to send the messages with
+            send_all(self._workers)
+
+    def _forget(self, state: SequenceState) -> None:
+        for states in (self._late, self._stragglers, self._changed, self._placement.suspects):
+            states.discard(state)
+
+    def rollback(self, sequence_id: int, length: int) -> None:
+        """See `MaskPool.rollback`."""
+        state = self._sequences.get(sequence_id)
+        if state is not None and state.worker is not None:
+            state.changed_from = length if state.changed_from is None else min(state.changed_from, length)
+            self._changed.add(state)
+
+    def failures(self) -> dict[int, GuidedError]:
+        """See `MaskPool.failures`."""
+        self._handle_events()
+        lost, self._lost = self._lost, {}
+        return lost
+
+    # a step: out
+
+    def submit(self, sequences: Sequence[GuidedSequence], new_tokens: NDArray[np.int32] | None = None) -> None:
+        """See `MaskPool.submit`."""
+        if self._events or self._placement.needs_rebalancing or self._placement.suspects or self._stragglers:
+            self._maintain()
+        previous = self._step
+        same = sequences is previous.sequences and type(sequences) is tuple
+        if same and previous.all_ready and previous.placement_version == self._placement.version and not self._changed:
+            step = self._step = _Step(sequences, previous.placement_version)
+            step.parts = previous.parts
+        else:
+            step, new_tokens = self._assign(sequences), None
+        for part in step.parts:
+            if new_tokens is not None:
+                part.send_tokens(new_tokens)
+            else:
+                part.send_outputs()
+        send_all(self._workers)
+
+    def _maintain(self) -> None:
+        """Handle what happened since the last step, before sequences are placed."""
+        self._handle_events()
+        if self._placement.needs_rebalancing:
+            self._placement.rebalance()
+        for state in self._stragglers:
+            if state not in self._late:
+                self._placement.move_to_lane(state)
+        if self._placement.suspects:
+            self._placement.acquit()
+            now = time.monotonic()
+            for state in self._placement.suspects:
+                self._placement.isolate(state, now)
+
+    def _assign(self, sequences: Sequence[GuidedSequence]) -> _Step:
+        """Begin a step: open the sequences that have no worker, and group the rows by worker."""
+        self._step = step = _Step(sequences, -1)
+        now = time.monotonic()
+        states = [self._sequences.get(sequence.sequence_id) for sequence in sequences]
+        rows: dict[WorkerConnection, list[int]] = {}
+        for row, state in enumerate(states):
+            if state is None:
+                step.failed[row] = BackendError(f"sequence {sequences[row].sequence_id} is not open")
+            elif state.error is not None:
+                step.failed[row] = state.error
+            elif state.worker is not None or self._place(state, now):
+                rows.setdefault(state.worker, []).append(row)  # type: ignore[arg-type]  # it has been placed
+            elif state.error is not None:
+                step.failed[row] = state.error
+            else:
+                step.unplaced[row] = state
+        for state in self._changed:
+            if state.worker is not None and state.changed_from is not None:
+                state.worker.edit(state, min(state.changed_from, len(state.sequence.output_token_ids)))
+            state.changed_from = None
+        self._changed.clear()
+        for worker, own in rows.items():
+            step.parts.append(StepPart(worker, [state for row in own if (state := states[row]) is not None], own))
+        step.placement_version = self._placement.version
+        return step
+
+    def _place(self, state: SequenceState, now: float) -> bool:
+        """Open a sequence on a worker. If none can take it, note since when, and fail it once it has waited enough."""
+        if self._closed:
+            self._lose(state, PoolUnavailable("the pool is shut down"))
+            return False
+        parent = self._sequences.get(state.parent_id) if state.parent_id is not None else None
+        if self._placement.place(state, parent, now):
+            return True
+        state.waiting_since = state.waiting_since or now
+        error = self._rejection_of(state.grammar)
+        if error is None and now - state.waiting_since >= self._pool_wait:
+            error = PoolUnavailable(f"no mask worker could take the sequence for {self._pool_wait:g} s")
+        if error is not None:
+            self._lose(state, error)
+        return False
+
+    # a step: back
+
+    def collect(self, timeout: float | None = None, patience: float | None = None) -> StepMasks:
+        """See `MaskPool.collect`."""
+        step = self._step
+        for worker in self._workers:
+            if not worker.shared:
+                self._receive(worker)
+        if step.look():
+            limit = self._give_up_seconds if timeout is None else timeout
+            self._wait_for_step(step, step.began + limit if timeout is None else time.monotonic() + limit, patience)
+            self._sort_undecided(step, waited_for_all=timeout is None)
+        return self._masks(step)
+
+    def _wait_for_step(self, step: _Step, deadline: float, patience: float | None) -> None:
+        """Wait until every row is decided, until `deadline`, or for `patience` seconds if one row is decided."""
+        enough = deadline if patience is None else time.monotonic() + patience
+        for worker in list(self._workers):
+            self._receive(worker)
+        while True:
+            for worker in self._workers:
+                worker.request_wakeup()
+            undecided = step.look()
+            left = (enough if undecided < len(step.sequences) else deadline) - time.monotonic()
+            if not undecided or self._interrupted or left <= 0 or (patience is not None and self._is_futile(step)):
+                break
+            self._wait(min(left, _LOOK_SECONDS))
+        if undecided and patience is not None:
+            self._clear_stuck_workers()
+
+    def _is_futile(self, step: _Step) -> bool:
+        """Return whether only stragglers are missing: they would miss the deadline anyway."""
+        if not self._stragglers:
+            return False
+        undecided = step.undecided()
+        return len(undecided) < len(step.sequences) and all(state.straggles for state in undecided.values())
+
+    def _sort_undecided(self, step: _Step, waited_for_all: bool) -> None:
+        """Note the late rows; fail those that were waited for until the limit."""
+        step.look()
+        for row, state in step.undecided().items():
+            if self._sequences.get(state.sequence_id) is not state:
+                step.failed[row] = BackendError("the sequence was freed before its mask was collected")
+            elif waited_for_all and state.worker is not None:
+                self._lose(state, MaskTimeout(f"no mask within {self._give_up_seconds:g} s"))
+                assert state.error is not None
+                step.failed[row] = state.error
+            else:
+                state.late_since = state.late_since or step.began
+                self._late.add(state)
+
+    def _masks(self, step: _Step) -> StepMasks:
+        """Return the step's result, and learn from it."""
+        found = StepMasks(failed=step.failed)
+        ready_rows = 0
+        for part in step.parts:
+            slots, rows = part.slots, part.rows
+            if not part.ready.all():
+                slots, rows = slots[part.ready], rows[part.ready]
+            found.ready.append(ReadyMasks(part.table.mask, slots, rows))
+            found.seconds += float(part.table.seconds[slots].sum())
+            ready_rows += len(rows)
+        if self._late or self._stragglers:
+            self._note_ready(step)
+        if ready_rows:
+            self._placement.note_typical(found.seconds / ready_rows)
+        step.all_ready = ready_rows == len(step.sequences)
+        if not step.all_ready:
+            found.late = sorted(row for row in step.undecided() if row not in step.failed)
+        return found
+
+    def _note_ready(self, step: _Step) -> None:
+        """Note the ready rows of sequences that were late, and of stragglers."""
+        for part in step.parts:
+            for index in np.flatnonzero(part.ready).tolist():
+                state = part.states[index]
+                if state in self._late:
+                    self._settle(state)
+                if state in self._stragglers:
+                    self._placement.note_straggler(state, float(part.table.seconds[part.slots[index]]))
+                    if not state.straggles:
+                        self._stragglers.discard(state)
+
+    def settled(self, timeout: float = 0.0) -> list[int]:
+        """See `MaskPool.settled`."""
+        if not self._late:
+            return []
+        last = time.monotonic() + timeout
+        self._handle_events()
+        for worker in list(self._workers):
+            self._receive(worker)
+        self._clear_stuck_workers()
+        while True:
+            for worker in self._workers:
+                worker.request_wakeup()
+            now = time.monotonic()
+            self._place_waiting(now)
+            found = [state for state in self._late if self._is_settled(state, now)]
+            if found or self._interrupted or now >= last:
+                for state in found:
+                    self._settle(state)
+                return sorted(state.sequence_id for state in found)
+            self._wait(min(last - now, _PLACE_SECONDS))
+
+    def _is_settled(self, state: SequenceState, now: float) -> bool:
+        if state.error is None and state.worker is not None and now - state.late_since > self._give_up_seconds:
+            self._lose(state, MaskTimeout(f"no mask within {self._give_up_seconds:g} s"))
+        return state.error is not None or state.is_ready
+
+    def _settle(self, state: SequenceState) -> None:
+        state.late_since = 0.0
+        self._late.discard(state)
+
+    # while waiting
+
+    def _wait(self, seconds: float) -> None:
+        """Wait for answers or events, and handle them."""
+        sockets = {socket for socket, _ in self._poller.poll(math.ceil(seconds * 1000))}
+        for worker in list(self._workers):
+            if worker.socket in sockets:
+                self._receive(worker)
+        if self._wake in sockets:
+            os.eventfd_read(self._wake)
+            self._handle_events()
+        self._place_waiting(time.monotonic())
+
+    def _receive(self, worker: WorkerConnection) -> None:
+        for state, error in worker.receive():
+            state.error = error
+            for row in self._step.take_out({state}):
+                self._step.failed[row] = error
+
+    def _place_waiting(self, now: float) -> None:
+        """Open the sequences that wait for a worker where one can take them, and ask for their masks."""
+        step = self._step
+        late = [state for state in self._late if state.worker is None and state.error is None]
+        if not step.unplaced and not late:
+            return
+        if self._placement.suspects:
+            self._placement.acquit()
+        for row, state in list(step.unplaced.items()):
+            if state.error is None and state.worker is None:
+                self._place(state, now)
+            if state.error is not None:
+                step.failed[row] = state.error
+                del step.unplaced[row]
+            elif state.worker is not None:
+                self._ask(step, state, [row])
+                del step.unplaced[row]
+        for state in late:
+            if state.worker is None and state.error is None and self._place(state, now):
+                state.late_since = now  # its time starts again
+                self._ask(None, state, [])
+        send_all(self._workers)
+
+    def _ask(self, step: _Step | None, state: SequenceState, rows: list[int]) -> None:
+        """Ask for the mask of a sequence that has just been opened."""
+        assert state.worker is not None
+        part = StepPart(state.worker, [state], rows or [0])
+        part.send_outputs()
+        if step is not None:
+            step.parts.append(part)
+
+    def _clear_stuck_workers(self) -> None:
+        """Rows are late: have none of them wait behind a slow one."""
+        stragglers, moved = self._placement.clear_stuck_workers(time.monotonic())
+        self._stragglers.update(stragglers)
+        if moved:
+            self._displace(moved)
+            self._step.look()
+
+    def _displace(self, states: Iterable[SequenceState]) -> None:
+        """Place sequences again that have left their worker, where a mask of theirs is waited for."""
+        now = time.monotonic()
+        for state in states:
+            state.waiting_since = now
+        self._step.unplaced.update(self._step.take_out(set(states)))
+        self._place_waiting(now)
+
+    # workers that come and go
+
+    def _handle_events(self) -> None:
+        while self._events:
+            event = self._events.popleft()
+            if isinstance(event, WorkerUp):
+                self._placement.add(event.worker)
+                self._poller.register(event.worker.socket, zmq.POLLIN)
+            elif isinstance(event, WorkerRetiring):
+                self._placement.needs_rebalancing = True
+            elif event.worker in self._workers:
+                self._end(event)
+
+    def _end(self, down: WorkerDown) -> None:
+        """A worker is gone: its sequences are lost, or are placed again (`Recovery`)."""
+        worker, step = down.worker, self._step
+        self._receive(worker)  # what it answered before its end still counts
+        self._poller.unregister(worker.socket)
+        recovery = Recovery(down, self._max_replays)
+        states = self._placement.remove(worker)
+        taken = step.take_out(states)
+        kept: list[SequenceState] = []
+        for state in states:
+            if self._closed or recovery.is_lost(state):
+                self._lose(state, recovery.error(state))
+            else:
+                kept.append(state)
+                if state.suspect:
+                    self._placement.suspects.add(state)
+            state.leave()
+        for row, state in taken.items():
+            if state.error is not None:
+                step.failed[row] = state.error
+            else:
+                step.unplaced[row] = state
+        for part in step.parts:  # rows of sequences that were freed since they were submitted
+            if part.worker is worker:
+                for row in part.remove([state for state in part.states if not state.is_ready and state not in states]):
+                    step.failed[row] = down.error
+        worker.sequences.clear()
+        worker.close()
+        self._displace(kept)
+
+    def _lose(self, state: SequenceState, error: GuidedError) -> None:
+        """Fail a sequence outside of a worker's answer."""
+        state.error = state.error or error
+        self._lost[state.sequence_id] = state.error
+
+    def close(self) -> None:
+        """Give up all connections and memory. Every open sequence is lost."""
+        self._handle_events()
+        self._closed = True
+        error = PoolUnavailable("the pool is shut down")
+        for worker in list(self._workers):
+            self._end(WorkerDown(worker, error))
+        for state in self._sequences.values():
+            state.error = state.error or error

@@ -1,0 +1,289 @@
+"""Placement: which sequence is open on which worker, and what becomes of the sequences of a worker that ended.
+
+A sequence stays on its worker, except for three reasons. A straggler, whose masks hold up others, gets a slow lane. A
+suspect, whose mask may have ended a worker, is filled on a worker without other sequences. A worker that retires is
+emptied. Used from the engine's thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Literal
+
+from actors.steps.connection import SequenceState, WorkerConnection
+from guided.errors import GuidedError, WorkerDied
+
+__all__ = ["Cause", "Placement", "Recovery", "WorkerDown", "WorkerRetiring", "WorkerUp"]
+
+_ISOLATION_SECONDS = 10.0
+"""How long a suspect waits for a worker that is empty or can be emptied without loss: longer than a worker takes to
+start."""
+_MAX_MOVES = 10
+"""Workers that may end under a sequence between two of its masks. It is not its fault, but the wait has to end."""
+_STRAGGLER_SECONDS, _STRAGGLER_FACTOR = 0.03, 20.0
+"""A mask that takes longer than this, and longer than so many typical masks, holds up others."""
+_QUICK_ROWS = 16
+"""After so many quick masks a straggler is an ordinary sequence again."""
+_TYPICAL_WEIGHT = 0.02
+
+Cause = Literal["died", "hung", "memory", "retired"]
+"""Why an incarnation ended: it died by itself; it was ended because of a mask that did not come, or that took too much
+memory; it had grown, and a fresh one replaces it."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerUp:
+    """An incarnation has all grammars in use: sequences may be placed on it."""
+
+    worker: WorkerConnection
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerRetiring:
+    """An incarnation is to be replaced: its sequences go elsewhere if they can."""
+
+    worker: WorkerConnection
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerDown:
+    """An incarnation is over."""
+
+    worker: WorkerConnection
+    error: GuidedError
+    """For the sequences that are lost."""
+    cause: Cause = "died"
+    loading: bool = False
+    """It was loading a grammar as well, which may be what ended it."""
+
+
+class Recovery:
+    """Decides what becomes of the sequences of a worker that ended.
+
+    With `max_replays=0` a death ends every sequence that had a mask from that worker, and no other. A hang or an
+    excess of memory ends the sequence that was being filled; the others are opened elsewhere, because their outputs
+    are known. With replays a death is treated the same way, and the sequence that was being filled is tried again.
+
+    Args:
+        down: read before the worker's table is dropped.
+        max_replays: how often a sequence is tried again after a worker ended while filling its row.
+    """
+
+    def __init__(self, down: WorkerDown, max_replays: int) -> None:
+        self._down = down
+        self._max_replays = max_replays
+        # A retired worker was idle, whatever its mark says by now.
+        self._suspects = set() if down.cause == "retired" else down.worker.suspects()
+        self._certain = len(self._suspects) == 1 and not down.loading
+
+    def is_lost(self, state: SequenceState) -> bool:
+        """Return whether the sequence is over; if not, count the move. Call once, while it is still on the worker."""
+        suspected = state in self._suspects
+        if self._down.cause == "died" and not self._max_replays and (state.has_answered or suspected):
+            return True
+        if state.has_answered:
+            state.moves = 0
+        state.moves += 1
+        if suspected:
+            state.suspect = True
+            state.deaths += self._certain
+        return state.deaths > self._max_replays or state.moves > _MAX_MOVES
+
+    def error(self, state: SequenceState) -> GuidedError:
+        """Return the error of a sequence that is lost. It is not retryable if its own mask ended the worker."""
+        error = self._down.error
+        if isinstance(error, WorkerDied) and self._certain and state in self._suspects:
+            error = WorkerDied(f"{error.message} while it computed this request's mask")
+            error.retryable = False
+        return error
+
+
+class Placement:
+    """The workers that are up, and the sequences on them."""
+
+    def __init__(self) -> None:
+        self.workers: list[WorkerConnection] = []
+        self.suspects: set[SequenceState] = set()
+        """Until they have had a mask from a worker without other sequences."""
+        self.needs_rebalancing = False
+        """A worker is a slow lane no more and has few sequences, or a worker is to be emptied."""
+        self.version = 0
+        """Grows whenever a sequence is placed or leaves its worker."""
+        self._typical = 0.0
+        """Seconds of a typical mask: a moving average."""
+
+    # where a sequence can go
+
+    def can_place(self, state: SequenceState, now: float) -> bool:
+        """Return whether a worker could take the sequence now."""
+        return bool(self._isolated(state, now)) if state.suspect else bool(self._able(state))
+
+    def place(self, state: SequenceState, parent: SequenceState | None, now: float) -> bool:
+        """Open the sequence on its parent's worker, or on the one with the fewest; return whether one could take it."""
+        if state.suspect:
+            return self.isolate(state, now)
+        worker = parent.worker if parent is not None else None
+        if worker is None or worker.reserved_for is not None or worker.retiring or not worker.has_slot():
+            able = self._able(state)
+            if not able:
+                return False
+            limit = self.straggler_seconds
+            able = [worker for worker in able if not worker.retiring] or able
+            # Stragglers go to slow lanes, and other sequences do not.
+            able = [worker for worker in able if bool(worker.stragglers) == state.straggles] or able
+            able = [worker for worker in able if worker.is_responsive(now, limit)] or able
+            worker = min(able, key=lambda worker: worker.num_open)
+        if state.straggles:
+            worker.stragglers.add(state)
+        self._open(state, worker, parent)
+        return True
+
+    def _able(self, state: SequenceState) -> list[WorkerConnection]:
+        """Return the workers that have the sequence's grammar and a slot, and are not reserved."""
+        return [
+            worker
+            for worker in self.workers
+            if worker.reserved_for is None and state.grammar in worker.installed and worker.has_slot()
+        ]
+
+    def _open(self, state: SequenceState, worker: WorkerConnection, parent: SequenceState | None = None) -> None:
+        state.waiting_since = 0.0
+        worker.open(state, parent)
+        self.version += 1
+
+    def withdraw(self, state: SequenceState) -> None:
+        """Close a sequence's matcher on its worker, which lives."""
+        worker = state.worker
+        if worker is not None:
+            straggles = state in worker.stragglers
+            worker.free(state)
+            self.needs_rebalancing |= straggles and not worker.stragglers
+            self.version += 1
+
+    def add(self, worker: WorkerConnection) -> None:
+        """A worker is up."""
+        self.workers.append(worker)
+        self.needs_rebalancing |= any(each.retiring for each in self.workers)
+
+    def remove(self, worker: WorkerConnection) -> list[SequenceState]:
+        """A worker is gone; return its sequences."""
+        self.workers.remove(worker)
+        self.version += 1
+        return list(worker.sequences.values())
+
+    # stragglers
+
+    @property
+    def straggler_seconds(self) -> float:
+        """A mask that takes longer holds up others."""
+        return max(_STRAGGLER_SECONDS, _STRAGGLER_FACTOR * self._typical)
+
+    def note_typical(self, seconds: float) -> None:
+        """Learn what a mask takes: the mean of a step."""
+        if seconds:
+            self._typical += _TYPICAL_WEIGHT * (min(seconds, 4 * self._typical + 0.0001) - self._typical)
+
+    def note_straggler(self, state: SequenceState, seconds: float) -> None:
+        """Note what a straggler's mask took: after enough quick ones it is an ordinary sequence again."""
+        state.quick_rows = state.quick_rows + 1 if seconds < self.straggler_seconds else 0
+        if state.quick_rows >= _QUICK_ROWS:
+            state.quick_rows = -1
+            if state.worker is not None:
+                state.worker.stragglers.discard(state)
+                self.needs_rebalancing = not state.worker.stragglers
+
+    def move_to_lane(self, state: SequenceState) -> None:
+        """If there is a slow lane elsewhere, take a straggler off its worker: it is then placed on the lane."""
+        worker = state.worker
+        if worker is not None and not worker.stragglers and any(each.stragglers for each in self.workers):
+            self.withdraw(state)
+
+    def clear_stuck_workers(self, now: float) -> tuple[list[SequenceState], list[SequenceState]]:
+        """A mask deadline was missed: move the other sequences of a worker that one mask holds up.
+
+        The worker becomes a slow lane, unless half of the workers are: then the straggler moves to one with its next
+        mask.
+
+        Returns:
+            The new stragglers, and the sequences that are to be placed again.
+        """
+        limit = self.straggler_seconds
+        stuck = [worker for worker in self.workers if not worker.is_responsive(now, limit)]
+        found: list[SequenceState] = []
+        moved: list[SequenceState] = []
+        for worker in stuck:
+            culprits = worker.suspects()
+            straggler = next(iter(culprits)) if len(culprits) == 1 else None
+            if straggler is not None:
+                straggler.quick_rows = 0
+                found.append(straggler)
+                lanes = sum(bool(each.stragglers) for each in self.workers)
+                if worker.stragglers or lanes < len(self.workers) // 2:
+                    worker.stragglers.add(straggler)
+            others = [each for each in self.workers if each not in stuck and each.reserved_for is None]
+            if any(not each.stragglers for each in others):
+                # The sequence that holds the worker up may have been freed already.
+                moved += self._clear(worker, worker.stragglers | ({straggler} if straggler is not None else set()))
+        return found, moved
+
+    def rebalance(self) -> None:
+        """Empty workers that are to be replaced; move sequences to a worker that is a slow lane no more."""
+        self.needs_rebalancing = False
+        for worker in self.workers:
+            if worker.retiring and any(not each.retiring and each.reserved_for is None for each in self.workers):
+                self._clear(worker, {state for state in worker.sequences.values() if state.late_since})
+                self.needs_rebalancing |= bool(worker.num_open)  # a late mask is being computed: at the next step
+        usual = [
+            each for each in self.workers if not each.stragglers and each.reserved_for is None and not each.retiring
+        ]
+        if usual:
+            most = max(usual, key=lambda worker: worker.num_open)
+            fewest = min(usual, key=lambda worker: worker.num_open)
+            movable = [state for state in most.sequences.values() if not state.late_since]
+            for state in movable[: (most.num_open - fewest.num_open) // 2]:
+                self.withdraw(state)
+
+    # suspects
+
+    def isolate(self, state: SequenceState, now: float) -> bool:
+        """Give a suspect a worker without other sequences; return False if there is none now."""
+        if state.worker is not None and state.worker.reserved_for is state:
+            return True
+        worker = self._isolated(state, now)
+        if worker is None:
+            return False
+        self._clear(worker, {state})
+        if state.worker is not worker:
+            self.withdraw(state)
+            self._open(state, worker)
+        worker.reserved_for = state
+        return True
+
+    def acquit(self) -> None:
+        """Treat suspects that have had a mask on their own, and their workers, like any other again."""
+        for state in list(self.suspects):
+            if state.error is not None or state.has_answered:
+                self.suspects.discard(state)
+                state.suspect = False
+        for worker in self.workers:
+            if worker.reserved_for not in self.suspects:
+                worker.reserved_for = None
+
+    def _isolated(self, state: SequenceState, now: float) -> WorkerConnection | None:
+        """Return a worker for a suspect alone: an empty one, or one whose sequences can go elsewhere."""
+        able = [worker for worker in self._able(state) if worker.is_idle]
+        if not able:
+            return None
+        fewest = min(able, key=lambda worker: worker.num_open)
+        alone = set(fewest.sequences.values()) <= {state}
+        refuge = any(worker is not fewest and worker.reserved_for is None for worker in self.workers)
+        waited = state.waiting_since and now - state.waiting_since > _ISOLATION_SECONDS
+        return fewest if alone or refuge or waited else None
+
+    def _clear(self, worker: WorkerConnection, staying: Collection[SequenceState]) -> list[SequenceState]:
+        """Take all other sequences off a worker that lives; return them."""
+        leaving = [state for state in worker.sequences.values() if state not in staying]
+        for state in leaving:
+            self.withdraw(state)
+        return leaving

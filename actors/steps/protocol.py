@@ -1,0 +1,256 @@
+"""The step protocol: the slot table that the engine and one worker share, and the messages between them.
+
+A sequence that is open on a worker holds a slot there, one line of the table. Each column has one writer:
+
+    tokens[slot, :]   engine   output tokens since the last mask, at most `MAX_NEW_TOKENS`
+    target[slot]      engine   the version of the output whose mask is wanted
+    ready[slot]       worker   the version whose mask is in `mask[slot]`, or `FREE`
+    mask[slot, :]     worker   the token bitmask
+    seconds[slot]     worker   seconds that accepting the tokens and filling the mask took
+    status[slot]      worker   `OK`, or `FAILED`: the sequence is over, and a message says why
+
+A *version* is the number of output tokens, plus the slot's edit count in the upper 32 bits. The count grows whenever
+the output changes by a message (open, edit) instead of through the columns, so that no two outputs of a slot share a
+version. The engine writes to the columns of a slot only while `ready[slot] == target[slot]`.
+
+On one machine the table is shared memory: a memfd, which the actor opens through `/proc/<pid>/fd`, so that it vanishes
+with its owner. (Python 3.11's `multiprocessing.shared_memory` does not: the resource tracker of a killed actor unlinks
+the engine's segment.) Otherwise both sides have a table of their own, and messages carry the changed lines.
+
+In the usual step the engine writes `tokens` and `target` of the batch's slots and sends one `Ring` with the slot
+numbers; after the forward pass it compares `ready` with `target`. Everything else (open, edit, free, a failure) is a
+message in the same socket, handled in order. A slot is used again only after the worker has handled its `Free`, or the
+worker's process is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+import secrets
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from guided.errors import Wire
+
+__all__ = [
+    "EDIT",
+    "FAILED",
+    "FREE",
+    "IDLE",
+    "MAX_NEW_TOKENS",
+    "OK",
+    "POSITION",
+    "Answer",
+    "Edit",
+    "Failed",
+    "Filled",
+    "Free",
+    "Open",
+    "Request",
+    "Ring",
+    "Segment",
+    "SegmentName",
+    "SlotTable",
+    "attach",
+]
+
+MAX_NEW_TOKENS = 8
+"""New tokens of a slot that fit in the table; more are sent in a message."""
+POSITION = (1 << 32) - 1
+"""Mask of the bits of a version that hold the number of output tokens."""
+EDIT = 1 << 32
+"""One edit, in a version."""
+FREE = -1
+"""`ready` of a slot that no sequence holds."""
+OK, FAILED = 0, 1
+IDLE = -1
+"""`busy` of a worker that fills no row."""
+_NONCE_BYTES = 32
+_MARK_OFFSET, _MARK = 64, np.dtype([("since", np.float64), ("busy", np.int32), ("wake", np.int32)])
+_COLUMNS_OFFSET = 128
+
+
+class Ring(msgspec.Struct, array_like=True, tag=0, gc=False, frozen=True):
+    """Fill the masks of these slots. Arrays travel as bytes in native order."""
+
+    slots: bytes
+    """int32 `[n]`."""
+    target: bytes = b""
+    """int64 `[n]`, if the table is not shared."""
+    tokens: bytes = b""
+    """int32 `[n, MAX_NEW_TOKENS]`, if the table is not shared."""
+
+
+class Open(msgspec.Struct, array_like=True, tag=1, gc=False, frozen=True):
+    """Open a sequence in a free slot."""
+
+    slot: int
+    edit: int
+    """The slot's edit count from now on."""
+    grammar: str
+    """Key of an installed grammar."""
+    parent: int | None
+    """Slot of the sequence whose matcher is to be copied."""
+    tokens: list[int]
+    """The sequence's whole output so far."""
+
+
+class Edit(msgspec.Struct, array_like=True, tag=2, gc=False, frozen=True):
+    """Replace the output of a slot's sequence from position `start` on."""
+
+    slot: int
+    edit: int
+    start: int
+    tokens: list[int]
+
+
+class Free(msgspec.Struct, array_like=True, tag=3, gc=False, frozen=True):
+    """Close the matchers in these slots; acknowledged by `ready[slot] = FREE`."""
+
+    slots: list[int]
+
+
+Request = Ring | Open | Edit | Free
+"""From the engine; a frame is a list of them."""
+
+
+class Failed(msgspec.Struct, array_like=True, tag=0, gc=False, frozen=True):
+    """The sequence in a slot is over."""
+
+    slot: int
+    version: int
+    error: Wire
+
+
+class Filled(msgspec.Struct, array_like=True, tag=1, gc=False, frozen=True):
+    """The lines that have changed, if the table is not shared; else empty, and only wakes the engine up."""
+
+    slots: bytes = b""
+    """int32 `[n]`."""
+    ready: bytes = b""
+    """int64 `[n]`: a version, or `FREE`."""
+    seconds: bytes = b""
+    """float32 `[n]`."""
+    mask: bytes = b""
+    """int32 `[k, words]`, of the slots whose `ready` is a version, in order."""
+
+
+Answer = Failed | Filled
+"""From the worker; a frame is one of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentName:
+    """What an actor needs to open a segment, and to verify that it is the right one."""
+
+    pid: int
+    fd: int
+    nonce: bytes
+    slots: int
+    words: int
+
+
+@dataclass(frozen=True, slots=True)
+class SlotTable:
+    """The columns (see the module's docstring), and the worker's progress mark."""
+
+    tokens: NDArray[np.int32]
+    target: NDArray[np.int64]
+    ready: NDArray[np.int64]
+    mask: NDArray[np.int32]
+    seconds: NDArray[np.float32]
+    status: NDArray[np.int32]
+    mark: NDArray[np.void]
+    """`[1]`. `busy`: the slot that the worker is filling, or `IDLE`: the culprit if the worker dies or hangs. `since`:
+    the `time.monotonic()` at which it began. `wake`: the engine waits; the worker sends a message when it is done."""
+
+    @classmethod
+    def private(cls, slots: int, words: int) -> SlotTable:
+        """Return a table in this process's own memory."""
+        table = cls.over(bytearray(_size(slots, words)), slots, words)
+        table.clear()
+        return table
+
+    @classmethod
+    def over(cls, memory: mmap.mmap | bytearray, slots: int, words: int) -> SlotTable:
+        """Return the table that lies in `memory`, of `_size(slots, words)` bytes."""
+        offset = _COLUMNS_OFFSET
+        columns: dict[str, NDArray[np.generic]] = {}
+        for name, dtype in (("target", np.int64), ("ready", np.int64), ("seconds", np.float32), ("status", np.int32)):
+            columns[name] = np.frombuffer(memory, dtype, slots, offset)
+            offset += columns[name].nbytes
+        tokens = np.frombuffer(memory, np.int32, slots * MAX_NEW_TOKENS, offset).reshape(slots, MAX_NEW_TOKENS)
+        mask = np.frombuffer(memory, np.int32, slots * words, _mask_offset(slots)).reshape(slots, words)
+        mark = np.frombuffer(memory, _MARK, 1, _MARK_OFFSET)
+        return cls(tokens=tokens, mask=mask, mark=mark, **columns)  # type: ignore[arg-type]
+
+    def clear(self) -> None:
+        """Mark every slot as free and the worker as idle."""
+        self.target[:] = 0
+        self.ready[:] = FREE
+        self.mark["busy"] = IDLE
+
+
+def _size(slots: int, words: int) -> int:
+    return _mask_offset(slots) + slots * words * 4
+
+
+def _mask_offset(slots: int) -> int:
+    columns = slots * (8 + 8 + 4 + 4 + 4 * MAX_NEW_TOKENS)
+    return -(-(_COLUMNS_OFFSET + columns) // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+class Segment:
+    """Engine side: creates the shared memory of one table.
+
+    Pages are allocated when a slot's mask is first written, so reserving many slots costs nothing.
+    """
+
+    def __init__(self, slots: int, words: int) -> None:
+        length = _size(slots, words)
+        self._fd = os.memfd_create("guided-slots", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(self._fd, length)
+        # An actor that shrank it would cause a SIGBUS in the engine.
+        fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+        self._map = mmap.mmap(self._fd, length)
+        nonce = secrets.token_bytes(_NONCE_BYTES)
+        self._map[:_NONCE_BYTES] = nonce
+        self.table = SlotTable.over(self._map, slots, words)
+        self.table.clear()
+        self.name = SegmentName(os.getpid(), self._fd, nonce, slots, words)
+
+    def close(self) -> None:
+        """Drop the memory. A worker that has it mapped writes where it is read no more. Idempotent."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+            self.table = SlotTable.private(0, self.name.words)
+            with contextlib.suppress(BufferError):  # an array still refers to it: it is unmapped with the last one
+                self._map.close()
+
+
+def attach(name: SegmentName) -> SlotTable | None:
+    """Actor side: map a segment; return None if this process cannot reach that memory.
+
+    Another machine may have the same pid and descriptor: only the nonce proves that it is the same segment.
+    """
+    try:
+        fd = os.open(f"/proc/{name.pid}/fd/{name.fd}", os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        length = _size(name.slots, name.words)
+        if os.fstat(fd).st_size != length:
+            return None
+        mapped = mmap.mmap(fd, length)
+    except (OSError, ValueError):
+        return None
+    finally:
+        os.close(fd)
+    return SlotTable.over(mapped, name.slots, name.words) if mapped[:_NONCE_BYTES] == name.nonce else None

@@ -1,0 +1,222 @@
+"""StepServer: the actor's side of the step channel. It handles requests and fills the slot table.
+
+It runs on a thread of its own, so that a step never waits for a call through Ray.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from actors.channel import WorkerEnd
+from actors.steps.protocol import (
+    EDIT,
+    FAILED,
+    FREE,
+    IDLE,
+    MAX_NEW_TOKENS,
+    OK,
+    POSITION,
+    Answer,
+    Failed,
+    Filled,
+    Free,
+    Open,
+    Request,
+    Ring,
+    SlotTable,
+)
+from guided.errors import BackendError, GuidedError, to_wire
+from guided.messages import decoder, encode
+from guided.worker import MaskWorker
+
+__all__ = ["StepServer"]
+
+_SLOW_SECONDS = 0.001
+"""Slots whose last mask took longer are filled after the others."""
+_SEND_SECONDS = 0.001
+"""Without shared memory: how long finished masks wait for the others of the step before they are sent."""
+_log = logging.getLogger(__name__)
+
+
+class StepServer:
+    """Serves one incarnation's step channel until the connection is lost.
+
+    Args:
+        worker: used by this server's thread; grammars may be installed from other threads.
+        end: connected to the engine.
+        table: shared with the engine, or this process's own.
+        shared: `table` is shared. If not, the server sends the lines that change.
+        give_up: called when the connection is lost; ends the process.
+    """
+
+    def __init__(
+        self, worker: MaskWorker, end: WorkerEnd, table: SlotTable, shared: bool, give_up: Callable[[], object]
+    ) -> None:
+        self._worker = worker
+        self._end = end
+        self._table = table
+        self._give_up = give_up
+        self._edits: dict[int, int] = {}
+        """The edit count of each open slot."""
+        self._sender = None if shared else _LineSender(table, self._send)
+        self._decode = decoder(list[Request]).decode
+        self._sending = threading.Lock()
+
+    def start(self) -> None:
+        """Serve, on daemon threads."""
+        threading.Thread(target=self._run, args=(self._serve,), name="step-server", daemon=True).start()
+        if self._sender is not None:
+            threading.Thread(target=self._run, args=(self._sender.run,), name="line-sender", daemon=True).start()
+
+    def _run(self, loop: Callable[[], None]) -> None:
+        try:
+            loop()
+        except Exception:
+            # The connection is lost, or this code has a bug. The engine would wait for an actor that stays up without
+            # answering; it notices the end of one.
+            _log.exception("the step server ends")
+            self._give_up()
+
+    def _serve(self) -> None:
+        # A thread of this class does not take the CPU from the engine's thread when it is woken up (sched(7)).
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+        while True:
+            frame = self._end.receive()
+            try:
+                requests: list[Request] = self._decode(frame)
+            except msgspec.MsgspecError as error:
+                _log.error("dropped a frame of %d bytes that holds no requests: %s", len(frame), error)
+                continue
+            for request in requests:
+                self._handle(request)
+
+    def _handle(self, request: Request) -> None:
+        if isinstance(request, Ring):
+            self._fill(self._rung(request))
+        elif isinstance(request, Free):
+            self._free(request.slots)
+        else:
+            self._edits[request.slot] = request.edit
+            if isinstance(request, Open):
+                self._mark(request.slot)  # copying the parent's matcher is native code
+                self._worker.open(request.slot, request.grammar, request.parent, request.tokens)
+                self._mark(IDLE)
+            else:
+                self._worker.edit(request.slot, request.start, request.tokens)
+
+    def _rung(self, ring: Ring) -> NDArray[np.int32]:
+        """Return the slots to fill; take over their columns if they came with the message."""
+        slots = np.frombuffer(ring.slots, np.int32)
+        if self._sender is not None:
+            self._table.target[slots] = np.frombuffer(ring.target, np.int64)
+            self._table.tokens[slots] = np.frombuffer(ring.tokens, np.int32).reshape(-1, MAX_NEW_TOKENS)
+        last = self._table.seconds[slots]
+        if (last > _SLOW_SECONDS).any():
+            slots = slots[np.argsort(last, kind="stable")]
+        return slots
+
+    def _fill(self, slots: NDArray[np.int32]) -> None:
+        table = self._table
+        for slot, target, tokens in zip(
+            slots.tolist(), table.target[slots].tolist(), table.tokens[slots].tolist(), strict=True
+        ):
+            if target // EDIT != self._edits.get(slot):
+                continue  # an edit that overtook this request comes with a request of its own
+            started = time.monotonic()
+            self._mark(slot, started)
+            error = self._fill_slot(slot, target & POSITION, tokens)
+            table.seconds[slot] = time.monotonic() - started
+            if error is None:
+                table.ready[slot] = target
+                if self._sender is not None:
+                    self._sender.add(slot)
+            else:
+                table.status[slot] = FAILED
+                self._send(Failed(slot, target, to_wire(error)))
+        self._mark(IDLE)
+        if self._sender is not None:
+            self._sender.flush()
+        elif table.mark["wake"][0]:
+            table.mark["wake"][0] = 0
+            self._send(Filled())
+
+    def _fill_slot(self, slot: int, position: int, tokens: list[int]) -> GuidedError | None:
+        new = position - self._worker.length(slot)
+        if not 0 <= new <= MAX_NEW_TOKENS:
+            return BackendError(f"the worker knows {position - new} output tokens of slot {slot}, not {position}")
+        return self._worker.fill(slot, tokens[:new], self._table.mask[slot])
+
+    def _free(self, slots: list[int]) -> None:
+        self._worker.free(slots)
+        for slot in slots:
+            self._edits.pop(slot, None)
+        self._table.status[slots] = OK
+        self._table.seconds[slots] = 0.0
+        self._table.ready[slots] = FREE
+        if self._sender is not None:
+            for slot in slots:
+                self._sender.add(slot)
+            self._sender.flush()
+
+    def _mark(self, slot: int, now: float | None = None) -> None:
+        """Note which slot is being filled, and since when."""
+        mark = self._table.mark
+        mark["since"][0] = time.monotonic() if now is None else now
+        mark["busy"][0] = slot
+
+    def _send(self, answer: Answer) -> None:
+        """Raises if the engine does not read, or is gone."""
+        with self._sending:
+            self._end.send(encode(answer))
+
+
+class _LineSender:
+    """Sends changed lines of a table that is not shared: a few at a time, so that finished masks do not wait long for
+    a slow one."""
+
+    def __init__(self, table: SlotTable, send: Callable[[Answer], None]) -> None:
+        self._table = table
+        self._send = send
+        self._slots: list[int] = []
+        self._oldest = 0.0
+        self._lock = threading.Lock()
+        self._pending = threading.Event()
+
+    def add(self, slot: int) -> None:
+        """Send a line that has changed, within about `_SEND_SECONDS`."""
+        with self._lock:
+            if not self._slots:
+                self._oldest = time.monotonic()
+                self._pending.set()
+            self._slots.append(slot)
+            if time.monotonic() - self._oldest > _SEND_SECONDS:
+                self._flush()
+
+    def flush(self) -> None:
+        """Send what is waiting."""
+        with self._lock:
+            self._flush()
+
+    def _flush(self) -> None:
+        self._pending.clear()
+        if self._slots:
+            slots, self._slots = np.array(self._slots, np.int32), []
+            ready = self._table.ready[slots]
+            masks = self._table.mask[slots[ready != FREE]]
+            seconds = self._table.seconds[slots]
+            self._send(Filled(slots.tobytes(), ready.tobytes(), seconds.tobytes(), masks.tobytes()))
+
+    def run(self) -> None:
+        """Send while the server's thread is busy with a slow mask (if the grammar library releases the GIL)."""
+        while True:
+            self._pending.wait()
+            time.sleep(_SEND_SECONDS)
+            self.flush()

@@ -1,0 +1,1 @@
+"""Supervision of mask actors: a `Supervisor` keeps one actor of the pool alive."""
