@@ -120,7 +120,10 @@ def _reject_conflicts(params: VLLMParams, kind: ConstraintKind) -> None:
         raise InvalidRequest(
             f"ignore_eos can't be kept: the output ends where the {kind} constraint does", param="ignore_eos"
         )
-    for name in ("thinking_token_budget", "trace_decode_token_ids"):
-        value = getattr(params, name)
-        if value is not None and value != []:
+    overwriting = {
+        "thinking_token_budget": params.thinking_token_budget is not None,
+        "trace_decode_token_ids": bool(params.trace_decode_token_ids),
+    }
+    for name, given in overwriting.items():
+        if given:
             raise InvalidRequest(f"{name} would write over what the {kind} constraint allows", param=name)
