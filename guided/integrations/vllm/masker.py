@@ -148,7 +148,7 @@ class Masker:
             self.fail(request, params)
         elif self.computes:
             self._opener.open()
-            if self._pool_is_open():
+            if self._processor is not None:
                 self._compile(request)
         return request
 
@@ -209,23 +209,15 @@ class Masker:
             self._fail_step(error)
         return True
 
-    def _pool_is_open(self) -> bool:
-        if self._processor is None:
-            opening = self._opener.open()
-            if opening.done() and opening.exception() is None:
-                self._processor = GuidedProcessor(opening.result())
-        return self._processor is not None
-
     def _wait_for_pool(self, rows: Sequence[GuidedRow], wait: bool) -> bool:
         """Open the pool, or fail the rows' requests. False: the pool is still opening."""
-        if self._pool_is_open() or all(row.request.error is not None for row in rows):
+        if self._processor is not None or all(row.request.error is not None for row in rows):
             return True
         opening = self._opener.open()
         if not opening.done() and not wait:
             return False
         try:
-            opening.result(self._pool_limit)
-            self._pool_is_open()
+            self._processor = GuidedProcessor(opening.result(self._pool_limit))
         except TimeoutError:
             self._fail_all(rows, PoolUnavailable(f"the mask pool didn't open within {self._pool_limit:g} s"))
         except GuidedError as error:

@@ -163,7 +163,7 @@ class _Answer:
         """Messages are sent as they come; before that they are held back."""
         self._held: list[Message] = []
         self._rest = b""
-        """Incomplete event at the end of a stream's last message."""
+        """Incomplete event at the end of a stream's last message; the whole body so far of other answers."""
         self._failed = False
 
     async def send(self, message: Message) -> None:
@@ -181,15 +181,12 @@ class _Answer:
             self._is_stream = content_type.startswith(b"text/event-stream")
         elif message["type"] != "http.response.body":
             await self._send_or_hold(message)
-        elif self._is_stream:
-            await self._stream(bytes(message.get("body", b"")), message.get("more_body", False))
         else:
-            self._held.append(message)
-            if not message.get("more_body", False) and not await self._fail():
-                await self._release()
+            await self._body(bytes(message.get("body", b"")), message.get("more_body", False))
 
-    async def _stream(self, part: bytes, more: bool) -> None:
-        *events, self._rest = (self._rest + part).split(b"\n\n")
+    async def _body(self, part: bytes, more: bool) -> None:
+        body = self._rest + part
+        *events, self._rest = body.split(b"\n\n") if self._is_stream else [body]
         for event in events:
             await self._event(event + b"\n\n")
             if self._failed:

@@ -31,7 +31,7 @@ from guided.integrations.vllm.request_params import guided_params, reject_stops,
 from guided.integrations.vllm.run_directory import announce
 from guided.integrations.vllm.tensor_parallel import TensorParallelRanks
 from guided.integrations.vllm.v1_batch import V1Batch
-from guided.integrations.vllm.v2_batch import TokenCopies, V2Batch, V2Row
+from guided.integrations.vllm.v2_batch import V2Batch, V2Row
 from guided.pool import MaskPool
 from guided.vocabulary import Vocabulary
 
@@ -74,7 +74,6 @@ class GuidedLogitsProcessor(V1LogitsProcessor, V2LogitsProcessor):  # type: igno
         Args:
             runner: V1: device, is_pin_memory. V2: the request states.
         """
-        self._config = vllm_config
         self.idle = id(vllm_config) in _instances or not _is_last_stage(vllm_config)
         """Another instance masks this engine's batches, or this process has no logits."""
         if self.idle:
@@ -91,13 +90,8 @@ class GuidedLogitsProcessor(V1LogitsProcessor, V2LogitsProcessor):  # type: igno
         self._v1: V1Batch[tuple[GuidedRequest, list[int]]] = V1Batch()
         self._rows: list[GuidedRow] = []
         self._prepared = True
-        self._v2: V2Batch[GuidedRequest] = V2Batch()
         if v2:
-            self._state: LogitsProcRequestState = runner[0]
-            self._copies = TokenCopies(self._state)
-            self._copying: list[int] = []
-            """Slots whose tokens are being copied."""
-            self._copy_error: Exception | None = None
+            self._v2 = V2Batch(runner[0], _max_drafts(vllm_config))
         if self._masker.computes:
             _register(self._rejection, vllm_config.instance_id)
         if self._rejection is not None:
@@ -147,47 +141,21 @@ class GuidedLogitsProcessor(V1LogitsProcessor, V2LogitsProcessor):  # type: igno
         if self.idle:
             return False
         request = self._begin(sampling_params)
-        prompt = int(self._state.prompt_len.np[req_idx])
-        previous = self._v2.put(req_idx, request, prompt, int(self._state.prefill_len.np[req_idx]) - prompt)
+        previous = self._v2.put(req_idx, request)
         if previous is not None:
             self._masker.end(previous)
         return request is not None
 
     def apply_staged_writes(self) -> None:
         """Before the forward pass: start to copy the tokens of the previous step."""
-        if self.idle:
-            return
-        self._copying, self._copy_error = [], None
-        if not len(self._v2) or not self._masker.computes:
-            return
-        indices = list(self._v2)
-        slots = [self._v2[index] for index in indices]
-        width = 1 + _max_drafts(self._config) + max(slot.prior for slot in slots)
-        try:
-            self._copies.begin(indices, [slot.length for slot in slots], width)
-        except Exception as error:  # raised later, when the affected rows are known
-            self._copy_error = error
-        else:
-            self._copying = indices
-
-    def _read_tokens(self) -> None:
-        """Add the copied tokens to the outputs. Tokens beyond the width of the copy are read one slot at a time."""
-        if self._copy_error is not None:
-            raise self._copy_error
-        if not self._copying:
-            return
-        indices, self._copying = self._copying, []
-        totals, windows = self._copies.read()
-        lengths = dict(zip(indices, totals, strict=True))
-        for index in self._v2.add_tokens(lengths, dict(zip(indices, windows, strict=True))):
-            rest = self._state.all_token_ids.gpu[index, self._v2[index].length : lengths[index]].tolist()
-            self._v2.add_tokens({index: lengths[index]}, {index: rest})
+        if not self.idle and self._masker.computes:
+            self._v2.begin_copy()
 
     def _prepare_v2(self, context: LogitsContext) -> None:
         slots, draft_counts, fed = _layout(context)
         step = self._v2.rows(slots, draft_counts)
         try:
-            self._read_tokens()
+            self._v2.read_copy()
             rows = [self._guided_row(row, fed) for row in step]
         except Exception as error:
             rows = [GuidedRow(self._v2[row.slot].request, row.logits_row, (), row.draft_count) for row in step]

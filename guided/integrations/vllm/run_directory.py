@@ -19,7 +19,7 @@ import socket
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 __all__ = ["VARIABLE", "Process", "announce", "find", "read_note", "write_note"]
 
@@ -32,11 +32,12 @@ _FOR_RAY = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"
 _log = logging.getLogger("guided.integrations")
 
 
-class Process:
-    """Identity of a process: host, pid and start time. A later process with the same pid is a different one."""
+class Process(NamedTuple):
+    """Identity of a process. A later process with the same pid is a different one, by its start time."""
 
-    def __init__(self, host: str, pid: int, started: str) -> None:
-        self.host, self.pid, self.started = host, pid, started
+    host: str
+    pid: int
+    started: str
 
     @classmethod
     def me(cls) -> Process:

@@ -52,6 +52,3 @@ class V1Batch(Generic[T]):
     def __iter__(self) -> Iterator[tuple[int, T]]:
         """Rows and their requests, ordered by row."""
         return iter(sorted(self._rows.items(), key=lambda item: item[0]))
-
-    def __len__(self) -> int:
-        return len(self._rows)

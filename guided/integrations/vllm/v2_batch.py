@@ -1,27 +1,41 @@
 """The batch of vLLM's V2 model runner: the guided request in each slot, and its output tokens.
 
-vLLM fills a slot again without reporting that the previous request has left it, and keeps tokens on the device.
-`TokenCopies` copies the new tokens to the host at each step, and `V2Batch` adds them to the outputs.
+vLLM fills a slot again without reporting that the previous request has left it, and keeps tokens on the device. New
+tokens are copied to the host at each step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
-__all__ = ["RequestTokens", "Slot", "TokenCopies", "V2Batch", "V2Row"]
+from guided.integrations.vllm.masker import GuidedRequest
 
-T = TypeVar("T")
+__all__ = ["RequestStates", "Slot", "TokenCopies", "V2Batch", "V2Row"]
+
+
+class RequestStates(Protocol):
+    """The part of vLLM's `LogitsProcRequestState` that is read here."""
+
+    device: torch.device
+    all_token_ids: Any
+    """`.gpu`: int32 `[slots, max_model_len]`."""
+    total_len: Any
+    """`.gpu`: int32 `[slots]`: number of prompt and output tokens."""
+    prompt_len: Any
+    """`.np`: int32 `[slots]`."""
+    prefill_len: Any
+    """`.np`: int32 `[slots]`: number of tokens that the request entered the slot with."""
 
 
 @dataclass(eq=False, slots=True)
-class Slot(Generic[T]):
+class Slot:
     """One guided request and its tokens."""
 
-    request: T
+    request: GuidedRequest
     prompt_length: int
     prior: int
     """Output tokens that the request entered the slot with (after a preemption) and that are not copied yet."""
@@ -45,46 +59,63 @@ class V2Row(NamedTuple):
     """Number of the request's draft tokens before this row."""
 
 
-class V2Batch(Generic[T]):
-    """Slot index -> the guided request in the slot. Slots of other requests are not in it."""
+class V2Batch:
+    """Slot index -> the guided request in the slot. Slots of other requests are not in it.
 
-    def __init__(self) -> None:
-        self._slots: dict[int, Slot[T]] = {}
+    Args:
+        states: vLLM's state of all slots.
+        max_drafts: maximum number of draft tokens of a request in one step.
+    """
 
-    def put(self, index: int, request: T | None, prompt_length: int, prior: int) -> T | None:
+    def __init__(self, states: RequestStates, max_drafts: int = 0) -> None:
+        self._states = states
+        self._max_drafts = max_drafts
+        self._slots: dict[int, Slot] = {}
+        self._copies = TokenCopies(states)
+        self._copying: list[int] = []
+        """Slots whose tokens are being copied."""
+        self._copy_error: Exception | None = None
+
+    def put(self, index: int, request: GuidedRequest | None) -> GuidedRequest | None:
         """Fill a slot with `request` (None: a request without a constraint). Returns the previous guided request."""
         previous = self._slots.pop(index, None)
         if request is not None:
+            prompt_length = int(self._states.prompt_len.np[index])
+            prior = int(self._states.prefill_len.np[index]) - prompt_length
             self._slots[index] = Slot(request, prompt_length, prior)
         return previous.request if previous is not None else None
 
-    def add_tokens(self, lengths: Mapping[int, int], windows: Mapping[int, Sequence[int]]) -> list[int]:
-        """Bring the outputs to the state at the beginning of this step.
+    def begin_copy(self) -> None:
+        """Start to copy the tokens of the previous step. An error is raised by `read_copy`."""
+        self._copying, self._copy_error = list(self._slots), None
+        if self._copying:
+            slots = self._slots.values()
+            width = 1 + self._max_drafts + max(slot.prior for slot in slots)
+            try:
+                self._copies.begin(self._copying, [slot.length for slot in slots], width)
+            except Exception as error:
+                self._copy_error = error
 
-        Args:
-            lengths: slot index -> number of prompt and output tokens.
-            windows: slot index -> copied tokens from position `Slot.length` on. A window can be longer than the new
-                tokens, or too short.
-
-        Returns:
-            Slots with a window that was too short. Their outputs are unchanged.
-        """
-        short: list[int] = []
-        for index, length in lengths.items():
+    def read_copy(self) -> None:
+        """Wait for the copy, and bring the outputs to the state at the beginning of this step."""
+        if self._copy_error is not None:
+            raise self._copy_error
+        if not self._copying:
+            return
+        indices, self._copying = self._copying, []
+        for index, length, window in zip(indices, *self._copies.read(), strict=True):
             slot = self._slots[index]
             new = length - slot.length
-            if new > len(windows[index]):
-                short.append(index)
-                continue
+            if new > len(window):  # earlier copies were not read
+                window = self._states.all_token_ids.gpu[index, slot.length : length].tolist()
             if new < 0:
                 del slot.tokens[max(0, length - slot.prompt_length) :]
-            slot.tokens.extend(windows[index][: max(0, new)])
+            slot.tokens.extend(window[: max(0, new)])
             slot.prior = 0
-        return short
 
-    def count_absent(self, present: Collection[int], limit: int) -> list[T]:
+    def count_absent(self, present: Collection[int], limit: int) -> list[GuidedRequest]:
         """Count the steps of slots that are not in the batch. Returns requests that reach `limit` in this step."""
-        reached: list[T] = []
+        reached: list[GuidedRequest] = []
         for index, slot in self._slots.items():
             slot.absent_steps = 0 if index in present else slot.absent_steps + 1
             if slot.absent_steps == limit:
@@ -105,27 +136,11 @@ class V2Batch(Generic[T]):
         ]
         return sorted(found, key=lambda row: (row.slot, row.draft_count))
 
-    def __getitem__(self, index: int) -> Slot[T]:
+    def __getitem__(self, index: int) -> Slot:
         return self._slots[index]
-
-    def __contains__(self, index: object) -> bool:
-        return index in self._slots
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._slots)
-
-    def __len__(self) -> int:
-        return len(self._slots)
-
-
-class RequestTokens(Protocol):
-    """The part of vLLM's `LogitsProcRequestState` that `TokenCopies` reads."""
-
-    device: torch.device
-    all_token_ids: Any
-    """`.gpu`: int32 `[slots, max_model_len]`."""
-    total_len: Any
-    """`.gpu`: int32 `[slots]`."""
 
 
 class TokenCopies:
@@ -136,10 +151,10 @@ class TokenCopies:
     the device works on this step. A copy that was not read is replaced by the next one.
     """
 
-    def __init__(self, state: RequestTokens) -> None:
-        self._state = state
-        self._cuda = torch.device(state.device).type == "cuda"
-        self._stream = torch.cuda.Stream(state.device) if self._cuda else None  # type: ignore[no-untyped-call]
+    def __init__(self, states: RequestStates) -> None:
+        self._states = states
+        self._cuda = torch.device(states.device).type == "cuda"
+        self._stream = torch.cuda.Stream(states.device) if self._cuda else None  # type: ignore[no-untyped-call]
         self._copy: torch.Tensor | None = None
         self._done: torch.cuda.Event | None = None
 
@@ -148,7 +163,7 @@ class TokenCopies:
         if self._stream is None:
             self._copy = self._gather(slots, starts, width)
             return
-        with torch.cuda.device(self._state.device):
+        with torch.cuda.device(self._states.device):
             self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):
                 gathered = self._gather(slots, starts, width)
@@ -159,9 +174,9 @@ class TokenCopies:
 
     def _gather(self, slots: Sequence[int], starts: Sequence[int], width: int) -> torch.Tensor:
         """int `[slots, 1 + width]`: the length, then the tokens. Tokens beyond the length are undefined."""
-        tokens, lengths = self._state.all_token_ids.gpu, self._state.total_len.gpu
+        tokens, lengths = self._states.all_token_ids.gpu, self._states.total_len.gpu
         both = torch.tensor([list(slots), list(starts)], dtype=torch.int64)
-        both = both.pin_memory().to(self._state.device, non_blocking=True) if self._cuda else both
+        both = both.pin_memory().to(self._states.device, non_blocking=True) if self._cuda else both
         rows, first = both[0], both[1]
         columns = (first[:, None] + torch.arange(width, device=first.device)).clamp_(max=tokens.shape[1] - 1)
         return torch.cat((lengths[rows][:, None], tokens[rows[:, None], columns]), 1)
