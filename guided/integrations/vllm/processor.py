@@ -31,7 +31,7 @@ from guided.integrations.vllm.request_params import guided_params, reject_stops,
 from guided.integrations.vllm.run_directory import announce
 from guided.integrations.vllm.tensor_parallel import TensorParallelRanks
 from guided.integrations.vllm.v1_batch import V1Batch
-from guided.integrations.vllm.v2_batch import V2Batch, V2Row
+from guided.integrations.vllm.v2_batch import V2Batch
 from guided.pool import MaskPool
 from guided.vocabulary import Vocabulary
 
@@ -152,23 +152,16 @@ class GuidedLogitsProcessor(V1LogitsProcessor, V2LogitsProcessor):  # type: igno
             self._v2.begin_copy()
 
     def _prepare_v2(self, context: LogitsContext) -> None:
-        slots, draft_counts, fed = _layout(context)
-        step = self._v2.rows(slots, draft_counts)
+        error: Exception | None = None
         try:
             self._v2.read_copy()
-            rows = [self._guided_row(row, fed) for row in step]
-        except Exception as error:
-            rows = [GuidedRow(self._v2[row.slot].request, row.logits_row, (), row.draft_count) for row in step]
-            self._masker.fail_step(rows, error)
-        else:
+        except Exception as failure:
+            error = failure
+        rows = self._v2.rows(*_layout(context))
+        if error is None:
             self._masker.prepare(rows, wait=True)
-
-    def _guided_row(self, row: V2Row, fed: list[int]) -> GuidedRow:
-        """A row with its tokens. The request's first row was fed its last committed token, each later row a draft."""
-        slot = self._v2[row.slot]
-        first = row.logits_row - row.draft_count
-        drafts = fed[first + 1 : row.logits_row + 1]
-        return GuidedRow(slot.request, row.logits_row, slot.tokens + drafts if drafts else slot.tokens, row.draft_count)
+        else:
+            self._masker.fail_step(rows, error)
 
     # both
 
@@ -294,10 +287,10 @@ def _bans_tokens(params: SamplingParams) -> bool:
 
 
 def _layout(context: LogitsContext) -> tuple[list[int], list[int], list[int]]:
-    """For each row of the logits: its slot, the number of draft tokens before it, and the token that it was fed.
+    """Return the arguments of `V2Batch.rows`.
 
-    With one row per request, the host knows the slots, and no token is needed. Otherwise the columns are read from the
-    device, which waits for the forward pass.
+    With one row per request, the host knows the slots, and no input ids are needed. Otherwise the columns are read from
+    the device, which waits for the forward pass.
     """
     if len(context.expanded_idx_mapping) == len(context.idx_mapping_np):
         slots = context.idx_mapping_np.tolist()
@@ -305,5 +298,5 @@ def _layout(context: LogitsContext) -> tuple[list[int], list[int], list[int]]:
     import torch
 
     columns = (context.expanded_idx_mapping, context.expanded_local_pos, context.input_ids)
-    slots, draft_counts, fed = torch.stack([column.to(torch.int64) for column in columns]).tolist()
-    return slots, draft_counts, fed
+    slots, draft_counts, input_ids = torch.stack([column.to(torch.int64) for column in columns]).tolist()
+    return slots, draft_counts, input_ids

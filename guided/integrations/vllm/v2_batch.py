@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 
-from guided.integrations.vllm.masker import GuidedRequest
+from guided.integrations.vllm.masker import GuidedRequest, GuidedRow
 
-__all__ = ["RequestStates", "Slot", "TokenCopies", "V2Batch", "V2Row"]
+__all__ = ["RequestStates", "Slot", "TokenCopies", "V2Batch"]
 
 
 class RequestStates(Protocol):
@@ -48,15 +48,6 @@ class Slot:
     def length(self) -> int:
         """Number of prompt tokens and copied output tokens."""
         return self.prompt_length + len(self.tokens)
-
-
-class V2Row(NamedTuple):
-    """One row of the logits."""
-
-    slot: int
-    logits_row: int
-    draft_count: int
-    """Number of the request's draft tokens before this row."""
 
 
 class V2Batch:
@@ -122,19 +113,24 @@ class V2Batch:
                 reached.append(slot.request)
         return reached
 
-    def rows(self, slot_of_row: Sequence[int], draft_counts: Sequence[int]) -> list[V2Row]:
+    def rows(
+        self, slot_of_row: Sequence[int], draft_counts: Sequence[int], input_ids: Sequence[int]
+    ) -> list[GuidedRow]:
         """The guided rows of the logits, ordered by slot and then by number of draft tokens.
 
         Args:
             slot_of_row: slot of each row of the logits.
             draft_counts: for each row, the number of its request's draft tokens before it.
+            input_ids: the token that each row was fed: the request's last committed token, then one draft per row. May
+                be empty if there are no drafts.
         """
-        found = [
-            V2Row(slot, row, drafts)
-            for row, (slot, drafts) in enumerate(zip(slot_of_row, draft_counts, strict=True))
-            if slot in self._slots
-        ]
-        return sorted(found, key=lambda row: (row.slot, row.draft_count))
+        found: list[tuple[int, GuidedRow]] = []
+        for row, (index, drafts) in enumerate(zip(slot_of_row, draft_counts, strict=True)):
+            slot = self._slots.get(index)
+            if slot is not None:
+                tokens = [*slot.tokens, *input_ids[row - drafts + 1 : row + 1]] if drafts else slot.tokens
+                found.append((index, GuidedRow(slot.request, row, tokens, drafts)))
+        return [row for _, row in sorted(found, key=lambda pair: (pair[0], pair[1].drafts))]
 
     def __getitem__(self, index: int) -> Slot:
         return self._slots[index]

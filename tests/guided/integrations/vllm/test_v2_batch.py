@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from guided.integrations.vllm.masker import GuidedRequest
-from guided.integrations.vllm.v2_batch import V2Batch, V2Row
+from guided.integrations.vllm.masker import GuidedRequest, GuidedRow
+from guided.integrations.vllm.v2_batch import V2Batch
 
 SLOTS, LENGTH = 5, 128
 
@@ -95,9 +95,15 @@ def test_a_request_that_is_absent_for_long_is_returned_once(states: States) -> N
     assert [subject.count_absent({0}, 2) for _ in range(2)] == [[], [B]]
 
 
-def test_rows_of_a_request_are_ordered_by_draft_count(states: States) -> None:
+def test_rows_of_a_request_are_ordered_by_their_drafts(states: States) -> None:
     subject = V2Batch(states)
     subject.put(4, A)
     subject.put(2, B)
-    rows = subject.rows([4, 4, 4, 9, 2, 2], [0, 1, 2, 0, 0, 1])
-    assert rows == [V2Row(2, 4, 0), V2Row(2, 5, 1), V2Row(4, 0, 0), V2Row(4, 1, 1), V2Row(4, 2, 2)]
+    rows = subject.rows([4, 4, 4, 9, 2, 2], [0, 1, 2, 0, 0, 1], [10, 11, 12, 13, 14, 15])
+    assert rows == [
+        GuidedRow(B, 4, [], 0),
+        GuidedRow(B, 5, [15], 1),
+        GuidedRow(A, 0, [], 0),
+        GuidedRow(A, 1, [11], 1),
+        GuidedRow(A, 2, [11, 12], 2),
+    ]
