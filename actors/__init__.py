@@ -1,6 +1,6 @@
-"""Where mask workers live when they don't live in the caller: the Ray pool, its channel, its supervision.
+"""Mask workers in Ray actors: the pool, its channels, its compilation and its supervision.
 
-Ray is imported where a pool is made, not with the package: the processes that compile do without it.
+Ray is imported when a pool is made, not with this package: the compile processes run without it.
 """
 
 from __future__ import annotations

@@ -19,21 +19,17 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import ray
 from numpy.typing import NDArray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.channel import Transport
-from actors.cluster import Cluster, ScratchDirectory, call_in_thread
-from actors.compile.compiler import CompileActor
-from actors.compile.grammars import Grammars
+from actors.cluster import Cluster, ScratchDirectory
+from actors.compile import Grammars
 from actors.steps import Dispatcher
+from actors.supervision import IncarnationSettings, Supervisor
 from actors.supervision.process import MemoryLimit, Owner
-from actors.supervision.supervisor import IncarnationSettings, Supervisor
 from guided.bitmask import words
 from guided.constraint import Constraint
-from guided.errors import GuidedError, PoolUnavailable
-from guided.limits import CompileLimits
+from guided.errors import GuidedError
 from guided.pool import Grammar, PoolStatus, StepMasks
 from guided.pool_options import RayPoolOptions
 from guided.sequence import GuidedSequence
@@ -68,34 +64,27 @@ class RayPool:
         self._vocabulary = vocabulary
         self._lock = threading.Lock()
         self._closed = False
-        refused: dict[str, GuidedError] = {}
-        self._dispatcher = Dispatcher(options.mask_limit, options.pool_wait, options.max_replays, refused.get)
+        self._dispatcher = Dispatcher(options.mask_limit, options.pool_wait, options.max_replays, self._rejection_of)
         self._supervisors: list[Supervisor] = []
         self._cluster = Cluster.join(options.address)
         self._scratch = ScratchDirectory()
         self._transport = Transport(self._scratch.path, self._cluster.host)
         try:
-            owner = Owner.me(vocabulary)
-            start_compiler = partial(_start_compiler, owner, options.compile_limits)
-            self._grammars = Grammars(
-                start_compiler, options.max_cache_bytes, options.max_compiling, options.pool_wait, refused
-            )
-            plan = IncarnationSettings(
+            owner = Owner.this_process(vocabulary)
+            self._grammars = Grammars(owner, options)
+            settings = IncarnationSettings(
                 cluster=self._cluster,
                 transport=self._transport,
                 grammars=self._grammars,
                 owner=owner,
-                slots=options.slots,
-                words=words(vocabulary.padded_vocab_size),
-                mask_limit=options.mask_limit,
                 memory=MemoryLimit.of(options.actor_memory_bytes),
-                tcp=options.transport == "tcp",
-                spread=options.spread,
+                words=words(vocabulary.padded_vocab_size),
+                options=options,
             )
             self._cluster.when_raylet_ends(partial(_let_go, owner, self._grammars))
             incarnations = itertools.count(1)
             for index in range(options.num_actors or _by_cpus()):
-                supervisor = Supervisor(index, plan, incarnations.__next__, self._dispatcher.announce)
+                supervisor = Supervisor(index, settings, incarnations.__next__, self._dispatcher.announce)
                 self._supervisors.append(supervisor)
             for supervisor in self._supervisors:
                 supervisor.wait_started()
@@ -143,6 +132,9 @@ class RayPool:
         with self._lock:
             return self._dispatcher.failures()
 
+    def _rejection_of(self, key: str) -> GuidedError | None:
+        return self._grammars.rejection(key)
+
     def status(self) -> PoolStatus:
         workers = [supervisor.status() for supervisor in self._supervisors]
         return PoolStatus("ray", workers, self._grammars.compiling, self._grammars.backends(), self._cluster.trouble)
@@ -174,18 +166,9 @@ def _by_cpus() -> int:
     return max(2, min(8, (os.cpu_count() or 1) // 4))
 
 
-def _start_compiler(owner: Owner, limits: CompileLimits) -> Any:
-    here = NodeAffinitySchedulingStrategy(owner.node_id, soft=False)
-    actor = ray.remote(CompileActor).options(num_cpus=0, scheduling_strategy=here)
-    try:
-        return call_in_thread(lambda: actor.remote(owner, limits)).result(_CREATE_SECONDS)
-    except TimeoutError:
-        raise PoolUnavailable(f"Ray didn't start the compile actor within {_CREATE_SECONDS:g} s") from None
-
-
 def _let_go(owner: Owner, grammars: Grammars) -> None:
     owner.vocabulary = None
-    grammars.let_go()
+    grammars.drop_dumps()
 
 
 def _shut_down(pool: weakref.WeakMethod[Callable[[], None]]) -> None:

@@ -25,7 +25,7 @@ class RayPoolOptions:
         spread: place the actors on all nodes of the cluster in turn, instead of on the node of this process.
         transport: "tcp" sends masks over authenticated TCP even on this node. "auto" does so only where an actor
             cannot map the engine's shared memory.
-        slots: sequences that can be open on one actor at the same time.
+        slots: sequences that can be open on one actor at the same time. Memory is only taken for those that are.
         mask_limit: seconds that one mask may take. The actor is killed after that, and the sequence fails with
             `MaskTimeout`. The actor's other sequences are opened on another actor.
         max_replays: what the death of an actor costs. 0: every sequence with a matcher on the actor fails with
@@ -49,7 +49,7 @@ class RayPoolOptions:
     address: str | None = None
     spread: bool = False
     transport: Literal["auto", "tcp"] = "auto"
-    slots: int = 1024
+    slots: int = 4096
     mask_limit: float = 5.0
     max_replays: int = 0
     pool_wait: float = 30.0

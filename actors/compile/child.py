@@ -1,6 +1,6 @@
-"""Compile processes from their owner's side: the template they are forked from, and one of them at work.
+"""Compile processes as the compile actor sees them: the fork server that starts them, and one process at work.
 
-What a compile process does with its constraint is nobody's guess: everything here has a deadline, and ends with a kill.
+Nothing here relies on a compile process to behave: every wait has a deadline, and ends with a kill.
 """
 
 from __future__ import annotations
@@ -13,21 +13,22 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from dataclasses import dataclass
-
-import psutil
 
 from actors.compile.process import (
     COMMAND,
     FORK,
-    NOT_YET,
+    READY,
     REAP,
+    RUNNING,
     CompileRequest,
     CompileResult,
     read_frame,
     readable,
     write_frame,
 )
+from actors.supervision.process import ProcessHandle, ProcessReading
 from guided.errors import BackendError, CompileTimeout, ConstraintTooLarge
 from guided.messages import decoder, encode
 
@@ -35,31 +36,34 @@ __all__ = ["CompileProcess", "ForkServer", "ProcessLimits", "ProcessLost", "Time
 
 _WARM_UP_SECONDS = 120.0
 _COMMAND_SECONDS = 10.0
-"""A fork takes hundredths of a second; a template that takes so long is replaced."""
-_CHECK_SECONDS = 0.01
-"""Between two looks at a process's memory and time."""
+"""A fork takes hundredths of a second. A fork server that takes longer than this is replaced."""
+_POLL_SECONDS = 0.01
+"""Between two readings of a process's memory and time."""
+_EXIT_SECONDS = 1.0
+"""Time for a process that has closed its socket to end by itself, so that its exit code is its own."""
 _WALL_PER_SLICE = 4.0
-"""A slice is over after so many times its length on the wall clock too: a process may hang without computing."""
+"""A time slice also ends after this multiple of its length in wall time: a process may block without computing."""
 _SEND_TIMEOUT = struct.pack("ll", 5, 0)
+_NO_READING = ProcessReading(0, 0.0, False, 0)
 
 
 class ProcessLost(Exception):
-    """The process is gone, and nothing says that its constraint did it: killed or stopped from outside, or with its
-    template."""
+    """The process was killed or stopped from outside, or with its fork server. The constraint is not known to be the
+    cause."""
 
 
 class TimeSliceExceeded(Exception):
-    """It isn't done, and has computed for as long as it may while others wait. It goes on running."""
+    """The process has computed for longer than its time slice. It goes on."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessLimits:
-    """What one attempt may take.
+    """Limits of one compilation.
 
     Args:
-        deadline: `time.monotonic()` at which it is killed.
-        memory_bytes: resident memory beyond what a compile process has when it is forked.
-        cpu_seconds: computing time after which `TimeSliceExceeded` is raised; None: there is no slice.
+        deadline: `time.monotonic()` at which the process is killed.
+        memory_bytes: growth of the process's resident memory since its fork.
+        cpu_seconds: the time slice: computing time after which `TimeSliceExceeded` is raised. None: no time slice.
     """
 
     deadline: float
@@ -68,13 +72,17 @@ class ProcessLimits:
 
 
 class ForkServer:
-    """The warm process that compile processes are forked from; started when it is needed, and again when it is lost.
+    """The warm process that compile processes are forks of. Started when first needed, and again when it is lost.
 
-    It ends with the thread that had it started, and its forks with it: threads that call `fork` live as long as it.
+    It dies with the thread that started it, and its forks die with it: threads that call `fork` must live as long as
+    this object is used.
     """
 
     def __init__(self, vocabulary: bytes) -> None:
-        self._vocabulary = vocabulary
+        self._vocabulary = os.memfd_create("vocabulary")
+        weakref.finalize(self, os.close, self._vocabulary)
+        with open(self._vocabulary, "wb", closefd=False) as file:
+            file.write(vocabulary)
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
@@ -82,10 +90,10 @@ class ForkServer:
         """When it was last ready."""
 
     def fork(self) -> CompileProcess:
-        """A compile process.
+        """Start a compile process.
 
         Raises:
-            OSError: there can't be one now: not the memory for it, or the template doesn't start.
+            OSError: not possible now: out of memory, or the fork server does not start.
         """
         with self._lock:
             if self._process is None or self._process.poll() is not None:
@@ -104,72 +112,74 @@ class ForkServer:
             return CompileProcess(self, process, pid, ours)
 
     def is_lost(self, process: subprocess.Popen[bytes]) -> bool:
-        """That template, and so everything that it forked, is gone."""
+        """Whether this process of the fork server, and with it all its forks, is gone."""
         return process is not self._process or process.poll() is not None
 
     def reap(self, process: subprocess.Popen[bytes], pid: int) -> int | None:
-        """How a process that was killed or has hung up ended; None where it can't be told."""
+        """Get the exit code of a compile process that has ended or was killed. None if it is not known."""
         deadline = time.monotonic() + _COMMAND_SECONDS
         while time.monotonic() < deadline:
             with self._lock:
                 if self.is_lost(process):
                     return None
                 try:
-                    status = self._command(REAP, pid)
+                    exit_code = self._command(REAP, pid)
                 except OSError:
                     return None
-            if status != NOT_YET:
-                return status
+            if exit_code != RUNNING:
+                return exit_code
             time.sleep(0.002)
         return None
 
     def close(self) -> None:
-        """End it, and with it all its forks."""
+        """End the fork server, and with it all its forks."""
         with self._lock:
             self._discard()
 
     def _start(self) -> None:
         self._discard()
-        ours, theirs = socket.socketpair()
-        one_thread = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # threads don't survive a fork
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        one_thread = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # a fork has one thread only
         path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        descriptors = (theirs.fileno(), self._vocabulary)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "actors.compile.process", str(theirs.fileno()), str(os.getpid())],
+                [sys.executable, "-m", "actors.compile.process", *map(str, descriptors), str(os.getpid())],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
+                pass_fds=descriptors,
                 env={**os.environ, **one_thread, **path},
             )
-        self._control = ours
-        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(_WARM_UP_SECONDS), 0))
         try:
-            write_frame(ours.fileno(), self._vocabulary)
-            read_frame(ours.fileno(), time.monotonic() + _WARM_UP_SECONDS)
-        except (OSError, EOFError) as error:  # TimeoutError is an OSError
-            self._discard()
-            raise OSError(f"the template of compile processes didn't start: {error!r}") from error
+            self._receive(READY, _WARM_UP_SECONDS)
+        except OSError as error:
+            raise OSError(f"the fork server of the compile processes did not start: {error!r}") from error
         self.started = time.monotonic()
 
-    def _command(self, what: bytes, pid: int, passed: socket.socket | None = None) -> int:
+    def _command(self, name: bytes, pid: int, *passed: socket.socket) -> int:
         assert self._control is not None
         try:
-            descriptors = [] if passed is None else [passed.fileno()]
-            socket.send_fds(self._control, [COMMAND.pack(what, pid)], descriptors)
-            answer = b""
-            deadline = time.monotonic() + _COMMAND_SECONDS
-            while len(answer) < COMMAND.size:
-                if not readable(self._control.fileno(), deadline - time.monotonic()):
-                    raise TimeoutError("the template doesn't answer")
-                more = self._control.recv(COMMAND.size - len(answer))
-                if not more:
-                    raise ConnectionResetError("the template is gone")
-                answer += more
+            socket.send_fds(self._control, [COMMAND.pack(name, pid)], [each.fileno() for each in passed])
         except OSError:
             self._discard()
             raise
-        result: int = COMMAND.unpack(answer)[1]
-        return result
+        return self._receive(name, _COMMAND_SECONDS)
+
+    def _receive(self, name: bytes, seconds: float) -> int:
+        """Wait for the fork server's answer; discard the fork server if none comes."""
+        assert self._control is not None
+        try:
+            if not readable(self._control.fileno(), seconds):
+                raise TimeoutError("the fork server does not answer")
+            answer = self._control.recv(COMMAND.size)
+            if not answer:
+                raise ConnectionResetError("the fork server is gone")
+        except OSError:
+            self._discard()
+            raise
+        answered, number = COMMAND.unpack(answer)
+        assert answered == name
+        return int(number)
 
     def _discard(self) -> None:
         if self._process is not None:
@@ -184,134 +194,106 @@ class ForkServer:
 class CompileProcess:
     """One compile process. Used by one thread at a time."""
 
-    def __init__(self, template: ForkServer, made_by: subprocess.Popen[bytes], pid: int, jobs: socket.socket) -> None:
+    def __init__(
+        self, fork_server: ForkServer, forked_by: subprocess.Popen[bytes], pid: int, jobs: socket.socket
+    ) -> None:
         self.pid = pid
-        self._template = template
-        self._made_by = made_by
+        self._fork_server = fork_server
+        self._forked_by = forked_by
         self._jobs = jobs
         jobs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _SEND_TIMEOUT)
         self._decode = decoder(CompileResult).decode
+        self._process = ProcessHandle(pid)
         self._ended = False
-        self._computed = 0.0
-        self._started = 0.0
-        self._seen = psutil.Process(pid)
-        self._least_rss = self._memory()
+        self._fresh = self._slice = self._read()
+        self._slice_began = 0.0
 
     @property
     def alive(self) -> bool:
-        """It has not hung up, and its template is there. Asked while it has nothing to do."""
-        return not self._ended and not self.orphaned and not readable(self._jobs.fileno(), 0)
-
-    @property
-    def orphaned(self) -> bool:
-        """Its template is gone, and took it along."""
-        return self._template.is_lost(self._made_by)
+        """Whether the process waits for a request. To be asked between two requests."""
+        return not self._ended and not self._orphaned and not readable(self._jobs.fileno(), 0)
 
     @property
     def growth(self) -> int:
-        """Resident bytes more than it had in the beginning."""
-        return self._memory() - self._least_rss
+        """Growth of its resident memory since its fork, in bytes."""
+        return self._read().resident - self._fresh.resident
 
-    def start(self, attempt: CompileRequest) -> None:
-        """Give it an attempt; `wait` follows.
+    def start(self, request: CompileRequest) -> None:
+        """Send a request; `wait` returns the result.
 
         Raises:
-            ProcessLost: it doesn't take it.
+            ProcessLost: the process does not take it.
         """
-        self._computed = self._cpu_seconds()
-        self._started = time.monotonic()
+        self._slice = self._read()
+        self._slice_began = time.monotonic()
         try:
-            write_frame(self._jobs.fileno(), encode(attempt))
+            write_frame(self._jobs.fileno(), encode(request))
         except BlockingIOError:
             raise ProcessLost("it took no constraint") from None
         except OSError:
-            raise self._crash() from None
+            raise self._failure() from None
 
-    def wait(self, allowance: ProcessLimits) -> CompileResult:
-        """The outcome of what it was given.
+    def wait(self, limits: ProcessLimits) -> CompileResult:
+        """Wait for the result of the request.
 
         Raises:
-            TimeSliceExceeded: not yet; it may be waited for again.
-            CompileTimeout, ConstraintTooLarge: it took too much: kill it.
-            BackendError: it died.
-            ProcessLost: it was killed, or stopped.
+            TimeSliceExceeded: not finished; `wait` may be called again.
+            CompileTimeout, ConstraintTooLarge: a limit was exceeded; the process has to be killed.
+            BackendError: the process crashed.
+            ProcessLost: the process was killed or stopped.
         """
         answers = self._jobs.fileno()
         try:
-            while not readable(answers, min(_CHECK_SECONDS, allowance.deadline - time.monotonic())):
-                if self.growth > allowance.memory_bytes:
-                    raise ConstraintTooLarge(
-                        f"compiling this constraint took more than {allowance.memory_bytes >> 20} MiB of memory; "
-                        "a smaller one, or another backend, may do"
-                    )
-                if self._is(psutil.STATUS_STOPPED):
-                    raise ProcessLost("SIGSTOP")
-                if time.monotonic() >= allowance.deadline:
-                    raise TimeoutError
-                if allowance.cpu_seconds is not None and self._slice_is_over(allowance.cpu_seconds):
-                    raise TimeSliceExceeded
-            outcome: CompileResult = self._decode(read_frame(answers, allowance.deadline))
+            while not readable(answers, min(_POLL_SECONDS, limits.deadline - time.monotonic())):
+                self._check(limits)
+            result: CompileResult = self._decode(read_frame(answers, limits.deadline))
         except TimeoutError:
             raise CompileTimeout("") from None
         except (EOFError, OSError):
-            raise self._crash() from None
-        return outcome
+            raise self._failure() from None
+        return result
 
     def kill(self) -> int | None:
-        """End it, whatever it does: how it had ended before, if it had. Idempotent."""
+        """Kill the process, unless it has ended by itself. Returns its exit code, None if unknown. Idempotent."""
         if self._ended:
             return None
         self._ended = True
         self._jobs.close()
-        if self.orphaned:
-            return None
-        os.kill(self.pid, signal.SIGKILL)  # not reaped yet, so that this pid is nobody else's
-        return self._template.reap(self._made_by, self.pid)
+        self._process.kill()
+        return self._fork_server.reap(self._forked_by, self.pid)
 
-    def _slice_is_over(self, seconds: float) -> bool:
-        wall = time.monotonic() - self._started
-        return wall > _WALL_PER_SLICE * seconds or self._cpu_seconds() - self._computed > seconds
+    @property
+    def _orphaned(self) -> bool:
+        """The fork server is gone, and this process died with it."""
+        return self._fork_server.is_lost(self._forked_by)
 
-    def _crash(self) -> BackendError | ProcessLost:
-        orphaned = self.orphaned
-        code = self._end_of_its_own()
+    def _read(self) -> ProcessReading:
+        return self._process.read() or _NO_READING
+
+    def _check(self, limits: ProcessLimits) -> None:
+        """Raise if a limit is exceeded."""
+        reading, now = self._read(), time.monotonic()
+        if reading.resident - self._fresh.resident > limits.memory_bytes:
+            raise ConstraintTooLarge(
+                f"compiling this constraint took more than {limits.memory_bytes >> 20} MiB of memory; "
+                "try a smaller one, or another backend"
+            )
+        if reading.stopped:
+            raise ProcessLost("SIGSTOP")
+        if now >= limits.deadline:
+            raise TimeoutError
+        if limits.cpu_seconds is not None and (
+            reading.cpu_seconds - self._slice.cpu_seconds > limits.cpu_seconds
+            or now - self._slice_began > _WALL_PER_SLICE * limits.cpu_seconds
+        ):
+            raise TimeSliceExceeded
+
+    def _failure(self) -> BackendError | ProcessLost:
+        """Why the process has closed its socket: it crashed, or was killed from outside."""
+        orphaned = self._orphaned
+        self._process.wait(_EXIT_SECONDS)
+        code = self.kill()
         if orphaned or code is None or code == -signal.SIGKILL:
             return ProcessLost("SIGKILL")
         how = f"exit status {code}" if code >= 0 else signal.Signals(-code).name
         return BackendError(f"compiling this constraint ended its process ({how})")
-
-    def _end_of_its_own(self) -> int | None:
-        """Like `kill`, with a moment for it to end by itself: it has hung up already."""
-        if self.orphaned or self._ended:
-            return None
-        code = self._template.reap(self._made_by, self.pid) if self._is_dying() else self.kill()
-        self._ended = True
-        self._jobs.close()
-        return code
-
-    def _is_dying(self) -> bool:
-        deadline = time.monotonic() + 1.0
-        while time.monotonic() < deadline:
-            if self._is(psutil.STATUS_ZOMBIE):
-                return True
-            time.sleep(0.005)
-        return False
-
-    def _is(self, status: str) -> bool:
-        try:
-            return bool(self._seen.status() == status)
-        except psutil.NoSuchProcess:
-            return status == psutil.STATUS_ZOMBIE
-
-    def _memory(self) -> int:
-        try:
-            return int(self._seen.memory_info().rss)
-        except psutil.NoSuchProcess:
-            return 0
-
-    def _cpu_seconds(self) -> float:
-        try:
-            times = self._seen.cpu_times()
-        except psutil.NoSuchProcess:
-            return 0.0
-        return float(times.user + times.system)

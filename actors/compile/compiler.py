@@ -1,7 +1,7 @@
-"""CompileActor: owns the processes that compile, and kills those that take too long or too much.
+"""CompileActor: owns the compile processes, distributes constraints to them and kills those that exceed a limit.
 
-One actor for the pool, with children, rather than a child a mask actor: a mask actor's death then ends no compilation,
-a compilation can't starve a mask actor of memory, and whoever has to kill a child runs beside it and never native code.
+The pool has one such actor. So the death of a mask actor ends no compilation, a compilation takes no memory from a mask
+actor, and the code that has to kill a compile process never runs native code itself.
 """
 
 from __future__ import annotations
@@ -38,60 +38,103 @@ from guided.vocabulary import Vocabulary
 
 __all__ = ["CompileActor", "CompileJob", "Compiler"]
 
-SLICES = (0.03, 0.5)
-"""Seconds of computing, by level."""
-SLOW = len(SLICES)
-"""The level of what is compiled to its end."""
+_SLICES = (0.03, 0.5)
+"""Time slice of each level, in seconds of computing time."""
+_FINAL_LEVEL = len(_SLICES)
+"""The level without a time slice: a constraint here is compiled to its end."""
 _SLOW_AFTER = 2
-"""Slices in a row that were not enough."""
-
+"""A backend is slow at a level once so many of its time slices there, in a row, were exceeded."""
 _RESERVE = 0.1
-"""Share of the budget that is kept for each backend that may still be tried: most refuse or compile in far less."""
-_KEPT_BYTES = 256 << 20
-"""A process that has grown by more than this does no further constraint."""
-_MOST_LOST = 4
-"""Processes that may be killed with a constraint, by nobody knows whom: the system kills so what takes its memory."""
+"""Share of the time limit kept for each backend that may still be tried: most reject, or finish, in far less."""
+_MAX_GROWTH_BYTES = 256 << 20
+"""A process that has grown by more than this is replaced after its constraint."""
+_MAX_LOST = 4
+"""Maximum number of processes that may be killed externally (for example by the OOM killer) with one constraint."""
 _RETRY_SECONDS = 1.0
+"""Pause before another attempt to start a compile process."""
 _log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class CompileJob:
+    """Compile `constraint` with the first of `backends` that can enforce all of it."""
+
+    constraint: Constraint
+    backends: list[str]
+
+
+@dataclass(eq=False, slots=True)
+class _CompileTask:
+    """State of a job that is not finished."""
+
+    job: CompileJob
+    future: Future[CompileResult]
+    submitted: float = field(default_factory=time.monotonic)
+    level: int = 0
+    spent: float = 0.0
+    """Seconds of the attempts that are over."""
+    process: CompileProcess | None = None
+    """Set while the task is handed over to another thread together with its running process."""
+    began: float = 0.0
+    """`time.monotonic()` when the current process got it."""
+    failed: list[tuple[str, GuidedError]] = field(default_factory=list)
+    """Backends that were tried, and their errors."""
+    crashed: list[str] = field(default_factory=list)
+    timed_out: list[str] = field(default_factory=list)
+    lost: int = 0
+    """Processes that were killed externally with this task."""
+
+    @property
+    def backend(self) -> str:
+        """The backend to try now."""
+        return self.job.backends[len(self.failed)]
+
+    def waited(self, since: float) -> float:
+        """Seconds in the queue after `since` (`time.monotonic()`)."""
+        return time.monotonic() - max(self.submitted, since) - self.spent
+
+    def end_attempt(self) -> None:
+        """Count the time of the current process."""
+        self.spent += time.monotonic() - self.began
+
+
 class CompileActor:
-    """The compiler, as Ray sees it. Async, so that waiting compilations cost no thread.
+    """The compiler as a Ray actor. Its methods are async, so that a waiting compilation occupies no thread.
 
     Args:
-        owner: the engine's process; this one ends with it.
+        owner: the engine's process; this process ends with it.
     """
 
     def __init__(self, owner: Owner, limits: CompileLimits) -> None:
         exit_with_owner(owner)
         self._compiler = Compiler(owner.fetch(), limits)
 
-    async def compile(self, backends: Sequence[str], *pieces: bytes) -> tuple[CompileResult, bytes]:
-        """The outcome, and beside it (an object of its own, so that it needn't visit the engine) the dumped grammar."""
-        outcome = await asyncio.wrap_future(self._compiler.submit(CompileJob(from_chunks(pieces), list(backends))))
-        dumped, outcome.dumped = outcome.dumped, b""
-        return outcome, dumped
+    async def compile(self, backends: Sequence[str], *chunks: bytes) -> tuple[CompileResult, bytes]:
+        """Compile a constraint. The serialized grammar is a second object, which does not pass through the engine."""
+        result = await asyncio.wrap_future(self._compiler.submit(CompileJob(from_chunks(chunks), list(backends))))
+        dumped, result.dumped = result.dumped, b""
+        return result, dumped
 
     async def pids(self) -> list[int]:
-        """The compile processes; also the sign that this actor is alive."""
+        """Return the pids of the compile processes."""
         return self._compiler.pids
 
     async def pid(self) -> int:
-        """This process."""
+        """Return the pid of this actor; also shows that it is alive."""
         return os.getpid()
 
 
 class Compiler:
-    """`limits.processes` warm children, each with a thread that feeds it, watches it and replaces it."""
+    """`limits.processes` warm compile processes, each with a thread that feeds, watches and replaces it."""
 
     def __init__(self, vocabulary: Vocabulary, limits: CompileLimits) -> None:
         self._limits = limits
         slow = limits.processes // 2
         self._has_slow = slow > 0
-        self._queue = CompileQueue(self._has_slow)
-        self._template = ForkServer(vocabulary.to_bytes())
-        self._children: dict[int, CompileProcess] = {}
-        # The template dies with the thread that started it, whichever of these that was: none ends before all do.
+        self._queue = _CompileQueue(self._has_slow)
+        self._fork_server = ForkServer(vocabulary.to_bytes())
+        self._processes: dict[int, CompileProcess] = {}
+        # The fork server dies with the thread that started it, which may be any of these: they all end together.
         self._end = threading.Barrier(limits.processes)
         self._threads = [
             threading.Thread(target=self._work, args=(index, index >= limits.processes - slow), daemon=True)
@@ -101,147 +144,147 @@ class Compiler:
             thread.start()
 
     def submit(self, job: CompileJob) -> Future[CompileResult]:
-        """Compile when a child is free. The future never raises: an `CompileResult` holds the error."""
+        """Compile as soon as a process is free. The future never raises: the `CompileResult` holds the error."""
         future: Future[CompileResult] = Future()
-        future.set_running_or_notify_cancel()  # a thread is to answer it: nobody may cancel it
-        self._queue.put(CompileTask(job, future))
+        future.set_running_or_notify_cancel()  # cannot be cancelled: a thread will set its result
+        self._queue.put(_CompileTask(job, future))
         return future
 
     @property
     def pids(self) -> list[int]:
-        """The children that are there."""
-        return [child.pid for child in list(self._children.values())]
+        """Pids of the compile processes."""
+        return [process.pid for process in list(self._processes.values())]
 
     def close(self) -> None:
-        """End: what waits is failed, what is being compiled is compiled first."""
+        """Fail the tasks that wait, finish those that are being compiled, end the processes."""
         for task in self._queue.close():
             self._finish(task, PoolUnavailable("the compiler was shut down"))
         for thread in self._threads:
             thread.join()
-        self._template.close()
+        self._fork_server.close()
 
     def _work(self, index: int, slow: bool) -> None:
-        """What one thread does: tasks, one after the other, in a child of its own."""
-        child = None if slow else self._fork(index)
+        """Body of a thread: handle one task after the other in the thread's own process."""
+        process = None if slow else self._fork(index)
         while (task := self._queue.take(slow=slow)) is not None:
-            waited = task.waited(self._template.started)
-            if task.child is None and waited > self._limits.wait_seconds:
+            waited = task.waited(self._fork_server.started)
+            if task.process is None and waited > self._limits.wait_seconds:
                 text = f"this constraint waited {waited:.0f} s for others that are compiled; try again later"
                 self._finish(task, CompileQueueFull(text))
                 continue
-            if task.child is not None:
-                self._drop(index, child)
-                child = self._children[index] = task.child
-            elif child is None or not child.alive:
-                self._drop(index, child)
-                child = self._fork(index)
-            if not self._serve_safely(task, child):
-                del self._children[index]
-                child = None if slow else self._fork(index)
-        self._drop(index, child)
+            if task.process is not None:
+                self._drop(index, process)
+                process = self._processes[index] = task.process
+            elif process is None or not process.alive:
+                self._drop(index, process)
+                process = self._fork(index)
+            if not self._attempt_safely(task, process):
+                del self._processes[index]
+                process = None if slow else self._fork(index)
+        self._drop(index, process)
         self._end.wait()
 
     def _fork(self, index: int) -> CompileProcess:
         while True:
             try:
-                child = self._children[index] = self._template.fork()
+                process = self._processes[index] = self._fork_server.fork()
             except OSError as error:
-                _log.error("there is no compile process, which is tried again: %s", error)
+                _log.error("cannot start a compile process, will try again: %s", error)
                 time.sleep(_RETRY_SECONDS)
             else:
-                return child
+                return process
 
-    def _drop(self, index: int, child: CompileProcess | None) -> None:
-        self._children.pop(index, None)
-        if child is not None:
-            child.kill()
+    def _drop(self, index: int, process: CompileProcess | None) -> None:
+        self._processes.pop(index, None)
+        if process is not None:
+            process.kill()
 
-    def _serve_safely(self, task: CompileTask, child: CompileProcess) -> bool:
+    def _attempt_safely(self, task: _CompileTask, process: CompileProcess) -> bool:
         try:
-            return self._serve(task, child)
-        except Exception as error:  # a mistake of ours costs one constraint, not a thread
+            return self._attempt(task, process)
+        except Exception as error:  # a bug here fails one constraint and does not end the thread
             _log.exception("a constraint was not compiled")
-            child.kill()
+            process.kill()
             self._finish(task, BackendError(bounded(f"compiling failed: {error!r}")))
             return False
 
-    def _serve(self, task: CompileTask, child: CompileProcess) -> bool:
-        """One attempt at `task`, or the rest of one. False where `child` is gone: killed, or handed over."""
+    def _attempt(self, task: _CompileTask, process: CompileProcess) -> bool:
+        """Begin an attempt, or go on with one. Returns False if `process` was killed or handed over."""
         try:
-            if task.child is None:
+            if task.process is None:
                 task.began = time.monotonic()
-                child.start(CompileRequest(task.job.constraint, task.backend, self._limits.grammar_bytes))
-            task.child = None
-            outcome = child.wait(self._allowance(task))
+                process.start(CompileRequest(task.job.constraint, task.backend, self._limits.grammar_bytes))
+            task.process = None
+            result = process.wait(self._process_limits(task))
         except TimeSliceExceeded:
-            self._queue.note(task, overrun=True)
-            if not self._queue.hand_over(task, child):
-                child.kill()
-                task.spent += time.monotonic() - task.began
+            self._queue.record_slice(task, exceeded=True)
+            if not self._queue.hand_over(task, process):
+                process.kill()
+                task.end_attempt()
                 task.level += 1
                 self._queue.put(task)
             return False
         except ProcessLost as lost:
-            self._lost(task, child, lost)
+            self._retry_lost(task, process, lost)
             return False
         except GuidedError as error:
-            self._killed(task, child, error)
+            self._end_process(task, process, error)
             return False
-        task.spent += time.monotonic() - task.began
-        if task.level < SLOW:
-            self._queue.note(task, overrun=False)
-        if outcome.error is None:
-            outcome.seconds, outcome.crashed, outcome.timed_out = task.spent, task.crashed, task.timed_out
-            task.future.set_result(outcome)
+        task.end_attempt()
+        if task.level < _FINAL_LEVEL:
+            self._queue.record_slice(task, exceeded=False)
+        if result.error is None:
+            result.seconds, result.crashed, result.timed_out = task.spent, task.crashed, task.timed_out
+            task.future.set_result(result)
         else:
-            self._failed(task, from_wire(outcome.error))
-        if child.growth > _KEPT_BYTES:
-            child.kill()
+            self._fail_backend(task, from_wire(result.error))
+        if process.growth > _MAX_GROWTH_BYTES:
+            process.kill()
             return False
         return True
 
-    def _seconds(self, task: CompileTask) -> float:
-        """What this attempt may take: all that is left, but for what is kept for the backends after this one."""
-        left_over = len(task.job.backends) - len(task.failed) - 1
-        return self._limits.seconds * (1 - _RESERVE * left_over) - task.spent
+    def _attempt_seconds(self, task: _CompileTask) -> float:
+        """Time limit of this attempt: all that is left, except the reserve for the backends after this one."""
+        backends_after = len(task.job.backends) - len(task.failed) - 1
+        return self._limits.seconds * (1 - _RESERVE * backends_after) - task.spent
 
-    def _allowance(self, task: CompileTask) -> ProcessLimits:
-        sliced = SLICES[task.level] if self._has_slow and task.level < SLOW else None
-        return ProcessLimits(task.began + self._seconds(task), self._limits.memory_bytes, sliced)
+    def _process_limits(self, task: _CompileTask) -> ProcessLimits:
+        time_slice = _SLICES[task.level] if self._has_slow and task.level < _FINAL_LEVEL else None
+        return ProcessLimits(task.began + self._attempt_seconds(task), self._limits.memory_bytes, time_slice)
 
-    def _lost(self, task: CompileTask, child: CompileProcess, lost: ProcessLost) -> None:
-        """Once more, unless that has happened too often."""
+    def _retry_lost(self, task: _CompileTask, process: CompileProcess, lost: ProcessLost) -> None:
+        """Try the task again, unless it has lost too many processes."""
         task.lost += 1
-        if task.lost == _MOST_LOST:
-            ended = f"compiling this constraint ended its process ({lost}), {_MOST_LOST} times"
-            self._killed(task, child, BackendError(ended))
+        if task.lost == _MAX_LOST:
+            ended = f"compiling this constraint ended its process ({lost}), {_MAX_LOST} times"
+            self._end_process(task, process, BackendError(ended))
             return
-        child.kill()
-        task.spent += time.monotonic() - task.began
+        process.kill()
+        task.end_attempt()
         task.level = 0
         self._queue.put(task)
 
-    def _killed(self, task: CompileTask, child: CompileProcess, error: GuidedError) -> None:
-        """An attempt that ended with its process, or is to."""
-        seconds = self._seconds(task)
-        task.spent += time.monotonic() - task.began
-        child.kill()
+    def _end_process(self, task: _CompileTask, process: CompileProcess, error: GuidedError) -> None:
+        """Kill the process of an attempt that crashed or exceeded a limit."""
+        seconds = self._attempt_seconds(task)
+        task.end_attempt()
+        process.kill()
         name = task.backend
         if isinstance(error, CompileTimeout):
             task.timed_out.append(name)
             error = CompileTimeout(
                 f"compiling this constraint took more than {seconds:.3g} s with {name}; "
-                "a simpler one, or another backend, may do"
+                "try a simpler one, or another backend"
             )
         elif isinstance(error, BackendError):
             task.crashed.append(name)
             _log.warning("%s, compiling with %s: %s", error, name, task.job.constraint.key)
         elif isinstance(error, ConstraintTooLarge):
             error = ConstraintTooLarge(f"with {name}, {error.message}")
-        self._failed(task, error)
+        self._fail_backend(task, error)
 
-    def _failed(self, task: CompileTask, error: GuidedError) -> None:
-        """Try the next backend, or say what became of them all."""
+    def _fail_backend(self, task: _CompileTask, error: GuidedError) -> None:
+        """Try the next backend; without one, or if the constraint itself is wrong, finish with an error."""
         if not is_about_backend(error):
             self._finish(task, error)
             return
@@ -249,97 +292,64 @@ class Compiler:
         if len(task.failed) == len(task.job.backends):
             self._finish(task, conclusion(task.failed))
             return
-        # Behind those that were not tried at all, and before those that are known to be slow.
-        task.level = 1
+        task.level = 1  # after constraints that were not tried at all, before those that are known to be slow
         self._queue.put(task)
 
-    def _finish(self, task: CompileTask, error: GuidedError) -> None:
+    def _finish(self, task: _CompileTask, error: GuidedError) -> None:
         task.future.set_result(
             CompileResult(to_wire(error), seconds=task.spent, crashed=task.crashed, timed_out=task.timed_out)
         )
 
 
-@dataclass(frozen=True, slots=True)
-class CompileJob:
-    """Compile `constraint` by the first of `backends` that can."""
+class _CompileQueue:
+    """Tasks in levels, first in, first out within each. Quick constraints never wait for slow ones. Thread-safe.
 
-    constraint: Constraint
-    backends: list[str]
+    The cost of a constraint cannot be known in advance. So every task first gets a time slice of `_SLICES[0]`, then one
+    of `_SLICES[1]`, in the quick processes. A task that is still not finished goes to the slow processes, each of which
+    compiles one task to its end. So a quick task waits at most for as many short slices as there are tasks before it. A
+    slice that is lost by a kill is short compared with the time that its constraint needs.
 
-
-@dataclass(eq=False, slots=True)
-class CompileTask:
-    """A job on its way."""
-
-    job: CompileJob
-    future: Future[CompileResult]
-    since: float = field(default_factory=time.monotonic)
-    level: int = 0
-    spent: float = 0.0
-    """Seconds that its attempts took so far."""
-    child: CompileProcess | None = None
-    """The process that is at it, where it is handed over running."""
-    began: float = 0.0
-    """`time.monotonic()` when that process got it."""
-    failed: list[tuple[str, GuidedError]] = field(default_factory=list)
-    """Backends that were tried, and what became of it."""
-    crashed: list[str] = field(default_factory=list)
-    timed_out: list[str] = field(default_factory=list)
-    lost: int = 0
-    """Processes that were killed with it, by nobody knows whom."""
-
-    @property
-    def backend(self) -> str:
-        """The one to try now."""
-        return self.job.backends[len(self.failed)]
-
-    def waited(self, begun: float) -> float:
-        """Seconds in the queue, of those since `begun` (`time.monotonic()`)."""
-        return time.monotonic() - max(self.since, begun) - self.spent
-
-
-class CompileQueue:
-    """Tasks by level, first come, first served within each. Thread-safe.
+    If a slow process is free, a task that has exceeded its first slice goes on there without being killed. A backend
+    whose latest tasks all exceeded their slices is served after the others: a flood of constraints that one backend is
+    slow at costs the users of another backend a few slices, whatever its length.
 
     Args:
-        has_slow: there are processes for the last level alone; else whoever takes something takes anything.
+        has_slow: some threads take only tasks of the final level. If not, every thread takes any task.
     """
 
     def __init__(self, has_slow: bool) -> None:
         self._has_slow = has_slow
-        self._levels: tuple[deque[CompileTask], ...] = tuple(deque() for _ in range(SLOW + 1))
+        self._levels: tuple[deque[_CompileTask], ...] = tuple(deque() for _ in range(_FINAL_LEVEL + 1))
         self._changed = threading.Condition()
-        self._idle = 0
-        """Slow takers that wait."""
+        self._idle_slow = 0
+        """Threads of slow processes that wait in `take`."""
         self._closed = False
-        self._overruns: Counter[tuple[int, str]] = Counter()
-        """By level and backend: how many of its latest slices there, in a row, were not enough."""
+        self._exceeded: Counter[tuple[int, str]] = Counter()
+        """For each level and backend: the latest slices, in a row, that were exceeded."""
 
-    def __len__(self) -> int:
-        return sum(map(len, self._levels))
-
-    def put(self, task: CompileTask) -> None:
-        """Let it wait at its level."""
+    def put(self, task: _CompileTask) -> None:
+        """Add a task to its level."""
         with self._changed:
             self._levels[task.level].append(task)
             self._changed.notify_all()
 
-    def hand_over(self, task: CompileTask, child: CompileProcess) -> bool:
-        """Give a running task to a slow taker, if one has nothing to do."""
+    def hand_over(self, task: _CompileTask, process: CompileProcess) -> bool:
+        """Give a task and its running process to the thread of a slow process. Returns False if all are busy."""
         with self._changed:
-            if self._idle <= len(self._levels[SLOW]):
+            if self._idle_slow <= len(self._levels[_FINAL_LEVEL]):
                 return False
-            task.child, task.level = child, SLOW
-            self._levels[SLOW].append(task)
+            task.process, task.level = process, _FINAL_LEVEL
+            self._levels[_FINAL_LEVEL].append(task)
             self._changed.notify_all()
             return True
 
-    def take(self, *, slow: bool) -> CompileTask | None:
-        """The next task, as soon as there is one; None once it is closed."""
-        every = range(len(self._levels))
-        levels = every if not self._has_slow else every[SLOW:] if slow else every[:SLOW]
+    def take(self, *, slow: bool) -> _CompileTask | None:
+        """Wait for the next task. None once the queue is closed."""
+        levels = range(_FINAL_LEVEL + 1)
+        if self._has_slow:
+            levels = levels[_FINAL_LEVEL:] if slow else levels[:_FINAL_LEVEL]
         with self._changed:
-            self._idle += slow
+            self._idle_slow += slow
             try:
                 while not self._closed:
                     for level in levels:
@@ -347,29 +357,29 @@ class CompileQueue:
                             return self._next(level)
                     self._changed.wait()
             finally:
-                self._idle -= slow
+                self._idle_slow -= slow
         return None
 
-    def note(self, task: CompileTask, *, overrun: bool) -> None:
-        """What became of a slice at the task's level."""
+    def record_slice(self, task: _CompileTask, *, exceeded: bool) -> None:
+        """Record whether a task exceeded its time slice at its level."""
         with self._changed:
             key = task.level, task.backend
-            self._overruns[key] = self._overruns[key] + 1 if overrun else 0
+            self._exceeded[key] = self._exceeded[key] + 1 if exceeded else 0
 
-    def _next(self, number: int) -> CompileTask:
-        level = self._levels[number]
-        for index, task in enumerate(level):
-            if self._overruns[number, task.backend] < _SLOW_AFTER:
-                del level[index]
-                return task
-        return level.popleft()
-
-    def close(self) -> list[CompileTask]:
-        """Nothing is taken any more. Returns what was left."""
+    def close(self) -> list[_CompileTask]:
+        """End every `take`. Returns the tasks that were waiting."""
         with self._changed:
             self._closed = True
-            left = [task for level in self._levels for task in level]
+            waiting = [task for level in self._levels for task in level]
             for level in self._levels:
                 level.clear()
             self._changed.notify_all()
-        return left
+        return waiting
+
+    def _next(self, number: int) -> _CompileTask:
+        level = self._levels[number]
+        for index, task in enumerate(level):
+            if self._exceeded[number, task.backend] < _SLOW_AFTER:
+                del level[index]
+                return task
+        return level.popleft()

@@ -1,16 +1,12 @@
-"""Grammars of a pool: compiled once by the compile actor, installed on every mask actor, forgotten when unused.
+"""Grammars of a pool: compiled once by the compile actor, installed on every mask actor, dropped when unused.
 
-One thread does it all, so that neither the engine's thread nor a callback of Ray's ever waits for Ray.
+The work is done on one thread, so that neither the engine's thread nor a callback of Ray ever waits for Ray.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
 import queue
-import select
-import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -21,10 +17,14 @@ from typing import Any, TypeVar
 
 import ray
 from ray.exceptions import RayActorError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from actors.compile.loading import ActorHandle, GrammarPackage, Loading, StoredGrammar, ended_by, to_chunks
+from actors.cluster import call_in_thread
+from actors.compile.compiler import CompileActor
+from actors.compile.loading import ActorHandle, GrammarPackage, Loading, StoredGrammar, died_loading, to_chunks
 from actors.compile.process import CompileResult
 from actors.compile.suspensions import Suspensions
+from actors.supervision.process import Owner, ProcessHandle, kill_actor
 from guided.backends import BACKENDS
 from guided.compilation import grammar_key
 from guided.constraint import Constraint
@@ -38,88 +38,76 @@ from guided.errors import (
     from_wire,
 )
 from guided.grammar_cache import CacheKey, GrammarCache, cache_key
+from guided.limits import CompileLimits
 from guided.pool import BackendStatus, Grammar
+from guided.pool_options import RayPoolOptions
 
 __all__ = ["Grammars"]
 
 _GRACE_SECONDS = 1.0
-"""How long a grammar that some worker has waits for workers that are slow to load it."""
-_LOAD_SECONDS = 15.0
-"""How long an actor may take for one grammar. (Compiling one takes less, or it is ended.)"""
-_COMPILE_TRIES = 10
-"""Compile actors that may die with a constraint before it is given up. It is none of its doing: what one of them does
-with a constraint it does in processes of its own."""
-_COMPILE_PATIENCE = 60.0
-"""Seconds after which none more may."""
+"""How long a grammar that one worker has loaded waits for the other workers."""
+_MAX_COMPILE_ACTORS = 10
+"""Maximum number of compile actors that may die with one constraint. The constraint is not the cause: native code runs
+in the children of the compile actor."""
+_MAX_RETRY_SECONDS = 60.0
+"""Time after which a constraint is not given to another compile actor."""
 _TICK_SECONDS = 0.5
+_CREATE_SECONDS = 10.0
 _START_SECONDS = 60.0
-"""How long the compile actor may take to answer its first ping: it may be starting."""
-_PULSE_SECONDS = 15.0
-"""How long for the others."""
+"""Time limit for the compile actor's first answer: it may still be starting."""
+_HEARTBEAT_SECONDS = 15.0
+"""Time limit for its later answers."""
 _log = logging.getLogger(__name__)
 _Answer = TypeVar("_Answer")
 
 
 @dataclass(eq=False, slots=True)
-class _PendingInstall:
-    """A compiled grammar whose future waits for the workers that are to have it."""
+class _PendingCompile:
+    """A constraint that the compile actor was asked to compile."""
 
-    grammar: Grammar
-    stored: StoredGrammar
-    since: float
-    """`time.monotonic()` when it was compiled, or asked for again."""
+    key: CacheKey
+    constraint: Constraint
+    backends: list[str]
+    since: float = field(default_factory=time.monotonic)
+    actors_lost: int = 0
+    """Compile actors that died while they had it."""
 
 
 @dataclass(eq=False, slots=True)
-class _Retries:
-    """How often a constraint was lost with the compile actor."""
+class _PendingInstall:
+    """A compiled grammar whose future waits for the workers that load it."""
 
+    grammar: Grammar
+    stored: StoredGrammar
     since: float = field(default_factory=time.monotonic)
-    lost: int = 0
 
 
 class Grammars:
-    """Compiles, caches, installs.
+    """Compiles, caches and installs grammars. Its methods may be called from any thread.
 
     Args:
-        start_compiler: makes a `CompileActor` and returns Ray's handle of it.
-        max_cache_bytes: what grammars that nobody uses may weigh together.
-        max_compiling: constraints under way; more are refused with `CompileQueueFull`.
-        pool_wait: seconds that a compiled grammar waits for a worker while none is up.
-        refused: is told which grammars no worker loads any more, by their keys, and why.
+        owner: the engine's process.
+        options: of the pool.
     """
 
-    def __init__(
-        self,
-        start_compiler: Callable[[], Any],
-        max_cache_bytes: int,
-        max_compiling: int,
-        pool_wait: float,
-        refused: dict[str, GuidedError],
-    ) -> None:
-        self._start_compiler = start_compiler
-        self._compiler = start_compiler()
-        self._cache = GrammarCache(max_cache_bytes)
-        self._cache_lock = threading.Lock()
-        self._pending: dict[CacheKey, Future[Grammar]] = {}
-        self._max_compiling = max_compiling
-        self._pool_wait = pool_wait
-        self._refused = refused
+    def __init__(self, owner: Owner, options: RayPoolOptions) -> None:
+        self._options = options
+        self._compiler = _CompilerHandle(owner, options.compile_limits)
         self._suspensions = Suspensions(BACKENDS)
+        self._lock = threading.Lock()
+        self._cache = GrammarCache(options.max_cache_bytes)
+        self._pending: dict[CacheKey, Future[Grammar]] = {}
         self._closed = False
-        # From here on: the thread's own.
+        # The following belong to the thread.
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._loading = Loading(self._when_done, self._check_arrivals, refused)
-        self._arrivals: list[_PendingInstall] = []
-        self._pulse: tuple[Future[Any], float] | None = None
-        self._compiler_pid: int | None = None
-        """Once it has answered."""
+        self._loading = Loading(self._when_done, self._check_installs)
+        self._installs: list[_PendingInstall] = []
         self._thread = threading.Thread(target=self._run, name="grammars", daemon=True)
         self._thread.start()
 
     @property
     def compiling(self) -> int:
-        """Constraints that are being compiled or installed, or wait for it."""
+        """Number of constraints that are being compiled or installed, or wait for it."""
         return len(self._pending)
 
     def compile(self, constraint: Constraint, backends: Sequence[str]) -> Future[Grammar]:
@@ -129,115 +117,111 @@ class Grammars:
         except BackendSuspended as error:
             return _failed(error)
         key = cache_key(constraint, backends)
-        with self._cache_lock:
+        with self._lock:
             if self._closed:
                 return _failed(PoolUnavailable("the pool is shut down"))
             future, new = self._cache.acquire(key)
-            if new and len(self._pending) >= self._max_compiling:
-                full = CompileQueueFull(
-                    f"{len(self._pending)} constraints are being compiled or wait for it: try again"
-                )
+            if new and len(self._pending) >= self._options.max_compiling:
+                full = CompileQueueFull(f"{len(self._pending)} constraints are being compiled or waiting: try again")
                 self._cache.fail(key, full)
                 return _failed(full)
+            pending = _PendingCompile(key, constraint, list(backends))
             if new:
-                task = partial(self._compile, key, constraint, list(backends))
-            elif not self._is_homeless(future):
+                task = partial(self._compile, pending)
+            elif not self._has_lost_workers(future):
                 return future
-            elif (waiting := self._pending.get(key)) is not None:
-                return waiting
+            elif key in self._pending:
+                return self._pending[key]
             else:
-                # Compiled once, and since then all workers that had it are gone.
-                task = partial(self._bring_home, future.result(), constraint, list(backends))
+                task = partial(self._reinstall, future.result(), pending)
                 future = Future()
-            future.set_running_or_notify_cancel()  # it is shared: nobody may cancel it
+            future.set_running_or_notify_cancel()  # shared by several requests: cannot be cancelled
             self._pending[key] = future
         self._tasks.put(task)
         return future
 
-    def let_go(self) -> None:
-        """Ray's shared memory is gone, and the dumped grammars with it: forget them. From any thread."""
-        self._tasks.put(self._loading.let_go)
-
-    def backends(self) -> list[BackendStatus]:
-        """Which backends are in rotation; from any thread."""
-        return self._suspensions.status()
-
-    def _is_homeless(self, future: Future[Grammar]) -> bool:
-        """It is compiled, and no worker that takes sequences has it."""
-        if not future.done() or future.exception() is not None:
-            return False
-        key = future.result().key
-        return not any(home.serving and key in home.installed for home in self._loading.homes)
-
     def release(self, grammar: Grammar) -> None:
         """See `MaskPool.release`. Returns at once."""
-        with self._cache_lock:
+        with self._lock:
             evicted = self._cache.release(grammar)
         if evicted:
-            self._tasks.put(partial(self._loading.forget, evicted))
+            self._tasks.put(partial(self._loading.remove, evicted))
 
-    def settle(self, home: ActorHandle, timeout: float) -> None:
-        """A new worker: from now on it gets every grammar; returns when it has those in use, and those that may have
-        ended another.
+    def rejection(self, key: str) -> GuidedError | None:
+        """Why no worker loads the grammar with this key any more; None if workers may load it."""
+        return self._loading.rejection(key)
+
+    def backends(self) -> list[BackendStatus]:
+        """Return which backends are suspended."""
+        return self._suspensions.status()
+
+    def drop_dumps(self) -> None:
+        """Forget the serialized grammars: Ray's shared memory is lost."""
+        self._tasks.put(self._loading.drop_dumps)
+
+    def add_actor(self, handle: ActorHandle, timeout: float) -> None:
+        """Have a new actor load all grammars. Returns when it has loaded those in use, and the suspects.
 
         Raises:
-            PoolUnavailable: it didn't load them in time, or died of it.
+            PoolUnavailable: it did not load them in time, or died.
         """
         deadline = time.monotonic() + timeout
-        self._await(home, self._ask(partial(self._settle, home), timeout), deadline)
-        while (suspect := self._ask(partial(self._loading.next_suspect, home), timeout)) is not None:
-            self._await(home, [suspect], deadline)
+        self._wait_for_loads(handle, self._ask(partial(self._add_actor, handle), timeout), deadline)
+        while (suspect := self._ask(partial(self._loading.load_next_suspect, handle), timeout)) is not None:
+            self._wait_for_loads(handle, [suspect], deadline)
 
-    def _ask(self, question: Callable[[], _Answer], timeout: float) -> _Answer:
-        """Have the thread answer."""
-        answer: Future[_Answer] = Future()
-        self._tasks.put(lambda: answer.set_result(question()))
-        return answer.result(timeout)
+    def start_serving(self, handle: ActorHandle) -> None:
+        """Sequences are placed on this actor from now on: finish the compilations that waited for one."""
+        handle.serving = True
+        self._tasks.put(self._check_installs)
 
-    def _await(self, home: ActorHandle, loads: Sequence[Future[None]], deadline: float) -> None:
-        missing = set(loads)
-        while missing:
-            done, missing = wait(missing, _TICK_SECONDS, FIRST_COMPLETED)
-            if any(map(ended_by, done)):
-                raise PoolUnavailable(f"it died while it loaded grammars ({len(missing) + 1} were left)")
-            if missing and (home.overdue(_LOAD_SECONDS) or time.monotonic() > deadline):
-                raise PoolUnavailable(f"{len(missing)} of {len(loads)} grammars were not loaded in time")
+    def remove_actor(self, handle: ActorHandle) -> None:
+        """Remove an actor that has ended."""
+        self._tasks.put(partial(self._remove_actor, handle))
 
-    def hangs(self, home: ActorHandle) -> bool:
-        """Whether a worker has been loading one grammar for too long. From any thread."""
-        return home.overdue(_LOAD_SECONDS)
-
-    def serve(self, home: ActorHandle) -> None:
-        """From now on sequences are placed on that worker: who waited for a worker with its grammar has one."""
-        home.serving = True
-        self._tasks.put(self._check_arrivals)
-
-    def leave(self, home: ActorHandle) -> None:
-        """That worker is gone."""
-        self._tasks.put(partial(self._leave, home))
+    def compile_pids(self) -> list[int]:
+        """Ask the compile actor for the pids of its processes; takes milliseconds."""
+        return self._compiler.pids()
 
     def close(self) -> None:
-        """Stop; what is still being compiled ends with `PoolUnavailable`. Idempotent."""
-        with self._cache_lock:
+        """Stop; pending compilations fail with `PoolUnavailable`. Idempotent."""
+        with self._lock:
             self._closed = True
         self._tasks.put(None)
         self._thread.join()
         for key in list(self._pending):
             self._fail(key, PoolUnavailable("the pool was shut down"))
-        self._end_compiler()
+        self._compiler.kill()
 
-    def compile_pids(self) -> list[int]:
-        """The processes that compile. Asks the compile actor: takes milliseconds."""
-        pids: list[int] = ray.get(self._compiler.pids.remote(), timeout=_START_SECONDS)
-        return pids
+    def _has_lost_workers(self, future: Future[Grammar]) -> bool:
+        """Whether a grammar is compiled, but all workers that had loaded it are gone."""
+        if not future.done() or future.exception() is not None:
+            return False
+        key = future.result().key
+        return not any(handle.serving and key in handle.installed for handle in self._loading.actors)
+
+    def _ask(self, question: Callable[[], _Answer], timeout: float) -> _Answer:
+        """Call a function on the thread and return its result."""
+        answer: Future[_Answer] = Future()
+        self._tasks.put(lambda: answer.set_result(question()))
+        return answer.result(timeout)
+
+    def _wait_for_loads(self, handle: ActorHandle, loads: Sequence[Future[None]], deadline: float) -> None:
+        missing = set(loads)
+        while missing:
+            done, missing = wait(missing, _TICK_SECONDS, FIRST_COMPLETED)
+            if any(map(died_loading, done)):
+                raise PoolUnavailable(f"it died while it loaded grammars ({len(missing) + 1} were left)")
+            if missing and (handle.is_overdue() or time.monotonic() > deadline):
+                raise PoolUnavailable(f"{len(missing)} of {len(loads)} grammars were not loaded in time")
 
     def _run(self) -> None:
         while True:
             try:
                 task = self._tasks.get(timeout=_TICK_SECONDS if self._pending else None)
             except queue.Empty:
-                self._watch_compiler()
-                self._check_arrivals()
+                self._compiler.check()
+                self._check_installs()
                 continue
             if task is None:
                 return
@@ -246,149 +230,166 @@ class Grammars:
             except Exception:
                 _log.exception("a grammar task failed")
 
-    def _compile(
-        self, key: CacheKey, constraint: Constraint, backends: list[str], lives: _Retries | None = None
-    ) -> None:
-        compiler = self._compiler
-        outcome, dumped = compiler.compile.options(num_returns=2).remote(backends, *to_chunks(constraint))
-        again = partial(self._compile_again, key, constraint, backends, lives or _Retries(), compiler)
-        self._when_done(outcome.future(), partial(self._compiled, key, constraint, dumped, again))
+    def _when_done(self, future: Future[Any], task: Callable[[Future[Any]], None]) -> None:
+        future.add_done_callback(lambda done: self._tasks.put(partial(task, done)))
 
-    def _compile_again(
-        self, key: CacheKey, constraint: Constraint, backends: list[str], lives: _Retries, lost: Any
-    ) -> None:
-        """The compile actor died, with all it was asked. Nothing says that this constraint did it (native code runs in
-        its children): it is asked for again."""
-        lives.lost += 1
-        seconds = time.monotonic() - lives.since
-        if lives.lost == _COMPILE_TRIES or seconds > _COMPILE_PATIENCE:
-            often = f"the compile actor died {lives.lost} times within {seconds:.0f} s while it had this constraint"
-            self._fail(key, PoolUnavailable(often))
-            return
-        if self._compiler is lost:
-            _log.error("the compile actor died: it is started again")
-            try:
-                self._compiler = self._start_compiler()
-            except GuidedError as error:
-                self._fail(key, error)
-                return
-            self._compiler_pid = self._pulse = None
-        self._compile(key, constraint, backends, lives)
+    def _compile(self, pending: _PendingCompile) -> None:
+        actor = self._compiler.actor
+        call = actor.compile.options(num_returns=2)
+        result, dumped = call.remote(pending.backends, *to_chunks(pending.constraint))
+        self._when_done(result.future(), partial(self._compiled, pending, actor, dumped))
 
     def _compiled(
-        self,
-        key: CacheKey,
-        constraint: Constraint,
-        dumped: ray.ObjectRef,
-        again: Callable[[], None],
-        done: Future[CompileResult],
+        self, pending: _PendingCompile, actor: Any, dumped: ray.ObjectRef, done: Future[CompileResult]
     ) -> None:
+        key, constraint = pending.key, pending.constraint
         try:
-            outcome = done.result()
+            result = done.result()
         except RayActorError:
-            again()
+            self._compile_again(pending, actor)
             return
         except Exception as error:
             self._fail(key, PoolUnavailable(f"the compile actor failed: {bounded(error)}"))
             return
-        for backend in outcome.crashed:
+        for backend in result.crashed:
             self._suspensions.crashed(backend, constraint.key)
-        for backend in outcome.timed_out:
+        for backend in result.timed_out:
             self._suspensions.timed_out(backend)
-        if outcome.error is not None:
-            self._fail(key, from_wire(outcome.error))
+        if result.error is not None:
+            self._fail(key, from_wire(result.error))
             return
-        name = grammar_key(outcome.backend, constraint)
-        grammar = Grammar(name, outcome.backend, constraint, key, outcome.seconds)
-        with self._cache_lock:
-            self._cache.weigh(grammar, outcome.nbytes)
-        stored = self._loading.add(GrammarPackage(name, outcome.backend, to_chunks(constraint)), dumped)
-        self._arrivals.append(_PendingInstall(grammar, stored, time.monotonic()))
-        self._check_arrivals()
+        name = grammar_key(result.backend, constraint)
+        grammar = Grammar(name, result.backend, constraint, key, result.seconds)
+        with self._lock:
+            self._cache.weigh(grammar, result.nbytes)
+        self._install(grammar, self._loading.add(GrammarPackage(name, result.backend, to_chunks(constraint)), dumped))
 
-    def _bring_home(self, grammar: Grammar, constraint: Constraint, backends: list[str]) -> None:
-        """A compiled grammar that no worker has is asked for again."""
+    def _compile_again(self, pending: _PendingCompile, actor: Any) -> None:
+        """Give a constraint to another compile actor: the one that had it died."""
+        pending.actors_lost += 1
+        seconds = time.monotonic() - pending.since
+        if pending.actors_lost == _MAX_COMPILE_ACTORS or seconds > _MAX_RETRY_SECONDS:
+            text = f"the compile actor died {pending.actors_lost} times within {seconds:.0f} s with this constraint"
+            self._fail(pending.key, PoolUnavailable(text))
+            return
+        try:
+            self._compiler.replace(actor)
+        except GuidedError as error:
+            self._fail(pending.key, error)
+            return
+        self._compile(pending)
+
+    def _reinstall(self, grammar: Grammar, pending: _PendingCompile) -> None:
+        """Have a compiled grammar loaded again; all workers that had loaded it are gone."""
         stored = self._loading.stored.get(grammar.key)
         if stored is None:
-            self._compile(grammar.cache_key, constraint, backends)
+            self._compile(pending)
             return
-        self._loading.try_again(stored)
-        self._arrivals.append(_PendingInstall(grammar, stored, time.monotonic()))
-        self._check_arrivals()
+        self._loading.retry(stored)
+        self._install(grammar, stored)
 
-    def _settle(self, home: ActorHandle) -> list[Future[None]]:
-        with self._cache_lock:
-            needed = {grammar.key for grammar in self._cache.in_use()}
-        needed.update(arrival.grammar.key for arrival in self._arrivals)
-        return self._loading.settle(home, needed)
+    def _install(self, grammar: Grammar, stored: StoredGrammar) -> None:
+        self._installs.append(_PendingInstall(grammar, stored))
+        self._check_installs()
 
-    def _leave(self, home: ActorHandle) -> None:
-        self._loading.leave(home)
-        self._check_arrivals()
+    def _check_installs(self) -> None:
+        self._installs = [install for install in self._installs if not self._finish_install(install)]
 
-    def _check_arrivals(self) -> None:
-        waiting: list[_PendingInstall] = []
-        now = time.monotonic()
-        for arrival in self._arrivals:
-            age = now - arrival.since
-            homes = [home for home in self._loading.homes if not ended_by(arrival.stored.homes.get(home))]
-            loads = [arrival.stored.homes[home] for home in homes if home in arrival.stored.homes]
-            loaded = any(home.serving and arrival.grammar.key in home.installed for home in homes)
-            if loaded and (age > _GRACE_SECONDS or all(load.done() for load in loads)):
-                self._pending.pop(arrival.grammar.cache_key).set_result(arrival.grammar)
-            elif (refusal := self._refused.get(arrival.grammar.key)) is not None:
-                self._fail(arrival.grammar.cache_key, refusal)
-            elif loads and all(load.done() and load.exception() is not None for load in loads):
-                why = bounded(loads[0].exception())
-                self._fail(arrival.grammar.cache_key, BackendError(f"no worker could load the grammar: {why}"))
-            elif age > self._pool_wait:
-                nobody = PoolUnavailable(f"no mask worker was there for it for {self._pool_wait:g} s")
-                self._fail(arrival.grammar.cache_key, nobody)
-            else:
-                waiting.append(arrival)
-        self._arrivals = waiting
+    def _finish_install(self, install: _PendingInstall) -> bool:
+        """Finish the future of a grammar, if workers have loaded it or will not. Returns whether it is finished."""
+        grammar, seconds = install.grammar, time.monotonic() - install.since
+        loads = {handle: load for handle, load in install.stored.loads.items() if not died_loading(load)}
+        error: GuidedError | None = None
+        if any(handle.serving and grammar.key in handle.installed for handle in loads) and (
+            seconds > _GRACE_SECONDS or all(load.done() for load in loads.values())
+        ):
+            self._pending.pop(grammar.cache_key).set_result(grammar)
+            return True
+        if (rejection := self.rejection(grammar.key)) is not None:
+            error = rejection
+        elif loads and all(load.done() and load.exception() is not None for load in loads.values()):
+            why = bounded(next(iter(loads.values())).exception())
+            error = BackendError(f"no worker could load the grammar: {why}")
+        elif seconds > self._options.pool_wait:
+            error = PoolUnavailable(f"no mask worker was available for {self._options.pool_wait:g} s")
+        if error is not None:
+            self._fail(grammar.cache_key, error)
+        return error is not None
 
     def _fail(self, key: CacheKey, error: GuidedError) -> None:
-        with self._cache_lock:
+        with self._lock:
             future = self._pending.pop(key)
             evicted = self._cache.fail(key, error)
         if evicted:
-            self._loading.forget(evicted)
+            self._loading.remove(evicted)
         future.set_exception(error)
 
-    def _watch_compiler(self) -> None:
-        """A compile actor that doesn't answer is killed; what it was asked fails then, and is asked of the next one."""
+    def _add_actor(self, handle: ActorHandle) -> list[Future[None]]:
+        with self._lock:
+            needed = {grammar.key for grammar in self._cache.in_use()}
+        needed.update(install.grammar.key for install in self._installs)
+        return self._loading.add_actor(handle, needed)
+
+    def _remove_actor(self, handle: ActorHandle) -> None:
+        self._loading.remove_actor(handle)
+        self._check_installs()
+
+
+class _CompilerHandle:
+    """The compile actor, from the pool's side: replaced when it dies, killed when it does not answer."""
+
+    def __init__(self, owner: Owner, limits: CompileLimits) -> None:
+        self._owner = owner
+        self._limits = limits
+        self._heartbeat: tuple[Future[int], float] | None = None
+        """A call that should be answered, and when it was made."""
+        self._process: ProcessHandle | None = None
+        """Known from its first answer on."""
+        self.actor = self._start()
+
+    def replace(self, actor: Any) -> None:
+        """Start another compile actor, if `actor`, which died, is still the current one.
+
+        Raises:
+            PoolUnavailable: Ray does not start it.
+        """
+        if self.actor is actor:
+            _log.error("the compile actor died: starting it again")
+            self.actor = self._start()
+            self._heartbeat = self._process = None
+
+    def check(self) -> None:
+        """Kill the actor if it does not answer. Its calls fail then, and are made again with the next actor."""
         now = time.monotonic()
-        if self._pulse is None:
-            self._pulse = self._compiler.pid.remote().future(), now
-        elif self._pulse[0].done():
-            if self._pulse[0].exception() is None:
-                self._compiler_pid = self._pulse[0].result()
-            self._pulse = None
-        elif now - self._pulse[1] > (_START_SECONDS if self._compiler_pid is None else _PULSE_SECONDS):
-            _log.error("the compile actor doesn't answer")
-            self._end_compiler()
+        if self._heartbeat is None:
+            self._heartbeat = self.actor.pid.remote().future(), now
+            return
+        answer, since = self._heartbeat
+        if answer.done():
+            if self._process is None and answer.exception() is None:
+                self._process = ProcessHandle(answer.result())
+            self._heartbeat = None
+        elif now - since > (_START_SECONDS if self._process is None else _HEARTBEAT_SECONDS):
+            _log.error("the compile actor does not answer")
+            self.kill()
 
-    def _end_compiler(self) -> None:
-        with contextlib.suppress(Exception):
-            ray.kill(self._compiler)
-        if self._compiler_pid is not None:  # Ray asks it to end; it may be unable to
-            _kill(self._compiler_pid, after=1.0)
-        self._compiler_pid = self._pulse = None
+    def pids(self) -> list[int]:
+        """Pids of the compile processes."""
+        pids: list[int] = ray.get(self.actor.pids.remote(), timeout=_START_SECONDS)
+        return pids
 
-    def _when_done(self, future: Future[Any], task: Callable[[Future[Any]], None]) -> None:
-        future.add_done_callback(lambda done: self._tasks.put(partial(task, done)))
+    def kill(self) -> None:
+        """Kill the actor, which may be unable to end by itself."""
+        kill_actor(self.actor, self._process)
+        self._heartbeat = self._process = None
 
-
-def _kill(pid: int, after: float) -> None:
-    """Kill a process, if it doesn't end by itself within `after` seconds."""
-    with contextlib.suppress(OSError):
-        process = os.pidfd_open(pid)
-        gone = select.poll()
-        gone.register(process, select.POLLIN)
-        if not gone.poll(after * 1000):
-            signal.pidfd_send_signal(process, signal.SIGKILL)
-        os.close(process)
+    def _start(self) -> Any:
+        same_node = NodeAffinitySchedulingStrategy(self._owner.node_id, soft=False)
+        actor_class = ray.remote(CompileActor).options(num_cpus=0, scheduling_strategy=same_node)
+        try:
+            return call_in_thread(lambda: actor_class.remote(self._owner, self._limits)).result(_CREATE_SECONDS)
+        except TimeoutError:
+            raise PoolUnavailable(f"Ray did not start the compile actor within {_CREATE_SECONDS:g} s") from None
 
 
 def _failed(error: GuidedError) -> Future[Grammar]:

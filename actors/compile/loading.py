@@ -1,8 +1,8 @@
-"""Loading: compiled grammars onto the mask actors, and those that end an actor by being loaded onto none.
+"""Loading of compiled grammars by the mask actors, and the rejection of grammars that crash them.
 
-A grammar goes to one actor first, and to the others when that one lives. What was being loaded when an actor ended is
-suspect, and what waited behind it and was never loaded anywhere: only actors that nobody uses yet load it, one suspect
-at a time. Who ends two of them is refused.
+A grammar is loaded by one actor first, and by the others once that one has survived it. When an actor dies, the grammar
+that it was loading becomes a suspect. So do the grammars that waited behind it, if no actor has ever loaded them. Only
+new actors, which hold no sequences yet, load suspects, one at a time. A grammar that crashes two actors is rejected.
 """
 
 from __future__ import annotations
@@ -22,215 +22,232 @@ from guided.constraint import Constraint
 from guided.errors import GuidedError, WorkerDied, bounded
 from guided.messages import decoder, encode
 
-__all__ = ["ActorHandle", "GrammarPackage", "Loading", "StoredGrammar", "ended_by", "from_chunks", "to_chunks"]
+__all__ = [
+    "ActorHandle",
+    "GrammarPackage",
+    "Loading",
+    "StoredGrammar",
+    "died_loading",
+    "from_chunks",
+    "to_chunks",
+]
 
-_MOST_ENDS = 2
-"""Actors that a grammar may end by being loaded alone: the first may have been killed by somebody else."""
-_MOST_REFUSED = 1000
+_MAX_CRASHES = 2
+"""Actors that a grammar may crash while they load nothing else. The first may have been killed externally."""
+_MAX_REJECTED = 1000
+_LOAD_SECONDS = 15.0
+"""Time limit for loading one grammar. (Compiling it took less.)"""
 _LIBRARY_SECONDS = 60.0
-"""Importing a backend's library, and what it makes of the vocabulary, takes seconds; on a crowded machine, tens."""
-_PIECE_BYTES = 64 << 10
+"""Time limit if the backend's library has to be imported first: seconds, or tens of seconds on a busy machine."""
+_CHUNK_BYTES = 64 << 10
 _decode = decoder(Constraint).decode
 _log = logging.getLogger(__name__)
 
 
+def to_chunks(constraint: Constraint) -> tuple[bytes, ...]:
+    """Split a constraint into arguments of a Ray call.
+
+    Ray puts an argument of more than 100 KiB into its shared memory. If the raylet is gone, that ends the calling
+    process, the engine's (Ray 2.60: `ray.put` exits).
+    """
+    data = encode(constraint)
+    return tuple(data[start : start + _CHUNK_BYTES] for start in range(0, len(data), _CHUNK_BYTES))
+
+
+def from_chunks(chunks: Iterable[bytes]) -> Constraint:
+    """Join what `to_chunks` has split."""
+    constraint: Constraint = _decode(b"".join(chunks))
+    return constraint
+
+
 @dataclass(frozen=True, slots=True)
 class GrammarPackage:
-    """A compiled grammar on its way to a worker; what was dumped travels beside it."""
+    """What an actor needs to load a grammar, besides the serialized grammar itself."""
 
     key: str
     backend: str
-    pieces: tuple[bytes, ...]
-    """Of the constraint: arguments of their own, see `actors.compile.loading`."""
+    chunks: tuple[bytes, ...]
+    """The constraint, see `to_chunks`."""
 
 
 @dataclass(eq=False, slots=True)
 class ActorHandle:
-    """A mask actor as the grammars see it."""
+    """A mask actor, with the grammars that it has loaded or is loading."""
 
     actor: Any
     """Ray's handle of a `MaskActor`."""
     installed: set[str] = field(default_factory=set)
+    """Keys of the grammars that it has loaded."""
     serving: bool = False
-    """Sequences are placed on it."""
+    """Sequences may be placed on it."""
     loading: list[GrammarPackage] = field(default_factory=list)
-    """What it was asked to load and hasn't yet, in that order."""
+    """What it is loading, in this order."""
     backends: set[str] = field(default_factory=set)
-    """Those whose libraries it has loaded: they came with a grammar."""
+    """Backends whose library it has imported: each is imported with the first grammar that needs it."""
     busy_since: float = 0.0
-    """`time.monotonic()` of when it began with the first of `loading`."""
+    """`time.monotonic()` when it began with the first of `loading`."""
 
-    def overdue(self, seconds: float) -> bool:
-        """Whether it has been loading one grammar for longer than `seconds`, or than a library takes that comes with
-        it. From any thread."""
+    def is_overdue(self) -> bool:
+        """Whether loading one grammar has exceeded its time limit. From any thread."""
         first = next(iter(tuple(self.loading)), None)
         if first is None:
             return False
-        allowed = seconds if first.backend in self.backends else max(seconds, _LIBRARY_SECONDS)
-        return time.monotonic() - self.busy_since > allowed
+        return time.monotonic() - self.busy_since > (
+            _LOAD_SECONDS if first.backend in self.backends else _LIBRARY_SECONDS
+        )
 
 
 @dataclass(eq=False, slots=True)
 class StoredGrammar:
-    """A compiled grammar: what every worker, now or later, loads."""
+    """A compiled grammar, which every actor loads, now or when it is started."""
 
-    installable: GrammarPackage
+    package: GrammarPackage
     dumped: ray.ObjectRef | bytes
-    homes: dict[ActorHandle, Future[None]] = field(default_factory=dict)
+    """The serialized grammar."""
+    loads: dict[ActorHandle, Future[None]] = field(default_factory=dict)
     proven: bool = False
-    """Some actor has loaded it, and lived."""
+    """An actor has loaded it and survived."""
 
 
-def ended_by(load: Future[None] | None) -> bool:
-    """That worker was gone before it had loaded; it needn't be the grammar's fault."""
-    return load is not None and load.done() and isinstance(load.exception(), RayActorError)
+def died_loading(load: Future[None]) -> bool:
+    """Whether the actor died before it had loaded the grammar; the grammar need not be the cause."""
+    return load.done() and isinstance(load.exception(), RayActorError)
 
 
 class Loading:
-    """Used from the grammars' thread.
+    """The compiled grammars and the actors that load them. Used from the thread of `Grammars`.
 
     Args:
-        when_done: has a task run on that thread when a future is done.
-        changed: called when a load has ended, one way or the other.
-        refused: is told which grammars are loaded no more, by their keys, and why; read by other threads.
+        when_done: runs a callback on that thread when a future is done.
+        changed: called whenever a load has ended, successfully or not.
     """
 
     def __init__(
         self,
         when_done: Callable[[Future[Any], Callable[[Future[Any]], None]], None],
         changed: Callable[[], None],
-        refused: dict[str, GuidedError],
     ) -> None:
         self._when_done = when_done
         self._changed = changed
-        self._refused = refused
         self._suspects: dict[str, int] = {}
-        """How many actors each has ended that loaded nothing else."""
+        """For each suspect: the actors it has crashed while they loaded nothing else."""
+        self._rejected: dict[str, GuidedError] = {}
         self.stored: dict[str, StoredGrammar] = {}
-        self.homes: tuple[ActorHandle, ...] = ()
-        """Replaced, never changed: read by other threads."""
+        self.actors: tuple[ActorHandle, ...] = ()
+        """Replaced, never modified: read by other threads."""
 
-    def add(self, installable: GrammarPackage, dumped: ray.ObjectRef) -> StoredGrammar:
-        """A grammar was compiled: have it loaded. Equal ones are stored once."""
-        stored = self.stored.setdefault(installable.key, StoredGrammar(installable, dumped))
-        self._spread(stored)
+    def rejection(self, key: str) -> GuidedError | None:
+        """Why a grammar is not loaded by any actor any more; None if it may be. From any thread."""
+        return self._rejected.get(key)
+
+    def add(self, package: GrammarPackage, dumped: ray.ObjectRef) -> StoredGrammar:
+        """Store a compiled grammar and have it loaded. A grammar that is stored already is not stored again."""
+        stored = self.stored.setdefault(package.key, StoredGrammar(package, dumped))
+        self._distribute(stored)
         return stored
 
-    def try_again(self, stored: StoredGrammar) -> None:
-        """Have it loaded by those that couldn't before, too."""
-        for home, load in list(stored.homes.items()):
+    def retry(self, stored: StoredGrammar) -> None:
+        """Have a grammar loaded also by the actors that failed to load it."""
+        for handle, load in list(stored.loads.items()):
             if load.done() and load.exception() is not None:
-                del stored.homes[home]
-        self._spread(stored)
+                del stored.loads[handle]
+        self._distribute(stored)
 
-    def forget(self, keys: Collection[str]) -> None:
-        """Nobody needs these any more."""
+    def remove(self, keys: Collection[str]) -> None:
+        """Drop grammars that are not used any more, here and in the actors."""
         for key in keys:
             self.stored.pop(key, None)
             self._suspects.pop(key, None)
-        for home in self.homes:
-            home.installed.difference_update(keys)
-            home.actor.uninstall.remote(list(keys))
+        for handle in self.actors:
+            handle.installed.difference_update(keys)
+            handle.actor.uninstall.remote(list(keys))
 
-    def let_go(self) -> None:
-        """Ray's shared memory is gone: who has no grammar yet can load only those that are compiled again there."""
+    def drop_dumps(self) -> None:
+        """Forget the serialized grammars: Ray's shared memory is lost. New actors cannot load these grammars."""
         for stored in self.stored.values():
             stored.dumped = b""
 
-    def settle(self, home: ActorHandle, needed: Collection[str]) -> list[Future[None]]:
-        """A new actor: from now on it gets every grammar. Returns the loads of those needed that are not suspect."""
-        self.homes += (home,)
-        first = [stored for key, stored in self.stored.items() if key in needed]
+    def add_actor(self, handle: ActorHandle, needed: Collection[str]) -> list[Future[None]]:
+        """Have a new actor load all grammars except suspects, the needed ones first. Returns the needed ones' loads."""
+        self.actors += (handle,)
         loads: list[Future[None]] = []
-        for stored in (*first, *(each for key, each in self.stored.items() if key not in needed)):
-            if self._is_trusted(stored) and (stored.proven or not stored.homes):
-                load = self._load(stored, home)
-                if stored.installable.key in needed:
+        for key, stored in sorted(self.stored.items(), key=lambda item: item[0] not in needed):
+            if self._is_trusted(stored) and (stored.proven or not stored.loads):
+                load = self._load(stored, handle)
+                if key in needed:
                     loads.append(load)
         return loads
 
-    def next_suspect(self, home: ActorHandle) -> Future[None] | None:
-        """Have an actor that nobody uses yet, and that loads nothing, load one suspect; None where there is none."""
+    def load_next_suspect(self, handle: ActorHandle) -> Future[None] | None:
+        """Have an actor that is not serving yet, and is loading nothing, load one suspect. None if there is none."""
         for key in self._suspects:
             stored = self.stored.get(key)
-            if stored is not None and key not in self._refused and home not in stored.homes:
-                return self._load(stored, home)
+            if stored is not None and key not in self._rejected and handle not in stored.loads:
+                return self._load(stored, handle)
         return None
 
-    def leave(self, home: ActorHandle) -> None:
-        """That actor is gone. What it was loading may be why."""
-        self.homes = tuple(each for each in self.homes if each is not home)
-        for place, key in enumerate(what.key for what in home.loading):
+    def remove_actor(self, handle: ActorHandle) -> None:
+        """Remove an actor that has ended. The grammars that it was loading may become suspects."""
+        self.actors = tuple(each for each in self.actors if each is not handle)
+        alone = len(handle.loading) == 1
+        for position, key in enumerate(package.key for package in handle.loading):
             stored = self.stored.get(key)
-            if place and stored is not None and stored.proven:
-                continue  # it waited, and has ended nobody yet
-            ends = self._suspects.get(key, 0) + (len(home.loading) == 1)
-            self._suspects[key] = ends
-            if ends >= _MOST_ENDS and key not in self._refused:
-                self._refuse(key)
+            if position and stored is not None and stored.proven:
+                continue  # it was waiting, and other actors have loaded it
+            self._suspects[key] = self._suspects.get(key, 0) + alone
+            if self._suspects[key] >= _MAX_CRASHES and key not in self._rejected:
+                self._reject(key)
         for stored in self.stored.values():
-            stored.homes.pop(home, None)
-            self._spread(stored)
+            stored.loads.pop(handle, None)
+            self._distribute(stored)
 
-    def _refuse(self, key: str) -> None:
-        _log.error("grammar %s ended %d workers that loaded it: it is refused from now on", key, _MOST_ENDS)
-        while len(self._refused) >= _MOST_REFUSED:
-            del self._refused[next(iter(self._refused))]
-        error = WorkerDied("loading this constraint's grammar ended the worker, twice: it is refused")
+    def _reject(self, key: str) -> None:
+        _log.error("grammar %s crashed %d workers that loaded it: it is rejected from now on", key, _MAX_CRASHES)
+        while len(self._rejected) >= _MAX_REJECTED:
+            del self._rejected[next(iter(self._rejected))]
+        error = WorkerDied("loading this constraint's grammar crashed the worker twice: the constraint is rejected")
         error.retryable = False
-        self._refused[key] = error
+        self._rejected[key] = error
 
     def _is_trusted(self, stored: StoredGrammar) -> bool:
-        key = stored.installable.key
-        return key not in self._suspects and key not in self._refused
+        key = stored.package.key
+        return key not in self._suspects and key not in self._rejected
 
-    def _spread(self, stored: StoredGrammar) -> None:
-        """To one actor; where that has it and lives, to all."""
+    def _distribute(self, stored: StoredGrammar) -> None:
+        """Have a grammar loaded by one actor; by all actors once one has survived it."""
         if not self._is_trusted(stored):
             return
-        lacking = [home for home in self.homes if home not in stored.homes]
+        lacking = [handle for handle in self.actors if handle not in stored.loads]
         if stored.proven:
-            for home in lacking:
-                self._load(stored, home)
-        elif lacking and not stored.homes:
-            usable = [home for home in lacking if home.serving] or lacking
-            self._load(stored, min(usable, key=lambda home: (len(home.loading), len(home.installed))))
+            for handle in lacking:
+                self._load(stored, handle)
+        elif lacking and not stored.loads:
+            candidates = [handle for handle in lacking if handle.serving] or lacking
+            self._load(stored, min(candidates, key=lambda handle: (len(handle.loading), len(handle.installed))))
 
-    def _load(self, stored: StoredGrammar, home: ActorHandle) -> Future[None]:
-        if not home.loading:
-            home.busy_since = time.monotonic()
-        what = stored.installable
-        home.loading.append(what)
-        load = home.actor.install.remote(what.key, what.backend, stored.dumped, *what.pieces)
-        loaded: Future[None] = load.future()
-        stored.homes[home] = loaded
-        self._when_done(loaded, partial(self._loaded, stored, home))
-        return loaded
+    def _load(self, stored: StoredGrammar, handle: ActorHandle) -> Future[None]:
+        if not handle.loading:
+            handle.busy_since = time.monotonic()
+        package = stored.package
+        handle.loading.append(package)
+        call = handle.actor.install.remote(package.key, package.backend, stored.dumped, *package.chunks)
+        load: Future[None] = call.future()
+        stored.loads[handle] = load
+        self._when_done(load, partial(self._loaded, stored, handle))
+        return load
 
-    def _loaded(self, stored: StoredGrammar, home: ActorHandle, done: Future[None]) -> None:
-        key = stored.installable.key
-        if not ended_by(done):  # else `leave` looks at what it was loading
-            home.loading.remove(stored.installable)
-            home.backends.add(stored.installable.backend)
-            home.busy_since = time.monotonic()
-        if done.exception() is None:
-            if self.stored.get(key) is stored:  # else it was dropped meanwhile, there too
-                home.installed.add(key)
+    def _loaded(self, stored: StoredGrammar, handle: ActorHandle, load: Future[None]) -> None:
+        key = stored.package.key
+        if not died_loading(load):  # if it died, `remove_actor` needs to know what it was loading
+            handle.loading.remove(stored.package)
+            handle.backends.add(stored.package.backend)
+            handle.busy_since = time.monotonic()
+        if load.exception() is None:
+            if self.stored.get(key) is stored:  # otherwise it was removed meanwhile, from the actor too
+                handle.installed.add(key)
             stored.proven = True
             self._suspects.pop(key, None)
-            self._spread(stored)
-        elif home in self.homes and not ended_by(done):
-            _log.warning("%s was not loaded: %s", key, bounded(done.exception()))
+            self._distribute(stored)
+        elif handle in self.actors and not died_loading(load):
+            _log.warning("%s was not loaded: %s", key, bounded(load.exception()))
         self._changed()
-
-
-def to_chunks(constraint: Constraint) -> tuple[bytes, ...]:
-    """Arguments for a call through Ray."""
-    data = encode(constraint)
-    return tuple(data[start : start + _PIECE_BYTES] for start in range(0, len(data), _PIECE_BYTES))
-
-
-def from_chunks(pieces: Iterable[bytes]) -> Constraint:
-    """The constraint that `to_chunks` took apart."""
-    constraint: Constraint = _decode(b"".join(pieces))
-    return constraint

@@ -1,17 +1,17 @@
-"""Processes that compile: a warm template, forked for each process that is needed. `python -m actors.compile.process`.
+"""Compile constraints in processes that can be killed. `ForkServer` (child.py) runs `python -m actors.compile.process`.
 
-Importing the grammar libraries and reading a large vocabulary take up to ten seconds; a fork of a process that has done
-it takes hundredths of one. So a compile process that had to be killed is replaced at once, and what one constraint
-leaves in memory is gone with it. The template has one thread, computes nothing but a warm-up, and never sees a
-constraint of a user's.
+Importing the grammar libraries and reading a large vocabulary takes up to ten seconds. So one process, the fork server,
+does it once, and every compile process is a fork of it, ready within hundredths of a second. A compile process that had
+to be killed is replaced at once, and the memory that a constraint left behind is gone with it. The fork server has one
+thread and never compiles a user's constraint.
 
-The template's socket (`ForkServer` in `actors/compile/child.py` is the other end): the vocabulary as a frame, answered
-by an empty one when warm; then commands. A compile process's own socket: jobs in, outcomes out, as frames. What a grammar
-library prints goes to stderr.
+The control socket of the fork server carries one `COMMAND` per packet, and one answer to each. The socket of a compile
+process carries frames: `CompileRequest`s in, `CompileResult`s out. What the grammar libraries print goes to stderr.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import logging
@@ -23,7 +23,8 @@ import socket
 import struct
 import sys
 import time
-from typing import Any, NoReturn
+from pathlib import Path
+from typing import NoReturn
 
 import msgspec
 
@@ -38,8 +39,9 @@ from guided.vocabulary import Vocabulary
 __all__ = [
     "COMMAND",
     "FORK",
-    "NOT_YET",
+    "READY",
     "REAP",
+    "RUNNING",
     "CompileRequest",
     "CompileResult",
     "read_frame",
@@ -48,24 +50,28 @@ __all__ = [
 ]
 
 COMMAND = struct.Struct("<cq")
-"""To the template: what, and of which process. Back: the same shape, with an answer."""
-FORK, REAP = b"F", b"R"
-"""FORK: a new compile process on the socket that comes with the command; answers its pid, or minus an errno.
-REAP: how the process ended, as `os.waitstatus_to_exitcode` says it, or `NOT_YET`. Until then its pid is nobody else's.
-"""
-NOT_YET = 1 << 32
+"""A command to the fork server, and a pid. The answer has the same shape, with a number in place of the pid."""
+READY, FORK, REAP = b"W", b"F", b"R"
+"""READY: sent by the fork server once it is warm. FORK: start a compile process on the socket that comes with the
+command; the answer is its pid, or a negative errno. REAP: the answer is the process's exit code as
+`os.waitstatus_to_exitcode` gives it, or `RUNNING`."""
+RUNNING = 1 << 32
 
-_LENGTH = struct.Struct("<Q")
-_CHUNK = 1 << 20
-
+_FRAME_LENGTH = struct.Struct("<Q")
+_FRAME_CHUNK = 1 << 20
 _PR_SET_PDEATHSIG = 1
 _NICENESS = 10
-"""A compilation takes whole seconds of a core: the engine and the masks go first."""
+"""A compilation takes seconds of a core: the engine and the masks have precedence."""
+_WARM_UP = (
+    Constraint.json_schema({"type": "object", "properties": {"a": {"type": "integer"}}}),
+    Constraint.regex(r"\d\w\s"),  # Unicode classes: half a second, once in a process
+    Constraint.grammar('root ::= "a"'),
+)
 _log = logging.getLogger(__name__)
 
 
 class CompileRequest(msgspec.Struct, array_like=True, frozen=True):
-    """Compile `constraint` by `backend`; refuse the result where it weighs more than `max_bytes`."""
+    """Compile `constraint` with `backend`; reject the grammar if it is larger than `max_bytes`."""
 
     constraint: Constraint
     backend: str
@@ -73,28 +79,69 @@ class CompileRequest(msgspec.Struct, array_like=True, frozen=True):
 
 
 class CompileResult(msgspec.Struct, array_like=True):
-    """What became of it: an error, or the grammar as another process can load it."""
+    """An error, or the serialized grammar."""
 
     error: Wire | None = None
     backend: str = ""
     seconds: float = 0.0
     nbytes: int = 0
-    """What the grammar weighs in a process that holds it, bytes."""
+    """Memory of the grammar in a process that has loaded it."""
     dumped: bytes = b""
     crashed: list[str] = []
-    """Backends whose process ended by itself while it compiled this."""
+    """Backends that crashed while they compiled this constraint."""
     timed_out: list[str] = []
 
 
+def write_frame(fd: int, data: bytes) -> None:
+    """Write one length-prefixed frame. Raises `BrokenPipeError` if the other end is closed."""
+    view = memoryview(_FRAME_LENGTH.pack(len(data)) + data)
+    while view:
+        view = view[os.write(fd, view[:_FRAME_CHUNK]) :]
+
+
+def read_frame(fd: int, deadline: float | None = None) -> bytes:
+    """Read one frame.
+
+    Args:
+        deadline: `time.monotonic()` until which to wait. None: no limit.
+
+    Raises:
+        TimeoutError: the frame was not complete at the deadline.
+        EOFError: the other end is closed.
+    """
+    (length,) = _FRAME_LENGTH.unpack(_read(fd, _FRAME_LENGTH.size, deadline))
+    return _read(fd, length, deadline)
+
+
+def readable(fd: int, timeout: float) -> bool:
+    """Wait at most `timeout` seconds for data, or the end. Returns whether there is either."""
+    waiting = select.poll()
+    waiting.register(fd, select.POLLIN)
+    return bool(waiting.poll(max(0.0, timeout * 1000)))
+
+
+def _read(fd: int, count: int, deadline: float | None) -> bytes:
+    chunks: list[bytes] = []
+    while count:
+        if deadline is not None and not readable(fd, deadline - time.monotonic()):
+            raise TimeoutError
+        chunk = os.read(fd, min(count, _FRAME_CHUNK))
+        if not chunk:
+            raise EOFError
+        chunks.append(chunk)
+        count -= len(chunk)
+    return b"".join(chunks)
+
+
 def _die_with(parent: int) -> None:
-    """Be killed when the thread that started this process ends; at once if it has ended already."""
+    """Have this process killed when the thread that started it ends. Exit now if it has ended already."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(0)
 
 
 def _warm(backends: Backends) -> None:
-    """Load every library, and have each compile something: what it makes once and keeps is then made."""
+    """Load every library and compile with it, so that the forks share what a library computes once and keeps."""
     for name, adapter in BACKENDS.items():
         started = time.perf_counter()
         try:
@@ -102,50 +149,43 @@ def _warm(backends: Backends) -> None:
             for constraint in _WARM_UP:
                 if constraint.kind in adapter.kinds:
                     compile_with(backends, constraint, name).grammar.dump()
-        except BaseException:  # it is reported to whoever asks for this backend
-            _log.exception("backend %s can't be loaded", name)
+        except BaseException:  # requests for this backend get the error
+            _log.exception("backend %s cannot be loaded", name)
         else:
             _log.info("backend %s loaded in %.2f s", name, time.perf_counter() - started)
 
 
-_WARM_UP = (
-    Constraint.json_schema({"type": "object", "properties": {"a": {"type": "integer"}}}),
-    Constraint.regex(r"\d\w\s"),  # classes of all Unicode: half a second, once a process
-    Constraint.grammar('root ::= "a"'),
-)
-
-
-def _compile(backends: Backends, attempt: CompileRequest) -> CompileResult:
+def _compile(backends: Backends, request: CompileRequest) -> CompileResult:
     started = time.perf_counter()
     try:
-        compiled = compile_with(backends, attempt.constraint, attempt.backend)
-        dumped = compiled.grammar.dump()
-        nbytes = compiled.grammar.nbytes
-        if max(nbytes, len(dumped)) > attempt.max_bytes:
+        grammar = compile_with(backends, request.constraint, request.backend).grammar
+        dumped, nbytes = grammar.dump(), grammar.nbytes
+        size = max(nbytes, len(dumped))
+        if size > request.max_bytes:
             raise ConstraintTooLarge(
-                f"the compiled constraint weighs {max(nbytes, len(dumped)) >> 20} MiB with {attempt.backend}; "
-                f"the limit is {attempt.max_bytes >> 20} MiB"
+                f"the compiled constraint takes {size >> 20} MiB with {request.backend}; "
+                f"the limit is {request.max_bytes >> 20} MiB"
             )
     except Exception as error:
-        return CompileResult(to_wire(error), attempt.backend, time.perf_counter() - started)
-    return CompileResult(None, attempt.backend, time.perf_counter() - started, nbytes, dumped)
+        return CompileResult(to_wire(error), request.backend, time.perf_counter() - started)
+    return CompileResult(None, request.backend, time.perf_counter() - started, nbytes, dumped)
 
 
-def _serve(backends: Backends, jobs: int, template: int) -> NoReturn:
-    """What a compile process does, from its fork to its end."""
-    _die_with(template)
+def _run_compile_process(backends: Backends, jobs: int, fork_server: int) -> NoReturn:
+    """Compile one request after the other until the other end of the socket `jobs` is closed."""
+    _die_with(fork_server)
     os.nice(_NICENESS)
     decode = decoder(CompileRequest).decode
     try:
         while True:
             write_frame(jobs, encode(_compile(backends, decode(read_frame(jobs)))))
-    except (EOFError, BrokenPipeError, ConnectionResetError):  # nobody wants more of it
+    except (EOFError, BrokenPipeError, ConnectionResetError):
         os._exit(0)
 
 
 def _fork(backends: Backends, control: socket.socket, jobs: int) -> int:
-    """A compile process on the socket `jobs`: its pid, or minus an errno."""
-    me = os.getpid()
+    """Start a compile process on the socket `jobs`. Returns its pid, or a negative errno."""
+    fork_server = os.getpid()
     try:
         pid = os.fork()
     except OSError as error:
@@ -153,7 +193,7 @@ def _fork(backends: Backends, control: socket.socket, jobs: int) -> int:
     if pid == 0:
         try:
             control.close()
-            _serve(backends, jobs, me)
+            _run_compile_process(backends, jobs, fork_server)
         except BaseException:
             _log.exception("a compile process failed")
         finally:
@@ -166,94 +206,34 @@ def _reap(pid: int) -> int:
         done, status = os.waitpid(pid, os.WNOHANG)
     except ChildProcessError:
         return 0
-    return NOT_YET if done == 0 else os.waitstatus_to_exitcode(status)
+    return RUNNING if done == 0 else os.waitstatus_to_exitcode(status)
 
 
-def _main(control: socket.socket, parent: int) -> None:
+def _run_fork_server(control: socket.socket, vocabulary: int, parent: int) -> None:
+    """Warm up, then answer commands until the other end of `control` is closed."""
     _die_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # dumping half a gigabyte takes seconds, at every crash
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core dump of half a gigabyte takes seconds
     os.dup2(2, 1)
     leave_out_torch()
-    backends = Backends(Vocabulary.from_bytes(read_frame(control.fileno())))
+    backends = Backends(Vocabulary.from_bytes(Path(f"/proc/self/fd/{vocabulary}").read_bytes()))
+    os.close(vocabulary)
     _warm(backends)
     gc.collect()
-    gc.freeze()  # a collection in a fork would touch, and so copy, every object there is
-    write_frame(control.fileno(), b"")
+    gc.freeze()  # in a fork, a collection would touch, and so copy, every object
+    control.send(COMMAND.pack(READY, 0))
     while True:
-        command, descriptors = _receive(control)
+        command, descriptors, _, _ = socket.recv_fds(control, COMMAND.size, 1)
         if not command:
             return
-        what, pid = COMMAND.unpack(command)
-        if what == FORK:
-            (jobs,) = descriptors
-            answer = _fork(backends, control, jobs)
-            os.close(jobs)
-        else:
-            answer = _reap(pid)
-        control.sendall(COMMAND.pack(what, answer))
-
-
-def _receive(control: socket.socket) -> tuple[bytes, list[int]]:
-    """One command and the descriptors that came with it; empty at the end."""
-    data, descriptors, _flags, _address = socket.recv_fds(control, COMMAND.size, 1)
-    while data and len(data) < COMMAND.size:
-        more = control.recv(COMMAND.size - len(data))
-        if not more:
-            return b"", descriptors
-        data += more
-    return data, descriptors
-
-
-def _start(arguments: list[str]) -> Any:
-    fd, parent = map(int, arguments)
-    try:
-        _main(socket.socket(fileno=fd), parent)
-    except (EOFError, BrokenPipeError, ConnectionResetError):  # the compile actor is gone
-        return 0
-    return 0
-
-
-def write_frame(fd: int, data: bytes) -> None:
-    """Write one frame. Raises `BrokenPipeError` where nobody reads any more."""
-    view = memoryview(_LENGTH.pack(len(data)) + data)
-    while view:
-        view = view[os.write(fd, view[:_CHUNK]) :]
-
-
-def read_frame(fd: int, deadline: float | None = None) -> bytes:
-    """Read one frame.
-
-    Args:
-        deadline: `time.monotonic()` until which to wait; None waits for ever.
-
-    Raises:
-        TimeoutError: it didn't come in time.
-        EOFError: the other end is closed.
-    """
-    (length,) = _LENGTH.unpack(_read(fd, _LENGTH.size, deadline))
-    return _read(fd, length, deadline)
-
-
-def readable(fd: int, timeout: float) -> bool:
-    """Whether there is something to read (or the end) within `timeout` seconds."""
-    waiting = select.poll()
-    waiting.register(fd, select.POLLIN)
-    return bool(waiting.poll(max(0.0, timeout * 1000)))
-
-
-def _read(fd: int, count: int, deadline: float | None) -> bytes:
-    chunks: list[bytes] = []
-    while count:
-        if deadline is not None and not readable(fd, deadline - time.monotonic()):
-            raise TimeoutError
-        chunk = os.read(fd, min(count, _CHUNK))
-        if not chunk:
-            raise EOFError
-        chunks.append(chunk)
-        count -= len(chunk)
-    return b"".join(chunks)
+        name, pid = COMMAND.unpack(command)
+        answer = _fork(backends, control, *descriptors) if name == FORK else _reap(pid)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        control.send(COMMAND.pack(name, answer))
 
 
 if __name__ == "__main__":
-    sys.exit(_start(sys.argv[1:]))
+    _control, _vocabulary, _parent = map(int, sys.argv[1:])
+    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the compile actor is gone
+        _run_fork_server(socket.socket(fileno=_control), _vocabulary, _parent)

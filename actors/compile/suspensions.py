@@ -1,8 +1,8 @@
-"""Backends that are left alone for a while, because the processes that compiled with them crashed too often.
+"""Suspension of backends whose compile processes crash too often.
 
-It is a backend that is out of rotation then, not the service: `auto` passes it by, who names it is told so (503).
-Timeouts and memory say something about constraints, and don't count; nor does one constraint that crashes again and
-again: it takes several. Whoever crashed a backend is told so either way.
+Only the backend is suspended: `auto` skips it, and a request that names it gets `BackendSuspended` (503). Timeouts and
+memory limits do not count, because they depend on the constraint. One constraint that crashes again and again does not
+suffice either: several different ones have to crash. Each of these requests gets its own error in any case.
 """
 
 from __future__ import annotations
@@ -16,15 +16,13 @@ from dataclasses import dataclass, field
 from guided.errors import BackendSuspended
 from guided.pool import BackendStatus
 
-__all__ = ["Suspensions"]
+__all__ = ["CRASHES", "Suspensions"]
 
 CRASHES = 5
-"""Constraints that have to crash it ..."""
-WINDOW_SECONDS = 60.0
-"""... within this time."""
-FIRST_SECONDS = 30.0
-LAST_SECONDS = 600.0
-"""How long it is left alone: doubled from time to time, from the first to the last."""
+"""A backend is suspended when this many constraints crash it within `_WINDOW_SECONDS`."""
+_WINDOW_SECONDS = 60.0
+_FIRST_SECONDS, _LAST_SECONDS = 30.0, 600.0
+"""Length of the first suspension; each one that follows soon is twice as long, up to the last."""
 _log = logging.getLogger(__name__)
 
 
@@ -34,17 +32,18 @@ class _Record:
     timeouts: int = 0
     suspensions: int = 0
     recent: dict[str, float] = field(default_factory=dict)
-    """When which constraint crashed it last."""
+    """Constraints that crashed the backend recently: the time of each one's latest crash."""
     until: float = 0.0
+    """End of the latest suspension."""
     seconds: float = 0.0
-    """Of the latest suspension."""
+    """Length of the latest suspension."""
 
 
 class Suspensions:
-    """What became of compilations, backend by backend. Thread-safe.
+    """Counts the failed compilations of each backend. Thread-safe.
 
     Args:
-        clock: seconds that only grow.
+        clock: seconds that never decrease.
     """
 
     def __init__(self, backends: Collection[str], clock: Callable[[], float] = time.monotonic) -> None:
@@ -53,55 +52,51 @@ class Suspensions:
         self._records = {name: _Record() for name in backends}
 
     def admitted(self, backends: Sequence[str]) -> tuple[str, ...]:
-        """Those of `backends` that are in rotation.
+        """Return those of `backends` that are not suspended.
 
         Raises:
-            BackendSuspended: none is.
+            BackendSuspended: all are.
         """
         with self._lock:
             now = self._clock()
-            left = {name: self._record(name).until - now for name in backends}
-        able = tuple(name for name in backends if left[name] <= 0)
-        if not able:
+            seconds_left = {name: self._record(name).until - now for name in backends}
+        usable = tuple(name for name in backends if seconds_left[name] <= 0)
+        if not usable:
+            seconds = min(seconds_left.values())
             error = BackendSuspended(
-                f"{' and '.join(backends)} crashed on several constraints and is left alone for "
-                f"{min(left.values()):.0f} s more; another backend may do",
+                f"{' and '.join(backends)} crashed on several constraints and is suspended for {seconds:.0f} s more; "
+                "try another backend",
                 param="backend",
             )
-            error.retry_after = max(1.0, min(left.values()))
+            error.retry_after = max(1.0, seconds)
             raise error
-        return able
+        return usable
 
     def crashed(self, backend: str, constraint: str) -> None:
-        """Compiling `constraint` (its key) ended the process."""
+        """Record that compiling the constraint with this key crashed the backend."""
         with self._lock:
             record, now = self._record(backend), self._clock()
             record.crashes += 1
             record.recent[constraint] = now
-            record.recent = {key: when for key, when in record.recent.items() if now - when < WINDOW_SECONDS}
+            record.recent = {key: when for key, when in record.recent.items() if now - when < _WINDOW_SECONDS}
             if len(record.recent) < CRASHES or record.until > now:
                 return
-            # It was well for as long as it had been left alone: that counts as a new beginning.
-            again = record.seconds and now - record.until < max(record.seconds, WINDOW_SECONDS)
-            record.seconds = min(2 * record.seconds, LAST_SECONDS) if again else FIRST_SECONDS
+            # A backend that then worked for as long as it had been suspended starts again with the first length.
+            soon = record.seconds and now - record.until < max(record.seconds, _WINDOW_SECONDS)
+            record.seconds = min(2 * record.seconds, _LAST_SECONDS) if soon else _FIRST_SECONDS
             record.until = now + record.seconds
             record.suspensions += 1
             record.recent.clear()
-        _log.error(
-            "backend %s is out of rotation for %.0f s: compiling with it crashed on %d constraints within %.0f s",
-            backend,
-            record.seconds,
-            CRASHES,
-            WINDOW_SECONDS,
-        )
+        text = "backend %s is suspended for %.0f s: compiling with it crashed on %d constraints within %.0f s"
+        _log.error(text, backend, record.seconds, CRASHES, _WINDOW_SECONDS)
 
     def timed_out(self, backend: str) -> None:
-        """A compilation with it took too long."""
+        """Record that a compilation with this backend took too long."""
         with self._lock:
             self._record(backend).timeouts += 1
 
     def status(self) -> list[BackendStatus]:
-        """A snapshot."""
+        """Return a snapshot of all backends."""
         with self._lock:
             now = self._clock()
             return [

@@ -6,7 +6,6 @@ It ends with the incarnation; the next one gets another. Used from the engine's 
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -118,12 +117,15 @@ class StepPart:
         self.target = self.table.target[self.slots]
         """The version of each row whose mask is wanted."""
         self.ready: NDArray[np.bool_] = np.zeros(len(states), np.bool_)
+        self.missing = len(states)
+        """Rows that are not ready, as of the last `look`."""
         self._ring: Ring | None = None
 
     def look(self) -> int:
         """Compare the versions; return how many masks are missing."""
         self.ready = self.table.ready[self.slots] == self.target
-        return len(self.ready) - int(np.count_nonzero(self.ready))
+        self.missing = len(self.ready) - int(np.count_nonzero(self.ready))
+        return self.missing
 
     def send_tokens(self, tokens: NDArray[np.int32]) -> None:
         """Write one new token of every row, where all masks of the previous step are ready.
@@ -172,6 +174,7 @@ class StepPart:
             self.states = [self.states[index] for index in kept]
             self.slots, self.rows, self.target = self.slots[kept], self.rows[kept], self.target[kept]
             self.ready, self._ring = self.ready[kept], None
+            self.missing = len(kept) - int(np.count_nonzero(self.ready))
         return dropped
 
 
@@ -222,8 +225,9 @@ class WorkerConnection:
         """Slots to be freed by the next frame."""
         self._requests: list[Request] = []
         """The next frame."""
-        self._owing_since = math.inf
+        self._owing_since = 0.0
         """`time.monotonic()` of the first frame after the worker had answered everything."""
+        self._last_sent = 0.0
         self._progress = 0.0
         """Without shared memory: `time.monotonic()` of the worker's last answer."""
         self._stuck_when_read = 0.0
@@ -308,8 +312,13 @@ class WorkerConnection:
 
     def send(self, frame: bytes, now: float) -> None:
         """Send a packed frame; never blocks."""
-        if self._owing_since == math.inf or not self._owes().any():
+        if self.shared:  # it has become idle since the last frame; compared to `_owes`, this costs little
+            idle = self._busy[0] == IDLE and self._since[0] >= self._last_sent
+        else:
+            idle = self.is_idle
+        if idle:
             self._owing_since = now
+        self._last_sent = now
         self._channel.send(frame)
 
     def request_wakeup(self) -> None:

@@ -50,10 +50,7 @@ class _Step:
 
     def look(self) -> int:
         """Compare the versions; return how many rows are undecided."""
-        undecided = len(self.unplaced)
-        for part in self.parts:
-            undecided += part.look()
-        return undecided
+        return len(self.unplaced) + sum([part.look() for part in self.parts])
 
     def undecided(self) -> dict[int, SequenceState]:
         """Return the undecided rows, as of the last `look`."""
@@ -107,6 +104,8 @@ class Dispatcher:
         """Sequences with `changed_from`."""
         self._lost: dict[int, GuidedError] = {}
         """For `failures`."""
+        self._tried_placing = 0.0
+        """`time.monotonic()` of the last attempt to place waiting sequences."""
         self._events: deque[WorkerUp | WorkerRetiring | WorkerDown] = deque()
         self._interrupted = False
         self._closed = False
@@ -293,7 +292,7 @@ class Dispatcher:
         ready_rows = 0
         for part in step.parts:
             slots, rows = part.slots, part.rows
-            if not part.ready.all():
+            if part.missing:
                 slots, rows = slots[part.ready], rows[part.ready]
             found.ready.append(ReadyMasks(part.table.mask, slots, rows))
             found.seconds += float(part.table.seconds[slots].sum())
@@ -354,13 +353,15 @@ class Dispatcher:
     def _wait(self, seconds: float) -> None:
         """Wait for answers or events, and handle them."""
         sockets = {socket for socket, _ in self._poller.poll(math.ceil(seconds * 1000))}
+        now = time.monotonic()
         for worker in list(self._workers):
             if worker.socket in sockets:
                 self._receive(worker)
         if self._wake in sockets:
             os.eventfd_read(self._wake)
             self._handle_events()
-        self._place_waiting(time.monotonic())
+        if now - self._tried_placing > _PLACE_SECONDS:
+            self._place_waiting(now)
 
     def _receive(self, worker: WorkerConnection) -> None:
         for state, error in worker.receive():
@@ -370,6 +371,7 @@ class Dispatcher:
 
     def _place_waiting(self, now: float) -> None:
         """Open the sequences that wait for a worker where one can take them, and ask for their masks."""
+        self._tried_placing = now
         step = self._step
         late = [state for state in self._late if state.worker is None and state.error is None]
         if not step.unplaced and not late:

@@ -1,13 +1,12 @@
-"""MaskActor: a mask worker's home, as Ray sees it. What is rare goes through Ray, a step never does."""
+"""MaskActor: the Ray actor that a mask worker runs in. Rare calls go through Ray, the messages of a step never do."""
 
 from __future__ import annotations
 
-import logging
 import os
 import platform
 import sys
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -23,41 +22,37 @@ from actors.supervision.process import ActorLocation, MemoryLimit, Owner, exit_w
 from guided.backends import BACKENDS, Backends
 from guided.worker import MaskWorker
 
-__all__ = ["ORDERED", "MaskActor"]
+__all__ = ["IN_ORDER", "MaskActor"]
 
-ORDERED = "grammars"
-"""The concurrency group whose calls run one after the other, in the order of the calls."""
-
+IN_ORDER = "grammars"
+"""The concurrency group of the calls that run one after the other, in the order in which they were made."""
 _SWITCH_SECONDS = 0.0005
 _Method = TypeVar("_Method")
-_log = logging.getLogger(__name__)
 
 
 def _in_order(method: _Method) -> _Method:
-    """Have calls of an actor's method run one after the other, in the order in which they were made."""
-    decorated: _Method = ray.method(concurrency_group=ORDERED)(method)
+    decorated: _Method = ray.method(concurrency_group=IN_ORDER)(method)
     return decorated
 
 
 class MaskActor:
-    """Hosts one `MaskWorker`. Every method may be called again with the same arguments: a call through Ray may be
-    reported as failed though it ran.
+    """Runs one `MaskWorker`. Every method is idempotent: Ray may report a call as failed although it ran.
 
     Args:
-        owner: the engine's process; this one ends with it.
-        memory: what this process may take.
+        owner: the engine's process; this process ends with it.
+        memory: limit of this process.
     """
 
     def __init__(self, owner: Owner, memory: MemoryLimit) -> None:
-        near = exit_with_owner(owner)
-        limit_memory(memory, watched=near)
+        same_node = exit_with_owner(owner)
+        limit_memory(memory, watched=same_node)
         leave_out_torch()
-        # A backend that is loaded in Python holds the lock for as long as it may, at every row of a step again.
+        # A backend that is written in Python keeps the interpreter lock for as long as it may, for every row of a step.
         sys.setswitchinterval(_SWITCH_SECONDS)
         self._node_id = str(ray.get_runtime_context().get_node_id())
         vocabulary = owner.fetch()
         self._backends = Backends(vocabulary)
-        # The others, which take seconds and hundreds of megabytes, when they are first needed.
+        # The other backends take seconds and hundreds of megabytes. They are loaded when first needed.
         self._backends[next(iter(BACKENDS))]
         self._worker = MaskWorker(vocabulary)
         self._installed: set[str] = set()
@@ -65,18 +60,18 @@ class MaskActor:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._incarnation: int | None = None
 
-    def place(self) -> ActorLocation:
-        """Where this is; also the sign that it is alive."""
+    def location(self) -> ActorLocation:
+        """Return where this actor runs; also shows that it is alive."""
         return ActorLocation(os.getpid(), self._node_id, platform.node())
 
     def attach(self, incarnation: int, address: Address, segment: SegmentName, shared: bool) -> bool:
-        """Connect to the engine and serve steps from now on.
+        """Connect to the engine and start to serve steps.
 
         Args:
-            shared: write into the engine's `segment`; else rows travel over the connection.
+            shared: write rows into the engine's shared memory `segment`. If not, rows are sent over the connection.
 
         Returns:
-            Whether it does. False: that memory can't be reached from here (nothing was started).
+            False if the shared memory cannot be reached from here; nothing was started then.
         """
         if self._incarnation == incarnation:
             return True
@@ -88,23 +83,19 @@ class MaskActor:
         return True
 
     @_in_order
-    def install(self, key: str, backend: str, dumped: bytes, *pieces: bytes) -> None:
-        """Load a compiled grammar and make it available to the step loop; loading happens beside that."""
+    def install(self, key: str, backend: str, dumped: bytes, *chunks: bytes) -> None:
+        """Load a compiled grammar and make it available to the step loop, which goes on meanwhile."""
         with self._installing:
             if key in self._installed:
                 return
-            loaded = self._backends[backend].load(from_chunks(pieces), dumped)
+            loaded = self._backends[backend].load(from_chunks(chunks), dumped)
             self._worker.install(key, loaded)
             self._installed.add(key)
 
     @_in_order
     def uninstall(self, keys: Sequence[str]) -> None:
-        """Drop grammars that nobody uses any more; open matchers keep what they need."""
+        """Drop grammars that are not used any more; open matchers keep what they need."""
         with self._installing:
             for key in keys:
                 self._installed.discard(key)
                 self._worker.uninstall(key)
-
-    def installed(self) -> Collection[str]:
-        """Keys of the grammars that are available."""
-        return sorted(self._installed)

@@ -1,4 +1,4 @@
-"""What a process takes, what one of a pool's may take, and what the machine has. Linux only: `/proc`, cgroups."""
+"""Processes of a pool: which they are, what they use, and how they are ended. Linux only (`/proc`, pidfds, cgroups)."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
-import psutil
 import ray
 
 from guided.vocabulary import Vocabulary
@@ -23,15 +22,20 @@ __all__ = [
     "ActorLocation",
     "MemoryLimit",
     "Owner",
+    "ProcessHandle",
     "ProcessReading",
     "exit_with_owner",
+    "kill_actor",
     "limit_memory",
     "machine_bytes",
 ]
 
-_WATCH_SECONDS = 0.2
+_POLL_SECONDS = 0.2
+"""Between two memory readings of an actor that watches itself."""
+_KILL_SECONDS = 5.0
+"""Maximum time to wait for a killed process to end."""
 _SLACK_BYTES = 1 << 30
-"""Address space without pages of its own: stacks of some sixty threads, what allocators keep."""
+"""Address space that is never resident: stacks of some sixty threads, memory that allocators keep."""
 _CGROUP_FILES = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 _log = logging.getLogger(__name__)
 
@@ -42,132 +46,193 @@ class ActorLocation:
 
     pid: int
     node_id: str
+    """Ray's id of the node."""
     host: str
-
-
-def machine_bytes() -> int:
-    """Physical memory, or what the container may take of it."""
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    for file in _CGROUP_FILES:
-        with contextlib.suppress(OSError, ValueError):  # "max" is no number
-            total = min(total, int(file.read_text()))
-    return total
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryLimit:
-    """Resident bytes of one actor."""
-
-    hard: int
-    """It is ended."""
-    DEFAULT: ClassVar[int] = 2 << 30
-    """A mask actor with all backends loaded for 131,072 tokens takes 0.55 GiB."""
-
-    @classmethod
-    def of(cls, wanted: int | None) -> MemoryLimit:
-        """What was asked for, or the default, but never more than the machine has (half of it, by default)."""
-        machine = machine_bytes()
-        return cls(min(wanted, machine) if wanted is not None else min(cls.DEFAULT, machine // 2))
-
-    def soft(self, fresh: int) -> int:
-        """Where an actor that took `fresh` bytes when it was new is replaced as soon as nobody is hurt: half way."""
-        return fresh + max(0, self.hard - fresh) // 2
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessReading:
-    """One look at a process of this machine."""
+    """One reading of a process of this machine."""
 
     resident: int
-    """Bytes."""
+    """Resident memory in bytes."""
+    cpu_seconds: float
+    """Computing time of all its threads so far."""
     stopped: bool
-    """By a signal: none of its threads runs."""
+    """Stopped by a signal (SIGSTOP): none of its threads runs."""
+    started: int
+    """Start time in clock ticks since boot. Together with the pid it identifies the process."""
 
     @classmethod
     def of(cls, pid: int) -> ProcessReading | None:
-        """None where there is no such process. Takes some ten microseconds: proc_pid_stat(5)."""
+        """Read `/proc/<pid>/stat`, see proc_pid_stat(5); takes about 10 µs. None if there is no such process."""
         try:
             with open(f"/proc/{pid}/stat", "rb") as file:
                 fields = file.read().rpartition(b")")[2].split()
         except OSError:
             return None
-        return cls(int(fields[21]) * resource.getpagesize(), fields[0] == b"T")
+        cpu_seconds = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return cls(int(fields[21]) * resource.getpagesize(), cpu_seconds, fields[0] == b"T", int(fields[19]))
 
 
-def limit_memory(limit: MemoryLimit, watched: bool) -> None:
-    """In an actor: end this process rather than let it take more than `limit`.
+class ProcessHandle:
+    """A process of this machine, held by a pidfd: never confused with a later process that gets the same pid.
 
     Args:
-        watched: somebody on this machine looks after it, who also knows whose mask it was. Else it looks itself, as far
-            as the grammar library lets other threads run.
+        pid: None stands for a process on another machine. It cannot be read, waited for or killed.
     """
-    # The second line, and the exact one: beyond it an allocation fails, whoever looks, or is kept from looking.
-    most = limit.hard + _SLACK_BYTES
-    _, ceiling = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(
-        resource.RLIMIT_DATA, (most if ceiling == resource.RLIM_INFINITY else min(most, ceiling), ceiling)
-    )
-    if not watched:
-        threading.Thread(target=_watch_memory, args=(limit.hard,), name="memory-watch", daemon=True).start()
+
+    def __init__(self, pid: int | None) -> None:
+        self.fd = -1
+        """The pidfd, readable once the process has ended; -1 if there is none."""
+        self._pid = pid
+        if pid is not None:
+            with contextlib.suppress(OSError):
+                self.fd = os.pidfd_open(pid)
+
+    def read(self) -> ProcessReading | None:
+        """Read the state of the process. None if it is gone, or on another machine."""
+        return ProcessReading.of(self._pid) if self._pid is not None and self.fd >= 0 else None
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Wait for the end of the process, at most `seconds`. Returns whether it has ended."""
+        if self.fd < 0:
+            return True
+        end = select.poll()
+        end.register(self.fd, select.POLLIN)
+        return bool(end.poll(None if seconds is None else seconds * 1000))
+
+    def send_kill(self) -> None:
+        """Send SIGKILL and return at once. From any thread."""
+        with contextlib.suppress(OSError):
+            if self.fd >= 0:
+                signal.pidfd_send_signal(self.fd, signal.SIGKILL)
+
+    def kill(self, after: float = 0.0) -> None:
+        """Kill the process unless it ends within `after` seconds, wait for its end, close the handle. Idempotent."""
+        if self.fd < 0:
+            return
+        if not self.wait(after):
+            self.send_kill()
+            self.wait(_KILL_SECONDS)
+        fd, self.fd = self.fd, -1
+        os.close(fd)
 
 
-def _watch_memory(most: int) -> None:
-    me = os.getpid()
-    while (reading := ProcessReading.of(me)) is not None:
-        if reading.resident > most:
-            _log.error("this mask actor took more than %d MiB of memory", most >> 20)
-            os.kill(me, signal.SIGKILL)
-        time.sleep(_WATCH_SECONDS)
+def kill_actor(actor: Any, process: ProcessHandle | None) -> None:
+    """Kill a Ray actor: through Ray, which would otherwise report the death as an accident, then its process.
+
+    Args:
+        actor: Ray's handle.
+        process: None leaves the process to Ray.
+    """
+    if ray.is_initialized():  # otherwise this call would start a local Ray
+        with contextlib.suppress(Exception):
+            ray.kill(actor)
+    if process is not None:
+        process.kill(after=1.0)
 
 
 @dataclass(slots=True)
 class Owner:
-    """A process that can't be mistaken for a later one with the same id, nor for one on another node."""
+    """The engine's process, as its actors know it."""
 
     pid: int
-    started: float
-    """Seconds since the epoch."""
+    started: int
+    """As in `ProcessReading`."""
     node_id: str
-    """Ray's."""
+    """Ray's id of its node."""
     vocabulary: ray.ObjectRef | None
-    """What it has for its actors: a `Vocabulary`; None where Ray's shared memory is gone, and with it all there was."""
+    """The `Vocabulary` for its actors. None once Ray's shared memory is lost, and the object with it."""
 
     @classmethod
-    def me(cls, vocabulary: Vocabulary) -> Owner:
-        """This process."""
-        node_id = str(ray.get_runtime_context().get_node_id())
-        return cls(os.getpid(), psutil.Process().create_time(), node_id, ray.put(vocabulary))
+    def this_process(cls, vocabulary: Vocabulary) -> Owner:
+        """Describe the current process, and put its vocabulary into Ray's shared memory."""
+        reading = ProcessReading.of(os.getpid())
+        assert reading is not None
+        return cls(os.getpid(), reading.started, _node_id(), ray.put(vocabulary))
 
     def fetch(self) -> Vocabulary:
-        """In an actor, once. Keeps no reference: as long as somebody has one, the engine's process owns the object."""
+        """Get the vocabulary, in an actor. Keeps no reference, so that the engine's process can release the object."""
         vocabulary: Vocabulary = ray.get(self.vocabulary)
         self.vocabulary = None
         return vocabulary
 
-    def is_alive(self) -> bool:
-        """Whether that process is there. Asked on its own node."""
-        try:
-            return abs(psutil.Process(self.pid).create_time() - self.started) < 1.0
-        except psutil.Error:
-            return False
-
 
 def exit_with_owner(owner: Owner) -> bool:
-    """End this process as soon as `owner` ends. On another node (False) Ray does that, when it loses the driver."""
-    near = str(ray.get_runtime_context().get_node_id()) == owner.node_id
-    if near:
+    """End this process as soon as the owner's process ends.
+
+    Returns:
+        Whether the owner is on this node. If not, Ray ends this process when it loses the driver.
+    """
+    same_node = _node_id() == owner.node_id
+    if same_node:
         threading.Thread(target=_watch_owner, args=(owner,), name="owner-watch", daemon=True).start()
-    return near
+    return same_node
 
 
 def _watch_owner(owner: Owner) -> None:
-    try:
-        watched = os.pidfd_open(owner.pid)
-    except ProcessLookupError:
-        os._exit(0)
-    if owner.is_alive():
-        gone = select.poll()
-        gone.register(watched, select.POLLIN)
-        gone.poll()
-    # Not sys.exit: a grammar library may hold the main thread for ever.
-    os._exit(0)
+    process = ProcessHandle(owner.pid)
+    reading = process.read()
+    if reading is not None and reading.started == owner.started:
+        process.wait()
+    os._exit(0)  # not sys.exit: a grammar library may block the main thread forever
+
+
+def _node_id() -> str:
+    return str(ray.get_runtime_context().get_node_id())
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryLimit:
+    """Limit of one actor's resident memory."""
+
+    hard: int
+    """Bytes. An actor above the limit is killed."""
+    DEFAULT: ClassVar[int] = 2 << 30
+    """A mask actor with all backends loaded for 131,072 tokens takes 0.55 GiB."""
+
+    @classmethod
+    def of(cls, wanted: int | None) -> MemoryLimit:
+        """Limit to `wanted` bytes, at most the machine's memory. None: the default, at most half of it."""
+        machine = machine_bytes()
+        return cls(min(wanted, machine) if wanted is not None else min(cls.DEFAULT, machine // 2))
+
+    def soft(self, fresh: int) -> int:
+        """Memory at which an actor is replaced once it is empty: half way from `fresh`, its memory when it was new."""
+        return fresh + max(0, self.hard - fresh) // 2
+
+
+def machine_bytes() -> int:
+    """Memory of the machine, or of this container."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for file in _CGROUP_FILES:
+        with contextlib.suppress(OSError, ValueError):  # "max" is not a number
+            total = min(total, int(file.read_text()))
+    return total
+
+
+def limit_memory(limit: MemoryLimit, watched: bool) -> None:
+    """Limit the memory of this process: an actor above the limit is killed.
+
+    Args:
+        watched: a supervisor on this machine watches the process, and knows which sequence it was filling. If not, the
+            process watches itself, as far as the grammar library lets other threads run.
+    """
+    # The second line of defence: above it allocations fail, even if nothing can watch the process.
+    data_bytes = limit.hard + _SLACK_BYTES
+    _, ceiling = resource.getrlimit(resource.RLIMIT_DATA)
+    if ceiling != resource.RLIM_INFINITY:
+        data_bytes = min(data_bytes, ceiling)
+    resource.setrlimit(resource.RLIMIT_DATA, (data_bytes, ceiling))
+    if not watched:
+        threading.Thread(target=_watch_memory, args=(limit.hard,), name="memory-watch", daemon=True).start()
+
+
+def _watch_memory(limit: int) -> None:
+    process = ProcessHandle(os.getpid())
+    while (reading := process.read()) is not None:
+        if reading.resident > limit:
+            _log.error("this mask actor took more than %d MiB of memory", limit >> 20)
+            process.send_kill()
+        time.sleep(_POLL_SECONDS)

@@ -1,16 +1,13 @@
-"""Supervisor: keeps one of a pool's actors alive. Starts it, watches it, announces its end, starts the next one.
+"""Supervisor: keeps one mask actor of a pool alive. Starts it, watches it, announces its end, starts the next one.
 
-A thread an actor, so that its life reads from top to bottom: start, hand over, watch, end, wait, again.
+Each actor has one supervisor thread, so that one incarnation of the actor (its life from start to end) reads from top
+to bottom in `_live`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import math
 import os
-import select
-import signal
 import threading
 import time
 import weakref
@@ -32,86 +29,121 @@ from actors.compile.loading import ActorHandle
 from actors.steps.connection import WorkerConnection
 from actors.steps.placement import Cause, WorkerDown, WorkerRetiring, WorkerUp
 from actors.steps.protocol import Segment
-from actors.supervision.mask_actor import ORDERED, MaskActor
-from actors.supervision.process import ActorLocation, MemoryLimit, Owner, ProcessReading
+from actors.supervision.mask_actor import IN_ORDER, MaskActor
+from actors.supervision.process import ActorLocation, MemoryLimit, Owner, ProcessHandle, kill_actor
 from guided.errors import BackendError, GuidedError, MaskTimeout, PoolUnavailable, WorkerDied, bounded
 from guided.pool import WorkerStatus
+from guided.pool_options import RayPoolOptions
 
-__all__ = ["IncarnationSettings", "Supervisor"]
+__all__ = ["IncarnationSettings", "RestartPolicy", "Supervisor"]
 
 _START_SECONDS = 120.0
 _CONNECT_SECONDS = 30.0
 _CREATE_SECONDS = 30.0
-_FIRST_DELAY_SECONDS = 0.5
-_LAST_DELAY_SECONDS = 30.0
 _CRASH_LOOP = 5
 _CRASH_LOOP_SECONDS = 60.0
+_LAST_DELAY_SECONDS = 30.0
 _PROVEN_SECONDS = 2.0
-"""An incarnation that was up for so long is no part of a crash loop, whatever ended it: masks were had from it, and a
-longer pause before the next one would keep them from those who wait."""
+"""An incarnation that was up for this long has filled masks. It is not part of a crash loop, whatever ended it: a
+longer pause before the next one would only delay the requests that wait."""
 _TICK_MS = 200
-"""What eats a gigabyte a second is a fifth of one over its limit when it is seen."""
+"""Interval of memory readings: a process that takes 1 GiB/s is found 0.2 GiB above its limit."""
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class IncarnationSettings:
-    """What every incarnation of a pool's actors is made with."""
+    """What every incarnation of a pool's actors is started with."""
 
     cluster: Cluster
     transport: Transport
     grammars: Grammars
     owner: Owner
-    slots: int
-    words: int
-    mask_limit: float
-    """Seconds after which an actor that owes an answer, or that was stopped, is taken for hung."""
     memory: MemoryLimit
     """Of one actor."""
-    tcp: bool
-    """Use TCP even where shared memory can be had."""
-    spread: bool
-    """ActorLocation actors on all nodes in turn, rather than on this one."""
+    words: int
+    """Words in one row's bitmask."""
+    options: RayPoolOptions
+
+
+@dataclass(frozen=True, slots=True)
+class _Incarnation:
+    """An incarnation that is connected."""
+
+    handle: ActorHandle
+    location: ActorLocation
+    process: ProcessHandle
+    connection: WorkerConnection
+    channel: Channel
+
+
+class RestartPolicy:
+    """The pause before the next incarnation: exponential back-off, reset by an incarnation that was up for a while.
+
+    Args:
+        first_delay: seconds.
+        clock: returns seconds.
+    """
+
+    def __init__(self, first_delay: float = 0.5, clock: Callable[[], float] = time.monotonic) -> None:
+        self._first_delay = self._delay = first_delay
+        self._clock = clock
+        self._early_ends: deque[float] = deque(maxlen=_CRASH_LOOP)
+
+    def next_pause(self, seconds_up: float) -> tuple[float, bool]:
+        """Return the seconds to wait after an incarnation that was up for `seconds_up`, and whether the actor is in a
+        crash loop."""
+        now = self._clock()
+        if seconds_up > _PROVEN_SECONDS:
+            self._delay = self._first_delay
+        else:
+            self._early_ends.append(now)
+        crash_loop = len(self._early_ends) == _CRASH_LOOP and now - self._early_ends[0] < _CRASH_LOOP_SECONDS
+        pause = _LAST_DELAY_SECONDS if crash_loop else self._delay
+        self._delay = min(2 * self._delay, _LAST_DELAY_SECONDS)
+        return pause, crash_loop
 
 
 class Supervisor:
     """Keeps actor `index` of a pool alive.
 
     Args:
-        next_incarnation: gives numbers that no other incarnation of this pool has.
-        announce: takes what comes and goes; called from this supervisor's thread.
+        next_incarnation: returns a number that no other incarnation of this pool has.
+        announce: takes the events of this actor; called from the supervisor's thread.
+        restarts: None is `RestartPolicy()`.
     """
 
     def __init__(
         self,
         index: int,
-        plan: IncarnationSettings,
+        settings: IncarnationSettings,
         next_incarnation: Callable[[], int],
         announce: Callable[[WorkerUp | WorkerRetiring | WorkerDown], None],
+        restarts: RestartPolicy | None = None,
     ) -> None:
         self._index = index
-        self._plan = plan
+        self._settings = settings
         self._next_incarnation = next_incarnation
         self._announce = announce
+        self._restart_policy = restarts or RestartPolicy()
         self._state: Literal["starting", "up", "restarting", "down"] = "starting"
-        self._link: WorkerConnection | None = None
-        self._home: ActorHandle | None = None
-        self._process: _Process | None = None
-        self._incarnation = -1
+        self._number = -1
+        """Of the current incarnation."""
+        self._began = 0.0
+        """`time.monotonic()` when it was started."""
+        self._seconds_up = 0.0
+        """Set when it has ended."""
+        self._handle: ActorHandle | None = None
+        self._process: ProcessHandle | None = None
+        self._serving: _Incarnation | None = None
         self._restarts = 0
-        self._ends: deque[float] = deque(maxlen=_CRASH_LOOP)
         self._stopping = threading.Event()
         self._first_try = threading.Event()
         self._error: GuidedError | None = None
         self._causes: Counter[str] = Counter()
         self._last_end: str | None = None
-        self._began = 0.0
-        """`time.monotonic()` of when this incarnation was started."""
-        self._up_since = math.inf
-        """And of when it was up."""
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        # Not before nobody can write to it any more.
-        weakref.finalize(self, os.close, self._wake)
+        weakref.finalize(self, os.close, self._wake)  # once nothing can write to it any more
         self._thread = threading.Thread(target=self._run, name=f"supervisor-{index}", daemon=True)
         self._thread.start()
 
@@ -119,120 +151,113 @@ class Supervisor:
         """Wait for the first incarnation.
 
         Raises:
-            PoolUnavailable: it didn't start; says why.
+            PoolUnavailable: it did not start; says why.
         """
         self._first_try.wait()
         if self._error is not None:
-            raise PoolUnavailable(f"mask actor {self._index} didn't start: {self._error}") from self._error
+            raise PoolUnavailable(f"mask actor {self._index} did not start: {self._error}") from self._error
 
     def status(self) -> WorkerStatus:
-        """A snapshot; from any thread."""
-        link = self._link
+        """Return a snapshot. From any thread."""
+        serving = self._serving
         return WorkerStatus(
             index=self._index,
-            incarnation=self._incarnation,
+            incarnation=self._number,
             state=self._state,
-            pid=link.location.pid if link is not None else None,
-            node=link.location.host if link is not None else None,
-            open_sequences=link.num_open if link is not None else 0,
+            pid=serving.location.pid if serving is not None else None,
+            node=serving.location.host if serving is not None else None,
+            open_sequences=serving.connection.num_open if serving is not None else 0,
             restarts=self._restarts,
             ends=dict(self._causes),
             last_end=self._last_end,
         )
 
     def stop(self) -> None:
-        """Begin to end the actor for good, starting or up; `join` waits for it."""
+        """Begin to end the actor for good, whether it is up or still starting. `join` waits for the end."""
         self._stopping.set()
         os.eventfd_write(self._wake, 1)
-        home, process = self._home, self._process
-        if home is not None:
-            _kill(home.actor)
-        if process is not None and self._plan.cluster.trouble is not None:
-            process.signal()  # else Ray ends it, and would report as an accident what ends behind its back
+        handle, process = self._handle, self._process
+        if handle is not None:
+            kill_actor(handle.actor, None)
+        if process is not None and self._settings.cluster.trouble is not None:
+            process.send_kill()  # without trouble Ray ends it; Ray would report this as an accident
 
     def join(self, seconds: float) -> bool:
-        """Wait until the actor is gone; False where that takes longer."""
+        """Wait at most `seconds` for the end of the actor. Returns whether it has ended."""
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        delay = _FIRST_DELAY_SECONDS
         while not self._stopping.is_set():
-            self._up_since = math.inf
+            self._seconds_up = 0.0
             try:
                 retired = self._live() == "retired"
             except Exception as error:
                 retired = False
                 self._error = error if isinstance(error, GuidedError) else PoolUnavailable(bounded(error))
                 if not self._stopping.is_set():
-                    self._note_end("not_started", f"mask actor {self._index} didn't start: {self._error}")
+                    self._record_end("not_started", f"mask actor {self._index} did not start: {self._error}")
             self._first_try.set()
             if retired:
                 continue
-            now = time.monotonic()
-            if now - self._up_since > _PROVEN_SECONDS:
-                delay = _FIRST_DELAY_SECONDS
-            else:
-                self._ends.append(now)
-            looping = len(self._ends) == _CRASH_LOOP and now - self._ends[0] < _CRASH_LOOP_SECONDS
-            pause, delay = _LAST_DELAY_SECONDS if looping else delay, min(2 * delay, _LAST_DELAY_SECONDS)
-            self._state = "down" if looping else "restarting"
-            if looping:
-                _log.error("mask actor %d is down: %d ends in a row; again in %g s", self._index, _CRASH_LOOP, pause)
+            pause, crash_loop = self._restart_policy.next_pause(self._seconds_up)
+            self._state = "down" if crash_loop else "restarting"
+            if crash_loop:
+                text = "mask actor %d is down: it ended %d times in a row; next attempt in %g s"
+                _log.error(text, self._index, _CRASH_LOOP, pause)
             self._stopping.wait(pause)
 
     def _live(self) -> Cause:
-        """One incarnation, from start to end. Raises what kept it from starting."""
+        """Run one incarnation from start to end. Raises if it does not start."""
         self._began = time.monotonic()
-        self._incarnation = self._next_incarnation()
-        self._plan.cluster.check()
-        home = self._home = ActorHandle(self._wait(call_in_thread(self._create), _CREATE_SECONDS, "start an actor"))
+        self._number = self._next_incarnation()
+        cluster, grammars = self._settings.cluster, self._settings.grammars
+        cluster.check()
+        actor = self._wait(call_in_thread(self._create_actor), _CREATE_SECONDS, "start an actor")
+        handle = self._handle = ActorHandle(actor)
         try:
-            place: ActorLocation = self._wait(home.actor.place.remote().future(), _START_SECONDS, "bring the actor up")
-            process = self._process = _Process(place, self._plan.cluster.node_id)
-            link, channel = self._wire(home, place)
+            location: ActorLocation = self._wait(actor.location.remote().future(), _START_SECONDS, "bring the actor up")
+            process = self._process = ProcessHandle(location.pid if location.node_id == cluster.node_id else None)
+            connection, channel = self._connect(handle, location)
             try:
-                self._plan.grammars.settle(home, _START_SECONDS)
+                grammars.add_actor(handle, _START_SECONDS)
             except BaseException:
-                link.close()
+                connection.close()
                 raise
-            return self._serve(home, link, channel, process)
+            return self._serve(_Incarnation(handle, location, process, connection, channel))
         finally:
-            self._home = None
-            self._plan.grammars.leave(home)
-            # Through Ray first: it reports a process that is killed behind its back as an accident.
-            _kill(home.actor)
-            if self._process is not None:
-                self._process.kill(after=1.0)
-                self._process = None
+            self._handle = None
+            grammars.remove_actor(handle)
+            kill_actor(actor, self._process)
+            self._process = None
 
-    def _create(self) -> Any:
-        # Actors that take no CPUs are put anywhere by Ray's "SPREAD", and by a soft affinity too (Ray 2.60, tried). A
-        # node that is gone by now fails this incarnation; the next one looks again.
-        cluster = self._plan.cluster
-        nodes = cluster.node_ids if self._plan.spread else [cluster.node_id]
+    def _create_actor(self) -> Any:
+        # Ray places actors that take no CPUs anywhere, with its "SPREAD" strategy and with a soft affinity too (Ray
+        # 2.60, measured). If the node is gone by now, this incarnation fails, and the next one gets another node.
+        settings = self._settings
+        nodes = settings.cluster.node_ids if settings.options.spread else [settings.cluster.node_id]
         strategy = NodeAffinitySchedulingStrategy(nodes[self._index % len(nodes)], soft=False)
-        return _actor_class().options(scheduling_strategy=strategy).remote(self._plan.owner, self._plan.memory)
+        return _actor_class().options(scheduling_strategy=strategy).remote(settings.owner, settings.memory)
 
-    def _wait(self, answer: Future[Any], seconds: float, what: str) -> Any:
-        """What Ray, or the actor, answers. Raises where there is none within `seconds`, or none is wanted any more."""
+    def _wait(self, answer: Future[Any], seconds: float, action: str) -> Any:
+        """Wait for Ray or the actor. Raises if there is no answer within `seconds`, or the pool is shut down."""
         deadline = time.monotonic() + seconds
         while not answer.done():
             wait([answer], _TICK_MS / 1000)
             if self._stopping.is_set():
                 raise PoolUnavailable("the pool was shut down")
             if time.monotonic() > deadline:
-                raise PoolUnavailable(f"Ray didn't {what} within {seconds:g} s")
+                raise PoolUnavailable(f"Ray did not {action} within {seconds:g} s")
         return answer.result()
 
-    def _wire(self, home: ActorHandle, place: ActorLocation) -> tuple[WorkerConnection, Channel]:
-        """Connect to the actor: shared memory and ipc where it can reach our memory, TCP else."""
-        plan = self._plan
-        segment = Segment(plan.slots, plan.words)
-        near = place.node_id == plan.cluster.node_id and not plan.tcp
-        for shared in (True, False) if near else (False,):
-            channel = plan.transport.ipc() if shared else plan.transport.tcp()
-            attached = home.actor.attach.remote(self._incarnation, channel.address, segment.name, shared).future()
+    def _connect(self, handle: ActorHandle, location: ActorLocation) -> tuple[WorkerConnection, Channel]:
+        """Connect to the actor: with shared memory and a Unix socket if it can reach our memory, otherwise by TCP."""
+        settings, options = self._settings, self._settings.options
+        segment = Segment(options.slots, settings.words)
+        local = location.node_id == settings.cluster.node_id and options.transport != "tcp"
+        for shared in (True, False) if local else (False,):
+            channel = settings.transport.ipc() if shared else settings.transport.tcp()
+            attached = handle.actor.attach.remote(self._number, channel.address, segment.name, shared).future()
             connected = False
             try:
                 connected = self._wait(attached, _CONNECT_SECONDS, "connect the actor")
@@ -242,133 +267,97 @@ class Supervisor:
                     channel.close()
             if connected:
                 connection = WorkerConnection(
-                    self._index, self._incarnation, place, channel, segment, shared, home.installed
+                    self._index, self._number, location, channel, segment, shared, handle.installed
                 )
                 return connection, channel
         segment.close()
-        raise PoolUnavailable(f"the actor on {place.host} can't connect to {plan.cluster.host}")
+        raise PoolUnavailable(f"the actor on {location.host} cannot connect to {settings.cluster.host}")
 
-    def _serve(self, home: ActorHandle, link: WorkerConnection, channel: Channel, process: _Process) -> Cause:
-        """In rotation, until it is over."""
-        self._link = link
+    def _serve(self, incarnation: _Incarnation) -> Cause:
+        """Have sequences placed on the actor until it ends, or has to be ended."""
+        up_since = time.monotonic()
+        handle, connection, pid = incarnation.handle, incarnation.connection, incarnation.location.pid
+        self._serving = incarnation
         self._state = "up"
-        self._up_since = time.monotonic()
         if self._first_try.is_set():
             self._restarts += 1
-        self._announce(WorkerUp(link))
-        self._plan.grammars.serve(home)
-        seconds, grammars = self._up_since - self._began, len(home.installed)
-        _log.info(
-            "mask actor %d (pid %d) is up after %.1f s: %d grammars", self._index, link.location.pid, seconds, grammars
-        )
+        self._announce(WorkerUp(connection))
+        self._settings.grammars.start_serving(handle)
+        text = "mask actor %d (pid %d) is up after %.1f s with %d grammars"
+        _log.info(text, self._index, pid, up_since - self._began, len(handle.installed))
         self._first_try.set()
         try:
-            cause = self._watch(home, link, channel, process)
+            cause = self._watch(incarnation)
         finally:
-            home.serving = False
-            self._link = None
+            handle.serving = False
+            self._serving = None
             self._state = "restarting"
+            self._seconds_up = time.monotonic() - up_since
         if self._stopping.is_set():
-            self._announce(WorkerDown(link, PoolUnavailable("the pool was shut down")))
+            self._announce(WorkerDown(connection, PoolUnavailable("the pool was shut down")))
         else:
-            error = self._failure_of(link, cause)
-            self._note_end(cause, error.message)
-            process.kill()
-            self._announce(WorkerDown(link, error, cause, loading=bool(home.loading)))
+            error = self._failure(pid, cause)
+            self._record_end(cause, error.message)
+            incarnation.process.kill()
+            self._announce(WorkerDown(connection, error, cause, loading=bool(handle.loading)))
         return cause
 
-    def _note_end(self, cause: str, message: str) -> None:
+    def _record_end(self, cause: str, message: str) -> None:
         self._causes[cause] += 1
         self._last_end = bounded(message)
         _log.log(logging.INFO if cause == "retired" else logging.WARNING, "%s", message)
 
-    def _failure_of(self, link: WorkerConnection, cause: Cause) -> GuidedError:
-        who = f"mask worker {self._index} (pid {link.location.pid}, incarnation {link.incarnation})"
+    def _failure(self, pid: int, cause: Cause) -> GuidedError:
+        """Return the error of the sequences that are lost with this incarnation."""
+        worker = f"mask worker {self._index} (pid {pid}, incarnation {self._number})"
         if cause == "hung":
-            return MaskTimeout(f"{who} was ended: a mask took longer than {self._plan.mask_limit:g} s")
+            seconds = self._settings.options.mask_limit
+            return MaskTimeout(f"{worker} was killed: a mask took longer than {seconds:g} s")
         if cause == "memory":
-            return BackendError(f"{who} was ended: a mask took it beyond {self._plan.memory.hard >> 20} MiB of memory")
+            limit = self._settings.memory.hard >> 20
+            return BackendError(f"{worker} was killed: it took more than {limit} MiB of memory")
         if cause == "retired":
-            return WorkerDied(f"{who} had grown: a fresh one takes its place")
-        return WorkerDied(f"{who} died")
+            return WorkerDied(f"{worker} had grown and is replaced")
+        return WorkerDied(f"{worker} died")
 
-    def _watch(self, home: ActorHandle, link: WorkerConnection, channel: Channel, process: _Process) -> Cause:
-        """Return when the incarnation is over (or to be ended), and why."""
-        plan = self._plan
-        watched = zmq.Poller()
-        watched.register(channel.monitor, zmq.POLLIN)
-        watched.register(self._wake, zmq.POLLIN)
-        if process.fd >= 0:
-            watched.register(process.fd, zmq.POLLIN)
-        fresh = process.look()
-        soft = plan.memory.soft(fresh.resident) if fresh is not None else 0
-        ran = time.monotonic()
+    def _watch(self, incarnation: _Incarnation) -> Cause:
+        """Wait until the incarnation ends or has to be ended. Returns why."""
+        handle, connection, process = incarnation.handle, incarnation.connection, incarnation.process
+        monitor = incarnation.channel.monitor
+        mask_limit, memory = self._settings.options.mask_limit, self._settings.memory
+        poller = zmq.Poller()
+        for watched in (monitor, self._wake, *([process.fd] if process.fd >= 0 else [])):
+            poller.register(watched, zmq.POLLIN)
+        fresh = process.read()
+        soft_limit = memory.soft(fresh.resident) if fresh is not None else 0
+        last_running = time.monotonic()
         while not self._stopping.is_set():
-            happened = dict(watched.poll(_TICK_MS))
-            if process.fd in happened or (channel.monitor in happened and channel.is_disconnected()):
+            events = dict(poller.poll(_TICK_MS))
+            if process.fd in events or (monitor in events and incarnation.channel.is_disconnected()):
                 return "died"
-            if link.overdue(plan.mask_limit) or plan.grammars.hangs(home):
+            if connection.overdue(mask_limit) or handle.is_overdue():
                 return "hung"
-            look = process.look()
-            if look is None:  # on another node, where it looks after its memory itself; or just gone
+            reading = process.read()
+            if reading is None:  # on another node, where it watches its memory itself; or it has just ended
                 continue
-            if look.resident > plan.memory.hard:
+            if reading.resident > memory.hard:
                 return "memory"
-            if not look.stopped:
-                ran = time.monotonic()
-            elif time.monotonic() - ran > plan.mask_limit:
+            if not reading.stopped:
+                last_running = time.monotonic()
+            elif time.monotonic() - last_running > mask_limit:
                 return "hung"
-            if link.retiring:
-                if not link.num_open:
+            if connection.retiring:
+                if not connection.num_open:
                     return "retired"
-            elif look.resident > soft:
-                link.retiring = True
-                _log.info("mask worker %d takes %d MiB: it is replaced", self._index, look.resident >> 20)
-                self._announce(WorkerRetiring(link))
+            elif reading.resident > soft_limit:
+                connection.retiring = True
+                _log.info("mask worker %d takes %d MiB: it will be replaced", self._index, reading.resident >> 20)
+                self._announce(WorkerRetiring(connection))
         return "died"
-
-
-class _Process:
-    """An actor's process. On this node it can be watched and killed without Ray."""
-
-    def __init__(self, place: ActorLocation, node_id: str) -> None:
-        self.fd = -1
-        self._pid = place.pid
-        if place.node_id == node_id:
-            with contextlib.suppress(OSError):
-                self.fd = os.pidfd_open(place.pid)
-
-    def look(self) -> ProcessReading | None:
-        """How it is; None on another node, or where it is gone."""
-        return ProcessReading.of(self._pid) if self.fd >= 0 else None
-
-    def signal(self) -> None:
-        """SIGKILL, from any thread. On another node that is Ray's to do."""
-        with contextlib.suppress(OSError):
-            if self.fd >= 0:
-                signal.pidfd_send_signal(self.fd, signal.SIGKILL)
-
-    def kill(self, after: float = 0.0) -> None:
-        """Kill it, if it doesn't end within `after` seconds, and see it gone. Idempotent."""
-        if self.fd < 0:
-            return
-        gone = select.poll()
-        gone.register(self.fd, select.POLLIN)
-        if not gone.poll(after * 1000):
-            self.signal()
-            gone.poll(5000)
-        fd, self.fd = self.fd, -1
-        os.close(fd)
 
 
 @cache
 def _actor_class() -> Any:
-    # Once: for every such class Ray keeps a definition. Grammars are loaded and dropped in the order asked for, in a
-    # group of their own: a ping overtakes them.
-    return ray.remote(num_cpus=0, max_restarts=0, max_concurrency=2, concurrency_groups={ORDERED: 1})(MaskActor)
-
-
-def _kill(actor: Any) -> None:
-    if ray.is_initialized():  # else this would start a Ray of its own
-        with contextlib.suppress(Exception):
-            ray.kill(actor)
+    """Define the actor for Ray, which keeps every definition: so only once."""
+    groups = {IN_ORDER: 1}
+    return ray.remote(num_cpus=0, max_restarts=0, max_concurrency=2, concurrency_groups=groups)(MaskActor)

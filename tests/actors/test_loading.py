@@ -1,4 +1,4 @@
-"""Loading: who is suspect when an actor ends, and how long a load may take."""
+"""Loading: which grammars are suspects when an actor dies, and how long a load may take."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from ray.exceptions import RayActorError
 
 from actors.compile import loading
 from actors.compile.loading import ActorHandle, GrammarPackage, Loading, StoredGrammar
-from guided.errors import GuidedError
 
 
 class Actor:
@@ -21,9 +20,6 @@ class Actor:
     def __init__(self) -> None:
         self.asked: dict[str, Future[None]] = {}
         self.install = self.uninstall = self
-
-    def options(self, **options: Any) -> Actor:
-        return self
 
     def remote(self, key: str, *arguments: Any) -> Actor:
         self.asked[key] = self.last = Future[None]()
@@ -39,15 +35,17 @@ class Actor:
 
 
 class Desk:
-    """The grammars' thread."""
+    """Stands for the thread of `Grammars`."""
 
     def __init__(self) -> None:
         self.tasks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self.refused: dict[str, GuidedError] = {}
-        self.loading = Loading(self.when_done, lambda: None, self.refused)
+        self.loading = Loading(self.when_done, lambda: None)
 
     def when_done(self, future: Future[Any], task: Callable[[Future[Any]], None]) -> None:
         future.add_done_callback(lambda done: self.tasks.put(lambda: task(done)))
+
+    def rejections(self, *keys: str) -> list[str]:
+        return [key for key in keys if self.loading.rejection(key) is not None]
 
     def work(self) -> None:
         while not self.tasks.empty():
@@ -59,19 +57,19 @@ class Desk:
 
     def enter(self) -> tuple[ActorHandle, Actor]:
         actor = Actor()
-        home = ActorHandle(actor)
-        self.loading.settle(home, set(self.loading.stored))
-        return home, actor
+        handle = ActorHandle(actor)
+        self.loading.add_actor(handle, set(self.loading.stored))
+        return handle, actor
 
     def finish(self, actor: Actor, *keys: str) -> None:
         for key in keys:
             actor.asked[key].set_result(None)
         self.work()
 
-    def end(self, home: ActorHandle, actor: Actor) -> None:
+    def end(self, handle: ActorHandle, actor: Actor) -> None:
         actor.end()
         self.work()
-        self.loading.leave(home)
+        self.loading.remove_actor(handle)
 
 
 def test_of_proven_grammars_only_the_one_that_was_being_loaded_is_suspect() -> None:
@@ -86,9 +84,9 @@ def test_of_proven_grammars_only_the_one_that_was_being_loaded_is_suspect() -> N
     third, actor = desk.enter()
     assert list(actor.asked) == ["a:1", "a:3", "a:4"]
     desk.finish(actor, "a:1", "a:3", "a:4")
-    assert desk.loading.next_suspect(third) is not None
+    assert desk.loading.load_next_suspect(third) is not None
     desk.finish(actor, "a:2")
-    assert desk.loading.next_suspect(third) is None
+    assert desk.loading.load_next_suspect(third) is None
     assert third.installed == {"a:1", "a:2", "a:3", "a:4"}
 
 
@@ -99,34 +97,34 @@ def test_what_waited_and_was_never_loaded_is_suspect_too() -> None:
     desk.end(one, actor)
     two, actor = desk.enter()
     assert not actor.asked
-    assert desk.loading.next_suspect(two) is not None
+    assert desk.loading.load_next_suspect(two) is not None
     desk.finish(actor, "a:1")
-    assert desk.loading.next_suspect(two) is not None
+    assert desk.loading.load_next_suspect(two) is not None
     desk.end(two, actor)
-    assert not desk.refused, "it may have been killed by somebody else"
+    assert desk.rejections("a:1", "a:2") == [], "it may have been killed externally"
     three, actor = desk.enter()
     desk.finish(actor, "a:1")
-    desk.loading.next_suspect(three)
+    desk.loading.load_next_suspect(three)
     desk.end(three, actor)
-    assert list(desk.refused) == ["a:2"]
+    assert desk.rejections("a:1", "a:2") == ["a:2"]
 
 
 def test_the_first_grammar_of_a_backend_brings_its_library(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr(loading.time, "monotonic", lambda: now)
     desk = Desk()
-    home, actor = desk.enter()
+    handle, actor = desk.enter()
     desk.add("a:1", "a:2", "b:1")
     now += 20
-    assert not home.overdue(15)
+    assert not handle.is_overdue()
     desk.finish(actor, "a:1")
     now += 14
-    assert not home.overdue(15)
+    assert not handle.is_overdue()
     now += 2
-    assert home.overdue(15)
+    assert handle.is_overdue()
     desk.finish(actor, "a:2")
     now += 50
-    assert not home.overdue(15)
+    assert not handle.is_overdue()
     now += 20
-    assert home.overdue(15)
+    assert handle.is_overdue()
     assert isinstance(desk.loading.stored["b:1"], StoredGrammar)

@@ -33,7 +33,7 @@ def run(how: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_beyond_the_limit_and_some_slack_no_memory_is_to_be_had() -> None:
-    """Whoever looks after it can't."""
+    """Even if nothing can watch the process."""
     ran = run("watched")
     assert ran.returncode == 0, ran.stderr
     assert 200 < int(ran.stdout.split()[2]) < 200 + 1024

@@ -48,7 +48,7 @@ class Host:
     ) -> None:
         self.transport = transport
         self.refused: dict[str, GuidedError] = {}
-        self.rotation = Rotation(refused=self.refused, **limits)
+        self.rotation = Rotation(rejection_of=self.refused.get, **limits)
         self.slow = SlowGrammar(ABC, slow_at=1)
         self.actors: list[ThreadActor] = []
         for index in range(number):

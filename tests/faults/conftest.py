@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,3 +23,11 @@ def tiny_model(tiny_llama_dir: Path) -> LoadedModel:
 def faulty_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests may name the backend "faulty"."""
     monkeypatch.setitem(BACKENDS, NAME, ADAPTER)
+
+
+@pytest.fixture
+def short_directory() -> Iterator[str]:
+    """For sockets: their paths are limited."""
+    directory = tempfile.mkdtemp(prefix="g", dir="/tmp")
+    yield directory
+    shutil.rmtree(directory, ignore_errors=True)

@@ -230,8 +230,7 @@ grammar = pool.compile(Constraint.regex("a+"), ("llguidance",)).result(60)
 pool.open(1, grammar)
 pool.submit([Fill(1, 0, [])])
 assert pool.collect(np.zeros((1, WORDS), np.int32), 60)[0].state == "ready"
-directories = (pool._scratch.path, pool._cluster._scratch.path)
-print(*[worker.pid for worker in pool.status().workers], *pool.compile_pids(), *directories, flush=True)
+print(*[worker.pid for worker in pool.status().workers], *pool.compile_pids(), flush=True)
 if sys.argv[1] == "wait":
     time.sleep(600)
 elif sys.argv[1] == "raise":
@@ -240,25 +239,31 @@ elif sys.argv[1] == "raise":
 
 
 @pytest.mark.parametrize("ending", ["SIGKILL", "SIGKILL of all that descends from it", "raise"])
-def test_nothing_is_left_when_the_engines_process_is_gone(ending: str, tmp_path: Path) -> None:
+def test_nothing_is_left_when_the_engines_process_is_gone(ending: str, short_directory: str) -> None:
     """Actors, compile processes, Ray's own processes, sockets and files."""
     here = Path(__file__)
     engine = subprocess.Popen(
         [sys.executable, "-c", ENGINE, "raise" if ending == "raise" else "wait"],
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(here.parents[2]), str(here.parents[1] / "support")])},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(here.parents[2]), str(here.parents[1] / "support")]),
+            "TMPDIR": short_directory,
+        },
     )
     assert engine.stdout is not None
     family: list[psutil.Process] = []
     try:
-        *pids, sockets, ray = engine.stdout.readline().split()
+        pids = engine.stdout.readline().split()
         assert len(pids) >= 3, "two actors, and what compiles"
         family = psutil.Process(engine.pid).children(recursive=True) if ending != "raise" else []
         family.extend(psutil.Process(int(pid)) for pid in pids if psutil.pid_exists(int(pid)))
         family = [process for process in family if "guided-janitor" not in process.cmdline()]
         if ending != "raise":
-            assert not (os.stat(sockets).st_mode | os.stat(ray).st_mode) & 0o077, "private"
+            scratch = list(Path(short_directory).glob("guided-*"))
+            assert len(scratch) == 2, "of the pool's sockets, and of Ray"
+            assert all(path.stat().st_mode & 0o077 == 0 for path in scratch), "private"
             if ending != "SIGKILL":  # as vLLM ends its engine's process
                 for process in psutil.Process(engine.pid).children(recursive=True):
                     with contextlib.suppress(psutil.NoSuchProcess):
@@ -268,7 +273,7 @@ def test_nothing_is_left_when_the_engines_process_is_gone(ending: str, tmp_path:
         gone, alive = psutil.wait_procs(family, timeout=30)
         assert not alive, [process.cmdline() for process in alive if process.is_running()]
         assert len(gone) >= (len(pids) if ending != "raise" else 0)
-        until(lambda: not os.path.exists(sockets) and not os.path.exists(ray), 15)
+        until(lambda: not list(Path(short_directory).glob("guided-*")), 15)
     finally:
         engine.kill()
         engine.communicate()

@@ -9,7 +9,8 @@ import pytest
 from byte_vocabulary import BYTES
 from driven_pool import DrivenPool, gone, until
 
-from actors import RayPool, supervisor
+from actors import RayPool
+from actors.supervision import supervisor
 from guided.errors import BackendError
 
 MIB = 1 << 20
@@ -81,5 +82,5 @@ def test_an_actor_that_leaks_is_replaced_and_nobody_notices(
     assert len(replaced) == 2
     assert not driven.errors
     assert driven.pool.failures() == {}
-    assert caplog.text.count("a fresh one takes its place") == 2
+    assert caplog.text.count("had grown and is replaced") == 2
     assert "restart" not in caplog.text

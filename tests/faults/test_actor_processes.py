@@ -1,4 +1,4 @@
-"""Actors that crash, are killed, or are frozen, in whatever they are doing. The pool's defaults: nobody is replayed."""
+"""Actors that crash, are killed or stopped at any time. With the pool's defaults: nothing is replayed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import pytest
 from byte_vocabulary import BYTES
 from driven_pool import DrivenPool, freeze, until
 
-from actors import RayPool, supervisor
+from actors import RayPool
+from actors.supervision import supervisor
 from guided.errors import MaskTimeout, WorkerDied
 
 
@@ -119,7 +120,6 @@ def test_a_crash_loop_is_down_for_all_to_see_and_others_go_on(
         "_CRASH_LOOP_SECONDS": 600.0,
         "_PROVEN_SECONDS": 600.0,
         "_LAST_DELAY_SECONDS": 4.0,
-        "_FIRST_DELAY_SECONDS": 0.1,
     }.items():
         monkeypatch.setattr(supervisor, name, value)
     sequences = driven.open("sound length=1000", number=4)

@@ -1,4 +1,4 @@
-"""Compilations that crash, hang, eat memory or come by the dozen: each is an error of its own, and nobody else's."""
+"""Compilations that crash, hang, take too much memory or come in large numbers: each fails alone."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def until(true: Callable[[], bool]) -> None:
 
 
 def new(*words: str) -> Constraint:
-    """A constraint for the faulty backend that nobody asked for before."""
+    """A constraint for the faulty backend that was not compiled before."""
     return faulty(*words, f"name={next(_numbers)}")
 
 
@@ -132,7 +132,7 @@ def test_a_grammar_that_weighs_too_much_reaches_no_worker(compiler: Compiler) ->
     words = Constraint.choice([f"{number}{'word' * 30}" for number in range(100)])
     error = error_of(compiler.submit(CompileJob(words, ["llguidance"])).result(WAIT))
     assert type(error) is ConstraintTooLarge
-    assert "weighs" in str(error)
+    assert "the compiled constraint takes" in str(error)
 
 
 def test_a_flood_of_slow_ones_delays_only_itself(compiler: Compiler) -> None:
@@ -150,7 +150,7 @@ def test_a_flood_of_slow_ones_delays_only_itself(compiler: Compiler) -> None:
     assert order.count("slow") <= 3
     kinds = {type(error_of(future.result(WAIT))) for future in flood}
     assert kinds <= {CompileTimeout, CompileQueueFull}
-    assert CompileQueueFull in kinds, "who waited too long is told so, instead of waiting on"
+    assert CompileQueueFull in kinds, "a constraint that waited too long gets an error"
     assert compiler.submit(QUICK).result(WAIT).error is None
 
 
@@ -221,7 +221,7 @@ def test_constraints_that_wait_are_bounded(pool: RayPool, tmp_path: Path) -> Non
     assert type(error) is CompileQueueFull
     assert error.status == 429
     assert error.retryable
-    assert pool.compile(waiting[0], [NAME]) is futures[0], "who asks for the same waits for the same"
+    assert pool.compile(waiting[0], [NAME]) is futures[0], "equal constraints share one compilation"
     go_on.touch()
     for future in futures:
         future.exception(WAIT)
@@ -248,7 +248,7 @@ def test_a_frozen_compile_actor_is_replaced(pool: RayPool, monkeypatch: pytest.M
     assert actor is not None
     slow = pool.compile(new("sleep@compile=1.5"), [NAME])  # meanwhile the actor is asked whether it is there
     assert slow.result(WAIT).backend == NAME
-    monkeypatch.setattr("actors.compile.grammars._PULSE_SECONDS", 1.0)
+    monkeypatch.setattr("actors.compile.grammars._HEARTBEAT_SECONDS", 1.0)
     os.kill(actor.pid, signal.SIGSTOP)
     assert pool.compile(new(), [NAME]).result(WAIT).backend == NAME
     until(lambda: not psutil.pid_exists(actor.pid))

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -21,14 +18,6 @@ from serving import serving
 
 SECONDS = 30.0
 """Generous: a loaded machine is slow to reap. What it takes on a quiet one is in docs/failure-model.md."""
-
-
-@pytest.fixture
-def short_directory() -> Iterator[str]:
-    """For sockets: their paths are limited."""
-    directory = tempfile.mkdtemp(prefix="g", dir="/tmp")
-    yield directory
-    shutil.rmtree(directory, ignore_errors=True)
 
 
 def family_of(pid: int) -> list[psutil.Process]:
@@ -81,8 +70,9 @@ def test_a_server_killed_in_mid_stream(short_directory: str) -> None:
 
 
 CLUSTER = """
-import sys
+import os, sys, tempfile
 from ray.cluster_utils import Cluster
+os.makedirs(os.path.join(tempfile.gettempdir(), "ray"), exist_ok=True)  # Ray writes there
 quiet = {"num_cpus": 1, "include_dashboard": False, "temp_dir": sys.argv[1]}
 cluster = Cluster(initialize_head=True, head_node_args=quiet)
 cluster.add_node(num_cpus=1)
@@ -94,7 +84,7 @@ cluster.shutdown()
 ENGINE = """
 import sys, time
 import numpy as np
-import ray
+import psutil
 from byte_vocabulary import BYTES, WORDS
 from actors import RayPool
 from guided.constraint import Constraint
@@ -106,11 +96,10 @@ for sequence in (1, 2):
     pool.open(sequence, grammar)
 pool.submit([Fill(1, 0, []), Fill(2, 0, [])])
 assert {row.state for row in pool.collect(np.zeros((2, WORDS), np.int32), 60)} == {"ready"}
-nodes = {link.place.node_id for link in pool._rotation._links}
-assert len(nodes) == 2
-compiler = ray.get(pool._grammars._compiler.pid.remote(), timeout=60)
-pids = [worker.pid for worker in pool.status().workers] + pool.compile_pids() + [compiler]
-print(pool._scratch.path, *pids, flush=True)
+workers = [psutil.Process(worker.pid) for worker in pool.status().workers]
+assert len({worker.ppid() for worker in workers}) == 2, "each raylet has started one"
+compiler = psutil.Process(pool.compile_pids()[0]).parent().parent()
+print(*[worker.pid for worker in workers], *pool.compile_pids(), compiler.pid, flush=True)
 time.sleep(600)
 """
 
@@ -119,6 +108,7 @@ def test_an_engine_that_had_joined_a_cluster(short_directory: str) -> None:
     """On its own node and on another; the cluster itself stays."""
     here = Path(__file__).parents
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(here[2]), str(here[1] / "support")])}
+    environment["TMPDIR"] = short_directory
     start = {"stdout": subprocess.PIPE, "stdin": subprocess.PIPE, "text": True, "env": environment}
     cluster = subprocess.Popen([sys.executable, "-c", CLUSTER, short_directory], **start)  # type: ignore[call-overload]
     engine: subprocess.Popen[str] | None = None
@@ -128,14 +118,15 @@ def test_an_engine_that_had_joined_a_cluster(short_directory: str) -> None:
         engine = subprocess.Popen([sys.executable, "-c", ENGINE, address], **start)  # type: ignore[call-overload]
         assert engine is not None
         assert engine.stdout is not None
-        scratch, *pids = engine.stdout.readline().split()
+        pids = engine.stdout.readline().split()
         family = [psutil.Process(int(pid)) for pid in pids]
         assert len(family) >= 4
+        assert list(Path(short_directory).glob("guided-*"))
         family += family_of(engine.pid)
         engine.kill()
         engine.wait(SECONDS)
         assert_all_end(family)
-        until(lambda: not os.path.exists(scratch), SECONDS)
+        until(lambda: not list(Path(short_directory).glob("guided-*")), SECONDS)
         raylets = [each for each in psutil.Process(cluster.pid).children(recursive=True) if each.name() == "raylet"]
         assert len(raylets) == 2
     finally:

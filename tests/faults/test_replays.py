@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -14,7 +15,9 @@ from faulty_backend import ADAPTER, NAME
 from generating import Requests, errors, generate, said
 from serving import wait_until
 
-from actors import RayPool, grammars, loading, supervisor
+from actors import RayPool
+from actors.compile import loading
+from actors.supervision import supervisor
 from engine.llm_engine import LLMEngine
 from engine.model_loader import LoadedModel
 from engine.outputs import RequestOutput
@@ -156,7 +159,7 @@ def test_a_grammar_that_cant_be_loaded_ends_its_own_request(
     pool: RayPool, tiny_model: LoadedModel, expected: Outputs, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One actor, and then one that nobody uses yet; and it is not tried again by every other that comes up."""
-    monkeypatch.setattr(grammars, "_LOAD_SECONDS", 2.0)
+    monkeypatch.setattr(loading, "_LOAD_SECONDS", 2.0)
     monkeypatch.setattr(loading, "_LIBRARY_SECONDS", 2.0)
     bad = poisoned(fault)
     found = generate(tiny_model, pool, bystanders() | {"bad": bad})
@@ -201,22 +204,23 @@ def test_at_0_a_death_ends_those_that_were_there_and_a_hang_one(
 
 
 def test_where_no_actor_comes_up_constrained_requests_end_and_the_others_go_on(
-    pool: RayPool, tiny_model: LoadedModel, expected: Outputs, monkeypatch: pytest.MonkeyPatch
+    tiny_model: LoadedModel, expected: Outputs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waiting: set[str] = set()
-    monkeypatch.setattr(pool._rotation, "_pool_wait", 0.2)
-    monkeypatch.setattr(pool._grammars, "_pool_wait", 0.2)
+    monkeypatch.setattr(supervisor, "RestartPolicy", partial(supervisor.RestartPolicy, first_delay=2.0))
+    pool = RayPool(tiny_model.vocabulary, num_actors=2, max_replays=1, pool_wait=0.2)
 
     def kill_all(engine: LLMEngine) -> None:
-        monkeypatch.setattr(supervisor, "_FIRST_DELAY_SECONDS", 2.0)
-        monkeypatch.setattr(supervisor, "_LAST_DELAY_SECONDS", 2.0)
         for pid in pids(pool):
             kill(pid)
         wait_until(lambda: not pool.status().healthy, LONG)
         engine.add_request("new", "Quick", SamplingParams(regex="[0-9]{5}"))
         waiting.update(name for name in engine.groups if name != "free")
 
-    found = generate(tiny_model, pool, bystanders(), in_the_middle(kill_all))
+    try:
+        found = generate(tiny_model, pool, bystanders(), in_the_middle(kill_all))
+    finally:
+        pool.shutdown()
     assert errors(found) == dict.fromkeys(waiting, PoolUnavailable.code)
     assert "new" in waiting
     assert said(found, *waiting) == {name: text for name, text in said(expected).items() if name not in waiting}
