@@ -31,7 +31,7 @@ from guided.inline import InlinePool
 from guided.integrations import transformers
 from guided.integrations.recycled_memory import RecycledMemory
 from guided.integrations.transformers import GuidedLogitsProcessor
-from guided.pool import Grammar, MaskPool, StepMasks
+from guided.pool import MaskPool, StepMasks
 from guided.sequence import GuidedSequence
 from guided.vocabulary import Vocabulary
 
@@ -560,9 +560,7 @@ class TestPools:
         for pid in pids:
             assert pid is not None
             with contextlib.suppress(psutil.NoSuchProcess):
-                psutil.Process(pid).wait(120)
-        with pytest.raises(PoolUnavailable):
-            ray.open(GuidedSequence("", 1, []), Grammar("", "", CONSTRAINTS[1] or CONSTRAINTS[0], ()))
+                psutil.Process(pid).wait(120)  # raises if the actor is still there
 
     def test_the_pool_is_shut_down_if_a_constraint_cant_be_compiled(
         self, vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
