@@ -31,10 +31,10 @@ from engine.default_model import checkpoint_path
 from guided.backends import Backends, candidates
 from guided.compilation import compile_constraint
 from guided.constraint import Constraint
-from guided.embedded.transformers import GuidedLogitsProcessor
 from guided.errors import GuidedError
 from guided.inline import InlinePool
-from guided.processor import GuidedRow, LogitPostProcessor
+from guided.integrations.transformers import GuidedLogitsProcessor
+from guided.processor import GuidedProcessor, GuidedSequence
 from guided.vocabulary import Vocabulary
 
 PROMPT_CHARACTERS = 400
@@ -235,7 +235,7 @@ class Steps:
         self.guide = GuidedLogitsProcessor(vocabulary, constraints)
         self.writer = GuidedLogitsProcessor(vocabulary, constraints, in_place=True)
         self.pool = InlinePool(vocabulary)
-        self.alone = LogitPostProcessor(self.pool)
+        self.alone = GuidedProcessor(self.pool)
         for row, constraint in enumerate(constraints):
             self.alone.initialize(str(row), constraint).result()
         self.round = 0
@@ -250,7 +250,7 @@ class Steps:
         kept: dict[str, torch.Tensor] = {}  # as in `generate()`, the last step's scores live until this step's exist
 
         def by_pool(input_ids: torch.Tensor) -> torch.Tensor:
-            self.alone.prepare([GuidedRow(str(row), ids[row], outputs[row], row) for row in range(self.rows)])
+            self.alone.prepare([GuidedSequence(str(row), ids[row], outputs[row]) for row in range(self.rows)])
             report = self.alone.apply(self.logits)
             if report.failed:
                 raise AssertionError(f"failed: {report.failed}")

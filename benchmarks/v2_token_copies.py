@@ -1,6 +1,6 @@
 """Measure what our plugin's copy of new tokens costs in vLLM's V2 runner: `python -m benchmarks.v2_token_copies`.
 
-The V2 runner keeps tokens on the device. `guided/embedded/v2_tokens.py` copies the tokens that a step added: `begin`
+The V2 runner keeps tokens on the device. `TokenCopies` copies the tokens that a step added: `begin`
 before the forward pass, `read` after its launch. Both are timed on the host, for a batch of guided slots with one new
 token each, or up to five (four draft tokens). With `--device cuda` a forward pass of about `--forward-ms` runs between
 the two, and `read` also waits for the step before. With `--device cpu` there is no copy from a device, only the host's
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from benchmarks.report import RESULTS, fail, machine, percentiles, print_table, write_json
-from guided.embedded.v2_tokens import TokenCopies
+from guided.integrations.vllm.v2_batch import TokenCopies
 
 COLUMNS = {
     "slots": "guided slots",

@@ -85,7 +85,8 @@ def systems(options: argparse.Namespace) -> dict[str, tuple[str, str]]:
 def has_plugin(python: str) -> bool:
     """Return whether an interpreter has this package with Ray."""
     code = (
-        "import importlib.metadata as m; import ray, guided.embedded.vllm; assert m.entry_points(group='guided.pools')"
+        "import importlib.metadata as m; import ray, guided.integrations.vllm.processor; "
+        "assert m.entry_points(group='guided.pools')"
     )
     return subprocess.run([python, "-c", code], cwd=ROOT, capture_output=True, check=False).returncode == 0
 

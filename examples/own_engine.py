@@ -1,6 +1,6 @@
 """Guided decoding in an engine of your own, a plain PyTorch loop: `python examples/own_engine.py [MODEL] [--ray]`.
 
-`--ray` computes the masks in actors, while the forward pass runs; else this process does, when they are asked for.
+With `--ray`, actors compute the masks during the forward pass. Otherwise this process computes them, after it.
 """
 
 from __future__ import annotations
@@ -14,10 +14,19 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from engine.default_model import checkpoint_path
-from guided import Constraint, Grammar, GuidedError, GuidedRow, InlinePool, LogitPostProcessor, MaskPool, Vocabulary
+from guided import (
+    Constraint,
+    Grammar,
+    GuidedError,
+    GuidedProcessor,
+    GuidedSequence,
+    InlinePool,
+    MaskPool,
+    Vocabulary,
+)
 
 DEADLINE = 0.002
-"""Seconds that a step waits for masks once its logits are there."""
+"""Seconds that a step waits for masks after the forward pass."""
 
 
 @dataclass
@@ -29,8 +38,13 @@ class Request:
 
 
 @torch.inference_mode()
-def decode(model: Any, processor: LogitPostProcessor, requests: list[Request], max_tokens: int = 100) -> None:
-    """Run all requests to their ends, greedily: fills in `output`, and `error` of those that failed."""
+def decode(model: Any, processor: GuidedProcessor, requests: list[Request], max_tokens: int = 100) -> None:
+    """Run all requests to their ends, greedily. Sets `output`, and `error` of requests that fail."""
+    sequences = {
+        index: GuidedSequence(str(index), index, request.output)
+        for index, request in enumerate(requests)
+        if request.constraint is not None
+    }
     compiling: dict[int, Future[Grammar]] = {}
     running: list[int] = []
     late: set[int] = set()
@@ -42,7 +56,7 @@ def decode(model: Any, processor: LogitPostProcessor, requests: list[Request], m
         if index in running:
             running.remove(index)
 
-    for index, request in enumerate(requests):  # per request: its grammar is compiled elsewhere
+    for index, request in enumerate(requests):  # once per request: compile its grammar
         if request.constraint is None:
             running.append(index)
             continue
@@ -62,29 +76,24 @@ def decode(model: Any, processor: LogitPostProcessor, requests: list[Request], m
                 end(index, error)
         for name, lost in processor.failures().items():  # a worker died between two steps
             end(int(name), lost)
-        for index in processor.settled(0.0 if running else 0.05):  # late ones whose masks have come run again
+        for index in processor.settled(0.0 if running else 0.05):  # late rows with a mask by now
             late.remove(index)
             running.append(index)
         if not running:
             continue
 
+        guided = [index for index in running if index in sequences]
+        processor.prepare([sequences[index] for index in guided], [running.index(index) for index in guided])
         batch = [requests[index] for index in running]
-        processor.prepare(
-            [
-                GuidedRow(str(index), index, request.output, row)
-                for row, (index, request) in enumerate(zip(running, batch, strict=True))
-                if request.constraint is not None
-            ]
-        )
         hidden = forward(model, [request.prompt + request.output for request in batch])  # masks are computed meanwhile
         logits = model.lm_head(hidden).float()
-        report = processor.apply(logits, DEADLINE, alone=all(request.constraint for request in batch))
+        report = processor.apply(logits, DEADLINE, alone=len(guided) == len(running))
 
         tokens = logits.argmax(dim=-1).tolist()
         for index, token in zip(list(running), tokens, strict=True):
             if index in report.failed:
                 end(index, report.failed[index])
-            elif index in report.late:  # not sampled; the others go on without it
+            elif index in report.late:  # not sampled; the other rows continue
                 running.remove(index)
                 late.add(index)
             elif token in processor.vocabulary.stop_token_ids:
@@ -96,7 +105,7 @@ def decode(model: Any, processor: LogitPostProcessor, requests: list[Request], m
 
 
 def forward(model: Any, texts: list[list[int]]) -> torch.Tensor:
-    """The hidden state of each text's last token, `[texts, hidden]`; a real engine would keep what it has computed."""
+    """Return the hidden state of each text's last token, `[texts, hidden]`. A real engine has a KV cache."""
     longest = max(map(len, texts))
     tokens = torch.tensor([text + [0] * (longest - len(text)) for text in texts], device=model.device)
     lengths = torch.tensor([len(text) for text in texts], device=model.device)
@@ -131,7 +140,7 @@ QUESTIONS = [
 def main() -> None:
     arguments = [argument for argument in sys.argv[1:] if argument != "--ray"]
     path = arguments[0] if arguments else checkpoint_path()
-    model = AutoModelForCausalLM.from_pretrained(path).eval()  # per model
+    model = AutoModelForCausalLM.from_pretrained(path).eval()  # once per model
     tokenizer = AutoTokenizer.from_pretrained(path)
     vocabulary = Vocabulary.from_tokenizer(tokenizer, model.config.vocab_size)
     pool = open_pool(vocabulary, "--ray" in sys.argv)
@@ -143,7 +152,7 @@ def main() -> None:
         Request(tokenizer.encode(prompt, add_special_tokens=False), constraint)
         for prompt, (_, constraint) in zip(prompts, QUESTIONS, strict=True)
     ]
-    decode(model, LogitPostProcessor(pool), requests)
+    decode(model, GuidedProcessor(pool), requests)
     for request in requests:
         print(request.error or vocabulary.decode(request.output).decode())
     pool.shutdown()

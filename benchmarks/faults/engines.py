@@ -13,7 +13,7 @@ from benchmarks.faults.requests import PROMPT, Request
 __all__ = ["Engine", "ours", "vllm"]
 
 MAX_MODEL_LEN = 1024
-PLUGIN = "guided.embedded.vllm:GuidedLogitsProcessor"
+PLUGIN = "guided.integrations.vllm.processor:GuidedLogitsProcessor"
 
 
 Output = tuple[str, int, str | None, str | None]
@@ -65,7 +65,7 @@ class _VLLM:
     @staticmethod
     def _reported(request_id: str) -> str | None:
         """Return the error that the plugin reported outside of vLLM's answer, as its middleware does."""
-        from guided.embedded.statuses import take
+        from guided.integrations.vllm.error_reports import take
 
         error = take(request_id)
         return None if error is None else f"{error.code}: {error}"

@@ -16,7 +16,7 @@ from benchmarks.child_process import answer_writer
 
 __all__ = ["PLUGIN"]
 
-PLUGIN = "guided.embedded.vllm:GuidedLogitsProcessor"
+PLUGIN = "guided.integrations.vllm.processor:GuidedLogitsProcessor"
 MAX_MODEL_LEN = 1024
 
 

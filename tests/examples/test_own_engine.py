@@ -1,4 +1,4 @@
-"""The loop in docs/embedding.md, as a reader runs it, and where masks fail or are late."""
+"""The loop in docs/embedding.md, as a reader runs it, with failed and late masks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from engine.default_model.tokenizer import load
 from guided.constraint import Constraint
 from guided.errors import BackendError, UnsupportedConstraint, WorkerDied
 from guided.inline import InlinePool
-from guided.processor import LogitPostProcessor
+from guided.processor import GuidedProcessor
 from guided.vocabulary import Vocabulary
 
 ROOT = Path(__file__).parents[2]
@@ -29,7 +29,7 @@ FILE = ROOT / "examples" / "own_engine.py"
 DATE = r"20\d\d-\d\d-\d\d"
 
 
-def test_the_docs_print_what_is_run_here() -> None:
+def test_the_docs_have_the_code_of_the_example() -> None:
     blocks = re.findall(
         r"^```python\n(.*?)^```", (ROOT / "docs" / "embedding.md").read_text(), re.DOTALL | re.MULTILINE
     )
@@ -58,7 +58,7 @@ def example() -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules["own_engine"] = module  # dataclasses look their module up
+    sys.modules["own_engine"] = module  # for dataclasses, which look up their module
     spec.loader.exec_module(module)
     return module
 
@@ -74,7 +74,7 @@ def vocabulary(model: Any) -> Vocabulary:
 
 
 def requests(example: ModuleType, vocabulary: Vocabulary) -> list[Any]:
-    """Three dates, and somebody without a constraint (whose words rounding may change in another batch)."""
+    """Three dates, and a request without a constraint (rounding may change its text in another batch)."""
     prompts = ["On 2024-03-05: ", "It was 2021-12-24, then ", "2030-01-01, or ", "Anything: "]
     constraints = [*[Constraint.regex(DATE)] * 3, None]
     return [
@@ -90,12 +90,12 @@ def texts(vocabulary: Vocabulary, found: list[Any]) -> list[bytes]:
 @pytest.fixture(scope="module")
 def undisturbed(example: ModuleType, model: Any, vocabulary: Vocabulary) -> list[bytes]:
     found = requests(example, vocabulary)
-    example.decode(model, LogitPostProcessor(InlinePool(vocabulary)), found, max_tokens=20)
+    example.decode(model, GuidedProcessor(InlinePool(vocabulary)), found, max_tokens=20)
     assert all(re.fullmatch(DATE, text.decode()) for text in texts(vocabulary, found)[:3])
     return texts(vocabulary, found)
 
 
-def test_late_rows_get_the_tokens_that_they_would_have_got(
+def test_late_rows_get_the_same_tokens(
     example: ModuleType, model: Any, vocabulary: Vocabulary, undisturbed: list[bytes]
 ) -> None:
     pool = FaultyPool(vocabulary)
@@ -107,7 +107,7 @@ def test_late_rows_get_the_tokens_that_they_would_have_got(
 
     pool.delay = delay
     found = requests(example, vocabulary)
-    example.decode(model, LogitPostProcessor(pool), found, max_tokens=20)
+    example.decode(model, GuidedProcessor(pool), found, max_tokens=20)
     assert {(0, 1), (0, 4), (1, 4)} <= set(waited)
     assert texts(vocabulary, found)[:3] == undisturbed[:3]
     assert not any(request.error for request in found)
@@ -117,11 +117,11 @@ def test_late_rows_get_the_tokens_that_they_would_have_got(
 def test_masks_from_actors_are_the_same(
     example: ModuleType, model: Any, vocabulary: Vocabulary, undisturbed: list[bytes], local_ray: None
 ) -> None:
-    """`--ray`, in the Ray that these tests have."""
+    """`--ray`, in the tests' own Ray."""
     found = requests(example, vocabulary)
     pool = example.open_pool(vocabulary, ray=True)
     try:
-        example.decode(model, LogitPostProcessor(pool), found, max_tokens=20)
+        example.decode(model, GuidedProcessor(pool), found, max_tokens=20)
     finally:
         pool.shutdown()
     assert not any(request.error for request in found)
@@ -132,7 +132,7 @@ def test_all_late_at_once(example: ModuleType, model: Any, vocabulary: Vocabular
     pool = FaultyPool(vocabulary)
     pool.delay = lambda sequence_id, position: 1
     found = requests(example, vocabulary)[:3]
-    example.decode(model, LogitPostProcessor(pool), found, max_tokens=20)
+    example.decode(model, GuidedProcessor(pool), found, max_tokens=20)
     assert texts(vocabulary, found) == undisturbed[:3]
 
 
@@ -142,7 +142,7 @@ def test_a_failed_row_ends_its_request_and_no_other(
     pool = FaultyPool(vocabulary)
     pool.fails = lambda sequence_id, position: sequence_id == 1 and position == 2
     found = requests(example, vocabulary)
-    example.decode(model, LogitPostProcessor(pool), found, max_tokens=20)
+    example.decode(model, GuidedProcessor(pool), found, max_tokens=20)
     assert isinstance(found[1].error, BackendError)
     assert len(found[1].output) == 2
     assert [request.error is None for request in found] == [True, False, True, True]
@@ -151,7 +151,7 @@ def test_a_failed_row_ends_its_request_and_no_other(
     assert pool.released == 3
 
 
-def test_a_worker_that_dies_between_two_steps_ends_who_was_there(
+def test_a_worker_that_dies_between_two_steps_ends_its_requests(
     example: ModuleType, model: Any, vocabulary: Vocabulary, undisturbed: list[bytes]
 ) -> None:
     pool = FaultyPool(vocabulary)
@@ -163,16 +163,16 @@ def test_a_worker_that_dies_between_two_steps_ends_who_was_there(
 
     pool.fails = dies
     found = requests(example, vocabulary)
-    example.decode(model, LogitPostProcessor(pool), found, max_tokens=20)
+    example.decode(model, GuidedProcessor(pool), found, max_tokens=20)
     assert isinstance(found[2].error, WorkerDied)
     assert texts(vocabulary, found)[:2] == undisturbed[:2]
 
 
-def test_what_cant_be_compiled_is_said_and_the_others_run(
+def test_a_constraint_that_cant_be_compiled_fails_its_request_only(
     example: ModuleType, model: Any, vocabulary: Vocabulary, undisturbed: list[bytes]
 ) -> None:
     found = requests(example, vocabulary)
     found[0].constraint = Constraint.regex("a(?=b)")
-    example.decode(model, LogitPostProcessor(FaultyPool(vocabulary)), found, max_tokens=20)
+    example.decode(model, GuidedProcessor(FaultyPool(vocabulary)), found, max_tokens=20)
     assert isinstance(found[0].error, UnsupportedConstraint)
     assert texts(vocabulary, found)[1:3] == undisturbed[1:3]

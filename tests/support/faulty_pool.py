@@ -1,4 +1,4 @@
-"""A mask pool that fails when it is told to. Real masks otherwise: it is an `InlinePool` with a hand in it."""
+"""A mask pool that fails on demand. Its masks are real: it wraps an `InlinePool`."""
 
 from __future__ import annotations
 
@@ -31,14 +31,16 @@ class FaultyPool:
         self.fails: Callable[[int, int], bool] = lambda sequence_id, position: False
         self.delay: Callable[[int, int], int] = lambda sequence_id, position: 0
         self.late: dict[int, tuple[int, int]] = {}
-        """By sequence: the position whose mask is late, and how often it still is to be looked for."""
+        """By sequence: the position of its late mask, and the number of `settled` calls until it is ready."""
         self.hold_compiles = False
         self.opened: list[int] = []
+        self.parents: list[int | None] = []
+        """Of each opened sequence."""
         self.freed: set[int] = set()
         self.released = 0
         self._held: list[tuple[Future[Grammar], Future[Grammar]]] = []
         self._lost: dict[int, GuidedError] = {}
-        self._submitted: Sequence[GuidedSequence] = ()
+        self._step: Sequence[GuidedSequence] = ()
 
     def compile(self, constraint: Constraint, backends: Sequence[str]) -> Future[Grammar]:
         real = self.inner.compile(constraint, backends)
@@ -63,6 +65,7 @@ class FaultyPool:
 
     def open(self, sequence: GuidedSequence, grammar: Grammar) -> None:
         self.opened.append(sequence.sequence_id)
+        self.parents.append(sequence.parent_id)
         self.inner.open(sequence, grammar)
 
     def free(self, sequence_ids: Collection[int]) -> None:
@@ -75,24 +78,23 @@ class FaultyPool:
         self.inner.rollback(sequence_id, length)
 
     def submit(self, sequences: Sequence[GuidedSequence], new_tokens: NDArray[np.int32] | None = None) -> None:
-        self._submitted = sequences
+        self._step = sequences
         self.inner.submit(sequences, new_tokens)
 
     def collect(self, timeout: float | None = None, patience: float | None = None) -> StepMasks:
         step = self.inner.collect(timeout, patience)
-        for row, sequence in enumerate(self._submitted):
+        late: list[int] = []
+        for row, sequence in enumerate(self._step):
             position = len(sequence.output_token_ids)
             if self.fails(sequence.sequence_id, position):
                 step.failed[row] = BackendError("told to fail")
-            elif patience is not None and self._is_late(sequence.sequence_id, position):
-                step.late.append(row)
-            else:
-                continue
-            for index, part in enumerate(step.ready):
-                step.ready[index] = ReadyMasks(part.masks, part.slots[part.rows != row], part.rows[part.rows != row])
-        return step
+            elif row not in step.failed and self._is_late(sequence.sequence_id, position, timeout is None):
+                late.append(row)
+        return without_rows(step, late)
 
-    def _is_late(self, sequence_id: int, position: int) -> bool:
+    def _is_late(self, sequence_id: int, position: int, waits: bool) -> bool:
+        if waits:
+            return False
         asked, looks = self.late.get(sequence_id, (-1, 0))
         if asked != position:
             looks = self.delay(sequence_id, position)
@@ -104,7 +106,7 @@ class FaultyPool:
         for sequence_id in waiting:
             position, looks = self.late[sequence_id]
             self.late[sequence_id] = position, looks - 1
-        found = [each for each in waiting if self.late[each][1] == 0]
+        found = [each for each in waiting if self.late[each][1] <= 0]
         if not found:
             time.sleep(timeout)
         return found
@@ -121,3 +123,13 @@ class FaultyPool:
 
     def shutdown(self) -> None:
         self.inner.shutdown()
+
+
+def without_rows(step: StepMasks, late: Collection[int]) -> StepMasks:
+    """The same step, in which these rows are late, and failed rows have no mask."""
+    masked = [part for part in step.ready if len(part.rows)]
+    kept: list[ReadyMasks] = []
+    for part in masked:
+        keep = np.array([row not in late and row not in step.failed for row in part.rows.tolist()], bool)
+        kept.append(ReadyMasks(part.masks, part.slots[keep], part.rows[keep]))
+    return StepMasks(kept, [*step.late, *late], step.failed, step.seconds)

@@ -1,4 +1,4 @@
-"""The application on a real socket, in this process: its engine and its pool can be looked into, and faults put in."""
+"""The application on a real socket in this process, with access to its engine and pool, and injected faults."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Hosted:
         return httpx.post(f"{self.url}/v1/completions", json={"prompt": "hello", **body}, timeout=WAIT)
 
     def connect(self, receive_buffer: int | None = None, **body: Any) -> socket.socket:
-        """Send a request on a socket of our own; what comes is not read."""
+        """Send a request on a socket. The answer is not read."""
         host, port = self.url.removeprefix("http://").split(":")
         client = socket.socket()
         if receive_buffer is not None:
@@ -56,7 +56,7 @@ class Hosted:
         return self.context.metrics.registry.get_sample_value(name, labels) or 0.0
 
     def is_empty(self) -> bool:
-        """Nothing is left of any request: no group, block, matcher, place in the queue."""
+        """Whether no request has left a group, block, matcher, or place in the queue."""
         engine, health = self.engine.engine, self.engine.health()
         return (
             not engine.groups
@@ -72,7 +72,7 @@ class Hosted:
 
 @contextlib.contextmanager
 def hosted(model: LoadedModel, config: EngineConfig | None = None, **settings: Any) -> Iterator[Hosted]:
-    """Serve `model` with a `FaultyPool` until the block ends. Little fits into the sockets' buffers."""
+    """Serve `model` with a `FaultyPool` until the block ends. The sockets have small buffers."""
     pool = FaultyPool(model.vocabulary)
     engine = AsyncLLM(model, pool, config or EngineConfig(max_num_seqs=8, mask_limit=WAIT))
     server_settings = ServerSettings(model_names=("tiny",), **settings)
@@ -96,7 +96,7 @@ def hosted(model: LoadedModel, config: EngineConfig | None = None, **settings: A
 
 
 def read_to_the_end(client: socket.socket) -> str:
-    """Everything that still comes, until the connection ends, one way or the other."""
+    """Read until the connection ends."""
     received = bytearray()
     with contextlib.suppress(ConnectionResetError):
         while piece := client.recv(65536):
@@ -107,5 +107,5 @@ def read_to_the_end(client: socket.socket) -> str:
 
 
 def events_in(response: str) -> list[str]:
-    """The payloads of the events in a chunked response, as they came."""
+    """The payloads of the events in a chunked response, in order."""
     return re.findall(r"^data: (.*)$", response, re.MULTILINE)

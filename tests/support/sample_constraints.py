@@ -10,7 +10,7 @@ from typing import Any
 
 import jsonschema
 
-from guided.embedded.statuses import REQUEST_ID
+from guided.integrations.vllm.error_reports import REQUEST_ID
 
 SCHEMA = {
     "type": "object",

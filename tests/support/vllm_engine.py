@@ -1,4 +1,4 @@
-"""vLLM's engine with the plugin: its engine core is a process of its own, as it is behind its server."""
+"""vLLM's engine with the plugin. The engine core is a process of its own, as in vLLM's server."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from typing import Any, TypeVar
 
 import psutil
 
-from guided.embedded.statuses import REQUEST_ID, take
+from guided.integrations.vllm.error_reports import REQUEST_ID, take
 
-PLUGIN = "guided.embedded.vllm:GuidedLogitsProcessor"
+PLUGIN = "guided.integrations.vllm.processor:GuidedLogitsProcessor"
 OPTIONS = {"guided": {"pool": "ray", "num_actors": 2}}
 MAX_MODEL_LEN = 512
 ALSO_ENDS = "<|user|>"
-"""The model's second token that ends an output."""
+"""The model's second end token."""
 WAIT = 240.0
 Result = TypeVar("Result")
 
 
 @dataclass
 class Answer:
-    """What vLLM said of one request at its end."""
+    """vLLM's final output of one request."""
 
     text: str = ""
     tokens: int = 0
     finish_reason: str | None = None
     error: str | None = None
-    """The code that was reported out of band."""
+    """Code of the reported error."""
 
 
 class Engine:
-    """vLLM's `AsyncLLM` with the plugin, and an event loop for it."""
+    """vLLM's `AsyncLLM` with the plugin, on an event loop of its own."""
 
     def __init__(self, model: Path, **arguments: Any) -> None:
         self._loop = asyncio.new_event_loop()
@@ -63,14 +63,14 @@ class Engine:
         return AsyncLLM.from_engine_args(AsyncEngineArgs(**options))
 
     def submit(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
-        """Run something on the engine's loop."""
+        """Run a coroutine on the engine's loop."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def ask(self, requests: Mapping[str, Any], seen: Callable[[str, Answer], None] | None = None) -> dict[str, Answer]:
-        """All requests (sampling parameters by id) at once, to their ends.
+        """Run all requests (sampling parameters by id) at once.
 
         Args:
-            seen: called with what is there of a request, each time there is more.
+            seen: called with a request's answer so far, after each output.
         """
 
         async def all_of_them() -> dict[str, Answer]:
@@ -80,7 +80,7 @@ class Engine:
         return self.submit(all_of_them()).result(WAIT)
 
     def ask_once(self, params: Any) -> list[Any]:
-        """One request to its end; vLLM's own outputs, one a choice."""
+        """Run one request. Returns vLLM's outputs, one per choice."""
 
         async def generate() -> list[Any]:
             outputs: list[Any] = []
@@ -114,7 +114,7 @@ class Engine:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(WAIT)
         self._loop.close()
-        with warnings.catch_warnings():  # vLLM leaves sockets open: not for pytest to find
+        with warnings.catch_warnings():  # vLLM leaves sockets open
             warnings.simplefilter("ignore", ResourceWarning)
             del self._engine
             gc.collect()
@@ -128,6 +128,6 @@ async def _end_tasks() -> None:
 
 
 def mask_actors(pid: int | None = None) -> list[psutil.Process]:
-    """Those that this process's engine, or that of process `pid`, has started, and that are there."""
+    """The running mask actors of this process's engine, or of process `pid`."""
     family = psutil.Process(pid).children(recursive=True)
     return [process for process in family if process.name().startswith("ray::MaskActor")]

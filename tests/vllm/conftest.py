@@ -1,4 +1,4 @@
-"""A tiny model, a real vLLM engine around it, and a real `vllm serve`."""
+"""A tiny model, vLLM's engine, and `vllm serve`."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ ENVIRONMENT = {
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("filterwarnings", "default")  # vLLM's own are not ours to mend
-    for name, value in ENVIRONMENT.items():  # read when vLLM is imported, which nothing has done yet
+    config.addinivalue_line("filterwarnings", "default")  # warnings of vLLM itself
+    for name, value in ENVIRONMENT.items():  # read when vLLM is imported, which is later
         os.environ.setdefault(name, value)
 
 
 @pytest.fixture(scope="session")
 def vllm_model(tiny_tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama without weights (`load_format="dummy"` makes up some) and the tokenizer of 600 tokens; 640 logits.
+    """A Llama without weights and the tokenizer of 600 tokens; 640 logits.
 
-    Like many that chat, it has two tokens that end an output. The weights that vLLM makes up are so small that every
-    token is about as probable as any other.
+    Like many chat models, it has two tokens that end an output. The weights that vLLM makes up (`load_format="dummy"`)
+    are so small that all tokens are about equally probable.
     """
     path = tmp_path_factory.mktemp("vllm-llama")
     config = LlamaConfig(
@@ -61,7 +61,7 @@ def vllm_model(tiny_tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest
 
 @pytest.fixture(scope="session")
 def engine(vllm_model: Path) -> Iterator[Engine]:
-    """One engine for many tests, with few blocks: eight long requests don't fit, and some are preempted."""
+    """One engine for many tests. It has few blocks: eight long requests don't fit, so some are preempted."""
     engine = Engine(vllm_model, block_size=32, num_gpu_blocks_override=40, disable_log_stats=False)
     yield engine
     engine.close()

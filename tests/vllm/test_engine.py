@@ -18,7 +18,7 @@ _ids = count(1)
 
 
 def requests(*wanted: Wanted, **sampling: Any) -> tuple[dict[str, Any], dict[str, Wanted]]:
-    """Parameters, and what they are about, by request id; the plugin reports by the same id."""
+    """Parameters and wanted outputs by request id, which is also the id for error reports."""
     by_id = {f"{next(_ids)} {one.name}": one for one in wanted}
     return {name: one.params(name, **sampling) for name, one in by_id.items()}, by_id
 
@@ -38,7 +38,7 @@ def preemptions() -> float:
 
 
 class TestOutputs:
-    def test_every_kind_beside_requests_without_a_constraint(self, engine: Engine) -> None:
+    def test_every_kind_beside_unguided_requests(self, engine: Engine) -> None:
         params, wanted = requests(*KINDS, PLAIN, *KINDS, PLAIN)
         answers = engine.ask(params)
         assert_valid(answers, wanted)
@@ -69,8 +69,8 @@ class TestOutputs:
         assert len(texts) == 3
         assert all(map(regex("[a-c]{3,9}x").is_valid, texts))
 
-    def test_every_token_that_ends_the_models_outputs_ends_them(self, engine: Engine) -> None:
-        """vLLM hands the second of them over as a stop token of the request's, which nobody may give."""
+    def test_every_end_token_of_the_model_ends_outputs(self, engine: Engine) -> None:
+        """vLLM hands the second of them over in `stop_token_ids`, which are rejected if a user gives them."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -79,10 +79,10 @@ class TestOutputs:
         outputs = engine.ask_once(params)
         assert all(map(regex("[ab]").is_valid, (one.text for one in outputs)))
         reasons = {one.stop_reason for one in outputs}
-        assert len(reasons) == 2, "one is as probable as the other"
+        assert len(reasons) == 2, "both are equally probable"
         assert None in reasons, "the tokenizer's own"
 
-    def test_cut_short_is_a_beginning(self, engine: Engine) -> None:
+    def test_an_output_that_is_cut_is_a_beginning(self, engine: Engine) -> None:
         params, _ = requests(regex("[a-z]{200}"), max_tokens=20)
         (answer,) = engine.ask(params).values()
         assert answer.finish_reason == "length"
@@ -90,13 +90,13 @@ class TestOutputs:
 
 
 class TestBatches:
-    def test_those_that_are_preempted_go_on_where_they_were(self, engine: Engine) -> None:
+    def test_preempted_requests_continue(self, engine: Engine) -> None:
         before = preemptions()
         params, wanted = requests(*[LONG] * 10, PLAIN, PLAIN, max_tokens=450)
         assert_valid(engine.ask(params), wanted)
-        assert preemptions() > before, "nobody was preempted: the test is about nothing"
+        assert preemptions() > before, "no request was preempted: the test is void"
 
-    def test_those_that_are_aborted_leave_their_places(self, engine: Engine) -> None:
+    def test_aborted_requests_leave_their_rows(self, engine: Engine) -> None:
         params, wanted = requests(*[LONG] * 4, *KINDS, *[LONG] * 4, max_tokens=450)
         gone = [name for index, name in enumerate(name for name in wanted if wanted[name] is LONG) if index % 2]
         lock, given_up = threading.Lock(), set()
@@ -116,7 +116,7 @@ class TestBatches:
         assert_valid(engine.ask(params), wanted)
 
 
-class TestRefusals:
+class TestRejections:
     @pytest.mark.parametrize(
         ("extra", "sampling", "words"),
         [
@@ -132,7 +132,7 @@ class TestRefusals:
             ({"regex": "a"}, {"stop": ["b"]}, "stop"),
         ],
     )
-    def test_what_our_server_refuses_with_its_words(
+    def test_invalid_requests_are_rejected_with_the_messages_of_our_server(
         self, engine: Engine, extra: dict[str, Any], sampling: dict[str, Any], words: str
     ) -> None:
         from vllm import SamplingParams
@@ -146,8 +146,8 @@ class TestRefusals:
 
 
 class TestSeveralEnginesOfOneProcess:
-    def test_one_that_masks_nothing_is_not_vouched_for_by_the_other(self, engine: Engine, vllm_model: Path) -> None:
-        """Where there is speculative decoding, vLLM's V1 runner drops the installed entry point without a word."""
+    def test_guided_requests_are_rejected_if_one_engine_has_no_worker(self, engine: Engine, vllm_model: Path) -> None:
+        """With speculative decoding, vLLM's V1 runner silently drops the installed entry point."""
         from vllm.exceptions import VLLMValidationError
 
         drafts = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
@@ -162,15 +162,15 @@ class TestSeveralEnginesOfOneProcess:
         finally:
             second.close()
         deadline = time.monotonic() + WAIT
-        while len(active_children()) > 1 and time.monotonic() < deadline:  # it was killed, and is about to end
+        while len(active_children()) > 1 and time.monotonic() < deadline:  # the killed process is about to end
             time.sleep(0.05)
         params, wanted = requests(*KINDS)
         assert_valid(engine.ask(params), wanted)
 
 
 class TestFaults:
-    def test_a_constraint_that_is_none_ends_its_request_alone(self, engine: Engine) -> None:
-        """Syntax is judged where it is compiled, in a process that may be killed: after vLLM has taken the request."""
+    def test_an_invalid_constraint_ends_its_request_only(self, engine: Engine) -> None:
+        """The compile process checks the syntax, after vLLM has accepted the request."""
         params, wanted = requests(regex("(a"), *KINDS, PLAIN)
         bad, *_ = wanted
         answers = engine.ask(params)
@@ -179,7 +179,7 @@ class TestFaults:
         assert answer.tokens <= 1
         assert_valid(answers, wanted)
 
-    def test_an_actor_killed_in_mid_generation(self, engine: Engine) -> None:
+    def test_an_actor_that_is_killed_during_generation(self, engine: Engine) -> None:
         params, wanted = requests(*[LONG] * 6, PLAIN, PLAIN, max_tokens=450)
         actors = mask_actors()
         assert len(actors) == 2
@@ -197,11 +197,11 @@ class TestFaults:
         assert killed.is_set()
         lost = {name for name, answer in answers.items() if answer.error is not None}
         assert {answers[name].error for name in lost} == {"worker_died"}
-        assert 1 <= len(lost) < 6, "those that had a matcher there, and nobody else"
+        assert 1 <= len(lost) < 6, "only requests with a matcher on that actor"
         assert not [name for name in lost if wanted[name] is PLAIN]
         for name in lost:
             assert answers[name].finish_reason == "stop"
-            assert regex("[a-z ]*").is_valid(answers[name].text), "what came before its end was masked"
+            assert regex("[a-z ]*").is_valid(answers[name].text), "the text before its end was masked"
         assert_valid({name: answer for name, answer in answers.items() if name not in lost}, wanted)
         assert engine.is_alive()
         params, wanted = requests(*KINDS, LONG, PLAIN, max_tokens=450)

@@ -1,4 +1,4 @@
-"""The plugin and its middleware in a real `vllm serve`, as its clients see them."""
+"""The plugin and its middleware in a real `vllm serve`, from the client's side."""
 
 from __future__ import annotations
 
@@ -45,20 +45,20 @@ class TestErrors:
         assert (error["code"], error["type"]) == ("invalid_constraint", "invalid_request_error")
         assert answer.headers["x-should-retry"] == "false"
 
-    def test_what_is_seen_before_compiling_is_vllms_400_with_our_words(self, server: Server) -> None:
+    def test_a_rejection_before_compilation_is_vllms_400_with_our_message(self, server: Server) -> None:
         answer = server.post({"json_schema": '{"type": 7}'})
         assert answer.status_code == 400
         assert "at '/type'" in answer.text
 
     @pytest.mark.parametrize("chat", [False, True])
-    def test_beam_search_would_not_be_masked(self, server: Server, chat: bool) -> None:
+    def test_guided_beam_search_is_rejected(self, server: Server, chat: bool) -> None:
         answer = server.post({"regex": "[0-9]{3}"}, chat, use_beam_search=True, n=2, max_tokens=8)
         assert answer.status_code == 400, answer.text
         assert answer.json()["error"]["param"] == "use_beam_search"
         answer = server.post(None, chat, use_beam_search=True, n=2, max_tokens=8)
         assert answer.status_code == 200, answer.text
 
-    def test_two_users_of_one_id_are_told_of_their_own(self, server: Server) -> None:
+    def test_two_users_of_one_id_get_their_own_errors(self, server: Server) -> None:
         answers: dict[str, httpx.Response] = {}
 
         def ask(pattern: str) -> None:
@@ -71,13 +71,13 @@ class TestErrors:
             thread.join(WAIT)
         assert {pattern: answer.status_code for pattern, answer in answers.items()} == {"[a-c]{200}": 200, "(a": 400}
 
-    def test_without_a_constraint_nothing_changes(self, server: Server) -> None:
+    def test_an_unguided_request(self, server: Server) -> None:
         answer = server.post(max_tokens=5)
         assert answer.status_code == 200
         assert answer.json()["choices"][0]["finish_reason"] == "length"
 
-    def test_an_actor_killed_in_mid_stream(self, server: Server) -> None:
-        """Four streams and four that are not, over two actors: those on the one that is killed end with an error."""
+    def test_an_actor_that_is_killed_during_streams(self, server: Server) -> None:
+        """Four streams and four whole answers, on two actors: those on the killed actor end with an error."""
         seen, answers, lock, begun = {}, {}, threading.Lock(), threading.Semaphore(0)
 
         def stream(index: int) -> None:

@@ -1,6 +1,6 @@
-"""The plugin behind vLLM's own V2 interface: its loader, its request state and its context; the device is made up.
+"""The plugin behind vLLM's V2 interface: the loader, the request state and the context are vLLM's.
 
-vLLM's V2 runner needs a GPU. Here a stand-in does what that runner does with slots, tokens and rows, on the CPU.
+vLLM's V2 runner needs a GPU. Here a stand-in handles slots, tokens and rows like that runner, on the CPU.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from vllm.v1.worker.gpu.sample.logits_processor import (
     build_custom_logits_processors_params_validator,
 )
 
-from guided.embedded import run_directory, statuses
-from guided.embedded.v2_tokens import TokenCopies
-from guided.embedded.vllm import _vocabulary
 from guided.inline import InlinePool
+from guided.integrations.vllm import error_reports, run_directory
+from guided.integrations.vllm.processor import model_vocabulary
+from guided.integrations.vllm.v2_batch import TokenCopies
 from guided.vocabulary import Vocabulary
 
-NAME = "guided.embedded.vllm:GuidedLogitsProcessor"
+NAME = "guided.integrations.vllm.processor:GuidedLogitsProcessor"
 WIDTH, SLOTS, LENGTH, DRAFTS = 40, 6, 64, 3
 VOCABULARY = Vocabulary(
     token_bytes=(b"</s>", *(bytes([97 + index]) for index in range(20))),
@@ -45,7 +45,7 @@ SENTENCES = ["123", "129", "1456789", "22222222222", "3", "314159265", "98765432
 
 
 class Tensor:
-    """In the place of `UvaBackedTensor` and `StagedWriteTensor`: what host and device see is one memory."""
+    """Stand-in for `UvaBackedTensor` and `StagedWriteTensor`: host and device share one memory."""
 
     def __init__(self, *size: int) -> None:
         self.gpu = torch.zeros(size, dtype=torch.int32)
@@ -61,7 +61,7 @@ class Request:
 
 
 class Runner:
-    """What the V2 runner does, step by step, with the processors that its loader makes."""
+    """The steps of the V2 runner, with the processors that its loader makes."""
 
     def __init__(
         self, drafts: int = 0, seed: int = 0, diffusion: bool = False, others: Sequence[str] = (), **options: Any
@@ -74,7 +74,7 @@ class Runner:
         self.free = list(range(SLOTS))
         self.running: list[Request] = []
         self.forbidden: list[int] = []
-        """By other logits processors, before ours."""
+        """Tokens that other logits processors forbid before ours."""
         self.config = SimpleNamespace(
             instance_id="one",
             parallel_config=SimpleNamespace(
@@ -97,19 +97,19 @@ class Runner:
         tokens = request.prompt + request.output
         self.prompt_len.np[slot], self.prefill_len.np[slot] = len(request.prompt), len(tokens)
         self.total_len.np[slot] = len(tokens)
-        self.all_token_ids.np[slot] = -7  # what somebody else has left there
+        self.all_token_ids.np[slot] = -7  # left by another request
         self.all_token_ids.np[slot, : len(tokens)] = tokens
         self.running.append(request)
-        taken = [each.add_request(slot, request.params) for each in self.processors]  # each of them has to know
+        taken = [each.add_request(slot, request.params) for each in self.processors]  # calls every processor
         return any(taken)
 
     def remove(self, request: Request) -> None:
-        """It has ended, or is preempted: nobody is told."""
+        """Remove a request that has ended, or is preempted, without notice."""
         self.running.remove(request)
         self.free.append(request.slot)
 
     def step(self, batch: list[Request] | None = None) -> dict[int, list[list[int]]]:
-        """One step of `batch`; returns each request's allowed tokens, row by row, and samples from them."""
+        """Run one step of `batch`. Returns each request's allowed tokens by row, and samples from them."""
         batch = self.random.sample(self.running, len(self.running)) if batch is None else batch
         for each in self.processors:
             each.apply_staged_writes()
@@ -139,7 +139,7 @@ class Runner:
         return seen
 
     def _sample(self, request: Request, guesses: list[int], allowed: list[list[int]]) -> None:
-        """As rejection sampling has it: guesses are accepted while the masks allow them, then one is sampled."""
+        """Rejection sampling: drafts are accepted while the masks allow them, then one token is sampled."""
         for guess, here in zip([*guesses, -1], allowed, strict=True):
             token = guess if guess in here else self.random.choice(here)
             self.all_token_ids.np[request.slot, self.total_len.np[request.slot]] = token
@@ -152,16 +152,23 @@ class Runner:
 @pytest.fixture(autouse=True)
 def _run(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(run_directory.VARIABLE, str(tmp_path_factory.mktemp("run")))
-    monkeypatch.setattr("guided.embedded.registrations.active_children", list)  # engines of other tests
+    monkeypatch.setattr(
+        "guided.integrations.vllm.worker_registry.active_children", list
+    )  # without the engines of other tests
     use_pool(monkeypatch)
 
 
-def use_pool(monkeypatch: pytest.MonkeyPatch, fail_at: int | None = None) -> None:
-    backends = ScriptedBackends(VOCABULARY, fail_at)
-    monkeypatch.setattr(
-        "guided.embedded.vllm._open_pool",
-        lambda config, options: InlinePool(VOCABULARY, backends),  # type: ignore[arg-type]
-    )
+def use_pool(monkeypatch: pytest.MonkeyPatch, fail_at: int | None = None) -> tuple[InlinePool, dict[str, Any]]:
+    """Have the plugin open a scripted pool. Returns it, and the options that it will be opened with."""
+    pool = InlinePool(VOCABULARY, ScriptedBackends(VOCABULARY, fail_at))  # type: ignore[arg-type]
+    options: dict[str, Any] = {}
+
+    def open_pool(config: object, given: dict[str, Any]) -> InlinePool:
+        options.update(given)
+        return pool
+
+    monkeypatch.setattr("guided.integrations.vllm.processor.open_pool", open_pool)
+    return pool, options
 
 
 def guided(*choices: str, name: str | None = None) -> Request:
@@ -180,12 +187,12 @@ def text(request: Request) -> str:
     return "".join(map(str, request.output[: request.output.index(STOP)]))
 
 
-def test_the_loader_takes_the_class_and_a_second_one_of_the_same_engine_does_nothing() -> None:
-    """vLLM makes two where it is both passed by name and an entry point."""
+def test_a_second_instance_of_the_same_engine_is_idle() -> None:
+    """vLLM makes two if the class is both given by name and an entry point."""
     runner = Runner()
     processors = build_custom_logits_processors(runner.config, runner, False, [NAME, NAME])
-    assert all(each._idle for each in processors), "there is one already"
-    assert sum(not each._idle for each in runner.processors) == 1
+    assert all(each.idle for each in processors), "the engine has an instance already"
+    assert sum(not each.idle for each in runner.processors) == 1
     assert not runner.add(plain())
     assert runner.add(guided("12"))
 
@@ -200,7 +207,7 @@ def test_a_guided_request_beside_others() -> None:
     assert all(each[id(other)] == [list(range(WIDTH))] for each in seen)
 
 
-def test_a_slot_is_filled_again_without_a_word() -> None:
+def test_a_slot_is_reused_without_notice() -> None:
     runner = Runner()
     for request, allowed in (
         (guided("12"), [1]),
@@ -215,7 +222,7 @@ def test_a_slot_is_filled_again_without_a_word() -> None:
         assert runner.free[-1] == slot
 
 
-def test_a_preempted_request_goes_on_where_it_was() -> None:
+def test_a_preempted_request_continues() -> None:
     runner = Runner()
     request, other = guided("123456"), guided("99999999")
     runner.add(request)
@@ -242,7 +249,7 @@ def test_each_draft_token_has_its_row() -> None:
 
 @pytest.mark.parametrize("drafts", [0, DRAFTS])
 @pytest.mark.parametrize("seed", range(8))
-def test_whatever_the_runner_does_outputs_are_valid(drafts: int, seed: int) -> None:
+def test_random_batches_give_valid_outputs(drafts: int, seed: int) -> None:
     runner = Runner(drafts, seed)
     choose = runner.random
     waiting, ended = [], []
@@ -273,15 +280,15 @@ def test_whatever_the_runner_does_outputs_are_valid(drafts: int, seed: int) -> N
 def test_a_failed_request_gets_its_stop_token_and_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     use_pool(monkeypatch, fail_at=2)
     runner = Runner()
-    request = guided("1234", name="sick")
+    request = guided("1234", name="bad")
     runner.add(request)
     assert [runner.step()[id(request)] for _ in range(3)] == [[[1]], [[2]], [[STOP]]]
-    error = statuses.take("sick")
+    error = error_reports.take("bad")
     assert error is not None
     assert error.code == "backend_error"
 
 
-def test_further_ends_of_the_model_are_no_stop_tokens_of_the_users() -> None:
+def test_other_end_tokens_of_the_model_are_not_rejected_as_stop_tokens() -> None:
     request = guided("12")
     request.params.update_from_generation_config({"eos_token_id": [STOP, 30]}, STOP)
     assert request.params.stop_token_ids == [30]
@@ -292,12 +299,12 @@ def test_further_ends_of_the_model_are_no_stop_tokens_of_the_users() -> None:
 
 @pytest.mark.parametrize("drafts", [0, DRAFTS])
 @pytest.mark.parametrize("where", ["begin", "read"])
-def test_tokens_that_cannot_be_copied_end_the_requests_of_the_step(
+def test_tokens_that_cannot_be_copied_fail_the_requests_of_the_step(
     drafts: int, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner = Runner(drafts)
-    sick, other, late = guided("123456", name="sick"), plain(), guided("98")
-    runner.add(sick)
+    bad, other, late = guided("123456", name="bad"), plain(), guided("98")
+    runner.add(bad)
     runner.add(other)
     runner.step()
     runner.add(late)
@@ -307,16 +314,16 @@ def test_tokens_that_cannot_be_copied_end_the_requests_of_the_step(
 
     with monkeypatch.context() as patched:
         patched.setattr(TokenCopies, where, fail)
-        seen = runner.step([sick, other])
-    assert {tuple(row) for row in seen[id(sick)]} == {(STOP,)}
+        seen = runner.step([bad, other])
+    assert {tuple(row) for row in seen[id(bad)]} == {(STOP,)}
     assert {tuple(row) for row in seen[id(other)]} == {tuple(range(WIDTH))}
-    error = statuses.take("sick")
+    error = error_reports.take("bad")
     assert error is not None
     assert error.code == "internal_error"
     assert runner.step([late])[id(late)][0] == [9]
 
 
-def test_what_others_have_forbidden_before_is_allowed_again() -> None:
+def test_tokens_that_other_processors_forbade_are_allowed_if_none_is_left() -> None:
     runner = Runner(others=["somebody:Else"])
     request = guided("12", "19")
     runner.add(request)
@@ -324,44 +331,46 @@ def test_what_others_have_forbidden_before_is_allowed_again() -> None:
     assert [runner.step()[id(request)] for _ in range(2)] == [[[1]], [[2, 9]]]
 
 
-def test_a_matcher_is_given_back_though_no_guided_request_comes_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("guided.embedded.vllm._ABSENT_STEPS", 5)
+def test_the_matcher_of_an_absent_request_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, _ = use_pool(monkeypatch)
+    monkeypatch.setattr("guided.integrations.vllm.processor.MAX_ABSENT_STEPS", 5)
     runner = Runner()
     request, other = guided("1234567"), plain()
     runner.add(request)
     runner.add(other)
     runner.step()
-    (mine,) = (each for each in runner.processors if not each._idle)
     runner.remove(request)
     for _ in range(4):
         runner.step()
-    assert mine._masker._processor._sequences
+    assert pool.status().workers[0].open_sequences == 1
     runner.step()
-    assert not mine._masker._processor._sequences
+    assert pool.status().workers[0].open_sequences == 0
 
 
-def test_masks_may_take_as_long_as_the_pool_is_told() -> None:
+def test_the_pool_is_opened_with_the_options_of_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, options = use_pool(monkeypatch)
     runner = Runner(pool="ray", mask_limit=20)
-    (mine,) = (each for each in runner.processors if not each._idle)
-    assert mine._masker._limits[0] == 20
+    runner.add(guided("12"))
+    runner.step()
+    assert options == {"pool": "ray", "mask_limit": 20}
 
 
-def test_diffusion_models_are_refused() -> None:
-    """vLLM builds logits processors for them, and calls none."""
+def test_diffusion_models_are_rejected() -> None:
+    """vLLM makes logits processors for them, and does not call them."""
     Runner(diffusion=True)
     validate = build_custom_logits_processors_params_validator([NAME])
     with pytest.raises(VLLMValidationError, match="diffusion"):
         validate(guided("12").params)
 
 
-def test_mistrals_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For models that come with a tekken.json vLLM has a tokenizer class of its own."""
+def test_tokenizers_of_mistral_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM has its own tokenizer class for models with a tekken.json."""
     data = Path(mistral_common.__file__).parent / "data" / "tekken_240911.json"
     shutil.copy(data, tmp_path / "tekken.json")
     tokenizer = MistralTokenizer.from_pretrained(str(tmp_path))
     monkeypatch.setattr("vllm.tokenizers.cached_tokenizer_from_config", lambda config: tokenizer)
     model = SimpleNamespace(get_vocab_size=lambda: 131072, try_get_generation_config=dict)
-    found = _vocabulary(SimpleNamespace(model_config=model))  # type: ignore[arg-type]
+    found = model_vocabulary(SimpleNamespace(model_config=model))  # type: ignore[arg-type]
     assert found.stop_token_ids == (tokenizer.eos_token_id,)
     (token,) = tokenizer.encode("Hello", add_special_tokens=False)
     assert found.token_bytes[token] == b"Hello"

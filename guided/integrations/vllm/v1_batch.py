@@ -1,17 +1,17 @@
-"""Who is in which row of vLLM's V1 batch, kept up to date by its `BatchUpdate`s."""
+"""The batch of vLLM's V1 model runner: the guided request in each row, updated by vLLM's `BatchUpdate`s."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from typing import Generic, TypeVar
 
-__all__ = ["V1Rows"]
+__all__ = ["V1Batch"]
 
 T = TypeVar("T")
 
 
-class V1Rows(Generic[T]):
-    """Row -> the request in it; rows of other requests are empty."""
+class V1Batch(Generic[T]):
+    """Row -> the guided request in the row. Rows of other requests are not in it."""
 
     def __init__(self) -> None:
         self._rows: dict[int, T] = {}
@@ -22,14 +22,16 @@ class V1Rows(Generic[T]):
         added: Iterable[tuple[int, T | None]],
         moved: Iterable[tuple[int, int, bool]],
     ) -> list[T]:
-        """Take over a step's changes, in the order that vLLM prescribes: removed, added, moved, each in turn.
+        """Apply one step's changes in the order that vLLM prescribes: removed, added, moved.
 
         Args:
-            added: a row, and the request that is in it now whoever was before; None where that is another's.
-            moved: from, to, and whether they swap places. Who was at the end of a one-way move is gone.
+            added: row and the request that now fills it; None for a request without a constraint. A request that was
+                in the row has left the batch.
+            moved: source row, target row, and whether the two swap. A request in the target row of a one-way move has
+                left the batch.
 
         Returns:
-            Those that are in no row any more.
+            Requests that have left the batch.
         """
         rows = self._rows
         gone = [rows.pop(row, None) for row in removed]
@@ -48,8 +50,5 @@ class V1Rows(Generic[T]):
         return [request for request in gone if request is not None]
 
     def __iter__(self) -> Iterator[tuple[int, T]]:
-        """Rows and who is in them, in order."""
+        """Rows and their requests, ordered by row."""
         return iter(sorted(self._rows.items(), key=lambda item: item[0]))
-
-    def __len__(self) -> int:
-        return len(self._rows)

@@ -1,4 +1,4 @@
-"""Whether a worker masks guided requests: told by workers, believed while they live."""
+"""The registry of workers that mask guided requests: an entry counts while its process is alive."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from typing import Any
 import psutil
 import pytest
 
-from guided.embedded import registrations, run_directory
 from guided.errors import PoolUnavailable
+from guided.integrations.vllm import run_directory, worker_registry
 
 
 @pytest.fixture(autouse=True)
@@ -23,50 +23,50 @@ def _run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(run_directory.VARIABLE, str(tmp_path))
 
 
-def test_without_a_worker_guided_requests_are_refused() -> None:
-    """vLLM's V1 runner drops processors of entry points where there is speculative decoding, and tells nobody."""
+def test_without_a_worker_guided_requests_are_rejected() -> None:
+    """With speculative decoding, vLLM's V1 runner silently drops processors of entry points."""
     with pytest.raises(PoolUnavailable, match=r"no worker of this engine masks guided requests.*GUIDED_VLLM_DIR"):
-        registrations.check()
+        worker_registry.check()
 
 
-def test_with_one_they_are_not() -> None:
-    registrations.register()
-    registrations.check()
+def test_with_a_worker_they_are_not() -> None:
+    worker_registry.register()
+    worker_registry.check()
 
 
-def test_one_that_can_not_says_why() -> None:
-    registrations.register("not with these settings")
+def test_a_worker_that_cannot_mask_gives_the_reason() -> None:
+    worker_registry.register("not with these settings")
     with pytest.raises(PoolUnavailable, match="not with these settings"):
-        registrations.check()
+        worker_registry.check()
 
 
-def test_a_worker_that_is_gone_counts_no_more(tmp_path: Path) -> None:
-    code = "from guided.embedded import registrations as r; r.register(); r.check()"
+def test_a_worker_that_has_ended_does_not_count(tmp_path: Path) -> None:
+    code = "from guided.integrations.vllm import worker_registry as r; r.register(); r.check()"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=240)
     assert list((tmp_path / "workers").iterdir())
     with pytest.raises(PoolUnavailable, match="no worker"):
-        registrations.check()
+        worker_registry.check()
 
 
-def test_another_machines_worker_is_believed(tmp_path: Path) -> None:
-    note = {"process": "elsewhere 1 5", "refusal": None}
+def test_a_worker_of_another_machine_counts(tmp_path: Path) -> None:
+    note = {"process": "elsewhere 1 5", "rejection": None}
     run_directory.write_note(tmp_path / "workers", "elsewhere-1", note)
-    registrations.check()
+    worker_registry.check()
 
 
 WAITS = "import sys, subprocess, time; "
 IDLE = WAITS + "time.sleep(3600)"
-REGISTERS = "from guided.embedded.registrations import register; register(engine='{0}'); "
+REGISTERS = "from guided.integrations.vllm.worker_registry import register; register(engine='{0}'); "
 WORKS = WAITS + REGISTERS + "time.sleep(3600)"
 HAS_A_WORKER = WAITS + f"""subprocess.run([sys.executable, '-c', "import time; {REGISTERS}time.sleep(3600)"])"""
 
 
 class TestSeveralEnginesOfOneProcess:
-    """vLLM hands `validate_params` nothing to tell them apart by."""
+    """vLLM does not tell `validate_params` which engine a request is for."""
 
     @pytest.fixture
     def start(self, tmp_path: Path) -> Iterator[Callable[[str, bool], Any]]:
-        """Start a process as vLLM starts an engine's; has it registered?"""
+        """Start a process as vLLM starts its engines; wait until it has registered."""
         with ExitStack() as stack:
 
             def started(code: str, registers: bool) -> Any:
@@ -81,26 +81,26 @@ class TestSeveralEnginesOfOneProcess:
 
             yield started
 
-    def test_one_without_a_worker_is_not_vouched_for_by_the_other(self, start: Callable[[str, bool], Any]) -> None:
+    def test_a_worker_of_another_engine_does_not_count(self, start: Callable[[str, bool], Any]) -> None:
         start(WORKS.format("a"), True)
-        registrations.check()
+        worker_registry.check()
         second = start(IDLE, False)
         with pytest.raises(PoolUnavailable, match="several engines, and one of them has no worker"):
-            registrations.check()
+            worker_registry.check()
         end(second)
-        registrations.check()
+        worker_registry.check()
 
     def test_all_with_workers(self, start: Callable[[str, bool], Any]) -> None:
-        """One is its own worker, the other has started one."""
+        """One engine is its own worker, the other has started one."""
         start(WORKS.format("a"), True)
         start(HAS_A_WORKER.format("b"), True)
-        registrations.check()
+        worker_registry.check()
 
     def test_workers_that_ray_started_are_counted_by_their_engine(
         self, start: Callable[[str, bool], Any], tmp_path: Path
     ) -> None:
         def register_elsewhere(worker: int, engine: str) -> None:
-            note = {"process": f"elsewhere {worker} 5", "refusal": None, "engine": engine, "lineage": []}
+            note = {"process": f"elsewhere {worker} 5", "rejection": None, "engine": engine, "lineage": []}
             run_directory.write_note(tmp_path / "workers", f"elsewhere-{worker}", note)
 
         start(IDLE, False)
@@ -108,15 +108,15 @@ class TestSeveralEnginesOfOneProcess:
         register_elsewhere(1, "a")
         register_elsewhere(2, "a")
         with pytest.raises(PoolUnavailable, match="several engines"):
-            registrations.check()
+            worker_registry.check()
         register_elsewhere(3, "b")
-        registrations.check()
+        worker_registry.check()
 
-    def test_a_worker_in_this_process_vouches_for_no_other(self, start: Callable[[str, bool], Any]) -> None:
-        registrations.register(engine="a")
+    def test_a_worker_in_this_process_counts_for_no_other_engine(self, start: Callable[[str, bool], Any]) -> None:
+        worker_registry.register(engine="a")
         start(IDLE, False)
         with pytest.raises(PoolUnavailable, match="several engines"):
-            registrations.check()
+            worker_registry.check()
 
 
 def end(process: Any) -> None:
@@ -126,14 +126,14 @@ def end(process: Any) -> None:
     process.join()
 
 
-def test_what_is_no_registration_is_none(tmp_path: Path) -> None:
+def test_invalid_notes_do_not_count(tmp_path: Path) -> None:
     run_directory.write_note(tmp_path / "workers", "x", ["nothing"])
     (tmp_path / "workers" / "y").write_text("{")
     with pytest.raises(PoolUnavailable, match="no worker"):
-        registrations.check()
+        worker_registry.check()
 
 
-def test_there_is_nowhere_to_register(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_run_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(run_directory.VARIABLE)
     with pytest.raises(OSError, match="no run directory"):
-        registrations.register()
+        worker_registry.register()

@@ -14,7 +14,7 @@ import sys
 from datetime import timedelta
 import numpy as np
 import torch.distributed
-from guided.embedded.tensor_parallel import TensorParallelRanks
+from guided.integrations.vllm.tensor_parallel import TensorParallelRanks
 
 rank, directory = int(sys.argv[1]), sys.argv[2]
 torch.distributed.init_process_group(

@@ -1,4 +1,4 @@
-"""Pools that are found by name, among the installed packages' entry points."""
+"""Pools by name, from the entry points of installed packages."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from importlib.metadata import EntryPoint
 
 import pytest
 
-from guided.embedded import pools
-from guided.embedded.pools import find_pool
 from guided.errors import PoolUnavailable
 from guided.inline import InlinePool
+from guided.integrations import pools
+from guided.integrations.pools import find_pool
 from guided.vocabulary import Vocabulary
 
 VOCABULARY = Vocabulary((b"</s>", b"a"), (0,), frozenset({0}), 2)
@@ -23,23 +23,23 @@ def test_this_package_has_two_pools() -> None:
     assert found == {"inline": "guided.inline:InlinePool", "ray": "actors:RayPool"}
 
 
-def test_it_is_opened_with_its_options() -> None:
+def test_a_pool_is_opened_with_its_options() -> None:
     pool = find_pool("inline", {"max_cache_bytes": 5})(VOCABULARY)
     assert isinstance(pool, InlinePool)
     assert pool.vocabulary is VOCABULARY
 
 
-def test_options_that_it_does_not_have_are_refused_at_once() -> None:
+def test_unknown_options_are_rejected_at_once() -> None:
     with pytest.raises(ValueError, match="num_actors"):
         find_pool("inline", {"num_actors": 2})
 
 
-def test_there_is_no_such_pool() -> None:
+def test_an_unknown_name() -> None:
     with pytest.raises(PoolUnavailable, match="there are inline, ray"):
-        find_pool("nobody", {})
+        find_pool("unknown", {})
 
 
-def test_what_it_needs_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pool_with_missing_dependencies(monkeypatch: pytest.MonkeyPatch) -> None:
     def installed(group: str) -> Iterable[EntryPoint]:
         return [EntryPoint("ray", "no_such_package:RayPool", group)]
 

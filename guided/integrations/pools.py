@@ -1,4 +1,4 @@
-"""Pools by name: found through the entry point group `guided.pools`, opened when the first guided request comes."""
+"""Pools by name, from the entry point group `guided.pools`, and a pool that is opened on first use."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from guided.errors import GuidedError, PoolUnavailable, bounded
 from guided.pool import MaskPool
 from guided.vocabulary import Vocabulary
 
-__all__ = ["DEFAULT", "Opening", "find_pool"]
+__all__ = ["DEFAULT_POOL", "PoolOpener", "find_pool"]
 
-GROUP = "guided.pools"
-DEFAULT = "ray"
-_PAUSE_SECONDS = 30.0
-"""After a pool could not be opened: requests fail at once for so long, rather than make the engine wait each."""
-_log = logging.getLogger("guided.embedded")
+DEFAULT_POOL = "ray"
+_GROUP = "guided.pools"
+_RETRY_SECONDS = 30.0
+"""How long requests fail immediately after a pool could not be opened, before the next attempt."""
+_log = logging.getLogger("guided.integrations")
 
 
 def find_pool(name: str, options: Mapping[str, Any]) -> Callable[[Vocabulary], MaskPool]:
-    """What opens a pool of this name, once it is given its vocabulary.
+    """Return a function that opens the pool `name` for a vocabulary.
 
     Args:
         options: keyword arguments of the pool's class.
 
     Raises:
-        PoolUnavailable: there is no such pool, or what it needs isn't installed.
-        ValueError: it doesn't take these options.
+        PoolUnavailable: there is no such pool, or its dependencies are not installed.
+        ValueError: the pool does not take these options.
     """
-    found = {entry.name: entry for entry in entry_points(group=GROUP)}
+    found = {entry.name: entry for entry in entry_points(group=_GROUP)}
     if name not in found:
         raise PoolUnavailable(f"there is no pool {bounded(name, 60)!r}: there are {', '.join(sorted(found)) or 'none'}")
     try:
@@ -55,11 +55,11 @@ def find_pool(name: str, options: Mapping[str, Any]) -> Callable[[Vocabulary], M
     return open_pool
 
 
-class Opening:
-    """A pool that is opened when it is first asked for, on a thread of its own. From one thread.
+class PoolOpener:
+    """Opens a pool on a thread of its own, when it is first needed. Used from one thread.
 
     Args:
-        open_pool: takes seconds; raises what it likes.
+        open_pool: may take seconds, and may raise any exception.
     """
 
     def __init__(self, open_pool: Callable[[], MaskPool]) -> None:
@@ -68,29 +68,29 @@ class Opening:
         self._failed_at = 0.0
         self._closed = False
 
-    def ask(self) -> Future[MaskPool]:
-        """The pool, now or later; or why there is none: a `PoolUnavailable`, or what else `GuidedError` says it."""
+    def open(self) -> Future[MaskPool]:
+        """Start to open the pool, unless it is open or opening. The future ends with the pool or a `GuidedError`."""
         if self._closed:
             closed: Future[MaskPool] = Future()
             closed.set_exception(PoolUnavailable("the pool is shut down"))
             return closed
         failed = self._future is not None and self._future.done() and self._future.exception() is not None
-        if self._future is None or (failed and time.monotonic() - self._failed_at > _PAUSE_SECONDS):
+        if self._future is None or (failed and time.monotonic() - self._failed_at > _RETRY_SECONDS):
             self._future = Future()
             try:
-                threading.Thread(target=self._open, args=(self._future,), name="open-pool", daemon=True).start()
-            except RuntimeError as error:  # no thread is to be had
+                threading.Thread(target=self._run, args=(self._future,), name="open-pool", daemon=True).start()
+            except RuntimeError as error:  # the process can't start another thread
                 self._fail(self._future, error)
         return self._future
 
-    def _open(self, future: Future[MaskPool]) -> None:
+    def _run(self, future: Future[MaskPool]) -> None:
         started = time.monotonic()
         try:
             pool = self._open_pool()
         except Exception as error:
             self._fail(future, error)
             return
-        _log.info("the mask pool is open, after %.1f s", time.monotonic() - started)
+        _log.info("the mask pool opened after %.1f s", time.monotonic() - started)
         future.set_result(pool)
         if self._closed:
             pool.shutdown()
@@ -102,7 +102,7 @@ class Opening:
         future.set_exception(error if known else PoolUnavailable(f"the mask pool can't be opened: {bounded(error)}"))
 
     def close(self) -> None:
-        """Shut the pool down, if it was opened; if it is just being opened, as soon as it is. Idempotent."""
+        """Shut the pool down; if it is still opening, as soon as it is open. Idempotent."""
         self._closed = True
         if self._future is not None and self._future.done() and self._future.exception() is None:
             self._future.result().shutdown()

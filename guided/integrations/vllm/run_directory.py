@@ -1,8 +1,8 @@
-"""The run directory: where the processes of one vLLM server or `LLM` leave notes for each other.
+"""The run directory: files through which the processes of one vLLM server or `LLM` exchange notes.
 
-vLLM gives a logits processor no way to speak to the process that answers the client. So the first process of a run
-makes a private directory and names it in its environment, which the engine's processes inherit. `announce` is one of
-vLLM's general plugins, which it calls in every process before anything else.
+vLLM gives logits processors no channel to the process that answers clients. So the first process of a run makes a
+private directory and puts its path into its environment, which the engine's processes inherit. `announce` is a vLLM
+general plugin: vLLM calls it in every process before anything else.
 """
 
 from __future__ import annotations
@@ -19,24 +19,25 @@ import socket
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 __all__ = ["VARIABLE", "Process", "announce", "find", "read_note", "write_note"]
 
 VARIABLE = "GUIDED_VLLM_DIR"
-"""The environment variable that names the run directory. Set by hand (to a directory that all machines share), it also
-serves engines that don't descend from the process that answers."""
+"""The environment variable with the path of the run directory. Set by hand, to a directory that all machines share, it
+also reaches engines that are no descendants of the process that answers."""
 _PREFIX = "guided-vllm-"
 _OWNER = "owner"
 _FOR_RAY = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"
-_log = logging.getLogger("guided.embedded")
+_log = logging.getLogger("guided.integrations")
 
 
-class Process:
-    """One process of one machine that can't be mistaken for a later one with the same id: "host pid start"."""
+class Process(NamedTuple):
+    """Identity of a process. A later process with the same pid is a different one, by its start time."""
 
-    def __init__(self, host: str, pid: int, started: str) -> None:
-        self.host, self.pid, self.started = host, pid, started
+    host: str
+    pid: int
+    started: str
 
     @classmethod
     def me(cls) -> Process:
@@ -44,12 +45,12 @@ class Process:
 
     @classmethod
     def of(cls, pid: int) -> Process:
-        """One of this machine."""
+        """The process with id `pid` on this machine."""
         return cls(socket.gethostname(), pid, _started(pid))
 
     @classmethod
     def lineage(cls) -> list[Process]:
-        """This process, the one that started it, the one that started that, and so on."""
+        """This process, its parent, and so on."""
         pid, found = os.getpid(), []
         while pid > 0:
             found.append(cls.of(pid))
@@ -58,26 +59,26 @@ class Process:
 
     @classmethod
     def parse(cls, text: str) -> Process | None:
-        """What `str` wrote; None for anything else."""
+        """Parse the result of `str`. None: `text` is something else."""
         parts = text.split(" ")
         return cls(parts[0], int(parts[1]), parts[2]) if len(parts) == 3 and parts[1].isdecimal() else None
 
     def __str__(self) -> str:
         return f"{self.host} {self.pid} {self.started}"
 
-    def is_gone(self) -> bool:
-        """Known to have ended: it was on this machine, and isn't there any more."""
+    def has_ended(self) -> bool:
+        """Whether the process is known to have ended. False for processes of other machines."""
         return self.host == socket.gethostname() and _started(self.pid) != self.started
 
 
 def _started(pid: int) -> str:
-    """When a process started, in clock ticks since the machine did (proc(5)); "" where there is none, or a zombie."""
+    """Start time of a process in clock ticks since boot (proc(5)). "": there is no such process, or it is a zombie."""
     fields = _stat(pid)
     return "" if not fields or fields[0] == "Z" else fields[19]
 
 
 def _stat(pid: int) -> list[str]:
-    """What proc(5) says of a process, from its state on; nothing where there is none."""
+    """Fields of /proc/PID/stat (proc(5)) from the state on. Empty: there is no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -85,17 +86,17 @@ def _stat(pid: int) -> list[str]:
 
 
 def announce() -> None:
-    """Make sure that this process, and those it starts, have a run directory. Idempotent; without one, it is logged."""
+    """Give this process and those that it starts a run directory. Idempotent. A failure is logged."""
     named = find()
-    if named is not None and not _is_somebody_elses(named):
+    if named is not None and not _is_inherited(named):
         return
     try:
         path = _make()
-    except OSError:  # the engine goes on: guided requests are refused where nobody can register
-        _log.exception("there can be no run directory")
+    except OSError:  # the engine still starts: guided requests are rejected because no worker can register
+        _log.exception("the run directory can't be made")
         return
     os.environ[VARIABLE] = str(path)
-    # Workers on a Ray cluster inherit nothing; vLLM hands them what is named here.
+    # Workers on a Ray cluster inherit no environment. vLLM copies the variables that are listed here.
     copied = [name for name in os.environ.get(_FOR_RAY, "").split(",") if name]
     if VARIABLE not in copied:
         os.environ[_FOR_RAY] = ",".join([*copied, VARIABLE])
@@ -110,29 +111,29 @@ def _make() -> Path:
 
 
 def find() -> Path | None:
-    """The run directory of this process, where it has one."""
+    """Return the run directory of this process. None: it has none."""
     named = os.environ.get(VARIABLE)
     return Path(named) if named and os.path.isdir(named) else None
 
 
 def write_note(directory: Path, name: str, content: Any) -> None:
-    """Leave `content` (plain JSON) as `directory / name`, all at once. Makes the directory."""
+    """Write `content` (plain JSON) to `directory / name` atomically. Makes the directory."""
     directory.mkdir(mode=0o700, exist_ok=True)
-    unfinished = directory / f".{secrets.token_hex(8)}"
-    unfinished.write_text(json.dumps(content))
-    unfinished.replace(directory / name)
+    temporary = directory / f".{secrets.token_hex(8)}"
+    temporary.write_text(json.dumps(content))
+    temporary.replace(directory / name)
 
 
 def read_note(path: Path) -> Any:
-    """What `write_note` left there; None where there is nothing, or nothing of the kind."""
+    """Read a note. None: there is none, or it is no JSON."""
     try:
         return json.loads(path.read_bytes())
     except (OSError, ValueError):
         return None
 
 
-def _is_somebody_elses(path: Path) -> bool:
-    """Whether a program that is no part of this run made it: it started this one, which inherited its environment."""
+def _is_inherited(path: Path) -> bool:
+    """Whether another run made the directory: one that started this program, which inherited its environment."""
     try:
         owner = Process.parse((path / _OWNER).read_text())
     except OSError:
@@ -142,20 +143,20 @@ def _is_somebody_elses(path: Path) -> bool:
 
 
 def _root() -> str:
-    """Private to the user where the system has such a place (XDG Base Directory Specification)."""
+    """The user's private directory if the system has one (XDG Base Directory Specification), else the usual one."""
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     return runtime if runtime and os.access(runtime, os.W_OK | os.X_OK) else tempfile.gettempdir()
 
 
 def _sweep() -> None:
-    """Remove what runs that were killed have left."""
+    """Remove the directories of runs that were killed."""
     for path in Path(_root()).glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):
             owner = Process.parse((path / _OWNER).read_text()) if path.stat().st_uid == os.getuid() else None
-            if owner is not None and owner.is_gone():
+            if owner is not None and owner.has_ended():
                 shutil.rmtree(path, ignore_errors=True)
 
 
 def _remove(path: Path, pid: int) -> None:
-    if os.getpid() == pid:  # a fork has its parent's exit handlers
+    if os.getpid() == pid:  # a forked process has its parent's exit handlers
         shutil.rmtree(path, ignore_errors=True)

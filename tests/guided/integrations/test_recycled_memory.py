@@ -1,4 +1,4 @@
-"""Memory that comes back is used again; memory that anybody still has is not."""
+"""Memory is reused once its tensor and all views of it are gone."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 import torch
 
-from guided.embedded.recycled_memory import RecycledMemory
+from guided.integrations.recycled_memory import RecycledMemory
 
 SHAPE = torch.zeros(4, 1000)
 
 
-def test_what_is_let_go_of_is_used_again() -> None:
+def test_memory_of_a_dropped_tensor_is_reused() -> None:
     memory = RecycledMemory()
     seen = set()
     tensor = memory.like(SHAPE)
     for _ in range(10):
-        tensor = memory.like(SHAPE)  # the last one lives until this one is there
+        tensor = memory.like(SHAPE)  # the previous tensor is still alive during the call
         seen.add(tensor.data_ptr())
     assert len(seen) == 2
 
@@ -38,7 +38,7 @@ def test_what_is_let_go_of_is_used_again() -> None:
     ids=["itself", "a part", "detached", "numpy's view", "another type's", "its storage", "a memoryview"],
 )
 @pytest.mark.parametrize("inference", [False, True])
-def test_what_anybody_still_has_is_not_written_to(keep: Callable[[torch.Tensor], Any], inference: bool) -> None:
+def test_memory_in_use_is_not_written_to(keep: Callable[[torch.Tensor], Any], inference: bool) -> None:
     memory = RecycledMemory()
     kept = []
     with torch.inference_mode(inference):
@@ -58,7 +58,7 @@ def test_what_anybody_still_has_is_not_written_to(keep: Callable[[torch.Tensor],
 
 
 @pytest.mark.parametrize("like", [torch.zeros(3, 5, dtype=torch.bfloat16), torch.zeros(5, 3).t(), torch.zeros(0, 7)])
-def test_like_what_was_given(like: torch.Tensor) -> None:
+def test_shape_type_and_device(like: torch.Tensor) -> None:
     memory = RecycledMemory()
     memory.like(SHAPE)
     tensor = memory.like(like)

@@ -1,4 +1,4 @@
-"""The logits processor in transformers' real `generate()`, beside one that replays every row's history every time."""
+"""The logits processor in transformers' `generate()`, compared with one that replays the whole history at each step."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from faulty_pool import FaultyPool
+from faulty_pool import FaultyPool, without_rows
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, LogitsProcessor, PreTrainedTokenizerFast
 
@@ -26,12 +26,13 @@ from guided.backends import Backends
 from guided.backends.base import CompiledGrammar
 from guided.bitmask import allowed_ids
 from guided.constraint import Constraint
-from guided.embedded import transformers
-from guided.embedded.recycled_memory import RecycledMemory
-from guided.embedded.transformers import GuidedLogitsProcessor
 from guided.errors import BackendError, InvalidRequest, PoolUnavailable, TokenRejected, UnsupportedConstraint
 from guided.inline import InlinePool
-from guided.pool import Grammar, MaskPool
+from guided.integrations import transformers
+from guided.integrations.recycled_memory import RecycledMemory
+from guided.integrations.transformers import GuidedLogitsProcessor
+from guided.pool import MaskPool, StepMasks
+from guided.sequence import GuidedSequence
 from guided.vocabulary import Vocabulary
 
 SCHEMA = {
@@ -72,7 +73,7 @@ def pool(vocabulary: Vocabulary) -> Iterator[InlinePool]:
 
 
 class Replaying(LogitsProcessor):
-    """The definition: every row, every time, its whole history through a new matcher; what ended may only stop."""
+    """The reference: a new matcher for every row at every step, which accepts the whole history."""
 
     def __init__(self, vocabulary: Vocabulary, constraints: Sequence[Constraint | None], length: int) -> None:
         backends = Backends(vocabulary)["llguidance"]
@@ -142,7 +143,7 @@ MODES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: "-".join(f"{key}={value}" for key, value in mode.items()))
-def test_a_batch_of_different_constraints_comes_out_valid_and_as_if_replayed(
+def test_a_batch_of_different_constraints_is_valid_and_equal_to_the_reference(
     model: LlamaForCausalLM,
     vocabulary: Vocabulary,
     tiny_tokenizer: PreTrainedTokenizerFast,
@@ -176,20 +177,12 @@ def test_beams_move_and_no_matcher_is_left(
     model: LlamaForCausalLM, vocabulary: Vocabulary, tiny_tokenizer: PreTrainedTokenizerFast
 ) -> None:
     pool = FaultyPool(vocabulary)
-    opened: list[int | None] = []
-    real = pool.inner.open
-
-    def noted(sequence_id: int, grammar: Any, parent_id: int | None = None) -> None:
-        opened.append(parent_id)
-        real(sequence_id, grammar, parent_id)
-
-    pool.inner.open = noted  # type: ignore[method-assign]
     subject = GuidedLogitsProcessor(vocabulary, Constraint.json_schema(SCHEMA), pool=pool)
     batch = inputs(tiny_tokenizer, PROMPTS[:2])
     model.generate(**batch, num_beams=4, logits_processor=[subject], max_new_tokens=30)
-    assert opened.count(None) == 8
-    assert len(opened) > 16
-    assert set(pool.opened) >= {parent for parent in opened if parent is not None}
+    assert pool.parents.count(None) == 8
+    assert len(pool.opened) > 16
+    assert set(pool.opened) >= {parent for parent in pool.parents if parent is not None}
     assert len(set(pool.opened) - pool.freed) <= 8
     subject.close()
     subject.close()
@@ -211,7 +204,7 @@ def test_one_processor_serves_many_generations(
             assert end
             check(1, text)
             grown = [f"{grown[0]}: {text}. And"]
-        # Other rows; and a generation that was broken off.
+        # Other rows, and a generation that was cut short.
         batch = inputs(tiny_tokenizer, PROMPTS[:3])
         model.generate(**batch, logits_processor=[subject], max_new_tokens=3)
         sequences = model.generate(**batch, num_beams=2, logits_processor=[subject], max_new_tokens=TOKENS)
@@ -219,7 +212,7 @@ def test_one_processor_serves_many_generations(
             check(1, text)
 
 
-def test_what_was_broken_off_goes_on_or_begins_anew_after_reset(
+def test_a_generation_that_was_cut_short_continues_or_starts_again_after_reset(
     model: LlamaForCausalLM, vocabulary: Vocabulary, tiny_tokenizer: PreTrainedTokenizerFast
 ) -> None:
     batch = inputs(tiny_tokenizer, PROMPTS[:1])
@@ -257,7 +250,7 @@ def test_drafts_are_rolled_back(
         check(1, date)
 
 
-def test_what_others_forbid_never_makes_room_for_what_the_constraint_forbids(
+def test_bans_of_other_processors_never_allow_forbidden_tokens(
     model: LlamaForCausalLM, vocabulary: Vocabulary, tiny_tokenizer: PreTrainedTokenizerFast
 ) -> None:
     batch = inputs(tiny_tokenizer, PROMPTS[:2])
@@ -270,8 +263,8 @@ def test_what_others_forbid_never_makes_room_for_what_the_constraint_forbids(
             assert outputs(vocabulary, sequences, length) == [("yes", True)] * 2
 
 
-class Seeing(LogitsProcessor):
-    """Keeps copies of what the model says."""
+class Recording(LogitsProcessor):
+    """Keeps copies of the scores."""
 
     def __init__(self) -> None:
         self.scores: list[torch.Tensor] = []
@@ -282,13 +275,13 @@ class Seeing(LogitsProcessor):
 
 
 @pytest.mark.parametrize("mode", [{}, {"do_sample": True}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 3}], ids=str)
-def test_raw_logits_and_scores_that_are_kept_stay_as_they_were(
+def test_raw_logits_and_scores_that_are_kept_do_not_change(
     model: LlamaForCausalLM, vocabulary: Vocabulary, tiny_tokenizer: PreTrainedTokenizerFast, mode: dict[str, Any]
 ) -> None:
     batch = inputs(tiny_tokenizer, ["2024-10-11 and "] if "prompt_lookup_num_tokens" in mode else PROMPTS)
     constraints = CONSTRAINTS if len(batch["input_ids"]) > 1 else CONSTRAINTS[1:2]
-    found, seeing = [], Seeing()
-    in_place = "num_beams" in mode or "prompt_lookup_num_tokens" in mode  # where `generate()` has copies
+    found, recording = [], Recording()
+    in_place = "num_beams" in mode or "prompt_lookup_num_tokens" in mode  # modes in which `generate()` makes copies
     with (
         GuidedLogitsProcessor(vocabulary, constraints) as subject,
         GuidedLogitsProcessor(vocabulary, constraints, in_place=in_place) as writer,
@@ -298,7 +291,7 @@ def test_raw_logits_and_scores_that_are_kept_stay_as_they_were(
             result = model.generate(
                 **batch,
                 **mode,
-                logits_processor=[seeing, processor],
+                logits_processor=[recording, processor],
                 max_new_tokens=20,
                 return_dict_in_generate=True,
                 output_logits=True,
@@ -307,7 +300,7 @@ def test_raw_logits_and_scores_that_are_kept_stay_as_they_were(
             found.append(result)
     *ours, replayed = found
     if "prompt_lookup_num_tokens" not in mode:
-        for raw, seen in zip(ours[0].logits, seeing.scores, strict=False):
+        for raw, seen in zip(ours[0].logits, recording.scores, strict=False):
             assert torch.equal(raw.log_softmax(-1) if "num_beams" in mode else raw, seen)
     for result in ours:
         assert len(result.logits) == len(result.scores) > 5
@@ -318,7 +311,7 @@ def test_raw_logits_and_scores_that_are_kept_stay_as_they_were(
             assert torch.equal(one, other)
 
 
-def test_in_place_writes_into_what_it_gets(vocabulary: Vocabulary) -> None:
+def test_in_place_writes_into_the_scores(vocabulary: Vocabulary) -> None:
     prompt, constraints = torch.tensor([[1], [2]]), [Constraint.regex("a+"), None]
     scores = torch.randn(2, vocabulary.padded_vocab_size)
     with (
@@ -330,7 +323,7 @@ def test_in_place_writes_into_what_it_gets(vocabulary: Vocabulary) -> None:
     assert torch.equal(scores, expected)
 
 
-def test_in_place_and_raw_logits_are_refused_and_scores_that_are_kept_are_not(
+def test_in_place_is_rejected_with_raw_logits_and_not_with_kept_scores(
     model: LlamaForCausalLM, vocabulary: Vocabulary, tiny_tokenizer: PreTrainedTokenizerFast
 ) -> None:
     batch = inputs(tiny_tokenizer, PROMPTS)
@@ -348,7 +341,7 @@ def test_in_place_and_raw_logits_are_refused_and_scores_that_are_kept_are_not(
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-def test_what_others_forbid_is_raised_only_where_too_little_is_left(vocabulary: Vocabulary, in_place: bool) -> None:
+def test_tokens_that_others_forbid_are_allowed_only_if_few_are_left(vocabulary: Vocabulary, in_place: bool) -> None:
     a = vocabulary.encode("a")[0]
     scores = torch.randn(2, vocabulary.padded_vocab_size)
     scores[:, a] = -torch.inf
@@ -366,7 +359,7 @@ def test_what_others_forbid_is_raised_only_where_too_little_is_left(vocabulary: 
     assert masked[1].isfinite().sum() > 300
 
 
-def test_scores_are_not_written_to_and_rows_without_a_constraint_are_left_alone(vocabulary: Vocabulary) -> None:
+def test_scores_and_rows_without_a_constraint_are_unchanged(vocabulary: Vocabulary) -> None:
     scores = torch.randn(2, vocabulary.padded_vocab_size)
     scores[1, 5] = -torch.inf
     before = scores.clone()
@@ -377,8 +370,8 @@ def test_scores_are_not_written_to_and_rows_without_a_constraint_are_left_alone(
     assert 0 < masked[0].isfinite().sum() < 20
 
 
-def test_a_row_that_others_have_ended_may_only_stop(vocabulary: Vocabulary) -> None:
-    """`stop_strings` end a row in the middle of its constraint: `generate()` fills it up with padding."""
+def test_a_row_that_ended_early_is_allowed_stop_tokens_only(vocabulary: Vocabulary) -> None:
+    """`stop_strings` end a row in the middle of its constraint: `generate()` pads it."""
     prompt = torch.tensor([[7], [8]])
     a = vocabulary.encode("a")[0]
     padding = min(vocabulary.special_token_ids - set(vocabulary.stop_token_ids))
@@ -409,7 +402,7 @@ class TestFailures:
             check(1, text)
 
     @pytest.mark.parametrize("beams", [1, 3])
-    def test_or_ends_and_the_others_go_on(
+    def test_a_failed_row_ends_and_the_others_continue(
         self, model: LlamaForCausalLM, vocabulary: Vocabulary, tiny_tokenizer: PreTrainedTokenizerFast, beams: int
     ) -> None:
         pool = FaultyPool(vocabulary)
@@ -433,7 +426,7 @@ class TestFailures:
             for text, _ in outputs(vocabulary, sequences, length):
                 check(1, text)
 
-    def test_a_token_that_was_forbidden_is_an_error_and_not_a_free_ride(
+    def test_a_forbidden_token_is_an_error(
         self, model: LlamaForCausalLM, vocabulary: Vocabulary, tiny_tokenizer: PreTrainedTokenizerFast
     ) -> None:
         class Liar(LogitsProcessor):
@@ -447,7 +440,7 @@ class TestFailures:
         ):
             model.generate(**batch, logits_processor=[subject, Liar()], max_new_tokens=TOKENS)
 
-    def test_beam_sampling_draws_what_is_forbidden_for_beams_that_never_win(
+    def test_beam_sampling_draws_forbidden_tokens_only_for_beams_that_lose(
         self, model: LlamaForCausalLM, vocabulary: Vocabulary, tiny_tokenizer: PreTrainedTokenizerFast
     ) -> None:
         batch = inputs(tiny_tokenizer, PROMPTS[:2])
@@ -464,31 +457,32 @@ class TestFailures:
 
     def test_waits_for_a_worker(self, vocabulary: Vocabulary) -> None:
         class Empty(FaultyPool):
-            """No worker is up before somebody has asked for one twice."""
+            """No worker is up before the second `settled` call."""
 
-            asked = 0
+            calls = 0
+            step: Sequence[GuidedSequence] = ()
 
-            def collect(self, bitmask: Any, timeout: float, patience: float | None = None) -> Any:
-                from guided.pool import Row
+            def submit(self, sequences: Sequence[GuidedSequence], new_tokens: Any = None) -> None:
+                self.step = sequences
+                super().submit(sequences, new_tokens)
 
-                step = super().collect(bitmask, timeout, patience)
-                if self.asked < 2:
-                    step.override(0, Row("unplaced"))
-                return step
+            def collect(self, timeout: float | None = None, patience: float | None = None) -> StepMasks:
+                step = super().collect(timeout, patience)
+                return without_rows(step, [0]) if self.calls < 2 else step
 
-            def settled(self, sequence_ids: Collection[int], timeout: float) -> list[int]:
-                self.asked += 1
-                return list(sequence_ids)
+            def settled(self, timeout: float = 0.0) -> list[int]:
+                self.calls += 1
+                return [sequence.sequence_id for sequence in self.step]
 
         pool = Empty(vocabulary)
         with GuidedLogitsProcessor(vocabulary, Constraint.regex("a+"), pool=pool) as subject:
             masked = subject(torch.tensor([[1], [2]]), torch.zeros(2, vocabulary.padded_vocab_size))
-        assert pool.asked == 2
+        assert pool.calls == 2
         assert torch.equal(masked[0], masked[1])
         assert masked[0].isfinite().sum() < 20
 
 
-class TestRefusals:
+class TestRejections:
     def test_a_constraint_that_cant_be_compiled(self, vocabulary: Vocabulary) -> None:
         constraints = [None, Constraint.regex("a"), Constraint.regex(r"a(?=b)c")]
         with pytest.raises(InvalidRequest, match="constraint 2: "):
@@ -510,7 +504,7 @@ class TestRefusals:
         ):
             subject(torch.tensor([[1]] * 3), torch.zeros(3, vocabulary.padded_vocab_size))
 
-    def test_a_pool_that_there_is_not(self, vocabulary: Vocabulary) -> None:
+    def test_an_unknown_pool(self, vocabulary: Vocabulary) -> None:
         with pytest.raises(PoolUnavailable, match="no pool 'rey': there are inline, ray"):
             GuidedLogitsProcessor(vocabulary, Constraint.regex("a+"), pool="rey")
 
@@ -521,7 +515,7 @@ class TestRefusals:
 
 
 class TestPools:
-    def test_one_of_ray(
+    def test_a_ray_pool(
         self, model: LlamaForCausalLM, vocabulary: Vocabulary, tiny_tokenizer: PreTrainedTokenizerFast, local_ray: None
     ) -> None:
         from actors import RayPool
@@ -543,7 +537,7 @@ class TestPools:
         finally:
             pool.shutdown()
 
-    def test_by_name_it_is_opened_and_shut_down(
+    def test_a_pool_by_name_is_opened_and_shut_down(
         self,
         model: LlamaForCausalLM,
         vocabulary: Vocabulary,
@@ -566,11 +560,9 @@ class TestPools:
         for pid in pids:
             assert pid is not None
             with contextlib.suppress(psutil.NoSuchProcess):
-                psutil.Process(pid).wait(120)
-        with pytest.raises(PoolUnavailable):
-            ray.open(1, Grammar("", "", CONSTRAINTS[1] or CONSTRAINTS[0], ()))
+                psutil.Process(pid).wait(120)  # raises if the actor is still there
 
-    def test_it_is_shut_down_where_a_constraint_cant_be_compiled(
+    def test_the_pool_is_shut_down_if_a_constraint_cant_be_compiled(
         self, vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         closed = []

@@ -1,4 +1,4 @@
-"""What vLLM's extra arguments ask for; and that they are refused in the words of our HTTP server."""
+"""Guided parameters in vLLM's extra arguments, and rejections with the messages of our HTTP server."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 from engine.server.constraints import asked as asked_over_http
 from engine.server.protocol import CompletionRequest
 from guided.constraint import Constraint
-from guided.embedded.request_params import Asked, asked, refuse_host_stops, request_id
 from guided.errors import GuidedError, InvalidConstraint, InvalidRequest
+from guided.integrations.vllm.request_params import GuidedParams, guided_params, reject_stops, request_id
 
 SCHEMA = '{"type": "object", "properties": {"a": {"type": "integer"}}}'
 
@@ -29,8 +29,8 @@ def params(extra: dict[str, Any] | None, **others: Any) -> Any:
 
 
 @pytest.mark.parametrize("extra", [None, {}, {"session_id": "s"}, {"json_object": 0}, {"json_object": "false"}])
-def test_others_ask_for_nothing(extra: dict[str, Any] | None) -> None:
-    assert asked(params(extra, stop=["x"], ignore_eos=True)) is None
+def test_requests_without_a_constraint(extra: dict[str, Any] | None) -> None:
+    assert guided_params(params(extra, stop=["x"], ignore_eos=True)) is None
 
 
 @pytest.mark.parametrize(
@@ -45,12 +45,12 @@ def test_others_ask_for_nothing(extra: dict[str, Any] | None) -> None:
     ],
 )
 def test_every_kind(extra: dict[str, Any], constraint: Constraint) -> None:
-    assert asked(params(extra)) == Asked(constraint)
+    assert guided_params(params(extra)) == GuidedParams(constraint)
 
 
 def test_the_backend_and_the_id() -> None:
-    found = asked(params({"regex": "a", "backend": "outlines_core", "guided_request_id": 7}))
-    assert found == Asked(Constraint.regex("a"), "outlines", "7")
+    found = guided_params(params({"regex": "a", "backend": "outlines_core", "guided_request_id": 7}))
+    assert found == GuidedParams(Constraint.regex("a"), "outlines", "7")
 
 
 @pytest.mark.parametrize(
@@ -66,18 +66,18 @@ def test_the_backend_and_the_id() -> None:
         {"choice": []},
         {"grammar": " "},
         {"grammar": 'start: "a"', "backend": "lm-format-enforcer"},
-        {"regex": "a", "backend": "nobody"},
+        {"regex": "a", "backend": "unknown"},
         {"whitespace_pattern": " "},
         {"regex": "a", "whitespace_pattern": " "},
         {"json_object": True, "whitespace_pattern": "a{100000}"},
     ],
     ids=str,
 )
-def test_refused_as_our_server_refuses(extra: dict[str, Any]) -> None:
+def test_rejected_as_by_our_server(extra: dict[str, Any]) -> None:
     with pytest.raises(GuidedError) as theirs:
         asked_over_http(CompletionRequest.model_validate({"model": "m", "prompt": "p", **extra}))
     with pytest.raises(GuidedError) as ours:
-        asked(params(extra))
+        guided_params(params(extra))
     assert type(ours.value) is type(theirs.value)
     assert (str(ours.value), ours.value.param) == (str(theirs.value), theirs.value.param)
 
@@ -91,37 +91,37 @@ def test_refused_as_our_server_refuses(extra: dict[str, Any]) -> None:
         ({"trace_decode_token_ids": [1]}, "trace_decode_token_ids"),
     ],
 )
-def test_what_would_write_over_it_is_refused(others: dict[str, Any], param: str) -> None:
-    with pytest.raises(InvalidRequest) as refused:
-        asked(params({"regex": "a+"}, **others))
-    assert refused.value.param == param
+def test_parameters_that_would_overwrite_masks_are_rejected(others: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidRequest) as rejected:
+        guided_params(params({"regex": "a+"}, **others))
+    assert rejected.value.param == param
 
 
 @pytest.mark.parametrize("others", [{"stop": ["x"]}, {"stop_token_ids": [5]}])
-def test_what_would_cut_it_short_is_refused_where_it_is_admitted_and_nowhere_else(others: dict[str, Any]) -> None:
-    """vLLM puts the model's further ends into `stop_token_ids` afterwards, and the worker reads the request again."""
+def test_stops_are_rejected_at_admission_only(others: dict[str, Any]) -> None:
+    """vLLM adds the model's other end tokens to `stop_token_ids` later, and the worker reads the request again."""
     given = params({"regex": "a+"}, **others)
-    what = asked(given)
-    assert what == Asked(Constraint.regex("a+"))
-    with pytest.raises(InvalidRequest) as refused:
-        refuse_host_stops(what, given)
-    assert [refused.value.param] == list(others)
-    refuse_host_stops(what, params({"regex": "a+"}))
+    guided = guided_params(given)
+    assert guided == GuidedParams(Constraint.regex("a+"))
+    with pytest.raises(InvalidRequest) as rejected:
+        reject_stops(guided, given)
+    assert [rejected.value.param] == list(others)
+    reject_stops(guided, params({"regex": "a+"}))
 
 
-def test_the_id_is_known_whatever_else_is_wrong() -> None:
+def test_the_id_is_known_if_other_parameters_are_invalid() -> None:
     assert request_id(params({"regex": 5, "guided_request_id": "a"})) == "a"
     assert request_id(params({"regex": 5})) is None
     assert request_id(params(None)) is None
 
 
 @pytest.mark.parametrize("name", ["guided_json", "guided_regex", "guided_decoding_backend"])
-def test_older_names_are_not_ignored(name: str) -> None:
+def test_former_names_are_not_ignored(name: str) -> None:
     with pytest.raises(InvalidRequest, match="is called"):
-        asked(params({name: "x"}))
+        guided_params(params({name: "x"}))
 
 
 @pytest.mark.parametrize("extra", [{"backend": 5}, {"json_object": "perhaps"}, {"json_object": [1]}])
-def test_what_is_of_no_use_is_refused(extra: dict[str, Any]) -> None:
+def test_values_of_other_types_are_rejected(extra: dict[str, Any]) -> None:
     with pytest.raises((InvalidRequest, InvalidConstraint)):
-        asked(params(extra))
+        guided_params(params(extra))

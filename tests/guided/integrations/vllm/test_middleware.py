@@ -1,5 +1,4 @@
-"""What `vllm serve`'s clients are answered when guided requests fail: the middleware around applications that answer as
-vLLM does."""
+"""The middleware around applications that answer as vLLM does: the answers to guided requests that fail."""
 
 from __future__ import annotations
 
@@ -15,22 +14,23 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from guided.constraint import KINDS
-from guided.embedded.middleware import PATHS, GuidedErrors
-from guided.embedded.statuses import REQUEST_ID as ID
 from guided.errors import GuidedError, InvalidConstraint, PoolUnavailable, WorkerDied
+from guided.integrations.vllm.error_reports import REQUEST_ID as ID
+from guided.integrations.vllm.middleware import GuidedErrors
 
+PATHS = ("/v1/completions", "/v1/chat/completions")
 Reply = Callable[[Request, dict[str, Any]], Response]
 GUIDED = {"vllm_xargs": {"regex": "[0-9]+"}}
 
 
-class Told:
-    """Statuses that a test sets; and which were asked for."""
+class Errors:
+    """Reported errors, set by a test, and the request ids that were asked for."""
 
     def __init__(self, **errors: GuidedError) -> None:
         self.errors = errors
         self.asked: list[str] = []
         self.every: GuidedError | None = None
-        """What every request failed of."""
+        """The error of every request."""
 
     def __call__(self, request_id: str) -> GuidedError | None:
         self.asked.append(request_id)
@@ -38,7 +38,7 @@ class Told:
 
 
 class Client:
-    """One request, sent by hand, so that what is sent back is seen message by message."""
+    """One request, sent by hand, so that the answer is seen message by message."""
 
     def __init__(self, body: Any, path: str = PATHS[0], method: str = "POST") -> None:
         self.sent = body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -53,7 +53,7 @@ class Client:
             "http_version": "1.1",
         }
         self.messages: list[dict[str, Any]] = []
-        self.leaves = asyncio.Event()
+        self.disconnects = asyncio.Event()
         self._parts = [self.sent[:7], self.sent[7:]]
 
     async def ask(self, app: Any) -> Client:
@@ -64,7 +64,7 @@ class Client:
         if self._parts:
             part = self._parts.pop(0)
             return {"type": "http.request", "body": part, "more_body": bool(self._parts)}
-        await self.leaves.wait()
+        await self.disconnects.wait()
         return {"type": "http.disconnect"}
 
     async def _send(self, message: dict[str, Any]) -> None:
@@ -122,13 +122,13 @@ def written(chunk: dict[str, Any]) -> str:
     return f"data: {json.dumps(chunk)}\n\n"
 
 
-def stream(*chunks: dict[str, Any], told: Callable[[], None] = lambda: None) -> Reply:
-    """A stream as vLLM writes it; `told` is called before the last chunk."""
+def stream(*chunks: dict[str, Any], before_last: Callable[[], None] = lambda: None) -> Reply:
+    """A stream as vLLM writes it. `before_last` is called before the last chunk."""
 
     async def events() -> AsyncIterator[str]:
         for chunk in chunks[:-1]:
             yield written(chunk)
-        told()
+        before_last()
         yield written(chunks[-1])
         yield written({"choices": [], "usage": {"completion_tokens": len(chunks)}})
         yield "data: [DONE]\n\n"
@@ -136,16 +136,16 @@ def stream(*chunks: dict[str, Any], told: Callable[[], None] = lambda: None) -> 
     return lambda request, body: StreamingResponse(events(), media_type="text/event-stream")
 
 
-def ask(reply: Reply, body: Any, told: Told, path: str = PATHS[0]) -> Client:
-    return asyncio.run(Client(body, path).ask(GuidedErrors(vllm(reply), told)))
+def ask(reply: Reply, body: Any, errors: Errors, path: str = PATHS[0]) -> Client:
+    return asyncio.run(Client(body, path).ask(GuidedErrors(vllm(reply), errors)))
 
 
 class TestNotStreamed:
     @pytest.mark.parametrize("path", PATHS)
     def test_a_failure_is_an_error(self, path: str) -> None:
-        told = Told()
-        told.every = WorkerDied("the process that held the matcher is gone")
-        client = ask(whole(), GUIDED, told, path)
+        errors = Errors()
+        errors.every = WorkerDied("the process that held the matcher is gone")
+        client = ask(whole(), GUIDED, errors, path)
         assert client.status == 500
         assert json.loads(client.body)["error"] == {
             "message": "the process that held the matcher is gone",
@@ -157,57 +157,57 @@ class TestNotStreamed:
         assert client.headers["x-should-retry"] == "true"
         assert client.headers["content-length"] == str(len(client.body))
 
-    def test_its_status_is_the_errors_own(self) -> None:
-        told = Told()
-        told.every = PoolUnavailable("no mask actor is up")
-        client = ask(whole(), GUIDED, told)
+    def test_its_status_is_that_of_the_error(self) -> None:
+        errors = Errors()
+        errors.every = PoolUnavailable("no mask actor is up")
+        client = ask(whole(), GUIDED, errors)
         assert (client.status, client.headers["retry-after"]) == (503, "1")
-        told.every = InvalidConstraint("no such group", param="regex", pointer="")
-        client = ask(whole(), GUIDED, told)
+        errors.every = InvalidConstraint("no such group", param="regex", pointer="")
+        client = ask(whole(), GUIDED, errors)
         assert (client.status, json.loads(client.body)["error"]["type"]) == (400, "invalid_request_error")
 
-    def test_what_went_well_is_what_the_application_said(self) -> None:
-        told = Told()
-        client = ask(whole("34"), GUIDED, told)
+    def test_an_answer_without_an_error_is_unchanged(self) -> None:
+        errors = Errors()
+        client = ask(whole("34"), GUIDED, errors)
         assert client.status == 200
         assert json.loads(client.body)["choices"][0]["text"] == "34"
-        assert len(told.asked) == 1
+        assert len(errors.asked) == 1
 
-    def test_headers_of_the_application_stay(self) -> None:
-        told = Told()
-        told.every = WorkerDied("gone")
+    def test_headers_of_the_application_are_kept(self) -> None:
+        errors = Errors()
+        errors.every = WorkerDied("gone")
 
         def reply(request: Request, body: dict[str, Any]) -> Response:
             return JSONResponse({}, headers={"x-request-id": "abc", "content-language": "en"})
 
-        client = ask(reply, GUIDED, told)
+        client = ask(reply, GUIDED, errors)
         assert client.headers["x-request-id"] == "abc"
         assert "content-language" not in client.headers
 
-    def test_what_the_application_refuses_stays_refused(self) -> None:
-        told = Told()
-        told.every = WorkerDied("of an earlier request with this id")
-        client = ask(lambda request, body: JSONResponse({"error": "no"}, 400), GUIDED, told)
+    def test_a_rejection_by_the_application_is_unchanged(self) -> None:
+        errors = Errors()
+        errors.every = WorkerDied("of an earlier request with this id")
+        client = ask(lambda request, body: JSONResponse({"error": "no"}, 400), GUIDED, errors)
         assert (client.status, json.loads(client.body)) == (400, {"error": "no"})
 
 
 class TestStreamed:
     @pytest.mark.parametrize("path", PATHS)
     def test_a_failure_is_one_event_and_the_end(self, path: str) -> None:
-        told = Told()
+        errors = Errors()
 
         def fail() -> None:
-            told.every = WorkerDied("gone")
+            errors.every = WorkerDied("gone")
 
-        client = ask(stream(text("1"), text("2"), text("", "stop"), told=fail), GUIDED, told, path)
+        client = ask(stream(text("1"), text("2"), text("", "stop"), before_last=fail), GUIDED, errors, path)
         assert client.status == 200
         assert client.events[:2] == [text("1"), text("2")]
         assert [event["error"]["code"] for event in client.events[2:]] == ["worker_died"]
 
-    def test_before_the_first_text_it_is_a_status(self) -> None:
-        told = Told()
-        told.every = InvalidConstraint("no such group", param="regex")
-        client = ask(stream(delta(role="assistant", content=""), delta("stop", content="")), GUIDED, told, PATHS[1])
+    def test_a_failure_before_the_first_text_is_a_status(self) -> None:
+        errors = Errors()
+        errors.every = InvalidConstraint("no such group", param="regex")
+        client = ask(stream(delta(role="assistant", content=""), delta("stop", content="")), GUIDED, errors, PATHS[1])
         assert client.status == 400
         assert json.loads(client.body)["error"]["code"] == "invalid_constraint"
         assert client.headers["content-type"] == "application/json"
@@ -221,8 +221,8 @@ class TestStreamed:
             (text("", "stop"),),
         ],
     )
-    def test_what_goes_well_is_passed_on(self, chunks: tuple[dict[str, Any], ...]) -> None:
-        client = ask(stream(*chunks), GUIDED, Told())
+    def test_a_stream_without_an_error_is_unchanged(self, chunks: tuple[dict[str, Any], ...]) -> None:
+        client = ask(stream(*chunks), GUIDED, Errors())
         assert client.status == 200
         assert client.events == [*chunks, {"choices": [], "usage": {"completion_tokens": len(chunks)}}, "[DONE]"]
 
@@ -239,14 +239,14 @@ class TestStreamed:
 
         client = Client(GUIDED)
         reply: Reply = lambda request, body: StreamingResponse(events(), media_type="text/event-stream")  # noqa: E731
-        asyncio.run(client.ask(GuidedErrors(vllm(reply), Told())))
+        asyncio.run(client.ask(GuidedErrors(vllm(reply), Errors())))
         assert [message["type"] for message in sent_before_the_end] == ["http.response.start"] + 2 * [
             "http.response.body"
         ]
 
     @pytest.mark.parametrize("size", [1, 7, 10_000])
-    def test_events_however_they_are_cut(self, size: int) -> None:
-        told = Told()
+    def test_events_in_parts_of_any_size(self, size: int) -> None:
+        errors = Errors()
         chunks = [text("1\n\n2"), text("ü"), text("", "stop")]
         document = "".join(map(written, chunks)).encode() + b"data: [DONE]\n\n"
 
@@ -255,45 +255,45 @@ class TestStreamed:
                 yield document[start : start + size]
 
         reply: Reply = lambda request, body: StreamingResponse(parts(), media_type="text/event-stream")  # noqa: E731
-        assert ask(reply, GUIDED, told).events == [*chunks, "[DONE]"]
-        told.every = WorkerDied("gone")
-        assert [*ask(reply, GUIDED, told).events[:2]] == chunks[:2]
-        assert list(ask(reply, GUIDED, told).events[2]) == ["error"]
+        assert ask(reply, GUIDED, errors).events == [*chunks, "[DONE]"]
+        errors.every = WorkerDied("gone")
+        assert [*ask(reply, GUIDED, errors).events[:2]] == chunks[:2]
+        assert list(ask(reply, GUIDED, errors).events[2]) == ["error"]
 
-    def test_other_choices_are_given_up(self) -> None:
-        told, given_up = Told(), []
+    def test_other_choices_are_aborted(self) -> None:
+        errors, aborted = Errors(), []
 
         async def events() -> AsyncIterator[str]:
             try:
                 yield written(text("1", index=0))
-                told.every = WorkerDied("gone")
+                errors.every = WorkerDied("gone")
                 yield written(text("", "stop", index=0))
-                await asyncio.Event().wait()  # the other choice, which takes for ever
+                await asyncio.Event().wait()  # the other choice, which never ends
             finally:
-                given_up.append(True)
+                aborted.append(True)
 
         reply: Reply = lambda request, body: StreamingResponse(events(), media_type="text/event-stream")  # noqa: E731
-        client = ask(reply, {**GUIDED, "n": 2}, told)
+        client = ask(reply, {**GUIDED, "n": 2}, errors)
         assert [list(event) for event in client.events] == [["choices"], ["error"]]
         assert len(client.messages) == 3
-        assert given_up == [True]
+        assert aborted == [True]
 
-    def test_a_failure_that_comes_with_nothing_but_the_end(self) -> None:
-        told = Told()
+    def test_a_failure_without_a_finish_reason(self) -> None:
+        errors = Errors()
 
         def fail() -> None:
-            told.every = WorkerDied("gone")
+            errors.every = WorkerDied("gone")
 
-        client = ask(stream(text("1"), text("2"), told=fail), GUIDED, told)  # no finish_reason at all
+        client = ask(stream(text("1"), text("2"), before_last=fail), GUIDED, errors)  # no finish_reason at all
         assert "[DONE]" not in client.events
         assert list(client.events[-1]) == ["error"]
 
 
 class TestRequestIds:
-    def test_are_put_in_and_told_apart(self) -> None:
+    def test_each_request_gets_one(self) -> None:
         seen: list[dict[str, Any]] = []
-        told = Told()
-        app = GuidedErrors(vllm(whole(), seen), told)
+        errors = Errors()
+        app = GuidedErrors(vllm(whole(), seen), errors)
 
         async def two() -> None:
             await asyncio.gather(Client(GUIDED).ask(app), Client(GUIDED).ask(app))
@@ -301,16 +301,16 @@ class TestRequestIds:
         asyncio.run(two())
         ids = [body["vllm_xargs"].pop(ID) for body in seen]
         assert len(set(ids)) == 2
-        assert sorted(told.asked) == sorted(ids)
+        assert sorted(errors.asked) == sorted(ids)
         assert seen == [GUIDED, GUIDED], "everything else is as it was sent"
 
     @pytest.mark.parametrize("label", ["mine", "1", 1, True, "a\nb", "x" * 5000])
-    def test_the_clients_own_is_a_label_and_tells_nobody_apart(self, label: Any) -> None:
-        """Two users may choose the same: one must not be told what became of the other's request."""
+    def test_the_clients_own_id_is_only_a_label(self, label: Any) -> None:
+        """Two users may choose the same id: neither must get the error of the other's request."""
         seen: list[dict[str, Any]] = []
-        told = Told(**{str(label): WorkerDied("somebody else's")})
+        errors = Errors(**{str(label): WorkerDied("another request's")})
         body = {"vllm_xargs": {"regex": "a", ID: label}, "prompt": "ü\ud83d"}
-        app = GuidedErrors(vllm(whole(), seen), told)
+        app = GuidedErrors(vllm(whole(), seen), errors)
 
         async def two() -> list[Client]:
             return await asyncio.gather(Client(body).ask(app), Client(body).ask(app))
@@ -318,38 +318,38 @@ class TestRequestIds:
         assert [client.status for client in asyncio.run(two())] == [200, 200]
         ids = [sent["vllm_xargs"].pop(ID) for sent in seen]
         assert len(set(ids)) == 2
-        assert sorted(told.asked) == sorted(ids)
+        assert sorted(errors.asked) == sorted(ids)
         assert all(repr(label)[:50] in one and len(one) < 500 and one.isprintable() for one in ids)
         assert seen == [{"vllm_xargs": {"regex": "a"}, "prompt": "ü\ud83d"}] * 2, "everything else is as it was sent"
 
     @pytest.mark.parametrize("name", KINDS)
     def test_for_every_kind_of_constraint(self, name: str) -> None:
-        told = Told()
-        ask(whole(), {"vllm_xargs": {name: "x"}}, told)
-        assert len(told.asked) == 1
+        errors = Errors()
+        ask(whole(), {"vllm_xargs": {name: "x"}}, errors)
+        assert len(errors.asked) == 1
 
-    def test_however_the_name_is_escaped(self) -> None:
-        told = Told()
-        ask(whole(), b'{"vllm\\u005fxargs": {"regex": "a"}}', told)
-        assert len(told.asked) == 1
+    def test_with_an_escaped_name(self) -> None:
+        errors = Errors()
+        ask(whole(), b'{"vllm\\u005fxargs": {"regex": "a"}}', errors)
+        assert len(errors.asked) == 1
 
     @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-32"])
-    def test_however_the_body_is_encoded(self, encoding: str) -> None:
-        told = Told()
-        ask(whole(), json.dumps(GUIDED).encode(encoding), told)
-        assert len(told.asked) == 1
+    def test_with_any_encoding(self, encoding: str) -> None:
+        errors = Errors()
+        ask(whole(), json.dumps(GUIDED).encode(encoding), errors)
+        assert len(errors.asked) == 1
 
 
 class TestBeamSearch:
-    """vLLM's own leaves `vllm_xargs` out: nobody would see the constraint."""
+    """vLLM ignores `vllm_xargs` in beam search: the constraint would have no effect."""
 
     @pytest.mark.parametrize("wanted", [True, 1, "true"])
     @pytest.mark.parametrize("path", PATHS)
     @pytest.mark.parametrize("encoding", ["utf-8", "utf-16"])
-    def test_with_a_constraint_it_is_refused_and_not_run(self, wanted: Any, path: str, encoding: str) -> None:
+    def test_with_a_constraint_it_is_rejected_and_not_run(self, wanted: Any, path: str, encoding: str) -> None:
         seen: list[dict[str, Any]] = []
         body = json.dumps({**GUIDED, "use_beam_search": wanted}).encode(encoding)
-        client = asyncio.run(Client(body, path).ask(GuidedErrors(vllm(whole(), seen), Told())))
+        client = asyncio.run(Client(body, path).ask(GuidedErrors(vllm(whole(), seen), Errors())))
         error = json.loads(client.body)["error"]
         assert (client.status, error["code"], error["param"]) == (400, "invalid_request", "use_beam_search")
         assert client.headers["x-request-id"] == "abc"
@@ -365,7 +365,7 @@ class TestBeamSearch:
         ],
     )
     def test_one_without_the_other_runs(self, body: dict[str, Any]) -> None:
-        assert ask(whole(), body, Told()).status == 200
+        assert ask(whole(), body, Errors()).status == 200
 
 
 class TestUntouched:
@@ -383,18 +383,18 @@ class TestUntouched:
     @pytest.mark.parametrize("path", PATHS)
     def test_without_guided_parameters(self, body: Any, path: str) -> None:
         seen: list[dict[str, Any]] = []
-        told = Told()
-        told.every = WorkerDied("somebody else's")
-        client = asyncio.run(Client(body, path).ask(GuidedErrors(vllm(whole(), seen), told)))
-        assert (seen, client.status, told.asked) == ([body], 200, [])
+        errors = Errors()
+        errors.every = WorkerDied("another request's")
+        client = asyncio.run(Client(body, path).ask(GuidedErrors(vllm(whole(), seen), errors)))
+        assert (seen, client.status, errors.asked) == ([body], 200, [])
 
     def test_their_streams_are_not_held_back(self) -> None:
         chunks = (delta(role="assistant", content=""), delta("stop", content=""))
-        plain = ask(stream(*chunks), {"prompt": "a"}, Told())
+        plain = ask(stream(*chunks), {"prompt": "a"}, Errors())
         bare = asyncio.run(Client({"prompt": "a"}).ask(vllm(stream(*chunks))))
         assert plain.messages == bare.messages
 
-    def test_a_body_that_is_no_json_is_the_applications_to_refuse(self) -> None:
+    def test_a_body_that_is_no_json(self) -> None:
         client = Client(b'{"vllm_xargs": ')
         seen = []
 
@@ -402,11 +402,11 @@ class TestUntouched:
             seen.append(await receive())
             await JSONResponse({}, 400)(scope, receive, send)
 
-        asyncio.run(client.ask(GuidedErrors(app, Told())))
+        asyncio.run(client.ask(GuidedErrors(app, Errors())))
         assert (seen[0]["body"], client.status) == (client.sent, 400)
 
     @pytest.mark.parametrize("scope", [{"type": "lifespan"}, {"type": "websocket", "path": PATHS[0]}])
-    def test_what_is_no_request(self, scope: dict[str, Any]) -> None:
+    def test_other_scopes(self, scope: dict[str, Any]) -> None:
         seen = []
 
         async def app(*arguments: Any) -> None:
@@ -415,7 +415,7 @@ class TestUntouched:
         async def nothing(*arguments: Any) -> Any:
             raise AssertionError
 
-        asyncio.run(GuidedErrors(app, Told())(scope, nothing, nothing))
+        asyncio.run(GuidedErrors(app, Errors())(scope, nothing, nothing))
         assert seen == [(scope, nothing, nothing)]
 
     @pytest.mark.parametrize(("path", "method"), [("/v1/embeddings", "POST"), (PATHS[0], "GET")])
@@ -427,30 +427,30 @@ class TestUntouched:
             await Response()(scope, receive, send)
 
         client = Client(GUIDED, path, method)
-        asyncio.run(client.ask(GuidedErrors(app, Told())))
+        asyncio.run(client.ask(GuidedErrors(app, Errors())))
         assert seen == [(client.scope, client._receive, client._send)]
 
 
-class TestClientsThatGo:
-    def test_before_the_body_is_there(self) -> None:
+class TestDisconnections:
+    def test_before_the_body_is_received(self) -> None:
         client = Client(GUIDED)
         client._parts = []
-        client.leaves.set()
+        client.disconnects.set()
         seen = []
 
         async def app(scope: Any, receive: Any, send: Any) -> None:
             seen.append(await receive())
 
-        asyncio.run(client.ask(GuidedErrors(app, Told())))
+        asyncio.run(client.ask(GuidedErrors(app, Errors())))
         assert (seen, client.messages) == ([{"type": "http.disconnect"}], [])
 
-    def test_who_is_refused_by_the_headers_is_not_listened_to(self) -> None:
+    def test_the_body_of_a_request_that_is_rejected_by_its_headers_is_not_read(self) -> None:
         client = Client(GUIDED)
 
         async def app(scope: Any, receive: Any, send: Any) -> None:
             await JSONResponse({"error": "Unauthorized"}, 401)(scope, receive, send)
 
-        asyncio.run(client.ask(GuidedErrors(app, Told())))
+        asyncio.run(client.ask(GuidedErrors(app, Errors())))
         assert client.status == 401
         assert len(client._parts) == 2, "nothing of the body was read"
 
@@ -460,12 +460,12 @@ class TestClientsThatGo:
         async def events() -> AsyncIterator[str]:
             try:
                 yield written(text("1"))
-                client.leaves.set()
+                client.disconnects.set()
                 await asyncio.Event().wait()
             finally:
                 ended.append(True)
 
         client = Client(GUIDED)
         reply: Reply = lambda request, body: StreamingResponse(events(), media_type="text/event-stream")  # noqa: E731
-        asyncio.run(client.ask(GuidedErrors(vllm(reply), Told())))
+        asyncio.run(client.ask(GuidedErrors(vllm(reply), Errors())))
         assert ended == [True]

@@ -1,4 +1,4 @@
-"""The bookkeeping of vLLM's V1 batch, against a model that knows nothing but request ids and rows."""
+"""`V1Batch` against a model of vLLM's V1 batch that has only request ids and rows."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from guided.embedded.v1_rows import V1Rows
+from guided.integrations.vllm.v1_batch import V1Batch
 
 
 @dataclass
 class Batch:
-    """vLLM's own way with a persistent batch: rows 0 to n - 1, holes filled from the end, rows swapped at will."""
+    """vLLM's persistent batch: rows 0 to n - 1, holes are filled from the end, any two rows may be swapped."""
 
     rows: list[str | None] = field(default_factory=list)
     guided: set[str] = field(default_factory=set)
@@ -42,8 +42,8 @@ steps = st.lists(
 
 @settings(max_examples=300)
 @given(steps=steps)
-def test_everybody_is_where_the_batch_has_them_and_who_left_is_told_once(steps: list[Step]) -> None:
-    batch, subject = Batch(), V1Rows[str]()
+def test_requests_are_in_their_rows_and_those_that_leave_are_returned_once(steps: list[Step]) -> None:
+    batch, subject = Batch(), V1Batch[str]()
     left: list[str] = []
     for ends, entering, swaps in steps:
         removed = sorted({row for row in ends if row < len(batch.rows)}, reverse=True)
@@ -66,12 +66,11 @@ def test_everybody_is_where_the_batch_has_them_and_who_left_is_told_once(steps: 
             if one != other and max(one, other) < len(batch.rows):
                 batch.rows[one], batch.rows[other] = batch.rows[other], batch.rows[one]
                 moved.append((one, other, True))
-        told = subject.update(removed, added, moved)
+        returned = subject.update(removed, added, moved)
         assert dict(subject) == batch.expected()
-        assert sorted(told) == sorted(name for name in gone if name in batch.guided)
-        left += told
+        assert sorted(returned) == sorted(name for name in gone if name in batch.guided)
+        left += returned
     assert len(set(left)) == len(left)
-    assert len(subject) == len(batch.expected())
 
 
 def _condense(batch: Batch) -> list[tuple[int, int, bool]]:
@@ -88,15 +87,15 @@ def _condense(batch: Batch) -> list[tuple[int, int, bool]]:
 
 
 def test_removed_then_added_then_moved() -> None:
-    subject = V1Rows[str]()
+    subject = V1Batch[str]()
     assert subject.update([], [(0, "a"), (1, "b"), (2, None), (3, "d")], []) == []
-    # Row 0 ends, 1 is somebody else's now; 3 takes the place of 0 and then swaps it with 1, which is e's.
+    # The requests of rows 0 and 1 end, e enters row 1, d moves to row 0 and then swaps with e.
     assert subject.update([0], [(1, "e")], [(3, 0, False), (0, 1, True)]) == ["a", "b"]
     assert dict(subject) == {0: "e", 1: "d"}
 
 
-def test_a_one_way_move_ends_who_was_there_and_a_swap_with_nobody_is_a_move() -> None:
-    subject = V1Rows[str]()
+def test_a_one_way_move_ends_the_request_in_the_target_row_and_a_swap_with_an_empty_row_is_a_move() -> None:
+    subject = V1Batch[str]()
     subject.update([], [(0, "a"), (1, "b")], [])
     assert subject.update([], [], [(1, 0, False)]) == ["a"]
     assert subject.update([], [], [(5, 0, True)]) == []
@@ -104,6 +103,6 @@ def test_a_one_way_move_ends_who_was_there_and_a_swap_with_nobody_is_a_move() ->
 
 
 def test_rows_come_in_order() -> None:
-    subject = V1Rows[str]()
+    subject = V1Batch[str]()
     subject.update([], [(7, "h"), (2, "c"), (11, "l")], [])
     assert list(subject) == [(2, "c"), (7, "h"), (11, "l")]

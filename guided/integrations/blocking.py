@@ -1,0 +1,49 @@
+"""Steps of engines that cannot go on without every mask."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+
+from guided.errors import PoolUnavailable
+from guided.processor import ApplyReport, GuidedSequence, LogitPostProcessor
+
+__all__ = ["finish_step"]
+
+_POLL_SECONDS = 1.0
+
+
+def finish_step(
+    processor: LogitPostProcessor,
+    sequences: Sequence[GuidedSequence],
+    logits_rows: Sequence[int],
+    finish: Callable[[], ApplyReport],
+    limit: float = math.inf,
+) -> ApplyReport:
+    """Finish a prepared step. A row that is late, because no worker is up, is prepared again when it has settled.
+
+    Args:
+        sequences, logits_rows: as they were prepared.
+        finish: `processor.apply` or `processor.collect`, without a patience.
+        limit: seconds that rows may be late before they fail. The pool may have a lower limit.
+
+    Returns:
+        A report without late rows.
+    """
+    report = finish()
+    late, deadline = set(report.late), time.monotonic() + limit
+    while late and (left := deadline - time.monotonic()) > 0:
+        settled = late.intersection(processor.settled(min(left, _POLL_SECONDS)))
+        if not settled:
+            time.sleep(0.001)  # `settled` returns at once for sequences of other steps
+            continue
+        again = [place for place, sequence in enumerate(sequences) if sequence.sequence_id in settled]
+        processor.prepare([sequences[place] for place in again], [logits_rows[place] for place in again])
+        retried = finish()
+        report.failed |= retried.failed
+        late = late - settled | set(retried.late)
+    for sequence_id in late:
+        report.failed[sequence_id] = PoolUnavailable(f"no mask worker was up for {limit:g} s")
+    report.late = []
+    return report

@@ -1,0 +1,388 @@
+"""Guided decoding in transformers: a logits processor for `model.generate(logits_processor=[...])`.
+
+    vocabulary = Vocabulary.from_tokenizer(tokenizer, model.config.vocab_size)
+    with GuidedLogitsProcessor(vocabulary, [Constraint.json_schema(schema), None]) as guide:
+        model.generate(**inputs, logits_processor=[guide], num_beams=4, max_new_tokens=200)
+
+transformers is not imported: `generate()` only calls a logits processor with token ids and scores. It does so after the
+forward pass, so the masks can't be computed during it. A Ray pool (`pool="ray"`) adds isolation, and hides no time.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+from types import TracebackType
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from guided.bitmask import words
+from guided.constraint import Constraint
+from guided.errors import GuidedError, InvalidRequest, from_wire, to_wire
+from guided.inline import InlinePool
+from guided.integrations.blocking import finish_step
+from guided.integrations.pools import find_pool
+from guided.integrations.recycled_memory import RecycledMemory
+from guided.kernel import apply_bitmask
+from guided.pool import MaskPool
+from guided.processor import GuidedProcessor, GuidedSequence
+from guided.vocabulary import Vocabulary
+
+__all__ = ["GuidedLogitsProcessor"]
+
+_FLOOR = -1e4
+"""Lowest score of an allowed token, also if other processors forbid it: chosen only if nothing else is left. As a beam,
+it comes before `generate()`'s empty beams (-1e9)."""
+_FAILED_SCORE = -1e30
+"""Score of the stop token of a failed row: its only token, and as a beam behind all others."""
+
+_ids = count(1 << 40)  # of all processors in this process: they may share a pool, with an engine that counts from 0
+
+
+@dataclass(slots=True)
+class _Branch:
+    """One constrained row: the output of a prompt, or of one of its beams."""
+
+    request_id: str
+    tokens: list[int] = field(default_factory=list)
+    sequence: GuidedSequence | None = None
+    """From the first mask until the branch has ended."""
+    ended: bool = False
+    """The output has a stop token, or `generate()` pads it."""
+    failed: bool = False
+
+    def copy(self) -> _Branch:
+        """Return a branch for another row with the same output. Its matcher is copied from this one's."""
+        branch = _Branch(self.request_id, list(self.tokens), None, self.ended, self.failed)
+        if self.sequence is not None:
+            branch.open(self.sequence.sequence_id)
+        return branch
+
+    def open(self, parent_id: int | None = None) -> None:
+        self.sequence = GuidedSequence(self.request_id, next(_ids), self.tokens, parent_id=parent_id)
+
+
+class GuidedLogitsProcessor:
+    """Constrains the rows of `generate()`: greedy, sampled, beam-searched, or drafted by an assistant.
+
+    The state of a row is that of its token history after the prompt. If beam search moves a row, its matcher is copied.
+    A call with rows that don't continue those of the previous call starts a new generation. So one processor serves
+    many `generate()` calls, one after the other, from one thread. One kind of prompt is taken for a continuation: the
+    previous prompt, then a beginning of the text generated for it (or nothing), then one more token. Everything after
+    the previous prompt then counts as output. Call `reset()` before such a prompt.
+
+    At least one token that the constraint allows can be sampled: if other processors (`min_new_tokens`,
+    `bad_words_ids`, ...) forbid all of them, the constraint wins. Place this processor after your own. transformers
+    runs temperature, top-k and the like after it.
+
+    Args:
+        vocabulary: as wide as the model's logits, with all tokens that end a generation
+            (`model.generation_config.eos_token_id`) among its stop tokens.
+        constraints: one for all rows, or one for each prompt, None for a prompt without a constraint. The beams and the
+            `num_return_sequences` of a prompt share its constraint.
+        pool: where masks are computed. None: in this process. A name, "ray": the pool of that name (entry point
+            `guided.pools`) with its default options, opened here and shut down by `close()`. A pool for the same
+            vocabulary: used, and not shut down here.
+        backend: "auto", or the name of one backend.
+        failed_rows: what happens if a row has no valid mask, because a backend failed, its worker died, or it contains
+            a token that its masks forbade. "raise" ends `generate()` with the error, which names the row. "end" ends
+            the row (as a beam, it loses against all others), stores the error in `failed`, and continues the other
+            rows. Beam sampling (`num_beams` with `do_sample`) needs "end": if it finds too few allowed tokens, it draws
+            forbidden ones, for beams that can't win.
+        in_place: write into the scores that are passed in, which saves a copy of rows that allow many tokens. It can't
+            be combined with `output_logits=True`: `generate()` would return masked logits as raw ones, so the second
+            token raises an error.
+
+    Raises:
+        GuidedError: a constraint can't be compiled. The message has its index in `constraints`.
+        PoolUnavailable: there is no pool of that name, or it can't be opened.
+    """
+
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        constraints: Constraint | Sequence[Constraint | None],
+        *,
+        pool: MaskPool | str | None = None,
+        backend: str = "auto",
+        failed_rows: Literal["raise", "end"] = "raise",
+        in_place: bool = False,
+    ) -> None:
+        if not (pool is None or isinstance(pool, str)) and pool.vocabulary != vocabulary:
+            raise InvalidRequest(f"the pool's masks are over {pool.vocabulary}, not over {vocabulary}", param="pool")
+        self.failed: dict[int, GuidedError] = {}
+        """Rows of the current or last generation that failed (`failed_rows="end"`), by their index at that time."""
+        self._constraints = [constraints] if isinstance(constraints, Constraint) else list(constraints)
+        self._end_failed = failed_rows == "end"
+        self._in_place = in_place
+        self._last_scores: Callable[[], torch.Tensor | None] = lambda: None
+        self._own_pool: MaskPool | None = None
+        if pool is None:
+            pool = self._own_pool = InlinePool(vocabulary)
+        elif isinstance(pool, str):
+            pool = self._own_pool = find_pool(pool, {})(vocabulary)
+        self._processor = GuidedProcessor(pool)
+        self._width = vocabulary.padded_vocab_size
+        self._bitmask: NDArray[np.int32] = np.empty((0, words(self._width)), np.int32)
+        self._memory = RecycledMemory()
+        self._stop = list(vocabulary.stop_token_ids)
+        self._text = frozenset(vocabulary.text_token_ids)
+        self._closed = False
+        self._prompts = torch.empty(0, 0, dtype=torch.long)
+        self._outputs: NDArray[np.int64] = np.empty((0, 0), np.int64)
+        """`[rows, tokens]`: the output of all rows in the last call."""
+        self._branches: dict[int, _Branch] = {}
+        """By row. Rows without a constraint have none."""
+        self._unused: list[int] = []
+        """Sequences to be freed after this step, which may copy their matchers."""
+        try:
+            self._compile(backend)
+        except BaseException:
+            self.close()
+            raise
+
+    def _compile(self, backend: str) -> None:
+        futures = {
+            index: self._processor.initialize(str(index), constraint, backend)
+            for index, constraint in enumerate(self._constraints)
+            if constraint is not None
+        }
+        for index, future in futures.items():
+            try:
+                future.result()
+            except GuidedError as error:
+                raise _prefixed(error, f"constraint {index}") from error
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Return the scores with -inf for all forbidden tokens. Rows without a constraint are unchanged.
+
+        Args:
+            input_ids: int64 `[rows, tokens]`: prompts, padded on the left, and the tokens generated so far.
+            scores: float `[rows, width]`, logits or log-probabilities. Written to only with `in_place`.
+
+        Raises:
+            GuidedError: a row has no valid mask, and `failed_rows` is "raise".
+            InvalidRequest: the scores are not as wide as the vocabulary; the number of rows does not fit the
+                constraints; or, with `in_place`, the scores of the previous call are still in use.
+        """
+        if self._closed:
+            raise RuntimeError("this processor is closed")
+        if scores.shape[1] != self._width:
+            raise InvalidRequest(
+                f"the model has {scores.shape[1]} logits and the vocabulary {self._width}: make the vocabulary with "
+                f"padded_vocab_size={scores.shape[1]}",
+                param="vocabulary",
+            )
+        if self._in_place:
+            self._check_last_scores(scores)
+        if not self._continue(input_ids):
+            self._begin(input_ids)
+        rows = self._collect(len(scores))
+        masked = scores.detach() if self._in_place else self._memory.like(scores)
+        if not self._in_place:
+            for row in range(len(scores)):
+                if row not in self._branches:
+                    masked[row] = scores[row]
+        in_order = rows == list(range(len(rows)))
+        masks = self._bitmask[: len(rows)] if in_order else [self._bitmask[row] for row in rows]
+        apply_bitmask(scores, masks, rows, masked, _FLOOR)
+        self._mask_ended(scores, masked)
+        return masked
+
+    def _check_last_scores(self, scores: torch.Tensor) -> None:
+        """Reject scores that are written to while the previous ones are still in use."""
+        last, self._last_scores = self._last_scores(), weakref.ref(scores)
+        if last is not None and last is not scores:
+            raise InvalidRequest(
+                "in_place=True writes into the scores that are passed in, and the previous ones are still in use: by "
+                "generate(output_logits=True), or by another logits processor",
+                param="in_place",
+            )
+
+    # the branch of each row
+
+    def _begin(self, input_ids: torch.Tensor) -> None:
+        """Start a new generation with these prompts."""
+        self.reset()
+        rows, prompts = len(input_ids), len(self._constraints)
+        if not prompts or rows % prompts:
+            raise InvalidRequest(
+                f"{rows} rows and {prompts} constraints: give one for all, or one (or None) for each prompt",
+                param="constraints",
+            )
+        self.failed.clear()
+        self._prompts = input_ids.clone()
+        self._outputs = np.empty((rows, 0), np.int64)
+        for row in range(rows):
+            index = row * prompts // rows  # the rows of a prompt are adjacent
+            if self._constraints[index] is not None:
+                self._branches[row] = branch = _Branch(str(index))
+                branch.open()
+
+    def _continue(self, input_ids: torch.Tensor) -> bool:
+        """Update the branches from the rows. False: the rows don't continue those of the last call."""
+        length = self._prompts.shape[1]
+        if len(input_ids) != len(self._prompts) or input_ids.shape[1] <= length:
+            return False
+        if input_ids.device != self._prompts.device or not torch.equal(input_ids[:, :length], self._prompts):
+            return False
+        outputs: NDArray[np.int64] = input_ids[:, length:].numpy(force=True).copy()
+        parents = self._parents(outputs)
+        if parents is None:
+            return False
+        if parents:
+            self._move(parents)
+        known = outputs.shape[1] - 1
+        tokens = outputs[:, -1].tolist()
+        for row, branch in self._branches.items():
+            if len(branch.tokens) > known:
+                self._roll_back(branch, known)
+            branch.tokens.append(tokens[row])
+            if tokens[row] not in self._text:
+                branch.ended = True
+                self._drop_matcher(branch)
+        self._outputs = outputs
+        return True
+
+    def _parents(self, outputs: NDArray[np.int64]) -> dict[int, int] | None:
+        """Return, for each constrained row, the row that had its output without the last token.
+
+        Args:
+            outputs: `[rows, tokens]`, at least one token.
+
+        Returns:
+            Empty if no row has moved. None if a row continues none of the last call's rows.
+        """
+        before, known = self._outputs, outputs.shape[1] - 1
+        if known > before.shape[1]:
+            return None
+        stayed = (outputs[:, :known] == before[:, :known]).all(axis=1).tolist()
+        if all(stayed[row] for row in self._branches):
+            return {}
+        if known < before.shape[1]:
+            return None
+        by_output = {(branch.request_id, before[row].tobytes()): row for row, branch in self._branches.items()}
+        parents: dict[int, int] = {}
+        for row, branch in self._branches.items():
+            parent = row if stayed[row] else by_output.get((branch.request_id, outputs[row, :known].tobytes()))
+            if parent is None:
+                return None
+            parents[row] = parent
+        return parents
+
+    def _move(self, parents: dict[int, int]) -> None:
+        """Follow beams: a branch continues in one row and is copied to others, or is dropped.
+
+        Copying a matcher takes 1 us, which is faster than rolling back a dropped one.
+        """
+        before, dropped = self._branches, set(self._branches)
+        self._branches = {}
+        for row, parent in sorted(parents.items(), key=lambda pair: pair[0] != pair[1]):
+            self._branches[row] = before[parent] if parent in dropped else before[parent].copy()
+            dropped.discard(parent)
+        for row in dropped:
+            self._drop_matcher(before[row])
+
+    def _roll_back(self, branch: _Branch, length: int) -> None:
+        """Remove rejected draft tokens of an assistant."""
+        del branch.tokens[length:]
+        branch.ended = branch.failed or not self._text.issuperset(branch.tokens)
+        if branch.sequence is not None:
+            self._processor.rollback(branch.sequence.sequence_id, length)
+        elif not branch.ended:
+            branch.open()
+
+    def _drop_matcher(self, branch: _Branch) -> None:
+        if branch.sequence is not None:
+            self._unused.append(branch.sequence.sequence_id)
+            branch.sequence = None
+
+    # masks
+
+    def _collect(self, batch: int) -> list[int]:
+        """Write the masks of the branches into `_bitmask`, at their rows. Returns these rows. Failed branches end."""
+        processor = self._processor
+        processor.failures()  # a lost sequence fails below, in its row
+        if len(self._bitmask) < batch:
+            self._bitmask = np.empty((batch, self._bitmask.shape[1]), np.int32)
+        step = [(branch.sequence, row) for row, branch in self._branches.items() if branch.sequence is not None]
+        step.sort(key=lambda pair: pair[0].parent_id is None)  # new forks before their parents accept more tokens
+        sequences, rows = [sequence for sequence, _ in step], [row for _, row in step]
+        processor.prepare(sequences, rows)
+        failed = finish_step(processor, sequences, rows, partial(processor.collect, self._bitmask)).failed
+        for sequence in sequences:
+            sequence.parent_id = None
+        self._free_unused()
+        if failed:
+            self._fail({row: failed[sequence.sequence_id] for sequence, row in step if sequence.sequence_id in failed})
+        return sorted(row for sequence, row in step if sequence.sequence_id not in failed)
+
+    def _fail(self, failed: dict[int, GuidedError]) -> None:
+        if not self._end_failed:
+            row = min(failed)
+            self.reset()
+            raise _prefixed(failed[row], f"row {row} of {len(self._outputs)}") from failed[row]
+        for row, error in failed.items():
+            branch = self._branches[row]
+            branch.ended = branch.failed = True
+            branch.sequence = None
+            self.failed.setdefault(row, error)
+
+    def _mask_ended(self, scores: torch.Tensor, masked: torch.Tensor) -> None:
+        """Allow only stop tokens in ended rows, which `generate()` passes on while other rows continue."""
+        ended = [row for row, branch in self._branches.items() if branch.ended]
+        if ended:
+            failed = torch.tensor([self._branches[row].failed for row in ended], device=masked.device)
+            rows = torch.tensor(ended, device=masked.device).unsqueeze(1)
+            stop = torch.tensor(self._stop, device=masked.device)
+            kept = scores[rows, stop].clamp_(min=_FLOOR)
+            kept[failed] = max(_FAILED_SCORE, torch.finfo(masked.dtype).min)
+            masked[ended] = -torch.inf
+            masked[rows, stop] = kept
+
+    # the end
+
+    def reset(self) -> None:
+        """Start a new generation with the next call, whatever its rows are."""
+        for branch in self._branches.values():
+            self._drop_matcher(branch)
+        self._free_unused()
+        self._branches.clear()
+        self._prompts = torch.empty(0, 0, dtype=torch.long)
+
+    def _free_unused(self) -> None:
+        for sequence_id in self._unused:
+            self._processor.free_sequence(sequence_id)
+        self._unused.clear()
+
+    def close(self) -> None:
+        """Free matchers and grammars, and shut down the pool if this processor opened it. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self.reset()
+        self._memory.clear()
+        for index in range(len(self._constraints)):
+            self._processor.free(str(index))
+        if self._own_pool is not None:
+            self._own_pool.shutdown()
+
+    def __enter__(self) -> GuidedLogitsProcessor:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _prefixed(error: GuidedError, prefix: str) -> GuidedError:
+    """Return the same error, with the row or constraint it is about."""
+    code, message, param, pointer = to_wire(error)
+    return from_wire((code, f"{prefix}: {message}", param, pointer))

@@ -1,0 +1,1 @@
+"""The vLLM plugin: `vllm serve MODEL --logits-processors guided.integrations.vllm.processor:GuidedLogitsProcessor`."""

@@ -1,0 +1,260 @@
+"""ASGI middleware that answers failed guided requests with an error:
+`vllm serve --middleware guided.integrations.vllm.middleware.GuidedErrors`.
+
+In vLLM, a logits processor can only make a request end with a stop token, as if its output was complete. The engine's
+process reports the error out of band (`guided.integrations.vllm.error_reports`). The middleware gives each guided
+request an id of its own for that report, and changes the answer to POST /v1/completions and /v1/chat/completions:
+
+- Not streamed: the answer is held back until it is complete. If the request failed, an error with its HTTP status is
+  sent instead.
+- Streamed: nothing is sent before the first piece of text, so a failure before it has its HTTP status too. A failure
+  after it is sent as one event `data: {"error": ...}`, which ends the stream without `[DONE]`.
+
+Guided beam search is rejected, because vLLM ignores `vllm_xargs` there. Other requests and their answers pass
+unchanged and unbuffered, except that the body of each request to the two routes is read to its end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import uuid
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from guided.constraint import KINDS
+from guided.error_body import error_body, error_headers
+from guided.errors import GuidedError, InvalidRequest, bounded
+from guided.integrations.vllm.error_reports import REQUEST_ID, take
+
+__all__ = ["GuidedErrors"]
+
+_log = logging.getLogger("guided.integrations")
+
+_DONE = b"data: [DONE]"
+_INVALID_BODY = b"{"
+"""Replaces the body of a request that is rejected here, so that vLLM rejects it too."""
+_PATHS = ("/v1/completions", "/v1/chat/completions")
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+TakeError = Callable[[str], GuidedError | None]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+
+class GuidedErrors:
+    """The middleware.
+
+    Args:
+        app: the ASGI application, vLLM's server.
+        take_error: returns the error that was reported for a request id, or None.
+    """
+
+    def __init__(self, app: App, take_error: TakeError = take) -> None:
+        self._app = app
+        self._take_error = take_error
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] == "POST" and scope["path"].endswith(_PATHS):
+            request = _Request(receive)
+            await self._app(scope, request.receive, _Answer(request, self._take_error, send).send)
+        else:
+            await self._app(scope, receive, send)
+
+
+async def _read(receive: Receive) -> bytes | None:
+    """Read a request's body. None: the client disconnected before its end."""
+    parts = []
+    while True:
+        message = await receive()
+        if message["type"] != "http.request":
+            return None
+        parts.append(message.get("body", b""))
+        if not message.get("more_body", False):
+            return b"".join(parts)
+
+
+def _identified(body: bytes) -> tuple[bytes, str] | None:
+    """Add a request id to a guided request's body. Returns the new body and the id; None if it is not guided.
+
+    Raises:
+        InvalidRequest: vLLM would not mask the request.
+    """
+    # Saves most bodies from being parsed. The name can be escaped, or encoded as UTF-16 or 32, which contain zeros.
+    if b"vllm_xargs" not in body and b"\\u" not in body and b"\0" not in body:
+        return None
+    try:
+        request = json.loads(body)
+    except (ValueError, RecursionError):
+        return None  # vLLM rejects it
+    extra = request.get("vllm_xargs") if isinstance(request, dict) else None
+    if not isinstance(extra, dict) or extra.keys().isdisjoint(KINDS):
+        return None
+    if request.get("use_beam_search"):
+        raise InvalidRequest(
+            "use_beam_search can't be combined with a constraint: vLLM ignores vllm_xargs in beam search",
+            param="use_beam_search",
+        )
+    label, request_id = extra.get(REQUEST_ID), uuid.uuid4().hex
+    if label is not None:
+        request_id += f" {bounded(repr(label))}"  # for the log
+    extra[REQUEST_ID] = request_id
+    return json.dumps(request).encode(), request_id
+
+
+class _Request:
+    """The messages that the application receives: the body with a request id, then the client's disconnection.
+
+    The body is read when the application asks for it: vLLM checks API keys before that.
+    """
+
+    def __init__(self, receive: Receive) -> None:
+        self.id: str | None = None
+        """The id that errors are reported under. None: the request is not guided, or not read yet."""
+        self.rejection: GuidedError | None = None
+        self._receive = receive
+        self._read = False
+        self._ended = asyncio.Event()
+
+    def end(self) -> None:
+        """Report a disconnection to the application, so that it stops generating."""
+        self._ended.set()
+
+    async def receive(self) -> Message:
+        if not self._read:
+            self._read = True
+            return await self._body()
+        if self.id is None:
+            return await self._receive()
+        client, ended = asyncio.ensure_future(self._receive()), asyncio.ensure_future(self._ended.wait())
+        try:
+            await asyncio.wait((client, ended), return_when=asyncio.FIRST_COMPLETED)
+            return client.result() if client.done() else {"type": "http.disconnect"}
+        finally:
+            client.cancel()
+            ended.cancel()
+
+    async def _body(self) -> Message:
+        body = await _read(self._receive)
+        if body is None:
+            return {"type": "http.disconnect"}
+        try:
+            found = _identified(body)
+        except InvalidRequest as error:
+            self.rejection = error
+            return {"type": "http.request", "body": _INVALID_BODY, "more_body": False}
+        if found is not None:  # Content-Length stays that of the client's body: nothing behind uvicorn reads it
+            body, self.id = found
+        return {"type": "http.request", "body": body, "more_body": False}
+
+
+class _Answer:
+    """The answer to one request. Changed only if the request is guided."""
+
+    def __init__(self, request: _Request, take_error: TakeError, send: Send) -> None:
+        self._request = request
+        self._take_error = take_error
+        self._send = send
+        self._start: Message = {}
+        self._is_stream = False
+        self._started = False
+        """Messages are sent as they come; before that they are held back."""
+        self._held: list[Message] = []
+        self._rest = b""
+        """Incomplete event at the end of a stream's last message; the whole body so far of other answers."""
+        self._failed = False
+
+    async def send(self, message: Message) -> None:
+        if self._failed:
+            return
+        if self._request.rejection is not None:
+            self._failed = True
+            self._start = message
+            await self._send_error(self._request.rejection)
+        elif self._request.id is None:
+            await self._send(message)
+        elif message["type"] == "http.response.start":
+            self._start = message
+            content_type = dict(message.get("headers", ())).get(b"content-type", b"")
+            self._is_stream = content_type.startswith(b"text/event-stream")
+        elif message["type"] != "http.response.body":
+            await self._send_or_hold(message)
+        else:
+            await self._body(bytes(message.get("body", b"")), message.get("more_body", False))
+
+    async def _body(self, part: bytes, more: bool) -> None:
+        body = self._rest + part
+        *events, self._rest = body.split(b"\n\n") if self._is_stream else [body]
+        for event in events:
+            await self._event(event + b"\n\n")
+            if self._failed:
+                return
+        if not more and not await self._fail():
+            await self._release()
+            await self._send({"type": "http.response.body", "body": self._rest, "more_body": False})
+
+    async def _event(self, event: bytes) -> None:
+        choices = _choices(event)
+        is_last = event.startswith(_DONE) or any(choice.get("finish_reason") is not None for choice in choices)
+        if is_last and await self._fail():
+            return
+        if not self._started and not (choices and all(map(_is_empty, choices))):
+            await self._release()
+        await self._send_or_hold({"type": "http.response.body", "body": event, "more_body": True})
+
+    async def _send_or_hold(self, message: Message) -> None:
+        if self._started:
+            await self._send(message)
+        else:
+            self._held.append(message)
+
+    async def _release(self) -> None:
+        """Send the held messages."""
+        if not self._started:
+            self._started = True
+            for message in (self._start, *self._held):
+                await self._send(message)
+            self._held.clear()
+
+    async def _fail(self) -> bool:
+        """End the answer with the reported error, if there is one. Returns whether there is."""
+        request_id = self._request.id
+        error = None if request_id is None else self._take_error(request_id)
+        if error is None or self._start["status"] >= 400:  # a request that vLLM rejected has not run
+            return False
+        self._failed = True
+        _log.error("request %s failed, %s: %s", request_id, error.code, error)
+        if self._started:
+            event = b"data: " + json.dumps(error_body(error)).encode() + b"\n\n"
+            await self._send({"type": "http.response.body", "body": event, "more_body": False})
+        else:
+            await self._send_error(error)
+        self._request.end()
+        return True
+
+    async def _send_error(self, error: GuidedError) -> None:
+        body = json.dumps(error_body(error)).encode()
+        own = {"content-type": "application/json", "content-length": str(len(body)), **error_headers(error)}
+        kept = [(name, value) for name, value in self._start["headers"] if not name.startswith(b"content-")]
+        headers = [*kept, *((name.encode(), value.encode()) for name, value in own.items())]
+        await self._send({"type": "http.response.start", "status": error.status, "headers": headers})
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+def _choices(event: bytes) -> list[dict[str, Any]]:
+    """The choices in an event of a stream; an empty list for other events."""
+    try:
+        chunk = json.loads(event.removeprefix(b"data:"))
+    except ValueError:
+        return []
+    choices = chunk.get("choices") if isinstance(chunk, dict) else None
+    return [choice for choice in choices if isinstance(choice, dict)] if isinstance(choices, list) else []
+
+
+def _is_empty(choice: dict[str, Any]) -> bool:
+    """Whether a choice has no text and no finish reason."""
+    delta = choice.get("delta") or {}
+    has_content = any(value for name, value in delta.items() if name != "role")
+    return not has_content and not choice.get("text") and choice.get("finish_reason") is None

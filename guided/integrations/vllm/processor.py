@@ -1,0 +1,302 @@
+"""The logits processor: `vllm serve --logits-processors guided.integrations.vllm.processor:GuidedLogitsProcessor`.
+
+One class for both interfaces of vLLM 0.32. The V1 model runner reports changes of its batch before the forward pass
+(`update_state`) and passes the logits after it (`apply`). The V2 model runner has slots, and keeps tokens on the device
+(`add_request`, `apply_staged_writes`, `apply` with the layout of the step).
+
+The pool and its options are set by `--additional-config '{"guided": {"pool": "ray", "num_actors": 4}}'`.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Mapping
+from functools import partial
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+from vllm.exceptions import VLLMValidationError
+from vllm.v1.sample.logits_processor.interface import BatchUpdate, MoveDirectionality
+from vllm.v1.sample.logits_processor.interface import LogitsProcessor as V1LogitsProcessor
+from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext, LogitsProcRequestState
+from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor as V2LogitsProcessor
+
+from guided.errors import GuidedError, InvalidRequest, PoolUnavailable
+from guided.integrations.pools import DEFAULT_POOL, PoolOpener, find_pool
+from guided.integrations.vllm import error_reports, worker_registry
+from guided.integrations.vllm.masker import UNKNOWN_TOKEN, GuidedRequest, GuidedRow, Masker
+from guided.integrations.vllm.request_params import guided_params, reject_stops, request_id
+from guided.integrations.vllm.run_directory import announce
+from guided.integrations.vllm.tensor_parallel import TensorParallelRanks
+from guided.integrations.vllm.v1_batch import V1Batch
+from guided.integrations.vllm.v2_batch import V2Batch
+from guided.pool import MaskPool
+from guided.vocabulary import Vocabulary
+
+if TYPE_CHECKING:
+    import torch
+    from vllm import SamplingParams
+    from vllm.config import VllmConfig
+
+__all__ = ["GuidedLogitsProcessor"]
+
+_NAMES = {f"{path}:GuidedLogitsProcessor" for path in (__name__, "guided.embedded.vllm")}
+MAX_ABSENT_STEPS = 256
+"""Steps without a slot after which its matcher is closed. Its request has probably ended: V2 does not report it."""
+_log = logging.getLogger("guided.integrations")
+_instances: weakref.WeakValueDictionary[int, GuidedLogitsProcessor] = weakref.WeakValueDictionary()
+"""By id of their configuration. vLLM makes two if the class is both given by name and an entry point."""
+
+
+class GuidedLogitsProcessor(V1LogitsProcessor, V2LogitsProcessor):  # type: ignore[misc]
+    """Masks the requests with guided parameters in `extra_args` (HTTP: `vllm_xargs`); see `docs/vllm.md`."""
+
+    @classmethod
+    def validate_params(cls, sampling_params: SamplingParams) -> None:
+        """Check a request, in the process that admits requests.
+
+        Raises:
+            VLLMValidationError: the guided parameters are invalid (with the message of `guided serve`), or no worker
+                would mask the request.
+        """
+        try:
+            guided = guided_params(sampling_params)
+            if guided is not None:
+                reject_stops(guided, sampling_params)
+                worker_registry.check()
+        except GuidedError as error:
+            raise VLLMValidationError(str(error)) from error
+
+    def __init__(self, vllm_config: VllmConfig, *runner: Any) -> None:
+        """
+        Args:
+            runner: V1: device, is_pin_memory. V2: the request states.
+        """
+        self.idle = id(vllm_config) in _instances or not _is_last_stage(vllm_config)
+        """Another instance masks this engine's batches, or this process has no logits."""
+        if self.idle:
+            return
+        _instances[id(vllm_config)] = self
+        announce()
+        v2 = isinstance(runner[0], LogitsProcRequestState)
+        self._rejection = _rejection(vllm_config, v2)
+        pool = PoolOpener(partial(open_pool, vllm_config, _pool_options(vllm_config)))
+        weakref.finalize(self, pool.close)
+        ranks = _ranks(vllm_config)
+        self._masker = Masker(pool, error_reports.report, ranks, vllm_config.model_config.get_vocab_size())
+        self._has_others = _has_others(vllm_config)
+        self._v1: V1Batch[tuple[GuidedRequest, list[int]]] = V1Batch()
+        self._rows: list[GuidedRow] = []
+        self._prepared = True
+        if v2:
+            self._v2 = V2Batch(runner[0], _max_drafts(vllm_config))
+        if self._masker.computes:
+            _register(self._rejection, vllm_config.instance_id)
+        if self._rejection is not None:
+            _log.warning("guided requests are rejected: %s", self._rejection)
+
+    def is_argmax_invariant(self) -> bool:
+        """Return False: the most probable token may be forbidden."""
+        return False
+
+    def _begin(self, params: SamplingParams) -> GuidedRequest | None:
+        """Add a request of the batch to the masker. None: it has no guided parameters."""
+        try:
+            guided = guided_params(params)
+        except Exception as error:
+            return self._masker.begin(error, _stop_token(params), report_id=request_id(params))
+        if guided is None:
+            return None
+        request = self._masker.begin(guided, _stop_token(params), self._has_others or _bans_tokens(params))
+        if self._rejection == str(UNKNOWN_TOKEN):
+            self._masker.fail(request, UNKNOWN_TOKEN)
+        elif self._rejection is not None:
+            self._masker.fail(request, PoolUnavailable(self._rejection))
+        return request
+
+    # the V1 model runner
+
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        """Before the forward pass: follow the batch, and prepare its masks if all tokens are known."""
+        if self.idle:
+            return
+        if batch_update is not None:
+            added = [(index, self._enter(params, outputs)) for index, params, _, outputs in batch_update.added]
+            moved = [(one, other, how is MoveDirectionality.SWAP) for one, other, how in batch_update.moved]
+            for request, _ in self._v1.update(batch_update.removed, added, moved):
+                self._masker.end(request)
+            self._rows = [GuidedRow(request, row, outputs) for row, (request, outputs) in self._v1]
+        self._prepared = self._masker.prepare(self._rows)
+
+    def _enter(self, params: SamplingParams, outputs: list[int]) -> tuple[GuidedRequest, list[int]] | None:
+        request = self._begin(params)
+        return None if request is None else (request, outputs)
+
+    # the V2 model runner
+
+    def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:
+        """Fill a slot. Returns whether its request is guided."""
+        if self.idle:
+            return False
+        request = self._begin(sampling_params)
+        previous = self._v2.put(req_idx, request)
+        if previous is not None:
+            self._masker.end(previous)
+        return request is not None
+
+    def apply_staged_writes(self) -> None:
+        """Before the forward pass: start to copy the tokens of the previous step."""
+        if not self.idle and self._masker.computes:
+            self._v2.begin_copy()
+
+    def _prepare_v2(self, context: LogitsContext) -> None:
+        error: Exception | None = None
+        try:
+            self._v2.read_copy()
+        except Exception as failure:
+            error = failure
+        rows = self._v2.rows(*_layout(context))
+        if error is None:
+            self._masker.prepare(rows, wait=True)
+        else:
+            self._masker.fail_step(rows, error)
+
+    # both
+
+    def apply(self, logits: torch.Tensor, ctx: LogitsContext | None = None) -> torch.Tensor:
+        """After the forward pass: wait for the masks, and write -inf to forbidden tokens, in place.
+
+        Args:
+            ctx: V2: the layout of the step.
+        """
+        if self.idle:
+            return logits
+        if ctx is not None:
+            present = set(ctx.idx_mapping_np.tolist())
+            for request in self._v2.count_absent(present, MAX_ABSENT_STEPS):
+                self._masker.release(request)
+            if present.isdisjoint(self._v2):
+                return logits
+            self._prepare_v2(ctx)
+        elif not self._prepared:
+            self._masker.prepare(self._rows, wait=True)
+        self._masker.apply(logits)
+        self._prepared = False
+        return logits
+
+
+def _register(rejection: str | None, engine: str) -> None:
+    try:
+        worker_registry.register(rejection, engine)
+    except OSError:  # requests without a constraint are not affected
+        _log.exception("guided requests will be rejected: this worker can't register")
+
+
+# the configuration
+
+
+def _is_last_stage(config: VllmConfig) -> bool:
+    """Whether this is the last stage of the pipeline, which has the logits."""
+    return config.parallel_config.pipeline_parallel_size == 1 or bool(get_pp_group().is_last_rank)
+
+
+def _ranks(config: VllmConfig) -> TensorParallelRanks | None:
+    if config.parallel_config.tensor_parallel_size == 1:
+        return None
+    group = get_tp_group()
+    return TensorParallelRanks(group.cpu_group, group.ranks[0])
+
+
+def _max_drafts(config: VllmConfig) -> int:
+    """Maximum number of draft tokens of a request in one step."""
+    speculative = config.speculative_config
+    return int(speculative.num_speculative_tokens or 0) if speculative is not None else 0
+
+
+def _rejection(config: VllmConfig, v2: bool) -> str | None:
+    """Why this engine can't mask guided requests. None: it can."""
+    if config.model_config.is_diffusion:
+        return "vLLM doesn't call logits processors for diffusion models: guided requests can't be masked"
+    if v2:
+        if config.parallel_config.enable_batch_sharded_sampling:
+            return "with batch-sharded sampling each rank has other rows: start vLLM without it for guided requests"
+        return None
+    # The V1 runner passes the real tokens to processors if any class is given by name.
+    if config.scheduler_config.async_scheduling and not config.model_config.logits_processors:
+        return str(UNKNOWN_TOKEN)
+    return None
+
+
+def _has_others(config: VllmConfig) -> bool:
+    """Whether there are other custom logits processors, which may ban every token that a mask allows."""
+    found = {entry.value for entry in entry_points(group="vllm.logits_processors")}
+    for processor in config.model_config.logits_processors or ():
+        found.add(processor if isinstance(processor, str) else f"{processor.__module__}:{processor.__qualname__}")
+    return bool(found - _NAMES)
+
+
+def _pool_options(config: VllmConfig) -> dict[str, Any]:
+    """The pool's name, as "pool", and its options. Raises if the pool does not take them."""
+    additional = config.additional_config if isinstance(config.additional_config, Mapping) else {}
+    options = {"pool": DEFAULT_POOL, **(additional.get("guided") or {})}
+    if options["pool"] == "ray" and config.parallel_config.distributed_executor_backend == "ray":
+        options.setdefault("address", "auto")  # the cluster that vLLM itself runs on
+    if len(options) > 1:
+        _find_pool(**options)
+    return options
+
+
+def _find_pool(pool: str, **options: Any) -> Callable[[Vocabulary], MaskPool]:
+    return find_pool(pool, options)
+
+
+def open_pool(config: VllmConfig, options: Mapping[str, Any]) -> MaskPool:
+    return _find_pool(**options)(model_vocabulary(config))
+
+
+def model_vocabulary(config: VllmConfig) -> Vocabulary:
+    from vllm.tokenizers import cached_tokenizer_from_config
+
+    model = config.model_config
+    tokenizer = cached_tokenizer_from_config(model)
+    if tokenizer is None:
+        raise InvalidRequest("guided requests need the tokenizer: start vLLM without --skip-tokenizer-init")
+    tokenizer = getattr(tokenizer, "transformers_tokenizer", tokenizer)  # of vLLM's own class for Mistral models
+    others = (model.try_get_generation_config() or {}).get("eos_token_id")
+    stops = [tokenizer.eos_token_id, *(others if isinstance(others, list) else [others])]
+    return Vocabulary.from_tokenizer(
+        tokenizer, model.get_vocab_size(), list(dict.fromkeys(token for token in stops if token is not None))
+    )
+
+
+# one request or step
+
+
+def _stop_token(params: SamplingParams) -> int:
+    """The token at which vLLM ends the request."""
+    if params.eos_token_id is not None:
+        return int(params.eos_token_id)
+    return int(next(iter(params.stop_token_ids or ()), 0))
+
+
+def _bans_tokens(params: SamplingParams) -> bool:
+    """Whether vLLM writes -inf for this request before it calls logits processors."""
+    return bool(params.min_tokens or params.bad_words or params.allowed_token_ids)
+
+
+def _layout(context: LogitsContext) -> tuple[list[int], list[int], list[int]]:
+    """Return the arguments of `V2Batch.rows`.
+
+    With one row per request, the host knows the slots, and no input ids are needed. Otherwise the columns are read from
+    the device, which waits for the forward pass.
+    """
+    if len(context.expanded_idx_mapping) == len(context.idx_mapping_np):
+        slots = context.idx_mapping_np.tolist()
+        return slots, [0] * len(slots), []
+    import torch
+
+    columns = (context.expanded_idx_mapping, context.expanded_local_pos, context.input_ids)
+    slots, draft_counts, input_ids = torch.stack([column.to(torch.int64) for column in columns]).tolist()
+    return slots, draft_counts, input_ids

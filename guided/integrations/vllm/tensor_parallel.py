@@ -1,0 +1,44 @@
+"""Tensor parallelism: rank 0 computes the masks, and all ranks apply them.
+
+Every rank samples from its own copy of the logits, so all ranks must mask alike, failed rows included. Each step has
+one broadcast of the packed masks (16 KiB per row for 131,072 tokens). The mask of a failed row allows one token. The
+broadcast runs on the CPU (Gloo), because the masks are needed there.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.distributed
+from numpy.typing import NDArray
+
+__all__ = ["Ranks", "TensorParallelRanks"]
+
+
+class Ranks(Protocol):
+    """Processes that mask the same batch, each with its own copy of the logits."""
+
+    computes: bool
+    """Whether this process computes the masks."""
+
+    def share(self, bitmask: NDArray[np.int32]) -> None:
+        """Send `bitmask` from the process that computes, and overwrite it in the others. Called by every process."""
+
+
+class TensorParallelRanks:
+    """`Ranks` over a process group.
+
+    Args:
+        group: a group for tensors on the CPU.
+        first: global rank of the process that computes the masks.
+    """
+
+    def __init__(self, group: Any, first: int) -> None:
+        self._group = group
+        self._first = first
+        self.computes = torch.distributed.get_rank() == first
+
+    def share(self, bitmask: NDArray[np.int32]) -> None:
+        torch.distributed.broadcast(torch.from_numpy(bitmask), self._first, self._group)

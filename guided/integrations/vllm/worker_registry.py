@@ -1,0 +1,93 @@
+"""Registry of the workers that have loaded the logits processor.
+
+In some configurations vLLM drops logits processors silently. The process that admits requests checks this registry, so
+that a guided request is rejected if no worker would mask it. vLLM does not tell which engine a request is for: if a
+process has several engines, each of them needs a registered worker.
+"""
+
+from __future__ import annotations
+
+from multiprocessing import active_children
+from typing import Any
+
+from guided.errors import PoolUnavailable
+from guided.integrations.vllm.run_directory import VARIABLE, Process, find, read_note, write_note
+
+__all__ = ["check", "register"]
+
+_DIRECTORY = "workers"
+_ENGINE_PROCESS = "EngineCore"
+"""Prefix of the names of vLLM's engine processes, which are started by `multiprocessing`."""
+_HELP = (
+    "with speculative decoding vLLM's V1 runner drops logits processors; without it, start vLLM with "
+    "--logits-processors guided.integrations.vllm.processor:GuidedLogitsProcessor (and if VLLM_PLUGINS is set, include "
+    f"'guided'); for workers on other machines, or not started by this process, set {VARIABLE} to one directory that "
+    "all machines share"
+)
+
+
+def register(rejection: str | None = None, engine: str = "") -> None:
+    """Register this worker.
+
+    Args:
+        rejection: why the worker can't mask guided requests. None: it can.
+        engine: id of the worker's engine, equal for all workers of the engine.
+
+    Raises:
+        OSError: there is no run directory, or it is not writable.
+    """
+    run = find()
+    if run is None:
+        raise FileNotFoundError("there is no run directory")
+    me = Process.me()
+    lineage = [str(process) for process in Process.lineage()]
+    note = {"process": str(me), "rejection": rejection, "engine": engine, "lineage": lineage}
+    write_note(run / _DIRECTORY, f"{me.host}-{me.pid}", note)
+
+
+def check() -> None:
+    """Check, in the process that admits requests, that workers mask guided requests.
+
+    Raises:
+        PoolUnavailable: they don't. The message has the reason and the remedy.
+    """
+    run = find()
+    notes = [read_note(path) for path in (run / _DIRECTORY).glob("[!.]*")] if run is not None else []
+    workers = [note for note in notes if _is_alive(note)]
+    for worker in workers:
+        if worker["rejection"] is not None:
+            raise PoolUnavailable(worker["rejection"])
+    if not workers:
+        raise PoolUnavailable(f"no worker of this engine masks guided requests: {_HELP}")
+    if _has_engine_without_worker(workers):
+        raise PoolUnavailable(
+            "this process has several engines, and one of them has no worker that masks guided requests, or is just "
+            f"starting: vLLM does not tell which engine a request is for. {_HELP[0].upper()}{_HELP[1:]}"
+        )
+
+
+def _has_engine_without_worker(workers: list[dict[str, Any]]) -> bool:
+    """Whether one of this process's engines has no registered worker.
+
+    Workers are descendants of their engine's process, except those that Ray started. For these, engine ids are counted.
+    """
+    engines = {
+        str(Process.of(child.pid))
+        for child in active_children()
+        if child.pid and child.name.startswith(_ENGINE_PROCESS)
+    }
+    found: set[str] = set()
+    elsewhere: set[str] = set()
+    me = str(Process.me())
+    for worker in workers:
+        lineage: list[str] = worker.get("lineage", [])
+        if not engines.isdisjoint(lineage):
+            found.update(engines.intersection(lineage))
+        elif worker["process"] != me:
+            elsewhere.add(worker.get("engine", ""))
+    return len(engines - found) > len(elsewhere)
+
+
+def _is_alive(note: object) -> bool:
+    process = Process.parse(str(note.get("process"))) if isinstance(note, dict) else None
+    return process is not None and not process.has_ended()
