@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from engine.default_model import checkpoint_path
-from engine.default_model.train import main
+from examples.default_model_training.train import main
 
 
 @pytest.fixture
