@@ -7,19 +7,16 @@ import logging
 import threading
 import uuid
 from collections import deque
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from engine.config import EngineConfig, with_processors
-from engine.llm import PoolChoice, open_pool, set_threads
-from engine.llm_engine import EngineStats, LLMEngine
-from engine.model_loader import LoadedModel, load_model
+from engine.base_llm import BaseLLM
+from engine.llm_engine import EngineStats
 from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
 from engine.sequence import SequenceGroup
 from guided.errors import GuidedError, InternalError, bounded
-from guided.pool import MaskPool, PoolStatus
+from guided.pool import PoolStatus
 
 __all__ = ["AsyncLLM", "EngineHealth"]
 
@@ -80,42 +77,19 @@ class _Stream:
         return output
 
 
-class AsyncLLM:
+class AsyncLLM(BaseLLM):
     """An engine, its model and its pool, behind asyncio. Arguments as `LLM`'s.
 
     The engine's thread starts here and ends with `shutdown`. If it dies of an error, every stream raises, and
     `health().alive` is False from then on.
     """
 
-    def __init__(
-        self,
-        model: str | LoadedModel,
-        pool: PoolChoice | MaskPool = "inline",
-        config: EngineConfig | None = None,
-        *,
-        pool_options: Mapping[str, Any] | None = None,
-        logits_processors: Sequence[str | type] = (),
-        **load_options: Any,
-    ) -> None:
-        config = with_processors(config, logits_processors)
-        self.model = load_model(model, **load_options) if isinstance(model, str) else model
-        self.model.context_length(config.max_model_len if config else None)  # before a pool is started in vain
-        set_threads(self.model, config)
-        self._own_pool = open_pool(pool, self.model.vocabulary, pool_options, config) if isinstance(pool, str) else None
-        self.pool: MaskPool = self._own_pool or pool  # type: ignore[assignment]  # a MaskPool where it is no name
-        try:
-            self.engine = LLMEngine(self.model, config, self.pool)
-        except BaseException:  # a logits processor can't be loaded, for one
-            if self._own_pool is not None:
-                self._own_pool.shutdown()
-            raise
-        self.tokenizer = self.model.tokenizer
-        self.max_model_len = self.engine.max_model_len
+    def _start(self) -> None:
         self._inbox: deque[_Stream | str] = deque()
-        """From other threads: streams whose requests are to be submitted, ids of requests to be aborted."""
+        """From other threads: streams with requests to submit, and ids of requests to abort."""
         self._streams: dict[str, _Stream] = {}
-        self._gate = threading.Lock()
-        """Between a late sender and the end: what is in the inbox after `_ended` is set, nobody reads."""
+        self._lock = threading.Lock()
+        """Guards the inbox against additions after the engine's thread has emptied it for the last time."""
         self._ended = False
         self._closing = False
         self._death: BaseException | None = None
@@ -166,7 +140,7 @@ class AsyncLLM:
         self._send(request_id)
 
     def _send(self, item: _Stream | str) -> None:
-        with self._gate:
+        with self._lock:
             if not self._ended:
                 self._inbox.append(item)
                 self.engine.awake.set()
@@ -200,8 +174,7 @@ class AsyncLLM:
         self._closing = True
         self.engine.awake.set()
         self._thread.join()
-        if self._own_pool is not None:
-            self._own_pool.shutdown()
+        self._shut_down_pool()
 
     # -- on the engine's thread
 
@@ -260,7 +233,7 @@ class AsyncLLM:
 
     def _end_all(self) -> None:
         """No stream stays open."""
-        with self._gate:
+        with self._lock:
             self._ended = True
         left = list(self._streams.values())
         left += [item for item in self._inbox if isinstance(item, _Stream)]

@@ -96,7 +96,7 @@ class LLMEngine:
         self.runner = ModelRunner(model, cache, self.blocks)
         processors = processors_of(model, config, self.max_model_len)
         self.sampler = Sampler(model.vocabulary.stop_token_ids, processors)
-        self.processor = None if pool is None else LogitPostProcessor(pool, config.mask_limit)
+        self.processor = None if pool is None else LogitPostProcessor(pool)
         self.stats = EngineStats()
         self.groups: dict[str, SequenceGroup] = {}
         """Requests that have not finished, by id."""
@@ -203,13 +203,10 @@ class LLMEngine:
         else:
             with torch.inference_mode():
                 metadata = self._metadata = SamplingMetadata.for_batch(batch, self.model.device, self._metadata)
-                if self.config.overlap:
-                    self.prepare(metadata)
+                self.prepare(metadata)
                 self.sampler.begin(metadata)
                 hidden = self.execute(batch)
                 logits = self.compute_logits(hidden, metadata)
-                if not self.config.overlap:
-                    self.prepare(metadata)
                 report = self.apply(logits, metadata)
                 sampled, skipped = self.sample(logits, metadata, report)
             self.append(sampled, metadata, skipped)

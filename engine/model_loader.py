@@ -11,6 +11,7 @@ from huggingface_hub import HfApi, try_to_load_from_cache
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from engine.attention import ATTENTION, PagedContext, UnsupportedModelError, register
+from engine.config import LoadOptions
 from engine.kv_cache import LayerShapes
 from guided.errors import bounded
 from guided.vocabulary import Vocabulary
@@ -55,41 +56,33 @@ class LoadedModel:
         return wanted or self.max_model_len
 
 
-def load_model(
-    model: str,
-    *,
-    tokenizer: str | None = None,
-    dtype: str = "auto",
-    device: str = "auto",
-    revision: str | None = None,
-) -> LoadedModel:
-    """Load from a local directory or the hub.
+def load_model(model: str, **options: Any) -> LoadedModel:
+    """Load a model from a local directory or from the hub.
 
     Args:
-        tokenizer: where the tokenizer is, if not with the model.
-        dtype: float32, bfloat16, float16; `auto` is the checkpoint's own.
-        device: `cpu`, `cuda`, `cuda:1`, ...; `auto` is cuda where there is one.
+        options: fields of `LoadOptions`.
 
     Raises:
-        UnsupportedModelError: the engine can't serve this architecture; the message says why.
-        OSError: there is no such model.
-        ValueError: there is no such dtype, or no such device here.
+        UnsupportedModelError: the engine cannot serve this architecture. The message says why.
+        OSError: the model is not found.
+        ValueError: the dtype is unknown, or the machine has no such device.
     """
-    if dtype != "auto" and dtype not in _DTYPES:
-        raise ValueError(f"dtype is {dtype!r}; it must be one of auto, {', '.join(_DTYPES)}")
+    how = LoadOptions(**options)
+    if how.dtype != "auto" and how.dtype not in _DTYPES:
+        raise ValueError(f"dtype is {how.dtype!r}; it must be one of auto, {', '.join(_DTYPES)}")
     register()
-    place = _find_device(device)
-    config = _find_config(model, revision)
+    device = _find_device(how.device)
+    config = _find_config(model, how.revision)
     _check_config(config)
     loaded = AutoModelForCausalLM.from_pretrained(
         model,
         config=config,
-        revision=revision,
-        dtype=_DTYPES.get(dtype, "auto"),
+        revision=how.revision,
+        dtype=_DTYPES.get(how.dtype, "auto"),
         attn_implementation=ATTENTION,
     )
-    text = AutoTokenizer.from_pretrained(tokenizer or model, revision=None if tokenizer else revision)
-    return prepare_model(loaded.to(place), text, name=model)
+    tokenizer = AutoTokenizer.from_pretrained(how.tokenizer or model, revision=None if how.tokenizer else how.revision)
+    return prepare_model(loaded.to(device), tokenizer, name=model)
 
 
 def prepare_model(model: Any, tokenizer: Any, *, name: str = "model") -> LoadedModel:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import Depends, Request
 
@@ -14,37 +14,12 @@ from engine.async_llm import AsyncLLM
 from engine.detokenizer import TokenTexts
 from engine.server.errors import ModelNotFound, QueueFull, ShuttingDown
 from engine.server.metrics import Metrics
-from guided.backends import AUTO
+from engine.server.options import ServerSettings
 from guided.errors import bounded
 from guided.limits import Limits
 from guided.vocabulary import Vocabulary
 
 __all__ = ["Context", "ServerContext", "ServerSettings"]
-
-
-@dataclass(frozen=True)
-class ServerSettings:
-    """What the server, as opposed to the engine, is told.
-
-    Args:
-        model_names: names that requests may use; answers carry the first.
-        api_key: None lets everybody in.
-        backend: grammar backend of requests that name none.
-        max_requests: generations in flight, running and waiting, before further ones get 429. Each prompt counts.
-        max_waiting: generations that wait, for their grammar or their turn, before further ones get 429.
-        max_body_bytes: of a request; beyond it 413.
-        stall_seconds: how long a stream's client may take nothing of what is there for it, before it is aborted.
-        sampling_defaults: fields of `SamplingParams` for what requests leave out.
-    """
-
-    model_names: tuple[str, ...]
-    api_key: str | None = field(default=None, repr=False)
-    backend: str = AUTO
-    max_requests: int = 1024
-    max_waiting: int = 512
-    max_body_bytes: int = 4 << 20
-    stall_seconds: float = 60.0
-    sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass
