@@ -11,26 +11,14 @@ from __future__ import annotations
 from typing import Any
 
 from fastapi import FastAPI
-from pydantic import ConfigDict, create_model
 from ray import serve
 
+from deploy.arguments import RESOURCES, Arguments
 from engine.server.app import create_app
-from engine.server.options import OPTIONS, ServeOptions
+from engine.server.options import ServeOptions
 from engine.server.process import settings_of, start_engine
 
-__all__ = ["Arguments", "GuidedServer", "app"]
-
-
-RESOURCES = {"num_cpus": 1.0, "num_gpus": 0.0}
-"""What Ray reserves for a replica, unless the arguments say otherwise. A replica sees no GPUs but those."""
-
-_fields: dict[str, Any] = {name: (float, default) for name, default in RESOURCES.items()}
-_fields |= {option.name: (option.type, option.default) for option in OPTIONS if not option.process_only}
-Arguments = create_model("Arguments", __config__=ConfigDict(extra="forbid"), **_fields)
-"""`args` in the configuration, or `name=value` on the command line: the options of `guided serve`, and `RESOURCES`.
-
-Options for which Ray Serve has its own settings are missing: host, port, log_level, grace_seconds and ray_address.
-"""
+__all__ = ["GuidedServer", "app"]
 
 
 @serve.ingress()

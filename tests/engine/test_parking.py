@@ -16,6 +16,7 @@ from engine.model_loader import LoadedModel
 from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
 from guided.errors import BackendError, MaskTimeout, WorkerDied
+from guided.processor import LogitPostProcessor
 
 MakeEngine = Callable[..., LLMEngine]
 Run = Callable[..., dict[str, RequestOutput]]
@@ -61,7 +62,7 @@ def at_random(seed: int) -> Callable[[int, int], int]:
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("config", [{}, {"overlap": False}, {"block_size": 4, "num_blocks": 26, "max_model_len": 72}])
+@pytest.mark.parametrize("config", [{}, {"block_size": 4, "num_blocks": 26, "max_model_len": 72}])
 def test_parking_changes_when_and_never_what(
     make_engine: MakeEngine, tiny_model: LoadedModel, run: Run, config: dict[str, Any], seed: int
 ) -> None:
@@ -172,7 +173,8 @@ def test_a_mask_that_never_comes_ends_its_group_and_nobody_else(
 ) -> None:
     expected = run(make_engine(), requests())
     pool = FaultyPool(tiny_model.vocabulary)
-    engine = make_engine(pool, mask_limit=0.2)
+    engine = make_engine(pool)
+    engine.processor = LogitPostProcessor(pool, 0.2)
     pool.delay = lambda sequence_id, position: FOREVER if sequence_id == pool.opened[1] and position == 4 else 0
     started = time.monotonic()
     found = run(engine, requests())

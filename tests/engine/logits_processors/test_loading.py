@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import sample_processors as sample
 
-from engine import async_llm, llm
+from engine import LLM, AsyncLLM, base_llm
 from engine.llm_engine import LLMEngine
 from engine.logits_processors import loading
 from engine.logits_processors.loading import GROUP, load_classes
@@ -69,10 +69,9 @@ def test_where_the_engine_doesn_t_start_its_pool_is_shut_down(
         opened.append(InlinePool(vocabulary))
         return opened[-1]
 
-    monkeypatch.setattr(llm, "open_pool", opening)
-    monkeypatch.setattr(async_llm, "open_pool", opening)
+    monkeypatch.setattr(base_llm, "open_pool", opening)
     monkeypatch.setattr(InlinePool, "shutdown", lambda pool: shut.append(pool))
-    for kind in (llm.LLM, async_llm.AsyncLLM):
+    for kind in (LLM, AsyncLLM):
         with pytest.raises(ValueError, match="CantBeMade"):
             kind(tiny_model, logits_processors=[sample.CantBeMade])
     assert len(opened) == 2
