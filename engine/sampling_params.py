@@ -10,8 +10,8 @@ from typing import Any
 
 from guided.backends import candidates, resolve
 from guided.constraint import KINDS, Constraint
-from guided.errors import InvalidConstraint, InvalidRequest, bounded
-from guided.request import refuse_stops
+from guided.errors import InvalidRequest, bounded
+from guided.request import GivenConstraint, GivenWhitespace, build, refuse_stops, take_one, take_whitespace
 
 __all__ = ["MAX_LOGPROBS", "SamplingParams"]
 
@@ -174,36 +174,19 @@ class SamplingParams:
             raise InvalidRequest("prompt_logprobs is not supported yet", param="prompt_logprobs")
 
     def _build_constraint(self) -> Constraint | None:
-        given = [kind for kind in KINDS if self._is_given(kind)]
-        if len(given) > 1:
-            raise InvalidConstraint(
-                f"{' and '.join(given)} are given together: a request takes one constraint", param=given[1]
-            )
-        if self.whitespace_pattern is not None and given not in (["json_schema"], ["json_object"]):
-            raise InvalidRequest("whitespace_pattern goes with json_schema or json_object", param="whitespace_pattern")
-        built = self._constraint_from_fields()
-        if built is not None and self.constraint not in (None, built):
-            raise InvalidConstraint(
-                f"{given[0]} and constraint are given together: a request takes one", param=given[0]
-            )
-        return built or self.constraint
+        one = take_one([GivenConstraint(kind, kind, getattr(self, kind)) for kind in KINDS if self._is_given(kind)])
+        pattern = self.whitespace_pattern
+        spaces = take_whitespace(one, [] if pattern is None else [GivenWhitespace("whitespace_pattern", pattern)])
+        built = None if one is None else build(one, spaces)
+        if self.constraint is None or one is None:
+            return built or self.constraint
+        if self.constraint != built:
+            take_one([GivenConstraint(self.constraint.kind, "constraint", self.constraint), one])
+        return built
 
     def _is_given(self, kind: str) -> bool:
         value = getattr(self, kind)
         return value is True if kind == "json_object" else value is not None
-
-    def _constraint_from_fields(self) -> Constraint | None:
-        if self.json_schema is not None:
-            return Constraint.json_schema(self.json_schema, whitespace=self.whitespace_pattern)
-        if self.json_object:
-            return Constraint.json_object(whitespace=self.whitespace_pattern)
-        if self.regex is not None:
-            return Constraint.regex(self.regex)
-        if self.choice is not None:
-            return Constraint.choice(self.choice)
-        if self.grammar is not None:
-            return Constraint.grammar(self.grammar)
-        return None
 
     def _check_constraint(self) -> None:
         resolve(self.backend)

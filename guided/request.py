@@ -22,10 +22,8 @@ class GivenConstraint:
 
     kind: ConstraintKind
     field: str
-    """Path of the field: what a message about several of them says."""
+    """The field's path in the request. Errors name it."""
     value: Any
-    param: str
-    """What an error about its value names."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +42,7 @@ def take_one(given: Sequence[GivenConstraint]) -> GivenConstraint | None:
     """
     if len(given) > 1:
         names = " and ".join(one.field for one in given)
-        raise InvalidConstraint(f"{names} are given: a request takes one constraint", param=given[1].param)
+        raise InvalidConstraint(f"{names} are given: a request takes one constraint", param=given[1].field)
     return given[0] if given else None
 
 
@@ -88,18 +86,18 @@ def build(
                     whitespace=spaces,
                     additional_properties=additional_properties,
                     limits=limits,
-                    param=one.param,
+                    param=one.field,
                 )
             case "json_object":
-                return Constraint.json_object(whitespace=spaces, limits=limits, param=one.param)
+                return Constraint.json_object(whitespace=spaces, limits=limits, param=one.field)
             case "regex":
-                return Constraint.regex(one.value, limits=limits, param=one.param)
+                return Constraint.regex(one.value, limits=limits, param=one.field)
             case "choice":
-                return Constraint.choice(one.value, limits=limits, param=one.param)
+                return Constraint.choice(one.value, limits=limits, param=one.field)
             case "grammar":
-                return Constraint.grammar(one.value, limits=limits, param=one.param)
+                return Constraint.grammar(one.value, limits=limits, param=one.field)
     except InvalidConstraint as error:
-        if whitespace is not None and "whitespace" in error.message and error.param == one.param:
+        if whitespace is not None and "whitespace" in error.message and error.param == one.field:
             error.param = whitespace.field  # the pattern is at fault, not what it goes with
         raise
 

@@ -18,7 +18,7 @@ from prometheus_client.registry import Collector
 from engine.async_llm import AsyncLLM
 from engine.outputs import RequestMetrics, RequestOutput
 from engine.sampling_params import SamplingParams
-from guided.errors import GuidedError
+from guided.errors import GuidedError, InvalidRequest
 from guided.pool import BackendStatus
 
 __all__ = ["Metrics", "router"]
@@ -145,7 +145,8 @@ class Metrics:
                 timer.see(output)
                 yield output
         except GuidedError as error:
-            if params.constraint is not None and not timer.admitted:
+            # An `InvalidRequest` itself is about another field than the constraint.
+            if params.constraint is not None and not timer.admitted and type(error) is not InvalidRequest:
                 self.not_compiled(error.code, params.constraint.kind)
             raise
         finally:

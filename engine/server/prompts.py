@@ -134,34 +134,19 @@ def text_prompts(
     prompt: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]],
     *,
     add_special_tokens: bool,
-    vocab_size: int,
 ) -> list[list[int]]:
-    """The completion request's prompts, one or many, text or token ids.
+    """Tokenize the prompts of a completion request: one or many, text or token ids. The engine checks the ids.
 
     Raises:
-        InvalidRequest: a prompt is empty, or holds ids that are no tokens.
+        InvalidRequest: there is no prompt, or a text is not valid Unicode.
     """
-    many: list[Any]
-    if isinstance(prompt, str):
-        many = [prompt]
-    elif prompt and isinstance(prompt[0], int):
-        many = [list(prompt)]
-    else:
-        many = list(prompt)
-    if not many:
+    if not prompt and not isinstance(prompt, str):
         raise InvalidRequest("prompt is empty: give at least one", param="prompt")
-    encoded = []
-    for number, one in enumerate(many):
-        where = "prompt" if len(many) == 1 else f"prompt[{number}]"
-        ids = (
-            encode(tokenizer, one, add_special_tokens=add_special_tokens, param="prompt")
-            if isinstance(one, str)
-            else list(one)
-        )
-        if not ids:
-            raise InvalidRequest(f"{where} is empty: the model needs at least one token", param="prompt")
-        wrong = next((token for token in ids if not 0 <= token < vocab_size), None)
-        if wrong is not None:
-            raise InvalidRequest(f"{where}: {wrong} is no token id of this model", param="prompt")
-        encoded.append(ids)
-    return encoded
+    one = isinstance(prompt, str) or isinstance(prompt[0], int)
+    many: Sequence[Any] = [prompt] if one else prompt
+    return [
+        encode(tokenizer, each, add_special_tokens=add_special_tokens, param="prompt")
+        if isinstance(each, str)
+        else list(each)
+        for each in many
+    ]

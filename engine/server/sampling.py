@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from engine.sampling_params import SamplingParams
-from engine.server.constraints import Asked
+from engine.server.constraints import RequestedConstraint
 from engine.server.context import ServerContext
 from engine.server.protocol import GenerationRequest
 from guided.errors import InvalidRequest, bounded
 
-__all__ = ["check_length", "sampling_params"]
+__all__ = ["sampling_params"]
 
 _SAME_NAME = (
     "n",
@@ -38,7 +38,7 @@ _SAME_NAME = (
 
 def sampling_params(
     request: GenerationRequest,
-    asked: Asked,
+    wanted: RequestedConstraint,
     *,
     max_tokens: int | None,
     logprobs: int | None,
@@ -62,31 +62,10 @@ def sampling_params(
         max_tokens=max_tokens,
         logprobs=logprobs,
         logit_bias=_logit_bias(request.logit_bias),
-        constraint=asked.constraint,
-        backend=asked.backend,
+        constraint=wanted.constraint,
+        backend=wanted.backend,
         extra_args=request.vllm_xargs,
     )
-
-
-def check_length(
-    prompt_tokens: int, max_tokens: int | None, max_model_len: int, *, prompt_param: str, max_tokens_param: str
-) -> None:
-    """Refuse a prompt that fills the context, and more output than remains of it.
-
-    Raises:
-        InvalidRequest
-    """
-    if prompt_tokens >= max_model_len:
-        raise InvalidRequest(
-            f"the prompt has {prompt_tokens} tokens and the context of this model is {max_model_len} tokens long",
-            param=prompt_param,
-        )
-    if max_tokens is not None and prompt_tokens + max_tokens > max_model_len:
-        raise InvalidRequest(
-            f"{max_tokens_param} is {max_tokens}, but after a prompt of {prompt_tokens} tokens only"
-            f" {max_model_len - prompt_tokens} of the context's {max_model_len} remain",
-            param=max_tokens_param,
-        )
 
 
 def _logit_bias(given: Mapping[str, float] | None) -> dict[int, float] | None:

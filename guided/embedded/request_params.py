@@ -87,7 +87,7 @@ def refuse_host_stops(what: Asked, params: HostParams) -> None:
 
 
 def _given(extra: Mapping[str, Any]) -> list[GivenConstraint]:
-    given = [GivenConstraint(kind, kind, extra[kind], kind) for kind in KINDS if extra.get(kind) is not None]
+    given = [GivenConstraint(kind, kind, extra[kind]) for kind in KINDS if extra.get(kind) is not None]
     wanted = extra.get("json_object")
     if wanted is None or wanted in _TRUE:
         return given

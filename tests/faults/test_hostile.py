@@ -23,7 +23,7 @@ from byte_vocabulary import BYTES, tokens
 from actors.compile_process import Outcome
 from actors.compile_queue import Job
 from actors.compiler import Compiler
-from engine.server.constraints import asked
+from engine.server.constraints import requested_constraint as asked
 from engine.server.protocol import ChatRequest
 from guided.backends import AUTO, BACKENDS, Backends, candidates
 from guided.constraint import Constraint, ConstraintKind
