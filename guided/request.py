@@ -1,6 +1,6 @@
-"""What a request asks for: of the fields that are given, one constraint. Every surface refuses in these words.
+"""Rules for the constraint fields of a request: exactly one constraint, and what goes with it.
 
-The surface (HTTP body, vLLM's extra arguments) finds its fields; what they may be together is decided here.
+Each API (HTTP body, `SamplingParams`, vLLM's extra arguments) collects its fields and checks them here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["GivenConstraint", "GivenWhitespace", "build", "refuse_stops", "take_
 
 @dataclass(frozen=True)
 class GivenConstraint:
-    """One constraint field that is set."""
+    """A constraint field that is set."""
 
     kind: ConstraintKind
     field: str
@@ -28,17 +28,17 @@ class GivenConstraint:
 
 @dataclass(frozen=True)
 class GivenWhitespace:
-    """One field that is set and says what may stand between JSON tokens."""
+    """A field that is set and defines the whitespace between JSON tokens."""
 
     field: str
     pattern: str
 
 
 def take_one(given: Sequence[GivenConstraint]) -> GivenConstraint | None:
-    """The one that is given, if one is.
+    """Return the only constraint field, or None if there is none.
 
     Raises:
-        InvalidConstraint: several are.
+        InvalidConstraint: several are given.
     """
     if len(given) > 1:
         names = " and ".join(one.field for one in given)
@@ -47,10 +47,10 @@ def take_one(given: Sequence[GivenConstraint]) -> GivenConstraint | None:
 
 
 def take_whitespace(one: GivenConstraint | None, given: Sequence[GivenWhitespace]) -> GivenWhitespace | None:
-    """The one that is given with the constraint `one`, if one is.
+    """Return the only whitespace field, or None if there is none. `one` is the request's constraint field.
 
     Raises:
-        InvalidRequest: several are, or it goes with nothing.
+        InvalidRequest: several are given, or the constraint is not one of JSON.
     """
     if not given:
         return None
@@ -72,10 +72,10 @@ def build(
     additional_properties: bool = True,
     limits: Limits = DEFAULT_LIMITS,
 ) -> Constraint:
-    """The constraint itself.
+    """Build the constraint.
 
     Raises:
-        InvalidConstraint, ConstraintTooLarge: `param` is the field that is at fault.
+        InvalidConstraint, ConstraintTooLarge: `param` is the field at fault.
     """
     spaces = None if whitespace is None else whitespace.pattern
     try:
@@ -98,18 +98,18 @@ def build(
                 return Constraint.grammar(one.value, limits=limits, param=one.field)
     except InvalidConstraint as error:
         if whitespace is not None and "whitespace" in error.message and error.param == one.field:
-            error.param = whitespace.field  # the pattern is at fault, not what it goes with
+            error.param = whitespace.field  # the pattern is at fault, not the schema
         raise
 
 
 def refuse_stops(constraint: Constraint, **stops: Sequence[object] | str | None) -> None:
-    """What ends with `stop` satisfies its constraint: nothing else may end it.
+    """Reject stop conditions next to a constraint: an output that ends `stop` satisfies its constraint.
 
     Args:
-        stops: `stop` and `stop_token_ids`, as the request has them.
+        stops: `stop` and `stop_token_ids` of the request.
 
     Raises:
-        InvalidRequest: there are some.
+        InvalidRequest: the request has stop conditions.
     """
     for name, value in stops.items():
         if value:

@@ -1,8 +1,8 @@
-"""Every spelling of a constraint in a request -> one `Constraint`, and the backend that was asked for.
+"""Read a request's constraint, in any of its spellings, and its backend.
 
 Ours (`json_schema`, `regex`, `choice`, `grammar`, `json_object`, `backend`, `whitespace_pattern`), OpenAI's
-`response_format`, vLLM's `structured_outputs`, and vLLM's older `guided_*` names. Errors name the field as the user
-spelled it.
+`response_format`, vLLM's `structured_outputs`, and vLLM's older `guided_*` names. Errors name the field as the request
+spells it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def requested_constraint(
     """Read the request's constraint, check it against `limits`, and read its backend.
 
     Raises:
-        InvalidRequest, InvalidConstraint, ConstraintTooLarge, UnsupportedConstraint: `param` is the user's spelling.
+        InvalidRequest, InvalidConstraint, ConstraintTooLarge, UnsupportedConstraint: `param` is the field.
     """
     backend, backend_field, backend_whitespace = _backend(request, default_backend)
     found = [*_plain(request), *_response_format(request), *_structured_outputs(request), *_older(request)]
@@ -47,7 +47,7 @@ def requested_constraint(
     if one is None:
         return RequestedConstraint(backend=backend)
     constraint = _build(one, spaces, request, limits)
-    candidates(one.kind, backend, param=backend_field)  # refuses a backend that lacks the kind, before anything runs
+    candidates(one.kind, backend, param=backend_field)  # rejects a backend that lacks the kind, before anything runs
     return RequestedConstraint(constraint, backend, one.field)
 
 
@@ -131,7 +131,7 @@ def _whitespace(request: GenerationRequest) -> Iterator[GivenWhitespace]:
 
 
 def _backend(request: GenerationRequest, default: str) -> tuple[str, str, list[GivenWhitespace]]:
-    """Backend, the field that named it, and the whitespace that vLLM's backend options ask for."""
+    """Return the backend, the field that names it, and the whitespace of vLLM's backend options."""
     if request.backend is not None and request.guided_decoding_backend is not None:
         raise InvalidRequest(
             "backend and guided_decoding_backend are given: choose one", param="guided_decoding_backend"
@@ -144,7 +144,7 @@ def _backend(request: GenerationRequest, default: str) -> tuple[str, str, list[G
     for option in filter(None, options.split(",")):
         if option == "disable-any-whitespace":
             whitespace.append(GivenWhitespace(field, ""))
-        elif option != "no-fallback":  # a named backend is never left for another one here
+        elif option != "no-fallback":  # a named backend is never replaced here
             raise InvalidRequest(
                 f"{field}: no option {bounded(option, 60)!r}; there are no-fallback and disable-any-whitespace",
                 param=field,

@@ -1,4 +1,4 @@
-"""What a model's own `generation_config.json` says about sampling: defaults for what a request leaves out."""
+"""Sampling defaults from a model's `generation_config.json`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def sampling_defaults(model: str) -> dict[str, Any]:
-    """Fields of `SamplingParams` that the checkpoint sets; `do_sample: false` is temperature 0. Empty without a file.
+    """Return the fields of `SamplingParams` that the checkpoint sets. `do_sample: false` means temperature 0.
 
     Args:
         model: a local directory or a hub name.

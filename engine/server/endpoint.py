@@ -64,7 +64,7 @@ async def respond(
                 finished = await _unless_gone(request, _finished(outputs))
             except _ClientGone:
                 context.metrics.abandoned("disconnected")
-                logger.info("request %s (x-request-id %s): the client disconnected", job.request_id, job.http_id)
+                logger.info("request %s (x-request-id %s): the client went away", job.request_id, job.http_id)
                 return Response(status_code=499)
             text = answer.whole(finished).model_dump_json()
             return Response(text, media_type="application/json", headers=headers)

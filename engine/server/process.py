@@ -1,4 +1,4 @@
-"""One server process, put together: socket, model, pool, application, signals; and taken apart again."""
+"""One server process: model, pool and application on a socket, until a signal ends it."""
 
 from __future__ import annotations
 
@@ -63,15 +63,10 @@ def settings_of(options: ServeOptions) -> ServerSettings:
 
 
 def serve(options: ServeOptions, listener: socket.socket) -> None:
-    """Serve on a bound socket until SIGINT or SIGTERM; leave no process behind.
-
-    Raises:
-        OSError: there is no such model.
-        UnsupportedModelError, GuidedError: see `start_engine`.
-    """
+    """Serve on a bound socket until SIGINT or SIGTERM. Leaves no process behind. Raises what `start_engine` raises."""
     _log_to_stderr(options.log_level)
     drop_stalled_connections(listener, options.server.stall_seconds)
-    with _signals_end_it():
+    with _sigterm_exits():
         _say(options, "loading the model and starting the mask pool …")
         engine = start_engine(options)
         try:
@@ -88,7 +83,7 @@ def serve(options: ServeOptions, listener: socket.socket) -> None:
 
 
 def _log_to_stderr(level: str) -> None:
-    """What an operator is told, with its time; uvicorn and Ray see to their own."""
+    """Send our own log records to stderr. uvicorn and Ray configure theirs."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     for name in ("guided", "actors", "engine"):
@@ -99,14 +94,16 @@ def _log_to_stderr(level: str) -> None:
 
 
 def drop_stalled_connections(listener: socket.socket, seconds: float) -> None:
-    """What was written to a client that doesn't take it is in the kernel's hands, and so is the connection: connections
-    inherit this from the listener. Later than the stream's own limit, so that what ended it is known."""
-    if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux; counts closed windows too
+    """Let the kernel drop connections whose client reads nothing. Connections inherit the timeout from the listener.
+
+    It is twice the stream's own limit `seconds`, so that the stream ends first and the reason is known.
+    """
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux. It covers closed TCP windows too.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(2000 * seconds))
 
 
 class _Server(uvicorn.Server):
-    """Says what to try when it is up; lets running generations end when it is told to stop, then ends them."""
+    """Prints examples when it is up. When told to stop, it lets running generations end, then aborts the rest."""
 
     def __init__(self, config: uvicorn.Config, context: ServerContext, options: ServeOptions) -> None:
         super().__init__(config)
@@ -124,13 +121,13 @@ class _Server(uvicorn.Server):
         deadline = time.monotonic() + self._options.grace_seconds
         while self._context.in_flight and not self.force_exit and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
-        await asyncio.to_thread(self._context.engine.shutdown)  # streams that are left end with an error event
+        await asyncio.to_thread(self._context.engine.shutdown)  # remaining streams end with an error event
         await super().shutdown(sockets)
 
 
 @contextlib.contextmanager
-def _signals_end_it() -> Iterator[None]:
-    """SIGTERM unwinds the stack like SIGINT does, also before and after uvicorn has its own handlers."""
+def _sigterm_exits() -> Iterator[None]:
+    """Unwind the stack on SIGTERM as on SIGINT, also while uvicorn has not installed its own handlers."""
 
     def on_sigterm(number: int, frame: object) -> None:
         raise SystemExit(0)
@@ -152,7 +149,10 @@ def _say(options: ServeOptions, text: str) -> None:
 def _greeting(url: str, options: ServeOptions) -> str:
     lines = ["", f"guided serves {options.model_name} on {url}", ""]
     if not options.server.api_key and not _is_loopback(options.host):
-        lines += [f"WARNING: everybody who can reach {options.host} can use it: set --api-key or GUIDED_API_KEY", ""]
+        lines += [
+            f"WARNING: {options.host} takes requests without a key: set --api-key or GUIDED_API_KEY",
+            "",
+        ]
     lines += ["Try:", "", _curl(url, options, "/v1/chat/completions", CHAT_EXAMPLE), ""]
     lines += [_curl(url, options, "/v1/completions", COMPLETION_EXAMPLE), ""]
     lines += [f"Documentation, to try from the browser:  {url}/docs", f"State of the mask pool:  curl {url}/health", ""]

@@ -1,4 +1,4 @@
-"""A request's fields -> `SamplingParams`."""
+"""Build `SamplingParams` from a request's fields."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def sampling_params(
     logprobs: int | None,
     context: ServerContext,
 ) -> SamplingParams:
-    """Build and check them. What is null is the model's default, else OpenAI's.
+    """Build and check the parameters. A null field takes the model's default, else OpenAI's.
 
     Raises:
         InvalidRequest: `param` names the field.
@@ -53,8 +53,7 @@ def sampling_params(
     given = {name: value for name, value in given.items() if value is not None}
     if request.vllm_xargs and not context.has_logits_processors:
         raise InvalidRequest(
-            "no logits processor is loaded here that could read vllm_xargs: the server is told of one with"
-            " --logits-processors",
+            "vllm_xargs needs a custom logits processor, and this server has none: see --logits-processors",
             param="vllm_xargs",
         )
     return SamplingParams(
@@ -69,7 +68,7 @@ def sampling_params(
 
 
 def _logit_bias(given: Mapping[str, float] | None) -> dict[int, float] | None:
-    """JSON's keys are strings."""
+    """Convert the keys, which are strings in JSON."""
     if given is None:
         return None
     bias = {}

@@ -1,6 +1,6 @@
-"""Server-sent events: a generation as OpenAI's clients read it.
+"""Server-sent events, as OpenAI's clients read them.
 
-The status was sent when the first event is; a failure after that is one `data: {"error": ...}`, and the stream ends
+The status is sent before the first event. A failure after that is one event `data: {"error": ...}`, and the stream ends
 without `[DONE]`.
 """
 
@@ -32,13 +32,13 @@ DONE = b"data: [DONE]\n\n"
 
 
 class EventStream(StreamingResponse):
-    """A stream that gives its generation back however it ends, also when it never began.
+    """A response that streams a generation and releases its resources at the end, also if it never began.
 
-    A client that doesn't read holds nobody else up: what it has missed is one snapshot, not a queue. Where it takes
-    nothing for `ServerSettings.stall_seconds`, its request is aborted and the connection closed.
+    A slow client delays no other request: of its unread output only the newest snapshot is kept. If it reads nothing
+    for `ServerSettings.stall_seconds`, its request is aborted and the connection closed.
 
     Args:
-        resources: what the generation holds; closed with the stream.
+        resources: resources of the generation, closed with the stream.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class EventStream(StreamingResponse):
 
 
 class _Stalled(Exception):
-    """The client doesn't read what it is sent."""
+    """The client has read nothing for too long."""
 
 
 async def events(outputs: Outputs, answer: Answer[Any], metrics: Metrics) -> AsyncIterator[bytes]:
