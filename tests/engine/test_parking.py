@@ -223,7 +223,7 @@ def test_a_preempted_parked_sequence_ends_with_its_last_token(
         engine.step()
     last = engine.groups["last"].sequences[0]
     engine.scheduler.running.remove(last)
-    engine.scheduler._preempt(last)
+    engine.scheduler.preempt(last)
     found = finish(engine)
     assert [len(found[name].outputs[0].token_ids) for name in ("first", "second", "last")] == [34, 34, 4]
     assert not engine.scheduler.preempted

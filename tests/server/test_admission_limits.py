@@ -48,7 +48,7 @@ def post(client: TestClient, **fields: Any) -> Response:
 @pytest.mark.parametrize(
     ("asked", "code", "says"),
     [
-        ({"n": 3}, "invalid_request", "n is 3; here it is 2 at the most"),
+        ({"n": 3}, "invalid_request", "n is 3; the limit is 2"),
         ({"regex": "a{6}"}, "constraint_too_large", "limit of 5"),
         ({"regex": "a|b|c"}, "constraint_too_large", "more than 2 alternatives"),
         ({"guided_choice": ["a", "b", "c", "d"]}, "constraint_too_large", "4 entries; the limit is 3"),
@@ -103,4 +103,4 @@ def test_requests_that_wait_are_bounded(client: TestClient, pool_and_engine: tup
         pool.hold_compiles = False
         pool.finish_compiles()
     assert post(client).status_code == 200
-    assert post(client, prompt=["a", "b", "c"]).status_code == 200, "nobody waits: they may"
+    assert post(client, prompt=["a", "b", "c"]).status_code == 200, "none waits, so they may"

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from engine.detokenizer import Detokenizer, TokenTexts
 from engine.logits_processors import BatchUpdate, MoveDirectionality, process_dict_updates
+from engine.logits_processors.indices import RequestIndices
 from engine.logits_processors.persistent_batch import PersistentBatch
-from engine.logits_processors.slots import Slots
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence, SequenceStatus
 from guided.vocabulary import Vocabulary
@@ -136,13 +136,13 @@ events = st.lists(
 @given(events)
 def test_slots_are_a_sequence_s_own_and_show_its_tokens(history: list[tuple[list[int], SequenceStatus]]) -> None:
     """Batches of up to four of nine in four slots; between batches somebody changes his status."""
-    every, slots = sequences(), Slots(4, 100)
+    every, slots = sequences(), RequestIndices(4, 100)
     places: dict[int, int] = {}
     for rows, status in history:
         batch = [every[number] for number in rows]
         for one in batch:
             one.status = SequenceStatus.RUNNING
-        mapping = slots.take(batch).tolist()
+        mapping = slots.assign(batch).tolist()
         assert len({*mapping}) == len(mapping)
         for number, index in zip(rows, mapping, strict=True):
             one = every[number]
@@ -161,9 +161,9 @@ def test_slots_are_a_sequence_s_own_and_show_its_tokens(history: list[tuple[list
 
 @pytest.mark.parametrize("order", [[0, 1, 2], [2, 0, 1]])
 def test_a_slot_that_is_given_out_again_starts_empty(order: list[int]) -> None:
-    every, slots = sequences(3), Slots(1, 10)
+    every, slots = sequences(3), RequestIndices(1, 10)
     for number in order:
         every[number].status = SequenceStatus.RUNNING
-        assert slots.take([every[number]]).tolist() == [0]
+        assert slots.assign([every[number]]).tolist() == [0]
         assert slots.token_ids[0, : slots.seq_lens[0]].tolist() == [number + 1, 7]
         every[number].status = SequenceStatus.FINISHED_STOPPED
