@@ -46,8 +46,8 @@ RemovedRequest = int
 """The index of a request that has left the batch."""
 
 AddedRequest = tuple[int, SamplingParams, list[int] | None, list[int]]
-"""Index, parameters, prompt token ids, output token ids. The engine appends to the last list: do not change it. The list
-is not empty if the sequence was preempted or parked before."""
+"""Index, parameters, prompt token ids, output token ids. The engine appends to the last list: do not change it. It is
+not empty if the sequence was preempted or parked before."""
 
 MovedRequest = tuple[int, int, MoveDirectionality]
 """i1, i2, and the direction."""

@@ -67,6 +67,7 @@ class ServeOptions:
         model: local directory or hub name. None: the embedded model.
         served_model_name: name that requests use for the model. None: `model`.
         pool: where masks are computed.
+        ray: options of the mask pool.
         grace_seconds: time that running generations have to end after the server was told to stop.
 
     Raises:
@@ -82,7 +83,7 @@ class ServeOptions:
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     load: LoadOptions = field(default_factory=LoadOptions)
     engine: EngineConfig = field(default_factory=EngineConfig)
-    pool_options: RayPoolOptions = field(default_factory=RayPoolOptions)
+    ray: RayPoolOptions = field(default_factory=RayPoolOptions)
     server: ServerSettings = field(default_factory=ServerSettings)
 
     def __post_init__(self) -> None:
@@ -188,7 +189,7 @@ OPTIONS = (
     Option("port", "Port to listen on. 0 picks a free one.", process_only=True),
     Option(
         "server.api_key",
-        "Key that requests must carry. The environment variable keeps it out of process lists.",
+        "Key that requests must carry. The variable keeps it out of process lists.",
         env="GUIDED_API_KEY",
     ),
     Option("server.stall_seconds", "Seconds for which a stream's client may read nothing before it is aborted."),
@@ -205,9 +206,7 @@ OPTIONS = (
         Option("engine.max_model_len", "Context length in tokens. Default: the model's own."),
         Option("engine.block_size", "Tokens per block of the KV cache."),
         Option("engine.num_blocks", "Blocks of the KV cache. Default: as many as --kv-cache-mib holds."),
-        Option(
-            "engine.kv_cache_bytes", "MiB for the KV cache. Default: a share of the free memory.", name="kv_cache_mib"
-        ),
+        Option("engine.kv_cache_bytes", "MiB for the KV cache. Default: a share of the free memory.", "kv_cache_mib"),
         Option("engine.cpu_threads", "Threads of the forward pass on a CPU. Default: by the model's size."),
         Option("engine.seed", "Seed of requests that have none."),
         Option("engine.logits_processors", "A custom logits processor (docs/logits-processors.md). Can be repeated."),
@@ -217,72 +216,49 @@ OPTIONS = (
         Option("pool", "Where masks are computed: Ray actors, or this process (no isolation)."),
         Option(
             "server.backend",
-            "Grammar library of requests that name none: auto, llguidance, xgrammar, outlines, lm-format-enforcer.",
+            "Library of requests that name none: auto, llguidance, xgrammar, outlines, lm-format-enforcer.",
         ),
         Option(
-            "pool_options.address",
-            "Join this Ray cluster ('auto' finds a local one). Default: start a local one.",
-            name="ray_address",
+            "ray.address",
+            "Join this Ray cluster ('auto': a local one). Default: start one.",
+            "ray_address",
             process_only=True,
         ),
-        Option("pool_options.num_actors", "Number of mask actors. Default: by the number of CPUs."),
-        Option("pool_options.spread", "Place the mask actors on all nodes of the Ray cluster."),
-        Option(
-            "pool_options.transport",
-            "How masks come back: auto (shared memory on this node, TCP from others) or always tcp.",
-        ),
-        Option("pool_options.slots", "Maximum number of open sequences per mask actor."),
+        Option("ray.num_actors", "Number of mask actors. Default: by the number of CPUs."),
+        Option("ray.spread", "Place the mask actors on all nodes of the Ray cluster."),
+        Option("ray.transport", "Masks come over shared memory on this node (auto), or always over tcp."),
+        Option("ray.slots", "Maximum number of open sequences per mask actor."),
         Option("engine.parking", "Continue without sequences whose mask is late. They follow later."),
+        Option("engine.mask_deadline", "Seconds that a step waits for late masks. Default: 5 % of a mean step."),
+        Option("ray.mask_limit", "Seconds that one mask may take before its request fails."),
         Option(
-            "engine.mask_deadline",
-            "Seconds that a step waits for late masks. Default: 5 % of a mean step, at least 1 ms.",
+            "ray.max_replays",
+            "0: requests open on a mask actor that dies fail. N: they move, and the culprit is retried N times.",
         ),
-        Option("pool_options.mask_limit", "Seconds that one mask may take before its request fails."),
+        Option("ray.pool_wait", "Seconds that constrained requests wait while no actor is up."),
         Option(
-            "pool_options.max_replays",
-            "What happens when a mask actor dies. 0: its open requests fail. More: they move to another actor, and the"
-            " request that may have caused the death is tried again, alone, up to this many times.",
+            "ray.actor_memory_bytes",
+            "MiB that a mask actor may take. Default: 2048, at most half of the machine.",
+            "actor_memory_mib",
         ),
-        Option("pool_options.pool_wait", "Seconds that constrained requests wait while no actor is up."),
-        Option(
-            "pool_options.actor_memory_bytes",
-            "MiB that a mask actor may take. Default: 2048, or half of the machine's memory if that is less.",
-            name="actor_memory_mib",
-        ),
-        Option(
-            "pool_options.max_cache_bytes", "MiB for compiled grammars that no request uses.", name="grammar_cache_mib"
-        ),
+        Option("ray.max_cache_bytes", "MiB for compiled grammars that no request uses.", "grammar_cache_mib"),
     ),
     *_panel(
         "Limits of the server (429 beyond)",
         Option("server.max_requests", "Generations that run or wait."),
         Option("server.max_waiting", "Generations that wait for a grammar or for their turn."),
-        Option("pool_options.max_compiling", "Constraints that are being compiled or wait for it."),
+        Option("ray.max_compiling", "Constraints that are being compiled or wait for it."),
         Option(
-            "pool_options.compile_limits.processes",
-            "Compile processes. Default: by the number of CPUs.",
-            name="compile_processes",
+            "ray.compile_limits.processes", "Compile processes. Default: by the number of CPUs.", "compile_processes"
         ),
+        Option("ray.compile_limits.seconds", "Seconds that compiling a constraint may take.", "compile_seconds"),
         Option(
-            "pool_options.compile_limits.seconds",
-            "Seconds that compiling a constraint may take.",
-            name="compile_seconds",
+            "ray.compile_limits.wait_seconds",
+            "Seconds that a constraint may wait for a process.",
+            "compile_wait_seconds",
         ),
-        Option(
-            "pool_options.compile_limits.wait_seconds",
-            "Seconds that a constraint may wait for a compile process.",
-            name="compile_wait_seconds",
-        ),
-        Option(
-            "pool_options.compile_limits.memory_bytes",
-            "MiB that compiling a constraint may take.",
-            name="compile_memory_mib",
-        ),
-        Option(
-            "pool_options.compile_limits.grammar_bytes",
-            "MiB that one compiled grammar may take.",
-            name="compiled_grammar_mib",
-        ),
+        Option("ray.compile_limits.memory_bytes", "MiB that compiling a constraint may take.", "compile_memory_mib"),
+        Option("ray.compile_limits.grammar_bytes", "MiB that one compiled grammar may take.", "compiled_grammar_mib"),
     ),
     *_panel(
         "Limits of one request (400 beyond)",
@@ -290,16 +266,10 @@ OPTIONS = (
         Option("engine.max_n", "Outputs of one request (n). Default: --max-num-seqs."),
         Option("engine.limits.max_constraint_bytes", "Size of a constraint, in bytes."),
         Option("engine.limits.max_nesting", "Levels of nesting in a schema, of brackets in a regex or grammar."),
-        Option(
-            "engine.limits.max_alternatives",
-            "Alternatives: anyOf and oneOf of a schema together, | of a regex or a grammar.",
-        ),
+        Option("engine.limits.max_alternatives", "Alternatives: anyOf and oneOf of a schema, | of a regex or grammar."),
         Option("engine.limits.max_enum", "Values of an enum."),
         Option("engine.limits.max_choices", "Entries of choice."),
-        Option(
-            "engine.limits.max_repetition",
-            "Repetition bounds (nested ones multiplied), minLength, minItems and the like.",
-        ),
+        Option("engine.limits.max_repetition", "Repetition bounds (nested ones multiplied), minLength, minItems, ..."),
         Option("engine.limits.max_grammar_rules", "Rules of a grammar."),
     ),
 )

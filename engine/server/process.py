@@ -47,9 +47,7 @@ def start_engine(options: ServeOptions) -> AsyncLLM:
         raise OSError(f"there is no model directory {model}")
     if not sys.stderr.isatty():
         disable_progress_bar()
-    return AsyncLLM(
-        model, options.pool, options.engine, pool_options=options.pool_options, **dataclasses.asdict(options.load)
-    )
+    return AsyncLLM(model, options.pool, options.engine, pool_options=options.ray, **dataclasses.asdict(options.load))
 
 
 def settings_of(options: ServeOptions) -> ServerSettings:

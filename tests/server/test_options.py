@@ -39,8 +39,8 @@ def test_every_field_of_the_typed_configuration_is_an_option() -> None:
 def test_the_typed_configuration_is_made_of_what_llm_takes() -> None:
     options = ServeOptions()
     assert options.engine == EngineConfig()
-    assert options.pool_options == RayPoolOptions()
-    assert (options.engine.limits, options.pool_options.compile_limits) == (Limits(), CompileLimits())
+    assert options.ray == RayPoolOptions()
+    assert (options.engine.limits, options.ray.compile_limits) == (Limits(), CompileLimits())
     assert (options.load, options.server) == (LoadOptions(), ServerSettings())
     for kind in (LLM, AsyncLLM):
         assert {"config", "pool_options", "load_options", "pool"} < inspect.signature(kind).parameters.keys()
@@ -65,5 +65,5 @@ def test_ray_serve_reads_values_from_the_command_line_as_text() -> None:
     given = {"spread": "true", "slots": "9", "transport": "tcp", "kv_cache_mib": "3", "max_enum": "4"}
     arguments = Arguments.model_validate(given).model_dump(include=set(given))
     options = ServeOptions.from_flat(arguments)
-    assert options.pool_options == RayPoolOptions(spread=True, slots=9, transport="tcp")
+    assert options.ray == RayPoolOptions(spread=True, slots=9, transport="tcp")
     assert options.engine == EngineConfig(kv_cache_bytes=3 << 20, limits=Limits(max_enum=4))
