@@ -88,5 +88,5 @@ def test_a_model_that_scales_its_logits_is_found_out(tiny_tokenizer: PreTrainedT
     scaled = Scaled(config)
     scaled.load_state_dict(plain.state_dict())
     prepare_model(copy.deepcopy(plain), tiny_tokenizer)
-    with pytest.raises(UnsupportedModelError, match="logits are not those"):
+    with pytest.raises(UnsupportedModelError, match="logits with paged attention differ"):
         prepare_model(scaled, tiny_tokenizer)
