@@ -57,7 +57,7 @@ class EngineConfig:
             spin. A small model with two threads was measured 20 times slower than with one thread when mask actors
             competed for the cores.)
         seed: seed of the engine. A request without a seed derives its own from it.
-        parking: a step continues without the sequences whose mask misses the step's deadline. They are sampled when
+        parking: a step continues without the sequences that have no mask at the step's deadline. They are sampled when
             their mask is ready. Off: each step waits for all masks. Parking changes when a token is sampled, never
             which token.
         mask_deadline: seconds that a step waits for masks once its logits are computed, with a resolution of about a

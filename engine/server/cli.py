@@ -20,7 +20,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
-    help="Guided decoding: an OpenAI-compatible server whose outputs satisfy a schema, regex, grammar or choice.",
+    help="Guided decoding: an OpenAI-compatible server with outputs that satisfy a schema, regex, grammar or choice.",
 )
 
 

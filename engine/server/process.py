@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
+from transformers import GenerationConfig
 from transformers.utils.logging import disable_progress_bar
 
 from engine.async_llm import AsyncLLM
 from engine.server.app import create_app
 from engine.server.context import ServerContext
-from engine.server.defaults import sampling_defaults
 from engine.server.options import ServeOptions, ServerSettings
 from engine.server.protocol import CHAT_EXAMPLE, COMPLETION_EXAMPLE
 
@@ -32,6 +32,9 @@ __all__ = ["drop_stalled_connections", "serve", "settings_of", "start_engine"]
 _KEEP_ALIVE_SECONDS = 75
 """How long a connection may be idle. Clients and proxies keep idle connections for 5 to 60 s. The server keeps them
 longer, because a server that closes first may do so at the moment when the client sends a request."""
+
+_SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Sampling parameters for which a model's `generation_config.json` can set defaults."""
 
 
 def start_engine(options: ServeOptions) -> AsyncLLM:
@@ -56,8 +59,19 @@ def settings_of(options: ServeOptions) -> ServerSettings:
         options.server,
         model_names=(options.model_name,),
         api_key=options.server.api_key or None,
-        sampling_defaults=sampling_defaults(options.model_path),
+        sampling_defaults=_sampling_defaults(options.model_path),
     )
+
+
+def _sampling_defaults(model: str) -> dict[str, Any]:
+    """Return the fields of `SamplingParams` that the checkpoint sets. `do_sample: false` means temperature 0."""
+    try:
+        config = GenerationConfig.from_pretrained(model)
+    except OSError:
+        return {}
+    if config.do_sample is False:
+        return {"temperature": 0.0}
+    return {name: value for name in _SAMPLING_FIELDS if (value := getattr(config, name, None)) is not None}
 
 
 def serve(options: ServeOptions, listener: socket.socket) -> None:
@@ -92,7 +106,7 @@ def _log_to_stderr(level: str) -> None:
 
 
 def drop_stalled_connections(listener: socket.socket, seconds: float) -> None:
-    """Let the kernel drop connections whose client reads nothing. Connections inherit the timeout from the listener.
+    """Let the kernel drop connections to clients that read nothing. Connections inherit the timeout from the listener.
 
     It is twice the stream's own limit `seconds`, so that the stream ends first and the reason is known.
     """

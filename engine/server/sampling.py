@@ -3,37 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 from engine.sampling_params import SamplingParams
 from engine.server.constraints import RequestedConstraint
 from engine.server.context import ServerContext
 from engine.server.protocol import GenerationRequest
+from guided.constraint import KINDS
 from guided.errors import InvalidRequest, bounded
 
 __all__ = ["sampling_params"]
 
-_SAME_NAME = (
-    "n",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "min_tokens",
-    "stop",
-    "stop_token_ids",
-    "include_stop_str_in_output",
-    "ignore_eos",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "skip_special_tokens",
-    "spaces_between_special_tokens",
-    "best_of",
-    "use_beam_search",
-    "prompt_logprobs",
-)
+_CONVERTED = {*KINDS, "backend", "whitespace_pattern", "max_tokens", "logprobs", "logit_bias"}
+_SAME_NAME = sorted({each.name for each in fields(SamplingParams)} & GenerationRequest.model_fields.keys() - _CONVERTED)
+"""Fields that mean the same in a request and in `SamplingParams`."""
 
 
 def sampling_params(

@@ -1,4 +1,4 @@
-"""Parking: a late mask changes when a token comes, never which, and delays nobody else."""
+"""Parking: a late mask changes when a token comes, never which, and delays no other sequence."""
 
 from __future__ import annotations
 
