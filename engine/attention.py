@@ -42,7 +42,7 @@ class KVStore(Protocol):
 
 @dataclass
 class PagedContext:
-    """What the attention function needs to know of a step.
+    """The step, as the attention function needs it.
 
     Args:
         store: keys and values.

@@ -39,18 +39,18 @@ class LLM(BaseLLM):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Run all prompts to their ends.
+        """Generate the outputs of all prompts.
 
         Args:
-            prompts: one or many; each is text or token ids.
-            sampling_params: one for all, or one for each.
+            prompts: one or many prompts, each as text or token ids.
+            sampling_params: one for all prompts, or one for each.
             use_tqdm: show a progress bar.
 
         Returns:
-            One `RequestOutput` a prompt, in order. What went wrong with one of them is in its `error`.
+            One `RequestOutput` per prompt, in order. A request that failed has an `error`.
 
         Raises:
-            InvalidRequest: a request can't be served as it is; none was run.
+            InvalidRequest: a request is invalid. None of them was run.
         """
         many = _as_many(prompts)
         params = _params_for(many, sampling_params)
@@ -93,13 +93,13 @@ class LLM(BaseLLM):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Like `generate`, for one conversation or many, through the tokenizer's chat template.
+        """Generate answers to one or many conversations in the tokenizer's chat template.
 
         Args:
             messages: a list of `{"role", "content"}`, or a list of such lists.
 
         Raises:
-            InvalidRequest: the tokenizer has no chat template, or what `generate` raises.
+            InvalidRequest: the tokenizer has no chat template, or as in `generate`.
         """
         if not getattr(self.tokenizer, "chat_template", None):
             raise InvalidRequest("this model's tokenizer has no chat template: use generate()", param="messages")
@@ -137,5 +137,5 @@ def _params_for(
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * len(prompts)
     if len(params) != len(prompts):
-        raise ValueError(f"{len(prompts)} prompts and {len(params)} sampling_params: give one, or one for each")
+        raise ValueError(f"{len(prompts)} prompts and {len(params)} sampling_params: give one, or one per prompt")
     return list(params)

@@ -39,7 +39,7 @@ class LoadedModel:
     tokenizer: Any
     vocabulary: Vocabulary
     max_model_len: int
-    """Longest context, in tokens."""
+    """Maximum context length, in tokens."""
     dtype: torch.dtype
     device: torch.device
 

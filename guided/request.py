@@ -56,12 +56,12 @@ def take_whitespace(one: GivenConstraint | None, given: Sequence[GivenWhitespace
         return None
     if one is None:
         field = given[0].field
-        raise InvalidRequest(f"{field} goes with a JSON constraint, and there is none", param=field)
+        raise InvalidRequest(f"{field} requires a JSON constraint", param=field)
     if len(given) > 1:
         names = " and ".join(each.field for each in given)
         raise InvalidRequest(f"{names} are given: choose one", param=given[1].field)
     if one.kind not in ("json_schema", "json_object"):
-        raise InvalidRequest(f"{given[0].field} goes with JSON constraints, not with {one.field}", param=given[0].field)
+        raise InvalidRequest(f"{given[0].field} requires a JSON constraint, not {one.field}", param=given[0].field)
     return given[0]
 
 

@@ -27,13 +27,13 @@ def processors_of(model: LoadedModel, config: EngineConfig, max_model_len: int) 
     Raises:
         ValueError: a processor cannot be loaded or created. The message names it.
     """
-    told = VllmConfig(
+    description = VllmConfig(
         ModelConfig(model.name, max_model_len, model.vocabulary.padded_vocab_size, model.dtype, model.config),
         SchedulerConfig(config.max_num_seqs, config.max_num_batched_tokens),
         model.tokenizer,
         frozenset(model.vocabulary.stop_token_ids),
     )
-    return LogitsProcessors(told, model.device, load_classes(config.logits_processors))
+    return LogitsProcessors(description, model.device, load_classes(config.logits_processors))
 
 
 def load_classes(given: Sequence[str | type]) -> list[ProcessorClass]:
@@ -57,7 +57,7 @@ def load_classes(given: Sequence[str | type]) -> list[ProcessorClass]:
 def _named(name: str) -> Any:
     module, colon, path = name.partition(":")
     if not (colon and module and path):
-        raise ValueError(f"{bounded(name)!r} is no logits processor: give it as module:Class")
+        raise ValueError(f"{bounded(name)!r} is not a logits processor: give it as module:Class")
     found = _loaded(name, lambda: import_module(module))
     for part in path.split("."):
         found = _loaded(name, lambda owner=found, part=part: getattr(owner, part))
@@ -75,5 +75,5 @@ def _checked(found: Any, what: object) -> ProcessorClass:
     if isinstance(found, type) and issubclass(found, LogitsProcessor | RevisedLogitsProcessor):
         return found
     raise ValueError(
-        f"{bounded(what)} is no subclass of engine.logits_processors.LogitsProcessor (or RevisedLogitsProcessor)"
+        f"{bounded(what)} is not a subclass of engine.logits_processors.LogitsProcessor (or RevisedLogitsProcessor)"
     )

@@ -62,7 +62,7 @@ def _logprobs(body: ChatRequest) -> int | None:
     if body.logprobs:
         return body.top_logprobs or 0
     if body.top_logprobs:
-        raise InvalidRequest("top_logprobs goes with logprobs: true", param="top_logprobs")
+        raise InvalidRequest("top_logprobs requires logprobs: true", param="top_logprobs")
     return None
 
 

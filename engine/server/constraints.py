@@ -74,7 +74,7 @@ def _response_format(request: GenerationRequest) -> Iterator[GivenConstraint]:
         yield GivenConstraint("json_schema", "response_format", chosen.json_schema.schema_)
     elif chosen.json_schema is not None:
         raise InvalidConstraint(
-            f"response_format.json_schema goes with type json_schema, not {chosen.type}",
+            f"response_format.json_schema requires type json_schema, not {chosen.type}",
             param="response_format.json_schema",
         )
 
@@ -99,7 +99,7 @@ def _structured_outputs(request: GenerationRequest) -> Iterator[GivenConstraint]
     ]
     if not given:
         raise InvalidConstraint(
-            "structured_outputs holds no constraint: give one of json, regex, choice, grammar, json_object",
+            "structured_outputs has no constraint: give one of json, regex, choice, grammar, json_object",
             param="structured_outputs",
         )
     yield from given
@@ -158,5 +158,5 @@ def _build(
     closed = request.structured_outputs is not None and request.structured_outputs.disable_additional_properties
     if closed and one.kind != "json_schema":
         field = "structured_outputs.disable_additional_properties"
-        raise InvalidRequest(f"{field} goes with a JSON schema, not with {one.field}", param=field)
+        raise InvalidRequest(f"{field} requires a JSON schema, not {one.field}", param=field)
     return build(one, whitespace, additional_properties=not closed, limits=limits)

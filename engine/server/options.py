@@ -68,7 +68,7 @@ class ServeOptions:
         served_model_name: name that requests use for the model. None: `model`.
         pool: where masks are computed.
         ray: options of the mask pool.
-        grace_seconds: time that running generations have to end after the server was told to stop.
+        grace_seconds: time that running generations have to end when the server stops.
 
     Raises:
         ValueError: a value is out of range.
@@ -135,7 +135,7 @@ class Option:
         field: the path of the leaf, with dots.
         help: what the command line says about it.
         name: flat name. By default the last part of the path. A name that ends in `_mib` stands for a field in bytes.
-        process_only: an option of `guided serve` alone. Ray Serve has a setting of its own for it.
+        process_only: an option of `guided serve` only. Ray Serve has its own setting.
         env: environment variable that the command line reads.
         panel: heading that the command line lists it under.
     """

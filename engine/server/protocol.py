@@ -160,7 +160,7 @@ class GenerationRequest(Body):
     @classmethod
     def _only_of_streams(cls, options: StreamOptions | None, info: ValidationInfo) -> StreamOptions | None:
         if options is not None and not info.data.get("stream"):
-            raise PydanticCustomError(MISPLACED, "stream_options goes with stream: true")
+            raise PydanticCustomError(MISPLACED, "stream_options requires stream: true")
         return options
 
     # The constraint, one of these. Our own names ...

@@ -58,6 +58,6 @@ def _logit_bias(given: Mapping[str, float] | None) -> dict[int, float] | None:
     bias = {}
     for key, value in given.items():
         if not key.isascii() or not key.isdecimal() or len(key) > 9:
-            raise InvalidRequest(f"logit_bias: {bounded(key, 40)!r} is no token id", param="logit_bias")
+            raise InvalidRequest(f"logit_bias: {bounded(key, 40)!r} is not a token id", param="logit_bias")
         bias[int(key)] = value
     return bias

@@ -37,7 +37,7 @@ async def detokenize(body: DetokenizeRequest, context: Context) -> DetokenizeRes
     texts, size = context.texts, context.vocabulary.padded_vocab_size
     wrong = next((token for token in body.tokens if not 0 <= token < size), None)
     if wrong is not None:
-        raise InvalidRequest(f"{wrong} is no token id of this model", param="tokens")
+        raise InvalidRequest(f"{wrong} is not a token id of this model", param="tokens")
     return DetokenizeResponse(prompt=b"".join(map(texts.bytes_of, body.tokens)).decode("utf-8", "replace"))
 
 

@@ -152,7 +152,7 @@ def test_backend_of_the_request_goes_before_the_servers(fields: dict[str, Any], 
         ),
         ({"guided_choice": []}, InvalidConstraint, "guided_choice", ["empty"]),
         ({"regex": "a", "whitespace_pattern": " "}, InvalidRequest, "whitespace_pattern", ["regex"]),
-        ({"whitespace_pattern": " "}, InvalidRequest, "whitespace_pattern", ["none"]),
+        ({"whitespace_pattern": " "}, InvalidRequest, "whitespace_pattern", ["JSON constraint"]),
         (
             {"json_schema": SCHEMA, "whitespace_pattern": " ", "guided_whitespace_pattern": ""},
             InvalidRequest,

@@ -40,13 +40,13 @@ def test_entry_points_come_first_and_only_those_of_our_group(monkeypatch: pytest
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("sample_processors", "'sample_processors' is no logits processor: give it as module:Class"),
+        ("sample_processors", "'sample_processors' is not a logits processor: give it as module:Class"),
         ("sample_processors:", "module:Class"),
         ("no_such_module:It", "no_such_module:It can't be loaded: ModuleNotFoundError"),
         ("sample_processors:Nobody", "sample_processors:Nobody can't be loaded: AttributeError"),
-        ("sample_processors:logger", "is no subclass of engine.logits_processors.LogitsProcessor"),
-        ("sample_processors:SamplingParams", "is no subclass"),
-        (dict, "is no subclass"),
+        ("sample_processors:logger", "is not a subclass of engine.logits_processors.LogitsProcessor"),
+        ("sample_processors:SamplingParams", "is not a subclass"),
+        (dict, "is not a subclass"),
     ],
 )
 def test_what_is_none_is_refused(given: Any, message: str) -> None:
