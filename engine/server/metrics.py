@@ -117,8 +117,8 @@ class Metrics:
                 timer.see(output)
                 yield output
         except GuidedError as error:
-            # An `InvalidRequest` itself is about another field than the constraint.
-            if params.constraint is not None and not timer.admitted and type(error) is not InvalidRequest:
+            about_other_field = type(error) is InvalidRequest and error.param is not None  # for example a long prompt
+            if params.constraint is not None and not timer.admitted and not about_other_field:
                 self.not_compiled(error.code, params.constraint.kind)
             raise
         finally:

@@ -1,4 +1,4 @@
-"""The embedded default model: what is shipped loads, fits and works; the corpus behind it keeps its promises."""
+"""The embedded default model: the checkpoint loads and works, and the corpus has the documented properties."""
 
 from __future__ import annotations
 

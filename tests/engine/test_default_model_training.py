@@ -1,4 +1,4 @@
-"""The training script learns, and a run that was stopped goes on as if it had not been."""
+"""The training script: the loss falls, and a stopped run continues with the same result."""
 
 from __future__ import annotations
 

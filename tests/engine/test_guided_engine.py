@@ -1,4 +1,4 @@
-"""The engine with constraints: both step loops, suppression, and failures that end one group."""
+"""The engine with constraints: suppression, and failures that end one group."""
 
 from __future__ import annotations
 

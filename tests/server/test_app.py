@@ -1,4 +1,4 @@
-"""The application around a real engine and a tiny random model: what goes in, what comes out, what is refused."""
+"""The application with a real engine and a tiny random model: requests, answers and errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line: what it says of itself, and what it says when it can't start."""
+"""The command line: its help, and its errors when the server cannot start."""
 
 from __future__ import annotations
 

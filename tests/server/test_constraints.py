@@ -1,4 +1,4 @@
-"""Every spelling of a constraint means the same thing, and what is wrong is named as the user spelled it."""
+"""All spellings of a constraint mean the same, and errors name the field as the request spells it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Custom logits processors over HTTP: `vllm_xargs`, what is refused, and what a client sees of one that raises."""
+"""Custom logits processors over HTTP: `vllm_xargs`, rejected values, and the answer when a processor raises."""
 
 from __future__ import annotations
 

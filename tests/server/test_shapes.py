@@ -1,4 +1,4 @@
-"""What is said of bodies that are not of their shape: the field, and why, in words that help."""
+"""Errors about bodies of the wrong shape: the field and the reason."""
 
 from __future__ import annotations
 

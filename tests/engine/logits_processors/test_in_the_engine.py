@@ -1,4 +1,4 @@
-"""Custom processors in a running engine: in which order, on which rows, and what is left of a batch when one raises."""
+"""Custom processors in a running engine: their order, their rows, and the rest of the batch when one raises."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where custom processors come from, and what is said where there is none."""
+"""Loading custom processors, and the errors when one cannot be loaded."""
 
 from __future__ import annotations
 
