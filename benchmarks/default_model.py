@@ -20,10 +20,10 @@ from typing import Any
 from benchmarks.report import RESULTS, machine, write_json
 from engine.config import EngineConfig
 from engine.default_model import checkpoint_path
-from engine.default_model.corpus import evaluation_example
-from engine.default_model.exchange import schema_of
 from engine.llm import LLM
 from engine.sampling_params import SamplingParams
+from examples.default_model_training.corpus import evaluation_example
+from examples.default_model_training.exchange import schema_of
 from guided.backends import BACKENDS
 from guided.errors import UnsupportedConstraint
 

@@ -1,9 +1,9 @@
-"""The Ray Serve application: the same FastAPI application as `guided serve`'s as ingress, the mask pool beside it.
+"""The Ray Serve application: the FastAPI application of `guided serve` as ingress, with a mask pool of its own.
 
     serve run deploy/serve.yaml                                       # settings from a file
     serve run deploy.serve_app:app model=PATH num_actors=4            # settings from the command line
 
-Each replica is one engine with a mask pool of its own, placed on its node, in the Ray cluster that Serve runs on.
+Each replica is one engine with its own mask pool, in the Ray cluster that Ray Serve runs on.
 """
 
 from __future__ import annotations
@@ -11,42 +11,14 @@ from __future__ import annotations
 from typing import Any
 
 from fastapi import FastAPI
-from pydantic import BaseModel, ConfigDict
 from ray import serve
 
+from deploy.arguments import RESOURCES, Arguments
 from engine.server.app import create_app
-from engine.server.process import ServeOptions, start_engine
+from engine.server.options import ServeOptions
+from engine.server.process import settings_of, start_engine
 
-__all__ = ["Arguments", "GuidedServer", "app"]
-
-
-class Arguments(BaseModel):
-    """What `args` in the configuration, or `name=value` on the command line, may hold; see `guided serve --help`."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    model: str | None = None
-    num_actors: int | None = None
-    backend: str = "auto"
-    max_num_seqs: int = 64
-    max_model_len: int | None = None
-    max_requests: int = 1024
-    mask_limit: float = 5.0
-    max_replays: int = 0
-    pool_wait: float = 30.0
-    device: str = "auto"
-    dtype: str = "auto"
-    logits_processors: tuple[str, ...] = ()
-    api_key: str | None = None
-    served_model_name: str | None = None
-    num_cpus: float = 1
-    """CPUs that Ray reserves for a replica."""
-    num_gpus: float = 0
-    """GPUs that Ray reserves for a replica; it sees no others."""
-
-    @property
-    def options(self) -> ServeOptions:
-        return ServeOptions(pool="ray", **self.model_dump(exclude={"num_cpus", "num_gpus"}))
+__all__ = ["GuidedServer", "app"]
 
 
 @serve.ingress()
@@ -55,34 +27,35 @@ class GuidedServer:
 
     def __init__(self, options: ServeOptions) -> None:
         self._engine = start_engine(options)
-        self._settings = options.settings
+        self._settings = settings_of(options)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return create_app(self._engine, self._settings)
 
     def check_health(self) -> None:
-        """Ray Serve replaces the replica when this raises. Mask actors that are down come back by themselves."""
+        """Raise if the engine's thread has died: Ray Serve then replaces the replica. The pool restarts its actors."""
         health = self._engine.health()
         if not health.alive:
             raise RuntimeError(f"the engine has died: {health.error}")
 
     def __del__(self) -> None:
-        if hasattr(self, "_engine"):  # it is not there where starting it failed
+        if hasattr(self, "_engine"):  # missing if the engine did not start
             self._engine.shutdown()
 
 
 def app(given: dict[str, Any]) -> serve.Application:
-    """What `serve run deploy.serve_app:app` runs; `given` holds fields of `Arguments`, or strings of them."""
-    arguments = Arguments.model_validate(given)
-    actor_options: dict[str, Any] = {"num_cpus": arguments.num_cpus, "num_gpus": arguments.num_gpus}
+    """Build the application for `serve run deploy.serve_app:app`. `given` has fields of `Arguments`, or their text."""
+    arguments = Arguments.model_validate(given).model_dump()
+    resources = {name: arguments.pop(name) for name in RESOURCES}
+    options = ServeOptions.from_flat(arguments)
     deployment = serve.deployment(
         GuidedServer,
         name="GuidedServer",
         health_check_period_s=5,
         graceful_shutdown_timeout_s=30,
-        ray_actor_options=actor_options,
-        # The application has its own limit, which is answered with 429 in OpenAI's shape; Serve's must not come first.
-        max_ongoing_requests=2 * arguments.max_requests,
+        ray_actor_options=resources,
+        # The application answers 429 in OpenAI's shape at its own limit. Ray Serve's limit must be higher.
+        max_ongoing_requests=2 * options.server.max_requests,
     )
-    application: serve.Application = deployment.bind(arguments.options)
+    application: serve.Application = deployment.bind(options)
     return application

@@ -1,4 +1,4 @@
-"""Admission: a prompt and its parameters into a SequenceGroup, or a refusal that says what would work."""
+"""Admission: turns a prompt and its parameters into a SequenceGroup, or rejects them."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ __all__ = ["Admission"]
 
 
 class Admission:
-    """Checks what `SamplingParams` can't know: the prompt, the context, the vocabulary, the engine's limits.
+    """Checks what `SamplingParams` cannot: the prompt, the context length, the vocabulary, the engine's limits.
 
     Args:
-        validate: what the logits processors say to a request's parameters: raises `InvalidRequest`.
+        validate: lets the logits processors check the parameters of a request. It raises `InvalidRequest`.
     """
 
     def __init__(
@@ -45,10 +45,10 @@ class Admission:
     def admit(
         self, request_id: str, prompt: str | Tokens[int], params: SamplingParams, *, stream: bool
     ) -> SequenceGroup:
-        """The group of a request, with all its n sequences. Already `FINISHED_IGNORED` if the prompt is too long.
+        """Build the group of a request with its n sequences. If the prompt is too long, they are `FINISHED_IGNORED`.
 
         Raises:
-            InvalidRequest: `param` names what is wrong.
+            InvalidRequest: `param` names the field.
         """
         token_ids = self._tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         self._check_prompt(token_ids)
@@ -92,39 +92,39 @@ class Admission:
         if not token_ids:
             raise InvalidRequest("the prompt is empty: give at least one token", param="prompt")
         if not all(isinstance(token, int) and 0 <= token < self._vocab_size for token in token_ids):
-            raise InvalidRequest(
-                f"the prompt holds something that is no token id between 0 and {self._vocab_size - 1}", param="prompt"
-            )
+            raise InvalidRequest(f"token ids must be between 0 and {self._vocab_size - 1}", param="prompt")
 
     def _context_error(self, token_ids: list[int], params: SamplingParams) -> InvalidRequest | None:
-        """What is too long for the context, if anything is."""
+        """Check the context length. Every API reports this error."""
         have, limit = len(token_ids), self._max_model_len
         if have >= limit:
             return InvalidRequest(
-                f"the prompt has {have} tokens; the context of {limit} must hold it and at least one more",
+                f"the prompt has {have} tokens; the context of {limit} tokens must hold it and at least one more",
                 param="prompt",
             )
         if params.max_tokens is not None and have + params.max_tokens > limit:
             return InvalidRequest(
-                f"max_tokens is {params.max_tokens}, and the prompt has {have} tokens: together they go beyond the "
-                f"context of {limit}; max_tokens can be {limit - have} at the most",
+                f"max_tokens is {params.max_tokens} and the prompt has {have} tokens: the context of {limit} tokens "
+                f"leaves {limit - have} for the output",
                 param="max_tokens",
             )
         return None
 
     def _check_params(self, params: SamplingParams) -> None:
         if params.n > self._max_n:
-            raise InvalidRequest(f"n is {params.n}; here it is {self._max_n} at the most", param="n")
+            raise InvalidRequest(f"n is {params.n}; the limit is {self._max_n}", param="n")
         if params.constraint is not None and self._limits != DEFAULT_LIMITS:
             _check_constraint(params.constraint, self._limits)
         for name, tokens in (("logit_bias", params.logit_bias or ()), ("stop_token_ids", params.stop_token_ids)):
             beyond = [token for token in tokens if token >= self._vocab_size]
             if beyond:
-                raise InvalidRequest(f"{name} names token {beyond[0]}; the model has {self._vocab_size}", param=name)
+                raise InvalidRequest(
+                    f"{name} has token {beyond[0]}; the model has {self._vocab_size} tokens", param=name
+                )
         self._validate(params)
 
 
 @lru_cache(maxsize=1024)
 def _check_constraint(constraint: Constraint, limits: Limits) -> None:
-    """Most were built under these limits a moment ago, and many come again."""
+    """Check a constraint that may have been built with other limits. Most requests repeat one: hence the cache."""
     constraint.check(limits)

@@ -1,4 +1,4 @@
-"""AsyncLLM: the engine on a thread of its own, streams of outputs for asyncio. What the server runs on."""
+"""AsyncLLM: runs the engine on its own thread and streams outputs to asyncio. The server uses it."""
 
 from __future__ import annotations
 
@@ -7,19 +7,16 @@ import logging
 import threading
 import uuid
 from collections import deque
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from engine.config import EngineConfig, with_processors
-from engine.llm import PoolChoice, open_pool, set_threads
-from engine.llm_engine import EngineStats, LLMEngine
-from engine.model_loader import LoadedModel, load_model
+from engine.base_llm import BaseLLM
+from engine.llm_engine import EngineStats
 from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
 from engine.sequence import SequenceGroup
 from guided.errors import GuidedError, InternalError, bounded
-from guided.pool import MaskPool, PoolStatus
+from guided.pool import PoolStatus
 
 __all__ = ["AsyncLLM", "EngineHealth"]
 
@@ -31,29 +28,24 @@ class EngineHealth:
     """A snapshot of the engine, for `/health` and the metrics."""
 
     alive: bool
-    """The loop runs."""
+    """The engine's thread runs."""
     error: str | None
-    """What ended the loop."""
+    """The error that ended the thread."""
     pool: PoolStatus
     num_running: int
     """Sequences."""
     num_waiting: int
-    """Groups that could run, and preempted sequences."""
+    """Groups that could run, plus preempted sequences."""
     num_waiting_for_grammar: int
     """Groups."""
     kv_cache_usage: float
-    """Share of the blocks that are taken."""
+    """Share of the blocks in use, 0 to 1."""
     num_preemptions: int
     stats: EngineStats
 
-    @property
-    def healthy(self) -> bool:
-        """Everything that is asked for can be served."""
-        return self.alive and self.pool.healthy
-
 
 class _Stream:
-    """One consumer's side of a request. Outputs are snapshots: one that was not fetched in time is replaced."""
+    """The consumer's end of a request. It keeps only the newest output, because each output is a complete snapshot."""
 
     def __init__(self, group: SequenceGroup) -> None:
         self.group = group
@@ -63,7 +55,7 @@ class _Stream:
         self._ready = asyncio.Event()
 
     def put(self, output: RequestOutput | BaseException) -> None:
-        """On the consumer's loop."""
+        """Deliver an output or the final error. Runs on the consumer's event loop."""
         if isinstance(output, RequestOutput):
             self._latest = output
         else:
@@ -80,49 +72,24 @@ class _Stream:
         return output
 
 
-class AsyncLLM:
-    """An engine, its model and its pool, behind asyncio. Arguments as `LLM`'s.
+class AsyncLLM(BaseLLM):
+    """Generate from asyncio. Arguments as `BaseLLM`'s.
 
-    The engine's thread starts here and ends with `shutdown`. If it dies of an error, every stream raises, and
-    `health().alive` is False from then on.
+    The constructor starts the engine's thread and `shutdown` ends it. If the thread dies of an error, every stream
+    raises, and `health().alive` is False from then on.
     """
 
-    def __init__(
-        self,
-        model: str | LoadedModel,
-        pool: PoolChoice | MaskPool = "inline",
-        config: EngineConfig | None = None,
-        *,
-        pool_options: Mapping[str, Any] | None = None,
-        logits_processors: Sequence[str | type] = (),
-        **load_options: Any,
-    ) -> None:
-        config = with_processors(config, logits_processors)
-        self.model = load_model(model, **load_options) if isinstance(model, str) else model
-        self.model.context_length(config.max_model_len if config else None)  # before a pool is started in vain
-        set_threads(self.model, config)
-        self._own_pool = open_pool(pool, self.model.vocabulary, pool_options, config) if isinstance(pool, str) else None
-        self.pool: MaskPool = self._own_pool or pool  # type: ignore[assignment]  # a MaskPool where it is no name
-        try:
-            self.engine = LLMEngine(self.model, config, self.pool)
-        except BaseException:  # a logits processor can't be loaded, for one
-            if self._own_pool is not None:
-                self._own_pool.shutdown()
-            raise
-        self.tokenizer = self.model.tokenizer
-        self.max_model_len = self.engine.max_model_len
+    def _start(self) -> None:
         self._inbox: deque[_Stream | str] = deque()
-        """From other threads: streams whose requests are to be submitted, ids of requests to be aborted."""
+        """From other threads: streams with requests to submit, and ids of requests to abort."""
         self._streams: dict[str, _Stream] = {}
-        self._gate = threading.Lock()
-        """Between a late sender and the end: what is in the inbox after `_ended` is set, nobody reads."""
+        self._lock = threading.Lock()
+        """Guards the inbox against additions after the engine's thread has emptied it for the last time."""
         self._ended = False
         self._closing = False
         self._death: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
-
-    # -- on the consumer's side
 
     async def generate(
         self,
@@ -132,15 +99,17 @@ class AsyncLLM:
         *,
         stream: bool = True,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Run one request. Yields snapshots: the first, with nothing in its outputs yet or something already, once the
-        request is admitted (its constraint is compiled); the last has `finished`. With `stream` off: the last alone,
-        and whatever went wrong is raised.
+        """Run one request and yield snapshots of its output.
 
-        What goes wrong before the request is admitted is raised; what goes wrong later is the last snapshot's `error`.
-        Leaving the iteration early, or cancelling it, aborts the request.
+        The first snapshot comes once the request is admitted, that is, its constraint is compiled. Its outputs may be
+        empty. The last snapshot has `finished`. Leaving the iteration early, or cancelling it, aborts the request.
+
+        Args:
+            stream: off: yield only the last snapshot.
 
         Raises:
-            GuidedError: the user's mistake, or ours, before anything was generated.
+            GuidedError: the request failed before it was admitted, or at any time if `stream` is off. A later failure
+                of a stream is the `error` of its last snapshot.
             InternalError: the engine's thread has died.
         """
         group = self.engine.admit(request_id or uuid.uuid4().hex, prompt, params, stream=stream)
@@ -151,7 +120,7 @@ class AsyncLLM:
             while not finished:
                 output = await consumer.get()
                 finished = output.finished
-                # An unread snapshot is replaced by a newer one: the first that is seen may be the last.
+                # Newer snapshots replace unread ones, so the first that is seen may be the last.
                 admitted = admitted or (stream and group.first_token_time is not None)
                 if finished and output.error is not None and not admitted:
                     raise output.error
@@ -162,24 +131,24 @@ class AsyncLLM:
                 self._send(group.request_id)
 
     def abort(self, request_id: str) -> None:
-        """End a request; its stream ends with `finish_reason` abort. From any thread."""
+        """End a request. Its stream ends with `finish_reason` abort. Call it from any thread."""
         self._send(request_id)
 
     def _send(self, item: _Stream | str) -> None:
-        with self._gate:
+        with self._lock:
             if not self._ended:
                 self._inbox.append(item)
                 self.engine.awake.set()
             elif isinstance(item, _Stream):
-                raise self._gone()
+                raise self._ended_error()
 
     @property
     def num_waiting(self) -> int:
-        """Requests that don't run yet: new, waiting for their grammar, or for their turn. From any thread."""
+        """Number of requests that do not run yet. Call it from any thread."""
         return len(self._inbox) + len(self.engine.scheduler.waiting)
 
     def health(self) -> EngineHealth:
-        """From any thread."""
+        """Take a snapshot. Call it from any thread."""
         scheduler, blocks = self.engine.scheduler, self.engine.blocks
         waiting = list(scheduler.waiting)
         for_grammar = sum(group.waits_for_grammar for group in waiting)
@@ -196,16 +165,14 @@ class AsyncLLM:
         )
 
     def shutdown(self) -> None:
-        """End all requests, the thread, and the pool if it is this object's own. Idempotent."""
+        """End all requests and the thread, and shut the pool down if this object has started it. Idempotent."""
         self._closing = True
         self.engine.awake.set()
         self._thread.join()
-        if self._own_pool is not None:
-            self._own_pool.shutdown()
-
-    # -- on the engine's thread
+        self._shut_down_pool()
 
     def _run(self) -> None:
+        """Run the engine. This and the methods below run on the engine's thread."""
         try:
             while not self._closing:
                 self.engine.awake.clear()
@@ -230,14 +197,14 @@ class AsyncLLM:
                 raise ValueError(f"request {request_id!r} is running already")
             self._streams[request_id] = item
             self.engine.submit(item.group)
-        except Exception as error:  # one request's error never ends the loop
+        except Exception as error:  # an error of one request never ends the thread
             if self._streams.get(request_id) is item:
                 del self._streams[request_id]
             known = isinstance(error, GuidedError | ValueError)
             self._post({item.loop: [(item, error if known else InternalError(bounded(repr(error))))]})
 
     def _deliver(self, outputs: list[RequestOutput]) -> None:
-        """One call into each event loop a step, however many streams have something."""
+        """Deliver a step's outputs with one call into each event loop."""
         posts: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, RequestOutput | BaseException]]] = {}
         for output in outputs:
             stream = self._streams.get(output.request_id)
@@ -254,22 +221,22 @@ class AsyncLLM:
         for loop, items in posts.items():
             try:
                 loop.call_soon_threadsafe(_put_all, items)
-            except RuntimeError:  # that event loop is closed: nobody listens
+            except RuntimeError:  # the event loop is closed
                 for stream, _ in items:
                     self.engine.abort_request(stream.group.request_id)
 
     def _end_all(self) -> None:
-        """No stream stays open."""
-        with self._gate:
+        """End all streams, so that none stays open."""
+        with self._lock:
             self._ended = True
         left = list(self._streams.values())
         left += [item for item in self._inbox if isinstance(item, _Stream)]
         self._inbox.clear()
         self._streams.clear()
         for stream in left:
-            self._post({stream.loop: [(stream, self._gone())]})
+            self._post({stream.loop: [(stream, self._ended_error())]})
 
-    def _gone(self) -> InternalError:
+    def _ended_error(self) -> InternalError:
         why = "is shutting down" if self._death is None else f"has died: {bounded(self._death)}"
         return InternalError(f"the engine {why}")
 

@@ -1,8 +1,8 @@
-"""Paged attention for transformers' models: keys and values live in blocks, found through block tables.
+"""Paged attention for transformers' models: keys and values are stored in blocks, and block tables find them.
 
-Registered with transformers' public `AttentionInterface`, so that its own modeling code calls it. All sequences of a
-step come flattened in one row: prefills first, then one token of each decoding sequence. (The layout is vLLM's,
-arXiv:2309.06180.)
+The function is registered with transformers' `AttentionInterface`, so that transformers' modeling code calls it. All
+sequences of a step are flattened in one row: prefills first, then one token of each decoding sequence. (The layout is
+vLLM's, arXiv:2309.06180.)
 """
 
 from __future__ import annotations
@@ -20,36 +20,36 @@ ATTENTION = "guided_paged"
 """The name of `paged_attention` as an `attn_implementation`."""
 
 _HARMLESS = frozenset({"position_ids", "cache_position", "is_causal", "use_cache", "output_attentions", "dropout"})
-"""Keywords that models pass to attention functions and that mean nothing, or the usual, to this one."""
+"""Keywords that models pass to attention functions and that this one can ignore."""
 
 _GATHER_BYTES = 256 << 20
-"""Keys (and as many values) that a decode step gathers at once, at the most."""
+"""Maximum size of the keys that a decode step gathers at once. The values take as much again."""
 
 
 class UnsupportedModelError(ValueError):
-    """The model needs something that this engine doesn't have; the message names it."""
+    """The model needs something that this engine does not support. The message names it."""
 
 
 class KVStore(Protocol):
-    """Where a layer's keys and values go."""
+    """Storage of keys and values."""
 
     def write(self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Store `[tokens, kv_heads, dim]` at `slots` (int64 `[tokens]`)."""
 
     def gather(self, layer: int, tables: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of blocks `tables` (int64 `[rows, blocks]`) as `[rows, kv_heads, slots, dim]`."""
+        """Read the keys and values of blocks `tables` (int64 `[rows, blocks]`) as `[rows, kv_heads, slots, dim]`."""
 
 
 @dataclass
 class PagedContext:
-    """One step, for the attention function.
+    """The step, as the attention function needs it.
 
     Args:
         store: keys and values.
-        slots: int64 `[tokens]`: where each token's key and value go.
+        slots: int64 `[tokens]`: slot of each token's key and value.
         prefills: (start, end) of each prefill within the row.
         tables: int64 `[decodes, blocks]`: blocks of the decoding sequences, padded with any valid block.
-        lengths: int64 `[decodes]`: their tokens, the present one included.
+        lengths: int64 `[decodes]`: their numbers of tokens, including the current one.
     """
 
     store: KVStore
@@ -61,7 +61,7 @@ class PagedContext:
     _masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
 
     def decode_mask(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
-        """Additive mask `[decodes, 1, 1, slots]` for the gathered keys; made once a step for each window."""
+        """Return the additive mask `[decodes, 1, 1, slots]` of the gathered keys, built once per step and window."""
         mask = self._masks.get(window)
         if mask is None:
             positions = torch.arange(self.tables.shape[1] * self.block_size, device=self.lengths.device)
@@ -86,18 +86,18 @@ def paged_attention(
     sliding_window: int | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Write this layer's keys and values, and attend.
+    """Store this layer's keys and values, and compute attention.
 
     Args:
-        query: `[1, heads, tokens, dim]`; key, value: `[1, kv_heads, tokens, dim]`; not repeated for grouped queries.
-        attention_mask: always None: who sees whom is in `paged`.
-        sliding_window: tokens that one sees, itself included; None is all.
+        query: `[1, heads, tokens, dim]`. key, value: `[1, kv_heads, tokens, dim]`, not repeated for grouped queries.
+        attention_mask: always None. `paged` determines which tokens attend to which.
+        sliding_window: number of tokens that a token attends to, including itself. None: all.
 
     Returns:
-        `[1, tokens, heads, dim]`, and no weights.
+        `[1, tokens, heads, dim]`, and None for the attention weights.
 
     Raises:
-        UnsupportedModelError: the model passes a keyword that this function doesn't know.
+        UnsupportedModelError: the model passes a keyword that this function does not support.
     """
     if attention_mask is not None or not _HARMLESS.issuperset(others):
         _refuse_unknown(module, attention_mask, others)
@@ -121,14 +121,14 @@ def _refuse_unknown(module: torch.nn.Module, attention_mask: torch.Tensor | None
         unknown.append("attention_mask")
     if unknown:
         raise UnsupportedModelError(
-            f"{type(module).__name__} passes {', '.join(unknown)} to its attention, which can't be honoured"
+            f"{type(module).__name__} passes {', '.join(unknown)} to its attention, which is not supported"
         )
 
 
 def _prefill(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None, window: int | None
 ) -> torch.Tensor:
-    """One sequence's tokens among themselves: `[1, heads, tokens, dim]` in, `[1, tokens, heads, dim]` out."""
+    """Attention within one sequence: `[1, heads, tokens, dim]` in, `[1, tokens, heads, dim]` out."""
     tokens, groups = query.shape[2], query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
@@ -147,13 +147,13 @@ def _decode(
     window: int | None,
     key_shape: torch.Size,
 ) -> torch.Tensor:
-    """One token of each sequence over its blocks: query `[1, heads, decodes, dim]`, returns `[1, decodes, heads, dim]`.
+    """Attention of one token per sequence to its blocks: `[1, heads, decodes, dim]` in, `[1, decodes, heads, dim]` out.
 
-    Rows go together as far as `_GATHER_BYTES` reach: all of them, ordinarily.
+    `_GATHER_BYTES` limits how many rows are computed at once. Usually all fit.
     """
     _, heads, decodes, dim = query.shape
     kv_heads, key_dim = key_shape[1], key_shape[3]
-    # The query heads that share a key head stand where a query's tokens would: nothing is repeated.
+    # Query heads that share a key head take the place of query tokens, so that no key is repeated.
     grouped = query.transpose(1, 2).reshape(decodes, kv_heads, heads // kv_heads, dim)
     mask, tables = paged.decode_mask(window, query.dtype), paged.tables
     chunk = _GATHER_BYTES // (mask.shape[-1] * kv_heads * key_dim * query.element_size()) or 1
@@ -170,9 +170,9 @@ def _decode(
 
 
 def register() -> None:
-    """Make `ATTENTION` known to transformers. Idempotent.
+    """Register `ATTENTION` with transformers. Idempotent.
 
-    It gets no entry in `AttentionMaskInterface`: for an implementation without one transformers makes no mask at all,
-    and saves itself the search for packed sequences in the positions, which costs as much as a layer's attention.
+    It has no entry in `AttentionMaskInterface`. Without one, transformers builds no mask and does not search the
+    positions for packed sequences, which costs as much as one layer's attention.
     """
     AttentionInterface.register(ATTENTION, paged_attention)

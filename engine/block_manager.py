@@ -1,4 +1,4 @@
-"""BlockManager: which blocks of the KV cache belong to which sequence. Paged, counted, copied on write."""
+"""BlockManager: assigns blocks of the KV cache to sequences. Shared blocks are counted and copied on write."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ __all__ = ["BlockManager"]
 
 
 class BlockManager:
-    """Hands out blocks of `block_size` token slots.
+    """Assigns blocks of `block_size` token slots.
 
-    Sequences that start from one prompt share its blocks; each block is counted, and one that is shared is copied by
-    the first who writes into it. `tables` is the block tables of all sequences as one array, so that a step's are one
-    gather: sequence s has row `row(s)`.
+    Sequences that start from one prompt share its blocks. A shared block is copied before the first write. `tables` has
+    the block tables of all sequences in one array, so that a step reads them with one gather.
 
     Args:
         max_seqs: rows of `tables`.
-        max_blocks: columns of `tables`: blocks one sequence can have.
+        max_blocks: columns of `tables`: maximum number of blocks of one sequence.
     """
 
     def __init__(self, num_blocks: int, block_size: int, *, max_seqs: int, max_blocks: int) -> None:
@@ -34,26 +33,26 @@ class BlockManager:
 
     @property
     def num_free(self) -> int:
-        """Blocks that belong to nobody."""
+        """Number of free blocks."""
         return len(self._free)
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that `num_tokens` tokens fill."""
+        """Return how many blocks `num_tokens` tokens need."""
         return -(-num_tokens // self.block_size)
 
     def row(self, seq_id: int) -> int:
-        """The row of `tables` that is this sequence's."""
+        """Return the sequence's row of `tables`."""
         return self._rows[seq_id]
 
     def blocks(self, seq_id: int) -> list[int]:
-        """The sequence's blocks, in the order of its tokens."""
+        """Return the sequence's blocks, in the order of its tokens."""
         return list(self._blocks[seq_id])
 
     def allocate(self, seq_ids: Sequence[int], num_tokens: int) -> None:
-        """Give the sequences blocks for the `num_tokens` tokens that they have in common.
+        """Assign blocks for the `num_tokens` tokens that the sequences have in common.
 
         Raises:
-            MemoryError: fewer blocks are free.
+            MemoryError: not enough blocks are free.
         """
         first, *others = seq_ids
         needed = self.blocks_for(num_tokens)
@@ -64,23 +63,17 @@ class BlockManager:
             self.fork(first, seq_id)
 
     def fork(self, parent_id: int, child_id: int) -> None:
-        """Let `child_id` share all blocks that `parent_id` has."""
+        """Share all blocks of `parent_id` with `child_id`."""
         shared = self._blocks[parent_id]
         for block in shared:
             self._count[block] += 1
         self._adopt(child_id, list(shared))
 
-    def needs_block(self, seq_id: int, position: int) -> bool:
-        """Whether `append_slot` will take a free block."""
-        blocks = self._blocks[seq_id]
-        index = position // self.block_size
-        return index >= len(blocks) or self._count[blocks[index]] > 1
-
     def append_slot(self, seq_id: int, position: int) -> tuple[int, int] | None:
-        """Make the slot of `position` (its last one or the next) the sequence's own to write.
+        """Make the slot of `position` (the sequence's last or next one) writable for the sequence.
 
         Returns:
-            `(source, target)` where a shared block has to be copied before the step's forward pass.
+            `(source, target)` if a shared block must be copied before the step's forward pass, else None.
 
         Raises:
             MemoryError: no block is free.
@@ -103,7 +96,7 @@ class BlockManager:
         return source, target
 
     def free(self, seq_id: int) -> None:
-        """Give the sequence's blocks back. One without blocks is ignored."""
+        """Free the sequence's blocks. A sequence without blocks is ignored."""
         for block in self._blocks.pop(seq_id, ()):
             self._count[block] -= 1
             if not self._count[block]:

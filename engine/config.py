@@ -1,14 +1,42 @@
-"""EngineConfig: what one engine is built with."""
+"""EngineConfig and LoadOptions: every option of one engine and of its model, with its default value."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from guided.limits import DEFAULT_LIMITS, Limits
 
-__all__ = ["EngineConfig", "with_processors"]
+__all__ = ["EngineConfig", "LoadOptions", "check_positive"]
+
+
+def check_positive(options: object, *names: str) -> None:
+    """Check that each named field of `options` is None or at least 1.
+
+    Raises:
+        ValueError: a field is less than 1.
+    """
+    for name in names:
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise ValueError(f"{name} is {value}; it must be at least 1")
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """How a model is loaded.
+
+    Args:
+        tokenizer: local directory or hub name of the tokenizer. None: the model's own.
+        revision: branch, tag or commit on the hub. None: the default branch.
+        dtype: float32, bfloat16 or float16. `auto`: the checkpoint's own.
+        device: `cpu`, `cuda`, `cuda:1`, ... `auto`: cuda if the machine has it.
+    """
+
+    tokenizer: str | None = None
+    revision: str | None = None
+    dtype: str = "auto"
+    device: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -16,27 +44,31 @@ class EngineConfig:
     """Limits and sizes of one engine.
 
     Args:
-        max_num_seqs: sequences in one step, at the most.
-        max_num_batched_tokens: tokens in one step, at the most (prompts and decoded tokens together); raised to
-            `max_model_len` where it is less, for a preempted sequence is prefilled again as a whole.
-        max_model_len: prompt and output together; None is the model's own limit, which it can't exceed.
-        block_size: tokens in one block of the KV cache.
-        num_blocks: blocks of the KV cache; None sizes it from `kv_cache_bytes`.
-        kv_cache_bytes: memory for the KV cache; None is a share of what is free (`kv_cache.plan_blocks`), and never
-            more than `max_num_seqs` sequences of `max_model_len` can use.
-        cpu_threads: torch's threads, on a CPU. None is one where the model is too small for more to pay, else torch's
-            own choice. (OpenMP's barriers spin: where something else wants the cores, such as mask actors, a small
-            model was seen to run 20 times slower with two threads than with one.)
-        seed: from which requests without a seed derive theirs.
-        overlap: hand the masks' work to the pool before the forward pass. Off: right before the masks are applied.
-        parking: where a mask misses its step's deadline, the others go on, and its sequence is sampled when it is
-            there. Off: everybody waits for every mask. It changes when a token comes, never which.
-        mask_deadline: seconds that a step waits for masks once its logits are there; resolved to about a millisecond.
-            None is the larger of 1 ms and 5 % of the mean step.
-        mask_limit: seconds that a mask may take, before its request fails with `MaskTimeout`. A pool that is started
-            with the engine goes by it too, and ends the process that hangs.
-        logits_processors: custom ones, in the order in which they run: classes, or `module:Class`
-            (docs/logits-processors.md). Those of installed packages' entry points come before them.
+        max_num_seqs: maximum number of sequences in one step.
+        max_num_batched_tokens: maximum number of tokens in one step, prompts and decoded tokens together. The scheduler
+            raises it to `max_model_len` if it is less, because a preempted sequence is prefilled in one piece.
+        max_model_len: maximum length of prompt and output together. None: the model's own limit, which is also the
+            maximum.
+        block_size: tokens per block of the KV cache.
+        num_blocks: blocks of the KV cache. None: as many as `kv_cache_bytes` holds.
+        kv_cache_bytes: memory for the KV cache. None: a share of the free memory (`kv_cache.plan_blocks`). The cache is
+            never larger than `max_num_seqs` sequences of `max_model_len` tokens need.
+        cpu_threads: torch's threads on a CPU. None: one for a small model, else torch's own default. (OpenMP barriers
+            spin. A small model with two threads was measured 20 times slower than with one thread when mask actors
+            competed for the cores.)
+        seed: seed of the engine. A request without a seed derives its own from it.
+        parking: a step continues without the sequences that have no mask at the step's deadline. They are sampled when
+            their mask is ready. Off: each step waits for all masks. Parking changes when a token is sampled, never
+            which token.
+        mask_deadline: seconds that a step waits for masks once its logits are computed, with a resolution of about a
+            millisecond. None: 5 % of the mean step, at least 1 ms.
+        limits: limits of the constraint of a request.
+        max_n: maximum number of outputs (`n`) of one request. None: `max_num_seqs`.
+        logits_processors: custom logits processors in the order in which they run: classes, or `module:Class`
+            (docs/logits-processors.md). Processors from the entry points of installed packages run before them.
+
+    Raises:
+        ValueError: a value is out of range.
     """
 
     max_num_seqs: int = 64
@@ -47,36 +79,23 @@ class EngineConfig:
     kv_cache_bytes: int | None = None
     cpu_threads: int | None = None
     seed: int = 0
-    overlap: bool = True
     parking: bool = True
     mask_deadline: float | None = None
-    mask_limit: float = 5.0
     limits: Limits = DEFAULT_LIMITS
     max_n: int | None = None
     logits_processors: tuple[str | type, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in (
+        check_positive(
+            self,
             "max_num_seqs",
             "max_num_batched_tokens",
             "max_model_len",
             "block_size",
             "num_blocks",
+            "kv_cache_bytes",
             "cpu_threads",
             "max_n",
-        ):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}; it must be at least 1")
+        )
         if self.mask_deadline is not None and not 0 <= self.mask_deadline < math.inf:
             raise ValueError(f"mask_deadline is {self.mask_deadline}; it must be a time in seconds, 0 or more")
-        if not 0 < self.mask_limit < math.inf:
-            raise ValueError(f"mask_limit is {self.mask_limit}; it must be a time in seconds, more than 0")
-
-
-def with_processors(config: EngineConfig | None, logits_processors: Sequence[str | type]) -> EngineConfig | None:
-    """The config with these logits processors after its own."""
-    if not logits_processors:
-        return config
-    config = config or EngineConfig()
-    return replace(config, logits_processors=(*config.logits_processors, *logits_processors))

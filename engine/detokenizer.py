@@ -1,4 +1,4 @@
-"""Token ids to text, as they come. Works on token bytes, so that text is exactly what a constraint was enforced on."""
+"""Incremental detokenization. It joins token bytes, so the text is exactly what the constraint was enforced on."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _utf8 = codecs.getincrementaldecoder("utf-8")
 
 
 class TokenTexts:
-    """What each token id adds to the text, as bytes; one for an engine.
+    """The bytes that each token id adds to the text. Shared by all sequences of an engine.
 
     Args:
         vocabulary: bytes of ordinary tokens.
-        tokenizer: a transformers tokenizer; asked for the text of special tokens, which have no bytes.
+        tokenizer: a transformers tokenizer, for the text of special tokens, which have no bytes in the vocabulary.
     """
 
     def __init__(self, vocabulary: Vocabulary, tokenizer: Any) -> None:
@@ -32,25 +32,25 @@ class TokenTexts:
             self.with_special[token] = (text or "").encode("utf-8")
 
     def of(self, token_id: int) -> str:
-        """The text of one token alone, special ones included; bytes that are no text on their own are replaced."""
+        """Return the text of a single token, special or not. Incomplete characters are replaced."""
         return self.with_special[token_id].decode("utf-8", "replace")
 
     def bytes_of(self, token_id: int) -> bytes:
-        """The bytes of one token, special ones included."""
+        """Return the bytes of a token, special or not."""
         return self.with_special[token_id]
 
 
 class Detokenizer:
-    """One sequence's text.
+    """The text of one sequence.
 
-    A character is out once all of its bytes are; bytes that are no UTF-8 become U+FFFD. With stop strings, the end of
-    the text that may turn out to begin one is held back.
+    A character appears once all its bytes are there. Invalid UTF-8 becomes U+FFFD. With stop strings, the end of the
+    text is held back while it may be the beginning of one.
 
     Args:
         stop: strings that end the text.
         include_stop: keep the stop string in the text.
-        whole_characters: a character that has not all its bytes at the end is left out, not replaced: U+FFFD is
-            nothing that a constraint allowed.
+        whole_characters: leave an incomplete character at the end out, instead of replacing it by U+FFFD, which the
+            constraint may not allow.
     """
 
     def __init__(
@@ -70,10 +70,10 @@ class Detokenizer:
         self._longest = max(map(len, self._stop), default=0)
         self._done = 0
         self.text = ""
-        """All text there is so far, held-back text included."""
+        """The text so far, including held-back text."""
 
     def feed(self, token_ids: Sequence[int], count: int) -> None:
-        """Take in the first `count` of `token_ids` (those fed before are skipped)."""
+        """Add the first `count` of `token_ids`. Those added before are skipped."""
         if count > self._done:
             pieces = self._pieces
             fresh = b"".join([pieces[token] for token in token_ids[self._done : count]])
@@ -81,17 +81,13 @@ class Detokenizer:
             self.text += self._decoder.decode(fresh)
 
     def flush(self) -> None:
-        """No more tokens come: what is incomplete becomes U+FFFD, or is left out."""
+        """End the text: replace an incomplete character, or leave it out."""
         if self._whole_characters:
             self._decoder.reset()
         self.text += self._decoder.decode(b"", final=True)
 
     def cut_at_stop(self, fed_before: int) -> str | None:
-        """Look for stop strings that end after the first `fed_before` characters; cut the text at the earliest.
-
-        Returns:
-            The stop string that was found.
-        """
+        """Cut the text at the first stop string that ends after `fed_before` characters. Return it, or None."""
         begin = max(0, fed_before - self._longest + 1)
         found = [(at, text) for text in self._stop if (at := self.text.find(text, begin)) >= 0]
         if not found:
@@ -101,7 +97,7 @@ class Detokenizer:
         return stop
 
     def visible(self, finished: bool) -> str:
-        """The text that will not change any more."""
+        """Return the text that will not change any more."""
         if finished or self._include_stop or self._longest <= 1:
             return self.text
         return self.text[: -(self._longest - 1)]

@@ -1,4 +1,4 @@
-"""The distribution that random rows are drawn from: temperature, top_k, top_p."""
+"""Random sampling: temperature, top_k, top_p and the draw."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["Distribution"]
 
 
 class Distribution:
-    """The random rows of a batch and their parameters as tensors; serves as long as the batch stays the same."""
+    """The random rows of a batch and their parameters as tensors. Valid while the batch stays the same."""
 
     def __init__(self, metadata: SamplingMetadata) -> None:
         self.metadata = metadata
@@ -27,45 +27,45 @@ class Distribution:
         self._top_p = column([p.top_p for p in params]) if any(p.top_p < 1.0 for p in params) else None
 
     def scaled(self, logits: torch.Tensor) -> torch.Tensor:
-        """`logits`, float32 `[len(rows), vocab]`, divided by the temperatures: a new tensor."""
+        """Divide `logits`, float32 `[len(rows), vocab]`, by the temperatures. Returns a new tensor."""
         return logits / self._temperatures
 
     def scaled_whole(self, logits: torch.Tensor) -> torch.Tensor:
-        """Likewise for the logits of the whole batch, greedy rows as they are: a new tensor."""
+        """Scale the random rows of a whole batch's logits. Returns a new tensor."""
         if len(self.rows) == len(logits):
             return self.scaled(logits)
         return logits.index_copy(0, self.index, self.scaled(logits[self.index]))
 
     def draw(self, logits: torch.Tensor, uniforms: list[float]) -> torch.Tensor:
-        """One token a row, by the inverse of the distribution function.
+        """Draw one token per row by inverting the cumulative distribution function.
 
         Args:
             logits: float32 `[len(rows), vocab]`, scaled.
-            uniforms: one number in [0, 1) a row.
+            uniforms: one number in [0, 1) per row.
 
         Returns:
             int64 `[len(rows)]`.
         """
         logits = self._truncated(logits)
         cumulated = logits.softmax(-1).cumsum(-1, dtype=torch.float64)
-        # A hair less than the total, so that rounding never leads past the last token that has a probability.
+        # Slightly less than the total, so that rounding cannot lead past the last token with a probability.
         targets = torch.tensor(uniforms, dtype=torch.float64, device=logits.device)[:, None]
         targets = targets * (cumulated[:, -1:] * (1 - 2**-40))
         return torch.searchsorted(cumulated, targets, right=True)[:, 0].clamp_(max=logits.shape[1] - 1)
 
     def _truncated(self, logits: torch.Tensor) -> torch.Tensor:
-        """Forbid what top_k and top_p leave out."""
+        """Set the tokens that top_k and top_p exclude to -inf."""
         if self._top_p is None and all(k <= 0 for k in self._ks):
             return logits
         vocab = logits.shape[1]
         ks = [k if 0 < k < vocab else vocab for k in self._ks]
-        # As many of the best as anybody needs; all of them, sorted, for a row that has top_p only.
+        # The largest top_k of the batch. A row with top_p alone needs all tokens, sorted.
         values, ids = logits.topk(max(ks), dim=-1)
         beyond = torch.arange(values.shape[1], device=logits.device) >= torch.tensor(ks, device=logits.device)[:, None]
         values = values.masked_fill(beyond, float("-inf"))
         if self._top_p is not None:
             mass = values.softmax(-1)
             before = mass.cumsum(-1) - mass
-            # A token stays while those before it have less than top_p together: the first always does.
+            # A token stays while the tokens before it sum to less than top_p. The first always stays.
             values = values.masked_fill((before >= self._top_p) & (self._top_p < 1.0), float("-inf"))
         return torch.full_like(logits, float("-inf")).scatter_(1, ids, values)

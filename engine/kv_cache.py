@@ -1,4 +1,4 @@
-"""The KV cache: keys and values of all layers in blocks of token slots, and how many blocks there are."""
+"""The KV cache: keys and values of all layers in blocks of token slots, and its size."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["KVCache", "LayerShapes", "block_bytes", "plan_blocks"]
 
 @dataclass(frozen=True)
 class LayerShapes:
-    """What one attention layer stores for a token."""
+    """Shapes of what one attention layer stores per token."""
 
     kv_heads: int
     key_dim: int
@@ -22,7 +22,7 @@ class LayerShapes:
 
 
 class KVCache:
-    """Keys and values of all layers: `[num_blocks * block_size, kv_heads, dim]` each, zeroed.
+    """Keys and values of all layers: zeroed tensors `[num_blocks * block_size, kv_heads, dim]`.
 
     Args:
         layers: by the layer index that the model gives its attention modules.
@@ -69,7 +69,7 @@ class KVCache:
 
 
 def block_bytes(layers: dict[int, LayerShapes], block_size: int, dtype: torch.dtype) -> int:
-    """Memory of one block, over all layers, in bytes."""
+    """Return the memory of one block over all layers, in bytes."""
     per_token = sum(shape.kv_heads * (shape.key_dim + shape.value_dim) for shape in layers.values())
     return per_token * block_size * dtype.itemsize
 
@@ -82,13 +82,13 @@ def plan_blocks(
     dtype: torch.dtype,
     device: torch.device,
 ) -> int:
-    """How many blocks the cache gets: as the config says, else what a share of the free memory holds.
+    """Return the number of blocks: the configured one, or as many as a share of the free memory holds.
 
-    The share is 85 % on a GPU (the model is there already) and a quarter, at most 4 GiB, of main memory; never more
-    than `max_num_seqs` sequences of `max_model_len` tokens can use.
+    The share is 85 % on a GPU (the model is already loaded) and a quarter, at most 4 GiB, of main memory. The cache is
+    never larger than `max_num_seqs` sequences of `max_model_len` tokens need.
 
     Raises:
-        ValueError: one sequence of `max_model_len` tokens wouldn't fit, so that it could never be finished.
+        ValueError: one sequence of `max_model_len` tokens would not fit, and could never be finished.
     """
     one = -(-max_model_len // config.block_size)
     block = block_bytes(layers, config.block_size, dtype)

@@ -1,4 +1,4 @@
-"""Load a causal language model and its tokenizer through transformers, and refuse, by name, what can't be served."""
+"""Load a causal language model and its tokenizer through transformers. Models that cannot be served are rejected."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from huggingface_hub import HfApi, try_to_load_from_cache
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from engine.attention import ATTENTION, PagedContext, UnsupportedModelError, register
+from engine.config import LoadOptions
 from engine.kv_cache import LayerShapes
 from guided.errors import bounded
 from guided.vocabulary import Vocabulary
@@ -20,12 +21,12 @@ __all__ = ["LoadedModel", "load_model", "prepare_model"]
 _LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _SAME = {torch.float32: 0.9999, torch.bfloat16: 0.99, torch.float16: 0.99}
-"""Correlation of the probe's logits with eager attention's, at the least."""
+"""Minimum correlation of the probe's logits with those of eager attention."""
 
 
 @dataclass
 class LoadedModel:
-    """A model that was probed, and what the engine needs to know of it."""
+    """A model that has passed the probe, and what the engine needs to know about it."""
 
     name: str
     config: Any
@@ -38,12 +39,12 @@ class LoadedModel:
     tokenizer: Any
     vocabulary: Vocabulary
     max_model_len: int
-    """Longest context, in tokens."""
+    """Maximum context length, in tokens."""
     dtype: torch.dtype
     device: torch.device
 
     def context_length(self, wanted: int | None) -> int:
-        """`wanted`, in tokens, or the model's own where that is None.
+        """Return `wanted`, in tokens, or the model's own context length if it is None.
 
         Raises:
             ValueError: it is more than the model's own.
@@ -55,45 +56,37 @@ class LoadedModel:
         return wanted or self.max_model_len
 
 
-def load_model(
-    model: str,
-    *,
-    tokenizer: str | None = None,
-    dtype: str = "auto",
-    device: str = "auto",
-    revision: str | None = None,
-) -> LoadedModel:
-    """Load from a local directory or the hub.
+def load_model(model: str, **options: Any) -> LoadedModel:
+    """Load a model from a local directory or from the hub.
 
     Args:
-        tokenizer: where the tokenizer is, if not with the model.
-        dtype: float32, bfloat16, float16; `auto` is the checkpoint's own.
-        device: `cpu`, `cuda`, `cuda:1`, ...; `auto` is cuda where there is one.
+        options: fields of `LoadOptions`.
 
     Raises:
-        UnsupportedModelError: the engine can't serve this architecture; the message says why.
-        OSError: there is no such model.
-        ValueError: there is no such dtype, or no such device here.
+        UnsupportedModelError: the engine cannot serve this architecture. The message says why.
+        OSError: the model is not found.
+        ValueError: the dtype is unknown, or the machine has no such device.
     """
-    if dtype != "auto" and dtype not in _DTYPES:
-        raise ValueError(f"dtype is {dtype!r}; it must be one of auto, {', '.join(_DTYPES)}")
+    how = LoadOptions(**options)
+    if how.dtype != "auto" and how.dtype not in _DTYPES:
+        raise ValueError(f"dtype is {how.dtype!r}; it must be one of auto, {', '.join(_DTYPES)}")
     register()
-    place = _find_device(device)
-    config = _find_config(model, revision)
+    device = _find_device(how.device)
+    config = _find_config(model, how.revision)
     _check_config(config)
     loaded = AutoModelForCausalLM.from_pretrained(
         model,
         config=config,
-        revision=revision,
-        dtype=_DTYPES.get(dtype, "auto"),
+        revision=how.revision,
+        dtype=_DTYPES.get(how.dtype, "auto"),
         attn_implementation=ATTENTION,
     )
-    text = AutoTokenizer.from_pretrained(tokenizer or model, revision=None if tokenizer else revision)
-    return prepare_model(loaded.to(place), text, name=model)
+    tokenizer = AutoTokenizer.from_pretrained(how.tokenizer or model, revision=None if how.tokenizer else how.revision)
+    return prepare_model(loaded.to(device), tokenizer, name=model)
 
 
 def prepare_model(model: Any, tokenizer: Any, *, name: str = "model") -> LoadedModel:
-    """Make a transformers `...ForCausalLM` servable: check it, give it the paged attention and run a probe.
+    """Check a transformers `...ForCausalLM`, give it the paged attention and run a probe.
 
     Raises:
         UnsupportedModelError: see `load_model`.
@@ -121,7 +114,7 @@ def prepare_model(model: Any, tokenizer: Any, *, name: str = "model") -> LoadedM
 
 
 def _find_device(name: str) -> torch.device:
-    """Try it out, before anything is loaded."""
+    """Find and try the device before anything is loaded."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -134,7 +127,7 @@ def _find_device(name: str) -> torch.device:
 
 
 def _find_config(model: str, revision: str | None) -> Any:
-    """Of a local directory, or of a model on the hub. A hub that can't be reached is no reason to wait for it."""
+    """Read the configuration from a local directory or the hub. Fails early if the hub cannot be reached."""
     if Path(model).is_dir():
         return AutoConfig.from_pretrained(model, revision=revision)
     try:
@@ -149,32 +142,32 @@ def _find_config(model: str, revision: str | None) -> Any:
 
 
 def _look_up(model: str, revision: str | None) -> None:
-    """One try, where transformers would try for a minute. What the hub says about the model is left to transformers.
+    """Try to reach the hub once. (transformers would try for a minute.)
 
     Raises:
-        OSError: the hub can't be reached.
-        ValueError: that can't be a model's name.
+        OSError: the hub cannot be reached.
+        ValueError: `model` is not a valid name.
     """
     try:
         HfApi().model_info(model, revision=revision, timeout=10)
     except ValueError:
         raise
-    except Exception as error:  # of whichever HTTP library it uses
+    except Exception as error:  # the type depends on the HTTP library
         if getattr(error, "response", None) is None:
             raise OSError(f"the hub can't be reached: {error}") from error
 
 
 def _check_config(config: Any) -> None:
-    """Refuse what is known from the configuration alone, before weights are read."""
+    """Reject what the configuration shows to be unsupported, before the weights are read."""
     architecture = (getattr(config, "architectures", None) or [type(config).__name__])[0]
     model_class = AutoModelForCausalLM._model_mapping.get(type(config), None)
     if model_class is None or getattr(config, "is_encoder_decoder", False):
-        raise UnsupportedModelError(f"{architecture} is no causal language model that transformers can build")
+        raise UnsupportedModelError(f"{architecture} is not a causal language model of transformers")
     if isinstance(model_class, tuple):
         model_class = model_class[0]
     if not getattr(model_class, "_supports_attention_backend", False):
         raise UnsupportedModelError(
-            f"{architecture} can't be served: its transformers code takes no attention backend of ours"
+            f"{architecture} can't be served: its transformers code does not support other attention backends"
         )
     text = config.get_text_config(decoder=True)
     for name in ("attn_logit_softcapping", "final_logit_softcapping"):
@@ -192,13 +185,13 @@ def _check_config(config: Any) -> None:
 
 @dataclass
 class _Recorder:
-    """A `KVStore` that keeps nothing but the shapes."""
+    """A `KVStore` that records only shapes."""
 
     layers: dict[int, LayerShapes] = field(default_factory=dict)
 
     def write(self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         if layer in self.layers:
-            raise UnsupportedModelError(f"two attention modules of the model call themselves layer {layer}")
+            raise UnsupportedModelError(f"two attention modules of the model have layer index {layer}")
         self.layers[layer] = LayerShapes(key.shape[1], key.shape[2], value.shape[2])
 
     def gather(self, layer: int, tables: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -206,10 +199,10 @@ class _Recorder:
 
 
 def _probe(model: Any) -> dict[int, LayerShapes]:
-    """Run two short sequences flattened in one row, and compare with eager attention, one by one.
+    """Run two short sequences flattened in one row, and compare the logits with those of eager attention.
 
-    It shows what no flag says: that the model hands our context through, that nothing mixes the sequences, that
-    attention is all there is between tokens, and that one linear head is all there is after the hidden states.
+    No flag of a model says what this shows: the model passes our context to its attention, nothing mixes the sequences,
+    only attention connects tokens, and the head is the only step after the hidden states.
     """
     name = type(model).__name__
     body, head = getattr(model, model.base_model_prefix), model.get_output_embeddings()
@@ -234,18 +227,18 @@ def _probe(model: Any) -> dict[int, LayerShapes]:
         theirs = torch.cat([model(input_ids=prompt[None], use_cache=False).logits[0] for prompt in prompts]).float()
         model.set_attn_implementation(ATTENTION)
     if not recorder.layers:
-        raise UnsupportedModelError(f"{name} can't be served: it never calls an attention backend")
+        raise UnsupportedModelError(f"{name} can't be served: it does not call the attention backend")
     pairs = torch.stack([ours.flatten(), theirs.flatten()])
     alike = ours.shape == theirs.shape and torch.corrcoef(pairs.double())[0, 1] >= _SAME[head.weight.dtype]
     if not alike or not torch.allclose(ours.std(), theirs.std(), rtol=0.05):
         raise UnsupportedModelError(
-            f"{name} can't be served: with paged attention its logits are not those of its eager attention"
+            f"{name} can't be served: its logits with paged attention differ from those with eager attention"
         )
     return dict(sorted(recorder.layers.items()))
 
 
 def _stop_tokens(model: Any, tokenizer: Any) -> list[int]:
-    """Tokens that end an output: the generation config's, else the config's, and the tokenizer's."""
+    """Return the tokens that end an output, from the generation config, the config and the tokenizer."""
     found: list[int] = []
     generation = getattr(model, "generation_config", None)
     for source in (generation, model.config.get_text_config(decoder=True), tokenizer):

@@ -1,4 +1,4 @@
-"""ModelRunner: a scheduled batch into logits. All sequences of a step are one row of tokens."""
+"""ModelRunner: computes the logits of a scheduled batch. All sequences of a step are flattened in one row."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["ModelInput", "ModelRunner"]
 
 @dataclass(slots=True)
 class ModelInput:
-    """One forward pass."""
+    """Input of one forward pass."""
 
     token_ids: torch.Tensor
     """int64 `[1, tokens]`: the prefills' tokens, then one of each decoding sequence."""
@@ -29,7 +29,7 @@ class ModelInput:
 
 
 class ModelRunner:
-    """Runs the model's body on a batch and its head on the rows that are sampled."""
+    """Runs the model's body on a batch, and its head on the sampled rows."""
 
     def __init__(self, model: LoadedModel, cache: KVCache, blocks: BlockManager) -> None:
         self._model = model
@@ -37,7 +37,7 @@ class ModelRunner:
         self._blocks = blocks
 
     def prepare_inputs(self, batch: ScheduledBatch) -> ModelInput:
-        """Token ids, positions and slots of a batch: one array, one transfer, and the decodes' block tables."""
+        """Build token ids, positions and slots of a batch in one array with one transfer, and the block tables."""
         size, tables, row_of = self._cache.block_size, self._blocks.tables, self._blocks.row
         decodes = batch.decodes
         num_prefilled = sum(prefill.num_tokens for prefill in batch.prefills)
@@ -67,7 +67,7 @@ class ModelRunner:
         return ModelInput(tokens_at[None], positions_at[None], context)
 
     def execute(self, batch: ScheduledBatch) -> torch.Tensor:
-        """The forward pass: hidden states `[tokens, hidden]`, in the order of `ModelInput.token_ids`."""
+        """Run the forward pass: hidden states `[tokens, hidden]`, in the order of `ModelInput.token_ids`."""
         inputs = self.prepare_inputs(batch)
         if batch.copies:
             self._cache.copy_blocks(batch.copies)
@@ -78,10 +78,10 @@ class ModelRunner:
         return hidden
 
     def prepare_logits(self, hidden: torch.Tensor, metadata: SamplingMetadata) -> torch.Tensor:
-        """The hidden states of the rows that are sampled, `[rows, hidden]`: one row a sequence."""
+        """Select the hidden states of the sampled rows, `[rows, hidden]`: one row per sequence."""
         return hidden if metadata.selected is None else hidden.index_select(0, metadata.selected)
 
     def compute_logits(self, hidden: torch.Tensor, metadata: SamplingMetadata) -> torch.Tensor:
-        """Logits of the sampled rows: float32 `[rows, padded_vocab_size]`."""
+        """Compute the logits of the sampled rows: float32 `[rows, padded_vocab_size]`."""
         logits: torch.Tensor = self._model.head(self.prepare_logits(hidden, metadata))
         return logits.float()

@@ -1,4 +1,4 @@
-"""What the engine says about a request: after every step where it streams, and at its end."""
+"""Outputs of the engine: snapshots of a request, after every step if it streams, and at its end."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ __all__ = ["CompletionOutput", "RequestMetrics", "RequestOutput"]
 
 @dataclass(frozen=True, slots=True)
 class RequestMetrics:
-    """When things happened to a request: seconds of `time.monotonic()`, None for what hasn't happened."""
+    """Times of a request, in seconds of `time.monotonic()`. None: it has not happened yet."""
 
     arrival_time: float
     compiled_time: float | None
-    """Its constraint was compiled, or found in the cache."""
+    """When the constraint was compiled, or found in the cache."""
     first_token_time: float | None
     finished_time: float | None
 
@@ -25,24 +25,25 @@ class RequestMetrics:
 class CompletionOutput:
     """One of a request's n outputs so far.
 
-    `finish_reason`: `stop`, `length` (also for a request that was ignored: `error` says why), `abort`, `error`; None
-    while it runs. `stop_reason`: the stop string or stop token that ended it; None for the model's own stop tokens.
+    `finish_reason` is `stop`, `length` (also if the prompt was too long: see `error`), `abort` or `error`, and None
+    while the output is generated. `stop_reason` is the stop string or stop token that ended the output; it is None for
+    the model's own stop tokens.
     """
 
     index: int
     text: str
     token_ids: list[int]
     cumulative_logprob: float | None = None
-    """Sum over `token_ids`; only where `logprobs` were asked for."""
+    """Sum over `token_ids`, if `logprobs` were requested."""
     logprobs: list[dict[int, Logprob]] | None = None
-    """At each token: its log-probability, and the most likely alternatives', by token id."""
+    """For each token: its log-probability and those of the most likely alternatives, by token id."""
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     error: GuidedError | None = None
 
     @classmethod
     def from_sequence(cls, sequence: Sequence) -> CompletionOutput:
-        """A snapshot."""
+        """Take a snapshot."""
         finished = sequence.status.is_finished
         wants_logprobs = sequence.params.logprobs is not None
         _read_text(sequence, finished)
@@ -60,7 +61,7 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A request so far. `outputs` has all n, in order, from the first report on."""
+    """A snapshot of a request. `outputs` always has all n, in order."""
 
     request_id: str
     prompt: str | None
@@ -68,16 +69,16 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     backend: str | None = None
-    """Which grammar library enforces the constraint."""
+    """The grammar library that enforces the constraint."""
     compile_seconds: float = 0.0
-    """Seconds its compilation took; 0 where it came from the cache."""
+    """Seconds of the compilation; 0 if the grammar came from the cache."""
     error: GuidedError | None = None
-    """Why it ended, where that was no fault of its outputs' own."""
+    """The error of the first output that has one."""
     metrics: RequestMetrics | None = None
 
     @classmethod
     def from_seq_group(cls, group: SequenceGroup) -> RequestOutput:
-        """A snapshot."""
+        """Take a snapshot."""
         outputs = [CompletionOutput.from_sequence(sequence) for sequence in group.sequences]
         error = next((output.error for output in outputs if output.error is not None), None)
         return cls(
@@ -100,7 +101,7 @@ def _finish_reason(status: SequenceStatus) -> str | None:
 
 
 def _read_text(sequence: Sequence, finished: bool) -> None:
-    """Bring the text up to date; the stop token that ended the sequence is no part of it, unless it was asked for."""
+    """Update the text. The stop token that ended the sequence is left out, unless the request asks for it."""
     if sequence.text_complete:
         return
     count = sequence.num_output_tokens

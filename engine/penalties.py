@@ -1,4 +1,4 @@
-"""Repetition, frequency and presence penalties of the rows that have them."""
+"""Repetition, frequency and presence penalties."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ __all__ = ["Penalties"]
 
 
 class Penalties:
-    """Token counts of a batch's penalised rows, kept from step to step while the batch stays the same.
+    """Token counts of a batch's penalised rows. Valid while the batch stays the same.
 
-    Repetition (arXiv:1909.05858, over prompt and output) comes first: positive logits are divided by it, negative ones
-    multiplied. Then OpenAI's, over the output: frequency times how often, presence once.
+    The repetition penalty (arXiv:1909.05858, over prompt and output) comes first: positive logits are divided by it,
+    negative ones multiplied. OpenAI's penalties, over the output, follow: frequency once per occurrence, presence once.
     """
 
     def __init__(self, metadata: SamplingMetadata, vocab_size: int) -> None:
@@ -32,7 +32,7 @@ class Penalties:
             self._in_prompt[index, torch.tensor(sequence.data.prompt_token_ids, device=device)] = True
 
     def apply(self, logits: torch.Tensor) -> None:
-        """Penalise, in place; `logits` float32 `[rows, vocab]`."""
+        """Penalise `logits`, float32 `[rows, vocab]`, in place."""
         self._count_new()
         picked = logits[self._rows]
         appeared = self._counts > 0
@@ -42,7 +42,7 @@ class Penalties:
         logits[self._rows] = picked
 
     def _count_new(self) -> None:
-        """Count the tokens that were appended since last time."""
+        """Count the tokens that were appended since the last call."""
         rows: list[int] = []
         tokens: list[int] = []
         for index, sequence in enumerate(self._sequences):

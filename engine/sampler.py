@@ -1,9 +1,9 @@
-"""Sampler: logits to tokens, for a whole batch at once.
+"""Sampler: samples tokens from logits, for a whole batch at once.
 
-The order is: bias, custom logits processors, penalties and suppressed tokens (`min_tokens`, `ignore_eos`) in `adjust`;
-then the guided mask, which is not this file's; then temperature, min_p, custom processors that are argmax-invariant,
-top_k, top_p and the draw in `sample`. What `adjust` suppresses becomes very small but stays finite, and what the mask
-forbids becomes -inf: where only suppressed tokens are legal, the mask wins.
+`adjust` applies bias, custom logits processors, penalties and suppressed tokens (`min_tokens`, `ignore_eos`). Then the
+engine applies the mask. `sample` applies temperature, min_p, argmax-invariant custom processors, top_k and top_p, and
+draws. Suppressed tokens get a very small but finite logit, and the mask sets -inf: where only suppressed tokens are
+legal, the mask wins.
 """
 
 from __future__ import annotations
@@ -27,26 +27,25 @@ __all__ = ["SUPPRESSED", "Sampler", "SamplerOutput"]
 
 @dataclass(slots=True)
 class SamplerOutput:
-    """One step's tokens. Entry i is row i's; a row that was skipped has a token too, which means nothing."""
+    """One step's tokens. Entry i is of row i. The entry of a skipped row is meaningless."""
 
     token_ids: list[int]
     broken: list[int] = field(default_factory=list)
-    """Rows whose sampled logit is not a finite number: all forbidden, or the model computed none."""
+    """Rows with a sampled logit that is not finite: every token is forbidden, or the model computed NaN."""
     failed: dict[int, LogitsProcessorFailed] = field(default_factory=dict)
-    """Rows that a custom logits processor raised on, in `adjust` or since."""
+    """Rows on which a custom logits processor raised, in `adjust` or later."""
     logprobs: dict[int, dict[int, Logprob]] = field(default_factory=dict)
-    """By row, where asked for: the sampled token's and the most likely ones'."""
+    """By row, if requested: those of the sampled token and of the most likely tokens."""
 
 
 class Sampler:
-    """Used as a triple, once a step: `begin` before the forward pass, `adjust` before the mask, `sample` after it.
+    """Call once per step: `begin` before the forward pass, `adjust` before the mask, `sample` after it.
 
-    Log-probabilities are of the raw logits: the model's own distribution, before bias, penalties, mask and temperature
-    (as vLLM reports them by default).
+    Log-probabilities are those of the raw logits, before bias, penalties, mask and temperature (vLLM's default).
 
     Args:
         eos_ids: the model's own stop tokens.
-        processors: the engine's; None is the built-in ones, on the CPU.
+        processors: the engine's logits processors. None: the built-in ones, on the CPU.
     """
 
     def __init__(self, eos_ids: Collection[int], processors: LogitsProcessors | None = None) -> None:
@@ -60,20 +59,20 @@ class Sampler:
         self._raw: torch.Tensor | None = None
 
     def begin(self, metadata: SamplingMetadata) -> None:
-        """Tell the logits processors of the step's batch."""
+        """Announce the step's batch to the logits processors."""
         self.processors.begin(metadata)
 
     def adjust(
         self, logits: torch.Tensor, metadata: SamplingMetadata, again: Callable[[], torch.Tensor] | None = None
     ) -> torch.Tensor:
-        """Bias, custom processors, penalties and suppression.
+        """Apply bias, custom processors, penalties and suppression.
 
         Args:
             logits: float32 `[rows, vocab]`, changed in place.
-            again: the same logits once more, for when a custom processor raises in the middle of them.
+            again: computes the same logits again, in case a custom processor raises after it has changed some.
 
         Returns:
-            The adjusted logits: normally `logits`.
+            The adjusted logits, normally `logits` itself.
         """
         if metadata.with_logprobs:
             self._raw = logits[metadata.with_logprobs].log_softmax(-1)
@@ -97,14 +96,14 @@ class Sampler:
             logits[rows[:, None], self._eos_ids] = SUPPRESSED
 
     def park(self, logits: torch.Tensor, row: int, metadata: SamplingMetadata) -> Parked:
-        """Between `adjust` and `sample`: what `recall` needs to sample this row another time."""
+        """Keep what `recall` needs to sample this row later. Call it between `adjust` and `sample`."""
         raw = None
         if self._raw is not None and row in metadata.with_logprobs:
             raw = self._raw[metadata.with_logprobs.index(row)].clone()
         return Parked(logits[row].clone(), raw, time.monotonic())
 
     def recall(self, metadata: SamplingMetadata) -> torch.Tensor:
-        """In the place of `adjust`, where all rows are parked: their logits, float32 `[rows, vocab]`, a copy."""
+        """Return a copy of the kept logits, float32 `[rows, vocab]`. Takes the place of `adjust` for parked rows."""
         self.processors.begin_parked(metadata)
         parked = [sequence.parked for sequence in metadata.sequences]
         raw = [one.logprobs for one in parked if one is not None and one.logprobs is not None]
@@ -112,11 +111,11 @@ class Sampler:
         return torch.stack([one.logits for one in parked if one is not None])
 
     def sample(self, logits: torch.Tensor, metadata: SamplingMetadata, skip: Collection[int] = ()) -> SamplerOutput:
-        """Draw one token a row.
+        """Sample one token per row.
 
         Args:
             logits: float32 `[rows, vocab]`, adjusted and masked.
-            skip: rows that are not sampled now: their generators stay where they are.
+            skip: rows that are not sampled. Their random generators do not advance.
         """
         best, chosen = logits.max(-1)
         if not metadata.is_all_greedy:
@@ -137,25 +136,25 @@ class Sampler:
         metadata: SamplingMetadata,
         skip: Collection[int],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The chosen tokens' logits, and the tokens: random where the row is random, `best` and `greedy` elsewhere."""
+        """Return the sampled logits and tokens: drawn in random rows, `best` and `greedy` in the others."""
         plan = self._distribution
         if plan is None or plan.metadata is not metadata:
             plan = self._distribution = Distribution(metadata)
         sequences = metadata.sequences
         uniforms = [0.5 if row in skip else sequences[row].uniforms.next() for row in plan.rows]
-        everybody = len(plan.rows) == len(logits)
+        all_random = len(plan.rows) == len(logits)
         if self.processors.runs_after_mask(metadata):
 
             def whole() -> torch.Tensor:
                 return plan.scaled_whole(logits)
 
             processed = self.processors.after_temperature(whole(), metadata, whole)
-            scaled = processed if everybody else processed[plan.index]
+            scaled = processed if all_random else processed[plan.index]
         else:
-            scaled = plan.scaled(logits if everybody else logits[plan.index])
+            scaled = plan.scaled(logits if all_random else logits[plan.index])
         drawn = plan.draw(scaled, uniforms)
         values = scaled.gather(1, drawn[:, None])[:, 0]
-        if everybody:
+        if all_random:
             return values, drawn
         return best.index_copy(0, plan.index, values), greedy.index_copy(0, plan.index, drawn)
 

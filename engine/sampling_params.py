@@ -1,4 +1,4 @@
-"""SamplingParams: how one request is sampled, and what its output has to satisfy. Checked when it is built."""
+"""SamplingParams: sampling parameters and constraint of one request, checked at construction."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 
 from guided.backends import candidates, resolve
 from guided.constraint import KINDS, Constraint
-from guided.errors import InvalidConstraint, InvalidRequest, bounded
-from guided.request import refuse_stops
+from guided.errors import InvalidRequest, bounded
+from guided.request import GivenConstraint, GivenWhitespace, build, refuse_stops, take_one, take_whitespace
 
 __all__ = ["MAX_LOGPROBS", "SamplingParams"]
 
 MAX_LOGPROBS = 20
-"""Most alternatives a request may ask for at each token (OpenAI's limit)."""
+"""Maximum number of alternatives per token (OpenAI's limit)."""
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: dividing by them would overflow float32."""
@@ -24,45 +24,45 @@ GREEDY_BELOW = 1e-5
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Parameters of one request. Frozen, so that sequences may share it.
+    """Parameters of one request. Frozen, so that sequences can share it.
 
-    At most one of `json_schema`, `json_object`, `regex`, `choice` and `grammar` constrains the output; the constraint
-    is checked here and is `constraint` from then on. With a constraint, `stop` and `stop_token_ids` are refused: they
-    would cut it short, and what ends with `stop` satisfies its constraint.
+    At most one of `json_schema`, `json_object`, `regex`, `choice` and `grammar` constrains the output. It is checked
+    here and becomes `constraint`. `stop` and `stop_token_ids` are rejected with a constraint: they could end the output
+    before it satisfies the constraint.
 
     Args:
         json_schema: a JSON schema, as an object or as JSON text.
-        json_object: any JSON object.
+        json_object: the output is a JSON object.
         regex: the whole output matches.
         choice: the output is one of these.
         grammar: Lark, or GBNF/EBNF.
-        backend: which grammar library enforces the constraint; `auto` picks one that can.
-        whitespace_pattern: JSON kinds only: regex of what may stand between JSON tokens ("" is nothing).
-        n: how many outputs.
+        backend: the grammar library that enforces the constraint. `auto` picks one.
+        whitespace_pattern: JSON constraints only: regex of the whitespace between JSON tokens ("" is none).
+        n: number of outputs.
         temperature: 0 is greedy.
         top_p, top_k, min_p: truncation of the distribution, applied after temperature in the order min_p, top_k,
             top_p. `top_k` 0 or -1, `top_p` 1 and `min_p` 0 are off.
-        seed: makes the request repeatable; None derives one from the engine's seed and the request id.
-        max_tokens: None is what remains of the context.
-        min_tokens: until so many, stop tokens are suppressed (unless nothing else is legal).
+        seed: makes the request repeatable. None: derived from the engine's seed and the request id.
+        max_tokens: None: the rest of the context.
+        min_tokens: suppress stop tokens before this many tokens (unless nothing else is legal).
         stop: strings that end the output.
-        stop_token_ids: tokens that end the output, beside the model's own stop tokens.
+        stop_token_ids: tokens that end the output, besides the model's own stop tokens.
         include_stop_str_in_output: keep the stop string, or the stop token's text, at the end of the text.
         ignore_eos: suppress the model's stop tokens (unless nothing else is legal).
         presence_penalty, frequency_penalty: OpenAI's, over the output, in [-2, 2].
         repetition_penalty: CTRL's (arXiv:1909.05858), over prompt and output, > 0; 1 is off.
         logit_bias: token id to a number added to its logit, in [-100, 100].
-        logprobs: alternatives to report at each token (0: the sampled token's only); None is off.
-        prompt_logprobs: not there yet; refused.
+        logprobs: number of alternatives to report per token (0: only the sampled token). None is off.
+        prompt_logprobs: not supported, rejected.
         skip_special_tokens: leave special tokens out of the text.
-        spaces_between_special_tokens: taken for compatibility; it concerns tokenizers without bytes of their own,
-            and every tokenizer served here has them, so text is the concatenation of its tokens either way.
-        extra_args: for embedders; handed through untouched.
-        best_of, use_beam_search: not there yet; refused by name.
+        spaces_between_special_tokens: accepted for compatibility, without effect: the text is the concatenation of the
+            bytes of its tokens.
+        extra_args: passed on to custom logits processors.
+        best_of, use_beam_search: not supported, rejected.
 
     Raises:
         InvalidRequest: `param` names the field.
-        InvalidConstraint: more than one constraint, or one that is not well formed, or not one for `backend`.
+        InvalidConstraint: several constraints, an invalid one, or one that `backend` does not support.
     """
 
     json_schema: Mapping[str, Any] | bool | str | None = None
@@ -96,7 +96,7 @@ class SamplingParams:
     best_of: int | None = None
     use_beam_search: bool = False
     constraint: Constraint | None = field(default=None, repr=False)
-    """Normally None: it is built from the fields above. A ready `Constraint` may be handed in instead of them."""
+    """Normally None: it is built from the fields above. Instead of them, a ready `Constraint` can be given."""
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
@@ -111,7 +111,7 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """No randomness: the best token is taken."""
+        """The most likely token is taken."""
         return self.temperature < GREEDY_BELOW
 
     @property
@@ -125,29 +125,17 @@ class SamplingParams:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     def _check_numbers(self) -> None:
-        _integer("n", self.n, least=1)
-        _number("temperature", self.temperature, least=0.0, most=100.0)
-        _number("top_p", self.top_p, least=0.0, most=1.0)
+        for name, bounds in _RANGES.items():
+            if getattr(self, name) is not None or name not in _OPTIONAL:
+                _check_range(name, getattr(self, name), *bounds)
         if self.top_p == 0.0:
             raise InvalidRequest("top_p is greater than 0 and at most 1 (temperature 0 is greedy)", param="top_p")
-        _integer("top_k", self.top_k, least=-1)
-        _number("min_p", self.min_p, least=0.0, most=1.0)
-        _integer("min_tokens", self.min_tokens, least=0)
-        _number("presence_penalty", self.presence_penalty, least=-2.0, most=2.0)
-        _number("frequency_penalty", self.frequency_penalty, least=-2.0, most=2.0)
-        _number("repetition_penalty", self.repetition_penalty, least=0.0, most=100.0)
         if self.repetition_penalty == 0.0:
             raise InvalidRequest("repetition_penalty is greater than 0 (1 is off)", param="repetition_penalty")
-        if self.seed is not None:
-            _integer("seed", self.seed, least=-(2**63), most=2**64 - 1)
-        if self.logprobs is not None:
-            _integer("logprobs", self.logprobs, least=0, most=MAX_LOGPROBS)
-        if self.max_tokens is not None:
-            _integer("max_tokens", self.max_tokens, least=1)
-            if self.min_tokens > self.max_tokens:
-                raise InvalidRequest(
-                    f"min_tokens ({self.min_tokens}) is more than max_tokens ({self.max_tokens})", param="min_tokens"
-                )
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequest(
+                f"min_tokens ({self.min_tokens}) is more than max_tokens ({self.max_tokens})", param="min_tokens"
+            )
 
     def _check_stops(self) -> None:
         if not all(isinstance(text, str) and text for text in self.stop):
@@ -158,12 +146,12 @@ class SamplingParams:
             except UnicodeEncodeError as error:
                 raise InvalidRequest(f"stop is not valid Unicode: {bounded(error)}", param="stop") from None
         for token in self.stop_token_ids:
-            _integer("stop_token_ids", token, least=0)
+            _check_range("stop_token_ids", token, int, 0)
 
     def _check_bias(self) -> None:
         for token, bias in (self.logit_bias or {}).items():
-            _integer("logit_bias", token, least=0)
-            _number("logit_bias", bias, least=-100.0, most=100.0)
+            _check_range("logit_bias", token, int, 0)
+            _check_range("logit_bias", bias, float, -100, 100)
 
     def _refuse_absent(self) -> None:
         if self.best_of is not None and self.best_of != self.n:
@@ -174,36 +162,19 @@ class SamplingParams:
             raise InvalidRequest("prompt_logprobs is not supported yet", param="prompt_logprobs")
 
     def _build_constraint(self) -> Constraint | None:
-        given = [kind for kind in KINDS if self._is_given(kind)]
-        if len(given) > 1:
-            raise InvalidConstraint(
-                f"{' and '.join(given)} are given together: a request takes one constraint", param=given[1]
-            )
-        if self.whitespace_pattern is not None and given not in (["json_schema"], ["json_object"]):
-            raise InvalidRequest("whitespace_pattern goes with json_schema or json_object", param="whitespace_pattern")
-        built = self._constraint_from_fields()
-        if built is not None and self.constraint not in (None, built):
-            raise InvalidConstraint(
-                f"{given[0]} and constraint are given together: a request takes one", param=given[0]
-            )
-        return built or self.constraint
+        one = take_one([GivenConstraint(kind, kind, getattr(self, kind)) for kind in KINDS if self._is_given(kind)])
+        pattern = self.whitespace_pattern
+        spaces = take_whitespace(one, [] if pattern is None else [GivenWhitespace("whitespace_pattern", pattern)])
+        built = None if one is None else build(one, spaces)
+        if self.constraint is None or one is None:
+            return built or self.constraint
+        if self.constraint != built:
+            take_one([GivenConstraint(self.constraint.kind, "constraint", self.constraint), one])
+        return built
 
     def _is_given(self, kind: str) -> bool:
         value = getattr(self, kind)
         return value is True if kind == "json_object" else value is not None
-
-    def _constraint_from_fields(self) -> Constraint | None:
-        if self.json_schema is not None:
-            return Constraint.json_schema(self.json_schema, whitespace=self.whitespace_pattern)
-        if self.json_object:
-            return Constraint.json_object(whitespace=self.whitespace_pattern)
-        if self.regex is not None:
-            return Constraint.regex(self.regex)
-        if self.choice is not None:
-            return Constraint.choice(self.choice)
-        if self.grammar is not None:
-            return Constraint.grammar(self.grammar)
-        return None
 
     def _check_constraint(self) -> None:
         resolve(self.backend)
@@ -213,16 +184,27 @@ class SamplingParams:
         refuse_stops(self.constraint, stop=self.stop, stop_token_ids=self.stop_token_ids)
 
 
-def _integer(name: str, value: object, *, least: int, most: int | None = None) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidRequest(f"{name} is an integer, not {type(value).__name__}", param=name)
-    if value < least or (most is not None and value > most):
-        bounds = f"at least {least}" if most is None else f"between {least} and {most}"
+_RANGES: dict[str, tuple[type, float, float]] = {
+    "n": (int, 1, math.inf),
+    "temperature": (float, 0, 100),
+    "top_p": (float, 0, 1),
+    "top_k": (int, -1, math.inf),
+    "min_p": (float, 0, 1),
+    "min_tokens": (int, 0, math.inf),
+    "presence_penalty": (float, -2, 2),
+    "frequency_penalty": (float, -2, 2),
+    "repetition_penalty": (float, 0, 100),
+    "seed": (int, -(2**63), 2**64 - 1),
+    "logprobs": (int, 0, MAX_LOGPROBS),
+    "max_tokens": (int, 1, math.inf),
+}
+_OPTIONAL = ("seed", "logprobs", "max_tokens")
+
+
+def _check_range(name: str, value: object, kind: type, least: float, most: float = math.inf) -> None:
+    if isinstance(value, bool) or not isinstance(value, int if kind is int else int | float):
+        wanted = "an integer" if kind is int else "a number"
+        raise InvalidRequest(f"{name} is {wanted}, not {type(value).__name__}", param=name)
+    if not least <= value <= most:
+        bounds = f"at least {least}" if most == math.inf else f"between {least} and {most}"
         raise InvalidRequest(f"{name} is {value}; it must be {bounds}", param=name)
-
-
-def _number(name: str, value: object, *, least: float, most: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise InvalidRequest(f"{name} is a number, not {type(value).__name__}", param=name)
-    if not math.isfinite(value) or not least <= value <= most:
-        raise InvalidRequest(f"{name} is {value}; it must be between {least:g} and {most:g}", param=name)

@@ -1,4 +1,4 @@
-"""Scheduler: who runs in the next step. Continuous batching; preemption by recomputation."""
+"""Scheduler: selects the sequences of the next step. Continuous batching, preemption by recomputation."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ __all__ = ["ScheduledBatch", "Scheduler"]
 
 @dataclass(slots=True)
 class ScheduledBatch:
-    """One step's work: prefills first, then one token for each decoding sequence."""
+    """The work of one step: prefills, and one token for each decoding sequence."""
 
     prefills: list[SequenceGroupMetadata] = field(default_factory=list)
     decodes: list[Sequence] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
-    """(source, target) blocks, to be copied before the forward pass; all sources are read before any is written."""
+    """(source, target) blocks to copy before the forward pass. All sources are read before any target is written."""
 
     @property
     def is_empty(self) -> bool:
@@ -26,14 +26,14 @@ class ScheduledBatch:
 
 
 class Scheduler:
-    """First come, first served; who came last is preempted first.
+    """First come, first served. The newest sequence is preempted first.
 
-    A sequence that is preempted loses its blocks and is prefilled again, prompt and output, before anybody new. Groups
-    that wait for their grammar are skipped and keep their turn; so are parked sequences, with all that they hold.
+    A preempted sequence loses its blocks. It is prefilled again, prompt and output, before new groups start. Groups
+    that wait for their grammar are skipped and keep their turn. Parked sequences are skipped and keep their blocks.
 
     Args:
-        max_num_seqs: sequences that run, at the most.
-        max_num_batched_tokens: tokens of a step, at the most; at least the longest sequence plus `max_num_seqs`.
+        max_num_seqs: maximum number of running sequences.
+        max_num_batched_tokens: maximum number of tokens in a step: at least the longest sequence plus `max_num_seqs`.
     """
 
     def __init__(self, blocks: BlockManager, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
@@ -48,7 +48,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Somebody could run now."""
+        """Whether a sequence could run now."""
         return bool(self.running or self.preempted or any(not group.waits_for_grammar for group in self.waiting))
 
     def add(self, group: SequenceGroup) -> None:
@@ -56,7 +56,7 @@ class Scheduler:
         self.waiting.append(group)
 
     def remove(self, group: SequenceGroup) -> None:
-        """Forget a group that has finished, wherever it is, and free its blocks."""
+        """Remove a finished group from all queues and free its blocks."""
         for sequence in group.sequences:
             self.blocks.free(sequence.seq_id)
         self.running = [sequence for sequence in self.running if sequence.group is not group]
@@ -66,16 +66,16 @@ class Scheduler:
             self.waiting.remove(group)
 
     def drop_finished(self) -> None:
-        """Take finished sequences out of the running ones and free their blocks."""
+        """Remove finished sequences and free their blocks."""
         for sequence in self.running:
             if sequence.status.is_finished:
                 self.blocks.free(sequence.seq_id)
         self.running = [sequence for sequence in self.running if not sequence.status.is_finished]
-        if self.preempted:  # one that was parked too may have had its last token
+        if self.preempted:  # a parked sequence can be preempted, and finish when it is sampled
             self.preempted = deque(sequence for sequence in self.preempted if not sequence.status.is_finished)
 
     def schedule(self) -> ScheduledBatch:
-        """The next step's batch; empty where nobody can run."""
+        """Build the next step's batch. It is empty if no sequence can run."""
         batch = ScheduledBatch()
         preempted = self._schedule_decodes(batch)
         if not preempted:
@@ -83,7 +83,7 @@ class Scheduler:
         return batch
 
     def _schedule_decodes(self, batch: ScheduledBatch) -> bool:
-        """Give each running sequence its slot, preempting from the end of the queue. True if anybody was."""
+        """Assign a slot to each running sequence. Return True if sequences had to be preempted for that."""
         queue = self.running
         append_slot = self.blocks.append_slot
         done = 0
@@ -96,7 +96,7 @@ class Scheduler:
             try:
                 copy = append_slot(sequence.seq_id, sequence.length - 1)
             except MemoryError:
-                self._preempt(queue.pop())
+                self.preempt(queue.pop())
                 preempted = True
                 continue
             if copy is not None:
@@ -105,7 +105,8 @@ class Scheduler:
         batch.decodes = [sequence for sequence in queue if sequence.parked is None]
         return preempted
 
-    def _preempt(self, sequence: Sequence) -> None:
+    def preempt(self, sequence: Sequence) -> None:
+        """Free the blocks of a sequence that is no longer in `running`, and queue it to be prefilled again."""
         self.blocks.free(sequence.seq_id)
         sequence.status = SequenceStatus.WAITING
         sequence.group.num_preemptions += 1

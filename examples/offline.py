@@ -1,6 +1,6 @@
-"""Guided decoding from a script: `python examples/offline.py [MODEL]`. Each prompt has a constraint of its own.
+"""Guided decoding from a script: `python examples/offline.py [MODEL]`. Each prompt has its own constraint.
 
-`pool="ray"` computes the masks in actors, as the server does; leave it out for masks in this process (no isolation).
+`pool="ray"` computes the masks in actors, as the server does. The default computes them in this process (no isolation).
 """
 
 from __future__ import annotations

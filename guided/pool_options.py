@@ -13,6 +13,16 @@ from guided.limits import CompileLimits
 
 __all__ = ["RayPoolOptions"]
 
+_MINIMUM = {
+    "num_actors": 1,
+    "slots": 1,
+    "max_compiling": 1,
+    "max_replays": 0,
+    "pool_wait": 0,
+    "max_cache_bytes": 0,
+    "actor_memory_bytes": 256 << 20,
+}
+
 
 @dataclass(frozen=True)
 class RayPoolOptions:
@@ -59,9 +69,9 @@ class RayPoolOptions:
     compile_limits: CompileLimits = field(default_factory=CompileLimits)
 
     def __post_init__(self) -> None:
-        for name in ("num_actors", "slots", "max_compiling"):
+        for name, minimum in _MINIMUM.items():
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}; it must be at least 1")
+            if value is not None and value < minimum:
+                raise ValueError(f"{name} is {value}; it must be at least {minimum}")
         if not 0 < self.mask_limit < math.inf:
             raise ValueError(f"mask_limit is {self.mask_limit}; it must be a time in seconds, more than 0")

@@ -1,6 +1,6 @@
-"""What a request asks for: of the fields that are given, one constraint. Every surface refuses in these words.
+"""Rules for the constraint fields of a request: exactly one constraint, and what goes with it.
 
-The surface (HTTP body, vLLM's extra arguments) finds its fields; what they may be together is decided here.
+Each API (HTTP body, `SamplingParams`, vLLM's extra arguments) collects its fields and checks them here.
 """
 
 from __future__ import annotations
@@ -18,52 +18,50 @@ __all__ = ["GivenConstraint", "GivenWhitespace", "build", "refuse_stops", "take_
 
 @dataclass(frozen=True)
 class GivenConstraint:
-    """One constraint field that is set."""
+    """A constraint field that is set."""
 
     kind: ConstraintKind
     field: str
-    """Path of the field: what a message about several of them says."""
+    """The field's path in the request. Errors name it."""
     value: Any
-    param: str
-    """What an error about its value names."""
 
 
 @dataclass(frozen=True)
 class GivenWhitespace:
-    """One field that is set and says what may stand between JSON tokens."""
+    """A field that is set and defines the whitespace between JSON tokens."""
 
     field: str
     pattern: str
 
 
 def take_one(given: Sequence[GivenConstraint]) -> GivenConstraint | None:
-    """The one that is given, if one is.
+    """Return the only constraint field, or None if there is none.
 
     Raises:
-        InvalidConstraint: several are.
+        InvalidConstraint: several are given.
     """
     if len(given) > 1:
         names = " and ".join(one.field for one in given)
-        raise InvalidConstraint(f"{names} are given: a request takes one constraint", param=given[1].param)
+        raise InvalidConstraint(f"{names} are given: a request takes one constraint", param=given[1].field)
     return given[0] if given else None
 
 
 def take_whitespace(one: GivenConstraint | None, given: Sequence[GivenWhitespace]) -> GivenWhitespace | None:
-    """The one that is given with the constraint `one`, if one is.
+    """Return the only whitespace field, or None if there is none. `one` is the request's constraint field.
 
     Raises:
-        InvalidRequest: several are, or it goes with nothing.
+        InvalidRequest: several are given, or the constraint is not one of JSON.
     """
     if not given:
         return None
     if one is None:
         field = given[0].field
-        raise InvalidRequest(f"{field} goes with a JSON constraint, and there is none", param=field)
+        raise InvalidRequest(f"{field} requires a JSON constraint", param=field)
     if len(given) > 1:
         names = " and ".join(each.field for each in given)
         raise InvalidRequest(f"{names} are given: choose one", param=given[1].field)
     if one.kind not in ("json_schema", "json_object"):
-        raise InvalidRequest(f"{given[0].field} goes with JSON constraints, not with {one.field}", param=given[0].field)
+        raise InvalidRequest(f"{given[0].field} requires a JSON constraint, not {one.field}", param=given[0].field)
     return given[0]
 
 
@@ -74,10 +72,10 @@ def build(
     additional_properties: bool = True,
     limits: Limits = DEFAULT_LIMITS,
 ) -> Constraint:
-    """The constraint itself.
+    """Build the constraint.
 
     Raises:
-        InvalidConstraint, ConstraintTooLarge: `param` is the field that is at fault.
+        InvalidConstraint, ConstraintTooLarge: `param` is the field at fault.
     """
     spaces = None if whitespace is None else whitespace.pattern
     try:
@@ -88,30 +86,30 @@ def build(
                     whitespace=spaces,
                     additional_properties=additional_properties,
                     limits=limits,
-                    param=one.param,
+                    param=one.field,
                 )
             case "json_object":
-                return Constraint.json_object(whitespace=spaces, limits=limits, param=one.param)
+                return Constraint.json_object(whitespace=spaces, limits=limits, param=one.field)
             case "regex":
-                return Constraint.regex(one.value, limits=limits, param=one.param)
+                return Constraint.regex(one.value, limits=limits, param=one.field)
             case "choice":
-                return Constraint.choice(one.value, limits=limits, param=one.param)
+                return Constraint.choice(one.value, limits=limits, param=one.field)
             case "grammar":
-                return Constraint.grammar(one.value, limits=limits, param=one.param)
+                return Constraint.grammar(one.value, limits=limits, param=one.field)
     except InvalidConstraint as error:
-        if whitespace is not None and "whitespace" in error.message and error.param == one.param:
-            error.param = whitespace.field  # the pattern is at fault, not what it goes with
+        if whitespace is not None and "whitespace" in error.message and error.param == one.field:
+            error.param = whitespace.field  # the pattern is at fault, not the schema
         raise
 
 
 def refuse_stops(constraint: Constraint, **stops: Sequence[object] | str | None) -> None:
-    """What ends with `stop` satisfies its constraint: nothing else may end it.
+    """Reject stop conditions next to a constraint: an output that ends `stop` satisfies its constraint.
 
     Args:
-        stops: `stop` and `stop_token_ids`, as the request has them.
+        stops: `stop` and `stop_token_ids` of the request.
 
     Raises:
-        InvalidRequest: there are some.
+        InvalidRequest: the request has stop conditions.
     """
     for name, value in stops.items():
         if value:

@@ -1,7 +1,4 @@
-"""The embedded default model: a tiny Llama checkpoint, and the scripts that made it.
-
-`checkpoint_path()` is all that serving needs; `corpus`, `tokenizer` and `train` are only for making it anew.
-"""
+"""The embedded default model: a tiny Llama checkpoint. `examples/default_model_training/` has the code that made it."""
 
 from __future__ import annotations
 
@@ -11,5 +8,5 @@ __all__ = ["checkpoint_path"]
 
 
 def checkpoint_path() -> Path:
-    """The directory of the embedded checkpoint, in Hugging Face layout."""
+    """Return the directory of the embedded checkpoint, in Hugging Face layout."""
     return Path(__file__).parent / "checkpoint"

@@ -1,7 +1,7 @@
-"""Custom logits processors: what to import to write one, and what the engine runs them with.
+"""Custom logits processors.
 
-For a processor that was written for vLLM, `from engine.logits_processors import ...` takes the place of its imports
-from `vllm`, `vllm.config`, `vllm.sampling_params` and `vllm.v1.sample.logits_processor`.
+In a processor written for vLLM, replace the imports from `vllm`, `vllm.config`, `vllm.sampling_params` and
+`vllm.v1.sample.logits_processor` by `from engine.logits_processors import ...`.
 """
 
 from engine.logits_processors.adapter import AdapterLogitsProcessor

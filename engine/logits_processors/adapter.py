@@ -1,4 +1,4 @@
-"""AdapterLogitsProcessor: request-level callables, one a request, as a batch-level logits processor."""
+"""AdapterLogitsProcessor: runs one callable per request as a batch-level logits processor."""
 
 from __future__ import annotations
 
@@ -25,21 +25,23 @@ _OfRow = Callable[[torch.Tensor], torch.Tensor]
 
 
 class AdapterLogitsProcessor(LogitsProcessor):
-    """Subclass it, and define `is_argmax_invariant` and `new_req_logits_processor`; whoever overrides `__init__` calls
-    `super().__init__(vllm_config, device, is_pin_memory)`.
+    """Subclass it and define `is_argmax_invariant` and `new_req_logits_processor`. A subclass with its own `__init__`
+    calls `super().__init__(vllm_config, device, is_pin_memory)`.
 
-    A sequence that comes back from a preemption or from being parked gets a new callable, with all its output ids: what
-    it does should follow from them, not from how often it was called.
+    A sequence that was preempted or parked gets a new callable with all its output ids. So the callable's result should
+    depend on the ids, not on the number of calls.
     """
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
         self.req_info: dict[int, _OfRow] = {}
-        """By row: its callable, with the token ids that it takes, by reference."""
+        """By row: the callable, bound to the lists of token ids."""
 
     @abstractmethod
     def new_req_logits_processor(self, params: SamplingParams) -> RequestLogitsProcessor | None:
-        """A callable of a new sequence's own, or None where it has nothing to do there. With two parameters it gets the
-        output ids and the logits, with three the prompt ids before them."""
+        """Return the callable of a new sequence, or None.
+
+        It gets the output ids and the logits if it has two parameters, and the prompt ids before them if it has three.
+        """
         raise NotImplementedError
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:

@@ -1,4 +1,4 @@
-"""The engine's own processors: logit bias, min_tokens and min_p. Each holds the rows that use it and no others."""
+"""The built-in logits processors: logit bias, min_tokens and min_p. Each holds only the rows that use it."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ class LogitBiasLogitsProcessor(LogitsProcessor):
 
 
 class MinTokensLogitsProcessor(LogitsProcessor):
-    """Suppresses stop tokens, the model's own and the request's, until there are `min_tokens`.
+    """Suppresses the stop tokens of the model and the request until the output has `min_tokens`.
 
-    What is suppressed stays finite: where a constraint allows nothing else, its mask wins.
+    Suppressed logits stay finite: where a constraint allows no other token, its mask wins.
     """
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
@@ -86,7 +86,7 @@ class MinTokensLogitsProcessor(LogitsProcessor):
 
 
 class MinPLogitsProcessor(LogitsProcessor):
-    """Forbids what is less than `min_p` times as likely as the likeliest token. Greedy rows have no use for it."""
+    """Forbids tokens less than `min_p` times as likely as the most likely token. Ignores greedy rows."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
         self._device = device

@@ -1,4 +1,4 @@
-"""Hosts: one processor each, of either programming model, behind one interface; who has raised is made anew."""
+"""Hosts: one interface to logits processors of both programming models. A processor that has raised is replaced."""
 
 from __future__ import annotations
 
@@ -10,39 +10,38 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from engine.logits_processors.indices import RequestIndices
 from engine.logits_processors.interface import LogitsProcessor
 from engine.logits_processors.persistent_batch import PersistentBatch
 from engine.logits_processors.revised import RevisedLogitsProcessor
-from engine.logits_processors.slots import Slots
 from engine.sequence import Sequence
 
 __all__ = ["Host", "IndexHost", "RowHost"]
 
 
 class Host(Protocol):
-    """What the engine needs of a processor, whichever model it is written for. Whatever the processor raises comes out;
-    the instance is not to be trusted from then on: `restart`."""
+    """Runs one logits processor. Exceptions of the processor pass through; call `restart` after one."""
 
     name: str
     argmax_invariant: bool
 
     def begin(self, rows: Rows[Sequence], *, alone: bool = False) -> None:
-        """Tell it of the next batch. `alone`: of nobody else, so that nobody else's parameters are looked at."""
+        """Announce the next batch. `alone`: hide all other sequences from the processor."""
 
     def begin_parked(self, rows: Rows[Sequence]) -> None:
-        """Like `begin`, where the rows are some that were parked, and those of the last batch go on afterwards."""
+        """Announce a batch of parked rows. The rows of the last batch continue afterwards."""
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        """Have it change the logits of the rows of the last `begin`, float32 `[rows, vocab]`."""
+        """Process the logits of the announced rows, float32 `[rows, vocab]`."""
 
     def restart(self) -> None:
-        """Make the processor anew; it knows of nobody. Raises what its constructor raises."""
+        """Replace the processor by a new instance without state. Raises what its constructor raises."""
 
 
 def checked(after: object, before: torch.Tensor, name: str) -> torch.Tensor:
-    """What `apply` returned, if it can be logits."""
+    """Check the return value of `apply`."""
     if not isinstance(after, torch.Tensor):
-        raise TypeError(f"{name}.apply returned {type(after).__name__}; it returns the logits")
+        raise TypeError(f"{name}.apply returned {type(after).__name__} instead of the logits")
     if after.shape != before.shape:
         raise ValueError(f"{name}.apply returned shape {tuple(after.shape)} for {tuple(before.shape)}")
     return after.to(before)
@@ -52,8 +51,8 @@ class RowHost:
     """Hosts a processor of vLLM V1's model.
 
     Args:
-        make: a new processor.
-        capacity: rows that a batch has at the most.
+        make: creates the processor.
+        capacity: maximum number of rows in a batch.
     """
 
     def __init__(self, name: str, make: Callable[[], LogitsProcessor], capacity: int) -> None:
@@ -61,7 +60,7 @@ class RowHost:
         self._make = make
         self._capacity = capacity
         self._skipped = 0
-        """Rows at the beginning of the batch that are not in the logits: they stand by while others are sampled."""
+        """Rows at the beginning of the batch that have no logits: they wait while parked rows are sampled."""
         self._batch = PersistentBatch()
         self._processor = make()
         self.argmax_invariant = self._processor.is_argmax_invariant()
@@ -77,7 +76,7 @@ class RowHost:
     def begin_parked(self, rows: Rows[Sequence]) -> None:
         coming = set(rows)
         others = [sequence for sequence in self._batch.rows if sequence not in coming]
-        # Those of the batch go on afterwards: removing them now would cost a processor what it knows of them.
+        # Rows of the last batch stay, because the processor would lose its state of them.
         staying = [sequence for sequence in others if not sequence.status.is_finished]
         del staying[max(0, self._capacity - len(rows)) :]
         self._skipped = len(staying)
@@ -96,20 +95,20 @@ class RowHost:
 
 
 class IndexHost:
-    """Hosts a processor of the revised model. `slots` may be shared by several."""
+    """Hosts a processor of the revised model. Several hosts can share `indices`."""
 
-    def __init__(self, name: str, make: Callable[[], RevisedLogitsProcessor], slots: Slots) -> None:
+    def __init__(self, name: str, make: Callable[[], RevisedLogitsProcessor], indices: RequestIndices) -> None:
         self.name = name
         self._make = make
-        self._slots = slots
+        self._indices = indices
         self._known: dict[int, Sequence] = {}
         self._mapping: NDArray[np.int64] | None = None
         self._processor = make()
         self.argmax_invariant = self._processor.is_argmax_invariant()
 
     def begin(self, rows: Rows[Sequence], *, alone: bool = False) -> None:
-        mapping = self._slots.take(rows)
-        holders = self._slots.holders
+        mapping = self._indices.assign(rows)
+        holders = self._indices.holders
         if alone:
             holders = {index: holders[index] for index in mapping.tolist()}
         for index, sequence in list(self._known.items()):
@@ -122,7 +121,7 @@ class IndexHost:
                 self._known[index] = sequence
         same = self._mapping is not None and np.array_equal(mapping, self._mapping)
         self._mapping = mapping
-        self._processor.update_state(None if same else mapping, self._slots.token_ids, self._slots.seq_lens)
+        self._processor.update_state(None if same else mapping, self._indices.token_ids, self._indices.seq_lens)
 
     def begin_parked(self, rows: Rows[Sequence]) -> None:
         self.begin(rows)

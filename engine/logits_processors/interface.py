@@ -1,7 +1,7 @@
-"""The programming model of batch-level logits processors: vLLM V1's, name by name, so that what is written for it runs.
+"""The programming model of batch-level logits processors. It is vLLM V1's, with the same names.
 
-A processor sees the batch as a list: index i of it is row i of the logits. What changes about the list reaches it as a
-`BatchUpdate`, before the forward pass; the logits reach it after it.
+A processor sees the batch as a list: index i is row i of the logits. A `BatchUpdate` tells it before the forward pass
+what has changed in the list. It gets the logits after the forward pass.
 (vLLM: docs/features/custom_logitsprocs.md, vllm/v1/sample/logits_processor/interface.py.)
 """
 
@@ -20,6 +20,7 @@ from engine.sampling_params import SamplingParams
 
 __all__ = [
     "AddedRequest",
+    "BatchProcessor",
     "BatchUpdate",
     "LogitsProcessor",
     "MoveDirectionality",
@@ -33,23 +34,23 @@ State = TypeVar("State")
 
 
 class MoveDirectionality(Enum):
-    """What happens to the second index of a move."""
+    """Whether a move goes one way or both ways."""
 
     UNIDIRECTIONAL = auto()
-    """i1 -> i2: i2 is overwritten, and nobody is at i1 afterwards."""
+    """i1 -> i2: i2 is overwritten, and i1 is empty afterwards."""
     SWAP = auto()
     """i1 <-> i2."""
 
 
 RemovedRequest = int
-"""The index of a request that is gone."""
+"""The index of a request that has left the batch."""
 
 AddedRequest = tuple[int, SamplingParams, list[int] | None, list[int]]
-"""Index, parameters, prompt token ids, output token ids: the last is the running list, by reference, to be read only.
-It is not empty where a sequence comes back that was preempted or parked."""
+"""Index, parameters, prompt token ids, output token ids. The engine appends to the last list: do not change it. It is
+not empty if the sequence was preempted or parked before."""
 
 MovedRequest = tuple[int, int, MoveDirectionality]
-"""i1, i2, and whether both move."""
+"""i1, i2, and the direction."""
 
 RequestLogitsProcessor = (
     Callable[[list[int], torch.Tensor], torch.Tensor] | Callable[[list[int], list[int], torch.Tensor], torch.Tensor]
@@ -59,28 +60,28 @@ RequestLogitsProcessor = (
 
 @dataclass(frozen=True)
 class BatchUpdate:
-    """How the batch differs from the last one: apply `removed`, then `added`, then `moved`, each in its order.
+    """The difference to the previous batch: apply `removed`, then `added`, then `moved`, each in order.
 
-    An added request replaces whoever is at its index; such an index is not in `removed`, so that a processor may take
-    additions before removals. Indices are below the engine's `max_num_seqs`, those in between included.
+    An added request replaces the request at its index. That index is not in `removed`, so a processor may also apply
+    additions before removals. All indices are below the engine's `max_num_seqs`, those of intermediate steps included.
     """
 
     batch_size: int
-    """Requests in the batch, after all of it."""
+    """Number of requests in the new batch."""
     removed: Sequence[RemovedRequest]
     added: Sequence[AddedRequest]
     moved: Sequence[MovedRequest]
 
 
-class LogitsProcessor(ABC):
-    """A batch-level logits processor. One instance serves an engine for as long as it lives."""
+class BatchProcessor(ABC):
+    """What both programming models share. One instance serves an engine for its lifetime."""
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
-        """Look at a request before it is taken in; may be called from any thread.
+        """Check a request before it is admitted. May be called from any thread.
 
         Raises:
-            ValueError: it can't be served; the message is what the user reads (HTTP 400).
+            ValueError: the request is rejected with HTTP 400 and this message.
         """
         return None
 
@@ -88,8 +89,8 @@ class LogitsProcessor(ABC):
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
         """
         Args:
-            device: where the logits are.
-            is_pin_memory: whether pinned memory speeds copies to it up.
+            device: device of the logits.
+            is_pin_memory: whether pinned memory makes copies to the device faster.
         """
         raise NotImplementedError
 
@@ -100,13 +101,19 @@ class LogitsProcessor(ABC):
 
     @abstractmethod
     def is_argmax_invariant(self) -> bool:
-        """True where it never changes which token has the highest logit. Asked once, at start-up: then it runs after
-        the temperature, on the masked logits, and not at all where everybody is greedy."""
+        """Return True if the processor never changes which token has the highest logit. Called once, at the start.
+
+        Such a processor runs on the masked logits after the temperature, and not at all if all rows are greedy.
+        """
         raise NotImplementedError
+
+
+class LogitsProcessor(BatchProcessor):
+    """A batch-level logits processor of vLLM V1's model."""
 
     @abstractmethod
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        """Called before each forward pass; None where the batch is that of the last call."""
+        """Follow the batch. Called before each forward pass. None: the batch has not changed."""
         raise NotImplementedError
 
 
@@ -115,10 +122,10 @@ def process_dict_updates(
     batch_update: BatchUpdate | None,
     new_state: Callable[[SamplingParams, list[int] | None, list[int]], State | None],
 ) -> bool:
-    """Keep a dict from index to a processor's own state, of those requests alone that it is for.
+    """Update a dict from index to a processor's state, which has only the requests that use the processor.
 
     Args:
-        new_state: (parameters, prompt ids, output ids) of an added request to its state, or None.
+        new_state: returns the state of an added request from (parameters, prompt ids, output ids), or None.
 
     Returns:
         Whether the dict has changed.

@@ -1,4 +1,4 @@
-"""Where an engine's custom logits processors come from: entry points, qualified names, classes. Once, at start-up."""
+"""Load an engine's custom logits processors: entry points, qualified names, classes. Once, at the start."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ from guided.errors import bounded
 __all__ = ["GROUP", "load_classes", "processors_of"]
 
 GROUP = "guided.logits_processors"
-"""Entry points of this group are loaded into every engine. (vLLM's own group is vLLM's: it is not looked at.)"""
+"""Entry points of this group are loaded into every engine. vLLM's own group is not read."""
 
 
 def processors_of(model: LoadedModel, config: EngineConfig, max_model_len: int) -> LogitsProcessors:
-    """Load and make an engine's logits processors.
+    """Load and create an engine's logits processors.
 
     Raises:
-        ValueError: one can't be loaded or made; the message names it.
+        ValueError: a processor cannot be loaded or created. The message names it.
     """
-    told = VllmConfig(
+    description = VllmConfig(
         ModelConfig(model.name, max_model_len, model.vocabulary.padded_vocab_size, model.dtype, model.config),
         SchedulerConfig(config.max_num_seqs, config.max_num_batched_tokens),
         model.tokenizer,
         frozenset(model.vocabulary.stop_token_ids),
     )
-    return LogitsProcessors(told, model.device, load_classes(config.logits_processors))
+    return LogitsProcessors(description, model.device, load_classes(config.logits_processors))
 
 
 def load_classes(given: Sequence[str | type]) -> list[ProcessorClass]:
-    """The classes of all entry points of `GROUP`, by name, then those that were given.
+    """Return the classes of all entry points of `GROUP`, sorted by name, then the given ones.
 
     Args:
-        given: classes, and `module:Class` for what can be imported.
+        given: classes, or names as `module:Class`.
 
     Raises:
-        ValueError: there is no such thing, or it is no logits processor.
+        ValueError: a name cannot be imported, or is not a logits processor.
     """
     found = [
         _checked(_loaded(f"entry point {point.name} = {point.value}", point.load), point.value)
@@ -57,7 +57,7 @@ def load_classes(given: Sequence[str | type]) -> list[ProcessorClass]:
 def _named(name: str) -> Any:
     module, colon, path = name.partition(":")
     if not (colon and module and path):
-        raise ValueError(f"{bounded(name)!r} is no logits processor: give it as module:Class")
+        raise ValueError(f"{bounded(name)!r} is not a logits processor: give it as module:Class")
     found = _loaded(name, lambda: import_module(module))
     for part in path.split("."):
         found = _loaded(name, lambda owner=found, part=part: getattr(owner, part))
@@ -75,5 +75,5 @@ def _checked(found: Any, what: object) -> ProcessorClass:
     if isinstance(found, type) and issubclass(found, LogitsProcessor | RevisedLogitsProcessor):
         return found
     raise ValueError(
-        f"{bounded(what)} is no subclass of engine.logits_processors.LogitsProcessor (or RevisedLogitsProcessor)"
+        f"{bounded(what)} is not a subclass of engine.logits_processors.LogitsProcessor (or RevisedLogitsProcessor)"
     )

@@ -1,4 +1,4 @@
-"""PersistentBatch: the batch as one logits processor knows it, and what to tell it when the batch changes."""
+"""PersistentBatch: the batch as one logits processor knows it, and the updates when it changes."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ __all__ = ["PersistentBatch"]
 
 
 class PersistentBatch:
-    """Derives `BatchUpdate`s from who is in which row, step after step.
+    """Computes a `BatchUpdate` from the rows of each step.
 
-    As vLLM's model runner does it: who is new takes the lowest places of those who are gone, then places at the end;
-    places that stay empty are filled from the end; and swaps bring everybody to their row.
+    The algorithm is that of vLLM's model runner: new sequences take the lowest free places, then places at the end.
+    Remaining free places are filled from the end. Swaps then bring each sequence to its row.
     """
 
     def __init__(self) -> None:
         self.rows: list[Sequence] = []
-        """Row i is `rows[i]`'s."""
+        """The sequence of each row."""
 
     def update(self, rows: Rows[Sequence]) -> BatchUpdate | None:
-        """Make it this batch. None where it is the same as before."""
+        """Change to this batch. Returns None if it is the same as before."""
         rows = list(rows)
         if rows == self.rows:
             return None
@@ -48,7 +48,7 @@ class PersistentBatch:
 
 
 def _condense(places: list[Sequence | None], holes: list[int]) -> list[MovedRequest]:
-    """Fill the holes, the lowest first, with who is last, and cut the end off."""
+    """Fill the holes, the lowest first, from the end of the list, and cut the list."""
     moves: list[MovedRequest] = []
     for hole in holes:
         while places and places[-1] is None:

@@ -1,7 +1,8 @@
-"""LogitsProcessors: all processors of one engine, when each of them runs, and what happens when one raises.
+"""LogitsProcessors: runs all logits processors of one engine, built-in and custom.
 
-A batch in which nobody uses a built-in one costs nothing a row; those of the user see every batch. One that raises is
-made anew, and the step's rows are put to it one by one: those on which it raises alone have failed, the others go on.
+Built-in processors run only in batches that use them. Custom processors see every batch. A processor that raises is
+replaced by a new instance, which gets the step's rows one by one. The rows on which it raises again fail; the others
+continue.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ import torch
 
 from engine.logits_processors.builtin import LogitBiasLogitsProcessor, MinPLogitsProcessor, MinTokensLogitsProcessor
 from engine.logits_processors.host import Host, IndexHost, RowHost
+from engine.logits_processors.indices import RequestIndices
 from engine.logits_processors.interface import LogitsProcessor
 from engine.logits_processors.revised import RevisedLogitsProcessor
-from engine.logits_processors.slots import Slots
 from engine.logits_processors.vllm_config import VllmConfig
 from engine.sampling_metadata import SamplingMetadata
 from engine.sampling_params import SamplingParams
@@ -32,30 +33,30 @@ ProcessorClass = type[LogitsProcessor] | type[RevisedLogitsProcessor]
 
 
 class LogitsProcessorFailed(InternalError):
-    """A custom logits processor raised; the message names it."""
+    """A custom logits processor has raised. The message names it."""
 
     code = "logits_processor_failed"
 
 
 class LogitsProcessors:
-    """The built-in processors and the engine's custom ones, which stay what they are.
+    """The built-in and the custom processors of an engine. The set is fixed.
 
     Args:
-        config: what each is made with.
-        classes: the custom ones, in the order in which they run.
+        config: argument of each processor's constructor.
+        classes: the custom processors, in the order in which they run.
 
     Raises:
-        ValueError: one can't be made; the message names it.
+        ValueError: a processor cannot be created. The message names it.
     """
 
     def __init__(self, config: VllmConfig, device: torch.device, classes: Rows[ProcessorClass] = ()) -> None:
         self.classes = tuple(classes)
         self.failed: dict[int, LogitsProcessorFailed] = {}
-        """Rows of this step that a custom processor raised on."""
-        slots = None
+        """Rows of this step on which a custom processor has raised."""
+        indices = None
         if any(issubclass(one, RevisedLogitsProcessor) for one in classes):
-            slots = Slots(config.scheduler_config.max_num_seqs, config.model_config.max_model_len)
-        host = partial(_hosted, config=config, device=device, slots=slots)
+            indices = RequestIndices(config.scheduler_config.max_num_seqs, config.model_config.max_model_len)
+        host = partial(_hosted, config=config, device=device, indices=indices)
         capacity = config.scheduler_config.max_num_seqs
         made = partial(_row_host, config=config, device=device, capacity=capacity)
         self._bias = made(LogitBiasLogitsProcessor)
@@ -65,18 +66,18 @@ class LogitsProcessors:
         self._before = [one for one in self._custom if not one.argmax_invariant]
         self._after = [one for one in self._custom if one.argmax_invariant]
         self._is_used = False
-        """Some built-in one knows of somebody."""
+        """A built-in processor holds state of a row."""
         self._broken: set[Host] = set()
-        """Those that have raised and were not begun anew since."""
-        self._told: SamplingMetadata | None = None
+        """Hosts of processors that have raised and were not restarted yet."""
+        self._announced: SamplingMetadata | None = None
         self._is_fresh = False
 
     def validate(self, params: SamplingParams) -> None:
-        """Have the custom processors look at a request. From any thread.
+        """Let the custom processors check a request. Call it from any thread.
 
         Raises:
-            InvalidRequest: one of them says that it can't be served.
-            LogitsProcessorFailed: one of them raised something else than a `ValueError`.
+            InvalidRequest: a processor rejects the request.
+            LogitsProcessorFailed: a processor has raised something else than a `ValueError`.
         """
         for one in self.classes:
             try:
@@ -90,18 +91,16 @@ class LogitsProcessors:
                 logger.exception("%s.validate_params raised", one.__name__)
                 raise _failure(one.__name__, error) from error
 
-    # -- before the forward pass
-
     def begin(self, metadata: SamplingMetadata) -> None:
-        """Tell them of the step's batch."""
+        """Announce the step's batch. Call it before the forward pass."""
         self.failed = {}
-        self._told, self._is_fresh = metadata, True
+        self._announced, self._is_fresh = metadata, True
         used = metadata.biased or metadata.with_min_tokens or metadata.with_min_p
         if used or self._is_used:
             self._begin_builtins(metadata)
             self._is_used = bool(used)
         for host in self._custom:
-            self._tell(host, partial(host.begin, metadata.sequences))
+            self._announce(host, partial(host.begin, metadata.sequences))
 
     def _begin_builtins(self, metadata: SamplingMetadata) -> None:
         for builtin, users in (
@@ -110,21 +109,21 @@ class LogitsProcessors:
             (self._min_p, metadata.with_min_p),
         ):
             if users or not builtin.is_empty:
-                self._tell(builtin, partial(builtin.begin, metadata.sequences if users else ()))
+                self._announce(builtin, partial(builtin.begin, metadata.sequences if users else ()))
 
     def begin_parked(self, metadata: SamplingMetadata) -> None:
-        """Tell those that run after the mask of rows that were parked; the others had their turn before."""
+        """Announce a batch of parked rows to the processors that run after the mask. The others have run before."""
         self.failed = {}
-        self._told, self._is_fresh = metadata, False
+        self._announced, self._is_fresh = metadata, False
         if metadata.is_all_greedy:
             return
         if metadata.with_min_p:
             self._is_used = True
-            self._tell(self._min_p, partial(self._min_p.begin_parked, metadata.sequences))
+            self._announce(self._min_p, partial(self._min_p.begin_parked, metadata.sequences))
         for host in self._after:
-            self._tell(host, partial(host.begin_parked, metadata.sequences))
+            self._announce(host, partial(host.begin_parked, metadata.sequences))
 
-    def _tell(self, host: Host, begin: Callable[[], None]) -> None:
+    def _announce(self, host: Host, begin: Callable[[], None]) -> None:
         try:
             if host in self._broken:
                 host.restart()
@@ -133,21 +132,19 @@ class LogitsProcessors:
         except Exception:
             self._note(host)
 
-    # -- after it
-
     def before_penalties(
         self, logits: torch.Tensor, metadata: SamplingMetadata, again: Callable[[], torch.Tensor] | None
     ) -> torch.Tensor:
-        """min_tokens, bias and the custom processors that may change the best token: float32 `[rows, vocab]`.
+        """Run min_tokens, bias and the custom processors that are not argmax-invariant, on float32 `[rows, vocab]`.
 
         Args:
-            again: the logits as they were, for when a processor raises in the middle of them. None: they are kept.
+            again: computes the unchanged logits again, in case a processor raises. None: a copy is kept instead.
         """
-        if not self._is_fresh or self._told is not metadata:
+        if not self._is_fresh or self._announced is not metadata:
             self.begin(metadata)
         self._is_fresh = False
         first: list[Host] = []
-        if metadata.with_min_tokens and self._before:  # others are to see what is suppressed, as in vLLM
+        if metadata.with_min_tokens and self._before:  # custom processors see suppressed tokens, as in vLLM
             first.append(self._min_tokens)
         if metadata.biased:
             first.append(self._bias)
@@ -156,20 +153,22 @@ class LogitsProcessors:
         return self._run([*first, *self._before], logits, metadata, again or logits.clone().clone)
 
     def after_penalties(self, logits: torch.Tensor, metadata: SamplingMetadata) -> None:
-        """min_tokens again, or for the first time: nothing that ran since has lifted it."""
+        """Enforce min_tokens, also against the processors that have run since."""
         if metadata.with_min_tokens:
             self._min_tokens.apply(logits)
 
     def runs_after_mask(self, metadata: SamplingMetadata) -> bool:
-        """Somebody draws, and some argmax-invariant processor is there for it."""
+        """Whether an argmax-invariant processor is to run on this batch: some row must be random."""
         return bool(self._after or metadata.with_min_p) and not metadata.is_all_greedy
 
     def after_temperature(
         self, logits: torch.Tensor, metadata: SamplingMetadata, again: Callable[[], torch.Tensor]
     ) -> torch.Tensor:
-        """min_p and the custom argmax-invariant processors: float32 `[rows, vocab]`, masked and scaled; greedy rows are
-        there too, and what becomes of them doesn't matter."""
-        if self._told is not metadata:
+        """Run min_p and the argmax-invariant custom processors on masked and scaled logits, float32 `[rows, vocab]`.
+
+        The logits of greedy rows are included and not used afterwards.
+        """
+        if self._announced is not metadata:
             self.begin(metadata)
         first = [self._min_p] if metadata.with_min_p else []
         return self._run([*first, *self._after], logits, metadata, again)
@@ -182,7 +181,7 @@ class LogitsProcessors:
         again: Callable[[], torch.Tensor],
     ) -> torch.Tensor:
         rounds = len(hosts)
-        for _ in range(rounds):  # each round that fails adds a broken one
+        for _ in range(rounds):  # each failing round adds a broken host
             try:
                 return self._chain(hosts, logits, metadata)
             except _Raised as raised:
@@ -202,7 +201,7 @@ class LogitsProcessors:
         return logits
 
     def _one_by_one(self, host: Host, logits: torch.Tensor, rows: Rows[Sequence]) -> None:
-        """Find out on which rows it raises, and do the others, in place."""
+        """Process the rows one by one, in place, and record those on which the processor raises."""
         is_new = False
         for row, sequence in enumerate(rows):
             try:
@@ -217,7 +216,7 @@ class LogitsProcessors:
 
     def _note(self, host: Host) -> None:
         if host not in self._broken:
-            logger.exception("logits processor %s raised: it is made anew, and asked row by row", host.name)
+            logger.exception("logits processor %s raised: a new instance gets the rows one by one", host.name)
             self._broken.add(host)
 
 
@@ -236,12 +235,12 @@ def _row_host(one: type[LogitsProcessor], *, config: VllmConfig, device: torch.d
     return RowHost(one.__name__, lambda: one(config, device, device.type == "cuda"), capacity)
 
 
-def _hosted(one: ProcessorClass, *, config: VllmConfig, device: torch.device, slots: Slots | None) -> Host:
+def _hosted(one: ProcessorClass, *, config: VllmConfig, device: torch.device, indices: RequestIndices | None) -> Host:
     try:
         if issubclass(one, LogitsProcessor):
             return _row_host(one, config=config, device=device, capacity=config.scheduler_config.max_num_seqs)
-        assert slots is not None
+        assert indices is not None
         revised = one
-        return IndexHost(one.__name__, lambda: revised(config, device, device.type == "cuda"), slots)
+        return IndexHost(one.__name__, lambda: revised(config, device, device.type == "cuda"), indices)
     except Exception as error:
         raise ValueError(f"the logits processor {one.__name__} can't be made: {bounded(repr(error))}") from error

@@ -1,4 +1,4 @@
-"""VllmConfig: what a logits processor is told of its engine, in the places where vLLM's own config has it."""
+"""VllmConfig: describes the engine to a logits processor, with the field names of vLLM's config."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class ModelConfig:
     model: str = ""
     """Local directory or hub name."""
     max_model_len: int = 0
-    """Prompt and output together, in tokens."""
+    """Maximum length of prompt and output together, in tokens."""
     vocab_size: int = 0
-    """Columns of the logits, padding included."""
+    """Columns of the logits, including padding."""
     dtype: torch.dtype = torch.float32
     """Of the weights; logits are float32."""
     hf_config: Any = None
@@ -30,17 +30,17 @@ class ModelConfig:
 @dataclass(frozen=True)
 class SchedulerConfig:
     max_num_seqs: int = 0
-    """Rows of the logits, at the most; every index is below it."""
+    """Maximum number of rows of the logits. Every index is below it."""
     max_num_batched_tokens: int = 0
 
 
 @dataclass(frozen=True)
 class VllmConfig:
-    """A stand-in for `vllm.config.VllmConfig`, as far as logits processors read it; the last two fields are ours."""
+    """The part of `vllm.config.VllmConfig` that logits processors read. The last two fields are additions."""
 
     model_config: ModelConfig = field(default_factory=ModelConfig)
     scheduler_config: SchedulerConfig = field(default_factory=SchedulerConfig)
     tokenizer: Any = None
-    """The tokenizer itself, transformers'."""
+    """transformers' tokenizer."""
     stop_token_ids: frozenset[int] = frozenset()
     """The model's own stop tokens."""

@@ -19,22 +19,25 @@ from engine.server.protocol import ErrorAnswer
 __all__ = ["create_app"]
 
 DESCRIPTION = """
-An OpenAI-compatible server with guided decoding. Give a generation one of `json_schema`, `json_object`, `regex`,
-`choice` and `grammar` (or OpenAI's `response_format`, vLLM's `structured_outputs`, the older `guided_*` names) and the
-output satisfies it. `guided` in the answer says which backend enforced it.
+An OpenAI-compatible server with guided decoding. Add one of `json_schema`, `json_object`, `regex`, `choice` and
+`grammar` to a request (or OpenAI's `response_format`, vLLM's `structured_outputs`, the older `guided_*` names), and the
+output satisfies it. `guided` in the answer names the backend.
 """
 
 
 def create_app(engine: AsyncLLM, settings: ServerSettings) -> FastAPI:
-    """The application. The engine is the caller's: shut it down after the application.
+    """Build the application. The caller shuts the engine down, after the application.
 
-    The documentation pages carry their own scripts and styles, so that they work without a way to the internet.
+    The documentation pages bring their own scripts and styles and work without internet access.
     """
-    # The gate checks the key; this only tells the documentation page to ask for it.
+    # The gate checks the key. This makes the documentation page ask for it.
     key = [] if settings.api_key is None else [Depends(HTTPBearer(auto_error=False))]
     errors: dict[int | str, dict[str, Any]] = {
-        "4XX": {"model": ErrorAnswer, "description": "The request's fault, or too many of them (429)."},
-        "5XX": {"model": ErrorAnswer, "description": "The server's fault; `x-should-retry` says whether to try again."},
+        "4XX": {"model": ErrorAnswer, "description": "The request is at fault, or there are too many (429)."},
+        "5XX": {
+            "model": ErrorAnswer,
+            "description": "The server is at fault. `x-should-retry` says if a retry helps.",
+        },
     }
     app = FastAPIOffline(
         title="guided", version=version("guided"), description=DESCRIPTION, dependencies=key, responses=errors

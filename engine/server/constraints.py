@@ -1,8 +1,8 @@
-"""Every spelling of a constraint in a request -> one `Constraint`, and the backend that was asked for.
+"""Read a request's constraint, in any of its spellings, and its backend.
 
 Ours (`json_schema`, `regex`, `choice`, `grammar`, `json_object`, `backend`, `whitespace_pattern`), OpenAI's
-`response_format`, vLLM's `structured_outputs`, and vLLM's older `guided_*` names. Errors name the field as the user
-spelled it.
+`response_format`, vLLM's `structured_outputs`, and vLLM's older `guided_*` names. Errors name the field as the request
+spells it.
 """
 
 from __future__ import annotations
@@ -14,34 +14,30 @@ from typing import Any
 from engine.server.protocol import GenerationRequest
 from guided.backends import AUTO, candidates, resolve
 from guided.constraint import KINDS, Constraint, ConstraintKind
-from guided.errors import GuidedError, InvalidConstraint, InvalidRequest, bounded
+from guided.errors import InvalidConstraint, InvalidRequest, bounded
 from guided.limits import DEFAULT_LIMITS, Limits
 from guided.request import GivenConstraint, GivenWhitespace, build, take_one, take_whitespace
 
-__all__ = ["Asked", "asked"]
+__all__ = ["RequestedConstraint", "requested_constraint"]
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What a request asked for."""
+class RequestedConstraint:
+    """The constraint and the backend that a request asks for."""
 
     constraint: Constraint | None = None
     backend: str = AUTO
     param: str | None = None
-    """The constraint's field, as the user spelled it."""
-
-    def respell(self, error: GuidedError) -> GuidedError:
-        """The same error, naming the user's own field where it names the constraint's kind, or nothing."""
-        if isinstance(error, InvalidConstraint) and self.param and (error.param is None or error.param in KINDS):
-            error.param = self.param
-        return error
+    """The field that holds the constraint, as the request spells it."""
 
 
-def asked(request: GenerationRequest, default_backend: str = AUTO, limits: Limits = DEFAULT_LIMITS) -> Asked:
-    """The request's one constraint, held to `limits`, and its backend.
+def requested_constraint(
+    request: GenerationRequest, default_backend: str = AUTO, limits: Limits = DEFAULT_LIMITS
+) -> RequestedConstraint:
+    """Read the request's constraint, check it against `limits`, and read its backend.
 
     Raises:
-        InvalidRequest, InvalidConstraint, ConstraintTooLarge, UnsupportedConstraint: `param` is the user's spelling.
+        InvalidRequest, InvalidConstraint, ConstraintTooLarge, UnsupportedConstraint: `param` is the field.
     """
     backend, backend_field, backend_whitespace = _backend(request, default_backend)
     found = [*_plain(request), *_response_format(request), *_structured_outputs(request), *_older(request)]
@@ -49,17 +45,17 @@ def asked(request: GenerationRequest, default_backend: str = AUTO, limits: Limit
     one = take_one(found)
     spaces = take_whitespace(one, whitespace)
     if one is None:
-        return Asked(backend=backend)
+        return RequestedConstraint(backend=backend)
     constraint = _build(one, spaces, request, limits)
-    candidates(one.kind, backend, param=backend_field)  # refuses a backend that lacks the kind, before anything runs
-    return Asked(constraint, backend, one.param)
+    candidates(one.kind, backend, param=backend_field)  # rejects a backend that lacks the kind, before anything runs
+    return RequestedConstraint(constraint, backend, one.field)
 
 
 def _plain(request: GenerationRequest) -> Iterator[GivenConstraint]:
     for kind in KINDS:
         value = getattr(request, kind)
         if value is not None and not (kind == "json_object" and value is False):
-            yield GivenConstraint(kind, kind, value, kind)
+            yield GivenConstraint(kind, kind, value)
 
 
 def _response_format(request: GenerationRequest) -> Iterator[GivenConstraint]:
@@ -69,16 +65,16 @@ def _response_format(request: GenerationRequest) -> Iterator[GivenConstraint]:
     if chosen.type == "structural_tag":
         raise InvalidConstraint("response_format of type structural_tag is not supported", param="response_format.type")
     if chosen.type == "json_object":
-        yield GivenConstraint("json_object", "response_format", True, "response_format")
+        yield GivenConstraint("json_object", "response_format", True)
     if chosen.type == "json_schema":
         if chosen.json_schema is None or chosen.json_schema.schema_ is None:
             missing = "response_format.json_schema" + ("" if chosen.json_schema is None else ".schema")
             raise InvalidConstraint(f"Missing required parameter: '{missing}'", param=missing)
-        # OpenAI's own param for a schema that is wrong.
-        yield GivenConstraint("json_schema", "response_format", chosen.json_schema.schema_, "response_format")
+        # OpenAI names this field, too, in errors about the schema.
+        yield GivenConstraint("json_schema", "response_format", chosen.json_schema.schema_)
     elif chosen.json_schema is not None:
         raise InvalidConstraint(
-            f"response_format.json_schema goes with type json_schema, not {chosen.type}",
+            f"response_format.json_schema requires type json_schema, not {chosen.type}",
             param="response_format.json_schema",
         )
 
@@ -97,13 +93,13 @@ def _structured_outputs(request: GenerationRequest) -> Iterator[GivenConstraint]
         "json_object": ("json_object", outputs.json_object or None),
     }
     given = [
-        GivenConstraint(kind, f"structured_outputs.{name}", value, f"structured_outputs.{name}")
+        GivenConstraint(kind, f"structured_outputs.{name}", value)
         for kind, (name, value) in fields.items()
         if value is not None
     ]
     if not given:
         raise InvalidConstraint(
-            "structured_outputs holds no constraint: give one of json, regex, choice, grammar, json_object",
+            "structured_outputs has no constraint: give one of json, regex, choice, grammar, json_object",
             param="structured_outputs",
         )
     yield from given
@@ -119,7 +115,7 @@ def _older(request: GenerationRequest) -> Iterator[GivenConstraint]:
     for name, kind in fields.items():
         value = getattr(request, name)
         if value is not None:
-            yield GivenConstraint(kind, name, value, name)
+            yield GivenConstraint(kind, name, value)
 
 
 def _whitespace(request: GenerationRequest) -> Iterator[GivenWhitespace]:
@@ -135,7 +131,7 @@ def _whitespace(request: GenerationRequest) -> Iterator[GivenWhitespace]:
 
 
 def _backend(request: GenerationRequest, default: str) -> tuple[str, str, list[GivenWhitespace]]:
-    """Backend, the field that named it, and the whitespace that vLLM's backend options ask for."""
+    """Return the backend, the field that names it, and the whitespace of vLLM's backend options."""
     if request.backend is not None and request.guided_decoding_backend is not None:
         raise InvalidRequest(
             "backend and guided_decoding_backend are given: choose one", param="guided_decoding_backend"
@@ -148,7 +144,7 @@ def _backend(request: GenerationRequest, default: str) -> tuple[str, str, list[G
     for option in filter(None, options.split(",")):
         if option == "disable-any-whitespace":
             whitespace.append(GivenWhitespace(field, ""))
-        elif option != "no-fallback":  # a named backend is never left for another one here
+        elif option != "no-fallback":  # a named backend is never replaced here
             raise InvalidRequest(
                 f"{field}: no option {bounded(option, 60)!r}; there are no-fallback and disable-any-whitespace",
                 param=field,
@@ -162,5 +158,5 @@ def _build(
     closed = request.structured_outputs is not None and request.structured_outputs.disable_additional_properties
     if closed and one.kind != "json_schema":
         field = "structured_outputs.disable_additional_properties"
-        raise InvalidRequest(f"{field} goes with a JSON schema, not with {one.field}", param=field)
+        raise InvalidRequest(f"{field} requires a JSON schema, not {one.field}", param=field)
     return build(one, whitespace, additional_properties=not closed, limits=limits)

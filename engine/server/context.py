@@ -1,12 +1,12 @@
-"""What the routes share: the engine, the settings, the metrics, and how many requests are in flight."""
+"""ServerContext: what the routes share: engine, settings, metrics, and the number of requests in flight."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import Depends, Request
 
@@ -14,37 +14,12 @@ from engine.async_llm import AsyncLLM
 from engine.detokenizer import TokenTexts
 from engine.server.errors import ModelNotFound, QueueFull, ShuttingDown
 from engine.server.metrics import Metrics
-from guided.backends import AUTO
+from engine.server.options import ServerSettings
 from guided.errors import bounded
 from guided.limits import Limits
 from guided.vocabulary import Vocabulary
 
 __all__ = ["Context", "ServerContext", "ServerSettings"]
-
-
-@dataclass(frozen=True)
-class ServerSettings:
-    """What the server, as opposed to the engine, is told.
-
-    Args:
-        model_names: names that requests may use; answers carry the first.
-        api_key: None lets everybody in.
-        backend: grammar backend of requests that name none.
-        max_requests: generations in flight, running and waiting, before further ones get 429. Each prompt counts.
-        max_waiting: generations that wait, for their grammar or their turn, before further ones get 429.
-        max_body_bytes: of a request; beyond it 413.
-        stall_seconds: how long a stream's client may take nothing of what is there for it, before it is aborted.
-        sampling_defaults: fields of `SamplingParams` for what requests leave out.
-    """
-
-    model_names: tuple[str, ...]
-    api_key: str | None = field(default=None, repr=False)
-    backend: str = AUTO
-    max_requests: int = 1024
-    max_waiting: int = 512
-    max_body_bytes: int = 4 << 20
-    stall_seconds: float = 60.0
-    sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -72,19 +47,19 @@ class ServerContext:
 
     @property
     def limits(self) -> Limits:
-        """What a request's constraint may be at the most."""
+        """The limits of a request's constraint."""
         return self.engine.engine.config.limits
 
     @property
     def has_logits_processors(self) -> bool:
-        """Somebody reads what requests bring in `vllm_xargs`."""
+        """A custom logits processor could read `vllm_xargs`."""
         return bool(self.engine.engine.sampler.processors.classes)
 
     def check_model(self, name: str | None) -> None:
-        """Refuse a model that isn't served here; no name is the one that is.
+        """Check the model that a request names. None: the served model.
 
         Raises:
-            ModelNotFound
+            ModelNotFound: this server does not serve the model.
         """
         if name is not None and name not in self.settings.model_names:
             served = ", ".join(self.settings.model_names)
@@ -94,11 +69,11 @@ class ServerContext:
 
     @contextmanager
     def admit(self, count: int) -> Iterator[None]:
-        """Hold `count` places among the generations in flight.
+        """Count `count` generations as in flight until the block ends.
 
         Raises:
-            QueueFull: there are not so many left.
-            ShuttingDown: none are given out any more.
+            QueueFull: a limit would be exceeded.
+            ShuttingDown: the server takes no more requests.
         """
         if self.shutting_down:
             raise ShuttingDown("the server is shutting down")
@@ -106,8 +81,8 @@ class ServerContext:
             raise QueueFull(
                 f"{self.in_flight} requests are in flight and the limit is {self.settings.max_requests}: try again"
             )
-        waiting = self.engine.num_waiting
-        if waiting and waiting + count > self.settings.max_waiting:  # many prompts at once wait where nobody else does
+        waiting = self.engine.num_waiting  # if none wait, a request may have more prompts than the limit
+        if waiting and waiting + count > self.settings.max_waiting:
             raise QueueFull(f"{waiting} requests wait and the limit is {self.settings.max_waiting}: try again")
         self.in_flight += count
         try:
@@ -122,4 +97,4 @@ def _context(request: Request) -> ServerContext:
 
 
 Context = Annotated[ServerContext, Depends(_context)]
-"""Parameter type of a route that needs the context."""
+"""Type of a route's parameter that receives the context."""

@@ -1,7 +1,7 @@
 """Errors as OpenAI's clients read them: `{"error": {"message", "type", "param", "code"}}`, plus `pointer`.
 
-`pointer` is an RFC 6901 JSON pointer into the schema, null elsewhere. `x-should-retry`, which the OpenAI clients obey,
-says whether the same request would probably succeed: `GuidedError.retryable`.
+`pointer` is an RFC 6901 JSON pointer into the schema, else null. OpenAI's clients obey the header `x-should-retry`: it
+says whether the same request would probably succeed (`GuidedError.retryable`).
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ class ShuttingDown(InternalError):
 
 
 def install_handlers(app: FastAPI) -> None:
-    """Give every error of the app this shape."""
+    """Answer every error of the application in this shape."""
     app.add_exception_handler(GuidedError, _on_guided_error)
     app.add_exception_handler(RequestValidationError, _on_shape_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
-    app.add_exception_handler(Exception, _on_surprise)
+    app.add_exception_handler(Exception, _on_unexpected_error)
 
 
 async def _on_guided_error(request: Request, error: Exception) -> JSONResponse:
@@ -92,8 +92,8 @@ async def _on_http_exception(request: Request, error: Exception) -> JSONResponse
     return JSONResponse(body, error.status_code, headers=headers)
 
 
-async def _on_surprise(request: Request, error: Exception) -> JSONResponse:
-    # Starlette raises it again after this answer, so that the server's log has the traceback.
+async def _on_unexpected_error(request: Request, error: Exception) -> JSONResponse:
+    # Starlette raises the error again after this answer. The server then logs the traceback.
     request_id = request.scope.get("state", {}).get("request_id", "-")
     logger.error("x-request-id %s: %s %s failed: %r", request_id, request.method, request.url.path, error)
     request.app.state.context.metrics.failed(InternalError.code)
@@ -103,8 +103,10 @@ async def _on_surprise(request: Request, error: Exception) -> JSONResponse:
 
 
 def _describe(errors: Sequence[Any]) -> tuple[str, str | None, str]:
-    """Message, param and code of a body that is not of its shape: the first unknown field, else what a validator of
-    ours says, else the first error."""
+    """Return message, param and code for a body of the wrong shape.
+
+    An unknown field is reported first, then an error of our own validators, then any other error.
+    """
     telling = ({"extra_forbidden"}, {MISPLACED, UNSUPPORTED})
     first = next((each for types in telling for each in errors if each["type"] in types), errors[0])
     param = _path(first["loc"])
@@ -128,11 +130,11 @@ _TAGS = {"str", "int", "float", "bool", "dict", "list", "none", "any"}
 
 
 def _path(location: Sequence[str | int]) -> str:
-    """`("body", "messages", 0, "content", "str")` as OpenAI writes it: `messages[0].content`."""
+    """Write `("body", "messages", 0, "content", "str")` as OpenAI does: `messages[0].content`."""
     path = ""
     for part in location[1:]:
         if isinstance(part, int):
             path += f"[{part}]"
-        elif part not in _TAGS and "[" not in part:  # pydantic names the union's member that it tried
+        elif part not in _TAGS and "[" not in part:  # pydantic inserts the type that it tried
             path += f".{part}" if path else part
     return path

@@ -1,4 +1,4 @@
-"""What every request passes before it reaches a route: an id, the API key, the size limit."""
+"""Gate: gives every request an id, checks the API key and the size of the body."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from guided.errors import GuidedError
 __all__ = ["Gate"]
 
 OPEN_PATHS = ("/health", "/metrics", "/version", "/docs", "/redoc", "/openapi.json", "/static-offline-docs")
-"""Without a key: probes and scrapers have none, and the documentation tells nothing about this server's use."""
+"""Paths that need no key: probes and scrapers have none, and the documentation reveals nothing about the traffic."""
 
 _ID_CHARACTERS = frozenset(string.ascii_letters + string.digits + "-_.:/+=")
 
 
 class Gate:
-    """ASGI middleware. The client's own `x-request-id` is kept where it is short and plain."""
+    """ASGI middleware. A client's own `x-request-id` is kept if it is short and plain."""
 
     def __init__(self, app: ASGIApp, api_key: str | None, max_body_bytes: int) -> None:
         self.app = app
@@ -61,7 +61,7 @@ class Gate:
         return None
 
     def _limited(self, receive: Receive) -> Receive:
-        """A chunked body says its size only as it comes."""
+        """Count the bytes as they arrive, because a chunked body does not announce its size."""
         total = 0
 
         async def limited() -> Message:

@@ -1,79 +1,70 @@
-"""One HTTP request's generations: admitted together, merged into one stream, ended together."""
+"""The generations of one HTTP request: admitted together, merged into one stream, ended together."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
-from typing import TypeVar
-
-from fastapi import Request, Response
 
 from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
-from engine.server.constraints import Asked
 from engine.server.context import ServerContext
 from engine.server.errors import ShuttingDown
-from engine.server.protocol import GuidedInfo, Usage
-from guided.errors import CompileTimeout, GuidedError, InternalError
+from engine.server.protocol import GuidedInfo
+from guided.constraint import KINDS
+from guided.errors import CompileTimeout, GuidedError, InternalError, InvalidConstraint
 
-__all__ = [
-    "ClientGone",
-    "Job",
-    "Outputs",
-    "guided_headers",
-    "report",
-    "running",
-    "to_nobody",
-    "unless_gone",
-    "usage_of",
-]
+__all__ = ["Job", "Outputs", "report", "running"]
 
 logger = logging.getLogger("guided.server")
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Job:
-    """What one HTTP request has the engine do: one request a prompt, all with the same parameters."""
+    """The work of one HTTP request: one engine request per prompt, all with the same parameters."""
 
     request_id: str
-    """The engine's, and the answer's `id`."""
+    """Id of the engine's request, and `id` of the answer."""
     http_id: str
-    """The answer's `x-request-id`."""
+    """`x-request-id` of the answer."""
     prompts: Sequence[list[int]]
     params: SamplingParams
-    asked: Asked
+    constraint_field: str | None
+    """The field that holds the constraint, as the request spells it."""
     stream: bool
 
     @property
     def num_choices(self) -> int:
         return len(self.prompts) * self.params.n
 
+    def respell(self, error: GuidedError, prompt: int) -> GuidedError:
+        """Make an error of the engine name the request's own field, and which of several prompts it is about."""
+        if isinstance(error, InvalidConstraint) and (error.param is None or error.param in KINDS):
+            error.param = self.constraint_field or error.param
+        if error.param == "prompt" and len(self.prompts) > 1:
+            error.message = f"prompt[{prompt}]: {error.message}"
+        return error
+
 
 @dataclass
 class Outputs:
-    """A job that was admitted: its constraint is compiled."""
+    """The outputs of a job that is admitted: its constraint is compiled."""
 
+    job: Job
     guided: GuidedInfo | None
     stream: AsyncIterator[tuple[int, RequestOutput]]
-    """(which prompt, its output so far), until all are finished. Raises what ended a request otherwise."""
-
-
-class ClientGone(Exception):
-    """Nobody waits for the answer any more."""
+    """(index of the prompt, its output so far) until all are finished. Raises the error that ended a generation."""
 
 
 @asynccontextmanager
 async def running(context: ServerContext, job: Job) -> AsyncIterator[Outputs]:
-    """Start the job and wait until it is admitted; at the end whatever still runs of it is aborted.
+    """Start the job and wait until it is admitted. At the end, abort what still runs of it.
 
     Raises:
-        GuidedError: it was refused (what the compilation says included), or fails later, from the stream. It is in the
-            log; one that is raised within the context too, and the handler counts it.
+        GuidedError: the job is refused (also because its constraint does not compile), or it fails later. Errors that
+            an operator can act on are logged here.
     """
     guided = None
     try:
@@ -81,19 +72,17 @@ async def running(context: ServerContext, job: Job) -> AsyncIterator[Outputs]:
             guided = outputs.guided
             yield outputs
     except GuidedError as error:
-        if error.param == "extra_args":
-            error.param = "vllm_xargs"  # as the request spells it
         report(job, error, guided)
         raise
 
 
 def report(job: Job, error: GuidedError, guided: GuidedInfo | None) -> None:
-    """Write into the log what an operator can do something about: not what is wrong with a request."""
+    """Log an error that an operator can act on. What is wrong with a request itself is not logged."""
     if isinstance(error, ShuttingDown) or (error.status < 500 and not isinstance(error, CompileTimeout)):
         return
-    constraint = job.asked.constraint
+    constraint = job.params.constraint
     kind = "none" if constraint is None else constraint.kind
-    backend = job.asked.backend if guided is None else guided.backend
+    backend = job.params.backend if guided is None else guided.backend
     where = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
     logger.warning(
         "request %s (x-request-id %s) failed: %s: %s%s; constraint %s, backend %s",
@@ -115,12 +104,12 @@ async def _running(context: ServerContext, job: Job) -> AsyncIterator[Outputs]:
         try:
             first = await _all_first(streams, job)
             backend = first[0].backend
-            constraint = job.asked.constraint
+            constraint = job.params.constraint
             info = None
             if constraint is not None and backend is not None:
                 info = GuidedInfo(kind=constraint.kind, backend=backend)
             checked = _checked(context, _merged(first, streams), job)
-            yield Outputs(info, checked)
+            yield Outputs(job, info, checked)
         finally:
             if checked is not None:
                 await checked.aclose()
@@ -128,52 +117,9 @@ async def _running(context: ServerContext, job: Job) -> AsyncIterator[Outputs]:
                 await stream.aclose()  # aborts what still runs
 
 
-def to_nobody(context: ServerContext, job: Job) -> Response:
-    """What a client is answered that has gone away."""
-    context.metrics.abandoned("disconnected")
-    logger.info("request %s (x-request-id %s): the client went away", job.request_id, job.http_id)
-    return Response(status_code=499)
-
-
-async def unless_gone(request: Request, work: Awaitable[T]) -> T:
-    """Await `work`, and cancel it when the client disconnects.
-
-    Raises:
-        ClientGone: it did.
-    """
-    task = asyncio.ensure_future(work)
-    watch = asyncio.ensure_future(_disconnected(request))
-    try:
-        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise ClientGone
-    finally:
-        watch.cancel()
-        task.cancel()
-        await asyncio.gather(watch, task, return_exceptions=True)
-
-
-def usage_of(finished: Sequence[RequestOutput]) -> Usage:
-    """Tokens in and out. Prompts are counted once, whatever n is."""
-    prompt = sum(len(output.prompt_token_ids) for output in finished)
-    completion = sum(len(each.token_ids) for output in finished for each in output.outputs)
-    return Usage(prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion)
-
-
-def guided_headers(info: GuidedInfo | None) -> dict[str, str]:
-    """The backend as a header too, for those who don't read bodies."""
-    return {} if info is None else {"x-guided-backend": info.backend}
-
-
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-
-
 async def _all_first(streams: Sequence[AsyncIterator[RequestOutput]], job: Job) -> list[RequestOutput]:
-    """The admissions of all; where one is refused, the others' are given up."""
-    tasks = [asyncio.ensure_future(_first(stream, job)) for stream in streams]
+    """Wait until all are admitted. If one is refused, give the others up."""
+    tasks = [asyncio.ensure_future(_first(stream, job, number)) for number, stream in enumerate(streams)]
     try:
         return await asyncio.gather(*tasks)
     finally:
@@ -182,11 +128,11 @@ async def _all_first(streams: Sequence[AsyncIterator[RequestOutput]], job: Job) 
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _first(stream: AsyncIterator[RequestOutput], job: Job) -> RequestOutput:
+async def _first(stream: AsyncIterator[RequestOutput], job: Job, number: int) -> RequestOutput:
     try:
         return await anext(stream)
     except GuidedError as error:
-        raise job.asked.respell(error) from None
+        raise job.respell(error, number) from None
     except StopAsyncIteration:
         raise InternalError("the engine ended the request before it began") from None
 
@@ -200,7 +146,7 @@ async def _merged(
         async for output in streams[0]:
             yield 0, output
         return
-    # Outputs are snapshots: of each stream the newest is kept, however slow the reader is.
+    # Outputs are snapshots: only the newest of each stream is kept, however slow the reader is.
     newest: dict[int, RequestOutput] = {}
     news = asyncio.Event()
 
@@ -222,7 +168,7 @@ async def _merged(
                 yield number, newest.pop(number)
             for task in pumps:
                 if task.done():
-                    task.result()  # raises what it ended with
+                    task.result()  # raises its error
     finally:
         for task in pumps:
             task.cancel()
@@ -232,13 +178,13 @@ async def _merged(
 async def _checked(
     context: ServerContext, outputs: AsyncGenerator[tuple[int, RequestOutput], None], job: Job
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """Pass outputs on; raise where one ended by a failure."""
+    """Pass the outputs on, and raise the error of one that failed."""
     async with aclosing(_unless_shut_down(context, outputs)) as outputs:
         async for number, output in outputs:
             for completion in output.outputs:
                 error = completion.error or output.error
                 if error is not None:
-                    raise job.asked.respell(error)
+                    raise job.respell(error, number)
                 if completion.finish_reason == "abort":
                     raise InternalError("the generation was aborted")
                 if completion.finish_reason == "error":
@@ -249,7 +195,7 @@ async def _checked(
 async def _unless_shut_down(
     context: ServerContext, outputs: AsyncGenerator[tuple[int, RequestOutput], None]
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """A generation that ends because the server does is a 503: elsewhere, or later, it would go through."""
+    """Turn the end of a generation by the server's shutdown into a 503: a retry elsewhere, or later, would succeed."""
     try:
         async with aclosing(outputs):
             async for each in outputs:

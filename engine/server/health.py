@@ -1,11 +1,11 @@
-"""GET /health: 200 while requests can be served, 503 when not, and what the mask pool looks like either way."""
+"""GET /health: 200 while requests can be served, else 503. Both answers show the state of the mask pool."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, Response
-from pydantic import BaseModel
+from pydantic import AfterValidator, BaseModel, Field
 
 from engine.server.context import Context
 
@@ -15,7 +15,7 @@ router = APIRouter(tags=["operation"])
 
 
 class MaskActor(BaseModel):
-    """One worker of the mask pool; with the inline pool the only one, in the server's own process."""
+    """One worker of the mask pool. The inline pool has a single one, in the server's own process."""
 
     index: int
     state: Literal["starting", "up", "restarting", "down"]
@@ -24,16 +24,16 @@ class MaskActor(BaseModel):
     incarnation: int
     restarts: int
     last_end: str | None
-    """What became of the last process that ended here."""
+    """How the last process of this worker ended."""
     open_sequences: int
 
 
 class CompileBackend(BaseModel):
-    """A grammar library, where constraints are compiled: `suspended` after several crashes, for `seconds_left`."""
+    """A grammar library as a compiler. After several crashes it is `suspended` for `seconds_left`."""
 
     name: str
     state: Literal["up", "suspended"]
-    seconds_left: float
+    seconds_left: Annotated[float, AfterValidator(lambda seconds: round(seconds, 1))]
     crashes: int
     timeouts: int
 
@@ -41,10 +41,10 @@ class CompileBackend(BaseModel):
 class PoolHealth(BaseModel):
     name: str
     trouble: str | None
-    """What keeps actors that end from being replaced, where something does."""
+    """Why actors that have ended are not replaced, if they are not."""
     compiling: int
     backends: list[CompileBackend]
-    actors: list[MaskActor]
+    actors: list[MaskActor] = Field(validation_alias="workers")
 
 
 class Health(BaseModel):
@@ -55,45 +55,16 @@ class Health(BaseModel):
 
 @router.get("/health", responses={503: {"model": Health}})
 async def health(response: Response, context: Context) -> Health:
-    """Whether the engine runs and at least one mask actor is up."""
+    """Report whether the engine runs and at least one mask actor is up."""
     engine = context.engine.health()
-    pool = engine.pool
     reason = None
     if context.shutting_down:
         reason = "shutting down"
     elif not engine.alive:
         reason = f"the engine has died: {engine.error}"
-    elif not pool.healthy:
-        reason = "no mask actor is up" + (f": {pool.trouble}" if pool.trouble else "")
+    elif not engine.pool.healthy:
+        reason = "no mask actor is up" + (f": {engine.pool.trouble}" if engine.pool.trouble else "")
     if reason is not None:
         response.status_code = 503
-    actors = [
-        MaskActor(
-            index=worker.index,
-            state=worker.state,
-            pid=worker.pid,
-            node=worker.node,
-            incarnation=worker.incarnation,
-            restarts=worker.restarts,
-            last_end=worker.last_end,
-            open_sequences=worker.open_sequences,
-        )
-        for worker in pool.workers
-    ]
-    backends = [
-        CompileBackend(
-            name=backend.name,
-            state=backend.state,
-            seconds_left=round(backend.seconds_left, 1),
-            crashes=backend.crashes,
-            timeouts=backend.timeouts,
-        )
-        for backend in pool.backends
-    ]
-    return Health(
-        status="ok" if reason is None else "unavailable",
-        reason=reason,
-        pool=PoolHealth(
-            name=pool.name, trouble=pool.trouble, compiling=pool.compiling, backends=backends, actors=actors
-        ),
-    )
+    pool = PoolHealth.model_validate(engine.pool, from_attributes=True)
+    return Health(status="ok" if reason is None else "unavailable", reason=reason, pool=pool)

@@ -1,4 +1,4 @@
-"""The server's address, taken before anything slow, so that it being in use is known at once."""
+"""The server's socket. It is bound before the model is loaded, so that a port in use is reported at once."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["listener_on"]
 
 @contextlib.contextmanager
 def listener_on(host: str, port: int) -> Iterator[socket.socket]:
-    """A bound socket that doesn't listen yet: who connects now is refused rather than kept waiting.
+    """Bind a socket. It does not listen yet, so early connections are refused instead of kept waiting.
 
     Raises:
-        OSError: it can't be had; says which and why.
+        OSError: the address cannot be bound. The message says why.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]

@@ -1,4 +1,4 @@
-"""The engine's log-probabilities in OpenAI's two shapes. JSON has no -inf: the floor is -9999.0."""
+"""The engine's log-probabilities in OpenAI's two shapes. JSON has no -inf: it becomes -9999.0."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ FLOOR = -9999.0
 
 
 def chat_logprobs(output: CompletionOutput, texts: TokenTexts, top: int, start: int = 0) -> ChatLogprobs | None:
-    """Those of the tokens from `start` on, each with the `top` most likely alternatives; None where none were asked.
+    """Build the log-probabilities of the tokens from `start` on, each with its `top` most likely alternatives.
 
-    A token's `bytes` are its own, also where they are no text by themselves; joined, they are the text's.
+    Returns None if the request asked for none. The `bytes` of a token may be only a part of a character.
     """
     if output.logprobs is None:
         return None
@@ -30,10 +30,10 @@ def chat_logprobs(output: CompletionOutput, texts: TokenTexts, top: int, start: 
 
 
 class TextOffsets:
-    """Where in a choice's text its tokens begin, in characters; tokens are asked for in order.
+    """Computes where in a choice's text its tokens begin, in characters.
 
-    A token that begins within a character stands where that character does. One without text (a stop token, a special
-    one that is left out) stands where the text goes on.
+    A token that begins inside a character has the offset of that character. A token without text (a stop token, a
+    special token that is left out) has the offset of the next text.
     """
 
     def __init__(self, texts: TokenTexts, skip_special_tokens: bool) -> None:
@@ -42,14 +42,14 @@ class TextOffsets:
         self._length = 0
 
     def next(self, token: int) -> int:
-        """Of the next token."""
+        """Return the offset of the next token."""
         piece = self._pieces[token]
         if not piece:
             return self._length
         before = self._length
         self._length += len(self._decoder.decode(piece[:1]))
         unfinished, _ = self._decoder.getstate()
-        # Bytes that turn out to be no character end at this byte, and it begins the next one.
+        # If the bytes before turn out to be invalid, this byte begins the next character.
         offset = self._length if unfinished else max(before, self._length - 1)
         self._length += len(self._decoder.decode(piece[1:]))
         return offset
@@ -58,10 +58,10 @@ class TextOffsets:
 def completion_logprobs(
     output: CompletionOutput, texts: TokenTexts, place: TextOffsets, start: int = 0
 ) -> CompletionLogprobs | None:
-    """Those of the tokens from `start` on. `top_logprobs` holds the sampled token beside the alternatives.
+    """Build the log-probabilities of the tokens from `start` on. `top_logprobs` includes the sampled token.
 
     Args:
-        place: was asked for the tokens before `start`.
+        place: has computed the offsets of the tokens before `start`.
     """
     if output.logprobs is None:
         return None
@@ -72,7 +72,7 @@ def completion_logprobs(
         own.append(_finite(alternatives[token]))
         tops.append({texts.of(each): _finite(logprob) for each, logprob in _ranked(alternatives)})
         offset = place.next(token)
-        # A stop string, or a character that was left unfinished, is no part of the text.
+        # Stop strings and incomplete characters are not in the text.
         offsets.append(offset if output.finish_reason is None else min(offset, len(output.text)))
     return CompletionLogprobs(tokens=tokens, token_logprobs=own, top_logprobs=tops, text_offset=offsets)
 

@@ -1,7 +1,7 @@
-"""GET /metrics, for Prometheus. Requests' own figures are observed here; the engine's are read when they are asked for.
+"""GET /metrics, for Prometheus. Request metrics are observed here. Engine metrics are read at each scrape.
 
-Names follow vLLM's habits (`time_to_first_token_seconds`, `num_requests_running`, ...) with the prefix `guided_`;
-`docs/http.md` lists them.
+Names follow vLLM's (`time_to_first_token_seconds`, `num_requests_running`, ...) with the prefix `guided_`. They are
+listed in `docs/http.md`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from prometheus_client.registry import Collector
 from engine.async_llm import AsyncLLM
 from engine.outputs import RequestMetrics, RequestOutput
 from engine.sampling_params import SamplingParams
-from guided.errors import GuidedError
+from guided.errors import GuidedError, InvalidRequest
 from guided.pool import BackendStatus
 
 __all__ = ["Metrics", "router"]
@@ -36,99 +36,71 @@ _COMPILE = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 
     responses={200: {"content": {CONTENT_TYPE_LATEST.partition(";")[0]: {"schema": {"type": "string"}}}}},
 )
 async def metrics(request: Request) -> Response:
-    """Prometheus' text format."""
+    """Return all metrics in the text format of Prometheus."""
     registry: CollectorRegistry = request.app.state.context.metrics.registry
     return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
 
 class Metrics:
-    """What this server counts. One registry an app, so that a process may hold several."""
+    """The metrics of one application. Each has its own registry, so that a process can hold several."""
 
     def __init__(self, engine: AsyncLLM) -> None:
-        self.registry = registry = CollectorRegistry()
-        self._first_token = Histogram(
-            "guided_time_to_first_token_seconds",
-            "From the request's arrival to its first token.",
-            buckets=_LATENCY,
-            registry=registry,
+        self.registry = CollectorRegistry()
+
+        def histogram(name: str, text: str, buckets: Sequence[float], *labels: str) -> Histogram:
+            return Histogram(f"guided_{name}", text, labels, buckets=buckets, registry=self.registry)
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"guided_{name}", text, labels, registry=self.registry)
+
+        grammar = ("backend", "kind")
+        self._first_token = histogram(
+            "time_to_first_token_seconds", "Time from a request's arrival to its first token.", _LATENCY
         )
-        self._inter_token = Histogram(
-            "guided_inter_token_latency_seconds",
-            "Streams: between one piece of output and the next, a token where the reader keeps up.",
-            buckets=_STEP,
-            registry=registry,
+        self._inter_token = histogram(
+            "inter_token_latency_seconds", "Streams: time between two pieces of output, usually one token each.", _STEP
         )
-        self._per_token = Histogram(
-            "guided_request_time_per_output_token_seconds",
-            "A request's mean time between tokens.",
-            buckets=_STEP,
-            registry=registry,
+        self._per_token = histogram(
+            "request_time_per_output_token_seconds", "A request's mean time between tokens.", _STEP
         )
-        self._end_to_end = Histogram(
-            "guided_e2e_request_latency_seconds",
-            "From the request's arrival to its end.",
-            buckets=_LATENCY,
-            registry=registry,
+        self._end_to_end = histogram(
+            "e2e_request_latency_seconds", "Time from a request's arrival to its end.", _LATENCY
         )
-        self._grammar_wait = Histogram(
-            "guided_grammar_wait_seconds",
-            "What a constrained request waited for its grammar: compilation, and the queue before it.",
-            ["backend", "kind"],
-            buckets=_COMPILE,
-            registry=registry,
+        self._grammar_wait = histogram(
+            "grammar_wait_seconds", "Time that a request waited for its grammar, in the queue too.", _COMPILE, *grammar
         )
-        self._compile = Histogram(
-            "guided_grammar_compile_seconds",
-            "Compilations, without those that came from the cache.",
-            ["backend", "kind"],
-            buckets=_COMPILE,
-            registry=registry,
+        self._compile = histogram(
+            "grammar_compile_seconds", "Compilation time, without grammars from the cache.", _COMPILE, *grammar
         )
-        self._cache_hits = Counter(
-            "guided_grammar_cache_hits",
-            "Constrained requests whose grammar was compiled already.",
-            ["backend", "kind"],
-            registry=registry,
+        self._cache_hits = counter(
+            "grammar_cache_hits", "Constrained requests with a grammar from the cache.", *grammar
         )
-        self._prompt_tokens = Counter("guided_prompt_tokens", "Prompt tokens of admitted requests.", registry=registry)
-        self._generation_tokens = Counter("guided_generation_tokens", "Generated tokens.", registry=registry)
-        self._successes = Counter(
-            "guided_request_success", "Sequences that ended well, by reason.", ["finished_reason"], registry=registry
+        self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of admitted requests.")
+        self._generation_tokens = counter("generation_tokens", "Generated tokens.")
+        self._successes = counter("request_success", "Sequences that ended without an error.", "finished_reason")
+        self._failures = counter("request_failures", "Requests that ended with an error, by its code.", "code")
+        self._grammar_failures = counter(
+            "grammar_failures", "Constrained requests that ended before they had a grammar.", "code", "kind"
         )
-        self._failures = Counter(
-            "guided_request_failures",
-            "Requests that were answered with an error or whose stream ended with one, by its code.",
-            ["code"],
-            registry=registry,
+        self._abandoned = counter(
+            "request_aborts", "Requests aborted because the client disconnected or stalled.", "reason"
         )
-        self._grammar_failures = Counter(
-            "guided_grammar_failures",
-            "Constrained requests whose grammar was refused, or not compiled, by the error's code.",
-            ["code", "kind"],
-            registry=registry,
-        )
-        self._abandoned = Counter(
-            "guided_request_aborts",
-            "Requests that were aborted because of their client: it disconnected, or stalled (didn't read its stream).",
-            ["reason"],
-            registry=registry,
-        )
-        registry.register(_EngineCollector(engine))
+        self.registry.register(_EngineCollector(engine))
 
     def abandoned(self, reason: str) -> None:
-        """A request was aborted because of its client: it `disconnected`, or `stalled`."""
+        """Count a request that was aborted because its client `disconnected` or `stalled`."""
         self._abandoned.labels(reason).inc()
 
     def not_compiled(self, code: str, kind: str) -> None:
-        """A constrained request ended before it had a grammar."""
+        """Count a constrained request that ended before it had a grammar."""
         self._grammar_failures.labels(code, kind).inc()
 
     def failed(self, code: str) -> None:
-        """A request was answered with an error, or its stream ended with one."""
+        """Count a request that was answered with an error, or with a stream that ended with one."""
         self._failures.labels(code).inc()
 
     def compiled(self, backend: str, kind: str, compile_seconds: float, wait_seconds: float) -> None:
-        """A constrained request was admitted; no compile seconds is a cache hit."""
+        """Observe an admitted constrained request. 0 compile seconds mean a cache hit."""
         self._grammar_wait.labels(backend, kind).observe(wait_seconds)
         if compile_seconds > 0:
             self._compile.labels(backend, kind).observe(compile_seconds)
@@ -138,14 +110,15 @@ class Metrics:
     async def observed(
         self, outputs: AsyncGenerator[RequestOutput, None], params: SamplingParams
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Pass a request's outputs on, and measure them as they come."""
+        """Pass a request's outputs on and measure them."""
         timer = _Timer(self, params)
         try:
             async for output in outputs:
                 timer.see(output)
                 yield output
         except GuidedError as error:
-            if params.constraint is not None and not timer.admitted:
+            about_other_field = type(error) is InvalidRequest and error.param is not None  # for example a long prompt
+            if params.constraint is not None and not timer.admitted and not about_other_field:
                 self.not_compiled(error.code, params.constraint.kind)
             raise
         finally:
@@ -153,7 +126,7 @@ class Metrics:
 
 
 class _Timer:
-    """One request's times and counts, from its outputs: every snapshot of a stream, or the last alone."""
+    """Measures one request from its outputs: every snapshot of a stream, or only the last one."""
 
     def __init__(self, metrics: Metrics, params: SamplingParams) -> None:
         self._metrics = metrics
@@ -195,7 +168,7 @@ class _Timer:
 
 
 class _EngineCollector(Collector):
-    """The engine's and the pool's own counters, as they stand when the page is asked for."""
+    """Reads the counters of the engine and the pool at each scrape."""
 
     def __init__(self, engine: AsyncLLM) -> None:
         self._engine = engine
@@ -204,16 +177,20 @@ class _EngineCollector(Collector):
         health = self._engine.health()
         stats, workers = health.stats, health.pool.workers
         gauges = (
-            ("num_requests_running", "Sequences that run.", health.num_running),
-            ("num_requests_waiting", "Requests that wait to run.", health.num_waiting),
-            ("num_requests_waiting_for_grammar", "Requests whose grammar is compiled.", health.num_waiting_for_grammar),
-            ("num_sequences_parked", "Sequences whose mask is late: the others go on.", stats.parked),
+            ("num_requests_running", "Running sequences.", health.num_running),
+            ("num_requests_waiting", "Requests that could run and wait.", health.num_waiting),
+            (
+                "num_requests_waiting_for_grammar",
+                "Requests that wait for a grammar.",
+                health.num_waiting_for_grammar,
+            ),
+            ("num_sequences_parked", "Sequences parked because of a late mask.", stats.parked),
             ("kv_cache_usage_perc", "Share of the KV cache in use, 0 to 1.", health.kv_cache_usage),
-            ("grammar_compiling", "Constraints that are compiled or queue for it.", health.pool.compiling),
+            ("grammar_compiling", "Constraints that are being compiled or queued.", health.pool.compiling),
             ("mask_actors_up", "Mask actors that are up.", sum(worker.state == "up" for worker in workers)),
             ("mask_actors_down", "Mask actors in a crash loop.", sum(worker.state == "down" for worker in workers)),
-            ("mask_actors", "Mask actors there should be.", len(workers)),
-            ("mask_open_sequences", "Matchers that are open.", sum(worker.open_sequences for worker in workers)),
+            ("mask_actors", "Configured mask actors.", len(workers)),
+            ("mask_open_sequences", "Open matchers.", sum(worker.open_sequences for worker in workers)),
         )
         exposed = stats.prepare_seconds + stats.wait_seconds + stats.kernel_seconds
         counters = (
@@ -224,7 +201,7 @@ class _EngineCollector(Collector):
             ("mask_hidden_seconds", "Mask time that the forward pass hid.", stats.hidden_seconds),
             ("mask_wait_seconds", "Part of the exposed: waiting for masks.", stats.wait_seconds),
             ("mask_seconds", "Seconds that workers spent on masks, exposed or hidden.", stats.mask_seconds),
-            ("mask_parkings", "Times that a sequence was parked, its mask being late.", stats.parkings),
+            ("mask_parkings", "Times that a sequence was parked because of a late mask.", stats.parkings),
             ("mask_parked_seconds", "Seconds that sequences were parked.", stats.parked_seconds),
             ("mask_actor_restarts", "Mask actors replaced.", sum(worker.restarts for worker in workers)),
         )
@@ -244,10 +221,8 @@ class _EngineCollector(Collector):
 
 
 def _by_backend(backends: Sequence[BackendStatus]) -> Iterator[Metric]:
-    up = GaugeMetricFamily("guided_backend_up", "0 while a backend is left alone for its crashes.", labels=["backend"])
-    crashes = CounterMetricFamily(
-        "guided_compile_crashes", "Compile processes that ended by themselves.", labels=["backend"]
-    )
+    up = GaugeMetricFamily("guided_backend_up", "0 while a backend is suspended after crashes.", labels=["backend"])
+    crashes = CounterMetricFamily("guided_compile_crashes", "Compile processes that crashed.", labels=["backend"])
     timeouts = CounterMetricFamily("guided_compile_timeouts", "Compilations that took too long.", labels=["backend"])
     for backend in backends:
         up.add_metric([backend.name], float(backend.state == "up"))

@@ -16,7 +16,7 @@ router = APIRouter(tags=["models"])
 
 @router.get("/v1/models")
 async def list_models(context: Context) -> ModelList:
-    """The model that is served, under each of its names."""
+    """List the served model under each of its names."""
     return ModelList(data=[_card(context, name) for name in context.settings.model_names])
 
 

@@ -1,9 +1,10 @@
-"""One server process, put together: socket, model, pool, application, signals; and taken apart again."""
+"""One server process: model, pool and application on a socket, until a signal ends it."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import ipaddress
 import json
 import logging
@@ -13,150 +14,75 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import uvicorn
+from transformers import GenerationConfig
 from transformers.utils.logging import disable_progress_bar
 
 from engine.async_llm import AsyncLLM
-from engine.config import EngineConfig
-from engine.default_model import checkpoint_path
 from engine.server.app import create_app
-from engine.server.context import ServerContext, ServerSettings
-from engine.server.defaults import sampling_defaults
+from engine.server.context import ServerContext
+from engine.server.options import ServeOptions, ServerSettings
 from engine.server.protocol import CHAT_EXAMPLE, COMPLETION_EXAMPLE
-from guided.limits import DEFAULT_LIMITS, CompileLimits, Limits
 
-__all__ = ["DEFAULT_MODEL", "ServeOptions", "serve", "start_engine"]
+__all__ = ["drop_stalled_connections", "serve", "settings_of", "start_engine"]
 
 _KEEP_ALIVE_SECONDS = 75
-"""How long a connection may be idle: longer than clients and proxies keep theirs (5 to 60 s), because who closes first
-may do so just when the other sends a request."""
-DEFAULT_MODEL = "guided-default"
-"""The name that the embedded model is served under."""
+"""How long a connection may be idle. Clients and proxies keep idle connections for 5 to 60 s. The server keeps them
+longer, because a server that closes first may do so at the moment when the client sends a request."""
 
-
-@dataclass(frozen=True)
-class ServeOptions:
-    """The command line of `guided serve`, and the arguments of the Ray Serve application.
-
-    Args:
-        model: local directory or hub name; None is the embedded model.
-        parking, mask_deadline, mask_limit: see `EngineConfig`.
-        max_replays, pool_wait, actor_memory_bytes, max_cache_bytes: see `actors.RayPool`.
-        max_compiling, compile_limits: see there, too.
-        max_waiting: see `ServerSettings`.
-        limits, max_n, logits_processors: see `EngineConfig`.
-        stall_seconds: see `ServerSettings`.
-        grace_seconds: how long running generations may take to end by themselves once the server was told to stop.
-    """
-
-    model: str | None = None
-    host: str = "127.0.0.1"
-    pool: Literal["ray", "inline"] = "ray"
-    ray_address: str | None = None
-    num_actors: int | None = None
-    backend: str = "auto"
-    max_num_seqs: int = 64
-    max_model_len: int | None = None
-    max_requests: int = 1024
-    max_waiting: int = 512
-    max_n: int | None = None
-    limits: Limits = DEFAULT_LIMITS
-    max_compiling: int = 256
-    compile_limits: CompileLimits = field(default_factory=CompileLimits)
-    parking: bool = True
-    mask_deadline: float | None = None
-    mask_limit: float = 5.0
-    max_replays: int = 0
-    pool_wait: float = 30.0
-    actor_memory_bytes: int | None = None
-    max_cache_bytes: int = 256 << 20
-    device: str = "auto"
-    dtype: str = "auto"
-    logits_processors: tuple[str, ...] = ()
-    api_key: str | None = None
-    served_model_name: str | None = None
-    stall_seconds: float = 60.0
-    grace_seconds: float = 10.0
-    log_level: str = "info"
-
-    @property
-    def settings(self) -> ServerSettings:
-        path = self.model or str(checkpoint_path())
-        names = [self.served_model_name or self.model or DEFAULT_MODEL]
-        return ServerSettings(
-            model_names=tuple(names),
-            api_key=self.api_key,
-            backend=self.backend,
-            max_requests=self.max_requests,
-            max_waiting=self.max_waiting,
-            stall_seconds=self.stall_seconds,
-            sampling_defaults=sampling_defaults(path),
-        )
+_SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Sampling parameters for which a model's `generation_config.json` can set defaults."""
 
 
 def start_engine(options: ServeOptions) -> AsyncLLM:
-    """Load the model, start the pool and the engine's thread. The caller shuts it down.
+    """Load the model, start the mask pool and the engine's thread. The caller shuts the engine down.
 
     Raises:
-        OSError: there is no such model.
-        UnsupportedModelError, GuidedError: it can't be served, the pool can't be started.
+        OSError: the model is not found.
+        UnsupportedModelError: the engine cannot serve the model.
+        GuidedError: the pool cannot be started.
     """
-    model = options.model or str(checkpoint_path())
-    if model.startswith((".", "/", "~")) and not Path(model).is_dir():  # hub names don't
+    model = options.model_path
+    if model.startswith((".", "/", "~")) and not Path(model).is_dir():  # no hub name begins like this
         raise OSError(f"there is no model directory {model}")
     if not sys.stderr.isatty():
         disable_progress_bar()
-    pool_options: dict[str, Any] = {}
-    if options.pool == "ray":
-        pool_options |= {
-            "max_replays": options.max_replays,
-            "pool_wait": options.pool_wait,
-            "actor_memory_bytes": options.actor_memory_bytes,
-            "max_cache_bytes": options.max_cache_bytes,
-            "max_compiling": options.max_compiling,
-            "compile_limits": options.compile_limits,
-        }
-        if options.ray_address is not None:
-            pool_options["address"] = options.ray_address
-        if options.num_actors is not None:
-            pool_options["num_actors"] = options.num_actors
-    return AsyncLLM(
-        model,
-        options.pool,
-        EngineConfig(
-            max_num_seqs=options.max_num_seqs,
-            max_model_len=options.max_model_len,
-            parking=options.parking,
-            mask_deadline=options.mask_deadline,
-            mask_limit=options.mask_limit,
-            limits=options.limits,
-            max_n=options.max_n,
-            logits_processors=options.logits_processors,
-        ),
-        pool_options=pool_options,
-        device=options.device,
-        dtype=options.dtype,
+    return AsyncLLM(model, options.pool, options.engine, pool_options=options.ray, **dataclasses.asdict(options.load))
+
+
+def settings_of(options: ServeOptions) -> ServerSettings:
+    """Complete the settings of the HTTP application with what the model determines."""
+    return dataclasses.replace(
+        options.server,
+        model_names=(options.model_name,),
+        api_key=options.server.api_key or None,
+        sampling_defaults=_sampling_defaults(options.model_path),
     )
 
 
-def serve(options: ServeOptions, listener: socket.socket) -> None:
-    """Serve on a bound socket until SIGINT or SIGTERM; leave no process behind.
+def _sampling_defaults(model: str) -> dict[str, Any]:
+    """Return the fields of `SamplingParams` that the checkpoint sets. `do_sample: false` means temperature 0."""
+    try:
+        config = GenerationConfig.from_pretrained(model)
+    except OSError:
+        return {}
+    if config.do_sample is False:
+        return {"temperature": 0.0}
+    return {name: value for name in _SAMPLING_FIELDS if (value := getattr(config, name, None)) is not None}
 
-    Raises:
-        OSError: there is no such model.
-        UnsupportedModelError, GuidedError: see `start_engine`.
-    """
+
+def serve(options: ServeOptions, listener: socket.socket) -> None:
+    """Serve on a bound socket until SIGINT or SIGTERM. Leaves no process behind. Raises what `start_engine` raises."""
     _log_to_stderr(options.log_level)
-    _drop_stalled_connections(listener, options.stall_seconds)
-    with _signals_end_it():
+    drop_stalled_connections(listener, options.server.stall_seconds)
+    with _sigterm_exits():
         _say(options, "loading the model and starting the mask pool …")
         engine = start_engine(options)
         try:
-            app = create_app(engine, options.settings)
+            app = create_app(engine, settings_of(options))
             config = uvicorn.Config(
                 app,
                 log_level=options.log_level,
@@ -169,7 +95,7 @@ def serve(options: ServeOptions, listener: socket.socket) -> None:
 
 
 def _log_to_stderr(level: str) -> None:
-    """What an operator is told, with its time; uvicorn and Ray see to their own."""
+    """Send our own log records to stderr. uvicorn and Ray configure theirs."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     for name in ("guided", "actors", "engine"):
@@ -179,15 +105,17 @@ def _log_to_stderr(level: str) -> None:
         logger.propagate = False
 
 
-def _drop_stalled_connections(listener: socket.socket, seconds: float) -> None:
-    """What was written to a client that doesn't take it is in the kernel's hands, and so is the connection: connections
-    inherit this from the listener. Later than the stream's own limit, so that what ended it is known."""
-    if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux; counts closed windows too
+def drop_stalled_connections(listener: socket.socket, seconds: float) -> None:
+    """Let the kernel drop connections to clients that read nothing. Connections inherit the timeout from the listener.
+
+    It is twice the stream's own limit `seconds`, so that the stream ends first and the reason is known.
+    """
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux. It covers closed TCP windows too.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(2000 * seconds))
 
 
 class _Server(uvicorn.Server):
-    """Says what to try when it is up; lets running generations end when it is told to stop, then ends them."""
+    """Prints examples when it is up. When told to stop, it lets running generations end, then aborts the rest."""
 
     def __init__(self, config: uvicorn.Config, context: ServerContext, options: ServeOptions) -> None:
         super().__init__(config)
@@ -205,13 +133,13 @@ class _Server(uvicorn.Server):
         deadline = time.monotonic() + self._options.grace_seconds
         while self._context.in_flight and not self.force_exit and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
-        await asyncio.to_thread(self._context.engine.shutdown)  # streams that are left end with an error event
+        await asyncio.to_thread(self._context.engine.shutdown)  # remaining streams end with an error event
         await super().shutdown(sockets)
 
 
 @contextlib.contextmanager
-def _signals_end_it() -> Iterator[None]:
-    """SIGTERM unwinds the stack like SIGINT does, also before and after uvicorn has its own handlers."""
+def _sigterm_exits() -> Iterator[None]:
+    """Unwind the stack on SIGTERM as on SIGINT, also while uvicorn has not installed its own handlers."""
 
     def on_sigterm(number: int, frame: object) -> None:
         raise SystemExit(0)
@@ -231,9 +159,12 @@ def _say(options: ServeOptions, text: str) -> None:
 
 
 def _greeting(url: str, options: ServeOptions) -> str:
-    lines = ["", f"guided serves {options.settings.model_names[0]} on {url}", ""]
-    if options.api_key is None and not _is_loopback(options.host):
-        lines += [f"WARNING: everybody who can reach {options.host} can use it: set --api-key or GUIDED_API_KEY", ""]
+    lines = ["", f"guided serves {options.model_name} on {url}", ""]
+    if not options.server.api_key and not _is_loopback(options.host):
+        lines += [
+            f"WARNING: {options.host} takes requests without a key: set --api-key or GUIDED_API_KEY",
+            "",
+        ]
     lines += ["Try:", "", _curl(url, options, "/v1/chat/completions", CHAT_EXAMPLE), ""]
     lines += [_curl(url, options, "/v1/completions", COMPLETION_EXAMPLE), ""]
     lines += [f"Documentation, to try from the browser:  {url}/docs", f"State of the mask pool:  curl {url}/health", ""]
@@ -241,7 +172,7 @@ def _greeting(url: str, options: ServeOptions) -> str:
 
 
 def _curl(url: str, options: ServeOptions, path: str, body: dict[str, Any]) -> str:
-    key = "" if options.api_key is None else " -H 'authorization: Bearer '\"$GUIDED_API_KEY\""
+    key = "" if not options.server.api_key else " -H 'authorization: Bearer '\"$GUIDED_API_KEY\""
     return f"  curl -s {url}{path}{key} -H 'content-type: application/json' \\\n    -d {shlex.quote(json.dumps(body))}"
 
 

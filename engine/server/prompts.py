@@ -1,4 +1,4 @@
-"""Prompts to token ids: text, token ids, or chat messages through the tokenizer's template."""
+"""Tokenize prompts: text, token ids, or chat messages in the tokenizer's template."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _RESERVED = frozenset(
         "truncation",
     }
 )
-"""Arguments of `apply_chat_template` that are not a template's own variables: a request can't set them."""
+"""Arguments of `apply_chat_template` that a request can't set. They are not variables of the template."""
 
 
 def encode_chat(
@@ -44,15 +44,15 @@ def encode_chat(
     variables: Mapping[str, Any] | None = None,
     add_special_tokens: bool = False,
 ) -> list[int]:
-    """Token ids of the messages as the tokenizer's chat template renders them.
+    """Render the messages with the tokenizer's chat template and tokenize them.
 
-    Special tokens are the template's: a text that looks like one ("<|end|>" in what a user says) stays text.
+    Only the template produces special tokens. Text of a message that looks like one ("<|end|>") stays text.
 
     Args:
-        add_special_tokens: the tokenizer's own, besides those that the template writes.
+        add_special_tokens: add the tokenizer's own special tokens, besides those of the template.
 
     Raises:
-        InvalidRequest: there is no template, it refuses these messages, or they are not valid Unicode.
+        InvalidRequest: there is no template, it rejects these messages, or they are not valid Unicode.
     """
     if not tokenizer.chat_template:
         raise InvalidRequest("the tokenizer of this model has no chat template: use /v1/completions", param="messages")
@@ -64,62 +64,61 @@ def encode_chat(
             "continue_final_message needs add_generation_prompt: false and an assistant message at the end",
             param="continue_final_message",
         )
-    hidden = _Hidden(tokenizer)
+    escaped = _EscapedSpecialTokens(tokenizer)
     try:
         text: str = tokenizer.apply_chat_template(
-            [hidden.hide(message.for_template()) for message in messages],
+            [escaped.escape(message.for_template()) for message in messages],
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
-            **hidden.hide(variables or {}),
+            **escaped.escape(variables or {}),
         )
     except (TemplateError, ValueError, TypeError) as error:
         message = f"the chat template refuses these messages: {bounded(error)}"
         raise InvalidRequest(message, param="messages") from error
     ids: list[int] = []
-    for piece in hidden.pieces(text):
-        # The tokenizer's own special tokens stand before all of it.
+    for piece in escaped.pieces(text):
+        # The tokenizer adds its own special tokens to the first piece only.
         ids += encode(tokenizer, piece, add_special_tokens=add_special_tokens and not ids, param="messages")
     return ids
 
 
-class _Hidden:
-    """Keeps the tokenizer from seeing special tokens in a user's text: the text is cut within them, by a mark that
-    goes through the template, and what is left of them is tokenised for itself.
+class _EscapedSpecialTokens:
+    """Prevents special tokens in a user's text from being tokenized as such.
 
-    (`split_special_tokens` is no way: transformers sets it on the tokenizer, which other threads use meanwhile.)
+    `escape` inserts a mark after the first character of each. The rendered text is split at the marks, and the pieces
+    are tokenized separately. (`split_special_tokens` is a setting of the tokenizer, which other threads use meanwhile.)
     """
 
     def __init__(self, tokenizer: Any) -> None:
         self._begins = _special_begins(tokenizer)
-        self._mark = f"<{uuid.uuid4().hex}>"  # nobody can say it beforehand
+        self._mark = f"<{uuid.uuid4().hex}>"  # unpredictable
 
-    def hide(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """`fields` with marks in what looks like a special token."""
+    def escape(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Insert marks into the fields' special tokens."""
         return {
             name: self._begins.sub(lambda first: first[0] + self._mark, value) if isinstance(value, str) else value
             for name, value in fields.items()
         }
 
     def pieces(self, rendered: str) -> list[str]:
-        """The rendered text, without the marks."""
+        """Split the rendered text at the marks."""
         return rendered.split(self._mark)
 
 
 @lru_cache(maxsize=8)
 def _special_begins(tokenizer: Any) -> re.Pattern[str]:
-    """Matches the first character of what the tokenizer reads as a special token (one of a single character can't be
-    cut, and stays)."""
+    """Compile a pattern for the first character of a special token. (One of a single character can't be split.)"""
     added = getattr(tokenizer, "added_tokens_decoder", None) or {}
     texts = sorted({str(token) for token in added.values() if token.special and len(str(token)) > 1})
     return re.compile("|".join(f"{re.escape(text[0])}(?={re.escape(text[1:])})" for text in texts) or r"(?!)")
 
 
 def encode(tokenizer: Any, text: str, *, add_special_tokens: bool, param: str) -> list[int]:
-    """Token ids of a text.
+    """Tokenize a text.
 
     Raises:
-        InvalidRequest: JSON can spell lone surrogates; they are no text.
+        InvalidRequest: the text has lone surrogates, which JSON can spell.
     """
     try:
         text.encode("utf-8")
@@ -134,34 +133,19 @@ def text_prompts(
     prompt: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]],
     *,
     add_special_tokens: bool,
-    vocab_size: int,
 ) -> list[list[int]]:
-    """The completion request's prompts, one or many, text or token ids.
+    """Tokenize the prompts of a completion request: one or many, text or token ids. The engine checks the ids.
 
     Raises:
-        InvalidRequest: a prompt is empty, or holds ids that are no tokens.
+        InvalidRequest: there is no prompt, or a text is not valid Unicode.
     """
-    many: list[Any]
-    if isinstance(prompt, str):
-        many = [prompt]
-    elif prompt and isinstance(prompt[0], int):
-        many = [list(prompt)]
-    else:
-        many = list(prompt)
-    if not many:
+    if not prompt and not isinstance(prompt, str):
         raise InvalidRequest("prompt is empty: give at least one", param="prompt")
-    encoded = []
-    for number, one in enumerate(many):
-        where = "prompt" if len(many) == 1 else f"prompt[{number}]"
-        ids = (
-            encode(tokenizer, one, add_special_tokens=add_special_tokens, param="prompt")
-            if isinstance(one, str)
-            else list(one)
-        )
-        if not ids:
-            raise InvalidRequest(f"{where} is empty: the model needs at least one token", param="prompt")
-        wrong = next((token for token in ids if not 0 <= token < vocab_size), None)
-        if wrong is not None:
-            raise InvalidRequest(f"{where}: {wrong} is no token id of this model", param="prompt")
-        encoded.append(ids)
-    return encoded
+    one = isinstance(prompt, str) or isinstance(prompt[0], int)
+    many: Sequence[Any] = [prompt] if one else prompt
+    return [
+        encode(tokenizer, each, add_special_tokens=add_special_tokens, param="prompt")
+        if isinstance(each, str)
+        else list(each)
+        for each in many
+    ]

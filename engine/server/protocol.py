@@ -1,7 +1,7 @@
-"""Request and response bodies of the HTTP API: their shape. What a constraint means is checked in `guided.constraint`.
+"""Request and response bodies of the HTTP API: their shape. `guided.constraint` checks the meaning of a constraint.
 
-The shapes are OpenAI's, plus vLLM's sampling fields, plus every spelling of a constraint. A field that is not here is
-refused with 400 (`extra="forbid"`): a server that ignores it would answer with something else than was asked for.
+The shapes are OpenAI's, plus vLLM's sampling fields, plus every spelling of a constraint. An unknown field is rejected
+with 400 (`extra="forbid"`), because ignoring it would give another answer than requested.
 """
 
 from __future__ import annotations
@@ -66,11 +66,11 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "truncate_prompt_tokens": ("prompts are not truncated: send a shorter one", ()),
     "logits_processors": ("logits processors can't be sent with a request", ([],)),
 }
-"""Known fields that are refused: name -> why, and the values (beside null) that ask for nothing and so are taken."""
+"""Known fields that are rejected: the reason, and the values besides null that are accepted as without effect."""
 
 
 MISPLACED, UNSUPPORTED = "invalid_request", "unsupported_parameter"
-"""Errors of this module's own validators, by the code that the answer has: their messages say all."""
+"""Types of errors that the validators below raise. They are the codes of the answers."""
 
 CHAT_EXAMPLE: dict[str, Any] = {
     "messages": [{"role": "user", "content": "Maria Keller is 34 years old and lives in Lisbon."}],
@@ -82,11 +82,11 @@ CHAT_EXAMPLE: dict[str, Any] = {
     },
 }
 COMPLETION_EXAMPLE: dict[str, Any] = {"prompt": "A date: ", "regex": "20[0-9]{2}-(0[1-9]|1[0-2])-[0-3][0-9]"}
-"""What the documentation page offers to try, and `guided serve` prints."""
+"""Examples on the documentation page, which `guided serve` prints too."""
 
 
 class Body(BaseModel):
-    """Strict: no unknown fields, no "3" for 3. Refused fields pass where their value asks for nothing."""
+    """A strict body: no unknown fields, no "3" for 3. Rejected fields are dropped if their value has no effect."""
 
     model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True)
 
@@ -121,7 +121,7 @@ class ResponseFormat(Body):
     @model_validator(mode="before")
     @classmethod
     def _refused_by_its_type(cls, data: Any) -> Any:
-        # Else an answer would be about a field of it, and not say that there is no such type here.
+        # Otherwise the error would be about one of its fields instead of the type.
         if isinstance(data, dict) and data.get("type") == "structural_tag":
             return {"type": "structural_tag"}
         return data
@@ -143,14 +143,14 @@ class StructuredOutputs(Body):
 
 class StreamOptions(Body):
     include_usage: bool = False
-    include_obfuscation: bool | None = Field(default=None, description="Taken; nothing is obfuscated.")
+    include_obfuscation: bool | None = Field(default=None, description="Accepted, without effect.")
 
 
 ExtraArg = str | int | float | bool
 
 
 class GenerationRequest(Body):
-    """What chat and text completions share."""
+    """Fields of both chat and text completions."""
 
     model: str | None = Field(default=None, description="Name of the served model; see /v1/models.")
     stream: bool = False
@@ -160,20 +160,20 @@ class GenerationRequest(Body):
     @classmethod
     def _only_of_streams(cls, options: StreamOptions | None, info: ValidationInfo) -> StreamOptions | None:
         if options is not None and not info.data.get("stream"):
-            raise PydanticCustomError(MISPLACED, "stream_options goes with stream: true")
+            raise PydanticCustomError(MISPLACED, "stream_options requires stream: true")
         return options
 
-    # What the output has to satisfy: one of these. Ours ...
+    # The constraint, one of these. Our own names ...
     json_schema: dict[str, Any] | str | bool | None = Field(
         default=None, description="A JSON schema, as an object or as JSON text."
     )
-    json_object: bool | None = Field(default=None, description="Any JSON object.")
+    json_object: bool | None = Field(default=None, description="The output is a JSON object.")
     regex: str | None = Field(default=None, description="The whole output matches.")
     choice: list[str] | None = Field(default=None, description="The output is one of these.")
     grammar: str | None = Field(default=None, description="Lark, or GBNF/EBNF with a root rule.")
     backend: str | None = Field(default=None, description="auto, llguidance, xgrammar, outlines or lm-format-enforcer.")
     whitespace_pattern: str | None = Field(
-        default=None, description="JSON kinds: regex of what may stand between JSON tokens."
+        default=None, description="JSON constraints: regex of the whitespace between JSON tokens."
     )
     # ... OpenAI's, vLLM's ...
     response_format: ResponseFormat | None = None
@@ -186,7 +186,7 @@ class GenerationRequest(Body):
     guided_decoding_backend: str | None = None
     guided_whitespace_pattern: str | None = None
 
-    # How it is sampled.
+    # Sampling.
     n: int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -211,7 +211,7 @@ class GenerationRequest(Body):
         default=None, description="For the server's custom logits processors: their `extra_args`."
     )
 
-    # Taken, and without effect on the output.
+    # Accepted, without effect on the output.
     user: Any = None
     metadata: Any = None
     store: Any = None
@@ -243,13 +243,13 @@ class Message(Body):
 
     @property
     def text(self) -> str:
-        """The content as one string; parts are joined by newlines."""
+        """The content as one string. Newlines join the parts."""
         if isinstance(self.content, list):
             return "\n".join(part.text for part in self.content)
         return self.content or ""
 
     def for_template(self) -> dict[str, str]:
-        """As chat templates expect it. `developer` is OpenAI's newer word for `system`."""
+        """Convert to the form of chat templates. `developer` is OpenAI's newer name for `system`."""
         message = {"role": "system" if self.role == "developer" else self.role, "content": self.text}
         return message if self.name is None else {**message, "name": self.name}
 
@@ -309,7 +309,7 @@ class DetokenizeRequest(Body):
 
 
 class ErrorDetail(BaseModel):
-    """What went wrong. `docs/failure-model.md` has the codes."""
+    """An error. `docs/failure-model.md` lists the codes."""
 
     message: str
     type: Literal["invalid_request_error", "rate_limit_error", "server_error"]
@@ -319,13 +319,13 @@ class ErrorDetail(BaseModel):
 
 
 class ErrorAnswer(BaseModel):
-    """Every error's body; in a stream, the payload of the event that ends it."""
+    """The body of every error, and the payload of the error event that ends a stream."""
 
     error: ErrorDetail
 
 
 class GuidedInfo(BaseModel):
-    """How the output was constrained; null in the answer where it was not."""
+    """How the output was constrained. Null in an answer without a constraint."""
 
     kind: str
     backend: str

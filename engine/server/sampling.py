@@ -1,50 +1,34 @@
-"""A request's fields -> `SamplingParams`."""
+"""Build `SamplingParams` from a request's fields."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 from engine.sampling_params import SamplingParams
-from engine.server.constraints import Asked
+from engine.server.constraints import RequestedConstraint
 from engine.server.context import ServerContext
 from engine.server.protocol import GenerationRequest
+from guided.constraint import KINDS
 from guided.errors import InvalidRequest, bounded
 
-__all__ = ["check_length", "sampling_params"]
+__all__ = ["sampling_params"]
 
-_SAME_NAME = (
-    "n",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "min_tokens",
-    "stop",
-    "stop_token_ids",
-    "include_stop_str_in_output",
-    "ignore_eos",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "skip_special_tokens",
-    "spaces_between_special_tokens",
-    "best_of",
-    "use_beam_search",
-    "prompt_logprobs",
-)
+_CONVERTED = {*KINDS, "backend", "whitespace_pattern", "max_tokens", "logprobs", "logit_bias"}
+_SAME_NAME = sorted({each.name for each in fields(SamplingParams)} & GenerationRequest.model_fields.keys() - _CONVERTED)
+"""Fields that mean the same in a request and in `SamplingParams`."""
 
 
 def sampling_params(
     request: GenerationRequest,
-    asked: Asked,
+    wanted: RequestedConstraint,
     *,
     max_tokens: int | None,
     logprobs: int | None,
     context: ServerContext,
 ) -> SamplingParams:
-    """Build and check them. What is null is the model's default, else OpenAI's.
+    """Build and check the parameters. A null field takes the model's default, else OpenAI's.
 
     Raises:
         InvalidRequest: `param` names the field.
@@ -53,8 +37,7 @@ def sampling_params(
     given = {name: value for name, value in given.items() if value is not None}
     if request.vllm_xargs and not context.has_logits_processors:
         raise InvalidRequest(
-            "no logits processor is loaded here that could read vllm_xargs: the server is told of one with"
-            " --logits-processors",
+            "vllm_xargs needs a custom logits processor, and this server has none: see --logits-processors",
             param="vllm_xargs",
         )
     return SamplingParams(
@@ -62,40 +45,19 @@ def sampling_params(
         max_tokens=max_tokens,
         logprobs=logprobs,
         logit_bias=_logit_bias(request.logit_bias),
-        constraint=asked.constraint,
-        backend=asked.backend,
+        constraint=wanted.constraint,
+        backend=wanted.backend,
         extra_args=request.vllm_xargs,
     )
 
 
-def check_length(
-    prompt_tokens: int, max_tokens: int | None, max_model_len: int, *, prompt_param: str, max_tokens_param: str
-) -> None:
-    """Refuse a prompt that fills the context, and more output than remains of it.
-
-    Raises:
-        InvalidRequest
-    """
-    if prompt_tokens >= max_model_len:
-        raise InvalidRequest(
-            f"the prompt has {prompt_tokens} tokens and the context of this model is {max_model_len} tokens long",
-            param=prompt_param,
-        )
-    if max_tokens is not None and prompt_tokens + max_tokens > max_model_len:
-        raise InvalidRequest(
-            f"{max_tokens_param} is {max_tokens}, but after a prompt of {prompt_tokens} tokens only"
-            f" {max_model_len - prompt_tokens} of the context's {max_model_len} remain",
-            param=max_tokens_param,
-        )
-
-
 def _logit_bias(given: Mapping[str, float] | None) -> dict[int, float] | None:
-    """JSON's keys are strings."""
+    """Convert the keys, which are strings in JSON."""
     if given is None:
         return None
     bias = {}
     for key, value in given.items():
         if not key.isascii() or not key.isdecimal() or len(key) > 9:
-            raise InvalidRequest(f"logit_bias: {bounded(key, 40)!r} is no token id", param="logit_bias")
+            raise InvalidRequest(f"logit_bias: {bounded(key, 40)!r} is not a token id", param="logit_bias")
         bias[int(key)] = value
     return bias

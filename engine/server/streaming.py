@@ -1,6 +1,6 @@
-"""Server-sent events: a generation as OpenAI's clients read it.
+"""Server-sent events, as OpenAI's clients read them.
 
-The status was sent when the first event is; a failure after that is one `data: {"error": ...}`, and the stream ends
+The status is sent before the first event. A failure after that is one event `data: {"error": ...}`, and the stream ends
 without `[DONE]`.
 """
 
@@ -11,50 +11,34 @@ import json
 import logging
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack
-from typing import Any, Protocol
+from typing import Any
 
 from fastapi.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
-from engine.outputs import CompletionOutput, RequestOutput
+from engine.outputs import RequestOutput
+from engine.server.answers import Answer
 from engine.server.context import ServerContext
 from engine.server.errors import error_body
-from engine.server.generation import Job, Outputs, report, usage_of
+from engine.server.generation import Job, Outputs, report
 from engine.server.metrics import Metrics
-from engine.server.protocol import Usage
 from guided.errors import GuidedError, InternalError
 
-__all__ = ["Chunks", "EventStream", "events"]
+__all__ = ["EventStream", "events"]
 
 logger = logging.getLogger("guided.server")
 
 DONE = b"data: [DONE]\n\n"
 
 
-class Chunks(Protocol):
-    """How one endpoint writes its chunks."""
-
-    def opening(self, index: int) -> dict[str, Any] | None:
-        """A choice's first chunk."""
-
-    def delta(self, index: int, text: str, output: CompletionOutput, start: int) -> dict[str, Any]:
-        """New text of a choice, of the tokens from `start` on; called in their order."""
-
-    def finish(self, index: int, output: CompletionOutput) -> dict[str, Any]:
-        """A choice's last chunk."""
-
-    def usage(self, usage: Usage) -> dict[str, Any]:
-        """The stream's last chunk, without choices."""
-
-
 class EventStream(StreamingResponse):
-    """A stream that gives its generation back however it ends, also when it never began.
+    """A response that streams a generation and releases its resources at the end, also if it never began.
 
-    A client that doesn't read holds nobody else up: what it has missed is one snapshot, not a queue. Where it takes
-    nothing for `ServerSettings.stall_seconds`, its request is aborted and the connection closed.
+    A slow client delays no other request: of its unread output only the newest snapshot is kept. If it reads nothing
+    for `ServerSettings.stall_seconds`, its request is aborted and the connection closed.
 
     Args:
-        resources: what the generation holds; closed with the stream.
+        resources: resources of the generation, closed with the stream.
     """
 
     def __init__(
@@ -99,26 +83,25 @@ class EventStream(StreamingResponse):
 
 
 class _Stalled(Exception):
-    """The client doesn't read what it is sent."""
+    """The client has read nothing for too long."""
 
 
-async def events(
-    outputs: Outputs, job: Job, chunks: Chunks, metrics: Metrics, include_usage: bool
-) -> AsyncIterator[bytes]:
-    """The whole stream, event by event."""
+async def events(outputs: Outputs, answer: Answer[Any], metrics: Metrics) -> AsyncIterator[bytes]:
+    """Write the whole stream, event by event."""
+    job = outputs.job
     finished: dict[int, RequestOutput] = {}
     try:
         for index in range(job.num_choices):
-            if (opening := chunks.opening(index)) is not None:
+            if (opening := answer.opening(index)) is not None:
                 yield _event(opening)
-        sent = _Sent(job, chunks)
+        sent = _Sent(job, answer)
         async for number, output in outputs.stream:
             for chunk in sent.new(number, output):
                 yield _event(chunk)
             if output.finished:
                 finished[number] = output
-        if include_usage:
-            yield _event(chunks.usage(usage_of(list(finished.values()))))
+        if answer.include_usage:
+            yield _event(answer.usage(list(finished.values())))
         yield DONE
     except GuidedError as error:
         metrics.failed(error.code)
@@ -131,18 +114,18 @@ async def events(
 
 
 class _Sent:
-    """What was sent of each choice: characters, tokens, and whether its end was."""
+    """What the client has been sent of each choice: number of characters and tokens, and whether it has ended."""
 
-    def __init__(self, job: Job, chunks: Chunks) -> None:
+    def __init__(self, job: Job, answer: Answer[Any]) -> None:
         self._n = job.params.n
-        self._chunks = chunks
+        self._answer = answer
         self._wants_logprobs = job.params.logprobs is not None
         self._characters = [0] * job.num_choices
         self._tokens = [0] * job.num_choices
         self._ended = [False] * job.num_choices
 
     def new(self, prompt: int, output: RequestOutput) -> Iterator[dict[str, Any]]:
-        """Chunks of what is new in `output`."""
+        """Build the chunks for what is new in `output`."""
         for completion in output.outputs:
             index = prompt * self._n + completion.index
             if self._ended[index]:
@@ -150,12 +133,12 @@ class _Sent:
             characters, tokens = self._characters[index], self._tokens[index]
             text = completion.text[characters:]
             if text or (self._wants_logprobs and len(completion.token_ids) > tokens):
-                yield self._chunks.delta(index, text, completion, tokens)
+                yield self._answer.delta(index, text, completion, tokens)
                 self._characters[index] += len(text)
                 self._tokens[index] = len(completion.token_ids)
             if completion.finish_reason is not None:
                 self._ended[index] = True
-                yield self._chunks.finish(index, completion)
+                yield self._answer.finish(index, completion)
 
 
 def _event(data: dict[str, Any]) -> bytes:

@@ -18,7 +18,7 @@ router = APIRouter(tags=["tokenization"])
 
 @router.post("/tokenize")
 async def tokenize(body: TokenizeRequest, context: Context) -> TokenizeResponse:
-    """Token ids of a prompt, or of chat messages under the chat template."""
+    """Return the token ids of a prompt, or of chat messages in the chat template."""
     context.check_model(body.model)
     tokens = await asyncio.to_thread(_tokens, body, context)
     texts = context.texts
@@ -32,12 +32,12 @@ async def tokenize(body: TokenizeRequest, context: Context) -> TokenizeResponse:
 
 @router.post("/detokenize")
 async def detokenize(body: DetokenizeRequest, context: Context) -> DetokenizeResponse:
-    """The text of token ids, special tokens included."""
+    """Return the text of token ids, special tokens included."""
     context.check_model(body.model)
     texts, size = context.texts, context.vocabulary.padded_vocab_size
     wrong = next((token for token in body.tokens if not 0 <= token < size), None)
     if wrong is not None:
-        raise InvalidRequest(f"{wrong} is no token id of this model", param="tokens")
+        raise InvalidRequest(f"{wrong} is not a token id of this model", param="tokens")
     return DetokenizeResponse(prompt=b"".join(map(texts.bytes_of, body.tokens)).decode("utf-8", "replace"))
 
 

@@ -48,7 +48,7 @@ def finish(engine: LLMEngine, steps: int = 2000) -> dict[str, RequestOutput]:
             break
         engine.awake.clear()
         if not engine.has_work:
-            assert engine.awake.wait(120), "nobody can run, and nothing happens"
+            assert engine.awake.wait(120), "no sequence can run, and nothing happens"
         for output in engine.step():
             last[output.request_id] = output
     assert not engine.has_unfinished

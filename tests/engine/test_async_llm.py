@@ -30,7 +30,7 @@ def llm(tiny_model: LoadedModel, pool: FaultyPool) -> Iterator[AsyncLLM]:
     engine = AsyncLLM(tiny_model, pool, EngineConfig(max_model_len=256, max_num_seqs=8))
     yield engine
     engine.shutdown()
-    assert not engine._thread.is_alive()
+    assert not engine.health().alive
 
 
 async def collect(stream: AsyncIterator[RequestOutput]) -> list[RequestOutput]:
@@ -156,7 +156,6 @@ def test_leaving_and_cancelling_abort_the_request(llm: AsyncLLM) -> None:
 
 def test_when_the_loop_dies_no_stream_stays_open(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     assert llm.health().alive
-    assert llm.health().healthy
 
     async def die() -> list[Any]:
         work = [asyncio.ensure_future(collect(llm.generate(PROMPT, greedy(max_tokens=200)))) for _ in range(3)]
@@ -168,7 +167,6 @@ def test_when_the_loop_dies_no_stream_stays_open(llm: AsyncLLM, monkeypatch: pyt
     assert [type(end) for end in ends] == [InternalError] * 3
     health = llm.health()
     assert not health.alive
-    assert not health.healthy
     assert health.error is not None
     assert "ZeroDivisionError" in health.error
     [late] = together(collect(llm.generate(PROMPT, greedy())))

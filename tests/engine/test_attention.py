@@ -1,4 +1,4 @@
-"""The attention function against one written down plainly, and the KV cache's arithmetic."""
+"""The attention function against a plain implementation, and the KV cache's arithmetic."""
 
 from __future__ import annotations
 

@@ -40,11 +40,9 @@ def test_sequences_of_one_prompt_share_its_blocks_until_one_writes() -> None:
 def test_a_block_that_is_full_is_followed_by_a_new_one() -> None:
     blocks = manager()
     blocks.allocate([1], BLOCK)
-    assert blocks.needs_block(1, BLOCK)
     assert blocks.append_slot(1, BLOCK) is None
     assert len(blocks.blocks(1)) == 2
-    assert not blocks.needs_block(1, BLOCK + 1)
-    assert blocks.append_slot(1, BLOCK) is None, "asked again for the same position it changes nothing"
+    assert blocks.append_slot(1, BLOCK) is None, "a repeated call for the same position changes nothing"
     assert len(blocks.blocks(1)) == 2
 
 
@@ -61,7 +59,7 @@ def test_it_raises_where_nothing_is_free_and_changes_nothing() -> None:
 
 
 class Blocks(RuleBasedStateMachine):
-    """Any order of allocating, forking, growing and freeing: counts are right, nothing leaks, nobody shares a write."""
+    """Any order of allocating, forking, growing and freeing: nothing leaks, and no written block is shared."""
 
     sequences = Bundle("sequences")
 
@@ -100,7 +98,8 @@ class Blocks(RuleBasedStateMachine):
             return
         position = self.lengths[sequence]
         before, free = self.blocks.blocks(sequence), self.blocks.num_free
-        needed = self.blocks.needs_block(sequence, position)
+        index = position // BLOCK
+        needed = index == len(before) or self.holders()[before[index]] > 1
         try:
             copy = self.blocks.append_slot(sequence, position)
         except MemoryError:
@@ -114,6 +113,10 @@ class Blocks(RuleBasedStateMachine):
         written = self.blocks.blocks(sequence)[position // BLOCK]
         assert all(written not in self.blocks.blocks(other) for other in self.lengths if other != sequence)
 
+    def holders(self) -> Counter[int]:
+        """How many sequences have each block."""
+        return Counter(block for sequence in self.lengths for block in self.blocks.blocks(sequence))
+
     @rule(sequence=consumes(sequences))
     def free(self, sequence: int) -> None:
         self.blocks.free(sequence)
@@ -121,9 +124,7 @@ class Blocks(RuleBasedStateMachine):
 
     @invariant()
     def nothing_leaks(self) -> None:
-        held = Counter(block for sequence in self.lengths for block in self.blocks.blocks(sequence))
-        assert len(held) + self.blocks.num_free == self.blocks.num_blocks
-        assert all(self.blocks._count[block] == count for block, count in held.items())
+        assert len(self.holders()) + self.blocks.num_free == self.blocks.num_blocks
         for sequence, tokens in self.lengths.items():
             mine = self.blocks.blocks(sequence)
             assert len(mine) == len(set(mine)) == self.blocks.blocks_for(tokens)

@@ -1,4 +1,4 @@
-"""The embedded default model: what is shipped loads, fits and works; the corpus behind it keeps its promises."""
+"""The embedded default model: the checkpoint loads and works, and the corpus has the documented properties."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from engine.default_model import checkpoint_path
-from engine.default_model.corpus import evaluation_example, example
-from engine.default_model.exchange import schema_of
-from engine.default_model.tokenizer import build
-from engine.default_model.values import Values, is_held_out
+from examples.default_model_training.corpus import evaluation_example, example
+from examples.default_model_training.exchange import schema_of
+from examples.default_model_training.tokenizer import build
+from examples.default_model_training.values import Values, is_held_out
 from guided.vocabulary import Vocabulary
 
 MEGABYTE = 1 << 20

@@ -1,4 +1,4 @@
-"""The training script learns, and a run that was stopped goes on as if it had not been."""
+"""The training script: the loss falls, and a stopped run continues with the same result."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from engine.default_model import checkpoint_path
-from engine.default_model.train import main
+from examples.default_model_training.train import main
 
 
 @pytest.fixture

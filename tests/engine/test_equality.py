@@ -1,4 +1,4 @@
-"""The engine's greedy output is transformers' own, token for token, for four families and GPT-2."""
+"""The engine's greedy output equals that of transformers, token by token, for four model families and GPT-2."""
 
 from __future__ import annotations
 

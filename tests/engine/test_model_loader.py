@@ -56,7 +56,7 @@ def test_an_unknown_dtype_is_refused(tiny_llama_dir: Path) -> None:
         (Gemma2Config(**TINY), "soft caps"),
         (BloomConfig(vocab_size=640, hidden_size=32, n_layer=1, n_head=2), "attention backend"),
         (MambaConfig(vocab_size=640, hidden_size=32, num_hidden_layers=1), "attention backend"),
-        (T5Config(vocab_size=640), "no causal language model"),
+        (T5Config(vocab_size=640), "not a causal language model"),
         (LlamaConfig(**TINY, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}), "RoPE"),
     ],
     ids=lambda value: type(value).__name__ if not isinstance(value, str) else "",
@@ -88,5 +88,5 @@ def test_a_model_that_scales_its_logits_is_found_out(tiny_tokenizer: PreTrainedT
     scaled = Scaled(config)
     scaled.load_state_dict(plain.state_dict())
     prepare_model(copy.deepcopy(plain), tiny_tokenizer)
-    with pytest.raises(UnsupportedModelError, match="logits are not those"):
+    with pytest.raises(UnsupportedModelError, match="logits with paged attention differ"):
         prepare_model(scaled, tiny_tokenizer)

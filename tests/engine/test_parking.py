@@ -1,4 +1,4 @@
-"""Parking: a late mask changes when a token comes, never which, and delays nobody else."""
+"""Parking: a late mask changes when a token comes, never which, and delays no other sequence."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from engine.model_loader import LoadedModel
 from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
 from guided.errors import BackendError, MaskTimeout, WorkerDied
+from guided.processor import LogitPostProcessor
 
 MakeEngine = Callable[..., LLMEngine]
 Run = Callable[..., dict[str, RequestOutput]]
@@ -61,7 +62,7 @@ def at_random(seed: int) -> Callable[[int, int], int]:
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("config", [{}, {"overlap": False}, {"block_size": 4, "num_blocks": 26, "max_model_len": 72}])
+@pytest.mark.parametrize("config", [{}, {"block_size": 4, "num_blocks": 26, "max_model_len": 72}])
 def test_parking_changes_when_and_never_what(
     make_engine: MakeEngine, tiny_model: LoadedModel, run: Run, config: dict[str, Any], seed: int
 ) -> None:
@@ -172,7 +173,8 @@ def test_a_mask_that_never_comes_ends_its_group_and_nobody_else(
 ) -> None:
     expected = run(make_engine(), requests())
     pool = FaultyPool(tiny_model.vocabulary)
-    engine = make_engine(pool, mask_limit=0.2)
+    engine = make_engine(pool)
+    engine.processor = LogitPostProcessor(pool, 0.2)
     pool.delay = lambda sequence_id, position: FOREVER if sequence_id == pool.opened[1] and position == 4 else 0
     started = time.monotonic()
     found = run(engine, requests())
@@ -221,7 +223,7 @@ def test_a_preempted_parked_sequence_ends_with_its_last_token(
         engine.step()
     last = engine.groups["last"].sequences[0]
     engine.scheduler.running.remove(last)
-    engine.scheduler._preempt(last)
+    engine.scheduler.preempt(last)
     found = finish(engine)
     assert [len(found[name].outputs[0].token_ids) for name in ("first", "second", "last")] == [34, 34, 4]
     assert not engine.scheduler.preempted

@@ -88,7 +88,7 @@ def test_whitespace_goes_with_json() -> None:
 def test_two_constraints_are_refused_by_name() -> None:
     with pytest.raises(InvalidConstraint, match="json_schema and regex"):
         SamplingParams(json_schema={}, regex="a")
-    with pytest.raises(InvalidConstraint, match="regex and constraint"):
+    with pytest.raises(InvalidConstraint, match="constraint and regex"):
         SamplingParams(regex="a", constraint=Constraint.regex("b"))
     assert SamplingParams(constraint=Constraint.regex("b")).constraint == Constraint.regex("b")
 

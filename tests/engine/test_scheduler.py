@@ -111,7 +111,7 @@ def test_the_newest_is_preempted_and_comes_back_before_anybody_new() -> None:
     assert preempted_at is not None
     assert [sequence.group for sequence in it.preempted] == [new]
     assert new.num_preemptions == it.num_preemptions == 1
-    assert names(batch) == ([], ["old"]), "nobody is let in in a step that had to preempt"
+    assert names(batch) == ([], ["old"]), "a step that preempts starts no new group"
     it.remove(old)
     batch = it.schedule()
     assert names(batch)[0] == ["new", "newest"]

@@ -17,7 +17,7 @@ from faulty_pool import FaultyPool
 from transformers import AutoModelForCausalLM
 
 from engine.default_model import checkpoint_path
-from engine.default_model.tokenizer import load
+from examples.default_model_training.tokenizer import load
 from guided.constraint import Constraint
 from guided.errors import BackendError, UnsupportedConstraint, WorkerDied
 from guided.inline import InlinePool

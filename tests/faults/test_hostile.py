@@ -22,7 +22,7 @@ from byte_vocabulary import BYTES, tokens
 
 from actors.compile.compiler import CompileJob, Compiler
 from actors.compile.process import CompileResult
-from engine.server.constraints import asked
+from engine.server.constraints import requested_constraint as asked
 from engine.server.protocol import ChatRequest
 from guided.backends import AUTO, BACKENDS, Backends, candidates
 from guided.constraint import Constraint, ConstraintKind

@@ -1,4 +1,4 @@
-"""Two ways to a server: the application in this process (fast, any settings), and the real one as a process."""
+"""Two kinds of servers: the application in this process (fast, any settings), and a real server process."""
 
 from __future__ import annotations
 

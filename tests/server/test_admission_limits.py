@@ -1,12 +1,10 @@
-"""Limits of the server: what one request may be (400 beyond), what may be under way (429 beyond), and their flags."""
+"""Limits of one request (400 beyond) and of all requests together (429 beyond)."""
 
 from __future__ import annotations
 
-import inspect
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +17,10 @@ from engine.async_llm import AsyncLLM
 from engine.config import EngineConfig
 from engine.model_loader import load_model
 from engine.sampling_params import SamplingParams
-from engine.server import cli
 from engine.server.app import create_app
 from engine.server.context import ServerSettings
-from engine.server.process import ServeOptions
 from guided.errors import ConstraintTooLarge, InvalidRequest
-from guided.limits import CompileLimits, Limits
+from guided.limits import Limits
 
 LIMITS = Limits(max_nesting=3, max_alternatives=2, max_enum=3, max_choices=3, max_repetition=5, max_grammar_rules=2)
 
@@ -52,7 +48,7 @@ def post(client: TestClient, **fields: Any) -> Response:
 @pytest.mark.parametrize(
     ("asked", "code", "says"),
     [
-        ({"n": 3}, "invalid_request", "n is 3; here it is 2 at the most"),
+        ({"n": 3}, "invalid_request", "n is 3; the limit is 2"),
         ({"regex": "a{6}"}, "constraint_too_large", "limit of 5"),
         ({"regex": "a|b|c"}, "constraint_too_large", "more than 2 alternatives"),
         ({"guided_choice": ["a", "b", "c", "d"]}, "constraint_too_large", "4 entries; the limit is 3"),
@@ -107,17 +103,4 @@ def test_requests_that_wait_are_bounded(client: TestClient, pool_and_engine: tup
         pool.hold_compiles = False
         pool.finish_compiles()
     assert post(client).status_code == 200
-    assert post(client, prompt=["a", "b", "c"]).status_code == 200, "nobody waits: they may"
-
-
-def test_the_command_line_has_every_limit_and_the_same_default() -> None:
-    given = {name: parameter.default for name, parameter in inspect.signature(cli.serve).parameters.items()}
-    assert {limit.name: given[limit.name] for limit in fields(Limits)} == {
-        limit.name: limit.default for limit in fields(Limits)
-    }
-    assert given["compile_seconds"] == CompileLimits().seconds
-    assert given["compile_memory_mib"] << 20 == CompileLimits().memory_bytes
-    assert given["grammar_cache_mib"] << 20 == ServeOptions().max_cache_bytes
-    assert given["actor_memory_mib"] is ServeOptions().actor_memory_bytes is None
-    for name in ("max_requests", "max_waiting", "max_compiling", "max_n"):
-        assert given[name] == getattr(ServeOptions(), name)
+    assert post(client, prompt=["a", "b", "c"]).status_code == 200, "none waits, so they may"

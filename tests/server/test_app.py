@@ -1,4 +1,4 @@
-"""The application around a real engine and a tiny random model: what goes in, what comes out, what is refused."""
+"""The application with a real engine and a tiny random model: requests, answers and errors."""
 
 from __future__ import annotations
 
@@ -12,11 +12,15 @@ from typing import Any
 
 import httpx
 import pytest
+from faulty_pool import FaultyPool
 from serving import sse, wait_until
 from starlette.testclient import TestClient
 
+from engine.async_llm import AsyncLLM
+from engine.config import EngineConfig
 from engine.sampling_params import SamplingParams
-from engine.server.context import ServerContext
+from engine.server.app import create_app
+from engine.server.context import ServerContext, ServerSettings
 
 Make = Callable[..., TestClient]
 
@@ -352,27 +356,27 @@ class TestRefusals:
 
 
 class TestFailures:
-    """What ends in the engine: here made to happen where a request is handed to it."""
+    """Failures in the engine after a request was admitted."""
 
     @pytest.fixture
-    def failing(self, client: TestClient, monkeypatch: pytest.MonkeyPatch) -> TestClient:
-        """The fourth mask raises, once the first tokens have reached their request."""
-        context: ServerContext = client.app.state.context  # type: ignore[attr-defined]
-        worker = context.engine.pool._worker  # type: ignore[attr-defined]
-        original, calls = worker._write, []
+    def failing(self, tiny_engine: AsyncLLM) -> Iterator[TestClient]:
+        """The fourth mask fails, after the first tokens have reached their request."""
+        pool = FaultyPool(tiny_engine.model.vocabulary)
+        engine = AsyncLLM(tiny_engine.model, pool, EngineConfig(max_num_seqs=8))
+        app = create_app(engine, ServerSettings(model_names=("tiny",)))
+        registry = app.state.context.metrics.registry
 
-        def write(*arguments: Any) -> None:
-            calls.append(arguments)
-            if len(calls) > 3:
-                for _ in range(100):  # only a stream sees its first tokens before the end
-                    if context.metrics.registry.get_sample_value("guided_generation_tokens_total"):
-                        break
-                    time.sleep(0.01)
-                raise RuntimeError("the grammar library is out of sorts")
-            original(*arguments)
+        def fails(sequence_id: int, position: int) -> bool:
+            for _ in range(100 if position >= 3 else 0):  # only a stream sees its first tokens before the end
+                if registry.get_sample_value("guided_generation_tokens_total"):
+                    break
+                time.sleep(0.01)
+            return position >= 3
 
-        monkeypatch.setattr(worker, "_write", write)
-        return client
+        pool.fails = fails
+        with TestClient(app, raise_server_exceptions=False) as client:
+            yield client
+        engine.shutdown()
 
     def test_a_failed_mask_is_a_500(self, failing: TestClient) -> None:
         answer = post(failing, regex="[0-9]{30}", max_tokens=None)

@@ -1,18 +1,22 @@
-"""The command line: what it says of itself, and what it says when it can't start."""
+"""The command line: its help, and its errors when the server cannot start."""
 
 from __future__ import annotations
 
 import socket
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
 from typer.testing import CliRunner
 
+from engine.config import EngineConfig, LoadOptions
 from engine.server import process
 from engine.server.cli import app
+from guided.limits import CompileLimits, Limits
+from guided.pool_options import RayPoolOptions
 
 
 def run(*arguments: str) -> tuple[int, str]:
@@ -96,23 +100,46 @@ def test_what_others_say_in_many_lines_is_one(tmp_path: Path) -> None:
     assert "nonesuch" in last
 
 
-def test_what_the_pool_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    given: dict[str, Any] = {}
+def test_options_reach_the_pool_and_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
 
-    def engine(*_: Any, pool_options: dict[str, Any], **__: Any) -> NoReturn:
-        given.update(pool_options)
+    def engine(model: str, pool: str, config: EngineConfig, *, pool_options: RayPoolOptions, **load: Any) -> NoReturn:
+        given.extend((pool, config, pool_options, load))
         raise ValueError("that will do")
 
     monkeypatch.setattr(process, "AsyncLLM", engine)
-    limits = ("--actor-memory-mib", "700", "--grammar-cache-mib", "9", "--max-replays", "3", "--pool-wait", "4")
-    assert run("serve", "--port", "0", "--num-actors", "5", *limits)[0] == 1
-    compile_limits = given.pop("compile_limits")
-    assert compile_limits.seconds == 10.0
-    assert given == {
-        "num_actors": 5,
-        "actor_memory_bytes": 700 << 20,
-        "max_cache_bytes": 9 << 20,
-        "max_replays": 3,
-        "pool_wait": 4.0,
-        "max_compiling": 256,
-    }
+    arguments = ("--actor-memory-mib", "700", "--grammar-cache-mib", "9", "--max-replays", "3", "--pool-wait", "4")
+    arguments += ("--num-actors", "5", "--spread", "--transport", "tcp", "--compile-seconds", "2")
+    arguments += ("--max-nesting", "7", "--no-parking", "--dtype", "float32")
+    assert run("serve", "--port", "0", *arguments)[0] == 1
+    assert given == [
+        "ray",
+        EngineConfig(parking=False, limits=Limits(max_nesting=7)),
+        RayPoolOptions(
+            num_actors=5,
+            spread=True,
+            transport="tcp",
+            actor_memory_bytes=700 << 20,
+            max_cache_bytes=9 << 20,
+            max_replays=3,
+            pool_wait=4.0,
+            compile_limits=CompileLimits(seconds=2.0),
+        ),
+        asdict(LoadOptions(dtype="float32")),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--max-num-seqs", "0"), "max_num_seqs is 0; it must be at least 1"),
+        (("--max-requests", "0"), "max_requests is 0; it must be at least 1"),
+        (("--port", "70000"), "port is 70000; it must be between 0 and 65535"),
+        (("--pool-wait", "-1"), "pool_wait is -1.0; it must be at least 0"),
+        (("--actor-memory-mib", "1"), "actor_memory_bytes is 1048576; it must be at least 268435456"),
+    ],
+)
+def test_what_is_out_of_range(arguments: tuple[str, ...], says: str) -> None:
+    code, text = run("serve", *arguments)
+    assert code == 1
+    assert f"guided serve: {says}" in text

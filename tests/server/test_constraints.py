@@ -1,4 +1,4 @@
-"""Every spelling of a constraint means the same thing, and what is wrong is named as the user spelled it."""
+"""All spellings of a constraint mean the same, and errors name the field as the request spells it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from engine.server.constraints import Asked, asked
+from engine.sampling_params import SamplingParams
+from engine.server.constraints import RequestedConstraint, requested_constraint
+from engine.server.generation import Job
 from engine.server.protocol import ChatRequest, CompletionRequest
 from guided.constraint import Constraint
 from guided.errors import GuidedError, InvalidConstraint, InvalidRequest, UnsupportedConstraint
@@ -24,8 +26,8 @@ def chat(**fields: Any) -> ChatRequest:
     return ChatRequest.model_validate({"messages": [{"role": "user", "content": "hi"}], **fields})
 
 
-def of(**fields: Any) -> Asked:
-    return asked(chat(**fields))
+def of(**fields: Any) -> RequestedConstraint:
+    return requested_constraint(chat(**fields))
 
 
 def response_format(schema: Any) -> dict[str, Any]:
@@ -55,7 +57,7 @@ def response_format(schema: Any) -> dict[str, Any]:
     ],
 )
 def test_every_spelling_is_one_constraint(fields: dict[str, Any], expected: Constraint, param: str) -> None:
-    assert of(**fields) == Asked(expected, "auto", param)
+    assert of(**fields) == RequestedConstraint(expected, "auto", param)
 
 
 @pytest.mark.parametrize("fields", [{}, {"response_format": {"type": "text"}}, {"json_object": False}])
@@ -101,7 +103,7 @@ def test_disable_additional_properties_closes_objects() -> None:
     ],
 )
 def test_backend_of_the_request_goes_before_the_servers(fields: dict[str, Any], backend: str) -> None:
-    assert asked(chat(regex="a", **fields), default_backend="outlines").backend == backend
+    assert requested_constraint(chat(regex="a", **fields), default_backend="outlines").backend == backend
 
 
 @pytest.mark.parametrize(
@@ -150,7 +152,7 @@ def test_backend_of_the_request_goes_before_the_servers(fields: dict[str, Any], 
         ),
         ({"guided_choice": []}, InvalidConstraint, "guided_choice", ["empty"]),
         ({"regex": "a", "whitespace_pattern": " "}, InvalidRequest, "whitespace_pattern", ["regex"]),
-        ({"whitespace_pattern": " "}, InvalidRequest, "whitespace_pattern", ["none"]),
+        ({"whitespace_pattern": " "}, InvalidRequest, "whitespace_pattern", ["JSON constraint"]),
         (
             {"json_schema": SCHEMA, "whitespace_pattern": " ", "guided_whitespace_pattern": ""},
             InvalidRequest,
@@ -203,10 +205,11 @@ def test_bad_schema_has_a_pointer(schema: Any, pointer: str) -> None:
 
 
 def test_errors_of_the_compilation_are_respelled() -> None:
-    asked_for = of(guided_regex="a+")
-    assert asked_for.respell(InvalidConstraint("bad", param="regex")).param == "guided_regex"
-    assert asked_for.respell(InvalidConstraint("bad")).param == "guided_regex"
-    assert asked_for.respell(InvalidRequest("bad", param="stop")).param == "stop"
+    job = Job("1", "1", [[1], [2]], SamplingParams(regex="a+"), of(guided_regex="a+").param, stream=False)
+    assert job.respell(InvalidConstraint("bad", param="regex"), 0).param == "guided_regex"
+    assert job.respell(InvalidConstraint("bad"), 0).param == "guided_regex"
+    assert job.respell(InvalidRequest("bad", param="stop"), 0).param == "stop"
+    assert str(job.respell(InvalidRequest("too long", param="prompt"), 1)) == "prompt[1]: too long"
 
 
 @pytest.mark.parametrize(

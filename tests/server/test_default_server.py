@@ -1,4 +1,4 @@
-"""The default server: embedded model, local Ray, mask actors. Mixed load, and an actor that is killed under it."""
+"""The default server: embedded model, local Ray, mask actors. Mixed load, during which an actor is killed."""
 
 from __future__ import annotations
 

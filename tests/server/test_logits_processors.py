@@ -1,4 +1,4 @@
-"""Custom logits processors over HTTP: `vllm_xargs`, what is refused, and what a client sees of one that raises."""
+"""Custom logits processors over HTTP: `vllm_xargs`, rejected values, and the answer when a processor raises."""
 
 from __future__ import annotations
 
@@ -88,12 +88,13 @@ def test_the_command_line_names_them(monkeypatch: pytest.MonkeyPatch) -> None:
 
     from engine.server import process
     from engine.server.cli import app
+    from engine.server.options import ServeOptions
 
-    given: list[process.ServeOptions] = []
+    given: list[ServeOptions] = []
     monkeypatch.setattr(process, "serve", lambda options, listener: given.append(options))
     names = [part for name in PROCESSORS for part in ("--logits-processors", name)]
     assert CliRunner().invoke(app, ["serve", "--port", "0", *names]).exit_code == 0
-    assert given[0].logits_processors == tuple(PROCESSORS)
+    assert given[0].engine.logits_processors == tuple(PROCESSORS)
     assert DummyLogitsProcessor.__name__ in PROCESSORS[0]
 
 

@@ -1,4 +1,4 @@
-"""Where tokens stand in the text."""
+"""Offsets of tokens in the text."""
 
 from __future__ import annotations
 

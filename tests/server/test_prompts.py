@@ -1,4 +1,4 @@
-"""Chat messages to token ids: what a user says can't end their turn."""
+"""Tokenizing chat messages: text of a message cannot end its turn."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Ray Serve application, really run: `serve run` with the shipped configuration, on a cluster of its own."""
+"""The Ray Serve application: `serve run` with the shipped configuration, on its own cluster."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`guided serve` as users meet it: the real process, the official `openai` client. Masks inline: the faster start."""
+"""`guided serve` as a real process, with the official `openai` client. Masks are inline for a faster start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said of bodies that are not of their shape: the field, and why, in words that help."""
+"""Errors about bodies of the wrong shape: the field and the reason."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_stop_strings_are_unicode(client: TestClient) -> None:
 @pytest.mark.parametrize("fields", [{}, {"stream": False}])
 def test_stream_options_are_of_streams(client: TestClient, fields: dict[str, Any]) -> None:
     body = {**PROMPT, **fields, "stream_options": {"include_usage": True}}
-    assert said(client, "/v1/completions", body) == ("stream_options goes with stream: true", "stream_options")
+    assert said(client, "/v1/completions", body) == ("stream_options requires stream: true", "stream_options")
     assert client.post("/v1/completions", json={**PROMPT, **fields, "stream_options": None}).status_code == 200
 
 

@@ -22,7 +22,7 @@ from engine.model_loader import LoadedModel
 from engine.server.app import create_app
 from engine.server.context import ServerContext, ServerSettings
 from engine.server.listener import listener_on
-from engine.server.process import _drop_stalled_connections
+from engine.server.process import drop_stalled_connections
 
 WAIT = 60.0
 
@@ -74,7 +74,7 @@ class Hosted:
 def hosted(model: LoadedModel, config: EngineConfig | None = None, **settings: Any) -> Iterator[Hosted]:
     """Serve `model` with a `FaultyPool` until the block ends. The sockets have small buffers."""
     pool = FaultyPool(model.vocabulary)
-    engine = AsyncLLM(model, pool, config or EngineConfig(max_num_seqs=8, mask_limit=WAIT))
+    engine = AsyncLLM(model, pool, config or EngineConfig(max_num_seqs=8))
     server_settings = ServerSettings(model_names=("tiny",), **settings)
     app = create_app(engine, server_settings)
     with contextlib.ExitStack() as stack:
@@ -82,7 +82,7 @@ def hosted(model: LoadedModel, config: EngineConfig | None = None, **settings: A
         stack.callback(engine.shutdown)
         listener = stack.enter_context(listener_on("127.0.0.1", 0))
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-        _drop_stalled_connections(listener, server_settings.stall_seconds)
+        drop_stalled_connections(listener, server_settings.stall_seconds)
         server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off", timeout_graceful_shutdown=1))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="uvicorn")
         thread.start()

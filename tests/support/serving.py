@@ -1,4 +1,4 @@
-"""A real `guided serve` process, and reading its streams."""
+"""Run a real `guided serve` process, and read its streams."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import httpx
 
 @dataclass
 class ServerProcess:
-    """A `guided serve` process, and what it wrote."""
+    """A `guided serve` process and its log."""
 
     process: subprocess.Popen[str]
     url: str = ""
@@ -38,7 +38,7 @@ class ServerProcess:
         return sum(map(float, lines))
 
     def stop(self, number: int = signal.SIGTERM) -> int:
-        """Ask it to end; its exit status."""
+        """Stop the process and return its exit status."""
         if self.process.poll() is None:
             self.process.send_signal(number)
         try:
@@ -87,13 +87,13 @@ def serving(*arguments: str, **environment: str) -> Iterator[ServerProcess]:
 
 
 def sse(text: str) -> list[Any]:
-    """The events of a stream: parsed, or the string that stands in for one ("[DONE]")."""
+    """Parse the events of a stream. "[DONE]" stays a string."""
     events = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
     return [event if event == "[DONE]" else json.loads(event) for event in events]
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 30) -> None:
-    """Poll; fails the test when it doesn't come true."""
+    """Poll until the condition is true. Fails the test after `seconds`."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it didn't happen"

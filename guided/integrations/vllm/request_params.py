@@ -94,7 +94,7 @@ def request_id(params: VLLMParams) -> str | None:
 
 
 def _given(extra: Mapping[str, Any]) -> list[GivenConstraint]:
-    given = [GivenConstraint(kind, kind, extra[kind], kind) for kind in KINDS if extra.get(kind) is not None]
+    given = [GivenConstraint(kind, kind, extra[kind]) for kind in KINDS if extra.get(kind) is not None]
     json_object = extra.get("json_object")
     if json_object is None or json_object in _TRUE:
         return given

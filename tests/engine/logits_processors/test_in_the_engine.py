@@ -1,4 +1,4 @@
-"""Custom processors in a running engine: in which order, on which rows, and what is left of a batch when one raises."""
+"""Custom processors in a running engine: their order, their rows, and the rest of the batch when one raises."""
 
 from __future__ import annotations
 
@@ -265,7 +265,7 @@ def test_built_ins_that_nobody_uses_hear_of_nobody(make_engine: MakeEngine, monk
     engine.step()
     called.clear()
     engine.step()
-    assert not called, "who used it is gone, and was forgotten"
+    assert not called, "the sequences that used it have left the batch"
 
 
 # -- what raises

@@ -1,4 +1,4 @@
-"""Where custom processors come from, and what is said where there is none."""
+"""Loading custom processors, and the errors when one cannot be loaded."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import sample_processors as sample
 
-from engine import async_llm, llm
+from engine import LLM, AsyncLLM, base_llm
 from engine.llm_engine import LLMEngine
 from engine.logits_processors import loading
 from engine.logits_processors.loading import GROUP, load_classes
@@ -40,13 +40,13 @@ def test_entry_points_come_first_and_only_those_of_our_group(monkeypatch: pytest
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("sample_processors", "'sample_processors' is no logits processor: give it as module:Class"),
+        ("sample_processors", "'sample_processors' is not a logits processor: give it as module:Class"),
         ("sample_processors:", "module:Class"),
         ("no_such_module:It", "no_such_module:It can't be loaded: ModuleNotFoundError"),
         ("sample_processors:Nobody", "sample_processors:Nobody can't be loaded: AttributeError"),
-        ("sample_processors:logger", "is no subclass of engine.logits_processors.LogitsProcessor"),
-        ("sample_processors:SamplingParams", "is no subclass"),
-        (dict, "is no subclass"),
+        ("sample_processors:logger", "is not a subclass of engine.logits_processors.LogitsProcessor"),
+        ("sample_processors:SamplingParams", "is not a subclass"),
+        (dict, "is not a subclass"),
     ],
 )
 def test_what_is_none_is_refused(given: Any, message: str) -> None:
@@ -69,10 +69,9 @@ def test_where_the_engine_doesn_t_start_its_pool_is_shut_down(
         opened.append(InlinePool(vocabulary))
         return opened[-1]
 
-    monkeypatch.setattr(llm, "open_pool", opening)
-    monkeypatch.setattr(async_llm, "open_pool", opening)
+    monkeypatch.setattr(base_llm, "open_pool", opening)
     monkeypatch.setattr(InlinePool, "shutdown", lambda pool: shut.append(pool))
-    for kind in (llm.LLM, async_llm.AsyncLLM):
+    for kind in (LLM, AsyncLLM):
         with pytest.raises(ValueError, match="CantBeMade"):
             kind(tiny_model, logits_processors=[sample.CantBeMade])
     assert len(opened) == 2

@@ -1,4 +1,4 @@
-"""The page's example runs as it is printed."""
+"""The example of the page runs as printed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batch updates, against a model that only knows ids: whoever follows them has the batch."""
+"""Batch updates, against a model that only knows ids: following the updates gives the batch."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from engine.detokenizer import Detokenizer, TokenTexts
 from engine.logits_processors import BatchUpdate, MoveDirectionality, process_dict_updates
+from engine.logits_processors.indices import RequestIndices
 from engine.logits_processors.persistent_batch import PersistentBatch
-from engine.logits_processors.slots import Slots
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence, SequenceStatus
 from guided.vocabulary import Vocabulary
@@ -45,7 +45,7 @@ def id_of(params: SamplingParams, *_: Any) -> int:
 
 
 def follow(batch: dict[int, int], update: BatchUpdate, *, added_first: bool) -> None:
-    """By index, whose it is. Moves overwrite and vacate as they say, with no look at what makes sense."""
+    """The sequence at each index. Moves overwrite and vacate literally, without any check."""
 
     def add() -> None:
         for index, params, _, _ in update.added:
@@ -78,7 +78,9 @@ def test_whoever_follows_the_updates_has_the_batch(history: list[list[int]], add
             assert not {*update.removed} & {index for index, *_ in update.added}, "in whatever order they are taken"
             touched = [*update.removed, *(add[0] for add in update.added), *(i for m in update.moved for i in m[:2])]
             assert all(0 <= index < largest for index in touched), "an array of max_num_seqs is enough"
-            assert {id_of(params) for _, params, _, _ in update.added} == {*rows} - {*before}, "who stays is not added"
+            assert {id_of(params) for _, params, _, _ in update.added} == {*rows} - {*before}, (
+                "staying sequences are not added"
+            )
             follow(followed, update, added_first=added_first)
         assert followed == dict(enumerate(rows))
         before = rows
@@ -135,14 +137,14 @@ events = st.lists(
 
 @given(events)
 def test_slots_are_a_sequence_s_own_and_show_its_tokens(history: list[tuple[list[int], SequenceStatus]]) -> None:
-    """Batches of up to four of nine in four slots; between batches somebody changes his status."""
-    every, slots = sequences(), Slots(4, 100)
+    """Batches of up to four of nine in four slots; between batches a sequence changes its status."""
+    every, slots = sequences(), RequestIndices(4, 100)
     places: dict[int, int] = {}
     for rows, status in history:
         batch = [every[number] for number in rows]
         for one in batch:
             one.status = SequenceStatus.RUNNING
-        mapping = slots.take(batch).tolist()
+        mapping = slots.assign(batch).tolist()
         assert len({*mapping}) == len(mapping)
         for number, index in zip(rows, mapping, strict=True):
             one = every[number]
@@ -151,7 +153,7 @@ def test_slots_are_a_sequence_s_own_and_show_its_tokens(history: list[tuple[list
         held = {number: index for index, one in slots.holders.items() for number in [every.index(one)]}
         if len({*places} | {*rows}) <= 4:
             kept = {number for number in places if every[number].status is SequenceStatus.RUNNING}
-            assert all(held.get(number) == places[number] for number in kept), "while there is room nobody has to move"
+            assert all(held.get(number) == places[number] for number in kept), "while there is room, no sequence moves"
         places = held
         for place, one in enumerate(batch):
             one.append(place + 10)
@@ -161,9 +163,9 @@ def test_slots_are_a_sequence_s_own_and_show_its_tokens(history: list[tuple[list
 
 @pytest.mark.parametrize("order", [[0, 1, 2], [2, 0, 1]])
 def test_a_slot_that_is_given_out_again_starts_empty(order: list[int]) -> None:
-    every, slots = sequences(3), Slots(1, 10)
+    every, slots = sequences(3), RequestIndices(1, 10)
     for number in order:
         every[number].status = SequenceStatus.RUNNING
-        assert slots.take([every[number]]).tolist() == [0]
+        assert slots.assign([every[number]]).tolist() == [0]
         assert slots.token_ids[0, : slots.seq_lens[0]].tolist() == [number + 1, 7]
         every[number].status = SequenceStatus.FINISHED_STOPPED

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine.server.constraints import asked as asked_over_http
+from engine.server.constraints import requested_constraint as asked_over_http
 from engine.server.protocol import CompletionRequest
 from guided.constraint import Constraint
 from guided.errors import GuidedError, InvalidConstraint, InvalidRequest

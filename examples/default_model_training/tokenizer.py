@@ -12,7 +12,7 @@ from pathlib import Path
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from engine.default_model.corpus import example
+from examples.default_model_training.corpus import example
 
 __all__ = ["BOS", "END", "build", "load"]
 

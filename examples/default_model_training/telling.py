@@ -7,8 +7,8 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from engine.default_model.records import Fact, Record
-from engine.default_model.values import Values
+from examples.default_model_training.records import Fact, Record
+from examples.default_model_training.values import Values
 
 
 def shown(value: Any, rng: random.Random) -> str:

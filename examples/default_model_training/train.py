@@ -1,4 +1,4 @@
-"""Train the embedded default model from nothing: `python -m engine.default_model.train --help`.
+"""Train the embedded default model from nothing: `python -m examples.default_model_training.train --help`.
 
 Text comes from `corpus`, so nothing is downloaded. The stream of batches is a pure function of the seed; the state is
 saved as training goes, and a run that is started again in the same directory goes on where it was.
@@ -26,9 +26,9 @@ from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from engine.default_model import checkpoint_path
-from engine.default_model.corpus import evaluation_example, example
-from engine.default_model.exchange import Example
-from engine.default_model.tokenizer import build, load
+from examples.default_model_training.corpus import evaluation_example, example
+from examples.default_model_training.exchange import Example
+from examples.default_model_training.tokenizer import build, load
 
 __all__ = ["main"]
 
@@ -254,7 +254,7 @@ def train(args: argparse.Namespace) -> None:
 def main(argv: list[str] | None = None) -> None:
     """Parse the command line and train."""
     parser = argparse.ArgumentParser(
-        prog="python -m engine.default_model.train",
+        prog="python -m examples.default_model_training.train",
         description="Train the embedded default model from nothing. To end a run sooner, stop it and start it again "
         "in the same --work directory with fewer --steps.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,

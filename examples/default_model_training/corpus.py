@@ -8,9 +8,9 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from engine.default_model.exchange import Example, dumped
-from engine.default_model.json_tasks import free_task, json_list_task, json_task, request_text
-from engine.default_model.other_tasks import (
+from examples.default_model_training.exchange import Example, dumped
+from examples.default_model_training.json_tasks import free_task, json_list_task, json_task, request_text
+from examples.default_model_training.other_tasks import (
     choice_task,
     formal_task,
     repeat_task,
@@ -19,9 +19,9 @@ from engine.default_model.other_tasks import (
     value_task,
     yes_no_task,
 )
-from engine.default_model.records import DOMAINS
-from engine.default_model.telling import tell
-from engine.default_model.values import Values
+from examples.default_model_training.records import DOMAINS
+from examples.default_model_training.telling import tell
+from examples.default_model_training.values import Values
 
 __all__ = ["evaluation_example", "example"]
 

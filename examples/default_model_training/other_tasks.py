@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import random
 
-from engine.default_model import words
-from engine.default_model.exchange import Example, dumped
-from engine.default_model.records import DOMAINS, thing
-from engine.default_model.telling import listing, prose, tell
-from engine.default_model.values import Values
+from examples.default_model_training import words
+from examples.default_model_training.exchange import Example, dumped
+from examples.default_model_training.records import DOMAINS, thing
+from examples.default_model_training.telling import listing, prose, tell
+from examples.default_model_training.values import Values
 
 
 def value_task(v: Values) -> Example:

@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Callable
 from typing import TypeVar
 
-from engine.default_model import words
+from examples.default_model_training import words
 
 __all__ = ["Values", "is_held_out"]
 

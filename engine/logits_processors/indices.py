@@ -1,4 +1,4 @@
-"""Slots: an index for each sequence that stays its own while it runs, and the tokens at each index."""
+"""RequestIndices: a fixed index for each running sequence, and the tokens at each index."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from numpy.typing import NDArray
 
 from engine.sequence import Sequence, SequenceStatus
 
-__all__ = ["Slots"]
+__all__ = ["RequestIndices"]
 
 
-class Slots:
-    """What processors of the revised model share.
+class RequestIndices:
+    """Assigns indices. Shared by all processors of the revised model.
 
     Args:
-        count: indices there are: as many as a batch can have rows.
-        max_model_len: tokens of a sequence, at the most.
+        count: number of indices: maximum number of rows in a batch.
+        max_model_len: maximum number of tokens of a sequence.
     """
 
     def __init__(self, count: int, max_model_len: int) -> None:
         self.holders: dict[int, Sequence] = {}
-        """By index. Parked sequences keep theirs; who has ended or was preempted loses it at the next `take`."""
+        """By index. Parked sequences keep theirs. Ended and preempted sequences lose theirs at the next `assign`."""
         self.token_ids: NDArray[np.int32] = np.zeros((count, max_model_len), dtype=np.int32)
         self.seq_lens: NDArray[np.int32] = np.zeros(count, dtype=np.int32)
         self._of: dict[Sequence, int] = {}
         self._free = list(range(count))[::-1]
 
-    def take(self, rows: Rows[Sequence]) -> NDArray[np.int64]:
-        """Give everybody an index and bring the tokens up to date. Returns int64 `[rows]`: who is where."""
+    def assign(self, rows: Rows[Sequence]) -> NDArray[np.int64]:
+        """Assign an index to each row and update the tokens. Returns the indices, int64 `[rows]`."""
         wanted = set(rows)
         for sequence in [sequence for sequence in self._of if sequence not in wanted]:
             if sequence.status is not SequenceStatus.RUNNING:
@@ -47,7 +47,7 @@ class Slots:
         return np.array([self._of[sequence] for sequence in rows], dtype=np.int64)
 
     def _enter(self, sequence: Sequence, wanted: set[Sequence]) -> None:
-        if not self._free:  # parked ones that were preempted come on top of those that run: somebody waits elsewhere
+        if not self._free:  # with preempted parked sequences there are more sequences than rows: take one from outside
             self._release(next(holder for holder in self._of if holder not in wanted))
         index = self._free.pop()
         self._of[sequence] = index

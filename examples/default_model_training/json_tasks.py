@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine.default_model import words
-from engine.default_model.exchange import Example, dumped, schema_of
-from engine.default_model.records import DOMAINS, thing
-from engine.default_model.telling import Told, full_name, prose, shown, tell
-from engine.default_model.values import Values
+from examples.default_model_training import words
+from examples.default_model_training.exchange import Example, dumped, schema_of
+from examples.default_model_training.records import DOMAINS, thing
+from examples.default_model_training.telling import Told, full_name, prose, shown, tell
+from examples.default_model_training.values import Values
 
 
 def grouped(asked: dict[str, Any], v: Values, domain: str) -> Any:

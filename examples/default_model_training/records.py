@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from engine.default_model import words
-from engine.default_model.values import Values
+from examples.default_model_training import words
+from examples.default_model_training.values import Values
 
 __all__ = ["DOMAINS", "Fact", "Record"]
 

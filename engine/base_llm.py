@@ -1,0 +1,109 @@
+"""BaseLLM: a model, its mask pool and an engine, put together and shut down as one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+
+from engine.config import EngineConfig
+from engine.llm_engine import LLMEngine
+from engine.model_loader import LoadedModel, load_model
+from guided.inline import InlinePool
+from guided.pool import MaskPool
+from guided.pool_options import RayPoolOptions
+from guided.vocabulary import Vocabulary
+
+__all__ = ["BaseLLM", "PoolChoice", "open_pool"]
+
+PoolChoice = Literal["inline", "ray"]
+
+_SMALL_MODEL = 50_000_000
+"""Number of parameters below which a second CPU thread costs more than it gains."""
+
+
+class BaseLLM:
+    """An engine with its model and its mask pool. `LLM` and `AsyncLLM` derive from it.
+
+    Args:
+        model: a local directory, a hub name, or a model that is already loaded.
+        pool: where masks are computed. `inline`: in this process. `ray`: in a pool of Ray actors. A `MaskPool` is used
+            as it is and not shut down.
+        config: limits and sizes of the engine.
+        pool_options: options of the pool if `pool` is a name: a `RayPoolOptions` or a mapping of its fields. An inline
+            pool reads only `max_cache_bytes`.
+        logits_processors: custom logits processors that run after those of `config`.
+        load_options: fields of `LoadOptions`: dtype, device, tokenizer, revision.
+
+    Raises:
+        OSError: the model is not found.
+        ValueError: the model cannot be served (`UnsupportedModelError`), or an option is out of range.
+        PoolUnavailable: the pool cannot be started.
+    """
+
+    def __init__(
+        self,
+        model: str | LoadedModel,
+        pool: PoolChoice | MaskPool = "inline",
+        config: EngineConfig | None = None,
+        *,
+        pool_options: RayPoolOptions | Mapping[str, Any] | None = None,
+        logits_processors: Sequence[str | type] = (),
+        **load_options: Any,
+    ) -> None:
+        config = config or EngineConfig()
+        config = replace(config, logits_processors=(*config.logits_processors, *logits_processors))
+        self.model = load_model(model, **load_options) if isinstance(model, str) else model
+        self.model.context_length(config.max_model_len)  # an invalid length is reported before a pool is started
+        _set_threads(self.model, config.cpu_threads)
+        self._own_pool: MaskPool | None = None
+        if isinstance(pool, str):
+            pool = self._own_pool = open_pool(pool, self.model.vocabulary, pool_options)
+        self.pool: MaskPool = pool
+        try:
+            self.engine = LLMEngine(self.model, config, self.pool)
+        except BaseException:  # for example a logits processor that cannot be loaded
+            self._shut_down_pool()
+            raise
+        self.tokenizer = self.model.tokenizer
+        self.max_model_len = self.engine.max_model_len
+        self._start()
+
+    def _start(self) -> None:
+        """Set up what the subclass adds. The engine exists."""
+
+    def _shut_down_pool(self) -> None:
+        """Shut the pool down if this object has started it. Idempotent."""
+        if self._own_pool is not None:
+            self._own_pool.shutdown()
+
+
+def open_pool(
+    choice: PoolChoice, vocabulary: Vocabulary, options: RayPoolOptions | Mapping[str, Any] | None = None
+) -> MaskPool:
+    """Start a mask pool. The caller shuts it down.
+
+    Raises:
+        ValueError: there is no such kind of pool.
+        PoolUnavailable: Ray or an actor cannot be started.
+    """
+    if not isinstance(options, RayPoolOptions):
+        options = RayPoolOptions(**(options or {}))
+    if choice == "inline":
+        return InlinePool(vocabulary, max_cache_bytes=options.max_cache_bytes)
+    if choice == "ray":
+        from actors import RayPool  # Ray is optional and slow to import
+
+        pool: MaskPool = RayPool(vocabulary, options)
+        return pool
+    raise ValueError(f"pool is {choice!r}; it must be inline, ray, or a MaskPool")
+
+
+def _set_threads(model: LoadedModel, threads: int | None) -> None:
+    """Set torch's CPU threads in this process. Call it before the engine's thread starts."""
+    if threads is None and sum(parameter.numel() for parameter in model.body.parameters()) < _SMALL_MODEL:
+        threads = 1
+    if threads is not None and model.device.type == "cpu":
+        torch.set_num_threads(threads)

@@ -1,0 +1,276 @@
+"""ServeOptions: every option of a server, typed. The options of the command line and of Ray Serve are derived from it.
+
+`OPTIONS` lists the leaves of `ServeOptions` by the flat names that users write. Types and default values come from the
+dataclasses. This module imports nothing slow, because `guided --help` needs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, is_dataclass, replace
+from functools import reduce
+from typing import Any, Literal, get_type_hints
+
+from engine.config import EngineConfig, LoadOptions, check_positive
+from engine.default_model import checkpoint_path
+from guided.backends import AUTO, resolve
+from guided.pool_options import RayPoolOptions
+
+__all__ = ["DEFAULT_MODEL", "OPTIONS", "Option", "ServeOptions", "ServerSettings"]
+
+DEFAULT_MODEL = "guided-default"
+"""Name that the embedded model is served under."""
+
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """Settings of the HTTP application.
+
+    Args:
+        model_names: names that requests may use. Answers carry the first.
+        api_key: key that requests must carry. None: no key is needed.
+        backend: grammar backend of requests that name none.
+        max_requests: maximum number of generations that run or wait. Further ones get 429. Each prompt counts.
+        max_waiting: maximum number of generations that wait for a grammar or for their turn. Further ones get 429.
+        max_body_bytes: maximum size of a request's body. A larger one gets 413.
+        stall_seconds: time for which a stream's client may read nothing before the request is aborted.
+        sampling_defaults: fields of `SamplingParams` for what a request leaves out.
+
+    Raises:
+        InvalidRequest: there is no such backend.
+        ValueError: a value is out of range.
+    """
+
+    model_names: tuple[str, ...] = (DEFAULT_MODEL,)
+    api_key: str | None = field(default=None, repr=False)
+    backend: str = AUTO
+    max_requests: int = 1024
+    max_waiting: int = 512
+    max_body_bytes: int = 4 << 20
+    stall_seconds: float = 60.0
+    sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        resolve(self.backend)
+        check_positive(self, "max_requests", "max_waiting", "max_body_bytes")
+        if not self.stall_seconds > 0:
+            raise ValueError(f"stall_seconds is {self.stall_seconds}; it must be a time in seconds, more than 0")
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """Options of one server process: of `guided serve`, and of a replica of the Ray Serve application.
+
+    Args:
+        model: local directory or hub name. None: the embedded model.
+        served_model_name: name that requests use for the model. None: `model`.
+        pool: where masks are computed.
+        ray: options of the mask pool.
+        grace_seconds: time that running generations have to end when the server stops.
+
+    Raises:
+        ValueError: a value is out of range.
+    """
+
+    model: str | None = None
+    served_model_name: str | None = None
+    host: str = "127.0.0.1"
+    port: int = 8000
+    pool: Literal["ray", "inline"] = "ray"
+    grace_seconds: float = 10.0
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    load: LoadOptions = field(default_factory=LoadOptions)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    ray: RayPoolOptions = field(default_factory=RayPoolOptions)
+    server: ServerSettings = field(default_factory=ServerSettings)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ValueError(f"port is {self.port}; it must be between 0 and 65535")
+
+    @classmethod
+    def from_flat(cls, values: Mapping[str, Any]) -> ServeOptions:
+        """Build the options from values by the flat names of `OPTIONS`. What is missing keeps its default.
+
+        Raises:
+            ValueError: a value is out of range.
+        """
+        options = {option.name: option for option in OPTIONS}
+        changes: dict[str, Any] = {}
+        for name, value in values.items():
+            *groups, leaf = options[name].path
+            inner = reduce(lambda tree, group: tree.setdefault(group, {}), groups, changes)
+            inner[leaf] = options[name].to_field(value)
+        changed: ServeOptions = _replaced(cls(), changes)
+        return changed
+
+    @property
+    def model_path(self) -> str:
+        """The local directory or hub name of the model that is loaded."""
+        return self.model or str(checkpoint_path())
+
+    @property
+    def model_name(self) -> str:
+        """The name that the model is served under."""
+        return self.served_model_name or self.model or DEFAULT_MODEL
+
+
+def _replaced(base: Any, changes: Mapping[str, Any]) -> Any:
+    return replace(
+        base,
+        **{
+            name: _replaced(getattr(base, name), value) if is_dataclass(getattr(base, name)) else value
+            for name, value in changes.items()
+        },
+    )
+
+
+@dataclass(frozen=True)
+class Option:
+    """One leaf of `ServeOptions` as users write it: `--flat-name` on the command line, `flat_name` for Ray Serve.
+
+    Args:
+        field: the path of the leaf, with dots.
+        help: what the command line says about it.
+        name: flat name. By default the last part of the path. A name that ends in `_mib` stands for a field in bytes.
+        process_only: an option of `guided serve` only. Ray Serve has its own setting.
+        env: environment variable that the command line reads.
+        panel: heading that the command line lists it under.
+    """
+
+    field: str
+    help: str
+    name: str = ""
+    process_only: bool = False
+    env: str | None = None
+    panel: str | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", self.name or self.path[-1])
+
+    @property
+    def path(self) -> tuple[str, ...]:
+        return tuple(self.field.split("."))
+
+    @property
+    def type(self) -> Any:
+        """The type of the value that users write."""
+        if self.field == "engine.logits_processors":
+            return tuple[str, ...]  # classes can be given from Python only
+        return reduce(lambda owner, name: get_type_hints(owner)[name], self.path, ServeOptions)
+
+    @property
+    def default(self) -> Any:
+        defaults: Any = ServeOptions()
+        value = reduce(getattr, self.path, defaults)
+        return value if value is None or not self._is_mib else value // _MIB
+
+    def to_field(self, value: Any) -> Any:
+        """Convert a value that a user wrote to the field's unit and type."""
+        if isinstance(value, list):
+            return tuple(value)
+        return value if value is None or not self._is_mib else value * _MIB
+
+    @property
+    def _is_mib(self) -> bool:
+        return self.name.endswith("_mib")
+
+
+def _panel(title: str, *options: Option) -> Iterator[Option]:
+    return (replace(option, panel=title) for option in options)
+
+
+OPTIONS = (
+    Option("model", "A local directory, or a name on the Hugging Face hub. Default: the embedded model."),
+    Option("served_model_name", "Name that requests use for the model. Default: MODEL."),
+    Option("host", "Address to listen on.", process_only=True),
+    Option("port", "Port to listen on. 0 picks a free one.", process_only=True),
+    Option(
+        "server.api_key",
+        "Key that requests must carry. The variable keeps it out of process lists.",
+        env="GUIDED_API_KEY",
+    ),
+    Option("server.stall_seconds", "Seconds for which a stream's client may read nothing before it is aborted."),
+    Option("grace_seconds", "Seconds that running generations have to end when the server stops.", process_only=True),
+    Option("log_level", "How much to log.", process_only=True),
+    *_panel(
+        "Engine",
+        Option("load.device", "auto, cpu, cuda, cuda:1, ..."),
+        Option("load.dtype", "auto (the checkpoint's), float32, bfloat16 or float16."),
+        Option("load.tokenizer", "Directory or hub name of the tokenizer. Default: the model's."),
+        Option("load.revision", "Branch, tag or commit of the model on the hub."),
+        Option("engine.max_num_seqs", "Maximum number of sequences in one step."),
+        Option("engine.max_num_batched_tokens", "Maximum number of tokens in one step."),
+        Option("engine.max_model_len", "Context length in tokens. Default: the model's own."),
+        Option("engine.block_size", "Tokens per block of the KV cache."),
+        Option("engine.num_blocks", "Blocks of the KV cache. Default: as many as --kv-cache-mib holds."),
+        Option("engine.kv_cache_bytes", "MiB for the KV cache. Default: a share of the free memory.", "kv_cache_mib"),
+        Option("engine.cpu_threads", "Threads of the forward pass on a CPU. Default: by the model's size."),
+        Option("engine.seed", "Seed of requests that have none."),
+        Option("engine.logits_processors", "A custom logits processor (docs/logits-processors.md). Can be repeated."),
+    ),
+    *_panel(
+        "Mask pool",
+        Option("pool", "Where masks are computed: Ray actors, or this process (no isolation)."),
+        Option(
+            "server.backend",
+            "Library of requests that name none: auto, llguidance, xgrammar, outlines, lm-format-enforcer.",
+        ),
+        Option(
+            "ray.address",
+            "Join this Ray cluster ('auto': a local one). Default: start one.",
+            "ray_address",
+            process_only=True,
+        ),
+        Option("ray.num_actors", "Number of mask actors. Default: by the number of CPUs."),
+        Option("ray.spread", "Place the mask actors on all nodes of the Ray cluster."),
+        Option("ray.transport", "Masks come over shared memory on this node (auto), or always over tcp."),
+        Option("ray.slots", "Maximum number of open sequences per mask actor."),
+        Option("engine.parking", "Continue without sequences that have a late mask. They follow later."),
+        Option("engine.mask_deadline", "Seconds that a step waits for late masks. Default: 5 % of a mean step."),
+        Option("ray.mask_limit", "Seconds that one mask may take before its request fails."),
+        Option(
+            "ray.max_replays",
+            "0: requests open on a mask actor that dies fail. N: they move, and the culprit is retried N times.",
+        ),
+        Option("ray.pool_wait", "Seconds that constrained requests wait while no actor is up."),
+        Option(
+            "ray.actor_memory_bytes",
+            "MiB that a mask actor may take. Default: 2048, at most half of the machine.",
+            "actor_memory_mib",
+        ),
+        Option("ray.max_cache_bytes", "MiB for compiled grammars that no request uses.", "grammar_cache_mib"),
+    ),
+    *_panel(
+        "Limits of the server (429 beyond)",
+        Option("server.max_requests", "Generations that run or wait."),
+        Option("server.max_waiting", "Generations that wait for a grammar or for their turn."),
+        Option("ray.max_compiling", "Constraints that are being compiled or wait for it."),
+        Option(
+            "ray.compile_limits.processes", "Compile processes. Default: by the number of CPUs.", "compile_processes"
+        ),
+        Option("ray.compile_limits.seconds", "Seconds that compiling a constraint may take.", "compile_seconds"),
+        Option(
+            "ray.compile_limits.wait_seconds",
+            "Seconds that a constraint may wait for a process.",
+            "compile_wait_seconds",
+        ),
+        Option("ray.compile_limits.memory_bytes", "MiB that compiling a constraint may take.", "compile_memory_mib"),
+        Option("ray.compile_limits.grammar_bytes", "MiB that one compiled grammar may take.", "compiled_grammar_mib"),
+    ),
+    *_panel(
+        "Limits of one request (400 beyond)",
+        Option("server.max_body_bytes", "Size of a request's body, in bytes (413 beyond)."),
+        Option("engine.max_n", "Outputs of one request (n). Default: --max-num-seqs."),
+        Option("engine.limits.max_constraint_bytes", "Size of a constraint, in bytes."),
+        Option("engine.limits.max_nesting", "Levels of nesting in a schema, of brackets in a regex or grammar."),
+        Option("engine.limits.max_alternatives", "Alternatives: anyOf and oneOf of a schema, | of a regex or grammar."),
+        Option("engine.limits.max_enum", "Values of an enum."),
+        Option("engine.limits.max_choices", "Entries of choice."),
+        Option("engine.limits.max_repetition", "Repetition bounds (nested ones multiplied), minLength, minItems, ..."),
+        Option("engine.limits.max_grammar_rules", "Rules of a grammar."),
+    ),
+)
+"""All options, in the order in which the command line lists them."""

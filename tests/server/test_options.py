@@ -1,0 +1,69 @@
+"""The command line, the Ray Serve application and `LLM` take the same options, with the same default values."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from deploy.arguments import RESOURCES, Arguments
+from engine import LLM, AsyncLLM
+from engine.config import EngineConfig, LoadOptions
+from engine.server import cli
+from engine.server.options import OPTIONS, ServeOptions, ServerSettings
+from guided.limits import CompileLimits, Limits
+from guided.pool_options import RayPoolOptions
+
+DETERMINED_BY_THE_MODEL = {"server.model_names", "server.sampling_defaults"}
+
+
+def leaves(options: Any, prefix: str = "") -> Iterator[str]:
+    """Paths of all fields that are not dataclasses themselves."""
+    for field in fields(options):
+        value = getattr(options, field.name)
+        if is_dataclass(value):
+            yield from leaves(value, f"{prefix}{field.name}.")
+        else:
+            yield prefix + field.name
+
+
+def test_every_field_of_the_typed_configuration_is_an_option() -> None:
+    assert {option.field for option in OPTIONS} == set(leaves(ServeOptions())) - DETERMINED_BY_THE_MODEL
+    assert len({option.name for option in OPTIONS}) == len(OPTIONS)
+
+
+def test_the_typed_configuration_is_made_of_what_llm_takes() -> None:
+    options = ServeOptions()
+    assert options.engine == EngineConfig()
+    assert options.ray == RayPoolOptions()
+    assert (options.engine.limits, options.ray.compile_limits) == (Limits(), CompileLimits())
+    assert (options.load, options.server) == (LoadOptions(), ServerSettings())
+    for kind in (LLM, AsyncLLM):
+        assert {"config", "pool_options", "load_options", "pool"} < inspect.signature(kind).parameters.keys()
+
+
+def test_the_command_line_has_every_option_with_its_default() -> None:
+    parameters = inspect.signature(cli.serve).parameters
+    assert parameters.keys() == {option.name for option in OPTIONS}
+    assert ServeOptions.from_flat({name: one.default for name, one in parameters.items()}) == ServeOptions()
+
+
+def test_ray_serve_has_every_option_but_those_it_sets_itself() -> None:
+    own = {"host", "port", "log_level", "grace_seconds", "ray_address"}
+    assert {option.name for option in OPTIONS if option.process_only} == own
+    assert Arguments.model_fields.keys() == {option.name for option in OPTIONS} - own | RESOURCES.keys()
+    assert ServeOptions.from_flat(Arguments.model_validate({}).model_dump(exclude=set(RESOURCES))) == ServeOptions()
+    with pytest.raises(ValidationError, match="host"):
+        Arguments.model_validate({"host": "0.0.0.0"})
+
+
+def test_ray_serve_reads_values_from_the_command_line_as_text() -> None:
+    given = {"spread": "true", "slots": "9", "transport": "tcp", "kv_cache_mib": "3", "max_enum": "4"}
+    arguments = Arguments.model_validate(given).model_dump(include=set(given))
+    options = ServeOptions.from_flat(arguments)
+    assert options.ray == RayPoolOptions(spread=True, slots=9, transport="tcp")
+    assert options.engine == EngineConfig(kv_cache_bytes=3 << 20, limits=Limits(max_enum=4))
