@@ -9,14 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import zmq
-from byte_vocabulary import BYTES
-from thread_actor import Wire
-
-from actors.channel import Transport, connect
 from actors.local_channel import LocalEnd
 from actors.remote_channel import RemoteEnd
 from actors.segment import Rows, attach
 from actors.step_loop import StepLoop
+from byte_vocabulary import BYTES
+from thread_actor import Wire
+
+from actors.channel import Transport, connect
 from guided.backends.base import CompiledGrammar
 from guided.worker import MaskWorker
 

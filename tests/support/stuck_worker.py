@@ -10,13 +10,13 @@ from pathlib import Path
 
 import numpy as np
 import zmq
+from actors.segment import SegmentName, attach
+from actors.step_loop import StepLoop
 from byte_vocabulary import BYTES, tokens
 from numpy.typing import NDArray
 from scripted_grammar import ScriptedGrammar, ScriptedMatcher
 
 from actors.channel import Address, connect
-from actors.segment import SegmentName, attach
-from actors.step_loop import StepLoop
 from guided.worker import MaskWorker
 
 TEXTS = ["abc", "abd", "xyz"]
