@@ -28,8 +28,8 @@ from typing import NoReturn
 
 import msgspec
 
-from guided.backends.without_torch import leave_out_torch
 from guided.backends import BACKENDS, Backends
+from guided.backends.without_torch import leave_out_torch
 from guided.compilation import compile_with
 from guided.constraint import Constraint
 from guided.errors import ConstraintTooLarge, Wire, to_wire

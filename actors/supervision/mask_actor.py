@@ -15,11 +15,11 @@ import zmq
 
 from actors.channel import Address, connect
 from actors.compile.loading import from_chunks
-from guided.backends.without_torch import leave_out_torch
 from actors.processes import ActorLocation, MemoryLimit, Owner, exit_with_owner, limit_memory
 from actors.steps.protocol import SegmentName, SlotTable, attach
 from actors.steps.server import StepServer
 from guided.backends import BACKENDS, Backends
+from guided.backends.without_torch import leave_out_torch
 from guided.worker import MaskWorker
 
 __all__ = ["IN_ORDER", "MaskActor"]

@@ -11,6 +11,8 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from actors.rotation import Rotation
+from actors.segment import Segment, SegmentName
 from byte_vocabulary import WORDS, allowed, tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,8 +21,6 @@ from scripted_grammar import ScriptedGrammar
 
 from actors import segment as segments
 from actors.channel import Transport
-from actors.rotation import Rotation
-from actors.segment import Segment, SegmentName
 from actors.supervision.supervisor import WorkerUp
 from guided.constraint import Constraint
 from guided.messages import StepAnswer, StepRequest, decoder, encode

@@ -13,10 +13,10 @@ import zmq
 from byte_vocabulary import BYTES, WORDS
 
 from actors.channel import Channel, Transport, connect
+from actors.processes import ActorLocation
 from actors.steps.connection import WorkerConnection
 from actors.steps.protocol import Segment, SlotTable, attach
 from actors.steps.server import StepServer
-from actors.processes import ActorLocation
 from guided.backends.base import CompiledGrammar
 from guided.worker import MaskWorker
 
