@@ -203,12 +203,14 @@ class Dispatcher:
                 step.failed[row] = BackendError(f"sequence {sequences[row].sequence_id} is not open")
             elif state.error is not None:
                 step.failed[row] = state.error
-            elif state.worker is not None or self._place(state, now):
-                rows.setdefault(state.worker, []).append(row)  # type: ignore[arg-type]  # it has been placed
-            elif state.error is not None:
-                step.failed[row] = state.error
             else:
-                step.unplaced[row] = state
+                worker = state.worker or self._place(state, now)
+                if worker is not None:
+                    rows.setdefault(worker, []).append(row)
+                elif state.error is None:
+                    step.unplaced[row] = state
+                else:
+                    step.failed[row] = state.error
         for state in self._changed:
             if state.worker is not None and state.changed_from is not None:
                 state.worker.edit(state, min(state.changed_from, len(state.sequence.output_token_ids)))
@@ -219,21 +221,21 @@ class Dispatcher:
         step.placement_version = self._placement.version
         return step
 
-    def _place(self, state: SequenceState, now: float) -> bool:
-        """Open a sequence on a worker. If none can take it, note since when, and fail it once it has waited enough."""
+    def _place(self, state: SequenceState, now: float) -> WorkerConnection | None:
+        """Open a sequence on a worker, and return that. If none can take it, fail it once it has waited enough."""
         if self._closed:
             self._lose(state, PoolUnavailable("the pool is shut down"))
-            return False
+            return None
         parent = self._sequences.get(state.parent_id) if state.parent_id is not None else None
         if self._placement.place(state, parent, now):
-            return True
+            return state.worker
         state.waiting_since = state.waiting_since or now
         error = self._rejection_of(state.grammar)
         if error is None and now - state.waiting_since >= self._pool_wait:
             error = PoolUnavailable(f"no mask worker could take the sequence for {self._pool_wait:g} s")
         if error is not None:
             self._lose(state, error)
-        return False
+        return None
 
     # a step: back
 
