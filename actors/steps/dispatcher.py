@@ -158,6 +158,13 @@ class Dispatcher:
         lost, self._lost = self._lost, {}
         return lost
 
+    def placement(self) -> dict[int, set[int]]:
+        """Return the ids of the open sequences of each worker that is up, by the worker's pid."""
+        self._handle_events()
+        return {
+            worker.location.pid: {state.sequence_id for state in worker.sequences.values()} for worker in self._workers
+        }
+
     # a step: out
 
     def submit(self, sequences: Sequence[GuidedSequence], new_tokens: NDArray[np.int32] | None = None) -> None:

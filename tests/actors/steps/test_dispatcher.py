@@ -12,7 +12,7 @@ import pytest
 from byte_vocabulary import BYTES, WORDS, allowed, tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scripted import ScriptedGrammar
+from scripted_grammar import ScriptedGrammar
 from slow_grammar import SlowGrammar
 from step_driver import WAIT, StepDriver, all_ready, outcomes
 from thread_actor import ThreadActor, close_all
@@ -21,7 +21,7 @@ from actors.channel import Transport
 from actors.steps import Dispatcher
 from actors.steps.connection import WorkerConnection
 from actors.steps.placement import WorkerDown, WorkerRetiring, WorkerUp
-from actors.steps.protocol import FREE, Failed, Filled
+from actors.steps.protocol import Failed, Filled
 from guided.errors import GuidedError, MaskTimeout, PoolUnavailable, TokenRejected, WorkerDied, to_wire
 from guided.messages import encode
 
@@ -185,7 +185,7 @@ def test_a_slot_is_used_again_only_after_the_worker_has_freed_it(cluster: Cluste
         cluster.step((number, ""), timeout=0.0)
         assert slot not in connection.sequences
     cluster.slow.release.set()
-    until(lambda: bool(connection.table.ready[slot] == FREE))
+    until(lambda: bool(connection.table.ready[slot] < 0))
 
 
 def test_more_sequences_than_slots_wait_for_a_slot(transport: Transport) -> None:
