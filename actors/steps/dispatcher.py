@@ -208,12 +208,13 @@ class Dispatcher:
         for row, state in enumerate(states):
             if state is None:
                 step.failed[row] = BackendError(f"sequence {sequences[row].sequence_id} is not open")
-            elif state.error is not None:
+                continue
+            if state.worker is None and state.error is None:
+                self._place(state, now)
+            if state.error is not None:
                 step.failed[row] = state.error
-            elif state.worker is not None or self._place(state, now):
-                rows.setdefault(state.worker, []).append(row)  # type: ignore[arg-type]  # it has been placed
-            elif state.error is not None:
-                step.failed[row] = state.error
+            elif state.worker is not None:
+                rows.setdefault(state.worker, []).append(row)
             else:
                 step.unplaced[row] = state
         for state in self._changed:
