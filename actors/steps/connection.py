@@ -64,6 +64,8 @@ class SequenceState:
     slot: int = FREE
     changed_from: int | None = None
     """Output tokens from this position on have changed since they were sent."""
+    opened_at: float = 0.0
+    """`time.monotonic()` when it was opened on the worker."""
     waiting_since: float = 0.0
     """`time.monotonic()` since when no worker could take it; 0 if one could."""
     late_since: float = 0.0

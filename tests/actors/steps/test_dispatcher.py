@@ -286,6 +286,22 @@ def test_a_mask_that_never_comes_fails_its_sequence(transport: Transport) -> Non
     cluster.close()
 
 
+@pytest.mark.parametrize("waits", ["in settled", "in a step"])
+def test_the_wait_for_a_worker_does_not_count_as_mask_time(transport: Transport, waits: str) -> None:
+    cluster = Cluster(transport, number=0, mask_limit=1.0)
+    cluster.open(1)
+    cluster.open(2, grammar="slow")
+    assert cluster.step((1, ""), (2, "a"), timeout=0.0) == ["late", "late"]
+    time.sleep(1.6)
+    cluster.join(0)
+    if waits == "in settled":
+        assert cluster.dispatcher.settled(WAIT) == [1]
+    assert cluster.step((1, ""), (2, "a"), timeout=0.05) == ["ax", "late"]
+    cluster.slow.release.set()
+    assert cluster.step((2, "a")) == ["b"]
+    cluster.close()
+
+
 @pytest.mark.parametrize("hung", [False, True])
 def test_a_late_row_is_settled_if_its_actor_is_gone(cluster: Cluster, hung: bool) -> None:
     cluster.open(1, grammar="slow")
