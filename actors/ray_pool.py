@@ -139,6 +139,11 @@ class RayPool:
         workers = [supervisor.status() for supervisor in self._supervisors]
         return PoolStatus("ray", workers, self._grammars.compiling, self._grammars.backends(), self._cluster.trouble)
 
+    def placement(self) -> dict[int, set[int]]:
+        """Return which sequences are open on which actor: their ids, by the actor's pid. From the engine's thread."""
+        with self._lock:
+            return self._dispatcher.placement()
+
     def compile_pids(self) -> list[int]:
         """The processes that compile. Asks the compile actor: takes milliseconds."""
         return self._grammars.compile_pids()

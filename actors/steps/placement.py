@@ -132,7 +132,7 @@ class Placement:
             worker = min(able, key=lambda worker: worker.num_open)
         if state.straggles:
             worker.stragglers.add(state)
-        self._open(state, worker, parent)
+        self._open(state, worker, now, parent)
         return True
 
     def _able(self, state: SequenceState) -> list[WorkerConnection]:
@@ -143,8 +143,11 @@ class Placement:
             if worker.reserved_for is None and state.grammar in worker.installed and worker.has_slot()
         ]
 
-    def _open(self, state: SequenceState, worker: WorkerConnection, parent: SequenceState | None = None) -> None:
+    def _open(
+        self, state: SequenceState, worker: WorkerConnection, now: float, parent: SequenceState | None = None
+    ) -> None:
         state.waiting_since = 0.0
+        state.opened_at = now
         worker.open(state, parent)
         self.version += 1
 
@@ -251,7 +254,7 @@ class Placement:
         self._clear(worker, {state})
         if state.worker is not worker:
             self.withdraw(state)
-            self._open(state, worker)
+            self._open(state, worker, now)
         worker.reserved_for = state
         return True
 
