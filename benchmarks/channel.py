@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+import msgspec
 import numpy as np
 import ray
 import zmq
@@ -41,12 +42,12 @@ from actors.ray_pool import RayPool
 from actors.steps import Dispatcher
 from actors.steps.connection import WorkerConnection
 from actors.steps.placement import WorkerUp
-from actors.steps.protocol import Filled, Request, Ring, Segment, SegmentName, attach
+from actors.steps.protocol import Filled, Ring, Segment, SegmentName, attach
 from actors.steps.server import StepServer
 from benchmarks.report import RESULTS, machine, write_json
 from guided.bitmask import words
 from guided.constraint import Constraint
-from guided.messages import decoder, encode
+from guided.messages import encode
 from guided.pool import Grammar, StepMasks
 from guided.sequence import GuidedSequence
 from guided.vocabulary import Vocabulary
@@ -124,19 +125,15 @@ class ChannelActor:
         return found, np.ones((num_rows([found]), words), np.int32)
 
 
-_requests = decoder(list[Request])
-_filled = decoder(Filled)
-
-
 def answer(message: bytes) -> bytes:
     """Return the answer to a frame with one `Ring`: the same slots."""
-    (ring,) = _requests.decode(message)
+    (ring,) = msgspec.msgpack.decode(message, type=list[Ring])
     return encode(Filled(slots=ring.slots))
 
 
 def num_rows(answers: Sequence[bytes]) -> int:
     """Decode the answers; return the number of their rows."""
-    return sum(len(np.frombuffer(_filled.decode(message).slots, np.int32)) for message in answers)
+    return sum(len(np.frombuffer(msgspec.msgpack.decode(message, type=Filled).slots, np.int32)) for message in answers)
 
 
 def pipe_process(pipe: Connection) -> None:

@@ -199,14 +199,14 @@ class Dispatcher:
         states = [self._sequences.get(sequence.sequence_id) for sequence in sequences]
         rows: dict[WorkerConnection, list[int]] = {}
         for row, state in enumerate(states):
+            if state is not None and state.worker is None and state.error is None:
+                self._place(state, now)
             if state is None:
                 step.failed[row] = BackendError(f"sequence {sequences[row].sequence_id} is not open")
             elif state.error is not None:
                 step.failed[row] = state.error
-            elif state.worker is not None or self._place(state, now):
-                rows.setdefault(state.worker, []).append(row)  # type: ignore[arg-type]  # it has been placed
-            elif state.error is not None:
-                step.failed[row] = state.error
+            elif state.worker is not None:
+                rows.setdefault(state.worker, []).append(row)
             else:
                 step.unplaced[row] = state
         for state in self._changed:

@@ -115,10 +115,6 @@ class Placement:
 
     # where a sequence can go
 
-    def can_place(self, state: SequenceState, now: float) -> bool:
-        """Return whether a worker could take the sequence now."""
-        return bool(self._isolated(state, now)) if state.suspect else bool(self._able(state))
-
     def place(self, state: SequenceState, parent: SequenceState | None, now: float) -> bool:
         """Open the sequence on its parent's worker, or on the one with the fewest; return whether one could take it."""
         if state.suspect:
