@@ -45,7 +45,7 @@ class PartReporter:
         now = own_memory()
         added = {name: now[name] - self._last[name] for name in now}
         added["slack"] = before["anonymous"] - now["anonymous"]
-        heavy = [name for name in ("torch", "transformers", "numpy", "ray") if name in sys.modules]
+        heavy = [name for name in ("torch", "transformers", "numpy", "ray") if sys.modules.get(name) is not None]
         self._write({"part": part, **added, "loaded": heavy, **more})
         self._last = now
 
