@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 from engine import LLM, SamplingParams
 from engine.default_model import checkpoint_path
@@ -17,7 +18,7 @@ PERSON = {
     "additionalProperties": False,
 }
 
-REQUESTS = [
+REQUESTS: list[tuple[str, dict[str, Any]]] = [
     ("Extract name, age and city as JSON. Anna Weber is 47 years old and lives in Hamburg.", {"json_schema": PERSON}),
     ("The meeting takes place on 2031-05-17 in Oslo. Extract the date.", {"regex": r"\d{4}-\d{2}-\d{2}"}),
     ("Classify the sentiment: positive, negative. The hotel is wonderful.", {"choice": ["positive", "negative"]}),

@@ -140,9 +140,11 @@ class GuidedProcessor:
         self._requests: dict[str, _Request] = {}
         self._request_ids: dict[int, str] = {}
         """Of each open sequence."""
-        self._sequences: Sequence[GuidedSequence] = ()
+        self._opened: tuple[GuidedSequence, ...] | None = None
+        """The last tuple that was prepared, while all its sequences are open."""
+        self._prepared: Sequence[GuidedSequence] | None = None
+        """The step that `apply` is to follow."""
         self._logits_rows: NDArray[np.intp] | None = None
-        self._prepared = False
         self._releasing: list[Future[Grammar]] = []
         """Grammars to be released once they are compiled."""
 
@@ -165,16 +167,16 @@ class GuidedProcessor:
         logits_rows: NDArray[np.intp] | Sequence[int] | None = None,
         new_tokens: NDArray[np.int32] | None = None,
     ) -> None:
-        if self._prepared:
+        if self._prepared is not None:
             raise RuntimeError("prepare() was called twice without apply() between")
-        if sequences is not self._sequences or type(sequences) is not tuple:
+        if sequences is not self._opened:
             known = self._request_ids
             unknown = [each for each in sequences if each.sequence_id not in known]
             if unknown:
                 self._open(unknown)
-            self._sequences = sequences
+            self._opened = sequences if isinstance(sequences, tuple) else None
         self._logits_rows = None if logits_rows is None else np.asarray(logits_rows, np.intp)
-        self._prepared = True
+        self._prepared = sequences
         self._pool.submit(sequences, new_tokens)
 
     def _open(self, sequences: Iterable[GuidedSequence]) -> None:
@@ -192,13 +194,13 @@ class GuidedProcessor:
             self._request_ids[sequence.sequence_id] = sequence.request_id
 
     def apply(self, logits: torch.Tensor, patience: float | None = None, alone: bool = True) -> ApplyReport:
-        if not self._prepared:
+        if self._prepared is None:
             raise RuntimeError("apply() without prepare()")
-        if patience is not None and logits.is_cuda and self._sequences:
+        if patience is not None and logits.is_cuda and self._prepared:
             import torch
 
             torch.cuda.current_stream(logits.device).synchronize()  # the deadline counts from here
-        step, report = self._collect(patience, alone)
+        step, report = self._collect(self._prepared, patience, alone)
         started = time.perf_counter()
         rows = [part.rows for part in step.ready]
         if self._logits_rows is not None:
@@ -214,20 +216,21 @@ class GuidedProcessor:
             bitmask: int32 `[rows, words]`. The mask of a sequence is written to its logits row; the rows of failed and
                 late sequences are unchanged.
         """
-        if not self._prepared:
+        if self._prepared is None:
             raise RuntimeError("collect() without prepare()")
-        step, report = self._collect(None, True)
+        step, report = self._collect(self._prepared, None, True)
         step.copy_to(bitmask, self._logits_rows)
         return report
 
-    def _collect(self, patience: float | None, alone: bool) -> tuple[StepMasks, ApplyReport]:
+    def _collect(
+        self, sequences: Sequence[GuidedSequence], patience: float | None, alone: bool
+    ) -> tuple[StepMasks, ApplyReport]:
         """Collect the step, and free the sequences that failed."""
-        self._prepared = False
+        self._prepared = None
         started = time.perf_counter()
         timeout = max(patience, _FIRST_MASK_SECONDS) if patience is not None and alone else patience
         step = self._pool.collect(timeout, patience)
         report = ApplyReport(wait_seconds=time.perf_counter() - started, mask_seconds=step.seconds)
-        sequences = self._sequences
         report.late = [sequences[row].sequence_id for row in step.late]
         if step.failed:
             report.failed = {sequences[row].sequence_id: error for row, error in step.failed.items()}
@@ -269,7 +272,7 @@ class GuidedProcessor:
 
     def _close(self, sequence_ids: Collection[int]) -> None:
         self._pool.free(sequence_ids)
-        self._sequences = ()  # a freed sequence that is prepared again is opened again
+        self._opened = None  # a freed sequence that is prepared again is opened again
         for sequence_id in sequence_ids:
             request = self._requests.get(self._request_ids.pop(sequence_id, ""))
             if request is not None:

@@ -12,11 +12,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from guided.backends.base import CompiledGrammar, Matcher
+from guided.backends.native import guard
 from guided.bitmask import pack
-from guided.errors import BackendError, DeadEnd, GuidedError, from_wire, to_wire
+from guided.errors import BackendError, DeadEnd, GuidedError
 from guided.vocabulary import Vocabulary
 
 __all__ = ["MaskWorker"]
+
+_native = guard("the grammar library")
 
 
 @dataclass(slots=True)
@@ -71,6 +74,12 @@ class MaskWorker:
         """
         state = self._slots[slot] = _SlotState(edit=(0, tokens))
         try:
+            self._start(state, grammar, parent)
+        except GuidedError as error:
+            state.error = error
+
+    def _start(self, state: _SlotState, grammar: str, parent: int | None) -> None:
+        with _native:
             source = self._slots.get(parent) if parent is not None else None
             if source is not None and source.matcher is not None:
                 state.matcher, state.tokens = source.matcher.fork(), list(source.tokens)
@@ -78,10 +87,6 @@ class MaskWorker:
                 state.matcher = self._grammars[grammar].matcher()
             else:
                 raise BackendError(f"grammar {grammar} is not installed on this worker")
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException as failure:  # a Rust panic is no `Exception`
-            state.error = _guided(failure)
 
     def edit(self, slot: int, start: int, tokens: Sequence[int]) -> None:
         """Replace the output of a slot's sequence from position `start` on. Applied by the next `fill`."""
@@ -119,11 +124,10 @@ class MaskWorker:
             return BackendError(f"slot {slot} is not open on this worker")
         if state.error is None:
             try:
-                self._advance(state, tokens, row)
-            except (KeyboardInterrupt, SystemExit):
-                raise
-            except BaseException as failure:  # a Rust panic is no `Exception`
-                state.error, state.matcher = _guided(failure), None
+                with _native:
+                    self._advance(state, tokens, row)
+            except GuidedError as error:
+                state.error, state.matcher = error, None
         return state.error
 
     def forced_tokens(self, slot: int) -> list[int]:
@@ -164,10 +168,6 @@ class MaskWorker:
             row[self._stop_words] |= self._stop_bits
         elif not row.any():
             raise DeadEnd("no token is allowed here, and the constraint is not satisfied")
-
-
-def _guided(failure: BaseException) -> GuidedError:
-    return failure if isinstance(failure, GuidedError) else from_wire(to_wire(failure))
 
 
 def _common_prefix(left: Sequence[int], right: Sequence[int]) -> int:

@@ -199,16 +199,17 @@ class Dispatcher:
         states = [self._sequences.get(sequence.sequence_id) for sequence in sequences]
         rows: dict[WorkerConnection, list[int]] = {}
         for row, state in enumerate(states):
-            if state is not None and state.worker is None and state.error is None:
-                self._place(state, now)
             if state is None:
                 step.failed[row] = BackendError(f"sequence {sequences[row].sequence_id} is not open")
             elif state.error is not None:
                 step.failed[row] = state.error
-            elif state.worker is not None:
-                rows.setdefault(state.worker, []).append(row)
             else:
-                step.unplaced[row] = state
+                worker = state.worker or self._place(state, now)
+                if worker is None:
+                    step.unplaced[row] = state
+                else:
+                    rows.setdefault(worker, []).append(row)
+        self._fail_unplaced(step)
         for state in self._changed:
             if state.worker is not None and state.changed_from is not None:
                 state.worker.edit(state, min(state.changed_from, len(state.sequence.output_token_ids)))
@@ -219,21 +220,28 @@ class Dispatcher:
         step.placement_version = self._placement.version
         return step
 
-    def _place(self, state: SequenceState, now: float) -> bool:
-        """Open a sequence on a worker. If none can take it, note since when, and fail it once it has waited enough."""
+    def _fail_unplaced(self, step: _Step) -> None:
+        """Fail the rows whose sequence waits for a worker no more."""
+        for row, state in list(step.unplaced.items()):
+            if state.error is not None:
+                step.failed[row] = state.error
+                del step.unplaced[row]
+
+    def _place(self, state: SequenceState, now: float) -> WorkerConnection | None:
+        """Open a sequence on a worker, and return that. If none can take it, fail it once it has waited enough."""
         if self._closed:
             self._lose(state, PoolUnavailable("the pool is shut down"))
-            return False
+            return None
         parent = self._sequences.get(state.parent_id) if state.parent_id is not None else None
         if self._placement.place(state, parent, now):
-            return True
+            return state.worker
         state.waiting_since = state.waiting_since or now
         error = self._rejection_of(state.grammar)
         if error is None and now - state.waiting_since >= self._pool_wait:
             error = PoolUnavailable(f"no mask worker could take the sequence for {self._pool_wait:g} s")
         if error is not None:
             self._lose(state, error)
-        return False
+        return None
 
     # a step: back
 
@@ -379,27 +387,17 @@ class Dispatcher:
         if self._placement.suspects:
             self._placement.acquit()
         for row, state in list(step.unplaced.items()):
-            if state.error is None and state.worker is None:
-                self._place(state, now)
-            if state.error is not None:
-                step.failed[row] = state.error
+            worker = None if state.error is not None else state.worker or self._place(state, now)
+            if worker is not None:
+                step.parts.append(_asked(worker, state, row))
                 del step.unplaced[row]
-            elif state.worker is not None:
-                self._ask(step, state, [row])
-                del step.unplaced[row]
+        self._fail_unplaced(step)
         for state in late:
-            if state.worker is None and state.error is None and self._place(state, now):
+            worker = None if state.error is not None or state.worker is not None else self._place(state, now)
+            if worker is not None:
                 state.late_since = now  # its time starts again
-                self._ask(None, state, [])
+                _asked(worker, state, 0)
         send_all(self._workers)
-
-    def _ask(self, step: _Step | None, state: SequenceState, rows: list[int]) -> None:
-        """Ask for the mask of a sequence that has just been opened."""
-        assert state.worker is not None
-        part = StepPart(state.worker, [state], rows or [0])
-        part.send_outputs()
-        if step is not None:
-            step.parts.append(part)
 
     def _clear_stuck_workers(self) -> None:
         """Rows are late: have none of them wait behind a slow one."""
@@ -474,3 +472,10 @@ class Dispatcher:
             self._end(WorkerDown(worker, error))
         for state in self._sequences.values():
             state.error = state.error or error
+
+
+def _asked(worker: WorkerConnection, state: SequenceState, row: int) -> StepPart:
+    """Ask for the mask of a sequence that has just been opened."""
+    part = StepPart(worker, [state], [row])
+    part.send_outputs()
+    return part

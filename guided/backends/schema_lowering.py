@@ -152,7 +152,7 @@ class SchemaLowering(ABC):
         )
 
     def unsatisfiable(self, schema: Schema, reason: str) -> InvalidConstraint:
-        """Return the error for a subschema that no value satisfies: the constraint is invalid only if it is the root."""
+        """Return the error for a subschema that no value satisfies: invalid only if it is the whole schema."""
         kind = InvalidConstraint if schema is self.form.root else UnsupportedConstraint
         return kind(reason, param="json_schema", pointer=self.form.pointer(schema))
 
@@ -204,7 +204,7 @@ class SchemaLowering(ABC):
             raise self.at_keyword(self.unsatisfiable(schema, error.message), schema, keyword) from None
 
     def json_text(self, schema: dict[str, Any], keyword: str, node: regex.Node, *, escapes: bool) -> regex.Node:
-        """Return `node` as JSON text between quotes. Without `escapes`, escapes are used only if nothing else is left."""
+        """Return `node` as JSON text between quotes, with escapes if `escapes` or if nothing is left otherwise."""
         try:
             try:
                 return string_pattern.in_json(node, escapes=escapes)

@@ -16,6 +16,7 @@ from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
 from engine.sequence import SequenceStatus
 from guided.errors import BackendError, InternalError, InvalidConstraint, WorkerDied
+from guided.pool import StepMasks
 
 MakeEngine = Callable[..., LLMEngine]
 Run = Callable[..., dict[str, RequestOutput]]
@@ -164,10 +165,10 @@ def test_a_mask_that_forbids_everything_is_an_error_and_no_token(
     make_engine: MakeEngine, tiny_model: LoadedModel, run: Run
 ) -> None:
     class EmptyPool(FaultyPool):
-        def collect(self, bitmask: Any, timeout: float, patience: float | None = None) -> Any:
-            step = super().collect(bitmask, timeout, patience)
+        def collect(self, timeout: float | None = None, patience: float | None = None) -> StepMasks:
+            step = super().collect(timeout, patience)
             for part in step.ready:
-                part.masks[part.rows] = 0
+                part.masks[part.slots] = 0
             return step
 
     found = run(make_engine(EmptyPool(tiny_model.vocabulary)), mixed())

@@ -16,7 +16,7 @@ from engine.model_loader import LoadedModel
 from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
 from guided.errors import BackendError, MaskTimeout, WorkerDied
-from guided.processor import LogitPostProcessor
+from guided.pool import StepMasks
 
 MakeEngine = Callable[..., LLMEngine]
 Run = Callable[..., dict[str, RequestOutput]]
@@ -137,9 +137,10 @@ def test_where_all_are_parked_the_step_waits(make_engine: MakeEngine, tiny_model
     asked: list[float] = []
     settled = pool.settled
 
-    def recorded(sequence_ids: Any, timeout: float) -> list[int]:
-        asked.append(timeout)
-        return settled(sequence_ids, timeout)
+    def recorded(timeout: float = 0.0) -> list[int]:
+        if pool.late:
+            asked.append(timeout)
+        return settled(timeout)
 
     pool.settled = recorded  # type: ignore[method-assign]
     pool.delay = lambda sequence_id, position: 5 if position == 3 else 0
@@ -172,9 +173,26 @@ def test_a_mask_that_never_comes_ends_its_group_and_nobody_else(
     make_engine: MakeEngine, tiny_model: LoadedModel, run: Run
 ) -> None:
     expected = run(make_engine(), requests())
-    pool = FaultyPool(tiny_model.vocabulary)
+
+    class ImpatientPool(FaultyPool):
+        """Fails a row that has been late for 0.2 s."""
+
+        since: float | None = None
+
+        def settled(self, timeout: float = 0.0) -> list[int]:
+            self.since = self.since or time.monotonic()
+            if time.monotonic() - self.since > 0.2:
+                self.fails = lambda sequence_id, position: self.late.get(sequence_id, (0, 0))[1] > 0
+                return list(self.late)
+            return super().settled(timeout)
+
+        def collect(self, timeout: float | None = None, patience: float | None = None) -> StepMasks:
+            step = super().collect(timeout, patience)
+            step.failed = dict.fromkeys(step.failed, MaskTimeout("no mask"))
+            return step
+
+    pool = ImpatientPool(tiny_model.vocabulary)
     engine = make_engine(pool)
-    engine.processor = LogitPostProcessor(pool, 0.2)
     pool.delay = lambda sequence_id, position: FOREVER if sequence_id == pool.opened[1] and position == 4 else 0
     started = time.monotonic()
     found = run(engine, requests())

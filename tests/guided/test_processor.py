@@ -282,3 +282,19 @@ def test_masks_can_be_collected_instead_of_applied() -> None:
     assert (bitmask[:3] == -1).all()
     with pytest.raises(RuntimeError, match="without prepare"):
         subject.collect(bitmask)
+
+
+def test_a_sequence_that_is_freed_between_prepare_and_apply_is_reported() -> None:
+    subject = processor()
+    for name, output in (("a", [1]), ("b", [3])):
+        subject.initialize(name, Constraint.choice(["12", "34"]))
+        assert output
+    batch = (GuidedSequence("a", 1, [1]), GuidedSequence("b", 2, [3]))
+    subject.prepare(batch)
+    subject.free("a")
+    logits = torch.zeros(2, WIDTH)
+    report = subject.apply(logits)
+    assert list(report.failed) == [1]
+    assert allowed(logits, 1) == [4]
+    subject.prepare((batch[1],))
+    subject.apply(torch.zeros(1, WIDTH))

@@ -27,9 +27,10 @@ from vllm.v1.worker.gpu.sample.logits_processor import (
     build_custom_logits_processors_params_validator,
 )
 
+from guided.embedded.vllm import GuidedLogitsProcessor as FormerPath
 from guided.inline import InlinePool
 from guided.integrations.vllm import error_reports, run_directory
-from guided.integrations.vllm.processor import model_vocabulary
+from guided.integrations.vllm.processor import GuidedLogitsProcessor, model_vocabulary
 from guided.integrations.vllm.v2_batch import TokenCopies
 from guided.vocabulary import Vocabulary
 
@@ -195,6 +196,10 @@ def test_a_second_instance_of_the_same_engine_is_idle() -> None:
     assert sum(not each.idle for each in runner.processors) == 1
     assert not runner.add(plain())
     assert runner.add(guided("12"))
+
+
+def test_the_former_path_is_the_same_class() -> None:
+    assert FormerPath is GuidedLogitsProcessor
 
 
 def test_a_guided_request_beside_others() -> None:

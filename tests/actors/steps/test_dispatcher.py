@@ -12,7 +12,7 @@ import pytest
 from byte_vocabulary import BYTES, WORDS, allowed, tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scripted import ScriptedGrammar
+from scripted_grammar import ScriptedGrammar
 from slow_grammar import SlowGrammar
 from step_driver import WAIT, StepDriver, all_ready, outcomes
 from thread_actor import ThreadActor, close_all

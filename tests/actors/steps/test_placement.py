@@ -1,164 +1,206 @@
-"""Who is lost with an actor, who is placed again, and where suspects go. No actor, no Ray."""
+"""Which sequences are lost with a worker, which are placed again, and where suspects go. No actor, no Ray."""
 
 from __future__ import annotations
 
 import time
-from typing import cast
+from collections.abc import Iterator
+from itertools import count
 
 import pytest
-from actors.link import Link
-from actors.placed import Placed
-from actors.placement import Placement
-from actors.verdict import Verdict
-from thread_actor import Wire
+from thread_actor import ConnectedPair
 
 from actors.channel import Transport
-from actors.supervision.supervisor import Cause, WorkerDown
+from actors.steps.connection import SequenceState, WorkerConnection
+from actors.steps.placement import Cause, Placement, Recovery, WorkerDown
 from guided.errors import WorkerDied
-from guided.messages import OpenSequence
+from guided.sequence import GuidedSequence
 
-SUSPECT, BYSTANDER = 1, 2
-
-
-def placed(sequence: int, *, confirmed: bool = True, sent: bool = True) -> Placed:
-    return Placed(OpenSequence(sequence, "g"), None, sent=sent, confirmed=confirmed)
+_ids = count(1)
 
 
-class Dead:
-    """What is left of a link."""
+class Workers:
+    """Workers that have the grammar `g`, with some sequences on each."""
 
-    def __init__(self, *in_its_hands: int) -> None:
-        self._sequences = set(in_its_hands)
+    def __init__(self, transport: Transport, *population: int, shared: bool = True) -> None:
+        self.placement = Placement()
+        self.pairs = [ConnectedPair(transport, index=index, shared=shared) for index in range(len(population))]
+        self.workers = [pair.connection for pair in self.pairs]
+        for pair in self.pairs:
+            pair.installed.add("g")
+            self.placement.add(pair.connection)
+        self.states: list[SequenceState] = []
+        for index, number in enumerate(population):
+            others = [worker for worker in self.workers if worker is not self.workers[index]]
+            for other in others:
+                other.retiring = True
+            self.states += [self.new() for _ in range(number)]
+            for state in self.states[len(self.states) - number :]:
+                assert self.placement.place(state, None, 0.0)
+                self.answer(state)
+            for other in others:
+                other.retiring = False
+        self.placement.needs_rebalancing = False
 
-    def in_its_hands(self) -> set[int]:
-        return self._sequences
+    def new(self) -> SequenceState:
+        return SequenceState(GuidedSequence("request", next(_ids), []), "g", None)
+
+    def suspect(self) -> SequenceState:
+        state = self.new()
+        state.suspect = True
+        self.placement.suspects.add(state)
+        return state
+
+    def fill(self, *states: SequenceState) -> None:
+        """Have the worker be at a mask of the first of these, and owe the others."""
+        for state in states:
+            assert state.worker is not None
+            table = state.worker.table
+            table.target[state.slot] += 1
+            state.worker.asked[state.slot] = table.target[state.slot]
+        assert states[0].worker is not None
+        states[0].worker.table.mark["busy"] = states[0].slot
+
+    @staticmethod
+    def answer(state: SequenceState) -> None:
+        """Have the worker give a mask."""
+        assert state.worker is not None
+        table = state.worker.table
+        table.ready[state.slot] = state.worker.asked[state.slot] = table.target[state.slot]
+
+    def end(self, index: int, replays: int = 0, cause: Cause = "died", loading: bool = False) -> Recovery:
+        return Recovery(WorkerDown(self.workers[index], WorkerDied("gone"), cause, loading), replays)
+
+    def close(self) -> None:
+        for pair in self.pairs:
+            pair.connection.close()
+            pair.close()
 
 
-def verdict(*in_its_hands: int, replays: int = 0, cause: Cause = "died", loading: bool = False) -> Verdict:
-    news = WorkerDown(cast(Link, Dead(*in_its_hands)), WorkerDied("gone"), cause, loading)
-    return Verdict.on(news, replays)
+@pytest.fixture
+def one(transport: Transport) -> Iterator[Workers]:
+    """One worker with two sequences that had a mask, and one that had none."""
+    workers = Workers(transport, 2)
+    workers.states.append(workers.new())
+    workers.placement.place(workers.states[-1], None, 0.0)
+    yield workers
+    workers.close()
 
 
-def test_by_default_a_death_ends_who_was_open_there() -> None:
-    news = verdict(SUSPECT)
-    assert news.is_lost(placed(BYSTANDER))
-    assert news.is_lost(placed(SUSPECT, confirmed=False))
-    assert not news.is_lost(placed(BYSTANDER, confirmed=False)), "never answered from there, and not in its hands"
-    assert not news.is_lost(placed(SUSPECT, sent=False))
+def test_by_default_a_death_ends_the_sequences_that_were_open_there(one: Workers) -> None:
+    suspect, bystander, fresh = one.states
+    one.fill(suspect, bystander)
+    recovery = one.end(0)
+    assert recovery.is_lost(bystander)
+    assert recovery.is_lost(suspect)
+    assert not recovery.is_lost(fresh), "it had no mask from there, and was not being filled"
+    assert not recovery.error(suspect).retryable
+    assert recovery.error(bystander).retryable
+
+
+def test_a_sequence_without_a_mask_is_lost_if_it_was_being_filled(one: Workers) -> None:
+    one.fill(one.states[2])
+    assert one.end(0).is_lost(one.states[2])
 
 
 @pytest.mark.parametrize("cause", ["hung", "memory"])
-def test_what_is_ended_because_of_one_mask_ends_that_one(cause: Cause) -> None:
-    news = verdict(SUSPECT, cause=cause)
-    assert news.is_lost(placed(SUSPECT))
-    assert not news.is_lost(placed(BYSTANDER))
-    assert not verdict(cause=cause).is_lost(placed(SUSPECT)), "it was in no mask"
+def test_a_worker_that_is_ended_for_one_mask_ends_that_sequence(one: Workers, cause: Cause) -> None:
+    suspect, bystander, _ = one.states
+    assert not one.end(0, cause=cause).is_lost(suspect), "no mask was being filled"
+    one.fill(suspect, bystander)
+    assert one.end(0, cause=cause).is_lost(suspect)
+    assert not one.end(0, cause=cause).is_lost(bystander)
 
 
 @pytest.mark.parametrize("cause", ["died", "hung", "memory"])
-def test_a_suspect_is_tried_so_often_and_bystanders_are_replayed(cause: Cause) -> None:
-    suspect, bystander = placed(SUSPECT), placed(BYSTANDER)
-    ends = [verdict(SUSPECT, replays=2, cause=cause).is_lost(suspect) for _ in range(3)]
-    assert ends == [False, False, True]
+def test_a_suspect_is_tried_max_replays_times_and_bystanders_are_replayed(one: Workers, cause: Cause) -> None:
+    suspect, bystander, _ = one.states
+    one.fill(suspect, bystander)
+    assert [one.end(0, 2, cause).is_lost(suspect) for _ in range(3)] == [False, False, True]
     assert suspect.suspect
-    assert not verdict(SUSPECT, replays=2, cause=cause).is_lost(bystander)
+    assert not one.end(0, 2, cause).is_lost(bystander)
     assert not bystander.suspect
 
 
-@pytest.mark.parametrize("unsure", [verdict(SUSPECT, 3, replays=1), verdict(SUSPECT, replays=1, loading=True)])
-def test_where_it_may_have_been_another_it_is_tried_alone_and_nothing_is_counted(unsure: Verdict) -> None:
-    suspect = placed(SUSPECT)
-    for _ in range(5):
-        assert not unsure.is_lost(suspect)
-        suspect.confirmed = True
-    assert suspect.suspect
-    assert suspect.deaths == 0
+def test_without_certainty_a_suspect_is_tried_alone_and_nothing_is_counted(one: Workers, transport: Transport) -> None:
+    remote = Workers(transport, 2, shared=False)
+    for workers, loading in ((one, True), (remote, False)):
+        suspect, other = workers.states[:2]
+        workers.fill(suspect, other)  # without shared memory it may be either
+        for _ in range(5):
+            assert not workers.end(0, 1, loading=loading).is_lost(suspect)
+        assert suspect.suspect
+        assert suspect.deaths == 0
+    remote.close()
 
 
-def test_a_retired_actor_had_nothing_in_its_hands() -> None:
-    suspect = placed(SUSPECT)
-    assert not verdict(SUSPECT, cause="retired").is_lost(suspect)
-    assert not suspect.suspect
+def test_a_retired_worker_was_filling_nothing(one: Workers) -> None:
+    one.fill(one.states[0])
+    assert not one.end(0, cause="retired").is_lost(one.states[0])
+    assert not one.states[0].suspect
 
 
-def test_nobody_is_moved_for_ever() -> None:
-    unlucky = placed(BYSTANDER)
+def test_no_sequence_is_moved_without_end(one: Workers) -> None:
+    unlucky = one.states[2]
     for _ in range(50):
-        assert not verdict(replays=1).is_lost(unlucky), "it has masks between"
-        unlucky.displace()
-        unlucky.sent = unlucky.confirmed = True
-    ends: list[bool] = []
-    while len(ends) < 50 and not any(ends):
-        unlucky.confirmed = False
-        ends.append(verdict(replays=1).is_lost(unlucky))
-    assert any(ends)
+        one.answer(unlucky)
+        assert not one.end(0, 1).is_lost(unlucky), "it has masks between"
+    assert unlucky.worker is not None
+    unlucky.worker.table.ready[unlucky.slot] = -1
+    assert any(one.end(0, 1).is_lost(unlucky) for _ in range(50))
 
 
-class Rooms:
-    """Actors that know the grammar, and who is on them."""
-
-    def __init__(self, transport: Transport, *population: int) -> None:
-        self.placement = Placement()
-        self.wires = [Wire(transport, index=index) for index in range(len(population))]
-        self.links = [wire.link for wire in self.wires]
-        self.placement.links.extend(self.links)
-        ids = iter(range(100, 200))
-        for link, count in zip(self.links, population, strict=True):
-            link.installed.add("g")
-            for _ in range(count):
-                sequence = placed(next(ids))
-                self.placement.sequences[sequence.opening.sequence] = sequence
-                self.placement._put(sequence, link)
-        self.suspect = placed(SUSPECT, sent=False)
-        self.suspect.suspect = True
-        self.placement.sequences[SUSPECT] = self.suspect
-        self.placement.suspects.add(SUSPECT)
-
-    def close(self) -> None:
-        for wire in self.wires:
-            wire.link.close()
-            wire.close()
-
-
-@pytest.mark.parametrize(
-    ("population", "where"),
-    [((2, 0), 1), ((2, 3), 0), ((0,), 0), ((2,), None), ((0, 0, 1), 0)],
-)
-def test_a_suspect_gets_an_actor_that_is_empty_or_that_others_can_leave(
+@pytest.mark.parametrize(("population", "where"), [((2, 0), 1), ((2, 3), 0), ((0,), 0), ((2,), None), ((0, 0, 1), 0)])
+def test_a_suspect_gets_a_worker_that_is_empty_or_that_others_can_leave(
     transport: Transport, population: tuple[int, ...], where: int | None
 ) -> None:
-    rooms = Rooms(transport, *population)
-    now = time.monotonic()
-    assert rooms.placement.can_place(rooms.suspect, now) == (where is not None)
-    assert rooms.placement.isolate(rooms.suspect, now) == (where is not None)
+    workers = Workers(transport, *population)
+    placement, suspect, now = workers.placement, workers.suspect(), time.monotonic()
+    assert placement.isolate(suspect, now) == (where is not None)
     if where is not None:
-        link = rooms.links[where]
-        assert link.sequences == {SUSPECT}
-        assert link.reserved_for == SUSPECT
-        newcomer = placed(300, sent=False)
-        rooms.placement.sequences[300] = newcomer
-        if rooms.placement.place(newcomer, 1.0, now):
-            assert newcomer.link is not link, "nobody else is put there"
-        rooms.suspect.confirmed = True  # it had its mask
-        rooms.placement.clear_suspects()
-        assert link.reserved_for is None
-        assert not rooms.suspect.suspect
-    rooms.close()
+        worker = workers.workers[where]
+        assert list(worker.sequences.values()) == [suspect]
+        assert worker.reserved_for is suspect
+        newcomer = workers.new()
+        if placement.place(newcomer, None, now):
+            assert newcomer.worker is not worker, "no other sequence is put there"
+        workers.answer(suspect)
+        placement.acquit()
+        assert worker.reserved_for is None
+        assert not suspect.suspect
+    workers.close()
 
 
-def test_after_a_while_others_wait_for_the_suspect_rather_than_it_for_ever(transport: Transport) -> None:
-    rooms = Rooms(transport, 2)
-    rooms.suspect.waiting_since = time.monotonic() - 11
-    assert rooms.placement.isolate(rooms.suspect, time.monotonic())
-    assert rooms.links[0].sequences == {SUSPECT}
-    rooms.close()
+def test_after_a_while_the_others_wait_for_the_suspect(transport: Transport) -> None:
+    workers = Workers(transport, 2)
+    suspect = workers.suspect()
+    suspect.waiting_since = time.monotonic() - 11
+    assert workers.placement.isolate(suspect, time.monotonic())
+    assert list(workers.workers[0].sequences.values()) == [suspect]
+    workers.close()
 
 
-def test_an_actor_whose_suspect_is_gone_is_anybodys(transport: Transport) -> None:
-    rooms = Rooms(transport, 0)
-    assert rooms.placement.isolate(rooms.suspect, time.monotonic())
-    rooms.placement.withdraw(rooms.placement.sequences.pop(SUSPECT))
-    assert rooms.links[0].reserved_for is None
-    rooms.placement.clear_suspects()
-    assert not rooms.placement.suspects
-    rooms.close()
+def test_a_worker_without_its_suspect_takes_any_sequence(transport: Transport) -> None:
+    workers = Workers(transport, 0)
+    suspect = workers.suspect()
+    assert workers.placement.isolate(suspect, time.monotonic())
+    workers.placement.withdraw(suspect)
+    assert workers.workers[0].reserved_for is None
+    assert workers.placement.place(workers.new(), None, 0.0)
+    workers.close()
+
+
+def test_progress_is_measured_from_the_request_or_the_last_mark(transport: Transport) -> None:
+    workers = Workers(transport, 1)
+    worker: WorkerConnection = workers.workers[0]
+    assert worker.is_idle
+    assert worker.stuck_seconds(time.monotonic()) == 0.0
+    now = time.monotonic()
+    worker.send(b"", now)
+    workers.fill(workers.states[0])
+    assert worker.stuck_seconds(now + 3.0) == pytest.approx(3.0)
+    assert worker.overdue(0.0)
+    worker.table.mark["since"] = now + 1.0
+    assert worker.stuck_seconds(now + 3.0) == pytest.approx(2.0)
+    workers.answer(workers.states[0])
+    assert worker.stuck_seconds(now + 3.0) == 0.0
+    workers.close()

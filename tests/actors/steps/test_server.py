@@ -1,142 +1,194 @@
-"""The loop inside an actor: what it takes, what it drops, when it answers."""
+"""The step server inside an actor: what it accepts, what it drops, when it answers."""
 
 from __future__ import annotations
 
 import time
+from typing import Any
 
+import numpy as np
 import pytest
 import zmq
-from actors.segment import IDLE
-from byte_vocabulary import allowed, tokens
+from byte_vocabulary import WORDS, allowed, tokens
 from scripted_grammar import ScriptedGrammar
 from slow_grammar import SlowGrammar
 from thread_actor import ThreadActor
 
 from actors.channel import Transport
-from guided.messages import FillRow, OpenSequence, RowStatus, StepAnswer, StepRequest, decoder, encode
+from actors.steps.protocol import EDIT, FAILED, FREE, IDLE, OK, Answer, Edit, Failed, Filled, Free, Open, Request, Ring
+from guided.errors import BackendError, TokenRejected, from_wire
+from guided.messages import decoder, encode
 
-FAST = ScriptedGrammar([tokens("ab"), tokens("ac")])
-
-
-def ask(actor: ThreadActor, *fills: FillRow, grammar: str = "g", step: int = 1, incarnation: int | None = None) -> None:
-    opens = [OpenSequence(fill.sequence, grammar) for fill in fills]
-    number = actor.wire.incarnation if incarnation is None else incarnation
-    assert actor.wire.channel.send(encode(StepRequest(number, step, list(fills), opens)))
+FAST = ScriptedGrammar([tokens("ab"), tokens("ac"), tokens("xyz")])
 
 
-def answer(actor: ThreadActor, seconds: float = 10.0) -> StepAnswer | None:
-    poller = zmq.Poller()
-    poller.register(actor.wire.channel.socket, zmq.POLLIN)
-    if not poller.poll(int(seconds * 1000)):
-        return None
-    message = actor.wire.channel.receive()
-    assert message is not None
-    found: StepAnswer = decoder(StepAnswer).decode(message)
-    return found
+class Peer:
+    """The engine's side, by hand."""
+
+    def __init__(self, transport: Transport, shared: bool = True, **grammars: ScriptedGrammar) -> None:
+        self.actor = ThreadActor(transport, {"g": FAST, **grammars}, shared=shared)
+        self.channel = self.actor.pair.channel
+        self.table = self.actor.pair.segment.table
+        self.shared = shared
+
+    def send(self, *requests: Request) -> None:
+        self.channel.send(encode(list(requests)))
+
+    def ring(self, *slots: int) -> Ring:
+        """A request to fill slots, whose columns are written."""
+        packed = np.array(slots, np.int32)
+        if self.shared:
+            return Ring(packed.tobytes())
+        return Ring(packed.tobytes(), self.table.target[packed].tobytes(), self.table.tokens[packed].tobytes())
+
+    def open(self, slot: int, text: str = "", grammar: str = "g", edit: int = 1) -> Open:
+        """A request to open a sequence; writes its target."""
+        self.table.target[slot] = edit * EDIT + len(text)
+        return Open(slot, edit, grammar, None, tokens(text))
+
+    def answer(self, seconds: float = 10.0) -> Answer | None:
+        poller = zmq.Poller()
+        poller.register(self.channel.socket, zmq.POLLIN)
+        if not poller.poll(int(seconds * 1000)):
+            return None
+        frame = self.channel.receive()
+        assert frame is not None
+        found: Answer = decoder(Answer).decode(frame)  # type: ignore[arg-type]
+        return found
+
+    def wait(self, slot: int) -> None:
+        """Wait until a slot's mask is ready."""
+        deadline = time.monotonic() + 10
+        while self.table.ready[slot] != self.table.target[slot]:
+            assert time.monotonic() < deadline
+
+    def close(self) -> None:
+        self.actor.connection.close()
 
 
-def wait_done(actor: ThreadActor, row: int, step: int) -> None:
+def test_masks_are_written_into_the_table_and_marked_there(transport: Transport) -> None:
+    peer = Peer(transport)
+    table = peer.table
+    peer.send(peer.open(3), peer.open(0, "a"), peer.ring(3, 0))
+    for slot, expected in ((3, "ax"), (0, "bc")):
+        peer.wait(slot)
+        assert allowed(table.mask[slot]) == expected
+        assert table.seconds[slot] > 0
+    assert peer.answer(0.05) is None, "the engine does not wait, so it is not woken"
+    assert table.mark["busy"][0] == IDLE
+    table.tokens[0, :1] = tokens("b")
+    table.target[0] += 1
+    table.mark["wake"][0] = 1
+    peer.send(peer.ring(0))
+    assert peer.answer() == Filled(), "the engine waits: it is woken when all is done"
+    assert allowed(table.mask[0]) == "."
+    assert table.ready[[1, 2, 4]].tolist() == [FREE] * 3
+    peer.close()
+
+
+def test_a_failed_row_is_reported_and_its_slot_is_marked(transport: Transport) -> None:
+    peer = Peer(transport)
+    peer.send(peer.open(3, "q"), peer.ring(3))
+    answer = peer.answer()
+    assert isinstance(answer, Failed)
+    assert (answer.slot, answer.version) == (3, peer.table.target[3])
+    assert isinstance(from_wire(answer.error), TokenRejected)
+    assert peer.table.status[3] == FAILED
+    peer.send(Free([3]), peer.open(3, edit=2), peer.ring(3))
+    peer.wait(3)
+    assert peer.table.status[3] == OK
+    assert allowed(peer.table.mask[3]) == "ax"
+    peer.close()
+
+
+def test_a_request_that_an_edit_has_overtaken_is_skipped(transport: Transport) -> None:
+    slow = SlowGrammar([tokens("abc"), tokens("xyz")], slow_at=0)
+    peer = Peer(transport, slow=slow)
+    peer.send(peer.open(0, grammar="slow"), peer.open(1), peer.ring(0, 1))
+    assert slow.reached.wait(10)
+    peer.table.target[1] = 2 * EDIT + 1  # while slot 1 still waits behind slot 0
+    peer.send(Edit(1, 2, 0, tokens("x")), peer.ring(1))
+    slow.release.set()
+    peer.wait(1)
+    assert allowed(peer.table.mask[1]) == "y"
+    peer.close()
+
+
+def test_a_position_that_does_not_fit_the_known_output_is_a_failure(transport: Transport) -> None:
+    peer = Peer(transport)
+    peer.send(peer.open(0), peer.ring(0))
+    peer.wait(0)
+    peer.table.target[0] += 100
+    peer.send(peer.ring(0))
+    answer = peer.answer()
+    assert isinstance(answer, Failed)
+    assert isinstance(from_wire(answer.error), BackendError)
+    peer.close()
+
+
+def test_freed_slots_are_acknowledged(transport: Transport) -> None:
+    peer = Peer(transport)
+    peer.send(peer.open(2), peer.ring(2))
+    peer.wait(2)
+    peer.send(Free([2, 5]))
     deadline = time.monotonic() + 10
-    while actor.wire.segment.rows.done[row] != step:
+    while peer.table.ready[2] != FREE:
         assert time.monotonic() < deadline
+    assert peer.actor.worker.num_open == 0
+    peer.close()
 
 
-def test_a_row_that_is_ready_is_written_into_the_segment_and_marked_there(transport: Transport) -> None:
-    actor = ThreadActor(transport, {"g": FAST})
-    memory = actor.wire.segment.rows
-    actor.link.want()
-    ask(actor, FillRow(1, 3, 0, []), FillRow(2, 0, 0, tokens("a")), step=5)
-    got = answer(actor)
-    assert got is not None, "somebody waits: it is said that all is done"
-    assert (got.incarnation, got.step, got.results) == (actor.wire.incarnation, 5, [])
-    assert memory.done.tolist() == [5, 0, 0, 5, 0, 0, 0, 0]
-    assert allowed(memory.masks[3]) == "a"
-    assert allowed(memory.masks[0]) == "bc"
-    assert memory.seconds[3] > 0
-    assert memory.mark["busy"][0] == IDLE
-    ask(actor, FillRow(1, 3, 0, []), step=6)
-    wait_done(actor, 3, 6)
-    assert answer(actor, 0.05) is None, "nobody waits: nobody is woken"
-    actor.link.close()
+def test_without_shared_memory_changed_lines_are_sent(transport: Transport) -> None:
+    peer = Peer(transport, shared=False)
+    peer.send(peer.open(3), peer.open(4, "q"), peer.ring(3, 4))
+    found: list[Any] = [peer.answer(), peer.answer()]
+    (failed,) = [each for each in found if isinstance(each, Failed)]
+    (lines,) = [each for each in found if isinstance(each, Filled)]
+    assert failed.slot == 4
+    assert np.frombuffer(lines.slots, np.int32).tolist() == [3]
+    assert np.frombuffer(lines.ready, np.int64).tolist() == [peer.table.target[3]]
+    assert allowed(np.frombuffer(lines.mask, np.int32)) == "ax"
+    assert not peer.table.mask.any()
+    peer.send(Free([3]))
+    freed = peer.answer()
+    assert isinstance(freed, Filled)
+    assert np.frombuffer(freed.ready, np.int64).tolist() == [FREE]
+    assert freed.mask == b""
+    peer.close()
 
 
-def test_a_row_that_failed_is_told(transport: Transport) -> None:
-    actor = ThreadActor(transport, {"g": FAST})
-    ask(actor, FillRow(1, 3, 0, tokens("x")), step=5)
-    got = answer(actor)
-    assert got is not None
-    assert [(row.sequence, row.row, row.position, row.status) for row in got.results] == [(1, 3, 1, RowStatus.FAILED)]
-    assert actor.wire.segment.rows.done[3] != 5
-    actor.link.close()
-
-
-def test_without_shared_memory_the_row_is_in_the_answer(transport: Transport) -> None:
-    actor = ThreadActor(transport, {"g": FAST}, shared=False)
-    ask(actor, FillRow(1, 3, 0, []), FillRow(2, 4, 0, tokens("x")))
-    got = answer(actor)
-    assert got is not None
-    assert got.results[0].mask == actor.rows.masks[3].tobytes()
-    assert got.results[1].status is RowStatus.FAILED
-    assert got.results[1].mask == b""
-    assert not actor.wire.segment.rows.masks.any()
-    actor.link.close()
-
-
-@pytest.mark.parametrize("garbage", [b"", b"\xc1", b"hello", encode([1, 2]), encode(["a", 1, [], [], []])])
-def test_a_garbled_message_is_dropped_and_the_next_one_served(transport: Transport, garbage: bytes) -> None:
-    actor = ThreadActor(transport, {"g": FAST})
-    assert actor.wire.channel.send(garbage)
-    ask(actor, FillRow(1, 0, 0, []))
-    wait_done(actor, 0, 1)
-    actor.link.close()
-
-
-def test_a_request_that_comes_again_or_late_is_dropped(transport: Transport) -> None:
-    actor = ThreadActor(transport, {"g": FAST})
-    ask(actor, FillRow(1, 0, 0, []), step=7)
-    wait_done(actor, 0, 7)
-    for step in (7, 6):
-        ask(actor, FillRow(2, 0, 0, tokens("a")), step=step)  # by now the row may be somebody else's
-    ask(actor, FillRow(1, 1, 0, []), step=8)
-    wait_done(actor, 1, 8)
-    assert actor.wire.segment.rows.done[0] == 7
-    assert actor.worker.num_open == 1
-    actor.link.close()
-
-
-def test_another_incarnations_request_is_ignored(transport: Transport) -> None:
-    actor = ThreadActor(transport, {"g": FAST})
-    ask(actor, FillRow(1, 0, 0, []), incarnation=actor.wire.incarnation + 1)
-    assert answer(actor, 0.1) is None
-    assert actor.worker.num_open == 0
-    actor.link.close()
+@pytest.mark.parametrize(
+    "garbage", [b"", b"\xc1", b"hello", encode([1, 2]), encode([[9, 1]]), encode([["a", 1, [], []]])]
+)
+def test_a_garbled_frame_is_dropped_and_the_next_one_served(transport: Transport, garbage: bytes) -> None:
+    peer = Peer(transport)
+    peer.channel.send(garbage)
+    peer.send(peer.open(0), peer.ring(0))
+    peer.wait(0)
+    assert peer.table.mask.shape == (8, WORDS)
+    peer.close()
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["memory", "tcp"])
-def test_rows_that_are_ready_dont_wait_for_a_slow_one(transport: Transport, shared: bool) -> None:
+def test_finished_masks_do_not_wait_for_a_slow_one(transport: Transport, shared: bool) -> None:
     slow = SlowGrammar([tokens("abc")], slow_at=0)
-    actor = ThreadActor(transport, {"g": FAST, "slow": slow}, shared=shared)
-    opens = [OpenSequence(1, "g"), OpenSequence(2, "slow"), OpenSequence(3, "g")]
-    fills = [FillRow(1, 0, 0, []), FillRow(2, 1, 0, []), FillRow(3, 2, 0, [])]
-    actor.wire.channel.send(encode(StepRequest(actor.wire.incarnation, 1, fills, opens)))
+    peer = Peer(transport, shared, slow=slow)
+    peer.send(peer.open(0), peer.open(1, grammar="slow"), peer.open(2), peer.ring(0, 1, 2))
     assert slow.reached.wait(10)
     if shared:
-        assert actor.rows.done.tolist()[:3] == [1, 0, 0]
-        assert actor.rows.mark["busy"][0] == 1, "whose fault the waiting is"
-        assert actor.rows.mark["since"][0] > 0
+        assert (peer.table.ready != FREE).tolist()[:3] == [True, False, False]
+        assert peer.table.mark["busy"][0] == 1, "the mark names the slot that is being filled"
+        assert peer.table.mark["since"][0] > 0
+        slow.release.set()
+        peer.wait(2)
     else:
-        first = answer(actor)
-        assert first is not None
-        assert [row.sequence for row in first.results] == [1]
-    slow.release.set()
-    if shared:
-        wait_done(actor, 2, 1)
-        assert actor.rows.done.tolist()[:3] == [1, 1, 1]
-    else:
+        first = peer.answer()
+        assert isinstance(first, Filled)
+        assert np.frombuffer(first.slots, np.int32).tolist() == [0]
+        slow.release.set()
         rest: list[int] = []
         while len(rest) < 2:
-            got = answer(actor)
-            assert got is not None
-            rest.extend(row.sequence for row in got.results)
-        assert rest == [2, 3]
-    actor.link.close()
+            lines = peer.answer()
+            assert isinstance(lines, Filled)
+            rest += np.frombuffer(lines.slots, np.int32).tolist()
+        assert rest == [1, 2]
+    peer.close()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from faulty_pool import without_rows
 from numpy.typing import NDArray
-from scripted import STOP, ScriptedBackends
+from scripted_grammar import STOP, ScriptedBackends
 
 from guided.constraint import Constraint
 from guided.errors import GuidedError, InternalError, PoolUnavailable, WorkerDied
