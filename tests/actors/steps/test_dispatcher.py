@@ -480,12 +480,15 @@ def test_with_replays_the_sequence_that_was_being_filled_is_tried_alone(transpor
     assert cluster.slow.reached.wait(WAIT)
     cluster.slow.reached.clear()
     cluster.end(cluster.where(1))
-    assert cluster.collect(5.0, 0.1) == ["late", "b", "b"]
+    late, *others = cluster.collect(5.0, 0.1)
+    assert late == "late"
+    assert set(others) <= {"b", "late"}, "a mask is late if its sequence was moved away for the suspect"
     assert cluster.slow.reached.wait(WAIT)
     assert cluster.on(cluster.where(1)) == {1}, "no other sequence is there"
     cluster.slow.release.set()
-    assert cluster.dispatcher.settled(WAIT) == [1]
-    assert cluster.step((1, "a"), (2, "ab"), (3, "ab")) == ["b", "cd", "cd"]
+    settled: set[int] = set()
+    until(lambda: settled.update(cluster.dispatcher.settled(0.05)) or 1 in settled)
+    assert cluster.step((1, "a"), (2, "a"), (3, "a")) == ["b"] * 3
     assert cluster.dispatcher.failures() == {}
     cluster.close()
 
