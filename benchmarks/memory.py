@@ -3,7 +3,7 @@
 Three measurements, each in its own processes:
 
 - **Processes.** A Ray pool for the real vocabulary of 131,072 tokens, and the server's engine with the embedded model
-  (2,048 tokens): PSS, USS and RSS of the idle engine process, mask actors, compile actor, compile template, compile
+  (2,048 tokens): PSS, USS and RSS of the idle engine process, mask actors, compile actor, its fork server, compile
   processes and Ray's processes; and the shared segments before and after 64 sequences were filled.
 - **A mask actor, part by part**, without a cluster: the interpreter, Ray's worker library, our modules, the vocabulary.
   Then, per backend in a separate process: its library, its tables of the vocabulary, grammars and open sequences.

@@ -38,9 +38,6 @@ class EngineStats:
     """Counters since the start. Written by the engine's thread only; times are seconds."""
 
     steps: int = 0
-    prompt_tokens: int = 0
-    """Tokens of prefills, those after preemptions included."""
-    generated_tokens: int = 0
     step_seconds: float = 0.0
     prepare_seconds: float = 0.0
     wait_seconds: float = 0.0
@@ -271,9 +268,7 @@ class LLMEngine:
             for request_id, error in self.processor.failures().items():
                 if request_id in self.groups:
                     self._fail(self.groups[request_id], error)
-        batch = self.scheduler.schedule()
-        self.stats.prompt_tokens += sum(prefill.num_tokens for prefill in batch.prefills)
-        return batch
+        return self.scheduler.schedule()
 
     def _let_in(self, group: SequenceGroup, compiled: Future[Grammar]) -> None:
         if group.is_finished:
@@ -393,7 +388,6 @@ class LLMEngine:
             if token in sequence.stop_ids or sequence.length >= sequence.max_length:
                 _end_by_token(sequence, token)
                 any_ended = True
-            self.stats.generated_tokens += 1
         self._appended = None if skipped else (metadata, np.array(sampled.token_ids, np.int32))
         for row, entries in sampled.logprobs.items():
             if row not in skipped:

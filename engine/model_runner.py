@@ -14,7 +14,7 @@ from engine.model_loader import LoadedModel
 from engine.sampling_metadata import SamplingMetadata
 from engine.scheduler import ScheduledBatch
 
-__all__ = ["ModelInput", "ModelRunner"]
+__all__ = ["ModelRunner"]
 
 
 @dataclass(slots=True)

@@ -19,11 +19,9 @@ __all__ = [
     "Logprob",
     "Parked",
     "Sequence",
-    "SequenceData",
     "SequenceGroup",
     "SequenceGroupMetadata",
     "SequenceStatus",
-    "Uniforms",
     "sequence_seed",
 ]
 

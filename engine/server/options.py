@@ -16,7 +16,7 @@ from engine.default_model import checkpoint_path
 from guided.backends import AUTO, resolve
 from guided.pool_options import RayPoolOptions
 
-__all__ = ["DEFAULT_MODEL", "OPTIONS", "Option", "ServeOptions", "ServerSettings"]
+__all__ = ["OPTIONS", "Option", "ServeOptions", "ServerSettings"]
 
 DEFAULT_MODEL = "guided-default"
 """Name that the embedded model is served under."""

@@ -14,7 +14,7 @@ import torch
 
 from guided.integrations.vllm.masker import GuidedRequest, GuidedRow
 
-__all__ = ["RequestStates", "Slot", "TokenCopies", "V2Batch"]
+__all__ = ["Slot", "TokenCopies", "V2Batch"]
 
 
 class RequestStates(Protocol):
