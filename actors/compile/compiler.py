@@ -305,7 +305,7 @@ class _CompileQueue:
     slice that is lost by a kill is short compared with the time that its constraint needs.
 
     If a slow process is free, a task that has exceeded its first slice goes on there without being killed. A backend
-    whose latest tasks all exceeded their slices is served after the others: a flood of constraints that one backend is
+    is served after the others while all its latest tasks have exceeded their slices: a flood of constraints that one backend is
     slow at costs the users of another backend a few slices, whatever its length.
 
     Args:

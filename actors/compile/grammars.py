@@ -63,7 +63,7 @@ _Answer = TypeVar("_Answer")
 
 @dataclass(eq=False, slots=True)
 class _Pending:
-    """A constraint that is being compiled, or whose grammar waits for the workers that load it."""
+    """A constraint that is being compiled, or a grammar that waits for the workers that load it."""
 
     constraint: Constraint
     backends: list[str]

@@ -72,7 +72,7 @@ class ActorHandle:
     loading: list[StoredGrammar] = field(default_factory=list)
     """What it is loading, in this order."""
     backends: set[str] = field(default_factory=set)
-    """Backends whose library it has imported: each is imported with the first grammar that needs it."""
+    """Backends with an imported library: it is imported with the first grammar that needs it."""
     busy_since: float = 0.0
     """`time.monotonic()` when it began with the first of `loading`."""
 

@@ -58,7 +58,7 @@ class SequenceState:
     grammar: str
     """Key of its grammar."""
     parent_id: int | None
-    """The sequence whose matcher is copied when this one is opened; None once it has been opened."""
+    """The sequence to copy the matcher of when this one is opened; None once it has been opened."""
     worker: WorkerConnection | None = None
     """The worker that it is open on. None: it is opened on one when it is next submitted."""
     slot: int = FREE
@@ -71,7 +71,7 @@ class SequenceState:
     waiting_since: float = 0.0
     """`time.monotonic()` since when no worker could take it; 0 if one could."""
     late_since: float = 0.0
-    """`time.monotonic()` of the submission whose mask missed its step; 0 if none did."""
+    """`time.monotonic()` of the submission that missed its step; 0 if none did."""
     quick_rows: int = -1
     """-1, or for a straggler: consecutive masks that did not hold up its worker."""
     suspect: bool = False
@@ -139,7 +139,7 @@ class StepPart:
         self.rows = rows
         self.slots = slots
         self.target = self.table.target[slots]
-        """The version of each row whose mask is wanted."""
+        """The version that a mask is wanted for, of each row."""
         self.ready: NDArray[np.bool_] = np.zeros(len(rows), np.bool_)
         self.missing = len(rows)
         """Rows that are not ready, as of the last `look`."""
@@ -334,7 +334,7 @@ class WorkerConnection:
         self._requests.append(request)
 
     def ring(self, slots: NDArray[np.intp]) -> Ring:
-        """Add the request to fill `slots`, whose columns are written; return it."""
+        """Add the request to fill `slots` to the next frame, and return it. Their columns are written."""
         if self.shared:
             request = Ring(slots.astype(np.int32).tobytes())
         else:

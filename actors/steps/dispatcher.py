@@ -46,7 +46,7 @@ class _Step:
         """By row."""
         self.parts: list[StepPart] = []
         self.unplaced: dict[int, SequenceState] = {}
-        """Rows whose sequence waits for a worker."""
+        """Rows of sequences that wait for a worker."""
         self.failed: dict[int, GuidedError] = {}
         self.all_ready = False
         """Set by `collect`."""
@@ -101,7 +101,7 @@ class Dispatcher:
         self._sequences: dict[int, SequenceState] = {}
         self._step = _Step((), -1)
         self._late: set[SequenceState] = set()
-        """Sequences whose mask missed its step, until `settled` or `collect` has reported it."""
+        """Sequences with a mask that missed its step, until `settled` or `collect` has reported it."""
         self._stragglers: set[SequenceState] = set()
         self._failed: set[SequenceState] = set()
         """Sequences with an `error`, until they are freed."""
@@ -245,7 +245,7 @@ class Dispatcher:
                 step.unplaced[row] = state
 
     def _fail_unplaced(self, step: _Step) -> None:
-        """Fail the rows whose sequence waits for a worker no more."""
+        """Fail the rows of sequences that have stopped waiting for a worker."""
         for row, state in list(step.unplaced.items()):
             if state.error is not None:
                 step.failed[row] = state.error

@@ -1,8 +1,8 @@
 """Placement: which sequence is open on which worker, and what becomes of the sequences of a worker that ended.
 
-A sequence stays on its worker, except for three reasons. A straggler, whose masks hold up others, gets a slow lane. A
-suspect, whose mask may have ended a worker, is filled on a worker without other sequences. A worker that retires is
-emptied. Used from the engine's thread.
+A sequence stays on its worker, except for three reasons. A straggler, with masks that hold up others, gets a slow lane.
+A suspect, with a mask that may have ended a worker, is filled on a worker without other sequences. A worker that
+retires is emptied. Used from the engine's thread.
 """
 
 from __future__ import annotations
@@ -269,7 +269,7 @@ class Placement:
                 worker.reserved_for = None
 
     def _isolated(self, state: SequenceState, now: float) -> WorkerConnection | None:
-        """Return a worker for a suspect alone: an empty one, or one whose sequences can go elsewhere."""
+        """Return a worker for a suspect alone: an empty one, or one that can be emptied."""
         able = [worker for worker in self._able(state) if worker.is_idle]
         if not able:
             return None

@@ -3,8 +3,8 @@
 A sequence that is open on a worker holds a slot there, one line of the table. Each column has one writer:
 
     tokens[slot, :]   engine   output tokens since the last mask, at most `MAX_NEW_TOKENS`
-    target[slot]      engine   the version of the output whose mask is wanted
-    ready[slot]       worker   the version whose mask is in `mask[slot]`; negative if no sequence holds the slot
+    target[slot]      engine   the version of the output that a mask is wanted for
+    ready[slot]       worker   the version that `mask[slot]` is for; negative if no sequence holds the slot
     mask[slot, :]     worker   the token bitmask
     seconds[slot]     worker   seconds that accepting the tokens and filling the mask took
     status[slot]      worker   `OK`, or `FAILED`: the sequence is over, and a message says why
@@ -100,7 +100,7 @@ class Open(msgspec.Struct, array_like=True, tag=1, gc=False, frozen=True):
     grammar: str
     """Key of an installed grammar."""
     parent: int | None
-    """Slot of the sequence whose matcher is to be copied."""
+    """Slot of the matcher to copy."""
     tokens: list[int]
     """The sequence's whole output so far."""
 
@@ -142,7 +142,7 @@ class Filled(msgspec.Struct, array_like=True, tag=1, gc=False, frozen=True):
     seconds: bytes = b""
     """float32 `[n]`."""
     mask: bytes = b""
-    """int32 `[k, words]`, of the slots whose `ready` is a version, in order."""
+    """int32 `[k, words]`, of the slots with a version in `ready`, in order."""
 
 
 Answer = Failed | Filled
@@ -202,7 +202,7 @@ class SlotTable:
 
 
 def in_fill_order(slots: NDArray[Any], table: SlotTable) -> NDArray[Any]:
-    """Return `slots` in the order in which a worker fills them: those whose last mask was slow come last."""
+    """Return `slots` in the order in which a worker fills them: those with a slow last mask come last."""
     last = table.seconds[slots]
     return slots[np.argsort(last, kind="stable")] if (last > _SLOW_SECONDS).any() else slots
 
@@ -217,7 +217,7 @@ def _mask_offset(slots: int) -> int:
 
 
 def freed(version: Any) -> Any:
-    """Return `ready` of a slot whose `Free` was handled, given its last version (or an array of versions).
+    """Return `ready` of a slot after its `Free` was handled, given its last version (or an array of versions).
 
     The value differs for each sequence that held the slot. With one value for all, a sequence that is freed before its
     first mask would seem to be freed while the worker still fills it.
