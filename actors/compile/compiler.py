@@ -304,8 +304,8 @@ class _CompileQueue:
     compiles one task to its end. So a quick task waits at most for as many short slices as there are tasks before it. A
     slice that is lost by a kill is short compared with the time that its constraint needs.
 
-    If a slow process is free, a task that has exceeded its first slice goes on there without being killed. A backend
-    is served after the others while all its latest tasks have exceeded their slices: a flood of constraints that one backend is
+    If a slow process is free, a task that has exceeded its first slice goes on there without being killed. A backend is
+    served after the others while all its latest tasks have exceeded their slices: a flood of constraints that it is
     slow at costs the users of another backend a few slices, whatever its length.
 
     Args:

@@ -39,7 +39,7 @@ def test_beyond_the_limit_and_some_slack_no_memory_is_to_be_had() -> None:
     assert 200 < int(ran.stdout.split()[2]) < 200 + 1024
 
 
-def test_where_nobody_looks_it_ends_itself() -> None:
+def test_an_unwatched_process_ends_itself() -> None:
     ran = run("alone")
     assert ran.returncode == -signal.SIGKILL
     assert "more than 200 MiB of memory" in ran.stderr
