@@ -33,7 +33,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from actors.compile.compiler import CompileJob, Compiler
+from actors.compile.compiler import Compiler
 from actors.compile.process import CompileResult
 from benchmarks.child_process import SINGLE_THREADED, log_tail
 from benchmarks.peers.rows import Document
@@ -72,7 +72,7 @@ def compiled(vocabulary: Vocabulary, drawn: Sequence[Document], count: int, bar:
             have = 0
             for document in drawn:
                 constraint = Constraint.json_schema(document.schema)
-                future: Future[CompileResult] = compiler.submit(CompileJob(constraint, [name]))
+                future: Future[CompileResult] = compiler.submit(constraint, [name])
                 outcome = future.result()
                 if outcome.error is None:
                     grammar = {"backend": name, "constraint": constraint, "tokens": list(document.tokens)}

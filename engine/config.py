@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
-from guided.limits import DEFAULT_LIMITS, Limits
+from guided.limits import DEFAULT_LIMITS, Limits, Range, check_ranges
 
-__all__ = ["EngineConfig", "LoadOptions", "check_positive"]
-
-
-def check_positive(options: object, *names: str) -> None:
-    """Check that each named field of `options` is None or at least 1.
-
-    Raises:
-        ValueError: a field is less than 1.
-    """
-    for name in names:
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise ValueError(f"{name} is {value}; it must be at least 1")
+__all__ = ["EngineConfig", "LoadOptions"]
 
 
 @dataclass(frozen=True)
@@ -85,17 +74,11 @@ class EngineConfig:
     max_n: int | None = None
     logits_processors: tuple[str | type, ...] = ()
 
+    RANGES: ClassVar[Mapping[str, Range]] = {
+        "mask_deadline": Range(0),
+        **dict.fromkeys(("max_num_seqs", "max_num_batched_tokens", "max_model_len", "max_n"), Range(1)),
+        **dict.fromkeys(("block_size", "num_blocks", "kv_cache_bytes", "cpu_threads"), Range(1)),
+    }
+
     def __post_init__(self) -> None:
-        check_positive(
-            self,
-            "max_num_seqs",
-            "max_num_batched_tokens",
-            "max_model_len",
-            "block_size",
-            "num_blocks",
-            "kv_cache_bytes",
-            "cpu_threads",
-            "max_n",
-        )
-        if self.mask_deadline is not None and not 0 <= self.mask_deadline < math.inf:
-            raise ValueError(f"mask_deadline is {self.mask_deadline}; it must be a time in seconds, 0 or more")
+        check_ranges(self)

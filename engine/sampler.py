@@ -16,8 +16,8 @@ import torch
 
 from engine.distribution import Distribution
 from engine.logits_processors.builtin import SUPPRESSED
+from engine.logits_processors.interface import VllmConfig
 from engine.logits_processors.processors import LogitsProcessorFailed, LogitsProcessors
-from engine.logits_processors.vllm_config import VllmConfig
 from engine.penalties import Penalties
 from engine.sampling_metadata import SamplingMetadata
 from engine.sequence import Logprob, Parked

@@ -8,14 +8,16 @@ malformed text is measured as far as possible.
 
 from __future__ import annotations
 
+import math
 import os
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 from guided.errors import ConstraintTooLarge, bounded
 
-__all__ = ["DEFAULT_LIMITS", "CompileLimits", "Limits"]
+__all__ = ["DEFAULT_LIMITS", "CompileLimits", "Limits", "Range", "check_ranges"]
 
 # All scanners are possessive, and the end of the text closes everything: no backtracking.
 _REGEX_TOKEN = re.compile(
@@ -45,6 +47,35 @@ _LARK_RULE = re.compile(r"^[ \t]*+[?!]?[\w-]++(?:\.[0-9]++)?(?:\[[^\]\n]*+\])?[ 
 
 
 @dataclass(frozen=True)
+class Range:
+    """The finite numbers from `least` to `most`. `exclusive`: without `least`."""
+
+    least: float
+    most: float = math.inf
+    exclusive: bool = False
+
+    def __contains__(self, value: float) -> bool:
+        return self.least <= value <= self.most and value < math.inf and not (self.exclusive and value == self.least)
+
+    def __str__(self) -> str:
+        if self.most < math.inf:
+            return f"between {self.least} and {self.most}"
+        return f"{'more than' if self.exclusive else 'at least'} {self.least}"
+
+
+def check_ranges(options: Any) -> None:
+    """Check the fields of a dataclass that has `RANGES`, ranges by field name. A field may always be None.
+
+    Raises:
+        ValueError: a value is out of range.
+    """
+    for name, allowed in options.RANGES.items():
+        value = getattr(options, name)
+        if value is not None and value not in allowed:
+            raise ValueError(f"{name} is {value}; it must be {allowed}")
+
+
+@dataclass(frozen=True)
 class Limits:
     """Limits on constraints; every refusal names the limit."""
 
@@ -65,10 +96,16 @@ class Limits:
     Lower than for choices: an alternative may be any subschema, and each has its own states.
     """
 
+    RANGES: ClassVar[Mapping[str, Range]] = dict.fromkeys(
+        (
+            *("max_constraint_bytes", "max_nesting", "max_choices", "max_enum"),
+            *("max_repetition", "max_grammar_rules", "max_alternatives"),
+        ),
+        Range(1),
+    )
+
     def __post_init__(self) -> None:
-        for limit in fields(self):
-            if getattr(self, limit.name) < 1:
-                raise ValueError(f"{limit.name} is {getattr(self, limit.name)}; it must be at least 1")
+        check_ranges(self)
 
     def check_regex(self, pattern: str, param: str, pointer: str | None = None) -> None:
         """Refuse repetition bounds, alternatives and group nesting over the limits.
@@ -166,7 +203,10 @@ class CompileLimits:
     wait_seconds: float = 30.0
     """Maximum time that a constraint waits for a process."""
 
+    RANGES: ClassVar[Mapping[str, Range]] = {
+        **dict.fromkeys(("processes", "memory_bytes", "grammar_bytes"), Range(1)),
+        **dict.fromkeys(("seconds", "wait_seconds"), Range(0, exclusive=True)),
+    }
+
     def __post_init__(self) -> None:
-        for limit in fields(self):
-            if not getattr(self, limit.name) > 0:
-                raise ValueError(f"{limit.name} is {getattr(self, limit.name)}; it must be more than 0")
+        check_ranges(self)

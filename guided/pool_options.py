@@ -5,23 +5,13 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
-from guided.limits import CompileLimits
+from guided.limits import CompileLimits, Range, check_ranges
 
 __all__ = ["RayPoolOptions"]
-
-_MINIMUM = {
-    "num_actors": 1,
-    "slots": 1,
-    "max_compiling": 1,
-    "max_replays": 0,
-    "pool_wait": 0,
-    "max_cache_bytes": 0,
-    "actor_memory_bytes": 256 << 20,
-}
 
 
 @dataclass(frozen=True)
@@ -68,10 +58,12 @@ class RayPoolOptions:
     max_compiling: int = 256
     compile_limits: CompileLimits = field(default_factory=CompileLimits)
 
+    RANGES: ClassVar[Mapping[str, Range]] = {
+        **dict.fromkeys(("num_actors", "slots", "max_compiling"), Range(1)),
+        **dict.fromkeys(("max_replays", "pool_wait", "max_cache_bytes"), Range(0)),
+        "mask_limit": Range(0, exclusive=True),
+        "actor_memory_bytes": Range(256 << 20),
+    }
+
     def __post_init__(self) -> None:
-        for name, minimum in _MINIMUM.items():
-            value = getattr(self, name)
-            if value is not None and value < minimum:
-                raise ValueError(f"{name} is {value}; it must be at least {minimum}")
-        if not 0 < self.mask_limit < math.inf:
-            raise ValueError(f"mask_limit is {self.mask_limit}; it must be a time in seconds, more than 0")
+        check_ranges(self)

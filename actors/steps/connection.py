@@ -35,6 +35,7 @@ from actors.steps.protocol import (
     Ring,
     Segment,
     SlotTable,
+    freed,
     in_fill_order,
 )
 from guided.errors import GuidedError, from_wire
@@ -57,7 +58,7 @@ class SequenceState:
     grammar: str
     """Key of its grammar."""
     parent_id: int | None
-    """The sequence whose matcher is copied when this one is opened; None once it has been opened."""
+    """The sequence to copy the matcher of when this one is opened; None once it has been opened."""
     worker: WorkerConnection | None = None
     """The worker that it is open on. None: it is opened on one when it is next submitted."""
     slot: int = FREE
@@ -65,10 +66,12 @@ class SequenceState:
     """The worker's; -1 if there is none."""
     changed_from: int | None = None
     """Output tokens from this position on have changed since they were sent."""
+    opened_at: float = 0.0
+    """`time.monotonic()` when it was opened on the worker."""
     waiting_since: float = 0.0
     """`time.monotonic()` since when no worker could take it; 0 if one could."""
     late_since: float = 0.0
-    """`time.monotonic()` of the submission whose mask missed its step; 0 if none did."""
+    """`time.monotonic()` of the submission that missed its step; 0 if none did."""
     quick_rows: int = -1
     """-1, or for a straggler: consecutive masks that did not hold up its worker."""
     suspect: bool = False
@@ -98,7 +101,7 @@ class SequenceState:
     @property
     def has_answered(self) -> bool:
         """The worker has computed a mask for it."""
-        return self.worker is not None and bool(self.worker.table.ready[self.slot] != FREE)
+        return self.worker is not None and bool(self.worker.table.ready[self.slot] >= 0)
 
     def leave(self) -> None:
         """Forget the worker. The sequence is opened again, from its whole output, when it is next submitted."""
@@ -136,7 +139,7 @@ class StepPart:
         self.rows = rows
         self.slots = slots
         self.target = self.table.target[slots]
-        """The version of each row whose mask is wanted."""
+        """The version that a mask is wanted for, of each row."""
         self.ready: NDArray[np.bool_] = np.zeros(len(rows), np.bool_)
         self.missing = len(rows)
         """Rows that are not ready, as of the last `look`."""
@@ -246,7 +249,7 @@ class WorkerConnection:
         self.shared = shared
         self.table: SlotTable = segment.table
         self.asked = np.full(len(self.table.target), FREE, np.int64)
-        """`[slots]`: the version that the worker was last asked for; `FREE` once the slot was freed."""
+        """`[slots]`: what `ready` becomes once the worker has handled everything that was sent."""
         self.sequences: dict[int, SequenceState] = {}
         """The open sequences, by slot."""
         self.stragglers: set[SequenceState] = set()
@@ -291,9 +294,9 @@ class WorkerConnection:
     def has_slot(self) -> bool:
         """Return whether a sequence can be opened now."""
         if not self._free_slots and self._leaving:
-            freed = [slot for slot in self._leaving if self.table.ready[slot] == FREE]
-            self._free_slots += freed
-            self._leaving = [slot for slot in self._leaving if self.table.ready[slot] != FREE]
+            handled = self.asked == self.table.ready
+            self._free_slots += [slot for slot in self._leaving if handled[slot]]
+            self._leaving = [slot for slot in self._leaving if not handled[slot]]
         return bool(self._free_slots)
 
     def open(self, state: SequenceState, parent: SequenceState | None) -> None:
@@ -331,7 +334,7 @@ class WorkerConnection:
         self._requests.append(request)
 
     def ring(self, slots: NDArray[np.intp]) -> Ring:
-        """Add the request to fill `slots`, whose columns are written; return it."""
+        """Add the request to fill `slots` to the next frame, and return it. Their columns are written."""
         if self.shared:
             request = Ring(slots.astype(np.int32).tobytes())
         else:
@@ -346,7 +349,7 @@ class WorkerConnection:
         """Encode the next frame; empty if there is nothing to send."""
         if self._frees:
             self._requests.insert(0, Free(self._frees))
-            self.asked[self._frees] = FREE
+            self.asked[self._frees] = freed(self.table.target[self._frees])
             self._leaving += self._frees
             self._frees = []
         if not self._requests:
@@ -401,7 +404,7 @@ class WorkerConnection:
             return
         slots = np.frombuffer(lines.slots, np.int32)
         ready = np.frombuffer(lines.ready, np.int64)
-        filled = ready != FREE
+        filled = ready >= 0
         masks = np.frombuffer(lines.mask, np.int32).reshape(np.count_nonzero(filled), self.table.mask.shape[1])
         self.table.mask[slots[filled]] = masks
         self.table.seconds[slots] = np.frombuffer(lines.seconds, np.float32)

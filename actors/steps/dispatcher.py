@@ -46,7 +46,7 @@ class _Step:
         """By row."""
         self.parts: list[StepPart] = []
         self.unplaced: dict[int, SequenceState] = {}
-        """Rows whose sequence waits for a worker."""
+        """Rows of sequences that wait for a worker."""
         self.failed: dict[int, GuidedError] = {}
         self.all_ready = False
         """Set by `collect`."""
@@ -101,7 +101,7 @@ class Dispatcher:
         self._sequences: dict[int, SequenceState] = {}
         self._step = _Step((), -1)
         self._late: set[SequenceState] = set()
-        """Sequences whose mask missed its step, until `settled` or `collect` has reported it."""
+        """Sequences with a mask that missed its step, until `settled` or `collect` has reported it."""
         self._stragglers: set[SequenceState] = set()
         self._failed: set[SequenceState] = set()
         """Sequences with an `error`, until they are freed."""
@@ -162,6 +162,13 @@ class Dispatcher:
         self._handle_events()
         lost, self._lost = self._lost, {}
         return lost
+
+    def placement(self) -> dict[int, set[int]]:
+        """Return the ids of the open sequences of each worker that is up, by the worker's pid."""
+        self._handle_events()
+        return {
+            worker.location.pid: {state.sequence_id for state in worker.sequences.values()} for worker in self._workers
+        }
 
     # a step: out
 
@@ -238,7 +245,7 @@ class Dispatcher:
                 step.unplaced[row] = state
 
     def _fail_unplaced(self, step: _Step) -> None:
-        """Fail the rows whose sequence waits for a worker no more."""
+        """Fail the rows of sequences that have stopped waiting for a worker."""
         for row, state in list(step.unplaced.items()):
             if state.error is not None:
                 step.failed[row] = state.error
@@ -303,7 +310,7 @@ class Dispatcher:
         for row, state in step.undecided().items():
             if self._sequences.get(state.sequence_id) is not state:
                 step.failed[row] = BackendError("the sequence was freed before its mask was collected")
-            elif waited_for_all and state.worker is not None:
+            elif waited_for_all and self._is_overdue(state, step.began):
                 self._lose(state, MaskTimeout(f"no mask within {self._give_up_seconds:g} s"))
                 assert state.error is not None
                 step.failed[row] = state.error
@@ -358,15 +365,23 @@ class Dispatcher:
                 worker.request_wakeup()
             now = time.monotonic()
             self._place_waiting(now)
-            found = [state for state in self._late if self._is_settled(state, now)]
+            found = [state for state in self._late if self._is_settled(state)]
             if found or self._interrupted or now >= last:
                 for state in found:
                     self._settle(state)
                 return sorted(state.sequence_id for state in found)
             self._wait(min(last - now, _PLACE_SECONDS))
 
-    def _is_settled(self, state: SequenceState, now: float) -> bool:
-        if state.error is None and state.worker is not None and now - state.late_since > self._give_up_seconds:
+    def _is_overdue(self, state: SequenceState, since: float) -> bool:
+        """Return whether a worker has had too much time for the mask, which is wanted since `since`.
+
+        The time that the sequence waited for a worker does not count.
+        """
+        seconds = time.monotonic() - max(since, state.opened_at)
+        return state.worker is not None and seconds >= self._give_up_seconds
+
+    def _is_settled(self, state: SequenceState) -> bool:
+        if state.error is None and self._is_overdue(state, state.late_since):
             self._lose(state, MaskTimeout(f"no mask within {self._give_up_seconds:g} s"))
         return state.error is not None or state.is_ready
 
@@ -413,7 +428,6 @@ class Dispatcher:
         for state in late:
             worker = None if state.error is not None or state.worker is not None else self._place(state, now)
             if worker is not None:
-                state.late_since = now  # its time starts again
                 _asked(worker, state, 0, [state])
         send_all(self._workers)
 

@@ -19,7 +19,6 @@ from actors.channel import WorkerEnd
 from actors.steps.protocol import (
     EDIT,
     FAILED,
-    FREE,
     IDLE,
     MAX_NEW_TOKENS,
     OK,
@@ -32,6 +31,7 @@ from actors.steps.protocol import (
     Request,
     Ring,
     SlotTable,
+    freed,
     in_fill_order,
 )
 from guided.errors import BackendError, GuidedError, to_wire
@@ -152,11 +152,9 @@ class StepServer:
 
     def _free(self, slots: list[int]) -> None:
         self._worker.free(slots)
-        for slot in slots:
-            self._edits.pop(slot, None)
         self._table.status[slots] = OK
         self._table.seconds[slots] = 0.0
-        self._table.ready[slots] = FREE
+        self._table.ready[slots] = [freed(EDIT * self._edits.pop(slot, 0)) for slot in slots]
         if self._sender is not None:
             for slot in slots:
                 self._sender.add(slot)
@@ -206,7 +204,7 @@ class _LineSender:
         if self._slots:
             slots, self._slots = np.array(self._slots, np.int32), []
             ready = self._table.ready[slots]
-            masks = self._table.mask[slots[ready != FREE]]
+            masks = self._table.mask[slots[ready >= 0]]
             seconds = self._table.seconds[slots]
             self._send(Filled(slots.tobytes(), ready.tobytes(), seconds.tobytes(), masks.tobytes()))
 

@@ -11,10 +11,10 @@ from engine.logits_processors.interface import (
     LogitsProcessor,
     MoveDirectionality,
     RequestLogitsProcessor,
+    RevisedLogitsProcessor,
+    VllmConfig,
     process_dict_updates,
 )
-from engine.logits_processors.revised import RevisedLogitsProcessor
-from engine.logits_processors.vllm_config import VllmConfig
 from engine.sampling_params import SamplingParams
 
 __all__ = [

@@ -14,9 +14,9 @@ from engine.logits_processors.interface import (
     BatchUpdate,
     LogitsProcessor,
     RequestLogitsProcessor,
+    VllmConfig,
     process_dict_updates,
 )
-from engine.logits_processors.vllm_config import VllmConfig
 from engine.sampling_params import SamplingParams
 
 __all__ = ["AdapterLogitsProcessor"]

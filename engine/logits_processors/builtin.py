@@ -6,8 +6,7 @@ import math
 
 import torch
 
-from engine.logits_processors.interface import BatchUpdate, LogitsProcessor, process_dict_updates
-from engine.logits_processors.vllm_config import VllmConfig
+from engine.logits_processors.interface import BatchUpdate, LogitsProcessor, VllmConfig, process_dict_updates
 from engine.sampling_params import SamplingParams
 
 __all__ = ["SUPPRESSED", "LogitBiasLogitsProcessor", "MinPLogitsProcessor", "MinTokensLogitsProcessor"]

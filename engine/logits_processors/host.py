@@ -1,69 +1,65 @@
-"""Hosts: one interface to logits processors of both programming models. A processor that has raised is replaced."""
+"""Hosts: one interface to logits processors of both programming models."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
 from collections.abc import Sequence as Rows
-from typing import Protocol
+from functools import partial
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.logits_processors.indices import RequestIndices
-from engine.logits_processors.interface import LogitsProcessor
-from engine.logits_processors.persistent_batch import PersistentBatch
-from engine.logits_processors.revised import RevisedLogitsProcessor
+from engine.logits_processors.batch import PersistentBatch, RequestIndices
+from engine.logits_processors.interface import BatchProcessor, LogitsProcessor, RevisedLogitsProcessor, VllmConfig
 from engine.sequence import Sequence
 
 __all__ = ["Host", "IndexHost", "RowHost"]
 
+Processor = TypeVar("Processor", bound=BatchProcessor)
 
-class Host(Protocol):
-    """Runs one logits processor. Exceptions of the processor pass through; call `restart` after one."""
 
-    name: str
-    argmax_invariant: bool
+class Host(ABC, Generic[Processor]):
+    """Creates and runs one logits processor. Exceptions of the processor pass through; call `restart` after one."""
 
+    def __init__(self, kind: type[Processor], config: VllmConfig, device: torch.device) -> None:
+        self.name = kind.__name__
+        self._make = partial(kind, config, device, device.type == "cuda")
+        self._processor: Processor = self._make()
+        self.argmax_invariant = self._processor.is_argmax_invariant()
+
+    @abstractmethod
     def begin(self, rows: Rows[Sequence], *, alone: bool = False) -> None:
         """Announce the next batch. `alone`: hide all other sequences from the processor."""
 
     def begin_parked(self, rows: Rows[Sequence]) -> None:
         """Announce a batch of parked rows. The rows of the last batch continue afterwards."""
+        self.begin(rows)
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         """Process the logits of the announced rows, float32 `[rows, vocab]`."""
+        after: object = self._processor.apply(logits)
+        if not isinstance(after, torch.Tensor):
+            raise TypeError(f"{self.name}.apply returned {type(after).__name__} instead of the logits")
+        if after.shape != logits.shape:
+            raise ValueError(f"{self.name}.apply returned shape {tuple(after.shape)} for {tuple(logits.shape)}")
+        return after.to(logits)
 
     def restart(self) -> None:
         """Replace the processor by a new instance without state. Raises what its constructor raises."""
+        self._processor = self._make()
 
 
-def checked(after: object, before: torch.Tensor, name: str) -> torch.Tensor:
-    """Check the return value of `apply`."""
-    if not isinstance(after, torch.Tensor):
-        raise TypeError(f"{name}.apply returned {type(after).__name__} instead of the logits")
-    if after.shape != before.shape:
-        raise ValueError(f"{name}.apply returned shape {tuple(after.shape)} for {tuple(before.shape)}")
-    return after.to(before)
+class RowHost(Host[LogitsProcessor]):
+    """Hosts a processor of vLLM V1's model."""
 
-
-class RowHost:
-    """Hosts a processor of vLLM V1's model.
-
-    Args:
-        make: creates the processor.
-        capacity: maximum number of rows in a batch.
-    """
-
-    def __init__(self, name: str, make: Callable[[], LogitsProcessor], capacity: int) -> None:
-        self.name = name
-        self._make = make
-        self._capacity = capacity
+    def __init__(self, kind: type[LogitsProcessor], config: VllmConfig, device: torch.device) -> None:
+        super().__init__(kind, config, device)
+        self._capacity = config.scheduler_config.max_num_seqs
+        self._batch = PersistentBatch()
         self._skipped = 0
         """Rows at the beginning of the batch that have no logits: they wait while parked rows are sampled."""
-        self._batch = PersistentBatch()
-        self._processor = make()
-        self.argmax_invariant = self._processor.is_argmax_invariant()
 
     @property
     def is_empty(self) -> bool:
@@ -75,36 +71,33 @@ class RowHost:
 
     def begin_parked(self, rows: Rows[Sequence]) -> None:
         coming = set(rows)
-        others = [sequence for sequence in self._batch.rows if sequence not in coming]
         # Rows of the last batch stay, because the processor would lose its state of them.
-        staying = [sequence for sequence in others if not sequence.status.is_finished]
+        staying = [row for row in self._batch.rows if row not in coming and not row.status.is_finished]
         del staying[max(0, self._capacity - len(rows)) :]
         self._skipped = len(staying)
         self._processor.update_state(self._batch.update([*staying, *rows]))
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         if not self._skipped:
-            return checked(self._processor.apply(logits), logits, self.name)
+            return super().apply(logits)
         blank = logits.new_zeros(self._skipped, logits.shape[1])
-        whole = torch.cat([blank, logits])
-        return checked(self._processor.apply(whole), whole, self.name)[self._skipped :]
+        return super().apply(torch.cat([blank, logits]))[self._skipped :]
 
     def restart(self) -> None:
         self._batch = PersistentBatch()
-        self._processor = self._make()
+        super().restart()
 
 
-class IndexHost:
-    """Hosts a processor of the revised model. Several hosts can share `indices`."""
+class IndexHost(Host[RevisedLogitsProcessor]):
+    """Hosts a processor of the revised model. Several hosts share `indices`."""
 
-    def __init__(self, name: str, make: Callable[[], RevisedLogitsProcessor], indices: RequestIndices) -> None:
-        self.name = name
-        self._make = make
+    def __init__(
+        self, kind: type[RevisedLogitsProcessor], config: VllmConfig, device: torch.device, indices: RequestIndices
+    ) -> None:
+        super().__init__(kind, config, device)
         self._indices = indices
         self._known: dict[int, Sequence] = {}
         self._mapping: NDArray[np.int64] | None = None
-        self._processor = make()
-        self.argmax_invariant = self._processor.is_argmax_invariant()
 
     def begin(self, rows: Rows[Sequence], *, alone: bool = False) -> None:
         mapping = self._indices.assign(rows)
@@ -123,13 +116,7 @@ class IndexHost:
         self._mapping = mapping
         self._processor.update_state(None if same else mapping, self._indices.token_ids, self._indices.seq_lens)
 
-    def begin_parked(self, rows: Rows[Sequence]) -> None:
-        self.begin(rows)
-
-    def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        return checked(self._processor.apply(logits), logits, self.name)
-
     def restart(self) -> None:
         self._known = {}
         self._mapping = None
-        self._processor = self._make()
+        super().restart()

@@ -1,7 +1,7 @@
-"""The programming model of batch-level logits processors. It is vLLM V1's, with the same names.
+"""The programming models of batch-level logits processors: vLLM V1's, with the same names, and that of RFC 25389.
 
-A processor sees the batch as a list: index i is row i of the logits. A `BatchUpdate` tells it before the forward pass
-what has changed in the list. It gets the logits after the forward pass.
+In the first, a processor sees the batch as a list: index i is row i of the logits. A `BatchUpdate` tells it before
+the forward pass what has changed in the list. It gets the logits after the forward pass.
 (vLLM: docs/features/custom_logitsprocs.md, vllm/v1/sample/logits_processor/interface.py.)
 """
 
@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from engine.logits_processors.vllm_config import VllmConfig
 from engine.sampling_params import SamplingParams
 
 __all__ = [
@@ -23,14 +24,53 @@ __all__ = [
     "BatchProcessor",
     "BatchUpdate",
     "LogitsProcessor",
+    "ModelConfig",
     "MoveDirectionality",
     "MovedRequest",
-    "RemovedRequest",
     "RequestLogitsProcessor",
+    "RevisedLogitsProcessor",
+    "SchedulerConfig",
+    "VllmConfig",
     "process_dict_updates",
 ]
 
 State = TypeVar("State")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    model: str = ""
+    """Local directory or hub name."""
+    max_model_len: int = 0
+    """Maximum length of prompt and output together, in tokens."""
+    vocab_size: int = 0
+    """Columns of the logits, including padding."""
+    dtype: torch.dtype = torch.float32
+    """Of the weights; logits are float32."""
+    hf_config: Any = None
+    """transformers' config of the language model."""
+
+    def get_vocab_size(self) -> int:
+        return self.vocab_size
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    max_num_seqs: int = 0
+    """Maximum number of rows of the logits. Every index is below it."""
+    max_num_batched_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class VllmConfig:
+    """The part of `vllm.config.VllmConfig` that logits processors read. The last two fields are additions."""
+
+    model_config: ModelConfig = field(default_factory=ModelConfig)
+    scheduler_config: SchedulerConfig = field(default_factory=SchedulerConfig)
+    tokenizer: Any = None
+    """transformers' tokenizer."""
+    stop_token_ids: frozenset[int] = frozenset()
+    """The model's own stop tokens."""
 
 
 class MoveDirectionality(Enum):
@@ -41,9 +81,6 @@ class MoveDirectionality(Enum):
     SWAP = auto()
     """i1 <-> i2."""
 
-
-RemovedRequest = int
-"""The index of a request that has left the batch."""
 
 AddedRequest = tuple[int, SamplingParams, list[int] | None, list[int]]
 """Index, parameters, prompt token ids, output token ids. The engine appends to the last list: do not change it. It is
@@ -68,13 +105,14 @@ class BatchUpdate:
 
     batch_size: int
     """Number of requests in the new batch."""
-    removed: Sequence[RemovedRequest]
+    removed: Sequence[int]
+    """Indices of requests that have left the batch."""
     added: Sequence[AddedRequest]
     moved: Sequence[MovedRequest]
 
 
 class BatchProcessor(ABC):
-    """What both programming models share. One instance serves an engine for its lifetime."""
+    """The common part of both programming models. One instance serves an engine for its lifetime."""
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
@@ -114,6 +152,39 @@ class LogitsProcessor(BatchProcessor):
     @abstractmethod
     def update_state(self, batch_update: BatchUpdate | None) -> None:
         """Follow the batch. Called before each forward pass. None: the batch has not changed."""
+        raise NotImplementedError
+
+
+class RevisedLogitsProcessor(BatchProcessor):
+    """A batch-level logits processor in which each request has a fixed index, and a batch maps rows to indices.
+
+    (https://github.com/vllm-project/vllm/issues/25389, comment of 2025-09-30.) Indices are below the engine's
+    `max_num_seqs` and are reused. A parked sequence keeps its index. A preempted sequence is removed, and added again
+    when it returns, possibly with another index.
+    """
+
+    @abstractmethod
+    def add_request(self, index: int, params: SamplingParams, prompt_len: int) -> None:
+        """Add a request at `index`. Its first `prompt_len` tokens are its prompt."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def remove_request(self, index: int) -> None:
+        """Remove the request at `index`."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def update_state(
+        self, index_mapping: NDArray[np.int64] | None, token_ids: NDArray[np.int32], seq_lens: NDArray[np.int32]
+    ) -> None:
+        """Follow the batch. Called before each forward pass.
+
+        Args:
+            index_mapping: int64 `[rows]`: index of each row's request. None: as in the last call.
+            token_ids: int32 `[max_num_seqs, max_model_len]`: prompt and output of the request at each index. Read it
+                during this call only, because the engine changes it. Do not write to it.
+            seq_lens: int32 `[max_num_seqs]`: number of tokens at each index; 0 if the index is free.
+        """
         raise NotImplementedError
 
 

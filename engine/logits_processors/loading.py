@@ -8,10 +8,14 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from engine.config import EngineConfig
-from engine.logits_processors.interface import LogitsProcessor
+from engine.logits_processors.interface import (
+    LogitsProcessor,
+    ModelConfig,
+    RevisedLogitsProcessor,
+    SchedulerConfig,
+    VllmConfig,
+)
 from engine.logits_processors.processors import LogitsProcessors, ProcessorClass
-from engine.logits_processors.revised import RevisedLogitsProcessor
-from engine.logits_processors.vllm_config import ModelConfig, SchedulerConfig, VllmConfig
 from engine.model_loader import LoadedModel
 from guided.errors import bounded
 

@@ -8,18 +8,16 @@ continue.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from collections.abc import Sequence as Rows
-from functools import partial
+from typing import Any
 
 import torch
 
+from engine.logits_processors.batch import RequestIndices
 from engine.logits_processors.builtin import LogitBiasLogitsProcessor, MinPLogitsProcessor, MinTokensLogitsProcessor
 from engine.logits_processors.host import Host, IndexHost, RowHost
-from engine.logits_processors.indices import RequestIndices
-from engine.logits_processors.interface import LogitsProcessor
-from engine.logits_processors.revised import RevisedLogitsProcessor
-from engine.logits_processors.vllm_config import VllmConfig
+from engine.logits_processors.interface import LogitsProcessor, RevisedLogitsProcessor, VllmConfig
 from engine.sampling_metadata import SamplingMetadata
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
@@ -30,6 +28,7 @@ __all__ = ["LogitsProcessorFailed", "LogitsProcessors", "ProcessorClass"]
 logger = logging.getLogger(__name__)
 
 ProcessorClass = type[LogitsProcessor] | type[RevisedLogitsProcessor]
+AnyHost = Host[Any]
 
 
 class LogitsProcessorFailed(InternalError):
@@ -53,24 +52,27 @@ class LogitsProcessors:
         self.classes = tuple(classes)
         self.failed: dict[int, LogitsProcessorFailed] = {}
         """Rows of this step on which a custom processor has raised."""
-        indices = None
-        if any(issubclass(one, RevisedLogitsProcessor) for one in classes):
-            indices = RequestIndices(config.scheduler_config.max_num_seqs, config.model_config.max_model_len)
-        host = partial(_hosted, config=config, device=device, indices=indices)
-        capacity = config.scheduler_config.max_num_seqs
-        made = partial(_row_host, config=config, device=device, capacity=capacity)
-        self._bias = made(LogitBiasLogitsProcessor)
-        self._min_tokens = made(MinTokensLogitsProcessor)
-        self._min_p = made(MinPLogitsProcessor)
-        self._custom = [host(one) for one in classes]
+        self._config, self._device = config, device
+        self._indices = RequestIndices(config.scheduler_config.max_num_seqs, config.model_config.max_model_len)
+        self._bias = RowHost(LogitBiasLogitsProcessor, config, device)
+        self._min_tokens = RowHost(MinTokensLogitsProcessor, config, device)
+        self._min_p = RowHost(MinPLogitsProcessor, config, device)
+        self._custom = [self._host(one) for one in classes]
         self._before = [one for one in self._custom if not one.argmax_invariant]
         self._after = [one for one in self._custom if one.argmax_invariant]
-        self._is_used = False
-        """A built-in processor holds state of a row."""
-        self._broken: set[Host] = set()
+        self._broken: set[AnyHost] = set()
         """Hosts of processors that have raised and were not restarted yet."""
         self._announced: SamplingMetadata | None = None
         self._is_fresh = False
+        """`_announced` was announced for this step."""
+
+    def _host(self, one: ProcessorClass) -> AnyHost:
+        try:
+            if issubclass(one, LogitsProcessor):
+                return RowHost(one, self._config, self._device)
+            return IndexHost(one, self._config, self._device, self._indices)
+        except Exception as error:
+            raise ValueError(f"the logits processor {one.__name__} can't be made: {bounded(repr(error))}") from error
 
     def validate(self, params: SamplingParams) -> None:
         """Let the custom processors check a request. Call it from any thread.
@@ -95,39 +97,31 @@ class LogitsProcessors:
         """Announce the step's batch. Call it before the forward pass."""
         self.failed = {}
         self._announced, self._is_fresh = metadata, True
-        used = metadata.biased or metadata.with_min_tokens or metadata.with_min_p
-        if used or self._is_used:
-            self._begin_builtins(metadata)
-            self._is_used = bool(used)
-        for host in self._custom:
-            self._announce(host, partial(host.begin, metadata.sequences))
-
-    def _begin_builtins(self, metadata: SamplingMetadata) -> None:
         for builtin, users in (
             (self._bias, metadata.biased),
             (self._min_tokens, metadata.with_min_tokens),
             (self._min_p, metadata.with_min_p),
         ):
             if users or not builtin.is_empty:
-                self._announce(builtin, partial(builtin.begin, metadata.sequences if users else ()))
+                self._announce(builtin, metadata.sequences if users else ())
+        for host in self._custom:
+            self._announce(host, metadata.sequences)
 
     def begin_parked(self, metadata: SamplingMetadata) -> None:
         """Announce a batch of parked rows to the processors that run after the mask. The others have run before."""
         self.failed = {}
         self._announced, self._is_fresh = metadata, False
-        if metadata.is_all_greedy:
-            return
-        if metadata.with_min_p:
-            self._is_used = True
-            self._announce(self._min_p, partial(self._min_p.begin_parked, metadata.sequences))
-        for host in self._after:
-            self._announce(host, partial(host.begin_parked, metadata.sequences))
+        for host in self._after_mask(metadata):
+            self._announce(host, metadata.sequences, parked=True)
 
-    def _announce(self, host: Host, begin: Callable[[], None]) -> None:
+    def _announce(self, host: AnyHost, rows: Rows[Sequence], *, parked: bool = False) -> None:
         try:
             if host in self._broken:
                 host.restart()
-            begin()
+            if parked:
+                host.begin_parked(rows)
+            else:
+                host.begin(rows)
             self._broken.discard(host)
         except Exception:
             self._note(host)
@@ -143,7 +137,7 @@ class LogitsProcessors:
         if not self._is_fresh or self._announced is not metadata:
             self.begin(metadata)
         self._is_fresh = False
-        first: list[Host] = []
+        first: list[AnyHost] = []
         if metadata.with_min_tokens and self._before:  # custom processors see suppressed tokens, as in vLLM
             first.append(self._min_tokens)
         if metadata.biased:
@@ -159,7 +153,12 @@ class LogitsProcessors:
 
     def runs_after_mask(self, metadata: SamplingMetadata) -> bool:
         """Whether an argmax-invariant processor is to run on this batch: some row must be random."""
-        return bool(self._after or metadata.with_min_p) and not metadata.is_all_greedy
+        return bool(self._after_mask(metadata))
+
+    def _after_mask(self, metadata: SamplingMetadata) -> list[AnyHost]:
+        if metadata.is_all_greedy:
+            return []
+        return [self._min_p, *self._after] if metadata.with_min_p else self._after
 
     def after_temperature(
         self, logits: torch.Tensor, metadata: SamplingMetadata, again: Callable[[], torch.Tensor]
@@ -170,37 +169,30 @@ class LogitsProcessors:
         """
         if self._announced is not metadata:
             self.begin(metadata)
-        first = [self._min_p] if metadata.with_min_p else []
-        return self._run([*first, *self._after], logits, metadata, again)
+        return self._run(self._after_mask(metadata), logits, metadata, again)
 
     def _run(
         self,
-        hosts: Collection[Host],
+        hosts: list[AnyHost],
         logits: torch.Tensor,
         metadata: SamplingMetadata,
         again: Callable[[], torch.Tensor],
     ) -> torch.Tensor:
-        rounds = len(hosts)
-        for _ in range(rounds):  # each failing round adds a broken host
-            try:
-                return self._chain(hosts, logits, metadata)
-            except _Raised as raised:
-                self._note(raised.host)
-                logits = again()
-        return self._chain(hosts, logits, metadata)
+        while True:  # each failing round adds a broken host
+            for host in hosts:
+                if host in self._broken:
+                    self._one_by_one(host, logits, metadata.sequences)
+                    continue
+                try:
+                    logits = host.apply(logits)
+                except Exception:
+                    self._note(host)
+                    break
+            else:
+                return logits
+            logits = again()
 
-    def _chain(self, hosts: Collection[Host], logits: torch.Tensor, metadata: SamplingMetadata) -> torch.Tensor:
-        for host in hosts:
-            if host in self._broken:
-                self._one_by_one(host, logits, metadata.sequences)
-                continue
-            try:
-                logits = host.apply(logits)
-            except Exception as error:
-                raise _Raised(host) from error
-        return logits
-
-    def _one_by_one(self, host: Host, logits: torch.Tensor, rows: Rows[Sequence]) -> None:
+    def _one_by_one(self, host: AnyHost, logits: torch.Tensor, rows: Rows[Sequence]) -> None:
         """Process the rows one by one, in place, and record those on which the processor raises."""
         is_new = False
         for row, sequence in enumerate(rows):
@@ -214,33 +206,12 @@ class LogitsProcessors:
                 self.failed[row] = _failure(host.name, error)
                 is_new = False
 
-    def _note(self, host: Host) -> None:
+    def _note(self, host: AnyHost) -> None:
         if host not in self._broken:
             logger.exception("logits processor %s raised: a new instance gets the rows one by one", host.name)
             self._broken.add(host)
 
 
-class _Raised(Exception):
-    def __init__(self, host: Host) -> None:
-        super().__init__(host.name)
-        self.host = host
-
-
 def _failure(name: str, error: Exception) -> LogitsProcessorFailed:
     why = bounded(f"{type(error).__name__}: {error}")
     return LogitsProcessorFailed(f"the logits processor {name} failed on this request: {why}")
-
-
-def _row_host(one: type[LogitsProcessor], *, config: VllmConfig, device: torch.device, capacity: int) -> RowHost:
-    return RowHost(one.__name__, lambda: one(config, device, device.type == "cuda"), capacity)
-
-
-def _hosted(one: ProcessorClass, *, config: VllmConfig, device: torch.device, indices: RequestIndices | None) -> Host:
-    try:
-        if issubclass(one, LogitsProcessor):
-            return _row_host(one, config=config, device=device, capacity=config.scheduler_config.max_num_seqs)
-        assert indices is not None
-        revised = one
-        return IndexHost(one.__name__, lambda: revised(config, device, device.type == "cuda"), indices)
-    except Exception as error:
-        raise ValueError(f"the logits processor {one.__name__} can't be made: {bounded(repr(error))}") from error

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import math
 import os
 from importlib.metadata import version
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 
@@ -45,13 +46,23 @@ def serve(**values: Any) -> None:
     Without MODEL, the server uses a small embedded model. It ends on Ctrl-C or SIGTERM.
     """
     try:
-        options = ServeOptions.from_flat(values)
+        options = _options(values)
         with listener_on(options.host, options.port) as listener:
             from engine.server import process  # slow: torch, transformers
 
             process.serve(options, listener)
-    except (OSError, ValueError, GuidedError) as error:  # UnsupportedModelError is a ValueError
-        _give_up(error)
+    except (OSError, ValueError, GuidedError) as error:  # the user can correct it: one line, no traceback
+        if os.environ.get("GUIDED_TRACEBACK"):
+            raise
+        typer.secho(f"guided serve: {' '.join(str(error).split())}", fg=typer.colors.RED, err=True)
+        raise typer.Exit(1) from None
+
+
+def _options(values: dict[str, Any]) -> ServeOptions:
+    try:
+        return ServeOptions.from_flat(values)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
 
 
 def _parameter(option: Option) -> inspect.Parameter:
@@ -63,6 +74,8 @@ def _parameter(option: Option) -> inspect.Parameter:
         how = typer.Argument(help=option.help)
     else:
         how = typer.Option(help=option.help, rich_help_panel=option.panel, envvar=option.env)
+    if (limits := option.range) is not None:
+        how.min, how.max = limits.least, limits.most if limits.most < math.inf else None
     if isinstance(default, tuple):
         kind, default, how.metavar = list[str], [], "MODULE:CLASS"
     return inspect.Parameter(
@@ -72,15 +85,6 @@ def _parameter(option: Option) -> inspect.Parameter:
 
 serve.__signature__ = inspect.Signature([_parameter(option) for option in OPTIONS])  # type: ignore[attr-defined]
 app.command()(serve)
-
-
-def _give_up(error: Exception) -> NoReturn:
-    """Print one line about an error that the user can correct. GUIDED_TRACEBACK=1 shows the traceback instead."""
-    if os.environ.get("GUIDED_TRACEBACK"):
-        raise error
-    line = " ".join(str(error).split())
-    typer.secho(f"guided serve: {line}", fg=typer.colors.RED, err=True)
-    raise typer.Exit(1) from None
 
 
 def main() -> None:

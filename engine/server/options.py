@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, is_dataclass, replace
 from functools import reduce
-from typing import Any, Literal, get_type_hints
+from typing import Any, ClassVar, Literal, get_type_hints
 
-from engine.config import EngineConfig, LoadOptions, check_positive
+from engine.config import EngineConfig, LoadOptions
 from engine.default_model import checkpoint_path
 from guided.backends import AUTO, resolve
+from guided.limits import Range, check_ranges
 from guided.pool_options import RayPoolOptions
 
 __all__ = ["OPTIONS", "Option", "ServeOptions", "ServerSettings"]
@@ -52,11 +53,14 @@ class ServerSettings:
     stall_seconds: float = 60.0
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
 
+    RANGES: ClassVar[Mapping[str, Range]] = {
+        **dict.fromkeys(("max_requests", "max_waiting", "max_body_bytes"), Range(1)),
+        "stall_seconds": Range(0, exclusive=True),
+    }
+
     def __post_init__(self) -> None:
         resolve(self.backend)
-        check_positive(self, "max_requests", "max_waiting", "max_body_bytes")
-        if not self.stall_seconds > 0:
-            raise ValueError(f"stall_seconds is {self.stall_seconds}; it must be a time in seconds, more than 0")
+        check_ranges(self)
 
 
 @dataclass(frozen=True)
@@ -86,9 +90,10 @@ class ServeOptions:
     ray: RayPoolOptions = field(default_factory=RayPoolOptions)
     server: ServerSettings = field(default_factory=ServerSettings)
 
+    RANGES: ClassVar[Mapping[str, Range]] = {"port": Range(0, 65535), "grace_seconds": Range(0)}
+
     def __post_init__(self) -> None:
-        if not 0 <= self.port <= 65535:
-            raise ValueError(f"port is {self.port}; it must be between 0 and 65535")
+        check_ranges(self)
 
     @classmethod
     def from_flat(cls, values: Mapping[str, Any]) -> ServeOptions:
@@ -159,7 +164,20 @@ class Option:
         """The type of the value that users write."""
         if self.field == "engine.logits_processors":
             return tuple[str, ...]  # classes can be given from Python only
-        return reduce(lambda owner, name: get_type_hints(owner)[name], self.path, ServeOptions)
+        return get_type_hints(self._owner)[self.path[-1]]
+
+    @property
+    def range(self) -> Range | None:
+        """The values that users may write. None: any."""
+        found: Range | None = getattr(self._owner, "RANGES", {}).get(self.path[-1])
+        if found is not None and self._is_mib:
+            found = replace(found, least=-(-found.least // _MIB))
+        return found
+
+    @property
+    def _owner(self) -> Any:
+        """The dataclass of the field."""
+        return reduce(lambda owner, name: get_type_hints(owner)[name], self.path[:-1], ServeOptions)
 
     @property
     def default(self) -> Any:

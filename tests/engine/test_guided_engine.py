@@ -128,9 +128,7 @@ def test_others_run_while_a_grammar_is_compiled(make_engine: MakeEngine, tiny_mo
     assert pool.released == 4, "the aborted one lets go of its grammar too"
 
 
-def test_a_failing_row_ends_its_group_and_nobody_else(
-    make_engine: MakeEngine, tiny_model: LoadedModel, run: Run
-) -> None:
+def test_a_failing_row_ends_its_group_and_no_other(make_engine: MakeEngine, tiny_model: LoadedModel, run: Run) -> None:
     expected = tokens(run(make_engine(), mixed()))
     pool = FaultyPool(tiny_model.vocabulary)
     engine = make_engine(pool)

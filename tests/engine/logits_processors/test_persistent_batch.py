@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from engine.detokenizer import Detokenizer, TokenTexts
 from engine.logits_processors import BatchUpdate, MoveDirectionality, process_dict_updates
-from engine.logits_processors.indices import RequestIndices
-from engine.logits_processors.persistent_batch import PersistentBatch
+from engine.logits_processors.batch import PersistentBatch, RequestIndices
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence, SequenceStatus
 from guided.vocabulary import Vocabulary
