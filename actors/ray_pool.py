@@ -39,7 +39,7 @@ __all__ = ["RayPool"]
 
 _CREATE_SECONDS = 10.0
 _STOP_SECONDS = 20.0
-"""For all actors together. Who isn't done by then waits for Ray, and ends with this process."""
+"""For all actors together. An actor that is not done by then waits for Ray, and ends with this process."""
 
 
 class RayPool:
