@@ -217,10 +217,13 @@ def _mask_offset(slots: int) -> int:
 
 
 def freed(version: Any) -> Any:
-    """Return `ready` of a slot after its `Free` was handled, given its last version (or an array of versions).
+    """Return the value of `ready` that acknowledges the `Free` of a slot.
 
-    The value differs for each sequence that held the slot. With one value for all, a sequence that is freed before its
-    first mask would seem to be freed while the worker still fills it.
+    It differs for each sequence that held the slot. With one value for all, a sequence that is freed before its first
+    mask would seem to be freed while the worker still fills it.
+
+    Args:
+        version: the slot's last version, or an array of versions.
     """
     return ~(version // EDIT)
 
