@@ -43,7 +43,7 @@ class Admission:
         self.texts = TokenTexts(model.vocabulary, model.tokenizer)
 
     def admit(
-        self, request_id: str, prompt: str | Tokens[int], params: SamplingParams, *, stream: bool
+        self, request_id: str, prompt: str | Tokens[int], params: SamplingParams, *, stream: bool = True
     ) -> SequenceGroup:
         """Build the group of a request with its n sequences. If the prompt is too long, they are `FINISHED_IGNORED`.
 

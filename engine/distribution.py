@@ -14,7 +14,7 @@ class Distribution:
 
     def __init__(self, metadata: SamplingMetadata) -> None:
         self.metadata = metadata
-        self.rows = sorted(metadata.random + metadata.seeded)
+        self.rows = metadata.random
         device = metadata.device
         self.index = torch.tensor(self.rows, device=device)
         params = [metadata.sequences[row].params for row in self.rows]

@@ -35,35 +35,33 @@ __all__ = ["EngineStats", "LLMEngine"]
 
 @dataclass
 class EngineStats:
-    """Counters since the start. Written by the engine's thread only; times are seconds."""
+    """Counters since the start. Only the engine's thread writes them. Times are seconds."""
 
     steps: int = 0
     step_seconds: float = 0.0
     prepare_seconds: float = 0.0
     wait_seconds: float = 0.0
-    """Waiting for masks in `apply`: with `prepare_seconds` and `kernel_seconds` the exposed mask time."""
+    """Waiting for masks in `apply`. With `prepare_seconds` and `kernel_seconds` the exposed mask time."""
     kernel_seconds: float = 0.0
     mask_seconds: float = 0.0
-    """What the workers spent: exposed or hidden."""
+    """Mask time of the workers, exposed or hidden."""
     hidden_seconds: float = 0.0
-    """What of it nobody waited for, step by step."""
+    """The part of it that no step waited for."""
     parked: int = 0
-    """Sequences that are parked now."""
+    """Number of sequences that are parked now."""
     parkings: int = 0
     parked_seconds: float = 0.0
-    """From parking to being sampled, of those that were."""
     failures: dict[str, int] = field(default_factory=dict)
     """Groups that ended with an error, by its code."""
 
 
 class LLMEngine:
-    """Requests in, a step at a time, outputs out.
+    """Runs requests, one step at a time.
 
     Args:
-        model: what runs.
-        pool: where masks are computed. Not shut down here.
-        processor: the post-processor. None: a `GuidedProcessor` on `pool`; if that is None too, constrained requests
-            are rejected.
+        pool: where masks are computed. The engine does not shut it down.
+        processor: the post-processor. None: a `GuidedProcessor` on `pool`. If both are None, the engine rejects
+            constraints.
 
     Raises:
         ValueError: `config` asks for a longer context than the model has.
@@ -108,62 +106,45 @@ class LLMEngine:
         self.groups: dict[str, SequenceGroup] = {}
         """Requests that have not finished, by id."""
         self.awake = threading.Event()
-        """Set when something has happened that a step should see; cleared by whoever waits for it."""
-        self._admission = Admission(model, config, self.max_model_len, processors.validate)
+        """Set when a step could do something new. The thread that waits for it clears it."""
+        self.admit = Admission(model, config, self.max_model_len, processors.validate).admit
+        """Check a request and tokenize its prompt, without queueing it. Call it from any thread."""
         self._metadata: SamplingMetadata | None = None
         self._compiled: deque[tuple[SequenceGroup, Future[Grammar]]] = deque()
         self._changed: dict[SequenceGroup, None] = {}
         self._parked: dict[int, Sequence] = {}
         self._appended: tuple[SamplingMetadata, NDArray[np.int32]] | None = None
-        """The last step's metadata and tokens, if every row got one."""
+        """Metadata and tokens of the last step, if each row got a token."""
         self._mean_step = 0.0
-        """Seconds of a step, waiting for masks left out: a moving average."""
+        """Moving average of a step's seconds, without the time that it waits for masks."""
 
     # -- requests
 
-    def admit(
-        self, request_id: str, prompt: str | Tokens[int], params: SamplingParams, *, stream: bool = True
-    ) -> SequenceGroup:
-        """Check a request and tokenise its prompt; nothing is taken in yet. May be called from any thread.
-
-        Args:
-            prompt: text (the tokenizer adds its special tokens) or token ids.
-            stream: report it after every step, not only at its end.
-
-        Raises:
-            InvalidRequest: something about it can't be served.
-        """
-        return self._admission.admit(request_id, prompt, params, stream=stream)
-
     def submit(self, group: SequenceGroup) -> None:
-        """Take an admitted request in. One whose prompt is too long for the context ended `FINISHED_IGNORED` already.
+        """Queue an admitted request. If its prompt is too long for the context, it is `FINISHED_IGNORED` already.
 
         Raises:
-            InvalidRequest: its backend can't do its constraint.
-            ValueError: a request of this id is running.
+            InvalidRequest: the backend does not support the constraint.
+            ValueError: a request with this id is running.
         """
         if group.request_id in self.groups:
             raise ValueError(f"request {group.request_id!r} is running already")
-        if group.is_finished:
-            self._changed[group] = None
-        elif group.params.constraint is None:
-            self._enter(group)
-            self._changed[group] = None
-        else:
+        if group.params.constraint is not None and not group.is_finished:
             self._compile(group)
+        else:
+            self._changed[group] = None
+        if not group.is_finished:
+            self.groups[group.request_id] = group
+            self.scheduler.add(group)
         self.awake.set()
 
     def add_request(
         self, request_id: str, prompt: str | Tokens[int], params: SamplingParams, *, stream: bool = True
     ) -> SequenceGroup:
-        """`admit` and `submit` in one."""
+        """Admit and submit a request."""
         group = self.admit(request_id, prompt, params, stream=stream)
         self.submit(group)
         return group
-
-    def _enter(self, group: SequenceGroup) -> None:
-        self.groups[group.request_id] = group
-        self.scheduler.add(group)
 
     def _compile(self, group: SequenceGroup) -> None:
         params = group.params
@@ -172,37 +153,35 @@ class LLMEngine:
             raise InternalError("this engine was built without a mask pool: it takes no constraints")
         future = self.processor.initialize(group.request_id, params.constraint, params.backend)
         group.set_status(SequenceStatus.WAITING_FOR_GRAMMAR)
-        self._enter(group)
 
-        def done(compiled: Future[Grammar]) -> None:  # on whatever thread the pool completes its futures
+        def done(compiled: Future[Grammar]) -> None:  # on a thread of the pool
             self._compiled.append((group, compiled))
             self.awake.set()
 
         future.add_done_callback(done)
 
     def abort_request(self, request_id: str) -> None:
-        """End a request now, `FINISHED_ABORTED`. One that is not there is ignored."""
+        """End a request as `FINISHED_ABORTED`. An unknown id is ignored."""
         group = self.groups.get(request_id)
         if group is not None:
             self._end(group, SequenceStatus.FINISHED_ABORTED)
 
     @property
     def has_unfinished(self) -> bool:
-        """Some request is not over, or is over and was not reported yet."""
+        """Whether a request has not ended, or its end was not reported yet."""
         return bool(self.groups or self._changed)
 
     @property
     def has_work(self) -> bool:
-        """A step would do something now. If not, `awake` is set once one would."""
+        """Whether a step would do something now. If not, `awake` is set as soon as it would."""
         return bool(self._changed or self._compiled or self.scheduler.has_work)
 
     # -- the step
 
     def step(self) -> list[RequestOutput]:
-        """Do one step, and say what has changed: of streaming requests everything, of the others their end.
+        """Run one step. Returns the requests that have changed: each change of a stream, the end of any other.
 
-        Where nobody can run (all wait for their grammar, or there is nobody), it returns at once; `awake` is set when
-        it is worth calling again. Where everybody who could is parked, it waits for a mask, a little.
+        If no sequence can run, it returns at once. If all that could run are parked, it waits briefly for a mask.
         """
         self.resume()
         started = time.perf_counter()
@@ -224,19 +203,16 @@ class LLMEngine:
         return [RequestOutput.from_seq_group(group) for group in changed if group.stream or group.is_finished]
 
     def resume(self, timeout: float = 0.0) -> None:
-        """Sample the parked sequences whose masks have come, from the logits that were kept: they run again.
-
-        Waits for the first such mask, `timeout` seconds at the most.
-        """
+        """Sample parked sequences with a mask by now, from the kept logits. Waits `timeout` seconds at most."""
         if not self._parked:
             return
         assert self.processor is not None
         settled = [self._parked[seq_id] for seq_id in self.processor.settled(timeout) if seq_id in self._parked]
-        settled = settled[: self.config.max_num_seqs]  # rows that logits processors are prepared for; the rest has time
+        settled = settled[: self.config.max_num_seqs]  # the limit of a batch; the rest follows in the next step
         if not settled:
             return
         with torch.inference_mode():
-            metadata = SamplingMetadata.for_parked(settled, self.model.device)
+            metadata = SamplingMetadata(settled, None, self.model.device)
             self.prepare(metadata)
             logits = self.sampler.recall(metadata)
             report = self.apply(logits, metadata, alone=False)
@@ -247,7 +223,7 @@ class LLMEngine:
         self.append(sampled, metadata, skipped)
 
     def _park(self, sequence: Sequence, logits: torch.Tensor, row: int, metadata: SamplingMetadata) -> None:
-        if sequence.parked is None and not sequence.status.is_finished:  # a row before it may have ended its group
+        if sequence.parked is None and not sequence.status.is_finished:  # an earlier row may have ended the group
             sequence.parked = self.sampler.park(logits, row, metadata)
             self._parked[sequence.seq_id] = sequence
             self.stats.parkings += 1
@@ -261,7 +237,7 @@ class LLMEngine:
             self.stats.parked = len(self._parked)
 
     def schedule(self) -> ScheduledBatch:
-        """Let in whose grammar is there, end who lost their matcher, and decide who runs."""
+        """Queue groups with a new grammar, end groups that lost a matcher, and select the sequences that run."""
         while self._compiled:
             self._let_in(*self._compiled.popleft())
         if self.processor is not None:
@@ -286,7 +262,7 @@ class LLMEngine:
             self._changed[group] = None
 
     def prepare(self, metadata: SamplingMetadata) -> None:
-        """Have the masks of the constrained rows computed elsewhere."""
+        """Ask the post-processor for the masks of the constrained rows."""
         if not metadata.guided:
             return
         assert self.processor is not None
@@ -298,11 +274,11 @@ class LLMEngine:
         self.stats.prepare_seconds += time.perf_counter() - started
 
     def execute(self, batch: ScheduledBatch) -> torch.Tensor:
-        """The forward pass: hidden states `[tokens, hidden]`."""
+        """Run the forward pass: hidden states `[tokens, hidden]`."""
         return self.runner.execute(batch)
 
     def compute_logits(self, hidden: torch.Tensor, metadata: SamplingMetadata) -> torch.Tensor:
-        """Logits of the sampled rows, float32 `[rows, vocab]`, with bias and penalties: all but the mask."""
+        """Compute the logits of the sampled rows, float32 `[rows, vocab]`, with everything applied but the mask."""
 
         def raw() -> torch.Tensor:
             return self.runner.compute_logits(hidden, metadata)
@@ -310,10 +286,10 @@ class LLMEngine:
         return self.sampler.adjust(raw(), metadata, raw)
 
     def apply(self, logits: torch.Tensor, metadata: SamplingMetadata, *, alone: bool = True) -> ApplyReport:
-        """Wait for the masks, until the step's mask deadline, and apply them, in place.
+        """Wait for the masks until the step's deadline, and apply them in place.
 
         Args:
-            alone: nobody else waits to go on.
+            alone: no other sequence is delayed by the wait.
         """
         if not metadata.guided:
             return _NOTHING_MASKED
@@ -341,10 +317,10 @@ class LLMEngine:
     def sample(
         self, logits: torch.Tensor, metadata: SamplingMetadata, report: ApplyReport
     ) -> tuple[SamplerOutput, frozenset[int]]:
-        """Sample every row that may be: returns the tokens, and the rows that were skipped.
+        """Sample a token for each row. Returns the tokens and the skipped rows.
 
-        Rows whose mask or logits processor failed, or whose mask is late, are not sampled. The groups of failed ones
-        end here; a late one's sequence is parked.
+        Rows with a failed mask or logits processor are skipped, and their groups end. Rows with a late mask are
+        skipped, and their sequences are parked.
         """
         skipped: frozenset[int] = frozenset()
         broken = self.sampler.processors.failed
@@ -374,7 +350,7 @@ class LLMEngine:
     def append(self, sampled: SamplerOutput, metadata: SamplingMetadata, skipped: frozenset[int]) -> None:
         """Append the tokens, and end what is complete."""
         changed, now = self._changed, time.monotonic()
-        # One that was parked may have been preempted since: it has its token before it runs again.
+        # A parked sequence may have been preempted. It gets its token before it runs again.
         running, waiting = SequenceStatus.RUNNING, SequenceStatus.WAITING
         any_ended = False
         for row, (sequence, token) in enumerate(zip(metadata.sequences, sampled.token_ids, strict=True)):
@@ -421,7 +397,7 @@ class LLMEngine:
         self._forget(group)
 
     def _forget(self, group: SequenceGroup) -> None:
-        """The group has ended, for whatever reason: nothing of it stays."""
+        """Release everything that belongs to a group that has ended."""
         group.finished_time = time.monotonic()
         if self._parked:
             for sequence in group.sequences:
@@ -433,14 +409,14 @@ class LLMEngine:
 
 _NOTHING_MASKED = ApplyReport()
 _LEAST_DEADLINE, _DEADLINE_SHARE = 0.001, 0.05
-"""A step waits for masks for so many seconds, or this share of the mean step, whichever is more."""
+"""Default mask deadline: seconds, or this share of the mean step, whichever is more."""
 _MEAN_WEIGHT = 0.02
 _IDLE_SECONDS = 0.01
-"""How long a step waits where everybody is parked: requests that come or go meanwhile wait as long."""
+"""Time that a step waits for a mask while all sequences are parked. New requests and aborts wait as long."""
 
 
 def _end_by_token(sequence: Sequence, token: int) -> None:
-    """It has sampled a stop token, or has all the tokens it may have."""
+    """End a sequence with a stop token or at its maximum length."""
     if token in sequence.stop_ids:
         sequence.finish(SequenceStatus.FINISHED_STOPPED)
         sequence.ended_by_stop_token = True
@@ -450,7 +426,10 @@ def _end_by_token(sequence: Sequence, token: int) -> None:
 
 
 def _end_by_stop_string(sequence: Sequence) -> bool:
-    """End it if its newest token completes a stop string; True if so. A stop string goes before the length cap."""
+    """End a sequence if its newest token completes a stop string. Returns whether it does.
+
+    A stop string takes precedence over the length cap.
+    """
     if sequence.status not in (SequenceStatus.RUNNING, SequenceStatus.WAITING, SequenceStatus.FINISHED_LENGTH_CAPPED):
         return False
     detokenizer = sequence.detokenizer

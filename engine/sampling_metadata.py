@@ -1,4 +1,4 @@
-"""SamplingMetadata: which rows of a step are sampled, for whom, and how."""
+"""SamplingMetadata: the rows of a step that are sampled, and how."""
 
 from __future__ import annotations
 
@@ -17,35 +17,32 @@ __all__ = ["SamplingMetadata"]
 
 @dataclass(eq=False)
 class SamplingMetadata:
-    """How a step's logits are sampled. Row i of the logits is `sequences[i]`'s.
+    """How a step's logits are sampled. Row i of the logits is that of `sequences[i]`.
 
-    Nearly all of it depends only on who is in the batch: while that doesn't change, one object serves step after step.
+    It depends on nothing but the sequences of the batch. One object serves step after step while they stay the same.
     """
 
     sequences: list[Sequence]
     selected: torch.Tensor | None
-    """int64 `[rows]`: the rows of the hidden states that are sampled, a prefill's last once for each of its sequences;
-    None where they are all, in order."""
-    num_prompt_rows: int
-    """The first so many rows end a prefill; the others are decodes."""
+    """int64 `[rows]`: the rows of the hidden states that are sampled. None: all, in order.
+
+    The last row of a prefill is there once for each of its sequences."""
     device: torch.device
 
     greedy: list[int] = field(default_factory=list)
     random: list[int] = field(default_factory=list)
-    """Rows whose randomness comes from the engine's seed and the request id."""
-    seeded: list[int] = field(default_factory=list)
-    """Rows whose randomness comes from the request's own seed."""
+    """Rows that need a random number."""
     guided: tuple[GuidedSequence, ...] = ()
-    """The rows with a constraint, as the post-processor takes them."""
+    """The rows with a constraint, for the post-processor."""
     guided_rows: NDArray[np.intp] = field(default_factory=lambda: np.empty(0, np.intp))
-    """int `[len(guided)]`: where they are."""
+    """int `[len(guided)]`: their row numbers."""
     biased: list[int] = field(default_factory=list)
     penalised: list[int] = field(default_factory=list)
     with_min_tokens: list[int] = field(default_factory=list)
     without_eos: list[int] = field(default_factory=list)
     with_logprobs: list[int] = field(default_factory=list)
     with_min_p: list[int] = field(default_factory=list)
-    """Of the random rows."""
+    """Random rows only."""
     stop_checked: list[int] = field(default_factory=list)
     """Rows with stop strings."""
 
@@ -53,59 +50,42 @@ class SamplingMetadata:
     def for_batch(
         cls, batch: ScheduledBatch, device: torch.device, previous: SamplingMetadata | None
     ) -> SamplingMetadata:
-        """The metadata of a batch; `previous` again, if it is of the same sequences and neither step has a prefill."""
+        """Return the metadata of a batch: `previous`, if neither step has a prefill and the sequences are the same."""
         if not batch.prefills:
             if previous is not None and previous.selected is None and previous.sequences == batch.decodes:
                 return previous
-            metadata = cls(batch.decodes, None, 0, device)
-        else:
-            sequences: list[Sequence] = []
-            selected: list[int] = []
-            end = 0
-            for prefill in batch.prefills:
-                end += prefill.num_tokens
-                sequences += prefill.sequences
-                selected += [end - 1] * len(prefill.sequences)
-            num_prompt_rows = len(sequences)
-            selected += range(end, end + len(batch.decodes))
-            rows = torch.tensor(selected, dtype=torch.int64, device=device)
-            metadata = cls(sequences + batch.decodes, rows, num_prompt_rows, device)
-        metadata._sort()
-        return metadata
-
-    @classmethod
-    def for_parked(cls, sequences: list[Sequence], device: torch.device) -> SamplingMetadata:
-        """The metadata of sequences that are sampled from the logits that were kept of them."""
-        metadata = cls(sequences, None, 0, device)
-        metadata._sort()
-        return metadata
+            return cls(batch.decodes, None, device)
+        sequences: list[Sequence] = []
+        selected: list[int] = []
+        end = 0
+        for prefill in batch.prefills:
+            end += prefill.num_tokens
+            sequences += prefill.sequences
+            selected += [end - 1] * len(prefill.sequences)
+        selected += range(end, end + len(batch.decodes))
+        rows = torch.tensor(selected, dtype=torch.int64, device=device)
+        return cls(sequences + batch.decodes, rows, device)
 
     @property
     def is_all_greedy(self) -> bool:
         """No row needs a random number."""
-        return len(self.greedy) == len(self.sequences)
+        return not self.random
 
-    def _sort(self) -> None:
+    def __post_init__(self) -> None:
         guided = [row for row, sequence in enumerate(self.sequences) if sequence.guided is not None]
         self.guided = tuple(sequence.guided for sequence in self.sequences if sequence.guided is not None)
         self.guided_rows = np.array(guided, np.intp)
         for row, sequence in enumerate(self.sequences):
             params = sequence.params
-            if params.is_greedy:
-                self.greedy.append(row)
-            else:
-                (self.random if params.seed is None else self.seeded).append(row)
-                if params.min_p > 0.0:
-                    self.with_min_p.append(row)
-            if params.logit_bias:
-                self.biased.append(row)
-            if params.has_penalties:
-                self.penalised.append(row)
-            if params.min_tokens:
-                self.with_min_tokens.append(row)
-            if params.ignore_eos:
-                self.without_eos.append(row)
-            if params.logprobs is not None:
-                self.with_logprobs.append(row)
-            if params.stop:
-                self.stop_checked.append(row)
+            (self.greedy if params.is_greedy else self.random).append(row)
+            for applies, rows in (
+                (params.min_p and not params.is_greedy, self.with_min_p),
+                (params.logit_bias, self.biased),
+                (params.has_penalties, self.penalised),
+                (params.min_tokens, self.with_min_tokens),
+                (params.ignore_eos, self.without_eos),
+                (params.logprobs is not None, self.with_logprobs),
+                (params.stop, self.stop_checked),
+            ):
+                if applies:
+                    rows.append(row)

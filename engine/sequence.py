@@ -15,15 +15,7 @@ from engine.sampling_params import SamplingParams
 from guided.errors import GuidedError
 from guided.sequence import GuidedSequence
 
-__all__ = [
-    "Logprob",
-    "Parked",
-    "Sequence",
-    "SequenceGroup",
-    "SequenceGroupMetadata",
-    "SequenceStatus",
-    "sequence_seed",
-]
+__all__ = ["Logprob", "Parked", "Sequence", "SequenceGroup", "SequenceGroupMetadata", "SequenceStatus", "sequence_seed"]
 
 _sequence_ids = itertools.count()
 

@@ -7,9 +7,8 @@ spells it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from engine.server.protocol import GenerationRequest
 from guided.backends import AUTO, candidates, resolve
@@ -19,6 +18,22 @@ from guided.limits import DEFAULT_LIMITS, Limits
 from guided.request import GivenConstraint, GivenWhitespace, build, take_one, take_whitespace
 
 __all__ = ["RequestedConstraint", "requested_constraint"]
+
+
+_STRUCTURED: dict[str, ConstraintKind] = {
+    "json_": "json_schema",
+    "regex": "regex",
+    "choice": "choice",
+    "grammar": "grammar",
+    "json_object": "json_object",
+}
+_OLDER: dict[str, ConstraintKind] = {
+    "guided_json": "json_schema",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+}
+"""Kinds of the fields of `structured_outputs`, and of vLLM's older fields."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +55,12 @@ def requested_constraint(
         InvalidRequest, InvalidConstraint, ConstraintTooLarge, UnsupportedConstraint: `param` is the field.
     """
     backend, backend_field, backend_whitespace = _backend(request, default_backend)
-    found = [*_plain(request), *_response_format(request), *_structured_outputs(request), *_older(request)]
+    found = [
+        *_fields(request, {kind: kind for kind in KINDS}),
+        *_response_format(request),
+        *_structured_outputs(request),
+        *_fields(request, _OLDER),
+    ]
     whitespace = [*_whitespace(request), *backend_whitespace]
     one = take_one(found)
     spaces = take_whitespace(one, whitespace)
@@ -51,11 +71,12 @@ def requested_constraint(
     return RequestedConstraint(constraint, backend, one.field)
 
 
-def _plain(request: GenerationRequest) -> Iterator[GivenConstraint]:
-    for kind in KINDS:
-        value = getattr(request, kind)
+def _fields(owner: object, kinds: Mapping[str, ConstraintKind], prefix: str = "") -> Iterator[GivenConstraint]:
+    """Return the fields of `owner` that are set. `json_object: false` is not."""
+    for name, kind in kinds.items():
+        value = getattr(owner, name)
         if value is not None and not (kind == "json_object" and value is False):
-            yield GivenConstraint(kind, kind, value)
+            yield GivenConstraint(kind, prefix + name.rstrip("_"), value)
 
 
 def _response_format(request: GenerationRequest) -> Iterator[GivenConstraint]:
@@ -85,18 +106,7 @@ def _structured_outputs(request: GenerationRequest) -> Iterator[GivenConstraint]
         return
     if outputs.structural_tag is not None:
         raise InvalidConstraint("structural_tag is not supported", param="structured_outputs.structural_tag")
-    fields: dict[ConstraintKind, tuple[str, Any]] = {
-        "json_schema": ("json", outputs.json_),
-        "regex": ("regex", outputs.regex),
-        "choice": ("choice", outputs.choice),
-        "grammar": ("grammar", outputs.grammar),
-        "json_object": ("json_object", outputs.json_object or None),
-    }
-    given = [
-        GivenConstraint(kind, f"structured_outputs.{name}", value)
-        for kind, (name, value) in fields.items()
-        if value is not None
-    ]
+    given = list(_fields(outputs, _STRUCTURED, "structured_outputs."))
     if not given:
         raise InvalidConstraint(
             "structured_outputs has no constraint: give one of json, regex, choice, grammar, json_object",
@@ -105,27 +115,15 @@ def _structured_outputs(request: GenerationRequest) -> Iterator[GivenConstraint]
     yield from given
 
 
-def _older(request: GenerationRequest) -> Iterator[GivenConstraint]:
-    fields: dict[str, ConstraintKind] = {
-        "guided_json": "json_schema",
-        "guided_regex": "regex",
-        "guided_choice": "choice",
-        "guided_grammar": "grammar",
-    }
-    for name, kind in fields.items():
-        value = getattr(request, name)
-        if value is not None:
-            yield GivenConstraint(kind, name, value)
-
-
 def _whitespace(request: GenerationRequest) -> Iterator[GivenWhitespace]:
-    for name in ("whitespace_pattern", "guided_whitespace_pattern"):
-        pattern = getattr(request, name)
-        if pattern is not None:
-            yield GivenWhitespace(name, pattern)
     outputs = request.structured_outputs
-    if outputs is not None and outputs.whitespace_pattern is not None:
-        yield GivenWhitespace("structured_outputs.whitespace_pattern", outputs.whitespace_pattern)
+    for field, pattern in (
+        ("whitespace_pattern", request.whitespace_pattern),
+        ("guided_whitespace_pattern", request.guided_whitespace_pattern),
+        ("structured_outputs.whitespace_pattern", None if outputs is None else outputs.whitespace_pattern),
+    ):
+        if pattern is not None:
+            yield GivenWhitespace(field, pattern)
     if outputs is not None and outputs.disable_any_whitespace:
         yield GivenWhitespace("structured_outputs.disable_any_whitespace", "")
 

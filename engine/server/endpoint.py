@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack
 from typing import Any, TypeVar
 
@@ -13,7 +13,7 @@ from fastapi import Request, Response
 from engine.outputs import RequestOutput
 from engine.server.answers import Answer
 from engine.server.context import ServerContext
-from engine.server.generation import Job, Outputs, running
+from engine.server.generation import Job, Outputs, cancel, running
 from engine.server.protocol import GenerationRequest
 from engine.server.streaming import EventStream, events
 from guided.errors import GuidedError
@@ -85,23 +85,21 @@ class _ClientGone(Exception):
     """The client has disconnected."""
 
 
-async def _unless_gone(request: Request, work: Awaitable[T]) -> T:
+async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """Await `work`, and cancel it when the client disconnects.
 
     Raises:
         _ClientGone: the client has disconnected.
     """
-    task = asyncio.ensure_future(work)
-    watch = asyncio.ensure_future(_disconnected(request))
+    task = asyncio.create_task(work)
+    watch = asyncio.create_task(_disconnected(request))
     try:
         await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
         raise _ClientGone
     finally:
-        watch.cancel()
-        task.cancel()
-        await asyncio.gather(watch, task, return_exceptions=True)
+        await cancel([watch, task])
 
 
 async def _disconnected(request: Request) -> None:

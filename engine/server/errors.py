@@ -19,16 +19,7 @@ from engine.server.protocol import MISPLACED, REFUSED, UNSUPPORTED
 from guided.error_body import envelope, error_body, error_headers
 from guided.errors import GuidedError, InternalError, InvalidRequest, bounded
 
-__all__ = [
-    "BodyTooLarge",
-    "ModelNotFound",
-    "QueueFull",
-    "ShuttingDown",
-    "Unauthorized",
-    "error_body",
-    "error_headers",
-    "install_handlers",
-]
+__all__ = ["BodyTooLarge", "ModelNotFound", "QueueFull", "ShuttingDown", "Unauthorized", "install_handlers"]
 
 logger = logging.getLogger("guided.server")
 

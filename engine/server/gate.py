@@ -11,7 +11,8 @@ from fastapi.responses import JSONResponse
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from engine.server.errors import BodyTooLarge, Unauthorized, error_body, error_headers
+from engine.server.errors import BodyTooLarge, Unauthorized
+from guided.error_body import error_body, error_headers
 from guided.errors import GuidedError
 
 __all__ = ["Gate"]

@@ -7,6 +7,7 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
@@ -16,7 +17,7 @@ from engine.server.protocol import GuidedInfo
 from guided.constraint import KINDS
 from guided.errors import CompileTimeout, GuidedError, InternalError, InvalidConstraint
 
-__all__ = ["Job", "Outputs", "report", "running"]
+__all__ = ["Job", "Outputs", "cancel", "report", "running"]
 
 logger = logging.getLogger("guided.server")
 
@@ -100,7 +101,6 @@ async def _running(context: ServerContext, job: Job) -> AsyncIterator[Outputs]:
             )
             for prompt, request_id in zip(job.prompts, ids, strict=True)
         ]
-        checked = None
         try:
             first = await _all_first(streams, job)
             backend = first[0].backend
@@ -108,24 +108,27 @@ async def _running(context: ServerContext, job: Job) -> AsyncIterator[Outputs]:
             info = None
             if constraint is not None and backend is not None:
                 info = GuidedInfo(kind=constraint.kind, backend=backend)
-            checked = _checked(context, _merged(first, streams), job)
-            yield Outputs(job, info, checked)
+            async with aclosing(_checked(context, _merged(first, streams), job)) as checked:
+                yield Outputs(job, info, checked)
         finally:
-            if checked is not None:
-                await checked.aclose()
             for stream in streams:
                 await stream.aclose()  # aborts what still runs
 
 
 async def _all_first(streams: Sequence[AsyncIterator[RequestOutput]], job: Job) -> list[RequestOutput]:
     """Wait until all are admitted. If one is refused, give the others up."""
-    tasks = [asyncio.ensure_future(_first(stream, job, number)) for number, stream in enumerate(streams)]
+    tasks = [asyncio.create_task(_first(stream, job, number)) for number, stream in enumerate(streams)]
     try:
         return await asyncio.gather(*tasks)
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel(tasks)
+
+
+async def cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    """Cancel tasks and wait until they have ended."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _first(stream: AsyncIterator[RequestOutput], job: Job, number: int) -> RequestOutput:
@@ -170,36 +173,26 @@ async def _merged(
                 if task.done():
                     task.result()  # raises its error
     finally:
-        for task in pumps:
-            task.cancel()
-        await asyncio.gather(*pumps, return_exceptions=True)
+        await cancel(pumps)
 
 
 async def _checked(
     context: ServerContext, outputs: AsyncGenerator[tuple[int, RequestOutput], None], job: Job
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """Pass the outputs on, and raise the error of one that failed."""
-    async with aclosing(_unless_shut_down(context, outputs)) as outputs:
-        async for number, output in outputs:
-            for completion in output.outputs:
-                error = completion.error or output.error
-                if error is not None:
-                    raise job.respell(error, number)
-                if completion.finish_reason == "abort":
-                    raise InternalError("the generation was aborted")
-                if completion.finish_reason == "error":
-                    raise InternalError("the generation failed")
-            yield number, output
+    """Pass the outputs on, and raise the error of one that failed.
 
-
-async def _unless_shut_down(
-    context: ServerContext, outputs: AsyncGenerator[tuple[int, RequestOutput], None]
-) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """Turn the end of a generation by the server's shutdown into a 503: a retry elsewhere, or later, would succeed."""
+    The server's shutdown becomes a 503: a retry elsewhere, or later, would succeed.
+    """
     try:
         async with aclosing(outputs):
-            async for each in outputs:
-                yield each
+            async for number, output in outputs:
+                for completion in output.outputs:
+                    error = completion.error or output.error
+                    if error is not None:
+                        raise job.respell(error, number)
+                    if completion.finish_reason == "abort":
+                        raise InternalError("the generation was aborted")
+                yield number, output
     except InternalError as error:
         if context.shutting_down:
             raise ShuttingDown("the server is shutting down") from error

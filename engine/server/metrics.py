@@ -7,6 +7,7 @@ listed in `docs/http.md`.
 from __future__ import annotations
 
 import time
+from collections import Counter as Counts
 from collections.abc import AsyncGenerator, Iterator, Sequence
 
 from fastapi import APIRouter, Request, Response
@@ -15,11 +16,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from engine.async_llm import AsyncLLM
+from engine.async_llm import AsyncLLM, EngineHealth
 from engine.outputs import RequestMetrics, RequestOutput
 from engine.sampling_params import SamplingParams
 from guided.errors import GuidedError, InvalidRequest
-from guided.pool import BackendStatus
 
 __all__ = ["Metrics", "router"]
 
@@ -91,21 +91,9 @@ class Metrics:
         """Count a request that was aborted because its client `disconnected` or `stalled`."""
         self._abandoned.labels(reason).inc()
 
-    def not_compiled(self, code: str, kind: str) -> None:
-        """Count a constrained request that ended before it had a grammar."""
-        self._grammar_failures.labels(code, kind).inc()
-
     def failed(self, code: str) -> None:
         """Count a request that was answered with an error, or with a stream that ended with one."""
         self._failures.labels(code).inc()
-
-    def compiled(self, backend: str, kind: str, compile_seconds: float, wait_seconds: float) -> None:
-        """Observe an admitted constrained request. 0 compile seconds mean a cache hit."""
-        self._grammar_wait.labels(backend, kind).observe(wait_seconds)
-        if compile_seconds > 0:
-            self._compile.labels(backend, kind).observe(compile_seconds)
-        else:
-            self._cache_hits.labels(backend, kind).inc()
 
     async def observed(
         self, outputs: AsyncGenerator[RequestOutput, None], params: SamplingParams
@@ -119,7 +107,7 @@ class Metrics:
         except GuidedError as error:
             about_other_field = type(error) is InvalidRequest and error.param is not None  # for example a long prompt
             if params.constraint is not None and not timer.admitted and not about_other_field:
-                self.not_compiled(error.code, params.constraint.kind)
+                self._grammar_failures.labels(error.code, params.constraint.kind).inc()
             raise
         finally:
             await outputs.aclose()
@@ -143,8 +131,12 @@ class _Timer:
             self.admitted = True
             metrics._prompt_tokens.inc(len(output.prompt_token_ids))
             if self._constraint is not None and output.backend is not None and times.compiled_time is not None:
-                waited = times.compiled_time - times.arrival_time
-                metrics.compiled(output.backend, self._constraint.kind, output.compile_seconds, waited)
+                labels = (output.backend, self._constraint.kind)
+                metrics._grammar_wait.labels(*labels).observe(times.compiled_time - times.arrival_time)
+                if output.compile_seconds > 0:
+                    metrics._compile.labels(*labels).observe(output.compile_seconds)
+                else:
+                    metrics._cache_hits.labels(*labels).inc()
         count = sum(len(each.token_ids) for each in output.outputs)
         if count > self._tokens:
             metrics._generation_tokens.inc(count - self._tokens)
@@ -209,23 +201,23 @@ class _EngineCollector(Collector):
             yield GaugeMetricFamily(f"guided_{name}", text, value=value)
         for name, text, value in counters:
             yield CounterMetricFamily(f"guided_{name}", text, value=value)
-        yield from _by_backend(health.pool.backends)
-        ends = CounterMetricFamily("guided_mask_actor_ends", "Mask actors that ended.", labels=["cause"])
-        for cause in sorted({cause for worker in workers for cause in worker.ends}):
-            ends.add_metric([cause], sum(worker.ends.get(cause, 0) for worker in workers))
-        yield ends
-        failures = CounterMetricFamily("guided_engine_failures", "Groups that ended with an error.", labels=["code"])
-        for code, count in list(stats.failures.items()):
-            failures.add_metric([code], count)
-        yield failures
+        yield from _by_label(health)
 
 
-def _by_backend(backends: Sequence[BackendStatus]) -> Iterator[Metric]:
+def _by_label(health: EngineHealth) -> Iterator[Metric]:
+    backends, workers = health.pool.backends, health.pool.workers
     up = GaugeMetricFamily("guided_backend_up", "0 while a backend is suspended after crashes.", labels=["backend"])
-    crashes = CounterMetricFamily("guided_compile_crashes", "Compile processes that crashed.", labels=["backend"])
-    timeouts = CounterMetricFamily("guided_compile_timeouts", "Compilations that took too long.", labels=["backend"])
     for backend in backends:
         up.add_metric([backend.name], float(backend.state == "up"))
-        crashes.add_metric([backend.name], backend.crashes)
-        timeouts.add_metric([backend.name], backend.timeouts)
-    yield from (up, crashes, timeouts)
+    yield up
+    ends = sum((Counts(worker.ends) for worker in workers), Counts())
+    for name, text, label, counts in (
+        ("compile_crashes", "Compile processes that crashed.", "backend", {b.name: b.crashes for b in backends}),
+        ("compile_timeouts", "Compilations that took too long.", "backend", {b.name: b.timeouts for b in backends}),
+        ("mask_actor_ends", "Mask actors that ended.", "cause", dict(sorted(ends.items()))),
+        ("engine_failures", "Groups that ended with an error.", "code", dict(health.stats.failures)),
+    ):
+        counter = CounterMetricFamily(f"guided_{name}", text, labels=[label])
+        for value, count in counts.items():
+            counter.add_metric([value], count)
+        yield counter

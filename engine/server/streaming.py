@@ -19,9 +19,9 @@ from starlette.types import Message, Receive, Scope, Send
 from engine.outputs import RequestOutput
 from engine.server.answers import Answer
 from engine.server.context import ServerContext
-from engine.server.errors import error_body
 from engine.server.generation import Job, Outputs, report
 from engine.server.metrics import Metrics
+from guided.error_body import error_body
 from guided.errors import GuidedError, InternalError
 
 __all__ = ["EventStream", "events"]

@@ -221,8 +221,8 @@ def test_rows_are_sorted_by_kind_of_sampling() -> None:
     rows.append(sequence(temperature=0.5))
     rows[4].params = SamplingParams(seed=3)
     meta = metadata(*rows)
-    assert (meta.greedy, meta.random, meta.seeded, meta.guided) == ([1], [0, 2, 3], [4], [3])
+    assert (meta.greedy, meta.random, meta.guided_rows.tolist()) == ([1], [0, 2, 3, 4], [3])
     again = SamplingMetadata.for_batch(ScheduledBatch(decodes=list(rows)), torch.device("cpu"), meta)
     assert again is meta
     fewer = SamplingMetadata.for_batch(ScheduledBatch(decodes=rows[1:]), torch.device("cpu"), meta)
-    assert (fewer.greedy, fewer.guided) == ([0], [2])
+    assert (fewer.greedy, fewer.guided_rows.tolist()) == ([0], [2])
