@@ -65,6 +65,7 @@ class StepServer:
         self._give_up = give_up
         self._edits: dict[int, int] = {}
         """The edit count of each open slot."""
+        self._since, self._busy, self._wake = (table.mark[name] for name in ("since", "busy", "wake"))
         self._sender = None if shared else _LineSender(table, self._send)
         self._decode = decoder(list[Request]).decode
         self._sending = threading.Lock()
@@ -140,8 +141,8 @@ class StepServer:
         self._mark(IDLE)
         if self._sender is not None:
             self._sender.flush()
-        elif table.mark["wake"][0]:
-            table.mark["wake"][0] = 0
+        elif self._wake[0]:
+            self._wake[0] = 0
             self._send(Filled())
 
     def _fill_slot(self, slot: int, position: int, tokens: list[int]) -> GuidedError | None:
@@ -162,9 +163,8 @@ class StepServer:
 
     def _mark(self, slot: int, now: float | None = None) -> None:
         """Note which slot is being filled, and since when."""
-        mark = self._table.mark
-        mark["since"][0] = time.monotonic() if now is None else now
-        mark["busy"][0] = slot
+        self._since[0] = time.monotonic() if now is None else now
+        self._busy[0] = slot
 
     def _send(self, answer: Answer) -> None:
         """Raises if the engine does not read, or is gone."""
