@@ -202,9 +202,7 @@ class Dispatcher:
                 self._placement.move_to_lane(state)
         if self._placement.suspects:
             self._placement.acquit()
-            now = time.monotonic()
-            for state in self._placement.suspects:
-                self._placement.isolate(state, now)
+            self._place_waiting(time.monotonic())  # now the workers are idle: one may be emptied for a suspect
 
     def _assign(self, sequences: Sequence[GuidedSequence]) -> _Step:
         """Begin a step: open the sequences that have no worker, and group the rows by worker."""

@@ -509,6 +509,23 @@ def test_with_replays_the_sequence_that_was_being_filled_is_tried_alone(transpor
     cluster.close()
 
 
+def test_a_suspect_that_is_late_is_asked_for_again_once_a_worker_is_up(transport: Transport) -> None:
+    cluster = Cluster(transport, number=1, max_replays=1, mask_limit=4.0)
+    cluster.open(1, grammar="slow")
+    cluster.submit((1, "a"))
+    assert cluster.slow.reached.wait(WAIT)
+    cluster.end(0)
+    assert cluster.collect(0.05) == ["late"]
+    cluster.slow.release.set()
+    cluster.join(1)
+    cluster.join(2)
+    cluster.open(2)
+    assert cluster.step((2, "")) == ["ax"], "a step without the suspect"
+    assert cluster.dispatcher.settled(WAIT) == [1]
+    assert cluster.step((1, "a")) == ["b"]
+    cluster.close()
+
+
 # answers that are none
 
 
