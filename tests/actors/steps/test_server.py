@@ -14,7 +14,22 @@ from slow_grammar import SlowGrammar
 from thread_actor import ThreadActor
 
 from actors.channel import Transport
-from actors.steps.protocol import EDIT, FAILED, FREE, IDLE, OK, Answer, Edit, Failed, Filled, Free, Open, Request, Ring
+from actors.steps.protocol import (
+    EDIT,
+    FAILED,
+    FREE,
+    IDLE,
+    OK,
+    Answer,
+    Edit,
+    Failed,
+    Filled,
+    Free,
+    Open,
+    Request,
+    Ring,
+    freed,
+)
 from guided.errors import BackendError, TokenRejected, from_wire
 from guided.messages import decoder, encode
 
@@ -131,7 +146,7 @@ def test_freed_slots_are_acknowledged(transport: Transport) -> None:
     peer.wait(2)
     peer.send(Free([2, 5]))
     deadline = time.monotonic() + 10
-    while peer.table.ready[2] != FREE:
+    while peer.table.ready[2] != freed(peer.table.target[2]):
         assert time.monotonic() < deadline
     assert peer.actor.worker.num_open == 0
     peer.close()
@@ -149,10 +164,10 @@ def test_without_shared_memory_changed_lines_are_sent(transport: Transport) -> N
     assert allowed(np.frombuffer(lines.mask, np.int32)) == "ax"
     assert not peer.table.mask.any()
     peer.send(Free([3]))
-    freed = peer.answer()
-    assert isinstance(freed, Filled)
-    assert np.frombuffer(freed.ready, np.int64).tolist() == [FREE]
-    assert freed.mask == b""
+    answer = peer.answer()
+    assert isinstance(answer, Filled)
+    assert np.frombuffer(answer.ready, np.int64).tolist() == [freed(EDIT)]
+    assert answer.mask == b""
     peer.close()
 
 
