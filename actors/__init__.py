@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from guided.limits import CompileLimits
+
 if TYPE_CHECKING:
     from actors.ray_pool import RayPool
-    from guided.limits import CompileLimits
 
 __all__ = ["CompileLimits", "RayPool"]
 
@@ -19,8 +20,4 @@ def __getattr__(name: str) -> Any:
         from actors.ray_pool import RayPool
 
         return RayPool
-    if name == "CompileLimits":
-        from guided.limits import CompileLimits
-
-        return CompileLimits
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

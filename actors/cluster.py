@@ -36,7 +36,7 @@ _PROBE_INTERVAL_SECONDS = 1.0
 _PROBE_SECONDS = 2.0
 _RAYLET = "this node's raylet"
 _ENVIRONMENT = {
-    # Ray ends a driver whose GCS is gone for 60 s. Steps do not need the GCS, so the engine outlives it.
+    # Ray ends a driver if its GCS is gone for 60 s. Steps do not need the GCS, so the engine outlives it.
     "RAY_gcs_rpc_server_reconnect_timeout_s": "86400",
     "RAY_USAGE_STATS_ENABLED": "0",
     # For its dashboard the GCS records every task, which grows with each grammar.

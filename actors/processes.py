@@ -12,7 +12,7 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import ray
 
@@ -20,7 +20,6 @@ from guided.vocabulary import Vocabulary
 
 __all__ = [
     "ActorLocation",
-    "MemoryLimit",
     "Owner",
     "ProcessHandle",
     "ProcessReading",
@@ -28,8 +27,12 @@ __all__ = [
     "kill_actor",
     "limit_memory",
     "machine_bytes",
+    "memory_limit",
+    "soft_limit",
 ]
 
+_DEFAULT_BYTES = 2 << 30
+"""Memory limit of a mask actor. With all backends loaded for 131,072 tokens it takes 0.55 GiB."""
 _POLL_SECONDS = 0.2
 """Between two memory readings of an actor that watches itself."""
 _KILL_SECONDS = 5.0
@@ -183,24 +186,15 @@ def _node_id() -> str:
     return str(ray.get_runtime_context().get_node_id())
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryLimit:
-    """Limit of one actor's resident memory."""
+def memory_limit(wanted: int | None) -> int:
+    """Limit of an actor's memory: `wanted` bytes, at most the machine's memory. None: the default, at most half."""
+    machine = machine_bytes()
+    return min(wanted, machine) if wanted is not None else min(_DEFAULT_BYTES, machine // 2)
 
-    hard: int
-    """Bytes. An actor above the limit is killed."""
-    DEFAULT: ClassVar[int] = 2 << 30
-    """A mask actor with all backends loaded for 131,072 tokens takes 0.55 GiB."""
 
-    @classmethod
-    def of(cls, wanted: int | None) -> MemoryLimit:
-        """Limit to `wanted` bytes, at most the machine's memory. None: the default, at most half of it."""
-        machine = machine_bytes()
-        return cls(min(wanted, machine) if wanted is not None else min(cls.DEFAULT, machine // 2))
-
-    def soft(self, fresh: int) -> int:
-        """Memory at which an actor is replaced once it is empty: half way from `fresh`, its memory when it was new."""
-        return fresh + max(0, self.hard - fresh) // 2
+def soft_limit(limit: int, fresh: int) -> int:
+    """Memory at which an actor is replaced once it is empty: half way from `fresh`, its memory when it was new."""
+    return fresh + max(0, limit - fresh) // 2
 
 
 def machine_bytes() -> int:
@@ -212,21 +206,21 @@ def machine_bytes() -> int:
     return total
 
 
-def limit_memory(limit: MemoryLimit, watched: bool) -> None:
-    """Limit the memory of this process: an actor above the limit is killed.
+def limit_memory(limit: int, watched: bool) -> None:
+    """Limit the resident memory of this process to `limit` bytes: an actor above the limit is killed.
 
     Args:
-        watched: a supervisor on this machine watches the process, and knows which sequence it was filling. If not, the
-            process watches itself, as far as the grammar library lets other threads run.
+        watched: a supervisor on this machine watches the process. If not, it watches itself, as far as the grammar
+            library lets other threads run.
     """
     # The second line of defence: above it allocations fail, even if nothing can watch the process.
-    data_bytes = limit.hard + _SLACK_BYTES
+    data_bytes = limit + _SLACK_BYTES
     _, ceiling = resource.getrlimit(resource.RLIMIT_DATA)
     if ceiling != resource.RLIM_INFINITY:
         data_bytes = min(data_bytes, ceiling)
     resource.setrlimit(resource.RLIMIT_DATA, (data_bytes, ceiling))
     if not watched:
-        threading.Thread(target=_watch_memory, args=(limit.hard,), name="memory-watch", daemon=True).start()
+        threading.Thread(target=_watch_memory, args=(limit,), name="memory-watch", daemon=True).start()
 
 
 def _watch_memory(limit: int) -> None:

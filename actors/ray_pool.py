@@ -23,10 +23,10 @@ from numpy.typing import NDArray
 
 from actors.channel import Transport
 from actors.cluster import Cluster, ScratchDirectory
-from actors.compile import Grammars
-from actors.processes import MemoryLimit, Owner
+from actors.compile.grammars import Grammars
+from actors.processes import Owner, memory_limit
 from actors.steps import Dispatcher
-from actors.supervision import IncarnationSettings, Supervisor
+from actors.supervision.supervisor import IncarnationSettings, Supervisor
 from guided.bitmask import words
 from guided.constraint import Constraint
 from guided.errors import GuidedError
@@ -39,7 +39,7 @@ __all__ = ["RayPool"]
 
 _CREATE_SECONDS = 10.0
 _STOP_SECONDS = 20.0
-"""For all actors together. Who isn't done by then waits for Ray, and ends with this process."""
+"""For all actors together. An actor that has not ended by then ends with this process."""
 
 
 class RayPool:
@@ -77,7 +77,7 @@ class RayPool:
                 transport=self._transport,
                 grammars=self._grammars,
                 owner=owner,
-                memory=MemoryLimit.of(options.actor_memory_bytes),
+                memory=memory_limit(options.actor_memory_bytes),
                 words=words(vocabulary.padded_vocab_size),
                 options=options,
             )
@@ -138,6 +138,11 @@ class RayPool:
     def status(self) -> PoolStatus:
         workers = [supervisor.status() for supervisor in self._supervisors]
         return PoolStatus("ray", workers, self._grammars.compiling, self._grammars.backends(), self._cluster.trouble)
+
+    def placement(self) -> dict[int, set[int]]:
+        """Return which sequences are open on which actor: their ids, by the actor's pid. From the engine's thread."""
+        with self._lock:
+            return self._dispatcher.placement()
 
     def compile_pids(self) -> list[int]:
         """The processes that compile. Asks the compile actor: takes milliseconds."""

@@ -1,15 +1,14 @@
 """Measure the round trip of a step to the mask processes: `python -m benchmarks.channel`.
 
-A message with the rows of the step goes to each actor, and the answers come back. The actors compute nothing, so only
-the communication is measured. These ways take turns in one run:
+In each step the engine asks every actor for the masks of its rows and waits for them. The actors compute nothing, so
+only the communication is measured. These ways take turns in one run:
 
-- a pool's step: `submit` and `collect` as the engine calls them; the masks are in shared memory;
-- the same bytes and nothing else through our channel, ZeroMQ (`PAIR` over ipc), plain `multiprocessing` pipes, and
-  plain
-  Ray actor calls with `ray.get`;
-- a Ray step: the same calls, each of which returns the masks of its rows through Ray's object store.
+- a pool's step: `submit` and `collect` as the engine calls them, with tokens and masks in the slot table;
+- the step's message and an answer, and nothing else, through our channel, ZeroMQ (`PAIR` over ipc), plain
+  `multiprocessing` pipes, and Ray actor calls with `ray.get`;
+- a Ray step: the same Ray calls, each of which also returns the masks of its rows through Ray's object store.
 
-Compare a pool's step with a Ray step, and bytes with bytes.
+Compare a pool's step with a Ray step, and messages with messages.
 
 The last measurement is a whole `RayPool` with llguidance masks for a JSON Schema: `submit` and `collect` without a
 forward pass between them.
@@ -24,31 +23,33 @@ import select
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import matplotlib
+import msgspec
 import numpy as np
 import ray
 import zmq
-from actors.address import Address
-from actors.link import Link, Wired
-from actors.rotation import Rotation
-from actors.segment import Segment, SegmentName, attach
-from actors.step_loop import StepLoop
+from numpy.typing import NDArray
 
-from actors.channel import Channel, Transport
+from actors.channel import Address, Channel, Transport, connect
 from actors.cluster import Cluster
 from actors.processes import ActorLocation
 from actors.ray_pool import RayPool
-from actors.supervision.supervisor import WorkerUp
+from actors.steps import Dispatcher
+from actors.steps.connection import WorkerConnection
+from actors.steps.placement import WorkerUp
+from actors.steps.protocol import Filled, Ring, Segment, SegmentName, attach
+from actors.steps.server import StepServer
 from benchmarks.report import RESULTS, machine, write_json
 from guided.bitmask import words
 from guided.constraint import Constraint
-from guided.messages import FillRow, RowResult, RowStatus, StepAnswer, StepRequest, decoder, encode
-from guided.pool import Fill, Grammar, Row
+from guided.messages import encode
+from guided.pool import Grammar, StepMasks
+from guided.sequence import GuidedSequence
 from guided.vocabulary import Vocabulary
 
 SCHEMA = {
@@ -57,93 +58,87 @@ SCHEMA = {
     "required": ["name", "age", "tags"],
 }
 TEXT = '{"name": "Ada Lovelace", "age": 36, "tags": ["mathematics", "engines", "poetry", "programs"'
+TOKEN, TOKENS_BEFORE = 1234, 20
+SLOTS = 1024
+WAIT = 30.0
 
 OURS, RAY = "a pool's step", "a Ray step"
-OURS_BYTES, ZEROMQ_BYTES, PIPE_BYTES = "bytes: our channel", "bytes: ZeroMQ", "bytes: pipes"
-RAY_BYTES = "bytes: Ray calls"
+OUR_MESSAGE, ZEROMQ_MESSAGE, PIPE_MESSAGE = "message: our channel", "message: ZeroMQ", "message: pipes"
+RAY_MESSAGE = "message: Ray calls"
 Samples = dict[str, list[float]]
 
 
 class IdleWorker:
-    """A mask worker that computes nothing."""
+    """Stands in for a `MaskWorker` and computes nothing."""
 
-    def free(self, sequences: Sequence[int]) -> None:
-        pass
+    def __init__(self) -> None:
+        self._lengths: dict[int, int] = {}
 
-    def handle(self, request: StepRequest, bitmask: Any) -> Iterator[RowResult]:
-        for fill in request.fills:
-            yield RowResult(fill.sequence, fill.position, fill.row, RowStatus.READY, 1e-5)
+    def open(self, slot: int, grammar: str, parent: int | None, tokens: Sequence[int]) -> None:
+        self._lengths[slot] = len(tokens)
+
+    def length(self, slot: int) -> int:
+        return self._lengths[slot]
+
+    def fill(self, slot: int, tokens: Sequence[int], row: NDArray[np.int32]) -> None:
+        self._lengths[slot] += len(tokens)
 
 
 class ChannelActor:
-    """A Ray actor with our step loop and an idle worker. It also answers the same bytes over a socket and a Ray
-    call."""
+    """A Ray actor with our step server and an idle worker. It also answers bare messages over sockets and Ray."""
 
     def __init__(self) -> None:
-        self.worker = IdleWorker()
-        self.decode = decoder(StepRequest).decode
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
 
     def attach(self, address: Address, segment: SegmentName) -> int:
-        import zmq
-
-        from actors.channel import connect
-
-        rows = attach(segment)
-        assert rows is not None
-        worker: Any = self.worker
-        StepLoop(1, worker, connect(zmq.Context(), address), rows, True, lambda: os._exit(1)).start()
+        """Serve steps; return the pid."""
+        table = attach(segment)
+        assert table is not None
+        worker: Any = IdleWorker()
+        StepServer(worker, connect(self._context, address), table, True, lambda: os._exit(1)).start()
         return os.getpid()
 
     def echo(self, address: Address) -> None:
-        import zmq
-
-        from actors.channel import connect
-
-        self._echo_through(connect(zmq.Context(), address))
+        """Answer messages over one of our channels."""
+        end = connect(self._context, address)
+        self._answer_all(end.receive, end.send)
 
     def echo_by_zeromq(self, endpoint: str) -> None:
-        import zmq
-
-        socket = zmq.Context().socket(zmq.PAIR)
+        """Answer messages over a ZeroMQ socket."""
+        socket = self._context.socket(zmq.PAIR)
         socket.connect(endpoint)
-        self._echo_through(socket)
+        self._answer_all(socket.recv, socket.send)
 
-    def _echo_through(self, end: Any) -> None:
+    def _answer_all(self, receive: Callable[[], bytes], send: Callable[[bytes], object]) -> None:
         def serve() -> None:
             while True:
-                end.send(answer(self.worker, self.decode, end.recv()))
+                send(answer(receive()))
 
         threading.Thread(target=serve, daemon=True).start()
 
-    def step(self, message: bytes) -> bytes:
-        return answer(self.worker, self.decode, message)
+    def message(self, message: bytes) -> bytes:
+        return answer(message)
 
-    def masks(self, message: bytes, words: int) -> tuple[bytes, Any]:
+    def masks(self, message: bytes, words: int) -> tuple[bytes, NDArray[np.int32]]:
         """Return the answer and new masks: int32 `[rows, words]`."""
-        found = self.step(message)
-        return found, np.ones((len(decoder(StepAnswer).decode(found).results), words), np.int32)
+        found = answer(message)
+        return found, np.ones((num_rows([found]), words), np.int32)
 
 
-def answer(worker: IdleWorker, decode: Callable[[bytes], StepRequest], message: bytes) -> bytes:
-    request = decode(message)
-    return encode(StepAnswer(request.incarnation, request.step, list(worker.handle(request, None))))
+def answer(message: bytes) -> bytes:
+    """Return the answer to a frame with one `Ring`: the same slots."""
+    (ring,) = msgspec.msgpack.decode(message, type=list[Ring])
+    return encode(Filled(slots=ring.slots))
+
+
+def num_rows(answers: Sequence[bytes]) -> int:
+    """Decode the answers; return the number of their rows."""
+    return sum(len(np.frombuffer(msgspec.msgpack.decode(message, type=Filled).slots, np.int32)) for message in answers)
 
 
 def pipe_process(pipe: Connection) -> None:
-    worker, decode = IdleWorker(), decoder(StepRequest).decode
     while message := pipe.recv_bytes():
-        pipe.send_bytes(answer(worker, decode, message))
-
-
-def requests(rows: int, actors: int) -> list[bytes]:
-    """Return the message of a step to each actor: one new token per row."""
-    mine = range(rows // actors)
-    return [encode(StepRequest(1, 7, [FillRow(row, row, 20, [1234]) for row in mine])) for _ in range(actors)]
-
-
-def decoded(answers: list[bytes]) -> int:
-    decode = decoder(StepAnswer).decode
-    return sum(len(decode(message).results) for message in answers)
+        pipe.send_bytes(answer(message))
 
 
 def received(channel: Channel) -> bytes:
@@ -153,40 +148,41 @@ def received(channel: Channel) -> bytes:
     return message
 
 
-class Ours:
-    """The pool's step path with idle workers in the actors."""
+class PoolStep:
+    """The engine's side of the step path, with idle workers in the actors."""
 
-    def __init__(self, actors: list[Any], rows: int, width: int, directory: str) -> None:
-        self.transport = Transport(directory, "127.0.0.1")
-        self.rotation = Rotation()
-        self.links: list[Link] = []
+    def __init__(self, actors: list[Any], rows: int, width: int, transport: Transport) -> None:
+        self._dispatcher = Dispatcher(mask_limit=WAIT, pool_wait=WAIT, max_replays=0)
         for index, actor in enumerate(actors):
-            segment, channel = Segment(1024, width), self.transport.ipc()
+            segment, channel = Segment(SLOTS, width), transport.ipc()
             pid = ray.get(actor.attach.remote(channel.address, segment.name))
-            assert channel.wait_connected(10)
-            link = Link(Wired(index, 1, ActorLocation(pid, "", ""), channel, segment, True, {"g"}))
-            self.links.append(link)
-            self.rotation.announce(WorkerUp(link))
+            assert channel.wait_connected(WAIT)
+            location = ActorLocation(pid, "", "")
+            self._dispatcher.announce(
+                WorkerUp(WorkerConnection(index, 1, location, channel, segment, shared=True, installed={"g"}))
+            )
+        self._output = [TOKEN] * TOKENS_BEFORE
+        """Of every sequence: one append per step, whatever the number of rows."""
+        self._batch = tuple(GuidedSequence("request", row, self._output) for row in range(rows))
+        self._new_tokens = np.full(rows, TOKEN, np.int32)
         grammar = Grammar("g", "none", Constraint.json_object(), ("g",))
-        for sequence in range(rows):
-            self.rotation.open(sequence, grammar, None)
-        self.fills = [Fill(sequence, 20, [1234]) for sequence in range(rows)]
+        for sequence in self._batch:
+            self._dispatcher.open(sequence, grammar)
         self.submit_ms = 0.0
 
-    def step(self) -> Sequence[Row]:
+    def step(self) -> StepMasks:
+        self._output.append(TOKEN)
         started = time.perf_counter()
-        self.rotation.submit(self.fills)
+        self._dispatcher.submit(self._batch, self._new_tokens)
         self.submit_ms = 1e3 * (time.perf_counter() - started)
-        return self.rotation.collect(None, 10.0)
+        return self._dispatcher.collect(WAIT)
 
     def close(self) -> None:
-        for link in self.links:
-            link.close()
-        self.transport.close()
+        self._dispatcher.close()
 
 
 def measure_channels(rows: int, actors: int, width: int, steps: int) -> Samples:
-    """Measure milliseconds per step and channel. The channels take turns."""
+    """Measure milliseconds per step and way. The ways take turns."""
     cluster = Cluster.join()
     context = multiprocessing.get_context("spawn")
     handles = [ray.remote(num_cpus=0)(ChannelActor).remote() for _ in range(actors)]
@@ -194,67 +190,66 @@ def measure_channels(rows: int, actors: int, width: int, steps: int) -> Samples:
     processes = [context.Process(target=pipe_process, args=(theirs,), daemon=True) for _, theirs in pairs]
     for process in processes:
         process.start()
-    messages = requests(rows, actors)
+    message = encode([Ring(np.arange(rows // actors, dtype=np.int32).tobytes())])
     samples: Samples = {}
     zeromq: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
 
     def by_ray() -> None:
-        calls = [actor.step.remote(message) for actor, message in zip(handles, messages, strict=True)]
-        assert decoded(ray.get(calls)) == rows
+        assert num_rows(ray.get([actor.message.remote(message) for actor in handles])) == rows
 
     def by_ray_with_masks() -> None:
-        calls = [actor.masks.remote(message, width) for actor, message in zip(handles, messages, strict=True)]
-        answers = ray.get(calls)
-        assert decoded([message for message, _ in answers]) == sum(len(masks) for _, masks in answers) == rows
+        answers = ray.get([actor.masks.remote(message, width) for actor in handles])
+        assert num_rows([message for message, _ in answers]) == sum(len(masks) for _, masks in answers) == rows
 
     def by_channel() -> None:
-        for channel, message in zip(channels, messages, strict=True):
-            assert channel.send(message)
-        assert decoded([received(channel) for channel in channels]) == rows
+        for channel in channels:
+            channel.send(message)
+        assert num_rows([received(channel) for channel in channels]) == rows
 
     def by_zeromq() -> None:
-        for socket, message in zip(sockets, messages, strict=True):
+        for socket in sockets:
             socket.send(message)
-        assert decoded([socket.recv() for socket in sockets]) == rows
+        assert num_rows([socket.recv() for socket in sockets]) == rows
 
     def by_pipe() -> None:
-        for (pipe, _), message in zip(pairs, messages, strict=True):
+        for pipe, _ in pairs:
             pipe.send_bytes(message)
-        assert decoded([pipe.recv_bytes() for pipe, _ in pairs]) == rows
+        assert num_rows([pipe.recv_bytes() for pipe, _ in pairs]) == rows
+
+    def by_pool() -> None:
+        found = pool.step()
+        assert sum(len(part.rows) for part in found.ready) == rows
 
     with tempfile.TemporaryDirectory(prefix="guided-") as directory:
-        ours = Ours(handles, rows, width, directory)
-        channels = [ours.transport.ipc() for _ in handles]
+        transport = Transport(directory, "127.0.0.1")
+        pool = PoolStep(handles, rows, width, transport)
+        channels = [transport.ipc() for _ in handles]
         ray.get([actor.echo.remote(channel.address) for actor, channel in zip(handles, channels, strict=True)])
         sockets = [zeromq.socket(zmq.PAIR) for _ in handles]
         for index, (actor, socket) in enumerate(zip(handles, sockets, strict=True)):
             socket.bind(f"ipc://{directory}/z{index}")
             ray.get(actor.echo_by_zeromq.remote(f"ipc://{directory}/z{index}"))
         for channel in channels:
-            assert channel.wait_connected(10)
-        ways: dict[str, Callable[[], object]] = {
-            OURS: ours.step,
-            OURS_BYTES: by_channel,
-            ZEROMQ_BYTES: by_zeromq,
-            PIPE_BYTES: by_pipe,
-            RAY_BYTES: by_ray,
+            assert channel.wait_connected(WAIT)
+        ways: dict[str, Callable[[], None]] = {
+            OURS: by_pool,
+            OUR_MESSAGE: by_channel,
+            ZEROMQ_MESSAGE: by_zeromq,
+            PIPE_MESSAGE: by_pipe,
+            RAY_MESSAGE: by_ray,
             RAY: by_ray_with_masks,
         }
         for index in range(steps + steps // 10):
             for name, step in ways.items():
                 started = time.perf_counter()
-                found = step()
+                step()
                 elapsed = 1e3 * (time.perf_counter() - started)
-                if name == OURS:
-                    assert isinstance(found, Sequence)
-                    assert all(row.state == "ready" for row in found)
                 if index >= steps // 10:
                     samples.setdefault(name, []).append(elapsed)
                     if name == OURS:
-                        samples.setdefault(f"{OURS}: submit", []).append(ours.submit_ms)
-        for channel in channels:
-            channel.close()
-        ours.close()
+                        samples.setdefault(f"{OURS}: submit", []).append(pool.submit_ms)
+        pool.close()
+        transport.close()
         zeromq.destroy(linger=0)
     for pipe, _ in pairs:
         pipe.send_bytes(b"")
@@ -272,25 +267,26 @@ def measure_pool(vocabulary: Vocabulary, rows: int, actors: int, steps: int) -> 
     samples: Samples = {"pool: submit": [], "pool: submit + collect": [], "pool: one mask (in the worker)": []}
     done, opened = 0, 0
     while done < steps:
-        sequences = range(opened, opened + rows)
+        output: list[int] = []
+        batch = tuple(GuidedSequence("request", opened + row, output) for row in range(rows))
         opened += rows
-        for sequence in sequences:
+        for sequence in batch:
             pool.open(sequence, grammar)
-        for position in range(len(tokens)):
-            new = tokens[position - 1 : position] if position else []
-            fills = [Fill(sequence, position - len(new), new) for sequence in sequences]
+        for token in tokens:
+            new_tokens = np.full(rows, output[-1], np.int32) if output else None
             started = time.perf_counter()
-            pool.submit(fills)
+            pool.submit(batch, new_tokens)
             submitted = time.perf_counter()
-            results = pool.collect(None, 30.0)
+            found = pool.collect(WAIT)
             ended = time.perf_counter()
-            assert all(row.state == "ready" for row in results)
+            assert sum(len(part.rows) for part in found.ready) == rows
             if opened > rows:
                 samples["pool: submit"].append(1e3 * (submitted - started))
                 samples["pool: submit + collect"].append(1e3 * (ended - started))
-                samples["pool: one mask (in the worker)"].append(1e3 * results.seconds / rows)
+                samples["pool: one mask (in the worker)"].append(1e3 * found.seconds / rows)
                 done += 1
-        pool.free(sequences)
+            output.append(token)
+        pool.free([sequence.sequence_id for sequence in batch])
     pool.shutdown()
     return samples
 
@@ -318,13 +314,13 @@ def plot(samples: Samples, path: Path, title: str) -> None:
 
     figure, axes = pyplot.subplots(figsize=(8, 4.5))
     for name, values in samples.items():
-        if name in (OURS, RAY, OURS_BYTES, PIPE_BYTES, RAY_BYTES):
+        if name in (OURS, RAY, OUR_MESSAGE, PIPE_MESSAGE, RAY_MESSAGE):
             ordered = np.sort(values)
             axes.plot(
                 ordered,
                 np.arange(1, len(ordered) + 1) / len(ordered) * 100,
                 label=name,
-                linestyle=":" if name.startswith("bytes") else "-",
+                linestyle=":" if name.startswith("message") else "-",
             )
     axes.set(xscale="log", xlabel="round trip of a step, ms", ylabel="faster steps, %", title=title)
     axes.grid(visible=True, which="both", alpha=0.3)
@@ -337,7 +333,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=64, help="rows per step, over all actors")
     parser.add_argument("--actors", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=2000, help="measured steps per channel")
+    parser.add_argument("--steps", type=int, default=2000, help="measured steps per way")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for channel.json and channel.png")
     parser.add_argument("--quick", action="store_true", help="run half a minute: few steps")
     options = parser.parse_args()
@@ -355,7 +351,7 @@ def main() -> None:
         print(f"{name:36}" + "".join(f"{row[label]:9.3f}" for label in ("p50", "p90", "p99")))
     ratios = {
         f"{theirs} / {ours}": {at: round(table[theirs][at] / table[ours][at], 1) for at in ("p50", "p99")}
-        for ours, theirs in ((OURS, RAY), (OURS_BYTES, RAY_BYTES))
+        for ours, theirs in ((OURS, RAY), (OUR_MESSAGE, RAY_MESSAGE))
     }
     for name, ratio in ratios.items():
         print(f"{name:36}{ratio['p50']:9.1f}{ratio['p99']:18.1f}  times")

@@ -3,7 +3,7 @@
 Three measurements, each in its own processes:
 
 - **Processes.** A Ray pool for the real vocabulary of 131,072 tokens, and the server's engine with the embedded model
-  (2,048 tokens): PSS, USS and RSS of the idle engine process, mask actors, compile actor, compile template, compile
+  (2,048 tokens): PSS, USS and RSS of the idle engine process, mask actors, compile actor, its fork server, compile
   processes and Ray's processes; and the shared segments before and after 64 sequences were filled.
 - **A mask actor, part by part**, without a cluster: the interpreter, Ray's worker library, our modules, the vocabulary.
   Then, per backend in a separate process: its library, its tables of the vocabulary, grammars and open sequences.
@@ -33,7 +33,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from actors.compile.compiler import CompileJob, Compiler
+from actors.compile.compiler import Compiler
 from actors.compile.process import CompileResult
 from benchmarks.child_process import SINGLE_THREADED, log_tail
 from benchmarks.peers.rows import Document
@@ -72,7 +72,7 @@ def compiled(vocabulary: Vocabulary, drawn: Sequence[Document], count: int, bar:
             have = 0
             for document in drawn:
                 constraint = Constraint.json_schema(document.schema)
-                future: Future[CompileResult] = compiler.submit(CompileJob(constraint, [name]))
+                future: Future[CompileResult] = compiler.submit(constraint, [name])
                 outcome = future.result()
                 if outcome.error is None:
                     grammar = {"backend": name, "constraint": constraint, "tokens": list(document.tokens)}

@@ -10,16 +10,16 @@ from typing import Any
 
 import psutil
 
-__all__ = ["COMPILE_ACTOR", "COMPILE_PROCESS", "COMPILE_TEMPLATE", "family", "memory", "own_memory", "segments"]
+__all__ = ["COMPILE_ACTOR", "COMPILE_PROCESS", "FORK_SERVER", "family", "memory", "own_memory", "segments"]
 
 MIB = 2**20
 COMPILE_ACTOR = "compile actor"
 COMPILE_PROCESS = "compile process"
-COMPILE_TEMPLATE = "compile template"
+FORK_SERVER = "fork server"
 KINDS = {
     "MaskActor": "mask actor",
     "CompileActor": COMPILE_ACTOR,
-    "compile_process": COMPILE_PROCESS,
+    "actors.compile.process": COMPILE_PROCESS,
     "janitor": "janitor",
     "default_worker": "Ray: starting worker",
     "gcs_server": "Ray: gcs_server",
@@ -43,7 +43,7 @@ def family(root: int, root_kind: str) -> list[tuple[str, psutil.Process]]:
                 if process.status() != psutil.STATUS_ZOMBIE:
                     kind = root_kind if process == top else _kind(process)
                     if kind == COMPILE_PROCESS and found.get(process.ppid(), ("", top))[0] == COMPILE_ACTOR:
-                        kind = COMPILE_TEMPLATE
+                        kind = FORK_SERVER
                     found[process.pid] = (kind, process)
     return list(found.values())
 
@@ -85,7 +85,7 @@ def segments() -> list[dict[str, float]]:
     found = {}
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
-            if "memfd:guided-rows" in os.readlink(f"/proc/self/fd/{name}"):
+            if "memfd:guided-slots" in os.readlink(f"/proc/self/fd/{name}"):
                 status = os.stat(f"/proc/self/fd/{name}")
                 found[status.st_ino] = {"reserved": status.st_size / MIB, "taken": status.st_blocks * 512 / MIB}
     return list(found.values())

@@ -60,10 +60,7 @@ class _SlowMatcher:
 class _SlowGrammar:
     def __init__(self, inner: CompiledGrammar, kind: Kind) -> None:
         self._inner, self._kind = inner, kind
-
-    @property
-    def nbytes(self) -> int:
-        return self._inner.nbytes
+        self.nbytes = inner.nbytes
 
     def matcher(self) -> Matcher:
         return _SlowMatcher(self._inner.matcher(), self._kind)

@@ -14,12 +14,15 @@ from guided.constraint import Constraint
 from guided.errors import GuidedError, InvalidConstraint
 from guided.pool import Grammar
 
-__all__ = ["CacheKey", "Entry", "GrammarCache", "cache_key"]
+__all__ = ["DEFAULT_CACHE_BYTES", "CacheKey", "Entry", "GrammarCache", "cache_key"]
 
 CacheKey = tuple[str, ...]
 
 _LEAST_BYTES = 4096
 """Minimum size of an entry: a cached error takes memory too."""
+
+DEFAULT_CACHE_BYTES = 256 << 20
+"""Memory for compiled grammars that no request uses, by default."""
 
 
 def cache_key(constraint: Constraint, backends: Sequence[str]) -> CacheKey:
@@ -45,7 +48,7 @@ class GrammarCache:
         max_bytes: total size of unused grammars; those in use are never evicted.
     """
 
-    def __init__(self, max_bytes: int = 256 << 20) -> None:
+    def __init__(self, max_bytes: int = DEFAULT_CACHE_BYTES) -> None:
         self._max_bytes = max_bytes
         self._entries: dict[CacheKey, Entry] = {}
         self._unused: OrderedDict[CacheKey, None] = OrderedDict()

@@ -19,7 +19,7 @@ from guided.bitmask import words
 from guided.compilation import compile_constraint, grammar_key
 from guided.constraint import Constraint
 from guided.errors import BackendError, GuidedError
-from guided.grammar_cache import CacheKey, GrammarCache, cache_key
+from guided.grammar_cache import DEFAULT_CACHE_BYTES, CacheKey, GrammarCache, cache_key
 from guided.pool import BackendStatus, Grammar, PoolStatus, ReadyMasks, StepMasks, WorkerStatus
 from guided.sequence import GuidedSequence
 from guided.vocabulary import Vocabulary
@@ -38,7 +38,7 @@ class InlinePool:
     """
 
     def __init__(
-        self, vocabulary: Vocabulary, backends: Backends | None = None, max_cache_bytes: int = 256 << 20
+        self, vocabulary: Vocabulary, backends: Backends | None = None, max_cache_bytes: int = DEFAULT_CACHE_BYTES
     ) -> None:
         self._vocabulary = vocabulary
         self._backends = backends or Backends(vocabulary)

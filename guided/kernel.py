@@ -42,7 +42,7 @@ _LOOSE = 240
 _LEAST_WORDS = 128
 """Shorter rows aren't told apart. (There, xgrammar's kernel was seen to write what it shouldn't.)"""
 _WINDOW, _PLENTY = 1024, 512
-"""Where so many of a window in a row's middle are allowed and more than the least, nobody needs the others raised."""
+"""If so many logits of a window in the middle of a row are allowed and above `least`, the others need not be raised."""
 _LEAD_WORDS, _LEAD_ROWS = 64, 16
 """Special tokens come first in many vocabularies, and no constraint allows them. Where so many rows are the batch, it
 pays to write such a run at once."""
@@ -294,7 +294,7 @@ def _floors_of_byte(minus_infinity: Any) -> Bits:
 def _apply_on_cuda(logits: torch.Tensor, masks: Masks, rows: list[int]) -> None:
     """One copy from pinned memory on a side stream, which doesn't wait for the forward pass; then xgrammar's kernel.
 
-    Nobody waits here. Torch's allocators keep the pinned block, and the block on the device, from being used again
+    Nothing waits here. Torch's allocators keep the pinned block, and the block on the device, from being used again
     before the copy and the kernel are done: they record events on the streams that the blocks were used on. Gathering
     into one pinned block costs a microsecond a row, which registering the workers' segments (`cudaHostRegister`) would
     save; but then a worker's row could not be lent again before its copy was done.

@@ -62,9 +62,9 @@ class StepMasks:
 
     ready: list[ReadyMasks] = field(default_factory=list)
     late: list[int] = field(default_factory=list)
-    """Rows whose mask is still being computed, or whose sequence waits for a worker."""
+    """Rows that are not decided yet: the mask is being computed, or the sequence waits for a worker."""
     failed: dict[int, GuidedError] = field(default_factory=dict)
-    """Rows whose sequence is over, with the reason."""
+    """Rows of sequences that are over, with the reason."""
     seconds: float = 0.0
     """Seconds that the workers spent on the ready rows, summed."""
 

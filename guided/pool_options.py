@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
+from guided.grammar_cache import DEFAULT_CACHE_BYTES
 from guided.limits import CompileLimits, Range, check_ranges
 
 __all__ = ["RayPoolOptions"]
@@ -54,7 +55,7 @@ class RayPoolOptions:
     max_replays: int = 0
     pool_wait: float = 30.0
     actor_memory_bytes: int | None = None
-    max_cache_bytes: int = 256 << 20
+    max_cache_bytes: int = DEFAULT_CACHE_BYTES
     max_compiling: int = 256
     compile_limits: CompileLimits = field(default_factory=CompileLimits)
 

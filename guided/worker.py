@@ -69,7 +69,7 @@ class MaskWorker:
 
         Args:
             grammar: key of an installed grammar.
-            parent: slot whose matcher is copied. None: the matcher starts at the beginning.
+            parent: slot of the matcher to copy. None: the matcher starts at the beginning.
             tokens: the sequence's whole output so far.
         """
         state = self._slots[slot] = _SlotState(edit=(0, tokens))

@@ -14,25 +14,14 @@ import sys
 import threading
 import time
 import weakref
-from dataclasses import dataclass
+from multiprocessing.connection import Connection
 
-from actors.compile.process import (
-    COMMAND,
-    FORK,
-    READY,
-    REAP,
-    RUNNING,
-    CompileRequest,
-    CompileResult,
-    read_frame,
-    readable,
-    write_frame,
-)
+from actors.compile.process import NUMBER, RUNNING, CompileRequest, CompileResult
 from actors.processes import ProcessHandle, ProcessReading
 from guided.errors import BackendError, CompileTimeout, ConstraintTooLarge
 from guided.messages import decoder, encode
 
-__all__ = ["CompileProcess", "ForkServer", "ProcessLimits", "ProcessLost", "TimeSliceExceeded"]
+__all__ = ["CompileProcess", "ForkServer", "ProcessLost", "TimeSliceExceeded"]
 
 _WARM_UP_SECONDS = 120.0
 _COMMAND_SECONDS = 10.0
@@ -43,7 +32,8 @@ _EXIT_SECONDS = 1.0
 """Time for a process that has closed its socket to end by itself, so that its exit code is its own."""
 _WALL_PER_SLICE = 4.0
 """A time slice also ends after this multiple of its length in wall time: a process may block without computing."""
-_SEND_TIMEOUT = struct.pack("ll", 5, 0)
+_TRANSFER_TIMEOUT = struct.pack("ll", 5, 0)
+"""A process that takes or sends nothing for so long in the middle of a message is frozen."""
 _NO_READING = ProcessReading(0, 0.0, False, 0)
 
 
@@ -54,21 +44,6 @@ class ProcessLost(Exception):
 
 class TimeSliceExceeded(Exception):
     """The process has computed for longer than its time slice. It goes on."""
-
-
-@dataclass(frozen=True, slots=True)
-class ProcessLimits:
-    """Limits of one compilation.
-
-    Args:
-        deadline: `time.monotonic()` at which the process is killed.
-        memory_bytes: growth of the process's resident memory since its fork.
-        cpu_seconds: the time slice: computing time after which `TimeSliceExceeded` is raised. None: no time slice.
-    """
-
-    deadline: float
-    memory_bytes: int
-    cpu_seconds: float | None = None
 
 
 class ForkServer:
@@ -103,7 +78,7 @@ class ForkServer:
             ours, theirs = socket.socketpair()
             try:
                 with theirs:
-                    pid = self._command(FORK, 0, theirs)
+                    pid = self._command(0, theirs)
                 if pid < 0:
                     raise OSError(-pid, os.strerror(-pid))
             except OSError:
@@ -123,7 +98,7 @@ class ForkServer:
                 if self.is_lost(process):
                     return None
                 try:
-                    exit_code = self._command(REAP, pid)
+                    exit_code = self._command(pid)
                 except OSError:
                     return None
             if exit_code != RUNNING:
@@ -151,35 +126,32 @@ class ForkServer:
                 env={**os.environ, **one_thread, **path},
             )
         try:
-            self._receive(READY, _WARM_UP_SECONDS)
+            self._receive(_WARM_UP_SECONDS)
         except OSError as error:
             raise OSError(f"the fork server of the compile processes did not start: {error!r}") from error
         self.started = time.monotonic()
 
-    def _command(self, name: bytes, pid: int, *passed: socket.socket) -> int:
+    def _command(self, number: int, *passed: socket.socket) -> int:
         assert self._control is not None
         try:
-            socket.send_fds(self._control, [COMMAND.pack(name, pid)], [each.fileno() for each in passed])
+            socket.send_fds(self._control, [NUMBER.pack(number)], [each.fileno() for each in passed])
         except OSError:
             self._discard()
             raise
-        return self._receive(name, _COMMAND_SECONDS)
+        return self._receive(_COMMAND_SECONDS)
 
-    def _receive(self, name: bytes, seconds: float) -> int:
+    def _receive(self, seconds: float) -> int:
         """Wait for the fork server's answer; discard the fork server if none comes."""
         assert self._control is not None
         try:
-            if not readable(self._control.fileno(), seconds):
-                raise TimeoutError("the fork server does not answer")
-            answer = self._control.recv(COMMAND.size)
+            self._control.settimeout(seconds)
+            answer = self._control.recv(NUMBER.size)
             if not answer:
                 raise ConnectionResetError("the fork server is gone")
         except OSError:
             self._discard()
             raise
-        answered, number = COMMAND.unpack(answer)
-        assert answered == name
-        return int(number)
+        return int(*NUMBER.unpack(answer))
 
     def _discard(self) -> None:
         if self._process is not None:
@@ -200,8 +172,9 @@ class CompileProcess:
         self.pid = pid
         self._fork_server = fork_server
         self._forked_by = forked_by
-        self._jobs = jobs
-        jobs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _SEND_TIMEOUT)
+        for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+            jobs.setsockopt(socket.SOL_SOCKET, option, _TRANSFER_TIMEOUT)
+        self._jobs = Connection(jobs.detach())
         self._decode = decoder(CompileResult).decode
         self._process = ProcessHandle(pid)
         self._ended = False
@@ -211,7 +184,7 @@ class CompileProcess:
     @property
     def alive(self) -> bool:
         """Whether the process waits for a request. To be asked between two requests."""
-        return not self._ended and not self._orphaned and not readable(self._jobs.fileno(), 0)
+        return not self._ended and not self._orphaned and not self._jobs.poll(0)
 
     @property
     def growth(self) -> int:
@@ -227,14 +200,19 @@ class CompileProcess:
         self._slice = self._read()
         self._slice_began = time.monotonic()
         try:
-            write_frame(self._jobs.fileno(), encode(request))
+            self._jobs.send_bytes(encode(request))
         except BlockingIOError:
             raise ProcessLost("it took no constraint") from None
         except OSError:
             raise self._failure() from None
 
-    def wait(self, limits: ProcessLimits) -> CompileResult:
+    def wait(self, deadline: float, memory_bytes: int, cpu_seconds: float | None) -> CompileResult:
         """Wait for the result of the request.
+
+        Args:
+            deadline: `time.monotonic()` until which to wait.
+            memory_bytes: limit of the growth of the process's resident memory since its fork.
+            cpu_seconds: the time slice, in computing time. None: no time slice.
 
         Raises:
             TimeSliceExceeded: not finished; `wait` may be called again.
@@ -242,12 +220,11 @@ class CompileProcess:
             BackendError: the process crashed.
             ProcessLost: the process was killed or stopped.
         """
-        answers = self._jobs.fileno()
         try:
-            while not readable(answers, min(_POLL_SECONDS, limits.deadline - time.monotonic())):
-                self._check(limits)
-            result: CompileResult = self._decode(read_frame(answers, limits.deadline))
-        except TimeoutError:
+            while not self._jobs.poll(min(_POLL_SECONDS, deadline - time.monotonic())):
+                self._check(deadline, memory_bytes, cpu_seconds)
+            result: CompileResult = self._decode(self._jobs.recv_bytes())
+        except BlockingIOError:
             raise CompileTimeout("") from None
         except (EOFError, OSError):
             raise self._failure() from None
@@ -270,21 +247,21 @@ class CompileProcess:
     def _read(self) -> ProcessReading:
         return self._process.read() or _NO_READING
 
-    def _check(self, limits: ProcessLimits) -> None:
+    def _check(self, deadline: float, memory_bytes: int, cpu_seconds: float | None) -> None:
         """Raise if a limit is exceeded."""
         reading, now = self._read(), time.monotonic()
-        if reading.resident - self._fresh.resident > limits.memory_bytes:
+        if reading.resident - self._fresh.resident > memory_bytes:
             raise ConstraintTooLarge(
-                f"compiling this constraint took more than {limits.memory_bytes >> 20} MiB of memory; "
+                f"compiling this constraint took more than {memory_bytes >> 20} MiB of memory; "
                 "try a smaller one, or another backend"
             )
         if reading.stopped:
             raise ProcessLost("SIGSTOP")
-        if now >= limits.deadline:
-            raise TimeoutError
-        if limits.cpu_seconds is not None and (
-            reading.cpu_seconds - self._slice.cpu_seconds > limits.cpu_seconds
-            or now - self._slice_began > _WALL_PER_SLICE * limits.cpu_seconds
+        if now >= deadline:
+            raise CompileTimeout("")
+        if cpu_seconds is not None and (
+            reading.cpu_seconds - self._slice.cpu_seconds > cpu_seconds
+            or now - self._slice_began > _WALL_PER_SLICE * cpu_seconds
         ):
             raise TimeSliceExceeded
 

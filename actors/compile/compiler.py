@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from actors.compile.child import CompileProcess, ForkServer, ProcessLimits, ProcessLost, TimeSliceExceeded
+from actors.compile.child import CompileProcess, ForkServer, ProcessLost, TimeSliceExceeded
 from actors.compile.loading import from_chunks
 from actors.compile.process import CompileRequest, CompileResult
 from actors.processes import Owner, exit_with_owner
@@ -36,7 +36,7 @@ from guided.errors import (
 from guided.limits import CompileLimits
 from guided.vocabulary import Vocabulary
 
-__all__ = ["CompileActor", "CompileJob", "Compiler"]
+__all__ = ["CompileActor", "Compiler"]
 
 _SLICES = (0.03, 0.5)
 """Time slice of each level, in seconds of computing time."""
@@ -55,19 +55,12 @@ _RETRY_SECONDS = 1.0
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class CompileJob:
-    """Compile `constraint` with the first of `backends` that can enforce all of it."""
-
-    constraint: Constraint
-    backends: list[str]
-
-
 @dataclass(eq=False, slots=True)
 class _CompileTask:
-    """State of a job that is not finished."""
+    """State of a compilation that is not finished."""
 
-    job: CompileJob
+    constraint: Constraint
+    backends: Sequence[str]
     future: Future[CompileResult]
     submitted: float = field(default_factory=time.monotonic)
     level: int = 0
@@ -87,7 +80,7 @@ class _CompileTask:
     @property
     def backend(self) -> str:
         """The backend to try now."""
-        return self.job.backends[len(self.failed)]
+        return self.backends[len(self.failed)]
 
     def waited(self, since: float) -> float:
         """Seconds in the queue after `since` (`time.monotonic()`)."""
@@ -111,7 +104,7 @@ class CompileActor:
 
     async def compile(self, backends: Sequence[str], *chunks: bytes) -> tuple[CompileResult, bytes]:
         """Compile a constraint. The serialized grammar is a second object, which does not pass through the engine."""
-        result = await asyncio.wrap_future(self._compiler.submit(CompileJob(from_chunks(chunks), list(backends))))
+        result = await asyncio.wrap_future(self._compiler.submit(from_chunks(chunks), backends))
         dumped, result.dumped = result.dumped, b""
         return result, dumped
 
@@ -143,11 +136,14 @@ class Compiler:
         for thread in self._threads:
             thread.start()
 
-    def submit(self, job: CompileJob) -> Future[CompileResult]:
-        """Compile as soon as a process is free. The future never raises: the `CompileResult` holds the error."""
+    def submit(self, constraint: Constraint, backends: Sequence[str]) -> Future[CompileResult]:
+        """Compile `constraint` with the first of `backends` that can enforce all of it, once a process is free.
+
+        The future never raises: the `CompileResult` holds the error.
+        """
         future: Future[CompileResult] = Future()
         future.set_running_or_notify_cancel()  # cannot be cancelled: a thread will set its result
-        self._queue.put(_CompileTask(job, future))
+        self._queue.put(_CompileTask(constraint, backends, future))
         return future
 
     @property
@@ -165,7 +161,8 @@ class Compiler:
 
     def _work(self, index: int, slow: bool) -> None:
         """Body of a thread: handle one task after the other in the thread's own process."""
-        process = None if slow else self._fork(index)
+        if not slow:
+            self._fork(index)
         while (task := self._queue.take(slow=slow)) is not None:
             waited = task.waited(self._fork_server.started)
             if task.process is None and waited > self._limits.wait_seconds:
@@ -173,29 +170,29 @@ class Compiler:
                 self._finish(task, CompileQueueFull(text))
                 continue
             if task.process is not None:
-                self._drop(index, process)
-                process = self._processes[index] = task.process
-            elif process is None or not process.alive:
-                self._drop(index, process)
-                process = self._fork(index)
-            if not self._attempt_safely(task, process):
+                self._kill(index)
+                self._processes[index] = task.process
+            elif index not in self._processes or not self._processes[index].alive:
+                self._kill(index)
+                self._fork(index)
+            if not self._attempt_safely(task, self._processes[index]):
                 del self._processes[index]
-                process = None if slow else self._fork(index)
-        self._drop(index, process)
+                if not slow:
+                    self._fork(index)
+        self._kill(index)
         self._end.wait()
 
-    def _fork(self, index: int) -> CompileProcess:
+    def _fork(self, index: int) -> None:
         while True:
             try:
-                process = self._processes[index] = self._fork_server.fork()
+                self._processes[index] = self._fork_server.fork()
+                return
             except OSError as error:
                 _log.error("cannot start a compile process, will try again: %s", error)
                 time.sleep(_RETRY_SECONDS)
-            else:
-                return process
 
-    def _drop(self, index: int, process: CompileProcess | None) -> None:
-        self._processes.pop(index, None)
+    def _kill(self, index: int) -> None:
+        process = self._processes.pop(index, None)
         if process is not None:
             process.kill()
 
@@ -213,9 +210,11 @@ class Compiler:
         try:
             if task.process is None:
                 task.began = time.monotonic()
-                process.start(CompileRequest(task.job.constraint, task.backend, self._limits.grammar_bytes))
+                process.start(CompileRequest(task.constraint, task.backend, self._limits.grammar_bytes))
             task.process = None
-            result = process.wait(self._process_limits(task))
+            time_slice = _SLICES[task.level] if self._has_slow and task.level < _FINAL_LEVEL else None
+            deadline = task.began + self._attempt_seconds(task)
+            result = process.wait(deadline, self._limits.memory_bytes, time_slice)
         except TimeSliceExceeded:
             self._queue.record_slice(task, exceeded=True)
             if not self._queue.hand_over(task, process):
@@ -245,12 +244,8 @@ class Compiler:
 
     def _attempt_seconds(self, task: _CompileTask) -> float:
         """Time limit of this attempt: all that is left, except the reserve for the backends after this one."""
-        backends_after = len(task.job.backends) - len(task.failed) - 1
+        backends_after = len(task.backends) - len(task.failed) - 1
         return self._limits.seconds * (1 - _RESERVE * backends_after) - task.spent
-
-    def _process_limits(self, task: _CompileTask) -> ProcessLimits:
-        time_slice = _SLICES[task.level] if self._has_slow and task.level < _FINAL_LEVEL else None
-        return ProcessLimits(task.began + self._attempt_seconds(task), self._limits.memory_bytes, time_slice)
 
     def _retry_lost(self, task: _CompileTask, process: CompileProcess, lost: ProcessLost) -> None:
         """Try the task again, unless it has lost too many processes."""
@@ -278,7 +273,7 @@ class Compiler:
             )
         elif isinstance(error, BackendError):
             task.crashed.append(name)
-            _log.warning("%s, compiling with %s: %s", error, name, task.job.constraint.key)
+            _log.warning("%s, compiling with %s: %s", error, name, task.constraint.key)
         elif isinstance(error, ConstraintTooLarge):
             error = ConstraintTooLarge(f"with {name}, {error.message}")
         self._fail_backend(task, error)
@@ -289,7 +284,7 @@ class Compiler:
             self._finish(task, error)
             return
         task.failed.append((task.backend, error))
-        if len(task.failed) == len(task.job.backends):
+        if len(task.failed) == len(task.backends):
             self._finish(task, conclusion(task.failed))
             return
         task.level = 1  # after constraints that were not tried at all, before those that are known to be slow
@@ -309,8 +304,8 @@ class _CompileQueue:
     compiles one task to its end. So a quick task waits at most for as many short slices as there are tasks before it. A
     slice that is lost by a kill is short compared with the time that its constraint needs.
 
-    If a slow process is free, a task that has exceeded its first slice goes on there without being killed. A backend
-    whose latest tasks all exceeded their slices is served after the others: a flood of constraints that one backend is
+    If a slow process is free, a task that has exceeded its first slice goes on there without being killed. A backend is
+    served after the others while all its latest tasks have exceeded their slices: a flood of constraints that it is
     slow at costs the users of another backend a few slices, whatever its length.
 
     Args:

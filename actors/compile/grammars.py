@@ -21,11 +21,11 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.cluster import call_in_thread
 from actors.compile.compiler import CompileActor
-from actors.compile.loading import ActorHandle, GrammarPackage, Loading, StoredGrammar, died_loading, to_chunks
+from actors.compile.loading import ActorHandle, Loading, StoredGrammar, died_loading, to_chunks
 from actors.compile.process import CompileResult
-from actors.compile.suspensions import Suspensions
 from actors.processes import Owner, ProcessHandle, kill_actor
 from guided.backends import BACKENDS
+from guided.backends.suspensions import Suspensions
 from guided.compilation import grammar_key
 from guided.constraint import Constraint
 from guided.errors import (
@@ -62,24 +62,19 @@ _Answer = TypeVar("_Answer")
 
 
 @dataclass(eq=False, slots=True)
-class _PendingCompile:
-    """A constraint that the compile actor was asked to compile."""
+class _Pending:
+    """A constraint that is being compiled, or a grammar that waits for the workers that load it."""
 
-    key: CacheKey
     constraint: Constraint
     backends: list[str]
+    future: Future[Grammar] = field(default_factory=Future)
     since: float = field(default_factory=time.monotonic)
+    """`time.monotonic()` when it was asked for; once it is compiled, when the workers were."""
     actors_lost: int = 0
     """Compile actors that died while they had it."""
-
-
-@dataclass(eq=False, slots=True)
-class _PendingInstall:
-    """A compiled grammar whose future waits for the workers that load it."""
-
-    grammar: Grammar
-    stored: StoredGrammar
-    since: float = field(default_factory=time.monotonic)
+    grammar: Grammar | None = None
+    """Set once it is compiled, like `stored`."""
+    stored: StoredGrammar | None = None
 
 
 class Grammars:
@@ -96,12 +91,11 @@ class Grammars:
         self._suspensions = Suspensions(BACKENDS)
         self._lock = threading.Lock()
         self._cache = GrammarCache(options.max_cache_bytes)
-        self._pending: dict[CacheKey, Future[Grammar]] = {}
+        self._pending: dict[CacheKey, _Pending] = {}
         self._closed = False
         # The following belong to the thread.
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._loading = Loading(self._when_done, self._check_installs)
-        self._installs: list[_PendingInstall] = []
         self._thread = threading.Thread(target=self._run, name="grammars", daemon=True)
         self._thread.start()
 
@@ -125,20 +119,19 @@ class Grammars:
                 full = CompileQueueFull(f"{len(self._pending)} constraints are being compiled or waiting: try again")
                 self._cache.fail(key, full)
                 return _failed(full)
-            pending = _PendingCompile(key, constraint, list(backends))
+            if not new:
+                if not self._has_lost_workers(future):
+                    return future
+                if key in self._pending:
+                    return self._pending[key].future
+            pending = self._pending[key] = _Pending(constraint, list(backends))
             if new:
-                task = partial(self._compile, pending)
-            elif not self._has_lost_workers(future):
-                return future
-            elif key in self._pending:
-                return self._pending[key]
+                pending.future, task = future, partial(self._compile, key, pending)
             else:
-                task = partial(self._reinstall, future.result(), pending)
-                future = Future()
-            future.set_running_or_notify_cancel()  # shared by several requests: cannot be cancelled
-            self._pending[key] = future
+                task = partial(self._reinstall, key, pending, future.result())
+            pending.future.set_running_or_notify_cancel()  # shared by several requests: cannot be cancelled
         self._tasks.put(task)
-        return future
+        return pending.future
 
     def release(self, grammar: Grammar) -> None:
         """See `MaskPool.release`. Returns at once."""
@@ -233,20 +226,20 @@ class Grammars:
     def _when_done(self, future: Future[Any], task: Callable[[Future[Any]], None]) -> None:
         future.add_done_callback(lambda done: self._tasks.put(partial(task, done)))
 
-    def _compile(self, pending: _PendingCompile) -> None:
+    def _compile(self, key: CacheKey, pending: _Pending) -> None:
         actor = self._compiler.actor
         call = actor.compile.options(num_returns=2)
         result, dumped = call.remote(pending.backends, *to_chunks(pending.constraint))
-        self._when_done(result.future(), partial(self._compiled, pending, actor, dumped))
+        self._when_done(result.future(), partial(self._compiled, key, pending, actor, dumped))
 
     def _compiled(
-        self, pending: _PendingCompile, actor: Any, dumped: ray.ObjectRef, done: Future[CompileResult]
+        self, key: CacheKey, pending: _Pending, actor: Any, dumped: ray.ObjectRef, done: Future[CompileResult]
     ) -> None:
-        key, constraint = pending.key, pending.constraint
+        constraint = pending.constraint
         try:
             result = done.result()
         except RayActorError:
-            self._compile_again(pending, actor)
+            self._compile_again(key, pending, actor)
             return
         except Exception as error:
             self._fail(key, PoolUnavailable(f"the compile actor failed: {bounded(error)}"))
@@ -262,63 +255,61 @@ class Grammars:
         grammar = Grammar(name, result.backend, constraint, key, result.seconds)
         with self._lock:
             self._cache.weigh(grammar, result.nbytes)
-        self._install(grammar, self._loading.add(GrammarPackage(name, result.backend, to_chunks(constraint)), dumped))
+        stored = self._loading.add(StoredGrammar(name, result.backend, to_chunks(constraint), dumped))
+        self._install(pending, grammar, stored)
 
-    def _compile_again(self, pending: _PendingCompile, actor: Any) -> None:
+    def _compile_again(self, key: CacheKey, pending: _Pending, actor: Any) -> None:
         """Give a constraint to another compile actor: the one that had it died."""
         pending.actors_lost += 1
         seconds = time.monotonic() - pending.since
-        if pending.actors_lost == _MAX_COMPILE_ACTORS or seconds > _MAX_RETRY_SECONDS:
-            text = f"the compile actor died {pending.actors_lost} times within {seconds:.0f} s with this constraint"
-            self._fail(pending.key, PoolUnavailable(text))
-            return
         try:
+            if pending.actors_lost == _MAX_COMPILE_ACTORS or seconds > _MAX_RETRY_SECONDS:
+                text = f"the compile actor died {pending.actors_lost} times within {seconds:.0f} s with this constraint"
+                raise PoolUnavailable(text)
             self._compiler.replace(actor)
         except GuidedError as error:
-            self._fail(pending.key, error)
-            return
-        self._compile(pending)
+            self._fail(key, error)
+        else:
+            self._compile(key, pending)
 
-    def _reinstall(self, grammar: Grammar, pending: _PendingCompile) -> None:
+    def _reinstall(self, key: CacheKey, pending: _Pending, grammar: Grammar) -> None:
         """Have a compiled grammar loaded again; all workers that had loaded it are gone."""
         stored = self._loading.stored.get(grammar.key)
         if stored is None:
-            self._compile(pending)
-            return
-        self._loading.retry(stored)
-        self._install(grammar, stored)
+            self._compile(key, pending)
+        else:
+            self._loading.retry(stored)
+            self._install(pending, grammar, stored)
 
-    def _install(self, grammar: Grammar, stored: StoredGrammar) -> None:
-        self._installs.append(_PendingInstall(grammar, stored))
+    def _install(self, pending: _Pending, grammar: Grammar, stored: StoredGrammar) -> None:
+        pending.grammar, pending.stored, pending.since = grammar, stored, time.monotonic()
         self._check_installs()
 
     def _check_installs(self) -> None:
-        self._installs = [install for install in self._installs if not self._finish_install(install)]
+        for pending in list(self._pending.values()):
+            if pending.grammar is not None and pending.stored is not None:
+                self._check_install(pending, pending.grammar, pending.stored)
 
-    def _finish_install(self, install: _PendingInstall) -> bool:
-        """Finish the future of a grammar, if workers have loaded it or will not. Returns whether it is finished."""
-        grammar, seconds = install.grammar, time.monotonic() - install.since
-        loads = {handle: load for handle, load in install.stored.loads.items() if not died_loading(load)}
-        error: GuidedError | None = None
+    def _check_install(self, pending: _Pending, grammar: Grammar, stored: StoredGrammar) -> None:
+        """Finish the future of a grammar, if workers have loaded it or will not."""
+        seconds = time.monotonic() - pending.since
+        loads = {handle: load for handle, load in stored.loads.items() if not died_loading(load)}
         if any(handle.serving and grammar.key in handle.installed for handle in loads) and (
             seconds > _GRACE_SECONDS or all(load.done() for load in loads.values())
         ):
-            self._pending.pop(grammar.cache_key).set_result(grammar)
-            return True
-        if (rejection := self.rejection(grammar.key)) is not None:
-            error = rejection
+            self._pending.pop(grammar.cache_key).future.set_result(grammar)
+        elif (rejection := self.rejection(grammar.key)) is not None:
+            self._fail(grammar.cache_key, rejection)
         elif loads and all(load.done() and load.exception() is not None for load in loads.values()):
             why = bounded(next(iter(loads.values())).exception())
-            error = BackendError(f"no worker could load the grammar: {why}")
+            self._fail(grammar.cache_key, BackendError(f"no worker could load the grammar: {why}"))
         elif seconds > self._options.pool_wait:
-            error = PoolUnavailable(f"no mask worker was available for {self._options.pool_wait:g} s")
-        if error is not None:
-            self._fail(grammar.cache_key, error)
-        return error is not None
+            text = f"no mask worker was available for {self._options.pool_wait:g} s"
+            self._fail(grammar.cache_key, PoolUnavailable(text))
 
     def _fail(self, key: CacheKey, error: GuidedError) -> None:
         with self._lock:
-            future = self._pending.pop(key)
+            future = self._pending.pop(key).future
             evicted = self._cache.fail(key, error)
         if evicted:
             self._loading.remove(evicted)
@@ -327,7 +318,7 @@ class Grammars:
     def _add_actor(self, handle: ActorHandle) -> list[Future[None]]:
         with self._lock:
             needed = {grammar.key for grammar in self._cache.in_use()}
-        needed.update(install.grammar.key for install in self._installs)
+        needed.update(pending.stored.key for pending in list(self._pending.values()) if pending.stored is not None)
         return self._loading.add_actor(handle, needed)
 
     def _remove_actor(self, handle: ActorHandle) -> None:

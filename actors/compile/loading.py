@@ -24,7 +24,6 @@ from guided.messages import decoder, encode
 
 __all__ = [
     "ActorHandle",
-    "GrammarPackage",
     "Loading",
     "StoredGrammar",
     "died_loading",
@@ -60,16 +59,6 @@ def from_chunks(chunks: Iterable[bytes]) -> Constraint:
     return constraint
 
 
-@dataclass(frozen=True, slots=True)
-class GrammarPackage:
-    """What an actor needs to load a grammar, besides the serialized grammar itself."""
-
-    key: str
-    backend: str
-    chunks: tuple[bytes, ...]
-    """The constraint, see `to_chunks`."""
-
-
 @dataclass(eq=False, slots=True)
 class ActorHandle:
     """A mask actor, with the grammars that it has loaded or is loading."""
@@ -80,28 +69,29 @@ class ActorHandle:
     """Keys of the grammars that it has loaded."""
     serving: bool = False
     """Sequences may be placed on it."""
-    loading: list[GrammarPackage] = field(default_factory=list)
+    loading: list[StoredGrammar] = field(default_factory=list)
     """What it is loading, in this order."""
     backends: set[str] = field(default_factory=set)
-    """Backends whose library it has imported: each is imported with the first grammar that needs it."""
+    """Backends with an imported library: it is imported with the first grammar that needs it."""
     busy_since: float = 0.0
     """`time.monotonic()` when it began with the first of `loading`."""
 
     def is_overdue(self) -> bool:
         """Whether loading one grammar has exceeded its time limit. From any thread."""
-        first = next(iter(tuple(self.loading)), None)
-        if first is None:
-            return False
-        return time.monotonic() - self.busy_since > (
-            _LOAD_SECONDS if first.backend in self.backends else _LIBRARY_SECONDS
-        )
+        for first in tuple(self.loading):
+            limit = _LOAD_SECONDS if first.backend in self.backends else _LIBRARY_SECONDS
+            return time.monotonic() - self.busy_since > limit
+        return False
 
 
 @dataclass(eq=False, slots=True)
 class StoredGrammar:
     """A compiled grammar, which every actor loads, now or when it is started."""
 
-    package: GrammarPackage
+    key: str
+    backend: str
+    chunks: tuple[bytes, ...]
+    """The constraint, see `to_chunks`."""
     dumped: ray.ObjectRef | bytes
     """The serialized grammar."""
     loads: dict[ActorHandle, Future[None]] = field(default_factory=dict)
@@ -140,9 +130,9 @@ class Loading:
         """Why a grammar is not loaded by any actor any more; None if it may be. From any thread."""
         return self._rejected.get(key)
 
-    def add(self, package: GrammarPackage, dumped: ray.ObjectRef) -> StoredGrammar:
-        """Store a compiled grammar and have it loaded. A grammar that is stored already is not stored again."""
-        stored = self.stored.setdefault(package.key, StoredGrammar(package, dumped))
+    def add(self, grammar: StoredGrammar) -> StoredGrammar:
+        """Have a compiled grammar loaded. Returns the grammar that was stored under its key first."""
+        stored = self.stored.setdefault(grammar.key, grammar)
         self._distribute(stored)
         return stored
 
@@ -190,7 +180,7 @@ class Loading:
         """Remove an actor that has ended. The grammars that it was loading may become suspects."""
         self.actors = tuple(each for each in self.actors if each is not handle)
         alone = len(handle.loading) == 1
-        for position, key in enumerate(package.key for package in handle.loading):
+        for position, key in enumerate(grammar.key for grammar in handle.loading):
             stored = self.stored.get(key)
             if position and stored is not None and stored.proven:
                 continue  # it was waiting, and other actors have loaded it
@@ -210,8 +200,7 @@ class Loading:
         self._rejected[key] = error
 
     def _is_trusted(self, stored: StoredGrammar) -> bool:
-        key = stored.package.key
-        return key not in self._suspects and key not in self._rejected
+        return stored.key not in self._suspects and stored.key not in self._rejected
 
     def _distribute(self, stored: StoredGrammar) -> None:
         """Have a grammar loaded by one actor; by all actors once one has survived it."""
@@ -228,19 +217,18 @@ class Loading:
     def _load(self, stored: StoredGrammar, handle: ActorHandle) -> Future[None]:
         if not handle.loading:
             handle.busy_since = time.monotonic()
-        package = stored.package
-        handle.loading.append(package)
-        call = handle.actor.install.remote(package.key, package.backend, stored.dumped, *package.chunks)
+        handle.loading.append(stored)
+        call = handle.actor.install.remote(stored.key, stored.backend, stored.dumped, *stored.chunks)
         load: Future[None] = call.future()
         stored.loads[handle] = load
         self._when_done(load, partial(self._loaded, stored, handle))
         return load
 
     def _loaded(self, stored: StoredGrammar, handle: ActorHandle, load: Future[None]) -> None:
-        key = stored.package.key
+        key = stored.key
         if not died_loading(load):  # if it died, `remove_actor` needs to know what it was loading
-            handle.loading.remove(stored.package)
-            handle.backends.add(stored.package.backend)
+            handle.loading.remove(stored)
+            handle.backends.add(stored.backend)
             handle.busy_since = time.monotonic()
         if load.exception() is None:
             if self.stored.get(key) is stored:  # otherwise it was removed meanwhile, from the actor too

@@ -5,8 +5,8 @@ does it once, and every compile process is a fork of it, ready within hundredths
 to be killed is replaced at once, and the memory that a constraint left behind is gone with it. The fork server has one
 thread and never compiles a user's constraint.
 
-The control socket of the fork server carries one `COMMAND` per packet, and one answer to each. The socket of a compile
-process carries frames: `CompileRequest`s in, `CompileResult`s out. What the grammar libraries print goes to stderr.
+The control socket of the fork server carries one `NUMBER` per packet, and one answer to each. The socket of a compile
+process carries `CompileRequest`s in and `CompileResult`s out. What the grammar libraries print goes to stderr.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import gc
 import logging
 import os
 import resource
-import select
 import signal
 import socket
 import struct
 import sys
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NoReturn
 
@@ -36,29 +36,14 @@ from guided.errors import ConstraintTooLarge, Wire, to_wire
 from guided.messages import decoder, encode
 from guided.vocabulary import Vocabulary
 
-__all__ = [
-    "COMMAND",
-    "FORK",
-    "READY",
-    "REAP",
-    "RUNNING",
-    "CompileRequest",
-    "CompileResult",
-    "read_frame",
-    "readable",
-    "write_frame",
-]
+__all__ = ["NUMBER", "RUNNING", "CompileRequest", "CompileResult"]
 
-COMMAND = struct.Struct("<cq")
-"""A command to the fork server, and a pid. The answer has the same shape, with a number in place of the pid."""
-READY, FORK, REAP = b"W", b"F", b"R"
-"""READY: sent by the fork server once it is warm. FORK: start a compile process on the socket that comes with the
-command; the answer is its pid, or a negative errno. REAP: the answer is the process's exit code as
-`os.waitstatus_to_exitcode` gives it, or `RUNNING`."""
+NUMBER = struct.Struct("<q")
+"""A command to the fork server, or its answer. A command with a socket attached starts a compile process on that
+socket; the answer is its pid, or a negative errno. A command without one is the pid of a compile process; the answer is
+its exit code, see `os.waitstatus_to_exitcode`, or `RUNNING`. The fork server's first packet says that it is warm."""
 RUNNING = 1 << 32
 
-_FRAME_LENGTH = struct.Struct("<Q")
-_FRAME_CHUNK = 1 << 20
 _PR_SET_PDEATHSIG = 1
 _NICENESS = 10
 """A compilation takes seconds of a core: the engine and the masks have precedence."""
@@ -90,47 +75,6 @@ class CompileResult(msgspec.Struct, array_like=True):
     crashed: list[str] = []
     """Backends that crashed while they compiled this constraint."""
     timed_out: list[str] = []
-
-
-def write_frame(fd: int, data: bytes) -> None:
-    """Write one length-prefixed frame. Raises `BrokenPipeError` if the other end is closed."""
-    view = memoryview(_FRAME_LENGTH.pack(len(data)) + data)
-    while view:
-        view = view[os.write(fd, view[:_FRAME_CHUNK]) :]
-
-
-def read_frame(fd: int, deadline: float | None = None) -> bytes:
-    """Read one frame.
-
-    Args:
-        deadline: `time.monotonic()` until which to wait. None: no limit.
-
-    Raises:
-        TimeoutError: the frame was not complete at the deadline.
-        EOFError: the other end is closed.
-    """
-    (length,) = _FRAME_LENGTH.unpack(_read(fd, _FRAME_LENGTH.size, deadline))
-    return _read(fd, length, deadline)
-
-
-def readable(fd: int, timeout: float) -> bool:
-    """Wait at most `timeout` seconds for data, or the end. Returns whether there is either."""
-    waiting = select.poll()
-    waiting.register(fd, select.POLLIN)
-    return bool(waiting.poll(max(0.0, timeout * 1000)))
-
-
-def _read(fd: int, count: int, deadline: float | None) -> bytes:
-    chunks: list[bytes] = []
-    while count:
-        if deadline is not None and not readable(fd, deadline - time.monotonic()):
-            raise TimeoutError
-        chunk = os.read(fd, min(count, _FRAME_CHUNK))
-        if not chunk:
-            raise EOFError
-        chunks.append(chunk)
-        count -= len(chunk)
-    return b"".join(chunks)
 
 
 def _die_with(parent: int) -> None:
@@ -175,10 +119,10 @@ def _run_compile_process(backends: Backends, jobs: int, fork_server: int) -> NoR
     """Compile one request after the other until the other end of the socket `jobs` is closed."""
     _die_with(fork_server)
     os.nice(_NICENESS)
-    decode = decoder(CompileRequest).decode
+    connection, decode = Connection(jobs), decoder(CompileRequest).decode
     try:
         while True:
-            write_frame(jobs, encode(_compile(backends, decode(read_frame(jobs)))))
+            connection.send_bytes(encode(_compile(backends, decode(connection.recv_bytes()))))
     except (EOFError, BrokenPipeError, ConnectionResetError):
         os._exit(0)
 
@@ -221,16 +165,15 @@ def _run_fork_server(control: socket.socket, vocabulary: int, parent: int) -> No
     _warm(backends)
     gc.collect()
     gc.freeze()  # in a fork, a collection would touch, and so copy, every object
-    control.send(COMMAND.pack(READY, 0))
+    control.send(NUMBER.pack(0))
     while True:
-        command, descriptors, _, _ = socket.recv_fds(control, COMMAND.size, 1)
+        command, descriptors, _, _ = socket.recv_fds(control, NUMBER.size, 1)
         if not command:
             return
-        name, pid = COMMAND.unpack(command)
-        answer = _fork(backends, control, *descriptors) if name == FORK else _reap(pid)
+        answer = _fork(backends, control, *descriptors) if descriptors else _reap(*NUMBER.unpack(command))
         for descriptor in descriptors:
             os.close(descriptor)
-        control.send(COMMAND.pack(name, answer))
+        control.send(NUMBER.pack(answer))
 
 
 if __name__ == "__main__":

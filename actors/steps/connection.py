@@ -35,6 +35,7 @@ from actors.steps.protocol import (
     Ring,
     Segment,
     SlotTable,
+    freed,
     in_fill_order,
 )
 from guided.errors import GuidedError, from_wire
@@ -44,7 +45,7 @@ from guided.sequence import GuidedSequence
 if TYPE_CHECKING:
     from actors.processes import ActorLocation
 
-__all__ = ["SequenceState", "StepPart", "WorkerConnection", "send_all"]
+__all__ = ["SequenceState", "StepOutputs", "StepPart", "WorkerConnection", "send_all"]
 
 _decode = msgspec.msgpack.Decoder(Answer).decode
 
@@ -57,16 +58,20 @@ class SequenceState:
     grammar: str
     """Key of its grammar."""
     parent_id: int | None
-    """The sequence whose matcher is copied when this one is opened; None once it has been opened."""
+    """The sequence to copy the matcher of when this one is opened; None once it has been opened."""
     worker: WorkerConnection | None = None
     """The worker that it is open on. None: it is opened on one when it is next submitted."""
     slot: int = FREE
+    incarnation: int = -1
+    """The worker's; -1 if there is none."""
     changed_from: int | None = None
     """Output tokens from this position on have changed since they were sent."""
+    opened_at: float = 0.0
+    """`time.monotonic()` when it was opened on the worker."""
     waiting_since: float = 0.0
     """`time.monotonic()` since when no worker could take it; 0 if one could."""
     late_since: float = 0.0
-    """`time.monotonic()` of the submission whose mask missed its step; 0 if none did."""
+    """`time.monotonic()` of the submission that missed its step; 0 if none did."""
     quick_rows: int = -1
     """-1, or for a straggler: consecutive masks that did not hold up its worker."""
     suspect: bool = False
@@ -96,31 +101,49 @@ class SequenceState:
     @property
     def has_answered(self) -> bool:
         """The worker has computed a mask for it."""
-        return self.worker is not None and bool(self.worker.table.ready[self.slot] != FREE)
+        return self.worker is not None and bool(self.worker.table.ready[self.slot] >= 0)
 
     def leave(self) -> None:
         """Forget the worker. The sequence is opened again, from its whole output, when it is next submitted."""
-        self.worker, self.slot, self.parent_id, self.changed_from = None, FREE, None, None
+        self.worker, self.slot, self.incarnation, self.parent_id, self.changed_from = None, FREE, -1, None, None
+
+
+class StepOutputs:
+    """The outputs of a step's sequences, row by row."""
+
+    def __init__(self, sequences: Sequence[GuidedSequence]) -> None:
+        self.tokens = [sequence.output_token_ids for sequence in sequences]
+        self.lengths = np.fromiter(map(len, self.tokens), np.int64, len(self.tokens))
+        self.last = np.fromiter([tokens[-1] if tokens else 0 for tokens in self.tokens], np.int32, len(self.tokens))
+        """The newest token of each; 0 if there is none."""
 
 
 class StepPart:
     """The rows of a step that are filled by one worker.
 
     Args:
-        rows: their positions in the step, in the order of `states`.
+        rows: int `[n]`: their positions in the step.
+        slots: int `[n]`: their slots.
+        states: the sequences of all rows of the step, by position.
     """
 
-    def __init__(self, worker: WorkerConnection, states: list[SequenceState], rows: Sequence[int]) -> None:
+    def __init__(
+        self,
+        worker: WorkerConnection,
+        rows: NDArray[np.intp],
+        slots: NDArray[np.intp],
+        states: Sequence[SequenceState | None],
+    ) -> None:
         self.worker = worker
         self.table = worker.table
-        self.states = states
-        self.slots = np.array([state.slot for state in states], np.intp)
-        self.rows = np.array(rows, np.intp)
-        self.target = self.table.target[self.slots]
-        """The version of each row whose mask is wanted."""
-        self.ready: NDArray[np.bool_] = np.zeros(len(states), np.bool_)
-        self.missing = len(states)
+        self.rows = rows
+        self.slots = slots
+        self.target = self.table.target[slots]
+        """The version that a mask is wanted for, of each row."""
+        self.ready: NDArray[np.bool_] = np.zeros(len(rows), np.bool_)
+        self.missing = len(rows)
         """Rows that are not ready, as of the last `look`."""
+        self._states = states
         self._ring: Ring | None = None
 
     def look(self) -> int:
@@ -128,6 +151,15 @@ class StepPart:
         self.ready = self.table.ready[self.slots] == self.target
         self.missing = len(self.ready) - int(np.count_nonzero(self.ready))
         return self.missing
+
+    def states(self, where: NDArray[np.bool_]) -> dict[int, SequenceState]:
+        """Return the sequences of some rows, by position in the step.
+
+        Args:
+            where: bool `[n]`.
+        """
+        found = ((row, self._states[row]) for row in self.rows[where].tolist())
+        return {row: state for row, state in found if state is not None}
 
     def send_tokens(self, tokens: NDArray[np.int32]) -> None:
         """Write one new token of every row, where all masks of the previous step are ready.
@@ -144,40 +176,50 @@ class StepPart:
         else:
             self.worker.queue(self._ring)
 
-    def send_outputs(self) -> None:
-        """Write what is new of each row's output, whatever it is, and ask for the masks that were not asked for."""
+    def send_outputs(self, outputs: StepOutputs) -> None:
+        """Write what is new of each row's output, and ask for the masks that were not asked for."""
         table, slots = self.table, self.slots
-        outputs = [state.sequence.output_token_ids for state in self.states]
-        lengths = np.array([len(output) for output in outputs], np.int64)
         target = table.target[slots]
-        new = lengths - (target & POSITION)
+        new = outputs.lengths[self.rows] - (target & POSITION)
         settled = table.ready[slots] == target
-        direct = settled & (new >= 1) & (new <= MAX_NEW_TOKENS)
-        if (new[direct] == 1).all():
-            table.tokens[slots[direct], 0] = [outputs[row][-1] for row in np.flatnonzero(direct).tolist()]
+        single = settled & (new == 1)
+        if single.all():
+            table.tokens[slots, 0] = outputs.last[self.rows]
+            table.target[slots] = target + 1
         else:
-            for row in np.flatnonzero(direct).tolist():
-                table.tokens[slots[row], : new[row]] = outputs[row][-int(new[row]) :]
-        target[direct] += new[direct]
-        table.target[slots] = target
-        for row in np.flatnonzero(~direct & (new != 0)).tolist():
-            self.worker.edit(self.states[row], min(int(target[row]) & POSITION, len(outputs[row])))
-        self.target = table.target[slots]
-        unasked = slots[self.worker.asked[slots] != self.target]
-        if len(unasked):
-            self.worker.asked[slots] = self.target
-            self.worker.ring(unasked)
+            self._send_various(outputs, new, settled)
+        self.ask()
 
-    def remove(self, states: Collection[SequenceState]) -> list[int]:
-        """Drop rows that this worker will not fill; return their positions in the step."""
-        kept = [index for index, state in enumerate(self.states) if state not in states]
-        dropped = [int(self.rows[index]) for index, state in enumerate(self.states) if state in states]
-        if dropped:
-            self.states = [self.states[index] for index in kept]
-            self.slots, self.rows, self.target = self.slots[kept], self.rows[kept], self.target[kept]
-            self.ready, self._ring = self.ready[kept], None
-            self.missing = len(kept) - int(np.count_nonzero(self.ready))
-        return dropped
+    def _send_various(self, outputs: StepOutputs, new: NDArray[np.int64], settled: NDArray[np.bool_]) -> None:
+        """Write outputs of which some have no new token, several, or have become shorter."""
+        table, slots = self.table, self.slots
+        direct = settled & (new >= 1) & (new <= MAX_NEW_TOKENS)
+        for index in np.flatnonzero(direct).tolist():
+            count = int(new[index])
+            table.tokens[slots[index], :count] = outputs.tokens[self.rows[index]][-count:]
+        table.target[slots[direct]] += new[direct]
+        for row, state in self.states(~direct & (new != 0)).items():
+            known = int(table.target[state.slot]) & POSITION
+            self.worker.edit(state, min(known, len(outputs.tokens[row])))
+
+    def ask(self) -> None:
+        """Ask for the masks of the versions that are written now, as far as they were not asked for."""
+        self.target = self.table.target[self.slots]
+        unasked = self.worker.asked[self.slots] != self.target
+        if unasked.any():
+            self.worker.asked[self.slots] = self.target
+            self.worker.ring(self.slots if unasked.all() else self.slots[unasked])
+
+    def remove(self, where: NDArray[np.bool_]) -> None:
+        """Drop rows that this worker will not fill.
+
+        Args:
+            where: bool `[n]`.
+        """
+        kept = ~where
+        self.rows, self.slots, self.target = self.rows[kept], self.slots[kept], self.target[kept]
+        self.ready, self._ring = self.ready[kept], None
+        self.missing = len(self.ready) - int(np.count_nonzero(self.ready))
 
 
 class WorkerConnection:
@@ -207,7 +249,7 @@ class WorkerConnection:
         self.shared = shared
         self.table: SlotTable = segment.table
         self.asked = np.full(len(self.table.target), FREE, np.int64)
-        """`[slots]`: the version that the worker was last asked for; `FREE` once the slot was freed."""
+        """`[slots]`: what `ready` becomes once the worker has handled everything that was sent."""
         self.sequences: dict[int, SequenceState] = {}
         """The open sequences, by slot."""
         self.stragglers: set[SequenceState] = set()
@@ -252,9 +294,9 @@ class WorkerConnection:
     def has_slot(self) -> bool:
         """Return whether a sequence can be opened now."""
         if not self._free_slots and self._leaving:
-            freed = [slot for slot in self._leaving if self.table.ready[slot] == FREE]
-            self._free_slots += freed
-            self._leaving = [slot for slot in self._leaving if self.table.ready[slot] != FREE]
+            handled = self.asked == self.table.ready
+            self._free_slots += [slot for slot in self._leaving if handled[slot]]
+            self._leaving = [slot for slot in self._leaving if not handled[slot]]
         return bool(self._free_slots)
 
     def open(self, state: SequenceState, parent: SequenceState | None) -> None:
@@ -262,7 +304,7 @@ class WorkerConnection:
         slot = self._free_slots.pop()
         tokens = list(state.sequence.output_token_ids)
         self.sequences[slot] = state
-        state.worker, state.slot = self, slot
+        state.worker, state.slot, state.incarnation = self, slot, self.incarnation
         version = (int(self.table.target[slot]) | POSITION) + 1 + len(tokens)
         self.table.target[slot] = version
         parent_slot = parent.slot if parent is not None and parent.worker is self else None
@@ -292,7 +334,7 @@ class WorkerConnection:
         self._requests.append(request)
 
     def ring(self, slots: NDArray[np.intp]) -> Ring:
-        """Add the request to fill `slots`, whose columns are written; return it."""
+        """Add the request to fill `slots` to the next frame, and return it. Their columns are written."""
         if self.shared:
             request = Ring(slots.astype(np.int32).tobytes())
         else:
@@ -306,8 +348,8 @@ class WorkerConnection:
     def pack(self) -> bytes:
         """Encode the next frame; empty if there is nothing to send."""
         if self._frees:
-            self.queue(Free(self._frees))
-            self.asked[self._frees] = FREE
+            self._requests.insert(0, Free(self._frees))
+            self.asked[self._frees] = freed(self.table.target[self._frees])
             self._leaving += self._frees
             self._frees = []
         if not self._requests:
@@ -362,7 +404,7 @@ class WorkerConnection:
             return
         slots = np.frombuffer(lines.slots, np.int32)
         ready = np.frombuffer(lines.ready, np.int64)
-        filled = ready != FREE
+        filled = ready >= 0
         masks = np.frombuffer(lines.mask, np.int32).reshape(np.count_nonzero(filled), self.table.mask.shape[1])
         self.table.mask[slots[filled]] = masks
         self.table.seconds[slots] = np.frombuffer(lines.seconds, np.float32)

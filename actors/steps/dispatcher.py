@@ -17,8 +17,9 @@ import numpy as np
 import zmq
 from numpy.typing import NDArray
 
-from actors.steps.connection import SequenceState, StepPart, WorkerConnection, send_all
+from actors.steps.connection import SequenceState, StepOutputs, StepPart, WorkerConnection, send_all
 from actors.steps.placement import Placement, Recovery, WorkerDown, WorkerRetiring, WorkerUp
+from actors.steps.protocol import FREE
 from guided.errors import BackendError, GuidedError, MaskTimeout, PoolUnavailable
 from guided.pool import Grammar, ReadyMasks, StepMasks
 from guided.sequence import GuidedSequence
@@ -41,9 +42,11 @@ class _Step:
         self.sequences = sequences
         self.placement_version = placement_version
         self.began = time.monotonic()
+        self.states: list[SequenceState | None] = []
+        """By row."""
         self.parts: list[StepPart] = []
         self.unplaced: dict[int, SequenceState] = {}
-        """Rows whose sequence waits for a worker."""
+        """Rows of sequences that wait for a worker."""
         self.failed: dict[int, GuidedError] = {}
         self.all_ready = False
         """Set by `collect`."""
@@ -56,19 +59,19 @@ class _Step:
         """Return the undecided rows, as of the last `look`."""
         rows = dict(self.unplaced)
         for part in self.parts:
-            for index in np.flatnonzero(~part.ready).tolist():
-                rows[int(part.rows[index])] = part.states[index]
+            if part.missing:
+                rows.update(part.states(~part.ready))
         return rows
 
     def take_out(self, states: Collection[SequenceState]) -> dict[int, SequenceState]:
         """Remove the undecided rows of `states` from their parts; return them."""
         taken: dict[int, SequenceState] = {}
         for part in self.parts:
-            part.look()
-            missing = {part.states[index] for index in np.flatnonzero(~part.ready).tolist()}.intersection(states)
-            if missing:
-                order = [state for state in part.states if state in missing]
-                taken.update(zip(part.remove(missing), order, strict=True))
+            if part.look():
+                found = {row: state for row, state in part.states(~part.ready).items() if state in states}
+                if found:
+                    part.remove(np.isin(part.rows, list(found)))
+                    taken.update(found)
         return taken
 
 
@@ -98,8 +101,10 @@ class Dispatcher:
         self._sequences: dict[int, SequenceState] = {}
         self._step = _Step((), -1)
         self._late: set[SequenceState] = set()
-        """Sequences whose mask missed its step, until `settled` or `collect` has reported it."""
+        """Sequences with a mask that missed its step, until `settled` or `collect` has reported it."""
         self._stragglers: set[SequenceState] = set()
+        self._failed: set[SequenceState] = set()
+        """Sequences with an `error`, until they are freed."""
         self._changed: set[SequenceState] = set()
         """Sequences with `changed_from`."""
         self._lost: dict[int, GuidedError] = {}
@@ -142,7 +147,7 @@ class Dispatcher:
             send_all(self._workers)
 
     def _forget(self, state: SequenceState) -> None:
-        for states in (self._late, self._stragglers, self._changed, self._placement.suspects):
+        for states in (self._late, self._stragglers, self._failed, self._changed, self._placement.suspects):
             states.discard(state)
 
     def rollback(self, sequence_id: int, length: int) -> None:
@@ -158,6 +163,13 @@ class Dispatcher:
         lost, self._lost = self._lost, {}
         return lost
 
+    def placement(self) -> dict[int, set[int]]:
+        """Return the ids of the open sequences of each worker that is up, by the worker's pid."""
+        self._handle_events()
+        return {
+            worker.location.pid: {state.sequence_id for state in worker.sequences.values()} for worker in self._workers
+        }
+
     # a step: out
 
     def submit(self, sequences: Sequence[GuidedSequence], new_tokens: NDArray[np.int32] | None = None) -> None:
@@ -168,14 +180,16 @@ class Dispatcher:
         same = sequences is previous.sequences and type(sequences) is tuple
         if same and previous.all_ready and previous.placement_version == self._placement.version and not self._changed:
             step = self._step = _Step(sequences, previous.placement_version)
-            step.parts = previous.parts
+            step.states, step.parts = previous.states, previous.parts
         else:
             step, new_tokens = self._assign(sequences), None
-        for part in step.parts:
-            if new_tokens is not None:
+        if new_tokens is not None:
+            for part in step.parts:
                 part.send_tokens(new_tokens)
-            else:
-                part.send_outputs()
+        elif step.parts:
+            outputs = StepOutputs(sequences)
+            for part in step.parts:
+                part.send_outputs(outputs)
         send_all(self._workers)
 
     def _maintain(self) -> None:
@@ -188,40 +202,48 @@ class Dispatcher:
                 self._placement.move_to_lane(state)
         if self._placement.suspects:
             self._placement.acquit()
-            now = time.monotonic()
-            for state in self._placement.suspects:
-                self._placement.isolate(state, now)
+            self._place_waiting(time.monotonic())  # now the workers are idle: one may be emptied for a suspect
 
     def _assign(self, sequences: Sequence[GuidedSequence]) -> _Step:
         """Begin a step: open the sequences that have no worker, and group the rows by worker."""
         self._step = step = _Step(sequences, -1)
-        now = time.monotonic()
-        states = [self._sequences.get(sequence.sequence_id) for sequence in sequences]
-        rows: dict[WorkerConnection, list[int]] = {}
-        for row, state in enumerate(states):
-            if state is None:
-                step.failed[row] = BackendError(f"sequence {sequences[row].sequence_id} is not open")
-            elif state.error is not None:
-                step.failed[row] = state.error
-            else:
-                worker = state.worker or self._place(state, now)
-                if worker is None:
-                    step.unplaced[row] = state
-                else:
-                    rows.setdefault(worker, []).append(row)
-        self._fail_unplaced(step)
+        find = self._sequences.get
+        states = step.states = [find(sequence.sequence_id) for sequence in sequences]
+        slots = _slots_of(states)
+        if self._failed or (slots < 0).any():
+            self._sort_out(step)
+            slots = _slots_of(states)
         for state in self._changed:
             if state.worker is not None and state.changed_from is not None:
                 state.worker.edit(state, min(state.changed_from, len(state.sequence.output_token_ids)))
             state.changed_from = None
         self._changed.clear()
-        for worker, own in rows.items():
-            step.parts.append(StepPart(worker, [state for row in own if (state := states[row]) is not None], own))
+        homes = None
+        if len(self._workers) > 1:
+            homes = np.fromiter([-1 if state is None else state.incarnation for state in states], np.intp, len(states))
+        for worker in self._workers:
+            rows = np.flatnonzero(slots >= 0 if homes is None else homes == worker.incarnation)
+            if len(rows):
+                step.parts.append(StepPart(worker, rows, slots[rows], states))
         step.placement_version = self._placement.version
         return step
 
+    def _sort_out(self, step: _Step) -> None:
+        """Open sequences that have no worker; note the rows that are failed, or that no worker can take."""
+        now = time.monotonic()
+        for state in step.states:
+            if state is not None and state.worker is None and state.error is None:
+                self._place(state, now)
+        for row, state in enumerate(step.states):  # only now: a suspect that is isolated displaces other sequences
+            if state is None:
+                step.failed[row] = BackendError(f"sequence {step.sequences[row].sequence_id} is not open")
+            elif state.error is not None:
+                step.failed[row], step.states[row] = state.error, None
+            elif state.worker is None:
+                step.unplaced[row] = state
+
     def _fail_unplaced(self, step: _Step) -> None:
-        """Fail the rows whose sequence waits for a worker no more."""
+        """Fail the rows of sequences that have stopped waiting for a worker."""
         for row, state in list(step.unplaced.items()):
             if state.error is not None:
                 step.failed[row] = state.error
@@ -286,7 +308,7 @@ class Dispatcher:
         for row, state in step.undecided().items():
             if self._sequences.get(state.sequence_id) is not state:
                 step.failed[row] = BackendError("the sequence was freed before its mask was collected")
-            elif waited_for_all and state.worker is not None:
+            elif waited_for_all and self._is_overdue(state, step.began):
                 self._lose(state, MaskTimeout(f"no mask within {self._give_up_seconds:g} s"))
                 assert state.error is not None
                 step.failed[row] = state.error
@@ -317,12 +339,13 @@ class Dispatcher:
     def _note_ready(self, step: _Step) -> None:
         """Note the ready rows of sequences that were late, and of stragglers."""
         for part in step.parts:
-            for index in np.flatnonzero(part.ready).tolist():
-                state = part.states[index]
+            ready = part.states(part.ready)
+            seconds = dict(zip(part.rows.tolist(), part.table.seconds[part.slots].tolist(), strict=True))
+            for row, state in ready.items():
                 if state in self._late:
                     self._settle(state)
                 if state in self._stragglers:
-                    self._placement.note_straggler(state, float(part.table.seconds[part.slots[index]]))
+                    self._placement.note_straggler(state, seconds[row])
                     if not state.straggles:
                         self._stragglers.discard(state)
 
@@ -340,15 +363,23 @@ class Dispatcher:
                 worker.request_wakeup()
             now = time.monotonic()
             self._place_waiting(now)
-            found = [state for state in self._late if self._is_settled(state, now)]
+            found = [state for state in self._late if self._is_settled(state)]
             if found or self._interrupted or now >= last:
                 for state in found:
                     self._settle(state)
                 return sorted(state.sequence_id for state in found)
             self._wait(min(last - now, _PLACE_SECONDS))
 
-    def _is_settled(self, state: SequenceState, now: float) -> bool:
-        if state.error is None and state.worker is not None and now - state.late_since > self._give_up_seconds:
+    def _is_overdue(self, state: SequenceState, since: float) -> bool:
+        """Return whether a worker has had too much time for the mask, which is wanted since `since`.
+
+        The time that the sequence waited for a worker does not count.
+        """
+        seconds = time.monotonic() - max(since, state.opened_at)
+        return state.worker is not None and seconds >= self._give_up_seconds
+
+    def _is_settled(self, state: SequenceState) -> bool:
+        if state.error is None and self._is_overdue(state, state.late_since):
             self._lose(state, MaskTimeout(f"no mask within {self._give_up_seconds:g} s"))
         return state.error is not None or state.is_ready
 
@@ -373,7 +404,7 @@ class Dispatcher:
 
     def _receive(self, worker: WorkerConnection) -> None:
         for state, error in worker.receive():
-            state.error = error
+            self._fail(state, error)
             for row in self._step.take_out({state}):
                 self._step.failed[row] = error
 
@@ -389,14 +420,13 @@ class Dispatcher:
         for row, state in list(step.unplaced.items()):
             worker = None if state.error is not None else state.worker or self._place(state, now)
             if worker is not None:
-                step.parts.append(_asked(worker, state, row))
+                step.parts.append(_asked(worker, state, row, step.states))
                 del step.unplaced[row]
         self._fail_unplaced(step)
         for state in late:
             worker = None if state.error is not None or state.worker is not None else self._place(state, now)
             if worker is not None:
-                state.late_since = now  # its time starts again
-                _asked(worker, state, 0)
+                _asked(worker, state, 0, [state])
         send_all(self._workers)
 
     def _clear_stuck_workers(self) -> None:
@@ -451,17 +481,21 @@ class Dispatcher:
             else:
                 step.unplaced[row] = state
         for part in step.parts:  # rows of sequences that were freed since they were submitted
-            if part.worker is worker:
-                for row in part.remove([state for state in part.states if not state.is_ready and state not in states]):
-                    step.failed[row] = down.error
+            if part.worker is worker and part.look():
+                step.failed.update(dict.fromkeys(part.rows[~part.ready].tolist(), down.error))
+                part.remove(~part.ready)
         worker.sequences.clear()
         worker.close()
         self._displace(kept)
 
     def _lose(self, state: SequenceState, error: GuidedError) -> None:
         """Fail a sequence outside of a worker's answer."""
+        self._fail(state, error)
+        self._lost[state.sequence_id] = state.error or error
+
+    def _fail(self, state: SequenceState, error: GuidedError) -> None:
         state.error = state.error or error
-        self._lost[state.sequence_id] = state.error
+        self._failed.add(state)
 
     def close(self) -> None:
         """Give up all connections and memory. Every open sequence is lost."""
@@ -471,11 +505,15 @@ class Dispatcher:
         for worker in list(self._workers):
             self._end(WorkerDown(worker, error))
         for state in self._sequences.values():
-            state.error = state.error or error
+            self._fail(state, error)
 
 
-def _asked(worker: WorkerConnection, state: SequenceState, row: int) -> StepPart:
+def _slots_of(states: Sequence[SequenceState | None]) -> NDArray[np.intp]:
+    return np.fromiter([FREE if state is None else state.slot for state in states], np.intp, len(states))
+
+
+def _asked(worker: WorkerConnection, state: SequenceState, row: int, states: list[SequenceState | None]) -> StepPart:
     """Ask for the mask of a sequence that has just been opened."""
-    part = StepPart(worker, [state], [row])
-    part.send_outputs()
+    part = StepPart(worker, np.array([row], np.intp), np.array([state.slot], np.intp), states)
+    part.ask()
     return part

@@ -1,8 +1,8 @@
 """Placement: which sequence is open on which worker, and what becomes of the sequences of a worker that ended.
 
-A sequence stays on its worker, except for three reasons. A straggler, whose masks hold up others, gets a slow lane. A
-suspect, whose mask may have ended a worker, is filled on a worker without other sequences. A worker that retires is
-emptied. Used from the engine's thread.
+A sequence stays on its worker, except for three reasons. A straggler, with masks that hold up others, gets a slow lane.
+A suspect, with a mask that may have ended a worker, is filled on a worker without other sequences. A worker that
+retires is emptied. Used from the engine's thread.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class Placement:
             worker = min(able, key=lambda worker: worker.num_open)
         if state.straggles:
             worker.stragglers.add(state)
-        self._open(state, worker, parent)
+        self._open(state, worker, now, parent)
         return True
 
     def _able(self, state: SequenceState) -> list[WorkerConnection]:
@@ -143,8 +143,11 @@ class Placement:
             if worker.reserved_for is None and state.grammar in worker.installed and worker.has_slot()
         ]
 
-    def _open(self, state: SequenceState, worker: WorkerConnection, parent: SequenceState | None = None) -> None:
+    def _open(
+        self, state: SequenceState, worker: WorkerConnection, now: float, parent: SequenceState | None = None
+    ) -> None:
         state.waiting_since = 0.0
+        state.opened_at = now
         worker.open(state, parent)
         self.version += 1
 
@@ -251,7 +254,7 @@ class Placement:
         self._clear(worker, {state})
         if state.worker is not worker:
             self.withdraw(state)
-            self._open(state, worker)
+            self._open(state, worker, now)
         worker.reserved_for = state
         return True
 
@@ -266,7 +269,7 @@ class Placement:
                 worker.reserved_for = None
 
     def _isolated(self, state: SequenceState, now: float) -> WorkerConnection | None:
-        """Return a worker for a suspect alone: an empty one, or one whose sequences can go elsewhere."""
+        """Return a worker for a suspect alone: an empty one, or one that can be emptied."""
         able = [worker for worker in self._able(state) if worker.is_idle]
         if not able:
             return None

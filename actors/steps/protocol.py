@@ -3,8 +3,8 @@
 A sequence that is open on a worker holds a slot there, one line of the table. Each column has one writer:
 
     tokens[slot, :]   engine   output tokens since the last mask, at most `MAX_NEW_TOKENS`
-    target[slot]      engine   the version of the output whose mask is wanted
-    ready[slot]       worker   the version whose mask is in `mask[slot]`, or `FREE`
+    target[slot]      engine   the version of the output that a mask is wanted for
+    ready[slot]       worker   the version that `mask[slot]` is for; negative if no sequence holds the slot
     mask[slot, :]     worker   the token bitmask
     seconds[slot]     worker   seconds that accepting the tokens and filling the mask took
     status[slot]      worker   `OK`, or `FAILED`: the sequence is over, and a message says why
@@ -19,8 +19,8 @@ the engine's segment.) Otherwise both sides have a table of their own, and messa
 
 In the usual step the engine writes `tokens` and `target` of the batch's slots and sends one `Ring` with the slot
 numbers; after the forward pass it compares `ready` with `target`. Everything else (open, edit, free, a failure) is a
-message in the same socket, handled in order. A slot is used again only after the worker has handled its `Free`, or the
-worker's process is gone.
+message in the same socket, handled in order. A slot is used again only after the worker has handled its `Free`
+(`ready[slot] == freed(target[slot])`), or the worker's process is gone.
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ __all__ = [
     "SegmentName",
     "SlotTable",
     "attach",
+    "freed",
     "in_fill_order",
 ]
 
@@ -69,7 +70,7 @@ POSITION = (1 << 32) - 1
 EDIT = 1 << 32
 """One edit, in a version."""
 FREE = -1
-"""`ready` of a slot that no sequence holds."""
+"""`ready` of a slot that no sequence has held yet."""
 OK, FAILED = 0, 1
 IDLE = -1
 """`busy` of a worker that fills no row."""
@@ -99,7 +100,7 @@ class Open(msgspec.Struct, array_like=True, tag=1, gc=False, frozen=True):
     grammar: str
     """Key of an installed grammar."""
     parent: int | None
-    """Slot of the sequence whose matcher is to be copied."""
+    """Slot of the matcher to copy."""
     tokens: list[int]
     """The sequence's whole output so far."""
 
@@ -114,7 +115,7 @@ class Edit(msgspec.Struct, array_like=True, tag=2, gc=False, frozen=True):
 
 
 class Free(msgspec.Struct, array_like=True, tag=3, gc=False, frozen=True):
-    """Close the matchers in these slots; acknowledged by `ready[slot] = FREE`."""
+    """Close the matchers in these slots; acknowledged by `ready[slot] = freed(version)`."""
 
     slots: list[int]
 
@@ -137,11 +138,11 @@ class Filled(msgspec.Struct, array_like=True, tag=1, gc=False, frozen=True):
     slots: bytes = b""
     """int32 `[n]`."""
     ready: bytes = b""
-    """int64 `[n]`: a version, or `FREE`."""
+    """int64 `[n]`: a version, or negative if the slot was freed."""
     seconds: bytes = b""
     """float32 `[n]`."""
     mask: bytes = b""
-    """int32 `[k, words]`, of the slots whose `ready` is a version, in order."""
+    """int32 `[k, words]`, of the slots with a version in `ready`, in order."""
 
 
 Answer = Failed | Filled
@@ -201,7 +202,7 @@ class SlotTable:
 
 
 def in_fill_order(slots: NDArray[Any], table: SlotTable) -> NDArray[Any]:
-    """Return `slots` in the order in which a worker fills them: those whose last mask was slow come last."""
+    """Return `slots` in the order in which a worker fills them: those with a slow last mask come last."""
     last = table.seconds[slots]
     return slots[np.argsort(last, kind="stable")] if (last > _SLOW_SECONDS).any() else slots
 
@@ -213,6 +214,18 @@ def _size(slots: int, words: int) -> int:
 def _mask_offset(slots: int) -> int:
     columns = slots * (8 + 8 + 4 + 4 + 4 * MAX_NEW_TOKENS)
     return -(-(_COLUMNS_OFFSET + columns) // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def freed(version: Any) -> Any:
+    """Return the value of `ready` that acknowledges the `Free` of a slot.
+
+    It differs for each sequence that held the slot. With one value for all, a sequence that is freed before its first
+    mask would seem to be freed while the worker still fills it.
+
+    Args:
+        version: the slot's last version, or an array of versions.
+    """
+    return ~(version // EDIT)
 
 
 class Segment:

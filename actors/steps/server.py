@@ -19,7 +19,6 @@ from actors.channel import WorkerEnd
 from actors.steps.protocol import (
     EDIT,
     FAILED,
-    FREE,
     IDLE,
     MAX_NEW_TOKENS,
     OK,
@@ -32,6 +31,7 @@ from actors.steps.protocol import (
     Request,
     Ring,
     SlotTable,
+    freed,
     in_fill_order,
 )
 from guided.errors import BackendError, GuidedError, to_wire
@@ -65,6 +65,7 @@ class StepServer:
         self._give_up = give_up
         self._edits: dict[int, int] = {}
         """The edit count of each open slot."""
+        self._since, self._busy, self._wake = (table.mark[name] for name in ("since", "busy", "wake"))
         self._sender = None if shared else _LineSender(table, self._send)
         self._decode = decoder(list[Request]).decode
         self._sending = threading.Lock()
@@ -140,8 +141,8 @@ class StepServer:
         self._mark(IDLE)
         if self._sender is not None:
             self._sender.flush()
-        elif table.mark["wake"][0]:
-            table.mark["wake"][0] = 0
+        elif self._wake[0]:
+            self._wake[0] = 0
             self._send(Filled())
 
     def _fill_slot(self, slot: int, position: int, tokens: list[int]) -> GuidedError | None:
@@ -152,11 +153,9 @@ class StepServer:
 
     def _free(self, slots: list[int]) -> None:
         self._worker.free(slots)
-        for slot in slots:
-            self._edits.pop(slot, None)
         self._table.status[slots] = OK
         self._table.seconds[slots] = 0.0
-        self._table.ready[slots] = FREE
+        self._table.ready[slots] = [freed(EDIT * self._edits.pop(slot, 0)) for slot in slots]
         if self._sender is not None:
             for slot in slots:
                 self._sender.add(slot)
@@ -164,9 +163,8 @@ class StepServer:
 
     def _mark(self, slot: int, now: float | None = None) -> None:
         """Note which slot is being filled, and since when."""
-        mark = self._table.mark
-        mark["since"][0] = time.monotonic() if now is None else now
-        mark["busy"][0] = slot
+        self._since[0] = time.monotonic() if now is None else now
+        self._busy[0] = slot
 
     def _send(self, answer: Answer) -> None:
         """Raises if the engine does not read, or is gone."""
@@ -206,7 +204,7 @@ class _LineSender:
         if self._slots:
             slots, self._slots = np.array(self._slots, np.int32), []
             ready = self._table.ready[slots]
-            masks = self._table.mask[slots[ready != FREE]]
+            masks = self._table.mask[slots[ready >= 0]]
             seconds = self._table.seconds[slots]
             self._send(Filled(slots.tobytes(), ready.tobytes(), seconds.tobytes(), masks.tobytes()))
 

@@ -15,7 +15,7 @@ import zmq
 
 from actors.channel import Address, connect
 from actors.compile.loading import from_chunks
-from actors.processes import ActorLocation, MemoryLimit, Owner, exit_with_owner, limit_memory
+from actors.processes import ActorLocation, Owner, exit_with_owner, limit_memory
 from actors.steps.protocol import SegmentName, SlotTable, attach
 from actors.steps.server import StepServer
 from guided.backends import BACKENDS, Backends
@@ -40,10 +40,10 @@ class MaskActor:
 
     Args:
         owner: the engine's process; this process ends with it.
-        memory: limit of this process.
+        memory: limit of this process's memory in bytes.
     """
 
-    def __init__(self, owner: Owner, memory: MemoryLimit) -> None:
+    def __init__(self, owner: Owner, memory: int) -> None:
         same_node = exit_with_owner(owner)
         limit_memory(memory, watched=same_node)
         leave_out_torch()

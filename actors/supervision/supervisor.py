@@ -26,7 +26,7 @@ from actors.channel import Channel, Transport
 from actors.cluster import Cluster, call_in_thread
 from actors.compile.grammars import Grammars
 from actors.compile.loading import ActorHandle
-from actors.processes import ActorLocation, MemoryLimit, Owner, ProcessHandle, kill_actor
+from actors.processes import ActorLocation, Owner, ProcessHandle, kill_actor, soft_limit
 from actors.steps.connection import WorkerConnection
 from actors.steps.placement import Cause, WorkerDown, WorkerRetiring, WorkerUp
 from actors.steps.protocol import Segment
@@ -59,22 +59,11 @@ class IncarnationSettings:
     transport: Transport
     grammars: Grammars
     owner: Owner
-    memory: MemoryLimit
-    """Of one actor."""
+    memory: int
+    """Limit of one actor's memory, in bytes."""
     words: int
     """Words in one row's bitmask."""
     options: RayPoolOptions
-
-
-@dataclass(frozen=True, slots=True)
-class _Incarnation:
-    """An incarnation that is connected."""
-
-    handle: ActorHandle
-    location: ActorLocation
-    process: ProcessHandle
-    connection: WorkerConnection
-    channel: Channel
 
 
 class RestartPolicy:
@@ -135,7 +124,8 @@ class Supervisor:
         """Set when it has ended."""
         self._handle: ActorHandle | None = None
         self._process: ProcessHandle | None = None
-        self._serving: _Incarnation | None = None
+        self._connection: WorkerConnection | None = None
+        """Set while the actor is up."""
         self._restarts = 0
         self._stopping = threading.Event()
         self._first_try = threading.Event()
@@ -159,14 +149,14 @@ class Supervisor:
 
     def status(self) -> WorkerStatus:
         """Return a snapshot. From any thread."""
-        serving = self._serving
+        connection = self._connection
         return WorkerStatus(
             index=self._index,
             incarnation=self._number,
             state=self._state,
-            pid=serving.location.pid if serving is not None else None,
-            node=serving.location.host if serving is not None else None,
-            open_sequences=serving.connection.num_open if serving is not None else 0,
+            pid=connection.location.pid if connection is not None else None,
+            node=connection.location.host if connection is not None else None,
+            open_sequences=connection.num_open if connection is not None else 0,
             restarts=self._restarts,
             ends=dict(self._causes),
             last_end=self._last_end,
@@ -224,7 +214,7 @@ class Supervisor:
             except BaseException:
                 connection.close()
                 raise
-            return self._serve(_Incarnation(handle, location, process, connection, channel))
+            return self._serve(handle, process, connection, channel)
         finally:
             self._handle = None
             grammars.remove_actor(handle)
@@ -273,11 +263,13 @@ class Supervisor:
         segment.close()
         raise PoolUnavailable(f"the actor on {location.host} cannot connect to {settings.cluster.host}")
 
-    def _serve(self, incarnation: _Incarnation) -> Cause:
+    def _serve(
+        self, handle: ActorHandle, process: ProcessHandle, connection: WorkerConnection, channel: Channel
+    ) -> Cause:
         """Have sequences placed on the actor until it ends, or has to be ended."""
         up_since = time.monotonic()
-        handle, connection, pid = incarnation.handle, incarnation.connection, incarnation.location.pid
-        self._serving = incarnation
+        pid = connection.location.pid
+        self._connection = connection
         self._state = "up"
         if self._first_try.is_set():
             self._restarts += 1
@@ -287,10 +279,10 @@ class Supervisor:
         _log.info(text, self._index, pid, up_since - self._began, len(handle.installed))
         self._first_try.set()
         try:
-            cause = self._watch(incarnation)
+            cause = self._watch(handle, process, connection, channel)
         finally:
             handle.serving = False
-            self._serving = None
+            self._connection = None
             self._state = "restarting"
             self._seconds_up = time.monotonic() - up_since
         if self._stopping.is_set():
@@ -298,7 +290,7 @@ class Supervisor:
         else:
             error = self._failure(pid, cause)
             self._record_end(cause, error.message)
-            incarnation.process.kill()
+            process.kill()
             self._announce(WorkerDown(connection, error, cause, loading=bool(handle.loading)))
         return cause
 
@@ -314,33 +306,33 @@ class Supervisor:
             seconds = self._settings.options.mask_limit
             return MaskTimeout(f"{worker} was killed: a mask took longer than {seconds:g} s")
         if cause == "memory":
-            limit = self._settings.memory.hard >> 20
+            limit = self._settings.memory >> 20
             return BackendError(f"{worker} was killed: it took more than {limit} MiB of memory")
         if cause == "retired":
             return WorkerDied(f"{worker} had grown and is replaced")
         return WorkerDied(f"{worker} died")
 
-    def _watch(self, incarnation: _Incarnation) -> Cause:
+    def _watch(
+        self, handle: ActorHandle, process: ProcessHandle, connection: WorkerConnection, channel: Channel
+    ) -> Cause:
         """Wait until the incarnation ends or has to be ended. Returns why."""
-        handle, connection, process = incarnation.handle, incarnation.connection, incarnation.process
-        monitor = incarnation.channel.monitor
-        mask_limit, memory = self._settings.options.mask_limit, self._settings.memory
+        monitor, mask_limit, memory = channel.monitor, self._settings.options.mask_limit, self._settings.memory
         poller = zmq.Poller()
         for watched in (monitor, self._wake, *([process.fd] if process.fd >= 0 else [])):
             poller.register(watched, zmq.POLLIN)
         fresh = process.read()
-        soft_limit = memory.soft(fresh.resident) if fresh is not None else 0
+        retire_above = soft_limit(memory, fresh.resident) if fresh is not None else 0
         last_running = time.monotonic()
         while not self._stopping.is_set():
             events = dict(poller.poll(_TICK_MS))
-            if process.fd in events or (monitor in events and incarnation.channel.is_disconnected()):
+            if process.fd in events or (monitor in events and channel.is_disconnected()):
                 return "died"
             if connection.overdue(mask_limit) or handle.is_overdue():
                 return "hung"
             reading = process.read()
             if reading is None:  # on another node, where it watches its memory itself; or it has just ended
                 continue
-            if reading.resident > memory.hard:
+            if reading.resident > memory:
                 return "memory"
             if not reading.stopped:
                 last_running = time.monotonic()
@@ -349,7 +341,7 @@ class Supervisor:
             if connection.retiring:
                 if not connection.num_open:
                     return "retired"
-            elif reading.resident > soft_limit:
+            elif reading.resident > retire_above:
                 connection.retiring = True
                 _log.info("mask worker %d takes %d MiB: it will be replaced", self._index, reading.resident >> 20)
                 self._announce(WorkerRetiring(connection))

@@ -15,7 +15,7 @@ from typing import Any
 from benchmarks.chaos.server import Server
 from benchmarks.chaos.traffic import CHAT, Request
 from benchmarks.chaos.watch import Watch
-from benchmarks.processes import COMPILE_ACTOR, COMPILE_PROCESS, COMPILE_TEMPLATE
+from benchmarks.processes import COMPILE_ACTOR, COMPILE_PROCESS, FORK_SERVER
 
 __all__ = ["COMPILE_ACTOR_FAULT", "FAULTS", "MASK_ACTOR_FAULTS", "Event", "Scene", "inject"]
 
@@ -104,7 +104,7 @@ async def _slow(scene: Scene) -> Event | None:
 
 
 async def _kill_compile_process(scene: Scene) -> Event | None:
-    return await _kill_by_kind(scene, "compile process", COMPILE_PROCESS, COMPILE_TEMPLATE)
+    return await _kill_by_kind(scene, "compile process", COMPILE_PROCESS, FORK_SERVER)
 
 
 async def _kill_compile_actor(scene: Scene) -> Event | None:

@@ -14,7 +14,7 @@ from benchmarks.chaos.load import Load, Record
 from benchmarks.chaos.watch import Watch, replacements
 from benchmarks.report import percentiles, print_table
 
-__all__ = ["Run", "memory_rows", "print_run", "summary", "violations"]
+__all__ = ["Run", "print_run", "summary", "violations"]
 
 SHOWN = 20
 

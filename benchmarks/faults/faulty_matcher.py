@@ -19,7 +19,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-__all__ = ["FAULTS", "FAULT_AT", "FAULT_VARIABLE", "MARK", "SLOW_SECONDS", "install"]
+__all__ = ["FAULTS", "FAULT_VARIABLE", "MARK", "SLOW_SECONDS", "install"]
 
 FAULT_VARIABLE = "BENCHMARK_FAULT"
 MARK = "injected_fault"

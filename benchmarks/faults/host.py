@@ -16,8 +16,6 @@ from benchmarks.child_process import answer_writer
 from benchmarks.faults.engines import Engine, ours, vllm
 from benchmarks.faults.requests import Answer, Request, bystanders, next_requests, victim
 
-__all__ = ["REQUEST_SECONDS"]
-
 REQUEST_SECONDS = 60.0
 """A request that takes longer counts as hung."""
 NEXT_SECONDS = 20.0

@@ -7,7 +7,6 @@ processes and segments while sequences are open.
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import sys
@@ -80,19 +79,20 @@ def _wait_until_warm(pool: Any) -> None:
 
 def _open(pool: Any, grammars: list[dict[str, Any]]) -> None:
     """Open `ROWS` sequences, each in the middle of its text."""
-    from guided.pool import Fill
+    from guided.sequence import GuidedSequence
 
     known = [(pool.compile(one["constraint"], ["llguidance"]).result(120), one["tokens"]) for one in grammars]
-    fills = []
+    sequences = []
     for number in range(ROWS):
         grammar, tokens = known[number % len(known)]
-        pool.open(number, grammar)
-        fills.append(Fill(number, 0, tokens[: len(tokens) // 2]))
-    for _ in range(2):  # twice, because the second step may use other rows of the segment
-        pool.submit(fills)
-        rows = pool.collect(None, 60.0)
-        if any(row.state != "ready" for row in rows):
-            raise SystemExit(json.dumps([str(row.error) for row in rows if row.state != "ready"][:3]))
+        sequences.append(GuidedSequence(str(number), number, tokens[: len(tokens) // 2]))
+        pool.open(sequences[-1], grammar)
+    pool.submit(sequences)
+    found = pool.collect(60.0)
+    if found.late or found.failed:
+        raise SystemExit(
+            f"{len(found.late)} masks are late, {len(found.failed)} failed: {list(found.failed.items())[:3]}"
+        )
 
 
 if __name__ == "__main__":

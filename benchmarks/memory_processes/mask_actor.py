@@ -45,7 +45,7 @@ class PartReporter:
         now = own_memory()
         added = {name: now[name] - self._last[name] for name in now}
         added["slack"] = before["anonymous"] - now["anonymous"]
-        heavy = [name for name in ("torch", "transformers", "numpy", "ray") if name in sys.modules]
+        heavy = [name for name in ("torch", "transformers", "numpy", "ray") if sys.modules.get(name) is not None]
         self._write({"part": part, **added, "loaded": heavy, **more})
         self._last = now
 
@@ -81,49 +81,50 @@ def _backend(
 
     from guided.backends import BACKENDS
     from guided.bitmask import words
-    from guided.messages import StepRequest
 
     name = grammars[0]["backend"]
     adapter = BACKENDS[name].load()
     report(f"{name}: library")
     backend = adapter(vocabulary)
-    row = np.zeros((1, words(vocabulary.padded_vocab_size)), np.int32)
+    row = np.zeros(words(vocabulary.padded_vocab_size), np.int32)
     # The first grammar also builds the tables of the vocabulary.
     first = grammars[0]
     worker.install("first", backend.load(first["constraint"], first["dumped"]))
-    _fill(worker, 1, "first", [], row, opens=True)
+    _open_at(worker, 0, "first", [], row)
     report(f"{name}: tables of the vocabulary, a first grammar")
     for index, one in enumerate(grammars[1:]):
         worker.install(f"{name} {index}", backend.load(one["constraint"], one["dumped"]))
     weighed = sum(one["nbytes"] for one in grammars[1:])
     report(f"{name}: grammars", count=len(grammars) - 1, weighed=weighed / 2**20)
-    for number in range(sequences):
-        at = number % (len(grammars) - 1)
+    done: dict[int, int] = {}
+    for slot in range(1, 1 + sequences):
+        at = slot % (len(grammars) - 1)
         tokens = grammars[1 + at]["tokens"]
-        _fill(worker, 100 + number, f"{name} {at}", tokens[: len(tokens) // 2], row, opens=True)
+        done[slot] = _open_at(worker, slot, f"{name} {at}", tokens[: len(tokens) // 2], row)
     report(f"{name}: open sequences", count=sequences)
-    for number in range(sequences):
-        at = number % (len(grammars) - 1)
-        _fill(worker, 100 + number, f"{name} {at}", grammars[1 + at]["tokens"], row, opens=False)
+    for slot in range(1, 1 + sequences):
+        at = slot % (len(grammars) - 1)
+        if done[slot]:
+            worker.fill(slot, grammars[1 + at]["tokens"][done[slot] :], row)
     report(f"{name}: the same, at their ends", count=sequences)
-    request = StepRequest(0, 0, [], [], [1, *range(100, 100 + sequences)])
-    list(worker.handle(request, row))
+    worker.free(range(1 + sequences))
     for key in ("first", *(f"{name} {index}" for index in range(len(grammars) - 1))):
         worker.uninstall(key)
     report(f"{name}: given back when all are freed and uninstalled")
 
 
-def _fill(worker: Any, sequence: int, key: str, tokens: list[int], row: Any, opens: bool) -> None:
-    from guided.messages import FillRow, OpenSequence, RowStatus, StepRequest
+def _open_at(worker: Any, slot: int, key: str, tokens: list[int], row: Any) -> int:
+    """Open a sequence and fill its mask after `tokens`; return the number of tokens.
 
-    opening = [OpenSequence(sequence, key)] if opens else []
-    fills = [FillRow(sequence, 0, 0, list(tokens))]
-    for result in worker.handle(StepRequest(0, 0, fills, opening), row):
-        if result.status != RowStatus.READY:
-            if not tokens:
-                raise SystemExit(f"{key}: {result.error}")
-            # This backend allows other white space than the text has. The sequence stays at its start.
-            _fill(worker, sequence, key, [], row, opens=True)
+    A backend that allows other white space than the text has leaves the sequence at its start: 0.
+    """
+    worker.open(slot, key, None, tokens)
+    error = worker.fill(slot, [], row)
+    if error is None:
+        return len(tokens)
+    if not tokens:
+        raise SystemExit(f"{key}: {error}")
+    return _open_at(worker, slot, key, [], row)
 
 
 if __name__ == "__main__":

@@ -114,7 +114,7 @@ class Guided:
         return self._grammars[key]
 
     def _check(self, some: list[tuple[Document, Grammar]]) -> dict[str, str]:
-        """Those whose tokens the grammar doesn't accept to the end."""
+        """Return the documents that the grammar does not accept to their ends, with the reason."""
         sequences = [
             GuidedSequence("check", -1 - index, list(document.tokens)) for index, (document, _) in enumerate(some)
         ]

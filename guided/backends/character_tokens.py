@@ -19,7 +19,7 @@ from guided.bitmask import pack
 from guided.schema import json_syntax
 from guided.vocabulary import Vocabulary
 
-__all__ = ["OTHER", "CharacterTokens", "Columns", "Node", "StringTokens", "TokenText", "cut"]
+__all__ = ["OTHER", "CharacterTokens", "Columns", "Node", "cut"]
 
 OTHER = "\ue000"
 """Any character beyond ASCII that a grammar doesn't name (a private-use character, so that no text contains it)."""

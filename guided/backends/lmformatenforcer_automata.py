@@ -18,9 +18,10 @@ from guided.backends.character_tokens import OTHER, CharacterTokens, Columns, No
 from guided.bitmask import pack
 from guided.errors import InvalidConstraint
 
-__all__ = ["Automaton", "ChoiceAutomaton", "Machine", "RegexAutomaton", "begins", "config", "tree_tokens"]
+__all__ = ["MAX_SPACES", "Automaton", "ChoiceAutomaton", "Machine", "RegexAutomaton", "begins", "config", "tree_tokens"]
 
-
+MAX_SPACES = 12
+"""Maximum length of a run of whitespace in JSON."""
 _MANY = 64
 """Number of children of a tree node above which only the characters that may follow are tried."""
 
@@ -52,7 +53,7 @@ def config(named: Iterable[str] = ()) -> CharacterLevelParserConfig:
     """Return the library's settings: the alphabet, and no bounds other than those of the schema."""
     alphabet = "".join(map(chr, [9, 10, 13, *range(32, 128)])) + OTHER + "".join(sorted(named))
     return CharacterLevelParserConfig(
-        alphabet=alphabet, max_consecutive_whitespaces=12, force_json_field_order=False, max_json_array_length=0
+        alphabet=alphabet, max_consecutive_whitespaces=MAX_SPACES, force_json_field_order=False, max_json_array_length=0
     )
 
 

@@ -25,7 +25,7 @@ from lmformatenforcer.jsonschemaparser import (
 from numpy.typing import NDArray
 
 from guided.backends.character_tokens import OTHER, CharacterTokens, Ids
-from guided.backends.lmformatenforcer_automata import Automaton, Machine, config, tree_tokens
+from guided.backends.lmformatenforcer_automata import MAX_SPACES, Automaton, Machine, config, tree_tokens
 from guided.backends.lmformatenforcer_schema import Lowered
 from guided.bitmask import pack
 from guided.errors import InvalidConstraint, UnsupportedConstraint
@@ -37,24 +37,33 @@ _SPACE = " \t\n\r"
 
 
 class JsonState:
-    """The states of the schema's parser and of the JSON syntax."""
+    """The states of the schema's parser and of the JSON syntax.
 
-    __slots__ = ("allowed", "commas", "parser", "spaced", "syntax")
+    Args:
+        spaces: length of the last run of whitespace between JSON tokens. Only the syntax reads whitespace there.
+    """
 
-    def __init__(self, parser: CharacterLevelParser, syntax: json_syntax.State, commas: tuple[int, ...] = ()) -> None:
+    __slots__ = ("allowed", "parser", "spaces", "syntax")
+
+    def __init__(self, parser: CharacterLevelParser, syntax: json_syntax.State, spaces: int = 0) -> None:
         self.parser = parser
         self.syntax = syntax
-        self.commas = commas
-        """Number of commas in each open array, the outermost first."""
-        self.allowed = _characters(parser.get_allowed_characters())
-        self.spaced: JsonState | None = None
-        """The state after whitespace between JSON tokens, once known: many tokens are runs of any whitespace."""
+        self.spaces = spaces
+        self.allowed = _characters(parser.get_allowed_characters(), spaces < MAX_SPACES)
+
+    def spaced(self, syntax: json_syntax.State) -> JsonState:
+        """Return the state after whitespace that leads to `syntax`."""
+        after = copy.copy(self)
+        after.syntax, after.spaces = syntax, self.spaces + 1
+        if after.spaces == MAX_SPACES:
+            after.allowed = after.allowed.difference(_SPACE)
+        return after
 
 
 @lru_cache(maxsize=4096)
-def _characters(text: str) -> frozenset[str]:
+def _characters(text: str, spaces: bool) -> frozenset[str]:
     """Share equal sets: many states have one of a few."""
-    return frozenset(text)
+    return frozenset(text).difference("" if spaces else _SPACE)
 
 
 class JsonAutomaton(Automaton):
@@ -89,25 +98,19 @@ class JsonAutomaton(Automaton):
         return JsonSchemaParser(context, settings)
 
     def step(self, state: JsonState, character: str) -> JsonState | None:
-        if character not in _SPACE or state.syntax[1].startswith(("text", "name")):
-            return self._step(state, character)
-        if state.spaced is not None:  # equal for all whitespace
-            return state.spaced if character in state.allowed else None
-        state.spaced = self._step(state, character)
-        return state.spaced
-
-    def _step(self, state: JsonState, character: str) -> JsonState | None:
         symbol = character if character < "\x80" or character in self.named else OTHER
         if symbol not in state.allowed:
             return None
         syntax = json_syntax.step(state.syntax, character, self._spaces)
         if syntax is None or (symbol in ".eE" and json_syntax.in_number(state.syntax) and _whole(state.parser, symbol)):
             return None
+        inside = state.syntax[1].startswith(("text", "name"))
+        if character in _SPACE and not inside:
+            return state.spaced(syntax)
         parser = _after(state.parser, symbol)
-        if symbol == " " and json_syntax.in_string(state.syntax):
+        if symbol == " " and inside:
             parser = _with_first_space(parser)
-        commas = _commas(state, syntax, character)
-        after = JsonState(_counted(parser, commas) if commas else parser, syntax, commas)
+        after = JsonState(parser, syntax)
         # The library may continue to a state that allows nothing: a dead end.
         return after if after.allowed or self.final(after) else None
 
@@ -120,15 +123,13 @@ class JsonAutomaton(Automaton):
     def mask(self, state: JsonState) -> NDArray[np.int32]:
         options = _options(state.parser)
         if len(options) > 1:
-            masks = [self.mask(JsonState(option, state.syntax, state.commas)) for option in options]
+            masks = [self.mask(JsonState(option, state.syntax, state.spaces)) for option in options]
             either: NDArray[np.int32] = np.bitwise_or.reduce(masks)
             return either
         string = _open_string(state.parser) if json_syntax.in_string(state.syntax) else None
         if string is not None:
             return self._in_string(state, string)
-        found = tree_tokens(self, state, self._tokens.tree)
-        state.spaced = None  # frees the states of the tree's runs of whitespace: this state is cached
-        return self._pack(found)
+        return self._pack(tree_tokens(self, state, self._tokens.tree))
 
     def _pack(self, tokens: Any) -> NDArray[np.int32]:
         return pack(tokens, self._tokens.vocabulary.padded_vocab_size)
@@ -206,7 +207,7 @@ class JsonAutomaton(Automaton):
 
     def key(self, state: JsonState) -> Hashable | None:
         key = _key(state.parser)
-        return None if key is None else (key, state.syntax)
+        return None if key is None else (key, state.syntax, state.spaces)
 
 
 def _machine(pattern: str) -> Machine:
@@ -241,40 +242,18 @@ def _with_first_space(parser: CharacterLevelParser) -> CharacterLevelParser:
 def _after(parser: CharacterLevelParser, symbol: str) -> CharacterLevelParser:
     """Advance each alternative separately: the library reads the items of alternative arrays from one stack."""
     options = _options(parser)
-    if len(options) < 2:
-        return parser.add_character(symbol)
-    after = [_after(option, symbol) for option in options if symbol in option.get_allowed_characters()]
-    return after[0] if len(after) == 1 else UnionParser(after)
-
-
-def _commas(state: JsonState, syntax: json_syntax.State, character: str) -> tuple[int, ...]:
-    """Return `commas` after `character`, which leads to `syntax`."""
-    before, after = state.syntax[0], syntax[0]
-    if len(after) > len(before):
-        return (*state.commas, 0) if character == "[" else state.commas
-    if len(after) < len(before):
-        return state.commas[:-1] if before[-1] == "[" else state.commas
-    if character == "," and after[-1:] == "[" and not state.syntax[1].startswith("text"):
-        return (*state.commas[:-1], state.commas[-1] + 1)
-    return state.commas
-
-
-def _counted(parser: CharacterLevelParser, commas: tuple[int, ...]) -> CharacterLevelParser:
-    """Correct the item counts: the library counts an item twice if whitespace follows it."""
-    if isinstance(parser, UnionParser):
-        return UnionParser([_counted(option, commas) for option in parser.parsers])
-    if not isinstance(parser, JsonSchemaParser):
-        return parser
-    numbers = iter(commas)
-    for index, item in enumerate(parser.object_stack):
-        if isinstance(item, ListParsingState) and item.seen_list_opener and not item.seen_list_closer:
-            # The library adds one to the count of a list below the top, for the item that is being read.
-            seen = next(numbers, 0) + (index == len(parser.object_stack) - 1)
-            if item.num_items_seen != seen:
-                item = item._clone()
-                item.num_items_seen = seen
-                parser.object_stack[index] = item
-    return parser
+    if len(options) > 1:
+        advanced = [_after(option, symbol) for option in options if symbol in option.get_allowed_characters()]
+        return advanced[0] if len(advanced) == 1 else UnionParser(advanced)
+    after = parser.add_character(symbol)
+    if symbol == "," and isinstance(parser, JsonSchemaParser) and isinstance(parser.object_stack[-1], ListParsingState):
+        # The library has counted this item at its end, and counts it at the comma too.
+        depth = len(parser.object_stack) - 1
+        for option in after.parsers if isinstance(after, UnionParser) else [after]:
+            array = option.object_stack[depth]._clone()
+            array.num_items_seen -= 1
+            option.object_stack[depth] = array
+    return after
 
 
 def _options(parser: CharacterLevelParser) -> list[CharacterLevelParser]:
@@ -361,16 +340,8 @@ def _key(parser: CharacterLevelParser) -> Hashable | None:
             return ("list", id(parser.list_member_type), seen, parser.seen_list_opener, parser.seen_list_closer)
         case StringParsingState():
             return _string_key(parser)
-        case NumberParsingState():
-            text = parser.parsed_string
-            tail = text if len(text) <= 2 else ("long", text[-1])
-            seen = (
-                parser.seen_decimal_point,
-                parser.seen_exponent,
-                parser.seen_digit,
-                parser.seen_whitespace_after_digits,
-            )
-            return ("number", parser.allow_floating_point, tail, seen)
+        case NumberParsingState():  # its syntax is part of the state's key
+            return ("number", parser.allow_floating_point)
         case RegexParser():
             return ("regex", id(parser.context), parser.current_state)
         case StringParser():

@@ -19,7 +19,7 @@ from guided.backends.schema_lowering import ArrayShape, SchemaLowering
 from guided.errors import bounded
 from guided.schema.keywords import NUMBER_BOUNDS, Schema, integer_bounds
 
-__all__ = ["PATTERN", "Lowered", "lower"]
+__all__ = ["Lowered", "lower"]
 
 PATTERN = "^pattern{}$"
 

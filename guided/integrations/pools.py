@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from functools import partial
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -48,11 +49,7 @@ def find_pool(name: str, options: Mapping[str, Any]) -> Callable[[Vocabulary], M
     except TypeError as error:
         raise ValueError(f"the {name} pool doesn't take these options: {error}") from None
 
-    def open_pool(vocabulary: Vocabulary) -> MaskPool:
-        opened: MaskPool = pool(vocabulary, **options)
-        return opened
-
-    return open_pool
+    return partial(pool, **options)
 
 
 class PoolOpener:
@@ -65,18 +62,18 @@ class PoolOpener:
     def __init__(self, open_pool: Callable[[], MaskPool]) -> None:
         self._open_pool = open_pool
         self._future: Future[MaskPool] | None = None
-        self._failed_at = 0.0
+        self._failed_at: float | None = None
         self._closed = False
 
     def open(self) -> Future[MaskPool]:
         """Start to open the pool, unless it is open or opening. The future ends with the pool or a `GuidedError`."""
+        retry = self._failed_at is not None and time.monotonic() - self._failed_at > _RETRY_SECONDS
         if self._closed:
             closed: Future[MaskPool] = Future()
             closed.set_exception(PoolUnavailable("the pool is shut down"))
             return closed
-        failed = self._future is not None and self._future.done() and self._future.exception() is not None
-        if self._future is None or (failed and time.monotonic() - self._failed_at > _RETRY_SECONDS):
-            self._future = Future()
+        if self._future is None or retry:
+            self._future, self._failed_at = Future(), None
             try:
                 threading.Thread(target=self._run, args=(self._future,), name="open-pool", daemon=True).start()
             except RuntimeError as error:  # the process can't start another thread

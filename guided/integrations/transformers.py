@@ -4,8 +4,8 @@
     with GuidedLogitsProcessor(vocabulary, [Constraint.json_schema(schema), None]) as guide:
         model.generate(**inputs, logits_processor=[guide], num_beams=4, max_new_tokens=200)
 
-transformers is not imported: `generate()` only calls a logits processor with token ids and scores. It does so after the
-forward pass, so the masks can't be computed during it. A Ray pool (`pool="ray"`) adds isolation, and hides no time.
+transformers is not imported. `generate()` calls a logits processor after the forward pass, so masks can't be computed
+during it: a Ray pool (`pool="ray"`) adds isolation, and hides no time.
 """
 
 from __future__ import annotations
@@ -71,15 +71,12 @@ class _Branch:
 class GuidedLogitsProcessor:
     """Constrains the rows of `generate()`: greedy, sampled, beam-searched, or drafted by an assistant.
 
-    The state of a row is that of its token history after the prompt. If beam search moves a row, its matcher is copied.
-    A call with rows that don't continue those of the previous call starts a new generation. So one processor serves
-    many `generate()` calls, one after the other, from one thread. One kind of prompt is taken for a continuation: the
-    previous prompt, then a beginning of the text generated for it (or nothing), then one more token. Everything after
-    the previous prompt then counts as output. Call `reset()` before such a prompt.
+    One processor serves many `generate()` calls, one after the other, from one thread: rows that don't continue those
+    of the previous call start a new generation. One kind of prompt is taken for a continuation: the previous prompt,
+    then a beginning of the text generated for it (or nothing), then one token. Call `reset()` before such a prompt.
 
-    At least one token that the constraint allows can be sampled: if other processors (`min_new_tokens`,
-    `bad_words_ids`, ...) forbid all of them, the constraint wins. Place this processor after your own. transformers
-    runs temperature, top-k and the like after it.
+    If other processors (`min_new_tokens`, `bad_words_ids`, ...) forbid all tokens that the constraint allows, the
+    constraint wins. Place this processor after your own. transformers runs temperature, top-k and the like after it.
 
     Args:
         vocabulary: as wide as the model's logits, with all tokens that end a generation
@@ -87,17 +84,15 @@ class GuidedLogitsProcessor:
         constraints: one for all rows, or one for each prompt, None for a prompt without a constraint. The beams and the
             `num_return_sequences` of a prompt share its constraint.
         pool: where masks are computed. None: in this process. A name, "ray": the pool of that name (entry point
-            `guided.pools`) with its default options, opened here and shut down by `close()`. A pool for the same
-            vocabulary: used, and not shut down here.
+            `guided.pools`) with its default options, shut down by `close()`. A pool for the same vocabulary: used, and
+            not shut down here.
         backend: "auto", or the name of one backend.
-        failed_rows: what happens if a row has no valid mask, because a backend failed, its worker died, or it contains
-            a token that its masks forbade. "raise" ends `generate()` with the error, which names the row. "end" ends
-            the row (as a beam, it loses against all others), stores the error in `failed`, and continues the other
-            rows. Beam sampling (`num_beams` with `do_sample`) needs "end": if it finds too few allowed tokens, it draws
+        failed_rows: what happens if a row has no valid mask. "raise" ends `generate()` with the error. "end" ends the
+            row (as a beam, it loses against all others), stores the error in `failed`, and continues the other rows.
+            Beam sampling (`num_beams` with `do_sample`) needs "end": if it finds too few allowed tokens, it draws
             forbidden ones, for beams that can't win.
-        in_place: write into the scores that are passed in, which saves a copy of rows that allow many tokens. It can't
-            be combined with `output_logits=True`: `generate()` would return masked logits as raw ones, so the second
-            token raises an error.
+        in_place: write into the scores that are passed in, which saves a copy. With `output_logits=True`, `generate()`
+            would return masked logits as raw ones, so the second token raises an error.
 
     Raises:
         GuidedError: a constraint can't be compiled. The message has its index in `constraints`.
@@ -142,22 +137,18 @@ class GuidedLogitsProcessor:
         self._unused: list[int] = []
         """Sequences to be freed after this step, which may copy their matchers."""
         try:
-            self._compile(backend)
+            futures = {
+                index: self._processor.initialize(str(index), constraint, backend)
+                for index, constraint in enumerate(self._constraints)
+                if constraint is not None
+            }
+            for index, future in futures.items():
+                if isinstance(error := future.exception(), GuidedError):
+                    raise _prefixed(error, f"constraint {index}") from error
+                future.result()
         except BaseException:
             self.close()
             raise
-
-    def _compile(self, backend: str) -> None:
-        futures = {
-            index: self._processor.initialize(str(index), constraint, backend)
-            for index, constraint in enumerate(self._constraints)
-            if constraint is not None
-        }
-        for index, future in futures.items():
-            try:
-                future.result()
-            except GuidedError as error:
-                raise _prefixed(error, f"constraint {index}") from error
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Return the scores with -inf for all forbidden tokens. Rows without a constraint are unchanged.
@@ -168,8 +159,7 @@ class GuidedLogitsProcessor:
 
         Raises:
             GuidedError: a row has no valid mask, and `failed_rows` is "raise".
-            InvalidRequest: the scores are not as wide as the vocabulary; the number of rows does not fit the
-                constraints; or, with `in_place`, the scores of the previous call are still in use.
+            InvalidRequest: the scores or the number of rows don't fit, or the previous call's are still in use.
         """
         if self._closed:
             raise RuntimeError("this processor is closed")
@@ -186,9 +176,8 @@ class GuidedLogitsProcessor:
         rows = self._collect(len(scores))
         masked = scores.detach() if self._in_place else self._memory.like(scores)
         if not self._in_place:
-            for row in range(len(scores)):
-                if row not in self._branches:
-                    masked[row] = scores[row]
+            for row in set(range(len(scores))) - self._branches.keys():
+                masked[row] = scores[row]
         in_order = rows == list(range(len(rows)))
         masks = self._bitmask[: len(rows)] if in_order else [self._bitmask[row] for row in rows]
         apply_bitmask(scores, masks, rows, masked, _FLOOR)
@@ -226,7 +215,7 @@ class GuidedLogitsProcessor:
                 branch.open()
 
     def _continue(self, input_ids: torch.Tensor) -> bool:
-        """Update the branches from the rows. False: the rows don't continue those of the last call."""
+        """Update the branches from the rows. Returns False if the rows don't continue those of the last call."""
         length = self._prompts.shape[1]
         if len(input_ids) != len(self._prompts) or input_ids.shape[1] <= length:
             return False
@@ -253,11 +242,7 @@ class GuidedLogitsProcessor:
     def _parents(self, outputs: NDArray[np.int64]) -> dict[int, int] | None:
         """Return, for each constrained row, the row that had its output without the last token.
 
-        Args:
-            outputs: `[rows, tokens]`, at least one token.
-
-        Returns:
-            Empty if no row has moved. None if a row continues none of the last call's rows.
+        The result is empty if no row has moved, and None if a row continues none of the last call's rows.
         """
         before, known = self._outputs, outputs.shape[1] - 1
         if known > before.shape[1]:

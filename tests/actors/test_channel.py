@@ -111,7 +111,7 @@ def _knocks(channel: Channel, public: bytes, secret: bytes) -> bool:
     return let_in
 
 
-def test_tcp_lets_in_only_the_client_whose_key_was_handed_out(transport: Transport) -> None:
+def test_tcp_admits_only_the_client_with_the_issued_key(transport: Transport) -> None:
     channel = transport.tcp()
     stranger = zmq.curve_keypair()
     assert not _knocks(channel, *stranger)

@@ -14,7 +14,7 @@ import psutil
 import pytest
 from byte_vocabulary import BYTES
 
-from actors.compile.compiler import CompileJob, Compiler
+from actors.compile.compiler import Compiler
 from guided.backends import Backends
 from guided.constraint import Constraint
 from guided.errors import (
@@ -28,8 +28,8 @@ from guided.errors import (
 from guided.limits import CompileLimits
 
 WAIT = 120.0
-QUICK = CompileJob(Constraint.regex("ab+c"), ["llguidance"])
-ENDLESS = CompileJob(Constraint.regex("(a|b)*a(a|b){20}"), ["outlines"])
+QUICK = (Constraint.regex("ab+c"), ["llguidance"])
+ENDLESS = (Constraint.regex("(a|b)*a(a|b){20}"), ["outlines"])
 """A deterministic automaton of two million states: minutes, and gigabytes."""
 
 
@@ -40,47 +40,47 @@ def compiler() -> Iterator[Compiler]:
     compiler.close()
 
 
-def error_of(compiler: Compiler, job: CompileJob) -> GuidedError:
-    outcome = compiler.submit(job).result(WAIT)
+def error_of(compiler: Compiler, job: tuple[Constraint, list[str]]) -> GuidedError:
+    outcome = compiler.submit(*job).result(WAIT)
     assert outcome.error is not None
     return from_wire(outcome.error)
 
 
 def test_a_grammar_comes_back_as_another_process_can_load_it(compiler: Compiler) -> None:
-    outcome = compiler.submit(QUICK).result(WAIT)
+    outcome = compiler.submit(*QUICK).result(WAIT)
     assert outcome.error is None
     assert outcome.backend == "llguidance"
     assert outcome.seconds > 0
     assert outcome.nbytes > 0
-    Backends(BYTES)["llguidance"].load(QUICK.constraint, outcome.dumped).matcher()
+    Backends(BYTES)["llguidance"].load(QUICK[0], outcome.dumped).matcher()
 
 
 def test_what_takes_too_long_is_killed_and_the_next_one_served(compiler: Compiler) -> None:
-    compiler.submit(QUICK).result(WAIT)
+    compiler.submit(*QUICK).result(WAIT)
     (before,) = compiler.pids
     started = time.monotonic()
     assert isinstance(error_of(compiler, ENDLESS), CompileTimeout)
     assert time.monotonic() - started < 30
-    assert compiler.submit(QUICK).result(WAIT).error is None
+    assert compiler.submit(*QUICK).result(WAIT).error is None
     assert not psutil.pid_exists(before)
 
 
 def test_a_process_that_died_while_idle_is_noticed_before_it_gets_a_job(compiler: Compiler) -> None:
-    compiler.submit(QUICK).result(WAIT)
+    compiler.submit(*QUICK).result(WAIT)
     (pid,) = compiler.pids
     os.kill(pid, signal.SIGKILL)
     while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE or len(os.listdir(f"/proc/{pid}/task")) > 1:
         pass
-    assert compiler.submit(QUICK).result(WAIT).error is None
+    assert compiler.submit(*QUICK).result(WAIT).error is None
 
 
 def test_the_users_mistakes_cost_no_process(compiler: Compiler) -> None:
-    compiler.submit(QUICK).result(WAIT)
+    compiler.submit(*QUICK).result(WAIT)
     before = compiler.pids
-    assert type(error_of(compiler, CompileJob(Constraint.regex("a(b"), ["llguidance"]))) is InvalidConstraint
+    assert type(error_of(compiler, (Constraint.regex("a(b"), ["llguidance"]))) is InvalidConstraint
     schema = Constraint.json_schema({"type": "array", "uniqueItems": True})
-    assert type(error_of(compiler, CompileJob(schema, ["llguidance", "outlines"]))) is UnsupportedConstraint
-    assert compiler.submit(QUICK).result(WAIT).error is None
+    assert type(error_of(compiler, (schema, ["llguidance", "outlines"]))) is UnsupportedConstraint
+    assert compiler.submit(*QUICK).result(WAIT).error is None
     assert compiler.pids == before
 
 
@@ -98,11 +98,10 @@ def test_children_die_with_the_process_that_started_them() -> None:
         "from byte_vocabulary import BYTES\n"
         "from actors.compile.compiler import Compiler\n"
         "from guided.limits import CompileLimits\n"
-        "from actors.compile.compiler import CompileJob\n"
         "from guided.constraint import Constraint\n"
         "compiler = Compiler(BYTES, CompileLimits(processes=1))\n"
-        "compiler.submit(CompileJob(Constraint.regex('a'), ['llguidance'])).result()\n"
-        "compiler.submit(CompileJob(Constraint.regex('(a|b)*a(a|b){20}'), ['outlines']))\n"
+        "compiler.submit(Constraint.regex('a'), ['llguidance']).result()\n"
+        "compiler.submit(Constraint.regex('(a|b)*a(a|b){20}'), ['outlines'])\n"
         "print(compiler.pids[0], flush=True)\n"
         "time.sleep(600)\n"
     )

@@ -11,7 +11,7 @@ import pytest
 from ray.exceptions import RayActorError
 
 from actors.compile import loading
-from actors.compile.loading import ActorHandle, GrammarPackage, Loading, StoredGrammar
+from actors.compile.loading import ActorHandle, Loading, StoredGrammar
 
 
 class Actor:
@@ -53,7 +53,7 @@ class Desk:
 
     def add(self, *keys: str) -> None:
         for key in keys:
-            self.loading.add(GrammarPackage(key, key.partition(":")[0], ()), b"")  # type: ignore[arg-type]
+            self.loading.add(StoredGrammar(key, key.partition(":")[0], (), b""))
 
     def enter(self) -> tuple[ActorHandle, Actor]:
         actor = Actor()

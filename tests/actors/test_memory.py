@@ -9,14 +9,14 @@ import sys
 
 import pytest
 
-from actors.processes import MemoryLimit, ProcessReading, machine_bytes
+from actors.processes import ProcessReading, machine_bytes, memory_limit, soft_limit
 
 MIB = 1 << 20
 
 EATER = """
 import sys, threading, time
-from actors.processes import MemoryLimit, limit_memory
-limit_memory(MemoryLimit(200 << 20), watched=sys.argv[1] == "watched")
+from actors.processes import limit_memory
+limit_memory(200 << 20, watched=sys.argv[1] == "watched")
 eaten = []
 try:
     while len(eaten) < 100:
@@ -39,7 +39,7 @@ def test_beyond_the_limit_and_some_slack_no_memory_is_to_be_had() -> None:
     assert 200 < int(ran.stdout.split()[2]) < 200 + 1024
 
 
-def test_where_nobody_looks_it_ends_itself() -> None:
+def test_an_unwatched_process_ends_itself() -> None:
     ran = run("alone")
     assert ran.returncode == -signal.SIGKILL
     assert "more than 200 MiB of memory" in ran.stderr
@@ -75,10 +75,9 @@ def test_a_stopped_process_is_seen_to_be() -> None:
     [(None, min(2048 * MIB, machine_bytes() // 2)), (300 * MIB, 300 * MIB), (1 << 60, machine_bytes())],
 )
 def test_no_limit_is_more_than_the_machine_has(wanted: int | None, hard: int) -> None:
-    assert MemoryLimit.of(wanted).hard == hard
+    assert memory_limit(wanted) == hard
 
 
 def test_an_actor_is_replaced_half_way_from_what_it_took_when_it_was_new() -> None:
-    limit = MemoryLimit(1000)
-    assert limit.soft(200) == 600
-    assert limit.soft(2000) == 2000
+    assert soft_limit(1000, 200) == 600
+    assert soft_limit(1000, 2000) == 2000

@@ -82,7 +82,7 @@ def test_the_compile_actors_death_delays_and_fails_nothing(pool: RayPool) -> Non
     assert masks(pool, grammar, "afte") == ["r"]
 
 
-def test_a_grammar_nobody_uses_leaves_the_workers_and_comes_back(pool: RayPool) -> None:
+def test_an_unused_grammar_leaves_the_workers_and_comes_back(pool: RayPool) -> None:
     constraint = Constraint.regex("gone+")
     grammar = pool.compile(constraint, ("llguidance",)).result(WAIT)
     pool.release(grammar)

@@ -48,7 +48,7 @@ def test_masks_need_neither_torch_nor_transformers() -> None:
     assert loaded() == ""
 
 
-def test_who_has_torch_keeps_it() -> None:
+def test_a_process_with_torch_keeps_it() -> None:
     assert loaded("import torch") == "torch transformers"
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from faulty_pool import FaultyPool
 
 from engine.llm_engine import LLMEngine
@@ -15,8 +16,11 @@ from engine.model_loader import LoadedModel
 from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
 from engine.sequence import SequenceStatus
+from guided.bundle import ProcessorBundle
 from guided.errors import BackendError, InternalError, InvalidConstraint, WorkerDied
+from guided.inline import InlinePool
 from guided.pool import StepMasks
+from guided.processor import ApplyReport, GuidedProcessor
 
 MakeEngine = Callable[..., LLMEngine]
 Run = Callable[..., dict[str, RequestOutput]]
@@ -128,9 +132,7 @@ def test_others_run_while_a_grammar_is_compiled(make_engine: MakeEngine, tiny_mo
     assert pool.released == 4, "the aborted one lets go of its grammar too"
 
 
-def test_a_failing_row_ends_its_group_and_nobody_else(
-    make_engine: MakeEngine, tiny_model: LoadedModel, run: Run
-) -> None:
+def test_a_failing_row_ends_its_group_and_no_other(make_engine: MakeEngine, tiny_model: LoadedModel, run: Run) -> None:
     expected = tokens(run(make_engine(), mixed()))
     pool = FaultyPool(tiny_model.vocabulary)
     engine = make_engine(pool)
@@ -183,3 +185,23 @@ def test_without_a_pool_constraints_are_refused(tiny_model: LoadedModel, run: Ru
     with pytest.raises(InternalError, match="without a mask pool"):
         engine.add_request("r", PROMPT, SamplingParams(regex="a"))
     assert run(engine, {"free": (PROMPT, SamplingParams(max_tokens=3))})["free"].finished
+
+
+def test_a_bundle_of_post_processors_can_be_injected(tiny_model: LoadedModel, run: Run) -> None:
+    """The second member of the bundle bans what the constraint would allow."""
+
+    class Banning(GuidedProcessor):
+        def apply(self, logits: torch.Tensor, patience: float | None = None, alone: bool = True) -> ApplyReport:
+            report = super().apply(logits, patience, alone)
+            logits[:, [tiny_model.vocabulary.encode(digit)[0] for digit in "02468"]] = -torch.inf
+            return report
+
+    pools = [InlinePool(tiny_model.vocabulary) for _ in range(2)]
+    bundle = ProcessorBundle(GuidedProcessor(pools[0]), Banning(pools[1]))
+    engine = LLMEngine(tiny_model, processor=bundle)
+    params = SamplingParams(regex="[0-9]{20}", max_tokens=40, temperature=1.0, seed=3)
+    (output,) = run(engine, {"r": (PROMPT, params)})["r"].outputs
+    assert re.fullmatch("[13579]{20}", output.text)
+    plain = LLMEngine(tiny_model, pool=pools[0])
+    (output,) = run(plain, {"r": (PROMPT, params)})["r"].outputs
+    assert not re.fullmatch("[13579]{20}", output.text)

@@ -112,7 +112,7 @@ def test_penalties_and_bias_change_what_they_should(make_engine: MakeEngine, run
     assert len(set(varied.token_ids)) == len(varied.token_ids)
 
 
-def test_seeded_sampling_repeats_whoever_else_is_there(make_engine: MakeEngine, run: Run) -> None:
+def test_seeded_sampling_repeats_in_any_batch(make_engine: MakeEngine, run: Run) -> None:
     """Also preempted, and beside n outputs, which differ from each other."""
     mine = SamplingParams(seed=42, temperature=1.2, top_p=0.95, max_tokens=40, n=2, ignore_eos=True)
     alone = run(make_engine(), {"mine": (PROMPT, mine)})["mine"]
@@ -200,7 +200,7 @@ def test_one_id_runs_once(make_engine: MakeEngine) -> None:
         engine.add_request("r", PROMPT, greedy())
 
 
-def test_who_does_not_stream_is_reported_at_the_end(make_engine: MakeEngine) -> None:
+def test_a_request_that_does_not_stream_is_reported_at_the_end(make_engine: MakeEngine) -> None:
     engine = make_engine()
     engine.add_request("r", PROMPT, greedy(), stream=False)
     outputs = []

@@ -79,7 +79,7 @@ def test_parking_changes_when_and_never_what(
     assert (engine.scheduler.num_preemptions > 0) == ("num_blocks" in config)
 
 
-def test_who_is_late_when_its_group_has_just_failed_is_not_parked(
+def test_a_late_sequence_of_a_group_that_has_just_failed_is_not_parked(
     make_engine: MakeEngine, tiny_model: LoadedModel, finish: Run
 ) -> None:
     pool = FaultyPool(tiny_model.vocabulary)
@@ -92,7 +92,7 @@ def test_who_is_late_when_its_group_has_just_failed_is_not_parked(
     assert engine.stats.failures == {BackendError.code: 1}, "a group, not a row"
 
 
-def test_without_parking_everybody_waits(make_engine: MakeEngine, tiny_model: LoadedModel, run: Run) -> None:
+def test_without_parking_all_rows_wait(make_engine: MakeEngine, tiny_model: LoadedModel, run: Run) -> None:
     pool = FaultyPool(tiny_model.vocabulary)
     pool.delay = lambda sequence_id, position: 3
     engine = make_engine(pool, parking=False)
@@ -169,7 +169,7 @@ def test_a_parked_sequence_counts_and_holds_its_blocks(make_engine: MakeEngine, 
     assert engine.groups["third"].sequences[0].num_output_tokens == 1
 
 
-def test_a_mask_that_never_comes_ends_its_group_and_nobody_else(
+def test_a_mask_that_never_comes_ends_its_group_and_no_other(
     make_engine: MakeEngine, tiny_model: LoadedModel, run: Run
 ) -> None:
     expected = run(make_engine(), requests())

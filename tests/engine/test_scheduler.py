@@ -64,7 +64,7 @@ def test_sequences_and_tokens_of_a_step_are_limited_and_the_order_is_kept() -> N
     assert names(batch) == (["b"], ["a"]), "c's two are over the sequences"
 
 
-def test_who_waits_for_a_grammar_is_skipped_and_keeps_the_turn() -> None:
+def test_a_group_that_waits_for_its_grammar_is_skipped_and_keeps_its_turn() -> None:
     it = scheduler(max_num_seqs=2)
     waiting, second, third = group("waiting", 4), group("second", 4), group("third", 4)
     waiting.set_status(SequenceStatus.WAITING_FOR_GRAMMAR)
@@ -98,7 +98,7 @@ def run_out_of_blocks() -> tuple[Scheduler, list[SequenceGroup]]:
     return it, groups
 
 
-def test_the_newest_is_preempted_and_comes_back_before_anybody_new() -> None:
+def test_the_newest_is_preempted_and_comes_back_before_new_groups() -> None:
     it, (old, new) = run_out_of_blocks()
     it.add(group("newest", 1))
     preempted_at: int | None = None

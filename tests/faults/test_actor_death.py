@@ -7,70 +7,56 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 
-import numpy as np
 import psutil
 import pytest
-from byte_vocabulary import BYTES, WORDS, allowed, tokens
+from byte_vocabulary import BYTES
+from driven_pool import WAIT, freeze, until
+from step_driver import Outcome, StepDriver
 
 from actors import RayPool
 from guided.constraint import Constraint
 from guided.errors import WorkerDied
-from guided.pool import Fill, Row
 
-WAIT = 60.0
+MASK = "0123456789x"
 _ids = count(1)
 
 
-def until(true: Callable[[], bool], seconds: float = WAIT) -> None:
-    """Wait until a condition is true. Fails if it stays false."""
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline, "the condition stayed false"
-        time.sleep(0.02)
-
-
-def freeze(pid: int) -> None:
-    """Stop a process and wait until all its threads have stopped."""
-    os.kill(pid, signal.SIGSTOP)
-    tasks = Path(f"/proc/{pid}/task")
-    until(lambda: all((task / "stat").read_text().rpartition(")")[2].split()[0] == "T" for task in tasks.iterdir()))
-
-
-class Host:
+class Host(StepDriver):
     """A pool with several sequences of the grammar `[0-9]*x`, which has no longest output."""
 
     def __init__(self, pool: RayPool) -> None:
+        super().__init__(pool)
         self.pool = pool
         self.grammar = pool.compile(Constraint.regex("[0-9]*x"), ("llguidance",)).result(WAIT)
-        self.bitmask = np.zeros((16, WORDS), np.int32)
         self.texts: dict[int, str] = {}
 
-    def open(self, number: int) -> list[int]:
+    def add(self, number: int) -> list[int]:
+        """Open sequences."""
         sequences = [next(_ids) for _ in range(number)]
-        for sequence in sequences:
-            self.pool.open(sequence, self.grammar)
-            self.texts[sequence] = ""
+        self.open(*sequences, grammar=self.grammar)
+        self.texts |= dict.fromkeys(sequences, "")
         return sequences
 
-    def step(self, sequences: list[int], timeout: float = WAIT) -> dict[int, Row]:
-        """Run a step with one row per sequence, with its whole text. Each ready sequence gets another digit."""
-        self.pool.submit([Fill(sequence, 0, tokens(self.texts[sequence])) for sequence in sequences])
-        rows = dict(zip(sequences, self.pool.collect(self.bitmask, timeout), strict=True))
-        for index, (sequence, row) in enumerate(rows.items()):
-            if row.state == "ready":
-                assert allowed(self.bitmask[index]) == "0123456789x"
-                self.texts[sequence] += str(index % 10)
-        return rows
+    def begin(self, sequences: list[int]) -> None:
+        self.submit(*((sequence, self.texts[sequence]) for sequence in sequences))
 
-    def placed_on(self) -> dict[int, set[int]]:
-        """Return the sequences by process."""
-        links = self.pool._rotation._links
-        return {link.place.pid: set(link.sequences) for link in links}
+    def finish(self, sequences: list[int], timeout: float = WAIT) -> dict[int, Outcome]:
+        """Return the outcomes of a step that `begin` began. Each ready sequence gets another digit."""
+        found = dict(zip(sequences, self.collect(timeout), strict=True))
+        for index, (sequence, outcome) in enumerate(found.items()):
+            if outcome != "late" and isinstance(outcome, str):
+                assert outcome == MASK
+                self.texts[sequence] += str(index % 10)
+        return found
+
+    def run(self, sequences: list[int], timeout: float = WAIT) -> dict[int, Outcome]:
+        """Run a step with one row per sequence, with its whole text."""
+        self.begin(sequences)
+        return self.finish(sequences, timeout)
 
     def all_up(self, but: tuple[int, ...] = ()) -> bool:
         workers = self.pool.status().workers
@@ -99,21 +85,20 @@ def host(pool: RayPool) -> Iterator[Host]:
 
 
 def test_a_killed_actor_ends_its_sequences_and_no_others_and_is_replaced(host: Host) -> None:
-    sequences = host.open(8)
-    assert {row.state for row in host.step(sequences).values()} == {"ready"}
-    (victim, lost), (_, kept) = host.placed_on().items()
+    sequences = host.add(8)
+    assert set(host.run(sequences).values()) == {MASK}
+    (victim, lost), (_, kept) = host.pool.placement().items()
     assert len(lost) == len(kept) == 4
     before = {worker.pid: worker for worker in host.pool.status().workers}
 
     os.kill(victim, signal.SIGKILL)
     # Far less than the timeout: the death is detected.
-    rows = host.step(sequences)
-    while any(row.state == "ready" for sequence, row in rows.items() if sequence in lost):
-        rows = host.step(sequences)
+    rows = host.run(sequences)
+    while any(rows[sequence] == MASK for sequence in lost):
+        rows = host.run(sequences)
 
-    assert {sequence for sequence, row in rows.items() if row.state == "failed"} == lost
-    assert all(isinstance(rows[sequence].error, WorkerDied) for sequence in lost)
-    assert {rows[sequence].state for sequence in kept} == {"ready"}
+    assert {type(rows[sequence]) for sequence in lost} == {WorkerDied}
+    assert {rows[sequence] for sequence in kept} == {MASK}
     failures = host.pool.failures()
     assert set(failures) == lost
     assert all(isinstance(error, WorkerDied) for error in failures.values())
@@ -121,15 +106,15 @@ def test_a_killed_actor_ends_its_sequences_and_no_others_and_is_replaced(host: H
 
     host.pool.free(lost)
     for _ in range(3):
-        assert {row.state for row in host.step(sorted(kept)).values()} == {"ready"}
+        assert set(host.run(sorted(kept)).values()) == {MASK}
     until(lambda: host.all_up(but=(victim,)))
     (restarted,) = [worker for worker in host.pool.status().workers if worker.pid not in before]
     assert restarted.incarnation > before[victim].incarnation
     assert restarted.restarts == before[victim].restarts + 1
 
-    new = host.open(4)  # the replacement is empty, so all go there; it has the grammar
-    assert {row.state for row in host.step(new).values()} == {"ready"}
-    assert host.placed_on()[restarted.pid or 0] == set(new)
+    new = host.add(4)  # the replacement is empty, so all go there; it has the grammar
+    assert set(host.run(new).values()) == {MASK}
+    assert host.pool.placement()[restarted.pid or 0] == set(new)
 
 
 def test_a_grammar_that_died_with_all_actors_is_there_again_before_it_is_used(host: Host) -> None:
@@ -145,10 +130,8 @@ def test_a_grammar_that_died_with_all_actors_is_there_again_before_it_is_used(ho
     assert host.pool.status().compiling == 1
     grammar = again.result(WAIT)
     sequence = next(_ids)
-    host.pool.open(sequence, grammar)
-    host.pool.submit([Fill(sequence, 0, tokens("a"))])
-    assert [row.state for row in host.pool.collect(host.bitmask, WAIT)] == ["ready"]
-    assert allowed(host.bitmask[0]) == ".abc"
+    host.open(sequence, grammar=grammar)
+    assert host.step((sequence, "a")) == [".abc"]
     assert host.pool.status().compiling == 0
     host.pool.free([sequence])
     host.pool.release(grammar)
@@ -157,9 +140,9 @@ def test_a_grammar_that_died_with_all_actors_is_there_again_before_it_is_used(ho
 
 
 def test_an_idle_actors_death_is_reported_between_steps(host: Host) -> None:
-    sequences = host.open(2)
-    host.step(sequences)
-    victim, lost = next(iter(host.placed_on().items()))
+    sequences = host.add(2)
+    host.run(sequences)
+    victim, lost = next(iter(host.pool.placement().items()))
     os.kill(victim, signal.SIGKILL)
     failures: dict[int, Exception] = {}
 
@@ -172,47 +155,44 @@ def test_an_idle_actors_death_is_reported_between_steps(host: Host) -> None:
 
 
 def test_a_sequence_that_was_not_yet_opened_there_is_placed_again(host: Host) -> None:
-    sequences = host.open(4)
-    victim, unsent = next(iter(host.placed_on().items()))
+    sequences = host.add(4)
+    victim = next(iter(host.pool.placement()))
+    freeze(victim)  # it does not handle the message that opens its sequences
+    host.begin(sequences)
+    unopened = host.pool.placement()[victim]
     os.kill(victim, signal.SIGKILL)
-    until(lambda: not psutil.pid_exists(victim) or (host.pool.failures() == {} and victim not in host.placed_on()))
-    rows = host.step(sequences)
-    while any(row.state == "late" for row in rows.values()):
-        rows = host.step(sequences)
-    assert {row.state for row in rows.values()} == {"ready"}
-    assert unsent
+    assert set(host.finish(sequences).values()) == {MASK}
+    assert unopened
+    assert victim not in host.pool.placement()
+    assert host.pool.failures() == {}
 
 
-def test_a_frozen_actor_writes_into_no_row_of_another_sequence(host: Host) -> None:
-    sequences = host.open(4)
-    host.step(sequences)
-    frozen, stuck = next(iter(host.placed_on().items()))
+def test_a_frozen_actor_changes_no_mask_of_another_sequence(host: Host) -> None:
+    sequences = host.add(4)
+    host.run(sequences)
+    frozen, stuck = next(iter(host.pool.placement().items()))
+    kept = sorted(set(sequences) - stuck)
     freeze(frozen)
     try:
-        rows = host.step(sequences, timeout=0.2)
-        assert {sequence for sequence, row in rows.items() if row.state == "late"} == stuck
-        host.bitmask[:] = 7
-        kept = sorted(set(sequences) - stuck)
-        host.step(kept, timeout=0.2)
+        rows = host.run(sequences, timeout=0.5)
+        assert {sequence for sequence, row in rows.items() if row == "late"} == stuck
+        assert set(host.run(kept).values()) == {MASK}
     finally:
         os.kill(frozen, signal.SIGCONT)
-    seen = host.bitmask.copy()
-    rows = host.step(sorted(stuck))  # late masks are ready now or later; none is computed twice
-    assert {row.state for row in rows.values()} == {"ready"}
-    assert (seen[len(kept) :] == 7).all()
-    assert {row.state for row in host.step(sequences).values()} == {"ready"}
-    assert frozen in host.placed_on()
+    assert set(host.run(kept).values()) == {MASK}
+    assert set(host.run(sorted(stuck)).values()) == {MASK}  # late masks are ready now or later
+    assert set(host.run(sequences).values()) == {MASK}
+    assert frozen in host.pool.placement()
 
 
 def test_an_actor_that_never_answers_is_ended_and_its_sequences_go_on_elsewhere(host: Host) -> None:
     """It stopped outside of a mask, so no sequence is the cause."""
-    sequences = host.open(6)
-    host.step(sequences)
-    hung, there = next(iter(host.placed_on().items()))
+    sequences = host.add(6)
+    host.run(sequences)
+    hung, there = next(iter(host.pool.placement().items()))
     freeze(hung)
-    rows = host.step(sequences)
-    assert {sequence for sequence, row in rows.items() if row.state == "unplaced"} == there
-    assert {row.state for row in host.step(sequences).values()} == {"ready"}
+    assert set(host.run(sequences).values()) == {MASK}, "they were opened again within the step"
+    assert there
     assert host.pool.failures() == {}
     until(lambda: not psutil.pid_exists(hung))
 
@@ -256,13 +236,13 @@ def test_nothing_is_left_when_the_engines_process_is_gone(ending: str, short_dir
     family: list[psutil.Process] = []
     try:
         pids = engine.stdout.readline().split()
-        assert len(pids) >= 3, "two actors, and what compiles"
+        assert len(pids) >= 3, "two actors, and the compile processes"
         family = psutil.Process(engine.pid).children(recursive=True) if ending != "raise" else []
         family.extend(psutil.Process(int(pid)) for pid in pids if psutil.pid_exists(int(pid)))
         family = [process for process in family if "guided-janitor" not in process.cmdline()]
         if ending != "raise":
             scratch = list(Path(short_directory).glob("guided-*"))
-            assert len(scratch) == 2, "of the pool's sockets, and of Ray"
+            assert len(scratch) == 2, "one with the pool's sockets, and one of Ray"
             assert all(path.stat().st_mode & 0o077 == 0 for path in scratch), "private"
             if ending != "SIGKILL":  # as vLLM ends its engine's process
                 for process in psutil.Process(engine.pid).children(recursive=True):

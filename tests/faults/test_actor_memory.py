@@ -40,8 +40,8 @@ def test_a_mask_that_eats_memory_ends_its_own_sequence_and_the_actor(
     sound = driven.open("sound", number=5)
     (eater,) = driven.open("eat@fill:2=800")  # and then it would wait without end
     driven.go_on([*sound, eater], 2)
-    pid = driven.home(eater).location.pid
-    assert driven.with_neighbours(eater, sound)
+    pid = driven.pid_of(eater)
+    assert driven.neighbours(eater, sound)
     driven.go_on([*sound, eater], 4)
     assert set(driven.errors) == {eater}
     assert isinstance(driven.errors[eater], BackendError)
@@ -67,13 +67,11 @@ def test_an_actor_that_leaks_is_replaced_without_effect_on_requests(
     driven.go_on([*sound, leaky])
     replaced: set[int] = set()
     for _ in range(2):
-        home = driven.home(leaky)
-        pid = home.location.pid
-        while not home.retiring:
+        pid = driven.pid_of(leaky)
+        while leaky in driven.pool.placement().get(pid, ()):
             driven.go_on([leaky])  # slowly, so that the supervisor measures in between
             driven.go_on(sound, 3)
         driven.go_on([*sound, leaky], 2)
-        assert driven.home(leaky).location.pid != pid
         gone(pid)
         until(driven.all_up)
         driven.go_on(sound)  # the pool takes notice of it

@@ -41,7 +41,7 @@ def test_a_crash_in_mid_fill_ends_the_sequences_with_a_matcher_there(driven: Dri
     sound = driven.open("sound", number=5)
     (culprit,) = driven.open(f"{ending}@fill:2")
     driven.go_on([*sound, culprit], 2)
-    there, pids = driven.with_neighbours(culprit, sound), driven.pids
+    there, pids = driven.neighbours(culprit, sound), driven.pids
     assert 0 < len(there) < len(sound)
     driven.go_on([*sound, culprit], 3)
     assert set(driven.errors) == {culprit, *there}
@@ -59,7 +59,7 @@ def test_a_kill_in_mid_fill(driven: DrivenPool, tmp_path: Path) -> None:
     sound = driven.open("sound", number=3)
     (culprit,) = driven.open("hold@fill:1", f"touch={reached}")
     driven.go_on([*sound, culprit])
-    there, pid = driven.with_neighbours(culprit, sound), driven.home(culprit).location.pid
+    there, pid = driven.neighbours(culprit, sound), driven.pid_of(culprit)
     driven.step([*sound, culprit], timeout=0.05)
     until(reached.exists)
     os.kill(pid, signal.SIGKILL)
@@ -77,8 +77,8 @@ def test_a_mask_that_never_comes_ends_its_own_sequence_and_the_actor(
     fault = "sleep@fill:1=1000" if way == "frozen" else "hold@fill:1"
     (culprit,) = driven.open(fault, f"touch={reached}")
     driven.go_on([*sound, culprit])
-    pid = driven.home(culprit).location.pid
-    assert driven.with_neighbours(culprit, sound)
+    pid = driven.pid_of(culprit)
+    assert driven.neighbours(culprit, sound)
     driven.step([*sound, culprit], timeout=0.05)
     until(reached.exists)
     if way == "frozen":
@@ -92,7 +92,7 @@ def test_a_mask_that_never_comes_ends_its_own_sequence_and_the_actor(
 def test_an_idle_frozen_actor_is_replaced_before_it_is_needed(driven: DrivenPool) -> None:
     sequences = driven.open("sound", number=4)
     driven.go_on(sequences)
-    pid = driven.home(sequences[0]).location.pid
+    pid = driven.pid_of(sequences[0])
     freeze(pid)
     until(lambda: driven.all_up() and pid not in driven.pids)
     assert not psutil.pid_exists(pid)
@@ -124,8 +124,9 @@ def test_a_crash_loop_is_down_for_all_to_see_and_others_go_on(
         monkeypatch.setattr(supervisor, name, value)
     sequences = driven.open("sound length=1000", number=4)
     driven.go_on(sequences)
-    looping = driven.home(sequences[0]).index
-    staying = [each for each in sequences if driven.home(each).index != looping]
+    pid = driven.pid_of(sequences[0])
+    (looping,) = [worker.index for worker in driven.pool.status().workers if worker.pid == pid]
+    staying = [each for each in sequences if driven.pid_of(each) != pid]
 
     def state() -> str:
         worker = driven.pool.status().workers[looping]

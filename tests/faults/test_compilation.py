@@ -15,9 +15,9 @@ from byte_vocabulary import BYTES
 from faulty_backend import NAME, PATHS, faulty
 
 from actors import RayPool
-from actors.compile.compiler import CompileJob, Compiler
+from actors.compile.compiler import Compiler
 from actors.compile.process import CompileResult
-from actors.compile.suspensions import CRASHES
+from guided.backends.suspensions import CRASHES
 from guided.constraint import Constraint
 from guided.errors import (
     BackendError,
@@ -34,7 +34,7 @@ from guided.limits import CompileLimits
 from guided.pool import BackendStatus
 
 WAIT = 120.0
-QUICK = CompileJob(Constraint.regex("ab+c"), ["llguidance"])
+QUICK = (Constraint.regex("ab+c"), ["llguidance"])
 _numbers = count()
 
 
@@ -62,7 +62,7 @@ def compiler() -> Iterator[Compiler]:
         for path in PATHS:
             patch.syspath_prepend(path)  # like the compile processes, this process knows the faulty backend
         compiler = Compiler(BYTES, limits)
-        assert compiler.submit(QUICK).result(WAIT).error is None
+        assert compiler.submit(*QUICK).result(WAIT).error is None
         yield compiler
         compiler.close()
 
@@ -72,20 +72,20 @@ def compiler() -> Iterator[Compiler]:
     ("action", "ending"), [("segfault", "SIGSEGV"), ("abort", "SIGABRT"), ("exit", "exit status 3")]
 )
 def test_a_crash_is_one_constraints_error(compiler: Compiler, action: str, ending: str, place: str) -> None:
-    bad = compiler.submit(CompileJob(new(f"{action}@{place}"), [NAME]))
-    good = compiler.submit(QUICK)
+    bad = compiler.submit(new(f"{action}@{place}"), [NAME])
+    good = compiler.submit(*QUICK)
     error = error_of(bad.result(WAIT))
     assert type(error) is BackendError
     assert ending in str(error)
     assert bad.result().crashed == [NAME]
     assert good.result(WAIT).error is None
-    assert compiler.submit(QUICK).result(WAIT).error is None
+    assert compiler.submit(*QUICK).result(WAIT).error is None
 
 
 @pytest.mark.parametrize("place", ["compile", "fill:0"])
 @pytest.mark.parametrize("action", ["hold", "spin"])
 def test_what_never_ends_is_killed(compiler: Compiler, action: str, place: str) -> None:
-    outcome = compiler.submit(CompileJob(new(f"{action}@{place}"), [NAME])).result(WAIT)
+    outcome = compiler.submit(new(f"{action}@{place}"), [NAME]).result(WAIT)
     error = error_of(outcome)
     assert type(error) is CompileTimeout
     assert "took more than 2" in str(error)
@@ -95,24 +95,24 @@ def test_what_never_ends_is_killed(compiler: Compiler, action: str, place: str) 
 
 def test_what_eats_memory_is_killed_before_the_machine_swaps(compiler: Compiler) -> None:
     assert psutil.virtual_memory().available > 2 << 30
-    error = error_of(compiler.submit(CompileJob(new("eat@compile"), [NAME])).result(WAIT))
+    error = error_of(compiler.submit(new("eat@compile"), [NAME]).result(WAIT))
     assert type(error) is ConstraintTooLarge
     assert "256 MiB" in str(error)
 
 
 def test_a_library_that_raises_costs_no_process(compiler: Compiler) -> None:
-    compiler.submit(QUICK).result(WAIT)
+    compiler.submit(*QUICK).result(WAIT)
     before = compiler.pids
     for action in ("raise", "panic"):
-        error = error_of(compiler.submit(CompileJob(new(f"{action}@compile"), [NAME])).result(WAIT))
+        error = error_of(compiler.submit(new(f"{action}@compile"), [NAME]).result(WAIT))
         assert type(error) is BackendError
-        assert compiler.submit(QUICK).result(WAIT).error is None
+        assert compiler.submit(*QUICK).result(WAIT).error is None
     assert compiler.pids == before
 
 
 @pytest.mark.parametrize("fault", ["segfault@compile", "hold@compile", "eat@compile", "raise@compile", "exit@fill:0"])
 def test_the_next_backend_is_tried_with_the_time_that_is_left(compiler: Compiler, fault: str) -> None:
-    outcome = compiler.submit(CompileJob(new(fault), [NAME, "llguidance"])).result(WAIT)
+    outcome = compiler.submit(new(fault), [NAME, "llguidance"]).result(WAIT)
     assert outcome.error is None
     assert outcome.backend == "llguidance"
     assert outcome.timed_out == ([NAME] if fault.startswith("hold") else [])
@@ -122,7 +122,7 @@ def test_the_next_backend_is_tried_with_the_time_that_is_left(compiler: Compiler
 def test_where_none_could_the_error_names_each_and_is_not_the_users(compiler: Compiler) -> None:
     # No backend reports a syntax error for this text. outlines rejects it because it can't enforce it.
     refused = faulty("hold@compile", r"a(?=b)")
-    error = error_of(compiler.submit(CompileJob(refused, [NAME, "llguidance", "xgrammar"])).result(WAIT))
+    error = error_of(compiler.submit(refused, [NAME, "llguidance", "xgrammar"]).result(WAIT))
     assert type(error) is CompileTimeout
     for name in (NAME, "llguidance", "xgrammar"):
         assert f"{name}: " in str(error)
@@ -130,7 +130,7 @@ def test_where_none_could_the_error_names_each_and_is_not_the_users(compiler: Co
 
 def test_a_grammar_that_weighs_too_much_reaches_no_worker(compiler: Compiler) -> None:
     words = Constraint.choice([f"{number}{'word' * 30}" for number in range(100)])
-    error = error_of(compiler.submit(CompileJob(words, ["llguidance"])).result(WAIT))
+    error = error_of(compiler.submit(words, ["llguidance"]).result(WAIT))
     assert type(error) is ConstraintTooLarge
     assert "the compiled constraint takes" in str(error)
 
@@ -138,12 +138,12 @@ def test_a_grammar_that_weighs_too_much_reaches_no_worker(compiler: Compiler) ->
 def test_a_flood_of_slow_ones_delays_only_itself(compiler: Compiler) -> None:
     """Only short slices of the slow ones run before a quick one, and none of them is finished by then."""
     for _ in range(2):
-        compiler.submit(QUICK).result(WAIT)
-    flood = [compiler.submit(CompileJob(new("spin@compile"), [NAME])) for _ in range(50)]
+        compiler.submit(*QUICK).result(WAIT)
+    flood = [compiler.submit(new("spin@compile"), [NAME]) for _ in range(50)]
     order: list[str] = []
     for future in flood:
         future.add_done_callback(lambda _: order.append("slow"))
-    quick = [compiler.submit(QUICK) for _ in range(3)]
+    quick = [compiler.submit(*QUICK) for _ in range(3)]
     for future in quick:
         future.add_done_callback(lambda _: order.append("quick"))
     assert [future.result(WAIT).error for future in quick] == [None] * 3
@@ -151,34 +151,34 @@ def test_a_flood_of_slow_ones_delays_only_itself(compiler: Compiler) -> None:
     kinds = {type(error_of(future.result(WAIT))) for future in flood}
     assert kinds <= {CompileTimeout, CompileQueueFull}
     assert CompileQueueFull in kinds, "a constraint that waited too long gets an error"
-    assert compiler.submit(QUICK).result(WAIT).error is None
+    assert compiler.submit(*QUICK).result(WAIT).error is None
 
 
 def test_the_template_is_replaced_and_what_it_took_along_is_done_again(compiler: Compiler, tmp_path: Path) -> None:
     reached, go_on = tmp_path / "reached", tmp_path / "go_on"
     template = psutil.Process(compiler.pids[0]).parent()
     assert template is not None
-    future = compiler.submit(CompileJob(new(f"wait@compile={go_on}", f"touch={reached}"), [NAME]))
+    future = compiler.submit(new(f"wait@compile={go_on}", f"touch={reached}"), [NAME])
     until(reached.exists)
     template.kill()
     template.wait()
     go_on.touch()
     assert future.result(WAIT).error is None
-    assert compiler.submit(QUICK).result(WAIT).error is None
+    assert compiler.submit(*QUICK).result(WAIT).error is None
 
 
 def test_the_first_external_kill_or_freeze_is_no_fault_of_the_constraint(compiler: Compiler, tmp_path: Path) -> None:
     for number, sent in enumerate((signal.SIGKILL, signal.SIGSTOP)):
         reached, once = tmp_path / f"reached{number}", tmp_path / f"once{number}"
         words = (f"hold@compile={number}", f"touch={reached}")
-        future = compiler.submit(CompileJob(new(*words, f"once={once}"), [NAME]))
+        future = compiler.submit(new(*words, f"once={once}"), [NAME])
         until(reached.exists)
         os.kill(int(reached.read_text()), sent)
         outcome = future.result(WAIT)
         assert outcome.error is None
         assert outcome.timed_out == outcome.crashed == []
     reached = tmp_path / "reached"
-    future = compiler.submit(CompileJob(new("hold@compile", f"touch={reached}"), [NAME]))
+    future = compiler.submit(new("hold@compile", f"touch={reached}"), [NAME])
     while not future.done():  # ... but whenever it runs
         if reached.exists():
             pid = int(reached.read_text())
@@ -187,14 +187,14 @@ def test_the_first_external_kill_or_freeze_is_no_fault_of_the_constraint(compile
         time.sleep(0.01)
     assert type(error_of(future.result())) is BackendError
     assert future.result().crashed == [NAME]
-    assert compiler.submit(QUICK).result(WAIT).error is None
+    assert compiler.submit(*QUICK).result(WAIT).error is None
 
 
 @pytest.fixture(scope="module")
 def pool(local_ray: None) -> Iterator[RayPool]:
     limits = CompileLimits(processes=2, seconds=2.0, memory_bytes=256 << 20)
     pool = RayPool(BYTES, num_actors=1, compile_limits=limits, max_compiling=3)
-    pool.compile(QUICK.constraint, QUICK.backends).result(WAIT)
+    pool.compile(*QUICK).result(WAIT)
     yield pool
     pool.shutdown()
 

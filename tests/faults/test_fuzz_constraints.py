@@ -16,7 +16,7 @@ from constraint_strategies import FIELDS, WHITESPACE
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from actors.compile.compiler import CompileJob, Compiler
+from actors.compile.compiler import Compiler
 from guided.backends import BACKENDS, candidates
 from guided.constraint import KINDS, Constraint, ConstraintKind
 from guided.errors import (
@@ -74,7 +74,7 @@ def test_every_constraint_is_decided(compiler: Compiler, kind: ConstraintKind, b
             decisions["refused at admission"] += 1
             return
         started = time.monotonic()
-        outcome = compiler.submit(CompileJob(constraint, list(candidates(kind, backend)))).result(WAIT)
+        outcome = compiler.submit(constraint, list(candidates(kind, backend))).result(WAIT)
         if outcome.error is None:
             assert outcome.nbytes > 0
             decisions["compiled"] += 1

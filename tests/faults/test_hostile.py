@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 from byte_vocabulary import BYTES, tokens
 
-from actors.compile.compiler import CompileJob, Compiler
+from actors.compile.compiler import Compiler
 from actors.compile.process import CompileResult
 from engine.server.constraints import requested_constraint as asked
 from engine.server.protocol import ChatRequest
@@ -88,7 +88,7 @@ def built(kind: ConstraintKind, source: Any) -> Constraint:
 @pytest.fixture(scope="module")
 def compiler() -> Iterator[Compiler]:
     compiler = Compiler(BYTES, CompileLimits(processes=2, seconds=SECONDS))
-    compiler.submit(CompileJob(Constraint.regex("a"), ["llguidance"])).result(120)
+    compiler.submit(Constraint.regex("a"), ["llguidance"]).result(120)
     yield compiler
     compiler.close()
 
@@ -100,7 +100,7 @@ def decided(compiler: Compiler, constraint: Constraint, backend: str) -> Compile
     except UnsupportedConstraint as error:
         return CompileResult((error.code, error.message, error.param, error.pointer))
     started = time.monotonic()
-    outcome = compiler.submit(CompileJob(constraint, [name for name in names if name in NAMES])).result(SECONDS + 120)
+    outcome = compiler.submit(constraint, [name for name in names if name in NAMES]).result(SECONDS + 120)
     assert time.monotonic() - started < SECONDS + SLACK_SECONDS
     assert outcome.crashed == []
     if outcome.error is not None:

@@ -9,6 +9,7 @@ import signal
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -53,16 +54,21 @@ def poisoned(fault: str) -> SamplingParams:
 _SLOW = pytest.mark.skipif("GUIDED_SLOW_TESTS" not in os.environ, reason="the same again: set GUIDED_SLOW_TESTS")
 
 
-@pytest.fixture(scope="module", params=["memory", pytest.param("tcp", marks=_SLOW)])
-def pool(request: pytest.FixtureRequest, tiny_model: LoadedModel, local_ray: None) -> Iterator[RayPool]:
-    transport = "tcp" if request.param == "tcp" else "auto"
+@contextlib.contextmanager
+def ray_pool(model: LoadedModel, **options: Any) -> Iterator[RayPool]:
     with pytest.MonkeyPatch.context() as patched:
         # Actors end often in these tests: no crash loop, no long delays.
         patched.setattr(supervisor, "_CRASH_LOOP", 1000)
         patched.setattr(supervisor, "_LAST_DELAY_SECONDS", 0.5)
-        pool = RayPool(tiny_model.vocabulary, num_actors=2, max_replays=1, mask_limit=2.0, transport=transport)
+        pool = RayPool(model.vocabulary, num_actors=2, mask_limit=2.0, **options)
         yield pool
         pool.shutdown()
+
+
+@pytest.fixture(scope="module", params=["memory", pytest.param("tcp", marks=_SLOW)])
+def pool(request: pytest.FixtureRequest, tiny_model: LoadedModel, local_ray: None) -> Iterator[RayPool]:
+    with ray_pool(tiny_model, max_replays=1, transport="tcp" if request.param == "tcp" else "auto") as pool:
+        yield pool
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +83,7 @@ def all_up(pool: RayPool, faulty_here: None) -> Iterator[None]:
     """Each test starts with all actors up, and with no actor that another test has killed."""
     wait_until(lambda: all(worker.state == "up" for worker in pool.status().workers), LONG)
     yield
-    assert not pool._rotation._placement.sequences
+    assert not any(pool.placement().values()), "every sequence was freed"
 
 
 def pids(pool: RayPool) -> list[int]:
@@ -136,10 +142,9 @@ def test_killed_from_outside_in_mid_fill_and_tried_again(
     def kill_where_it_waits(engine: LLMEngine) -> None:
         if reached.exists() and not go_on.exists():
             suspect = engine.groups["unlucky"].sequences[0].seq_id
-            link = pool._rotation._sequences[suspect].link
-            assert link is not None
+            (pid,) = [pid for pid, there in pool.placement().items() if suspect in there]
             go_on.touch()  # for the next time
-            kill(link.place.pid)
+            kill(pid)
 
     unlucky = poisoned(f"wait@fill:5={go_on} touch={reached}")
     found = generate(tiny_model, pool, bystanders() | {"unlucky": unlucky}, kill_where_it_waits)
@@ -150,7 +155,7 @@ def test_killed_from_outside_in_mid_fill_and_tried_again(
 
 
 def test_an_endless_fill_ends_one_request(pool: RayPool, tiny_model: LoadedModel, expected: Outputs) -> None:
-    """It holds the GIL, so results of earlier rows of the same message are not sent."""
+    """It holds the GIL, so the worker sends nothing."""
     found = generate(tiny_model, pool, bystanders() | {"endless": poisoned("hold@fill:4")})
     assert errors(found) == {"endless": MaskTimeout.code}
     assert said(found, "endless") == said(expected)
@@ -160,7 +165,7 @@ def test_an_endless_fill_ends_one_request(pool: RayPool, tiny_model: LoadedModel
 def test_a_grammar_that_cant_be_loaded_ends_its_own_request(
     pool: RayPool, tiny_model: LoadedModel, expected: Outputs, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One actor, and then one that nobody uses yet; and it is not tried again by every other that comes up."""
+    """It ends one actor, and then an actor without sequences. Later actors do not load it."""
     monkeypatch.setattr(loading, "_LOAD_SECONDS", 2.0)
     monkeypatch.setattr(loading, "_LIBRARY_SECONDS", 2.0)
     bad = poisoned(fault)
@@ -181,28 +186,28 @@ def test_an_actor_killed_while_it_loads_a_grammar_loads_it_the_next_time(
 
 
 def test_at_0_a_death_ends_those_that_were_there_and_a_hang_one(
-    pool: RayPool, tiny_model: LoadedModel, expected: Outputs, monkeypatch: pytest.MonkeyPatch
+    tiny_model: LoadedModel, expected: Outputs, local_ray: None
 ) -> None:
-    monkeypatch.setattr(pool._rotation, "_max_replays", 0)
     there: set[str] = set()
+    with ray_pool(tiny_model, max_replays=0) as pool:
 
-    def kill_one(engine: LLMEngine) -> None:
-        link = pool._rotation._links[0]
-        there.update(
-            name
-            for name, group in engine.groups.items()
-            if link.sequences.intersection(sequence.seq_id for sequence in group.sequences)
-        )
-        kill(link.place.pid)
+        def kill_one(engine: LLMEngine) -> None:
+            pid, sequences = next(iter(pool.placement().items()))
+            there.update(
+                name
+                for name, group in engine.groups.items()
+                if not sequences.isdisjoint(sequence.seq_id for sequence in group.sequences)
+            )
+            kill(pid)
 
-    found = generate(tiny_model, pool, bystanders(), in_the_middle(kill_one))
-    assert errors(found) == dict.fromkeys(there, WorkerDied.code)
-    assert there
-    assert said(found, *there) == {name: text for name, text in said(expected).items() if name not in there}
+        found = generate(tiny_model, pool, bystanders(), in_the_middle(kill_one))
+        assert errors(found) == dict.fromkeys(there, WorkerDied.code)
+        assert there
+        assert said(found, *there) == {name: text for name, text in said(expected).items() if name not in there}
 
-    found = generate(tiny_model, pool, bystanders() | {"endless": poisoned("hold@fill:4")})
-    assert errors(found) == {"endless": MaskTimeout.code}
-    assert said(found, "endless") == said(expected)
+        found = generate(tiny_model, pool, bystanders() | {"endless": poisoned("hold@fill:4")})
+        assert errors(found) == {"endless": MaskTimeout.code}
+        assert said(found, "endless") == said(expected)
 
 
 def test_where_no_actor_comes_up_constrained_requests_end_and_the_others_go_on(

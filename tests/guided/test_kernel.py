@@ -139,7 +139,7 @@ def test_a_row_of_a_strided_bitmask_is_read_right(way: str) -> None:
     assert torch.isneginf(logits[:, 1:]).all()
 
 
-def test_logits_whose_rows_lie_apart_or_whose_columns_do(way: str) -> None:
+def test_logits_with_rows_or_columns_that_lie_apart(way: str) -> None:
     size = 4096
     allowed = [{3, 40}, set(range(size)) - {7}]
     for strided in (torch.zeros(4, 2 * size)[::2, :size], torch.zeros(size, 2).t()):

@@ -107,7 +107,7 @@ def test_a_fork_continues_from_its_parent() -> None:
     assert filled.mask(3) == [4]
 
 
-def test_a_fork_whose_parent_went_on_has_its_own_output() -> None:
+def test_a_fork_of_a_parent_that_went_on_has_its_own_output() -> None:
     filled = Filled()
     filled.mask(1, 2, 3)
     filled.worker.open(8, "g", parent=SLOT, tokens=[1, 2, 5])

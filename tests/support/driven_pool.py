@@ -15,7 +15,6 @@ from byte_vocabulary import WORDS
 from faulty_backend import NAME, faulty
 
 from actors import RayPool
-from actors.steps.connection import WorkerConnection
 from guided.bitmask import allowed_ids
 from guided.errors import GuidedError
 from guided.sequence import GuidedSequence
@@ -25,27 +24,27 @@ _ids = count(1)
 
 
 def until(true: Callable[[], bool], seconds: float = WAIT) -> None:
-    """Wait for something to become true; fail where it doesn't."""
+    """Wait until a condition is true. Fails if it stays false."""
     deadline = time.monotonic() + seconds
     while not true():
-        assert time.monotonic() < deadline, "it didn't happen in time"
+        assert time.monotonic() < deadline, "the condition stayed false"
         time.sleep(0.02)
 
 
 def freeze(pid: int) -> None:
-    """Stop a process, and see that all its threads are."""
+    """Stop a process and wait until all its threads have stopped."""
     os.kill(pid, signal.SIGSTOP)
     tasks = Path(f"/proc/{pid}/task")
     until(lambda: all((task / "stat").read_text().rpartition(")")[2].split()[0] == "T" for task in tasks.iterdir()))
 
 
 def gone(pid: int) -> None:
-    """Wait for a process's end."""
+    """Wait until a process has ended."""
     until(lambda: not psutil.pid_exists(pid))
 
 
 class DrivenPool:
-    """Opens sequences of the faulty backend's grammars and takes steps with them."""
+    """Opens sequences of the faulty backend's grammars and runs steps with them."""
 
     def __init__(self, pool: RayPool) -> None:
         self.pool = pool
@@ -56,7 +55,7 @@ class DrivenPool:
         self._bitmask = np.zeros((32, WORDS), np.int32)
 
     def open(self, *words: str, number: int = 1) -> list[int]:
-        """Open sequences of the grammar `faulty(*words)`. The actors get them with their first step."""
+        """Open sequences of the grammar `faulty(*words)`. Their first step opens them on an actor."""
         grammar = self.pool.compile(faulty(*words), (NAME,)).result(WAIT)
         ids = [next(_ids) for _ in range(number)]
         for each in ids:
@@ -66,7 +65,7 @@ class DrivenPool:
         return ids
 
     def step(self, sequences: Iterable[int], timeout: float = WAIT) -> set[int]:
-        """Take a step with those that have not failed. Returns the sequences that got a mask."""
+        """Run a step with the sequences that have not failed. Returns the sequences that got a mask."""
         asked = [each for each in sequences if each not in self.errors]
         self.pool.submit([self._sequences[each] for each in asked])
         found = self.pool.collect(timeout)
@@ -78,30 +77,25 @@ class DrivenPool:
         return {asked[row] for row in ready}
 
     def go_on(self, sequences: Iterable[int], steps: int = 1) -> None:
-        """Until each of them has so many tokens more, or has failed."""
+        """Run steps until each sequence has `steps` more tokens, or has failed."""
         aims = {sequence: len(self.tokens[sequence]) + steps for sequence in sequences}
         deadline = time.monotonic() + WAIT
         while short := [each for each, aim in aims.items() if each not in self.errors and len(self.tokens[each]) < aim]:
             assert time.monotonic() < deadline, "no masks come"
             self.step(short, timeout=5.0)
 
-    @property
-    def workers(self) -> list[WorkerConnection]:
-        """The actors that take sequences."""
-        return list(self.pool._dispatcher._placement.workers)
+    def pid_of(self, sequence: int) -> int:
+        """Return the pid of the actor that a sequence is open on."""
+        (pid,) = [pid for pid, there in self.pool.placement().items() if sequence in there]
+        return pid
 
-    def home(self, sequence: int) -> WorkerConnection:
-        """The actor that a sequence is open on."""
-        (worker,) = [worker for worker in self.workers if sequence in _open_on(worker)]
-        return worker
-
-    def with_neighbours(self, sequence: int, others: Iterable[int]) -> set[int]:
-        """Those of `others` that are on the same actor."""
-        return _open_on(self.home(sequence)) & set(others)
+    def neighbours(self, sequence: int, others: Iterable[int]) -> set[int]:
+        """Return those of `others` that are on the same actor."""
+        return self.pool.placement()[self.pid_of(sequence)] & set(others)
 
     @property
     def pids(self) -> set[int]:
-        """Of the actors that are up."""
+        """The pids of the actors that are up."""
         return {worker.pid for worker in self.pool.status().workers if worker.pid is not None}
 
     def all_up(self) -> bool:
@@ -115,7 +109,3 @@ class DrivenPool:
         self.errors.clear()
         until(self.all_up)
         self.pool.failures()
-
-
-def _open_on(worker: WorkerConnection) -> set[int]:
-    return {state.sequence_id for state in worker.sequences.values()}

@@ -1,29 +1,28 @@
-"""A mask worker in a process of its own, which stops in the middle of writing a row until it is told to go on."""
+"""A mask worker in its own process. It stops in the middle of writing a mask until it is told to continue."""
 
 from __future__ import annotations
 
 import os
-import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import zmq
-from actors.segment import SegmentName, attach
-from actors.step_loop import StepLoop
 from byte_vocabulary import BYTES, tokens
 from numpy.typing import NDArray
 from scripted_grammar import ScriptedGrammar, ScriptedMatcher
 
 from actors.channel import Address, connect
+from actors.steps.protocol import SegmentName, attach
+from actors.steps.server import StepServer
 from guided.worker import MaskWorker
 
 TEXTS = ["abc", "abd", "xyz"]
 
 
 class StuckGrammar(ScriptedGrammar):
-    """At position 1: writes half a row, says so (the file `reached`), and spins until it was frozen and woken."""
+    """At position 1 it writes half a mask, creates the file `reached`, and writes on until the file `go_on` exists."""
 
     def __init__(self, sentences: Sequence[Sequence[int]], reached: Path, go_on: Path) -> None:
         super().__init__(sentences)
@@ -47,17 +46,16 @@ class _StuckMatcher(ScriptedMatcher):
         super().fill_bitmask(row)
 
 
-def serve(incarnation: int, address: Address, name: SegmentName, reached: str, go_on: str) -> None:
-    """What a mask actor does, without Ray."""
-    rows = attach(name)
-    assert rows is not None
+def serve(address: Address, name: SegmentName, reached: str, go_on: str) -> None:
+    """Serve the grammars "fast" and "stuck" as a mask actor does, without Ray."""
+    table = attach(name)
+    assert table is not None
     worker = MaskWorker(BYTES)
     sentences = [tokens(text) for text in TEXTS]
     worker.install("fast", ScriptedGrammar(sentences))
     worker.install("stuck", StuckGrammar(sentences, Path(reached), Path(go_on)))
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     over = threading.Event()
-    StepLoop(incarnation, worker, connect(context, address), rows, True, over.set).start()
+    StepServer(worker, connect(context, address), table, True, over.set).start()
     over.wait()
-    sys.stdout.flush()
     os._exit(0)

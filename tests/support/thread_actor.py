@@ -6,13 +6,14 @@ Its death is a lost connection.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from itertools import count
 
 import zmq
 from byte_vocabulary import BYTES, WORDS
 
-from actors.channel import Channel, Transport, connect
+from actors.channel import Address, Channel, Transport, connect
 from actors.processes import ActorLocation
 from actors.steps.connection import WorkerConnection
 from actors.steps.protocol import Segment, SlotTable, attach
@@ -24,13 +25,25 @@ _incarnations = count(1)
 
 
 class ConnectedPair:
-    """Both ends of a channel, and the slot table between them."""
+    """Both ends of a channel, and the slot table between them.
 
-    def __init__(self, transport: Transport, *, slots: int = 8, shared: bool = True, index: int = 0) -> None:
+    Args:
+        through: returns the address that the actor's end connects to, for a proxy in between.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        *,
+        slots: int = 8,
+        shared: bool = True,
+        index: int = 0,
+        through: Callable[[Address], Address] = lambda address: address,
+    ) -> None:
         self.segment = Segment(slots, WORDS)
         self.channel: Channel = transport.ipc() if shared else transport.tcp()
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.end = connect(self.context, self.channel.address)
+        self.end = connect(self.context, through(self.channel.address))
         assert self.channel.wait_connected(10)
         self.installed: set[str] = set()
         location = ActorLocation(os.getpid(), "node", "host")
@@ -55,8 +68,9 @@ class ThreadActor:
         slots: int = 8,
         shared: bool = True,
         index: int = 0,
+        through: Callable[[Address], Address] = lambda address: address,
     ) -> None:
-        self.pair = ConnectedPair(transport, slots=slots, shared=shared, index=index)
+        self.pair = ConnectedPair(transport, slots=slots, shared=shared, index=index, through=through)
         self.connection = self.pair.connection
         self.worker = MaskWorker(BYTES)
         for key, grammar in grammars.items():
@@ -65,12 +79,18 @@ class ThreadActor:
         assert table is not None
         self.table = table
         self._shared = shared
-        StepServer(self.worker, self.pair.end, table, shared, self.pair.end.close).start()
+        self.ended = threading.Event()
+        """The server has given up: the process of a real actor ends here."""
+        StepServer(self.worker, self.pair.end, table, shared, self._give_up).start()
         _living.append(self)
 
     def install(self, key: str, grammar: CompiledGrammar) -> None:
         self.worker.install(key, grammar)
         self.pair.installed.add(key)
+
+    def _give_up(self) -> None:
+        self.pair.end.close()
+        self.ended.set()
 
     def close(self) -> None:
         """End the server; it must not be in a mask."""

@@ -29,11 +29,7 @@ def report(request_id: str, error: GuidedError) -> None:
     Raises:
         OSError: there is no run directory, or it is not writable.
     """
-    run = find()
-    if run is None:
-        raise FileNotFoundError("there is no run directory")
-    directory = run / _DIRECTORY
-    write_note(directory, _file_name(request_id), to_wire(error))
+    directory = write_note(_DIRECTORY, _file_name(request_id), to_wire(error))
     for entry in sorted(os.scandir(directory), key=_age)[:-_MAX_REPORTS]:
         Path(entry.path).unlink(missing_ok=True)
 

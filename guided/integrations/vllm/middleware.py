@@ -5,13 +5,11 @@ In vLLM, a logits processor can only make a request end with a stop token, as if
 process reports the error out of band (`guided.integrations.vllm.error_reports`). The middleware gives each guided
 request an id of its own for that report, and changes the answer to POST /v1/completions and /v1/chat/completions:
 
-- Not streamed: the answer is held back until it is complete. If the request failed, an error with its HTTP status is
-  sent instead.
+- Not streamed: the answer is held back until it is complete, and replaced by an error if the request failed.
 - Streamed: nothing is sent before the first piece of text, so a failure before it has its HTTP status too. A failure
   after it is sent as one event `data: {"error": ...}`, which ends the stream without `[DONE]`.
 
-Guided beam search is rejected, because vLLM ignores `vllm_xargs` there. Other requests and their answers pass
-unchanged and unbuffered, except that the body of each request to the two routes is read to its end.
+Guided beam search is rejected, because vLLM ignores `vllm_xargs` there. Other requests pass unchanged.
 """
 
 from __future__ import annotations
@@ -40,7 +38,6 @@ Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
-TakeError = Callable[[str], GuidedError | None]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
@@ -52,28 +49,16 @@ class GuidedErrors:
         take_error: returns the error that was reported for a request id, or None.
     """
 
-    def __init__(self, app: App, take_error: TakeError = take) -> None:
+    def __init__(self, app: App, take_error: Callable[[str], GuidedError | None] = take) -> None:
         self._app = app
         self._take_error = take_error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["method"] == "POST" and scope["path"].endswith(_PATHS):
-            request = _Request(receive)
-            await self._app(scope, request.receive, _Answer(request, self._take_error, send).send)
+            exchange = _Exchange(receive, send, self._take_error)
+            await self._app(scope, exchange.receive, exchange.send)
         else:
             await self._app(scope, receive, send)
-
-
-async def _read(receive: Receive) -> bytes | None:
-    """Read a request's body. None: the client disconnected before its end."""
-    parts = []
-    while True:
-        message = await receive()
-        if message["type"] != "http.request":
-            return None
-        parts.append(message.get("body", b""))
-        if not message.get("more_body", False):
-            return b"".join(parts)
 
 
 def _identified(body: bytes) -> tuple[bytes, str] | None:
@@ -104,29 +89,38 @@ def _identified(body: bytes) -> tuple[bytes, str] | None:
     return json.dumps(request).encode(), request_id
 
 
-class _Request:
-    """The messages that the application receives: the body with a request id, then the client's disconnection.
+class _Exchange:
+    """The messages of one request and its answer. Changed only if the request is guided.
 
     The body is read when the application asks for it: vLLM checks API keys before that.
     """
 
-    def __init__(self, receive: Receive) -> None:
-        self.id: str | None = None
-        """The id that errors are reported under. None: the request is not guided, or not read yet."""
-        self.rejection: GuidedError | None = None
+    def __init__(self, receive: Receive, send: Send, take_error: Callable[[str], GuidedError | None]) -> None:
         self._receive = receive
+        self._send = send
+        self._take_error = take_error
+        self._id: str | None = None
+        """The id that errors are reported under. None: the request is not guided, or not read yet."""
         self._read = False
+        self._rejection: GuidedError | None = None
+        self._start: Message = {}
+        self._is_stream = False
+        self._started = False
+        """Messages are sent as they come; before that they are held back."""
+        self._held: list[Message] = []
+        self._rest = b""
+        """Incomplete event at the end of a stream's last message; the whole body so far of other answers."""
+        self._failed = False
         self._ended = asyncio.Event()
 
-    def end(self) -> None:
-        """Report a disconnection to the application, so that it stops generating."""
-        self._ended.set()
+    # the request
 
     async def receive(self) -> Message:
+        """Return the body with a request id, then the client's disconnection. A failed answer counts as one."""
         if not self._read:
             self._read = True
-            return await self._body()
-        if self.id is None:
+            return await self._request_body()
+        if self._id is None:
             return await self._receive()
         client, ended = asyncio.ensure_future(self._receive()), asyncio.ensure_future(self._ended.wait())
         try:
@@ -136,44 +130,33 @@ class _Request:
             client.cancel()
             ended.cancel()
 
-    async def _body(self) -> Message:
-        body = await _read(self._receive)
-        if body is None:
-            return {"type": "http.disconnect"}
+    async def _request_body(self) -> Message:
+        parts, more = [], True
+        while more:
+            message = await self._receive()
+            if message["type"] != "http.request":
+                return {"type": "http.disconnect"}
+            parts.append(message.get("body", b""))
+            more = message.get("more_body", False)
+        body = b"".join(parts)
         try:
             found = _identified(body)
         except InvalidRequest as error:
-            self.rejection = error
-            return {"type": "http.request", "body": _INVALID_BODY, "more_body": False}
-        if found is not None:  # Content-Length stays that of the client's body: nothing behind uvicorn reads it
-            body, self.id = found
+            self._rejection, body = error, _INVALID_BODY
+        else:
+            if found is not None:  # Content-Length stays that of the client's body: nothing behind uvicorn reads it
+                body, self._id = found
         return {"type": "http.request", "body": body, "more_body": False}
 
-
-class _Answer:
-    """The answer to one request. Changed only if the request is guided."""
-
-    def __init__(self, request: _Request, take_error: TakeError, send: Send) -> None:
-        self._request = request
-        self._take_error = take_error
-        self._send = send
-        self._start: Message = {}
-        self._is_stream = False
-        self._started = False
-        """Messages are sent as they come; before that they are held back."""
-        self._held: list[Message] = []
-        self._rest = b""
-        """Incomplete event at the end of a stream's last message; the whole body so far of other answers."""
-        self._failed = False
+    # the answer
 
     async def send(self, message: Message) -> None:
         if self._failed:
             return
-        if self._request.rejection is not None:
-            self._failed = True
-            self._start = message
-            await self._send_error(self._request.rejection)
-        elif self._request.id is None:
+        if self._rejection is not None:
+            self._failed, self._start = True, message
+            await self._send_error(self._rejection)
+        elif self._id is None:
             await self._send(message)
         elif message["type"] == "http.response.start":
             self._start = message
@@ -220,18 +203,17 @@ class _Answer:
 
     async def _fail(self) -> bool:
         """End the answer with the reported error, if there is one. Returns whether there is."""
-        request_id = self._request.id
-        error = None if request_id is None else self._take_error(request_id)
+        error = None if self._id is None else self._take_error(self._id)
         if error is None or self._start["status"] >= 400:  # a request that vLLM rejected has not run
             return False
         self._failed = True
-        _log.error("request %s failed, %s: %s", request_id, error.code, error)
+        _log.error("request %s failed, %s: %s", self._id, error.code, error)
         if self._started:
             event = b"data: " + json.dumps(error_body(error)).encode() + b"\n\n"
             await self._send({"type": "http.response.body", "body": event, "more_body": False})
         else:
             await self._send_error(error)
-        self._request.end()
+        self._ended.set()
         return True
 
     async def _send_error(self, error: GuidedError) -> None:

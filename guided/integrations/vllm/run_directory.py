@@ -19,9 +19,9 @@ import socket
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-__all__ = ["VARIABLE", "Process", "announce", "find", "read_note", "write_note"]
+__all__ = ["VARIABLE", "announce", "find", "has_ended", "identity", "lineage", "read_note", "write_note"]
 
 VARIABLE = "GUIDED_VLLM_DIR"
 """The environment variable with the path of the run directory. Set by hand, to a directory that all machines share, it
@@ -32,49 +32,26 @@ _FOR_RAY = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"
 _log = logging.getLogger("guided.integrations")
 
 
-class Process(NamedTuple):
-    """Identity of a process. A later process with the same pid is a different one, by its start time."""
-
-    host: str
-    pid: int
-    started: str
-
-    @classmethod
-    def me(cls) -> Process:
-        return cls.of(os.getpid())
-
-    @classmethod
-    def of(cls, pid: int) -> Process:
-        """The process with id `pid` on this machine."""
-        return cls(socket.gethostname(), pid, _started(pid))
-
-    @classmethod
-    def lineage(cls) -> list[Process]:
-        """This process, its parent, and so on."""
-        pid, found = os.getpid(), []
-        while pid > 0:
-            found.append(cls.of(pid))
-            pid = int((_stat(pid) or ["", "0"])[1])
-        return found
-
-    @classmethod
-    def parse(cls, text: str) -> Process | None:
-        """Parse the result of `str`. None: `text` is something else."""
-        parts = text.split(" ")
-        return cls(parts[0], int(parts[1]), parts[2]) if len(parts) == 3 and parts[1].isdecimal() else None
-
-    def __str__(self) -> str:
-        return f"{self.host} {self.pid} {self.started}"
-
-    def has_ended(self) -> bool:
-        """Whether the process is known to have ended. False for processes of other machines."""
-        return self.host == socket.gethostname() and _started(self.pid) != self.started
-
-
-def _started(pid: int) -> str:
-    """Start time of a process in clock ticks since boot (proc(5)). "": there is no such process, or it is a zombie."""
+def identity(pid: int) -> str:
+    """Return host, pid and start time of a process of this machine. No later process with this pid has the same."""
     fields = _stat(pid)
-    return "" if not fields or fields[0] == "Z" else fields[19]
+    started = "" if not fields or fields[0] == "Z" else fields[19]  # a zombie has ended
+    return f"{socket.gethostname()} {pid} {started}"
+
+
+def lineage() -> list[str]:
+    """Return the identities of this process, its parent, and so on."""
+    pid, found = os.getpid(), []
+    while pid > 0:
+        found.append(identity(pid))
+        pid = int((_stat(pid) or ["", "0"])[1])
+    return found
+
+
+def has_ended(process: str) -> bool:
+    """Whether the process with this identity is known to have ended. False for processes of other machines."""
+    host, pid, _ = process.split(" ")
+    return host == socket.gethostname() and process != identity(int(pid))
 
 
 def _stat(pid: int) -> list[str]:
@@ -105,7 +82,7 @@ def announce() -> None:
 def _make() -> Path:
     _sweep()
     path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=_root()))  # 0700
-    (path / _OWNER).write_text(str(Process.me()))
+    (path / _OWNER).write_text(identity(os.getpid()))
     atexit.register(_remove, path, os.getpid())
     return path
 
@@ -116,12 +93,21 @@ def find() -> Path | None:
     return Path(named) if named and os.path.isdir(named) else None
 
 
-def write_note(directory: Path, name: str, content: Any) -> None:
-    """Write `content` (plain JSON) to `directory / name` atomically. Makes the directory."""
+def write_note(folder: str, name: str, content: Any) -> Path:
+    """Write `content` (plain JSON) to a file of the run directory atomically. Returns the path of its folder.
+
+    Raises:
+        OSError: there is no run directory, or it is not writable.
+    """
+    run = find()
+    if run is None:
+        raise FileNotFoundError("there is no run directory")
+    directory = run / folder
     directory.mkdir(mode=0o700, exist_ok=True)
     temporary = directory / f".{secrets.token_hex(8)}"
     temporary.write_text(json.dumps(content))
     temporary.replace(directory / name)
+    return directory
 
 
 def read_note(path: Path) -> Any:
@@ -135,11 +121,11 @@ def read_note(path: Path) -> Any:
 def _is_inherited(path: Path) -> bool:
     """Whether another run made the directory: one that started this program, which inherited its environment."""
     try:
-        owner = Process.parse((path / _OWNER).read_text())
+        owner = (path / _OWNER).read_text()
     except OSError:
         return False  # made by hand
     part_of_run = multiprocessing.parent_process() is not None or Path(sys.argv[0]).name == "default_worker.py"  # Ray's
-    return not part_of_run and owner is not None and str(owner) != str(Process.me())
+    return not part_of_run and owner != identity(os.getpid())
 
 
 def _root() -> str:
@@ -151,9 +137,8 @@ def _root() -> str:
 def _sweep() -> None:
     """Remove the directories of runs that were killed."""
     for path in Path(_root()).glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError):
-            owner = Process.parse((path / _OWNER).read_text()) if path.stat().st_uid == os.getuid() else None
-            if owner is not None and owner.has_ended():
+        with contextlib.suppress(OSError, ValueError):  # no owner, or its identity is not complete yet
+            if path.stat().st_uid == os.getuid() and has_ended((path / _OWNER).read_text()):
                 shutil.rmtree(path, ignore_errors=True)
 
 

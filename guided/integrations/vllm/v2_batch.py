@@ -14,7 +14,7 @@ import torch
 
 from guided.integrations.vllm.masker import GuidedRequest, GuidedRow
 
-__all__ = ["RequestStates", "Slot", "TokenCopies", "V2Batch"]
+__all__ = ["Slot", "TokenCopies", "V2Batch"]
 
 
 class RequestStates(Protocol):
@@ -64,7 +64,7 @@ class V2Batch:
         self._slots: dict[int, Slot] = {}
         self._copies = TokenCopies(states)
         self._copying: list[int] = []
-        """Slots whose tokens are being copied."""
+        """Slots with a copy of their tokens under way."""
         self._copy_error: Exception | None = None
 
     def put(self, index: int, request: GuidedRequest | None) -> GuidedRequest | None:

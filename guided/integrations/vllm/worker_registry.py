@@ -7,11 +7,12 @@ process has several engines, each of them needs a registered worker.
 
 from __future__ import annotations
 
+import os
 from multiprocessing import active_children
 from typing import Any
 
 from guided.errors import PoolUnavailable
-from guided.integrations.vllm.run_directory import VARIABLE, Process, find, read_note, write_note
+from guided.integrations.vllm.run_directory import VARIABLE, find, has_ended, identity, lineage, read_note, write_note
 
 __all__ = ["check", "register"]
 
@@ -36,13 +37,9 @@ def register(rejection: str | None = None, engine: str = "") -> None:
     Raises:
         OSError: there is no run directory, or it is not writable.
     """
-    run = find()
-    if run is None:
-        raise FileNotFoundError("there is no run directory")
-    me = Process.me()
-    lineage = [str(process) for process in Process.lineage()]
-    note = {"process": str(me), "rejection": rejection, "engine": engine, "lineage": lineage}
-    write_note(run / _DIRECTORY, f"{me.host}-{me.pid}", note)
+    process = identity(os.getpid())
+    note = {"process": process, "rejection": rejection, "engine": engine, "lineage": lineage()}
+    write_note(_DIRECTORY, process.rpartition(" ")[0].replace(" ", "-"), note)
 
 
 def check() -> None:
@@ -72,22 +69,17 @@ def _has_engine_without_worker(workers: list[dict[str, Any]]) -> bool:
     Workers are descendants of their engine's process, except those that Ray started. For these, engine ids are counted.
     """
     engines = {
-        str(Process.of(child.pid))
-        for child in active_children()
-        if child.pid and child.name.startswith(_ENGINE_PROCESS)
+        identity(child.pid) for child in active_children() if child.pid and child.name.startswith(_ENGINE_PROCESS)
     }
     found: set[str] = set()
     elsewhere: set[str] = set()
-    me = str(Process.me())
     for worker in workers:
-        lineage: list[str] = worker.get("lineage", [])
-        if not engines.isdisjoint(lineage):
-            found.update(engines.intersection(lineage))
-        elif worker["process"] != me:
+        its_engines = engines.intersection(worker.get("lineage", ()))
+        found |= its_engines
+        if not its_engines and worker["process"] != identity(os.getpid()):
             elsewhere.add(worker.get("engine", ""))
     return len(engines - found) > len(elsewhere)
 
 
 def _is_alive(note: object) -> bool:
-    process = Process.parse(str(note.get("process"))) if isinstance(note, dict) else None
-    return process is not None and not process.has_ended()
+    return isinstance(note, dict) and not has_ended(note["process"])

@@ -34,7 +34,7 @@ class Peer:
         self.channel.send(encode(list(requests)))
 
     def ring(self, *slots: int) -> Ring:
-        """A request to fill slots, whose columns are written."""
+        """A request to fill slots. Their columns are written."""
         packed = np.array(slots, np.int32)
         if self.shared:
             return Ring(packed.tobytes())

@@ -215,7 +215,7 @@ def test_the_order_is_min_tokens_bias_processors_penalties_mask_temperature_inva
     assert torch.allclose(after[allowed], raw[allowed] / 0.5)
 
 
-def test_argmax_invariant_ones_are_skipped_where_everybody_is_greedy(make_engine: MakeEngine, run: Run) -> None:
+def test_argmax_invariant_ones_are_skipped_if_all_rows_are_greedy(make_engine: MakeEngine, run: Run) -> None:
     for processor, greedy, expected in [(Recorder, True, 6), (RecorderAfter, True, 0), (RecorderAfter, False, 6)]:
         params = SamplingParams(temperature=0.0 if greedy else 1.0, max_tokens=6, min_tokens=6)
         run(make_engine(logits_processors=(processor,)), {"r": (PROMPT, params)})
@@ -243,7 +243,7 @@ def test_a_processor_is_told_before_the_forward_pass(make_engine: MakeEngine) ->
     assert events == ["update_state", "execute", "apply"] * 2
 
 
-def test_built_ins_that_nobody_uses_hear_of_nobody(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unused_built_ins_are_told_of_no_request(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine()
     processors = engine.sampler.processors
     called: list[str] = []
@@ -278,7 +278,7 @@ def poisoned(where: str, **params: Any) -> SamplingParams:
 @pytest.mark.parametrize("where", ["apply", "update_state", "None", "shape"])
 @pytest.mark.parametrize("processor", [sample.Poisonable, sample.PoisonableLate])
 @pytest.mark.parametrize("constrained", [False, True])
-def test_who_a_processor_raises_on_fails_and_nobody_else(
+def test_a_request_that_a_processor_raises_on_fails_and_no_other(
     make_engine: MakeEngine, run: Run, processor: type[sample.Poisonable], where: str, constrained: bool
 ) -> None:
     """Although it has spoilt all logits by then. The engine goes on, with a processor that was made anew."""
@@ -320,7 +320,9 @@ def test_one_that_raises_on_rows_that_were_parked(
 
 
 @pytest.mark.parametrize("where", ["add_request", "update_state", "apply"])
-def test_who_a_revised_one_raises_on_fails_and_nobody_else(make_engine: MakeEngine, run: Run, where: str) -> None:
+def test_a_request_that_a_revised_one_raises_on_fails_and_no_other(
+    make_engine: MakeEngine, run: Run, where: str
+) -> None:
     others = requests("logit_bias", "min_p")
     expected = run(make_engine(), others)
     engine = make_engine(logits_processors=(sample.RevisedPoisonable,))
@@ -339,7 +341,7 @@ def test_a_second_processor_does_its_work_once_where_the_first_raises(make_engin
         assert tokens(found) == tokens(expected)
 
 
-def test_a_processor_that_can_t_be_made_again_fails_everybody_and_says_so(make_engine: MakeEngine, run: Run) -> None:
+def test_a_processor_that_can_t_be_made_again_fails_all_requests_and_says_so(make_engine: MakeEngine, run: Run) -> None:
     class Once(sample.Poisonable):
         made = 0
 

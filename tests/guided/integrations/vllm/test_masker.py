@@ -221,7 +221,7 @@ def test_a_draft_that_is_not_allowed_fails_no_request() -> None:
     assert not subject.reports
 
 
-def test_a_draft_whose_mask_fails_ends_the_request() -> None:
+def test_a_draft_with_a_failed_mask_ends_the_request() -> None:
     """The draft might be accepted without having been checked."""
     subject = Subject(lambda: inline(fail_at=3))
     request = subject.begin("123456", name="a")

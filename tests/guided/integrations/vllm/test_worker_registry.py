@@ -48,9 +48,9 @@ def test_a_worker_that_has_ended_does_not_count(tmp_path: Path) -> None:
         worker_registry.check()
 
 
-def test_a_worker_of_another_machine_counts(tmp_path: Path) -> None:
+def test_a_worker_of_another_machine_counts() -> None:
     note = {"process": "elsewhere 1 5", "rejection": None}
-    run_directory.write_note(tmp_path / "workers", "elsewhere-1", note)
+    run_directory.write_note("workers", "elsewhere-1", note)
     worker_registry.check()
 
 
@@ -96,12 +96,10 @@ class TestSeveralEnginesOfOneProcess:
         start(HAS_A_WORKER.format("b"), True)
         worker_registry.check()
 
-    def test_workers_that_ray_started_are_counted_by_their_engine(
-        self, start: Callable[[str, bool], Any], tmp_path: Path
-    ) -> None:
+    def test_workers_that_ray_started_are_counted_by_their_engine(self, start: Callable[[str, bool], Any]) -> None:
         def register_elsewhere(worker: int, engine: str) -> None:
             note = {"process": f"elsewhere {worker} 5", "rejection": None, "engine": engine, "lineage": []}
-            run_directory.write_note(tmp_path / "workers", f"elsewhere-{worker}", note)
+            run_directory.write_note("workers", f"elsewhere-{worker}", note)
 
         start(IDLE, False)
         start(IDLE, False)
@@ -127,7 +125,7 @@ def end(process: Any) -> None:
 
 
 def test_invalid_notes_do_not_count(tmp_path: Path) -> None:
-    run_directory.write_note(tmp_path / "workers", "x", ["nothing"])
+    run_directory.write_note("workers", "x", ["nothing"])
     (tmp_path / "workers" / "y").write_text("{")
     with pytest.raises(PoolUnavailable, match="no worker"):
         worker_registry.check()

@@ -1,4 +1,4 @@
-"""Suspension of backends whose compile processes crash too often.
+"""Suspension of backends that crash their compile processes too often.
 
 Only the backend is suspended: `auto` skips it, and a request that names it gets `BackendSuspended` (503). Timeouts and
 memory limits do not count, because they depend on the constraint. One constraint that crashes again and again does not

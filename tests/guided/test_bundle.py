@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+import torch
+from scripted_grammar import STOP, ScriptedBackends
+
+from guided.bundle import ProcessorBundle
+from guided.constraint import Constraint
+from guided.errors import BackendError, GuidedError, UnsupportedConstraint
+from guided.inline import InlinePool
+from guided.pool import Grammar
+from guided.processor import ApplyReport, GuidedProcessor, LogitPostProcessor
+from guided.sequence import GuidedSequence
+from guided.vocabulary import Vocabulary
+
+WIDTH = 40
+VOCABULARY = Vocabulary(
+    token_bytes=(b"</s>", *(bytes([97 + index]) for index in range(20))),
+    stop_token_ids=(STOP,),
+    special_token_ids=frozenset({STOP}),
+    padded_vocab_size=WIDTH,
+)
+
+
+class Banning:
+    """A post-processor of an application's own: bans a token, is late or fails when told, and notes its calls."""
+
+    def __init__(self, banned: int | None = None) -> None:
+        self.banned = banned
+        self.future: Future[Grammar] = Future()
+        self.late: list[int] = []
+        self.failed: dict[int, GuidedError] = {}
+        self.calls: list[Any] = []
+
+    def initialize(self, request_id: str, constraint: Constraint, backend: str = "auto") -> Future[Grammar]:
+        self.calls.append(("initialize", request_id))
+        return self.future
+
+    def prepare(self, sequences: Sequence[GuidedSequence], logits_rows: Any = None, new_tokens: Any = None) -> None:
+        self.calls.append(("prepare", [sequence.sampling_params for sequence in sequences]))
+
+    def apply(self, logits: torch.Tensor, patience: float | None = None, alone: bool = True) -> ApplyReport:
+        self.calls.append(("finite", torch.isfinite(logits[0]).nonzero().flatten().tolist()))
+        if self.banned is not None:
+            logits[:, self.banned] = -torch.inf
+        return ApplyReport(dict(self.failed), list(self.late), wait_seconds=1.0)
+
+    def settled(self, timeout: float = 0.0) -> list[int]:
+        found, self.late = self.late, []
+        return found
+
+    def failures(self) -> dict[str, GuidedError]:
+        return {}
+
+    def rollback(self, sequence_id: int, length: int) -> None:
+        self.calls.append(("rollback", sequence_id, length))
+
+    def free_sequence(self, sequence_id: int) -> None:
+        self.calls.append(("free_sequence", sequence_id))
+
+    def free(self, request_id: str) -> None:
+        self.calls.append(("free", request_id))
+
+
+class Case:
+    """A bundle of the standard processor and another one, with one request."""
+
+    def __init__(self, banned: int | None = None) -> None:
+        pool = InlinePool(VOCABULARY, ScriptedBackends(VOCABULARY))  # type: ignore[arg-type]
+        self.other = Banning(banned)
+        self.bundle: LogitPostProcessor = ProcessorBundle(GuidedProcessor(pool), self.other)
+        self.sequence = GuidedSequence("r", 1, [], (7, 8), sampling_params="its parameters")
+
+    def initialize(self) -> Future[Grammar]:
+        return self.bundle.initialize("r", Constraint.choice(["12", "32", "52"]))
+
+    def apply(self) -> tuple[ApplyReport, list[int]]:
+        self.bundle.prepare((self.sequence,))
+        logits = torch.zeros(1, WIDTH)
+        report = self.bundle.apply(logits)
+        return report, torch.isfinite(logits[0]).nonzero().flatten().tolist()
+
+
+def test_each_member_works_on_the_logits_of_its_predecessor() -> None:
+    case = Case(banned=3)
+    case.other.future.set_result(Grammar("k", "own", Constraint.choice(["12"]), ("k",)))
+    assert case.initialize().result(0).backend == "llguidance", "the first member's grammar is reported"
+    report, allowed = case.apply()
+    assert allowed == [1, 5]
+    assert ("finite", [1, 3, 5]) in case.other.calls
+    assert ("prepare", ["its parameters"]) in case.other.calls
+    assert report.wait_seconds > 1.0
+
+
+def test_a_request_is_initialized_when_every_member_has_done_so() -> None:
+    case = Case()
+    future = case.initialize()
+    assert not future.done()
+    case.other.future.set_exception(UnsupportedConstraint("not with me"))
+    with pytest.raises(UnsupportedConstraint, match="not with me"):
+        future.result(0)
+
+
+def test_a_row_that_one_member_fails_or_has_not_ready_is_so_in_the_bundle() -> None:
+    case = Case()
+    case.other.future.set_result(Grammar("k", "own", Constraint.choice(["12"]), ("k",)))
+    case.initialize()
+    case.other.late = [1]
+    assert case.apply()[0].late == [1]
+    assert case.bundle.settled() == [1]
+    assert case.apply()[0].late == []
+    case.other.failed, case.other.late = {1: BackendError("no")}, [1]
+    report, _ = case.apply()
+    assert list(report.failed) == [1]
+    assert report.late == []
+
+
+def test_ends_and_rollbacks_reach_every_member() -> None:
+    case = Case()
+    case.initialize()
+    case.bundle.rollback(1, 2)
+    case.bundle.free_sequence(1)
+    case.bundle.free("r")
+    assert case.bundle.failures() == {}
+    assert case.other.calls == [("initialize", "r"), ("rollback", 1, 2), ("free_sequence", 1), ("free", "r")]
