@@ -9,22 +9,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from engine.async_llm import AsyncLLM
-    from engine.config import EngineConfig
-    from engine.llm import LLM
-    from engine.llm_engine import LLMEngine
-    from engine.outputs import CompletionOutput, RequestOutput
-    from engine.sampling_params import SamplingParams
-
-__all__ = [
-    "LLM",
-    "AsyncLLM",
-    "CompletionOutput",
-    "EngineConfig",
-    "LLMEngine",
-    "RequestOutput",
-    "SamplingParams",
-]
+    from engine.async_llm import AsyncLLM as AsyncLLM
+    from engine.config import EngineConfig as EngineConfig
+    from engine.llm import LLM as LLM
+    from engine.llm_engine import LLMEngine as LLMEngine
+    from engine.outputs import CompletionOutput as CompletionOutput
+    from engine.outputs import RequestOutput as RequestOutput
+    from engine.sampling_params import SamplingParams as SamplingParams
 
 _HOMES = {
     "LLM": "llm",
@@ -35,6 +26,7 @@ _HOMES = {
     "RequestOutput": "outputs",
     "SamplingParams": "sampling_params",
 }
+__all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> Any:

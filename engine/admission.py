@@ -82,7 +82,7 @@ class Admission:
             detokenizer=Detokenizer(
                 self.texts,
                 skip_special_tokens=params.skip_special_tokens,
-                stop=params.stop_strings,
+                stop=params.stop,
                 include_stop=params.include_stop_str_in_output,
                 whole_characters=constrained,
             ),

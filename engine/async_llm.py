@@ -201,40 +201,34 @@ class AsyncLLM(BaseLLM):
             if self._streams.get(request_id) is item:
                 del self._streams[request_id]
             known = isinstance(error, GuidedError | ValueError)
-            self._post({item.loop: [(item, error if known else InternalError(bounded(repr(error))))]})
+            self._post([(item, error if known else InternalError(bounded(repr(error))))])
 
     def _deliver(self, outputs: list[RequestOutput]) -> None:
-        """Deliver a step's outputs with one call into each event loop."""
-        posts: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, RequestOutput | BaseException]]] = {}
-        for output in outputs:
-            stream = self._streams.get(output.request_id)
-            if stream is None:
-                continue
+        """Deliver a step's outputs to their streams."""
+        items = [(self._streams[one.request_id], one) for one in outputs if one.request_id in self._streams]
+        for _, output in items:
             if output.finished:
                 del self._streams[output.request_id]
-            posts.setdefault(stream.loop, []).append((stream, output))
-        self._post(posts)
+        self._post(items)
 
-    def _post(
-        self, posts: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, RequestOutput | BaseException]]]
-    ) -> None:
-        for loop, items in posts.items():
+    def _post(self, items: Sequence[tuple[_Stream, RequestOutput | BaseException]]) -> None:
+        """Put each item into its stream, with one call into each event loop."""
+        for loop in {stream.loop for stream, _ in items}:
+            mine = [item for item in items if item[0].loop is loop]
             try:
-                loop.call_soon_threadsafe(_put_all, items)
+                loop.call_soon_threadsafe(_put_all, mine)
             except RuntimeError:  # the event loop is closed
-                for stream, _ in items:
+                for stream, _ in mine:
                     self.engine.abort_request(stream.group.request_id)
 
     def _end_all(self) -> None:
         """End all streams, so that none stays open."""
         with self._lock:
             self._ended = True
-        left = list(self._streams.values())
-        left += [item for item in self._inbox if isinstance(item, _Stream)]
+        left = [*self._streams.values(), *(item for item in self._inbox if isinstance(item, _Stream))]
         self._inbox.clear()
         self._streams.clear()
-        for stream in left:
-            self._post({stream.loop: [(stream, self._ended_error())]})
+        self._post([(stream, self._ended_error()) for stream in left])
 
     def _ended_error(self) -> InternalError:
         why = "is shutting down" if self._death is None else f"has died: {bounded(self._death)}"

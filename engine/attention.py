@@ -157,16 +157,12 @@ def _decode(
     grouped = query.transpose(1, 2).reshape(decodes, kv_heads, heads // kv_heads, dim)
     mask, tables = paged.decode_mask(window, query.dtype), paged.tables
     chunk = _GATHER_BYTES // (mask.shape[-1] * kv_heads * key_dim * query.element_size()) or 1
-    if decodes <= chunk:
-        keys, values = paged.store.gather(layer, tables)
-        attended = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scaling)
-        return attended.reshape(1, decodes, heads, -1)
     parts: list[torch.Tensor] = []
     for start in range(0, decodes, chunk):
         rows = slice(start, start + chunk)
         keys, values = paged.store.gather(layer, tables[rows])
         parts.append(F.scaled_dot_product_attention(grouped[rows], keys, values, attn_mask=mask[rows], scale=scaling))
-    return torch.cat(parts).reshape(1, decodes, heads, -1)
+    return (parts[0] if len(parts) == 1 else torch.cat(parts)).reshape(1, decodes, heads, -1)
 
 
 def register() -> None:

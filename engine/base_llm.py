@@ -56,7 +56,7 @@ class BaseLLM:
         config = config or EngineConfig()
         config = replace(config, logits_processors=(*config.logits_processors, *logits_processors))
         self.model = load_model(model, **load_options) if isinstance(model, str) else model
-        self.model.context_length(config.max_model_len)  # an invalid length is reported before a pool is started
+        self.model.context_length(config.max_model_len)  # reports an invalid length before a pool is started
         _set_threads(self.model, config.cpu_threads)
         self._own_pool: MaskPool | None = None
         if isinstance(pool, str):

@@ -13,14 +13,7 @@ __all__ = ["EngineConfig", "LoadOptions"]
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """How a model is loaded.
-
-    Args:
-        tokenizer: local directory or hub name of the tokenizer. None: the model's own.
-        revision: branch, tag or commit on the hub. None: the default branch.
-        dtype: float32, bfloat16 or float16. `auto`: the checkpoint's own.
-        device: `cpu`, `cuda`, `cuda:1`, ... `auto`: cuda if the machine has it.
-    """
+    """How a model is loaded. `guided serve --help` describes the fields."""
 
     tokenizer: str | None = None
     revision: str | None = None
@@ -34,23 +27,18 @@ class EngineConfig:
 
     Args:
         max_num_seqs: maximum number of sequences in one step.
-        max_num_batched_tokens: maximum number of tokens in one step, prompts and decoded tokens together. The scheduler
-            raises it to `max_model_len` if it is less, because a preempted sequence is prefilled in one piece.
-        max_model_len: maximum length of prompt and output together. None: the model's own limit, which is also the
-            maximum.
+        max_num_batched_tokens: maximum number of tokens in one step, prompts and decoded tokens together. Raised to
+            `max_model_len` if it is less, because a preempted sequence is prefilled in one piece.
+        max_model_len: maximum length of prompt and output together. None: the model's own limit.
         block_size: tokens per block of the KV cache.
         num_blocks: blocks of the KV cache. None: as many as `kv_cache_bytes` holds.
-        kv_cache_bytes: memory for the KV cache. None: a share of the free memory (`kv_cache.plan_blocks`). The cache is
-            never larger than `max_num_seqs` sequences of `max_model_len` tokens need.
-        cpu_threads: torch's threads on a CPU. None: one for a small model, else torch's own default. (OpenMP barriers
-            spin. A small model with two threads was measured 20 times slower than with one thread when mask actors
-            competed for the cores.)
+        kv_cache_bytes: memory for the KV cache. None: see `kv_cache.plan_blocks`.
+        cpu_threads: torch's threads on a CPU. None: one for a small model (docs/design.md), else torch's own default.
         seed: seed of the engine. A request without a seed derives its own from it.
         parking: a step continues without the sequences that have no mask at the step's deadline. They are sampled when
-            their mask is ready. Off: each step waits for all masks. Parking changes when a token is sampled, never
-            which token.
-        mask_deadline: seconds that a step waits for masks once its logits are computed, with a resolution of about a
-            millisecond. None: 5 % of the mean step, at least 1 ms.
+            their mask is ready. This changes when a token is sampled, never which token.
+        mask_deadline: seconds that a step waits for masks once its logits are computed. None: 5 % of the mean step, at
+            least 1 ms.
         limits: limits of the constraint of a request.
         max_n: maximum number of outputs (`n`) of one request. None: `max_num_seqs`.
         logits_processors: custom logits processors in the order in which they run: classes, or `module:Class`

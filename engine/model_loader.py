@@ -159,28 +159,31 @@ def _look_up(model: str, revision: str | None) -> None:
 
 def _check_config(config: Any) -> None:
     """Reject what the configuration shows to be unsupported, before the weights are read."""
-    architecture = (getattr(config, "architectures", None) or [type(config).__name__])[0]
+    why = _unsupported(config)
+    if why is not None:
+        architecture = (getattr(config, "architectures", None) or [type(config).__name__])[0]
+        raise UnsupportedModelError(f"{architecture} {why}")
+
+
+def _unsupported(config: Any) -> str | None:
     model_class = AutoModelForCausalLM._model_mapping.get(type(config), None)
     if model_class is None or getattr(config, "is_encoder_decoder", False):
-        raise UnsupportedModelError(f"{architecture} is not a causal language model of transformers")
+        return "is not a causal language model of transformers"
     if isinstance(model_class, tuple):
         model_class = model_class[0]
     if not getattr(model_class, "_supports_attention_backend", False):
-        raise UnsupportedModelError(
-            f"{architecture} can't be served: its transformers code does not support other attention backends"
-        )
+        return "can't be served: its transformers code does not support other attention backends"
     text = config.get_text_config(decoder=True)
     for name in ("attn_logit_softcapping", "final_logit_softcapping"):
         if getattr(text, name, None) is not None:
-            raise UnsupportedModelError(f"{architecture} can't be served: {name} (soft caps) is not supported")
+            return f"can't be served: {name} (soft caps) is not supported"
     others = sorted(set(getattr(text, "layer_types", None) or ()) - _LAYER_TYPES)
     if others:
-        raise UnsupportedModelError(f"{architecture} can't be served: it has {', '.join(others)} layers")
+        return f"can't be served: it has {', '.join(others)} layers"
     rope = (getattr(text, "rope_parameters", None) or {}).get("rope_type")
     if rope in ("dynamic", "longrope"):
-        raise UnsupportedModelError(
-            f"{architecture} can't be served: {rope} RoPE depends on the longest sequence of a batch"
-        )
+        return f"can't be served: {rope} RoPE depends on the longest sequence of a batch"
+    return None
 
 
 @dataclass

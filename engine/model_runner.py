@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,17 +17,6 @@ from engine.scheduler import ScheduledBatch
 __all__ = ["ModelRunner"]
 
 
-@dataclass(slots=True)
-class ModelInput:
-    """Input of one forward pass."""
-
-    token_ids: torch.Tensor
-    """int64 `[1, tokens]`: the prefills' tokens, then one of each decoding sequence."""
-    positions: torch.Tensor
-    """int64 `[1, tokens]`."""
-    context: PagedContext
-
-
 class ModelRunner:
     """Runs the model's body on a batch, and its head on the sampled rows."""
 
@@ -36,8 +25,12 @@ class ModelRunner:
         self._cache = cache
         self._blocks = blocks
 
-    def prepare_inputs(self, batch: ScheduledBatch) -> ModelInput:
-        """Build token ids, positions and slots of a batch in one array with one transfer, and the block tables."""
+    def _prepare_inputs(self, batch: ScheduledBatch) -> dict[str, Any]:
+        """Build the model's arguments: token ids and positions, int64 `[1, tokens]`, and the attention's context.
+
+        The prefills' tokens come first, then one token of each decoding sequence. Token ids, positions and slots are
+        one array, so that one transfer is enough.
+        """
         size, tables, row_of = self._cache.block_size, self._blocks.tables, self._blocks.row
         decodes = batch.decodes
         num_prefilled = sum(prefill.num_tokens for prefill in batch.prefills)
@@ -64,24 +57,19 @@ class ModelRunner:
         tokens_at, positions_at, slots_at = torch.from_numpy(packed).to(device, non_blocking=True)
         tables_at = torch.from_numpy(tables[rows, :width]).to(device, non_blocking=True)
         context = PagedContext(self._cache, slots_at, prefills, tables_at, positions_at[end:] + 1, size)
-        return ModelInput(tokens_at[None], positions_at[None], context)
+        return {"input_ids": tokens_at[None], "position_ids": positions_at[None], "paged": context}
 
     def execute(self, batch: ScheduledBatch) -> torch.Tensor:
-        """Run the forward pass: hidden states `[tokens, hidden]`, in the order of `ModelInput.token_ids`."""
-        inputs = self.prepare_inputs(batch)
+        """Run the forward pass: hidden states `[tokens, hidden]`, in the order of the input."""
+        inputs = self._prepare_inputs(batch)
         if batch.copies:
             self._cache.copy_blocks(batch.copies)
-        output = self._model.body(
-            input_ids=inputs.token_ids, position_ids=inputs.positions, use_cache=False, paged=inputs.context
-        )
-        hidden: torch.Tensor = output.last_hidden_state[0]
+        hidden: torch.Tensor = self._model.body(**inputs, use_cache=False).last_hidden_state[0]
         return hidden
-
-    def prepare_logits(self, hidden: torch.Tensor, metadata: SamplingMetadata) -> torch.Tensor:
-        """Select the hidden states of the sampled rows, `[rows, hidden]`: one row per sequence."""
-        return hidden if metadata.selected is None else hidden.index_select(0, metadata.selected)
 
     def compute_logits(self, hidden: torch.Tensor, metadata: SamplingMetadata) -> torch.Tensor:
         """Compute the logits of the sampled rows: float32 `[rows, padded_vocab_size]`."""
-        logits: torch.Tensor = self._model.head(self.prepare_logits(hidden, metadata))
+        if metadata.selected is not None:
+            hidden = hidden.index_select(0, metadata.selected)
+        logits: torch.Tensor = self._model.head(hidden)
         return logits.float()

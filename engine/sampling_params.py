@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 from guided.backends import candidates, resolve
@@ -118,11 +117,6 @@ class SamplingParams:
     def has_penalties(self) -> bool:
         """At least one of the three penalties is on."""
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
-
-    @cached_property
-    def stop_strings(self) -> tuple[str, ...]:
-        """`stop`, always as a tuple."""
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     def _check_numbers(self) -> None:
         for name, bounds in _RANGES.items():

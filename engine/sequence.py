@@ -1,4 +1,4 @@
-"""The engine's nouns: a request is a `SequenceGroup` of n `Sequence`s, which start from one prompt."""
+"""Sequences and their state. A request is a `SequenceGroup` of n `Sequence`s with one prompt."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _sequence_ids = itertools.count()
 
 
 class SequenceStatus(Enum):
-    """Where a sequence stands. The value of a finished one is its `finish_reason`."""
+    """State of a sequence. The value of a finished one is its `finish_reason`."""
 
     WAITING = "waiting"
     WAITING_FOR_GRAMMAR = "waiting_for_grammar"
@@ -74,10 +74,7 @@ class SequenceData:
 
 
 class Uniforms:
-    """A sequence's own stream of random numbers in [0, 1), drawn from its own generator some at a time.
-
-    Who else is in the batch, and how often the sequence was preempted, changes nothing about it.
-    """
+    """Random numbers in [0, 1) of one sequence. They depend on its seed only, not on the rest of the batch."""
 
     _DRAW = 32
 
@@ -86,7 +83,7 @@ class Uniforms:
         self._drawn: list[float] = []
 
     def next(self) -> float:
-        """The next number."""
+        """Return the next number."""
         if not self._drawn:
             numbers = torch.rand(self._DRAW, generator=self._generator, dtype=torch.float64)
             self._drawn = numbers.flip(0).tolist()
@@ -94,13 +91,13 @@ class Uniforms:
 
 
 class Sequence:
-    """One output in the making.
+    """One output while it is generated.
 
     Args:
-        index: which of its group's n.
-        max_length: prompt and output tokens together, at the most.
+        index: its index among the n of its group.
+        max_length: maximum number of prompt and output tokens together.
         stop_ids: tokens that end it.
-        seed: of its `Uniforms`.
+        seed: seed of its `uniforms`.
     """
 
     def __init__(
@@ -135,10 +132,10 @@ class Sequence:
         """`detokenizer.text` is final."""
         self.error: GuidedError | None = None
         self.parked: Parked | None = None
-        """Set while its mask is late: it is not run, and keeps its blocks unless it is preempted."""
+        """Set while its mask is late. It does not run, and keeps its blocks unless it is preempted."""
         self.group: SequenceGroup
         self.guided: GuidedSequence | None = None
-        """What the post-processor is handed, if there is a constraint. Set with the group."""
+        """Its view for the post-processor, if there is a constraint. Set with the group."""
 
     @property
     def num_output_tokens(self) -> int:
@@ -151,12 +148,12 @@ class Sequence:
         self.length += 1
 
     def add_logprobs(self, token_id: int, entries: dict[int, Logprob]) -> None:
-        """Add what was asked for at the newest token."""
+        """Add the log-probabilities that were requested for the newest token."""
         self.logprobs.append(entries)
         self.cumulative_logprob += entries[token_id].logprob
 
     def finish(self, status: SequenceStatus, error: GuidedError | None = None) -> None:
-        """End it; what has ended stays as it is."""
+        """End it, unless it has ended already."""
         if not self.status.is_finished:
             self.status = status
             self.error = error
@@ -173,9 +170,9 @@ class SequenceGroup:
     stream: bool = True
     """Report after every step, not only at the end."""
     backend: str | None = None
-    """Which grammar library enforces the constraint; known once it is compiled."""
+    """The grammar library that enforces the constraint. Known once it is compiled."""
     compile_seconds: float = 0.0
-    """Seconds the compilation took; 0 where it came from the cache."""
+    """Seconds of the compilation; 0 if the grammar came from the cache."""
     arrival_time: float = field(default_factory=time.monotonic)
     compiled_time: float | None = None
     first_token_time: float | None = None
@@ -204,7 +201,7 @@ class SequenceGroup:
         return self.sequences[0].status is SequenceStatus.WAITING_FOR_GRAMMAR
 
     def unfinished(self) -> list[Sequence]:
-        """Its sequences that are still to do."""
+        """Return the sequences that have not ended."""
         return [sequence for sequence in self.sequences if not sequence.status.is_finished]
 
     def set_status(self, status: SequenceStatus) -> None:
@@ -215,10 +212,7 @@ class SequenceGroup:
 
 @dataclass(slots=True)
 class SequenceGroupMetadata:
-    """One prefill: sequences of one group that hold the same tokens, run through the model once.
-
-    All n of a group at first; a single one when it comes back from a preemption.
-    """
+    """One prefill: all sequences of a new group, which have the same tokens, or one preempted sequence."""
 
     group: SequenceGroup
     sequences: list[Sequence]
@@ -229,7 +223,7 @@ class SequenceGroupMetadata:
 
 
 def sequence_seed(engine_seed: int, request_id: str, seed: int | None, index: int) -> int:
-    """A 63-bit seed for sequence `index`: from the request's own seed, or from the engine's and the request's id."""
+    """Derive a 63-bit seed from `index` and the request's seed, or else the engine's seed and the request id."""
     root = f"seed {seed}" if seed is not None else f"request {engine_seed} {request_id}"
     digest = hashlib.blake2b(f"{root} {index}".encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

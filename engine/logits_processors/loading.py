@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib import import_module
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from engine.config import EngineConfig
@@ -49,35 +48,26 @@ def load_classes(given: Sequence[str | type]) -> list[ProcessorClass]:
     Raises:
         ValueError: a name cannot be imported, or is not a logits processor.
     """
-    found = [
-        _checked(_loaded(f"entry point {point.name} = {point.value}", point.load), point.value)
-        for point in sorted(entry_points(group=GROUP), key=lambda point: point.name)
-    ]
-    for one in given:
-        found.append(_checked(one if isinstance(one, type) else _named(one), one))
-    return found
+    installed = sorted(entry_points(group=GROUP), key=lambda point: point.name)
+    return [_load(one) for one in (*installed, *given)]
 
 
-def _named(name: str) -> Any:
-    module, colon, path = name.partition(":")
-    if not (colon and module and path):
-        raise ValueError(f"{bounded(name)!r} is not a logits processor: give it as module:Class")
-    found = _loaded(name, lambda: import_module(module))
-    for part in path.split("."):
-        found = _loaded(name, lambda owner=found, part=part: getattr(owner, part))
-    return found
-
-
-def _loaded(what: str, load: Any) -> Any:
-    try:
-        return load()
-    except Exception as error:
-        raise ValueError(f"the logits processor {bounded(what)} can't be loaded: {bounded(repr(error))}") from error
-
-
-def _checked(found: Any, what: object) -> ProcessorClass:
+def _load(one: EntryPoint | str | type) -> ProcessorClass:
+    found: Any = one
+    if isinstance(one, str):
+        if not all(one.partition(":")):
+            raise ValueError(f"{bounded(one)!r} is not a logits processor: give it as module:Class")
+        one = EntryPoint(one, one, GROUP)
+    if isinstance(one, EntryPoint):
+        try:
+            found = one.load()
+        except Exception as error:
+            raise ValueError(
+                f"the logits processor {bounded(one.value)} can't be loaded: {bounded(repr(error))}"
+            ) from error
     if isinstance(found, type) and issubclass(found, LogitsProcessor | RevisedLogitsProcessor):
         return found
     raise ValueError(
-        f"{bounded(what)} is not a subclass of engine.logits_processors.LogitsProcessor (or RevisedLogitsProcessor)"
+        f"{bounded(getattr(one, 'value', one))} is not a subclass of engine.logits_processors.LogitsProcessor "
+        "(or RevisedLogitsProcessor)"
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, Generic, TypeVar
 
 from pydantic import BaseModel
@@ -37,6 +37,8 @@ class Answer(ABC, Generic[Body]):
         self.guided = guided
         self.include_usage = body.stream_options is not None and body.stream_options.include_usage
         self._created = int(time.time())
+        self._sent = [(0, 0, False)] * job.num_choices
+        """What a stream's client has been sent of each choice: characters, tokens, and whether it has ended."""
 
     @abstractmethod
     def choice(self, index: int, output: CompletionOutput) -> BaseModel:
@@ -71,16 +73,23 @@ class Answer(ABC, Generic[Body]):
             guided=self.guided,
         )
 
-    def delta(self, index: int, text: str, output: CompletionOutput, start: int) -> dict[str, Any]:
-        """Build a chunk with new text of a choice, of the tokens from `start` on. Called in the order of the tokens."""
-        logprobs = self.logprobs(index, output, start)
-        return self.chunk(index, self.content(text), None if logprobs is None else logprobs.model_dump())
-
-    def finish(self, index: int, output: CompletionOutput) -> dict[str, Any]:
-        """Build a choice's last chunk."""
-        chunk = self.chunk(index, self.content(None), finish_reason=output.finish_reason)
-        chunk["choices"][0]["stop_reason"] = output.stop_reason
-        return chunk
+    def new_chunks(self, prompt: int, output: RequestOutput) -> Iterator[dict[str, Any]]:
+        """Build the chunks for what is new in `output` since the last call."""
+        for completion in output.outputs:
+            index = prompt * self.job.params.n + completion.index
+            characters, tokens, ended = self._sent[index]
+            if ended:
+                continue
+            text = completion.text[characters:]
+            if text or (completion.logprobs is not None and len(completion.token_ids) > tokens):
+                logprobs = self.logprobs(index, completion, tokens)
+                yield self.chunk(index, self.content(text), None if logprobs is None else logprobs.model_dump())
+                characters, tokens = characters + len(text), len(completion.token_ids)
+            self._sent[index] = characters, tokens, completion.finish_reason is not None
+            if completion.finish_reason is not None:
+                chunk = self.chunk(index, self.content(None), finish_reason=completion.finish_reason)
+                chunk["choices"][0]["stop_reason"] = completion.stop_reason
+                yield chunk
 
     def usage(self, finished: Sequence[RequestOutput]) -> dict[str, Any]:
         """Build the stream's last chunk, which has no choices."""

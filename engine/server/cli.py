@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
 import os
+import socket
+from collections.abc import Iterator
 from importlib.metadata import version
 from typing import Annotated, Any
 
 import typer
 
-from engine.server.listener import listener_on
 from engine.server.options import OPTIONS, Option, ServeOptions
 from guided.errors import GuidedError
 
-__all__ = ["app", "main"]
+__all__ = ["app", "listener_on", "main"]
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -47,7 +49,7 @@ def serve(**values: Any) -> None:
     """
     try:
         options = _options(values)
-        with listener_on(options.host, options.port) as listener:
+        with listener_on(options.host, options.port) as listener:  # a port in use is reported at once
             from engine.server import process  # slow: torch, transformers
 
             process.serve(options, listener)
@@ -56,6 +58,26 @@ def serve(**values: Any) -> None:
             raise
         typer.secho(f"guided serve: {' '.join(str(error).split())}", fg=typer.colors.RED, err=True)
         raise typer.Exit(1) from None
+
+
+@contextlib.contextmanager
+def listener_on(host: str, port: int) -> Iterator[socket.socket]:
+    """Bind the server's socket. It does not listen yet, so early connections are refused instead of kept waiting.
+
+    Raises:
+        OSError: the address cannot be bound. The message says why.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except socket.gaierror as error:
+        raise OSError(f"can't listen on {host}: {error.strerror}") from None
+    with socket.socket(family, kind, protocol) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(address)
+        except OSError as error:
+            raise OSError(f"can't listen on {host} port {port}: {error.strerror}; choose another --port") from None
+        yield listener
 
 
 def _options(values: dict[str, Any]) -> ServeOptions:

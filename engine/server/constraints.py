@@ -19,7 +19,6 @@ from guided.request import GivenConstraint, GivenWhitespace, build, take_one, ta
 
 __all__ = ["RequestedConstraint", "requested_constraint"]
 
-
 _STRUCTURED: dict[str, ConstraintKind] = {
     "json_": "json_schema",
     "regex": "regex",

@@ -6,8 +6,8 @@ dataclasses. This module imports nothing slow, because `guided --help` needs it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, is_dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import Any, ClassVar, Literal, get_type_hints
 
@@ -103,12 +103,9 @@ class ServeOptions:
             ValueError: a value is out of range.
         """
         options = {option.name: option for option in OPTIONS}
-        changes: dict[str, Any] = {}
+        changed = cls()
         for name, value in values.items():
-            *groups, leaf = options[name].path
-            inner = reduce(lambda tree, group: tree.setdefault(group, {}), groups, changes)
-            inner[leaf] = options[name].to_field(value)
-        changed: ServeOptions = _replaced(cls(), changes)
+            changed = _with(changed, options[name].path, options[name].to_field(value))
         return changed
 
     @property
@@ -122,14 +119,10 @@ class ServeOptions:
         return self.served_model_name or self.model or DEFAULT_MODEL
 
 
-def _replaced(base: Any, changes: Mapping[str, Any]) -> Any:
-    return replace(
-        base,
-        **{
-            name: _replaced(getattr(base, name), value) if is_dataclass(getattr(base, name)) else value
-            for name, value in changes.items()
-        },
-    )
+def _with(base: Any, path: Sequence[str], value: Any) -> Any:
+    """Return a copy of a dataclass with another value at `path`."""
+    name, *rest = path
+    return replace(base, **{name: _with(getattr(base, name), rest, value) if rest else value})
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import uuid
 from collections.abc import Mapping, Sequence
@@ -14,25 +15,6 @@ from engine.server.protocol import Message
 from guided.errors import InvalidRequest, bounded
 
 __all__ = ["encode", "encode_chat", "text_prompts"]
-
-_RESERVED = frozenset(
-    {
-        "add_generation_prompt",
-        "chat_template",
-        "continue_final_message",
-        "conversation",
-        "documents",
-        "messages",
-        "padding",
-        "return_dict",
-        "return_tensors",
-        "tokenize",
-        "tokenizer_kwargs",
-        "tools",
-        "truncation",
-    }
-)
-"""Arguments of `apply_chat_template` that a request can't set. They are not variables of the template."""
 
 
 def encode_chat(
@@ -56,8 +38,10 @@ def encode_chat(
     """
     if not tokenizer.chat_template:
         raise InvalidRequest("the tokenizer of this model has no chat template: use /v1/completions", param="messages")
+    # Arguments of `apply_chat_template` are not variables of the template.
+    reserved = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters}
     for name in variables or ():
-        if name in _RESERVED:
+        if name in reserved:
             raise InvalidRequest(f"chat_template_kwargs can't set {name}", param="chat_template_kwargs")
     if continue_final_message and (add_generation_prompt or messages[-1].role != "assistant"):
         raise InvalidRequest(
@@ -141,8 +125,7 @@ def text_prompts(
     """
     if not prompt and not isinstance(prompt, str):
         raise InvalidRequest("prompt is empty: give at least one", param="prompt")
-    one = isinstance(prompt, str) or isinstance(prompt[0], int)
-    many: Sequence[Any] = [prompt] if one else prompt
+    many: Sequence[Any] = [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
     return [
         encode(tokenizer, each, add_special_tokens=add_special_tokens, param="prompt")
         if isinstance(each, str)

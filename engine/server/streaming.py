@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -94,9 +94,8 @@ async def events(outputs: Outputs, answer: Answer[Any], metrics: Metrics) -> Asy
         for index in range(job.num_choices):
             if (opening := answer.opening(index)) is not None:
                 yield _event(opening)
-        sent = _Sent(job, answer)
         async for number, output in outputs.stream:
-            for chunk in sent.new(number, output):
+            for chunk in answer.new_chunks(number, output):
                 yield _event(chunk)
             if output.finished:
                 finished[number] = output
@@ -111,34 +110,6 @@ async def events(outputs: Outputs, answer: Answer[Any], metrics: Metrics) -> Asy
         metrics.failed(InternalError.code)
         logger.exception("request %s (x-request-id %s) failed", job.request_id, job.http_id)
         yield _event(error_body(InternalError("the server failed on this request; its log says why")))
-
-
-class _Sent:
-    """What the client has been sent of each choice: number of characters and tokens, and whether it has ended."""
-
-    def __init__(self, job: Job, answer: Answer[Any]) -> None:
-        self._n = job.params.n
-        self._answer = answer
-        self._wants_logprobs = job.params.logprobs is not None
-        self._characters = [0] * job.num_choices
-        self._tokens = [0] * job.num_choices
-        self._ended = [False] * job.num_choices
-
-    def new(self, prompt: int, output: RequestOutput) -> Iterator[dict[str, Any]]:
-        """Build the chunks for what is new in `output`."""
-        for completion in output.outputs:
-            index = prompt * self._n + completion.index
-            if self._ended[index]:
-                continue
-            characters, tokens = self._characters[index], self._tokens[index]
-            text = completion.text[characters:]
-            if text or (self._wants_logprobs and len(completion.token_ids) > tokens):
-                yield self._answer.delta(index, text, completion, tokens)
-                self._characters[index] += len(text)
-                self._tokens[index] = len(completion.token_ids)
-            if completion.finish_reason is not None:
-                self._ended[index] = True
-                yield self._answer.finish(index, completion)
 
 
 def _event(data: dict[str, Any]) -> bytes:

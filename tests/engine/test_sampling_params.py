@@ -100,7 +100,7 @@ def test_a_backend_that_can_t_do_it_is_refused() -> None:
 
 def test_they_are_frozen_and_stop_is_a_tuple() -> None:
     params = SamplingParams(stop="x", stop_token_ids=[3])
-    assert params.stop_strings == ("x",)
+    assert params.stop == ("x",)
     assert params.stop_token_ids == (3,)
     with pytest.raises(dataclasses.FrozenInstanceError):
         params.n = 3  # type: ignore[misc]
