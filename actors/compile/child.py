@@ -93,7 +93,7 @@ class ForkServer:
     def reap(self, process: subprocess.Popen[bytes], pid: int) -> int | None:
         """Get the exit code of a compile process that has ended or was killed. None if it is not known."""
         deadline = time.monotonic() + _COMMAND_SECONDS
-        while time.monotonic() < deadline:
+        while not self.is_lost(process) and time.monotonic() < deadline:  # the next one may be starting, in the lock
             with self._lock:
                 if self.is_lost(process):
                     return None

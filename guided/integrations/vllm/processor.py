@@ -91,9 +91,14 @@ class GuidedLogitsProcessor(V1LogitsProcessor, V2LogitsProcessor):  # type: igno
         self._rows: list[GuidedRow] = []
         self._prepared = True
         if v2:
-            self._v2 = V2Batch(runner[0], _max_drafts(vllm_config))
+            speculative = vllm_config.speculative_config
+            max_drafts = speculative.num_speculative_tokens if speculative is not None else 0
+            self._v2 = V2Batch(runner[0], int(max_drafts or 0))
         if self._masker.computes:
-            _register(self._rejection, vllm_config.instance_id)
+            try:
+                worker_registry.register(self._rejection, vllm_config.instance_id)
+            except OSError:  # requests without a constraint are not affected
+                _log.exception("guided requests will be rejected: this worker can't register")
         if self._rejection is not None:
             _log.warning("guided requests are rejected: %s", self._rejection)
 
@@ -123,16 +128,13 @@ class GuidedLogitsProcessor(V1LogitsProcessor, V2LogitsProcessor):  # type: igno
         if self.idle:
             return
         if batch_update is not None:
-            added = [(index, self._enter(params, outputs)) for index, params, _, outputs in batch_update.added]
+            entered = ((index, self._begin(params), outputs) for index, params, _, outputs in batch_update.added)
+            added = [(index, request and (request, outputs)) for index, request, outputs in entered]
             moved = [(one, other, how is MoveDirectionality.SWAP) for one, other, how in batch_update.moved]
             for request, _ in self._v1.update(batch_update.removed, added, moved):
                 self._masker.end(request)
             self._rows = [GuidedRow(request, row, outputs) for row, (request, outputs) in self._v1]
         self._prepared = self._masker.prepare(self._rows)
-
-    def _enter(self, params: SamplingParams, outputs: list[int]) -> tuple[GuidedRequest, list[int]] | None:
-        request = self._begin(params)
-        return None if request is None else (request, outputs)
 
     # the V2 model runner
 
@@ -187,13 +189,6 @@ class GuidedLogitsProcessor(V1LogitsProcessor, V2LogitsProcessor):  # type: igno
         return logits
 
 
-def _register(rejection: str | None, engine: str) -> None:
-    try:
-        worker_registry.register(rejection, engine)
-    except OSError:  # requests without a constraint are not affected
-        _log.exception("guided requests will be rejected: this worker can't register")
-
-
 # the configuration
 
 
@@ -207,12 +202,6 @@ def _ranks(config: VllmConfig) -> TensorParallelRanks | None:
         return None
     group = get_tp_group()
     return TensorParallelRanks(group.cpu_group, group.ranks[0])
-
-
-def _max_drafts(config: VllmConfig) -> int:
-    """Maximum number of draft tokens of a request in one step."""
-    speculative = config.speculative_config
-    return int(speculative.num_speculative_tokens or 0) if speculative is not None else 0
 
 
 def _rejection(config: VllmConfig, v2: bool) -> str | None:

@@ -18,17 +18,17 @@ __all__ = ["RequestStates", "Slot", "TokenCopies", "V2Batch"]
 
 
 class RequestStates(Protocol):
-    """The part of vLLM's `LogitsProcRequestState` that is read here."""
+    """The part of vLLM's `LogitsProcRequestState` that is read here: int32 tensors (`.gpu`) and arrays (`.np`)."""
 
     device: torch.device
     all_token_ids: Any
-    """`.gpu`: int32 `[slots, max_model_len]`."""
+    """`.gpu`: `[slots, max_model_len]`."""
     total_len: Any
-    """`.gpu`: int32 `[slots]`: number of prompt and output tokens."""
+    """`.gpu`: `[slots]`: number of prompt and output tokens."""
     prompt_len: Any
-    """`.np`: int32 `[slots]`."""
+    """`.np`: `[slots]`."""
     prefill_len: Any
-    """`.np`: int32 `[slots]`: number of tokens that the request entered the slot with."""
+    """`.np`: `[slots]`: number of tokens that the request entered the slot with."""
 
 
 @dataclass(eq=False, slots=True)
@@ -142,9 +142,8 @@ class V2Batch:
 class TokenCopies:
     """Copies new tokens from the device to the host, one copy per step.
 
-    The copy runs on a stream of its own. `begin` is called before the forward pass and waits only for the previous
-    step. `read` is called after the forward pass was launched, so the host waits for the previous step's tokens while
-    the device works on this step. A copy that was not read is replaced by the next one.
+    The copy runs on a stream of its own. `begin` is called before the forward pass, and `read` after its launch: the
+    host waits for the previous step's tokens while the device works on this one.
     """
 
     def __init__(self, states: RequestStates) -> None:
