@@ -82,8 +82,7 @@ class Masker:
         report: called with the report id and the error of each request that fails.
         ranks: the processes that mask the same batch. None: only this one.
         width: number of logits.
-        wait_limit: seconds that a row may wait for its grammar, or for a worker while none is up. The engine waits
-            meanwhile.
+        wait_limit: seconds that a row, and the engine, may wait for a grammar, or for a worker while none is up.
         pool_limit: seconds that the first request may wait for the pool.
     """
 
@@ -187,10 +186,7 @@ class Masker:
         """Start to compute this step's masks. `apply` follows, or the next `prepare`.
 
         Args:
-            wait: wait for the pool and for grammars.
-
-        Returns:
-            Whether the step was prepared. False, only without `wait`: the pool, a grammar or a token is missing.
+            wait: wait for the pool and for grammars. If not, False is returned if one, or a token, is missing.
         """
         self._discard_step()
         self._rows, self._ended, self._prepared = rows, set(), {}
@@ -313,11 +309,7 @@ class Masker:
     # after the forward pass
 
     def apply(self, logits: torch.Tensor) -> None:
-        """Write -inf to all tokens that this step's rows must not become, in place.
-
-        Args:
-            logits: float `[rows, width]`, any device.
-        """
+        """Write -inf to all tokens that this step's rows must not become, in place. `logits`: float `[rows, width]`."""
         if not self._rows:
             return
         try:

@@ -1,8 +1,7 @@
 """The logits processor: `vllm serve --logits-processors guided.integrations.vllm.processor:GuidedLogitsProcessor`.
 
-One class for both interfaces of vLLM 0.32. The V1 model runner reports changes of its batch before the forward pass
-(`update_state`) and passes the logits after it (`apply`). The V2 model runner has slots, and keeps tokens on the device
-(`add_request`, `apply_staged_writes`, `apply` with the layout of the step).
+One class for both interfaces of vLLM 0.32. The V1 model runner calls `update_state` before the forward pass and `apply`
+after it. The V2 model runner, which keeps tokens on the device, calls `add_request`, `apply_staged_writes` and `apply`.
 
 The pool and its options are set by `--additional-config '{"guided": {"pool": "ray", "num_actors": 4}}'`.
 """
@@ -129,7 +128,7 @@ class GuidedLogitsProcessor(V1LogitsProcessor, V2LogitsProcessor):  # type: igno
             return
         if batch_update is not None:
             entered = ((index, self._begin(params), outputs) for index, params, _, outputs in batch_update.added)
-            added = [(index, request and (request, outputs)) for index, request, outputs in entered]
+            added = [(index, None if request is None else (request, outputs)) for index, request, outputs in entered]
             moved = [(one, other, how is MoveDirectionality.SWAP) for one, other, how in batch_update.moved]
             for request, _ in self._v1.update(batch_update.removed, added, moved):
                 self._masker.end(request)
@@ -168,11 +167,7 @@ class GuidedLogitsProcessor(V1LogitsProcessor, V2LogitsProcessor):  # type: igno
     # both
 
     def apply(self, logits: torch.Tensor, ctx: LogitsContext | None = None) -> torch.Tensor:
-        """After the forward pass: wait for the masks, and write -inf to forbidden tokens, in place.
-
-        Args:
-            ctx: V2: the layout of the step.
-        """
+        """Wait for the masks, and write -inf to forbidden tokens, in place. `ctx`: the layout of the step (V2)."""
         if self.idle:
             return logits
         if ctx is not None:
@@ -278,8 +273,7 @@ def _bans_tokens(params: SamplingParams) -> bool:
 def _layout(context: LogitsContext) -> tuple[list[int], list[int], list[int]]:
     """Return the arguments of `V2Batch.rows`.
 
-    With one row per request, the host knows the slots, and no input ids are needed. Otherwise the columns are read from
-    the device, which waits for the forward pass.
+    With one row per request, the host knows them. Otherwise they are read from the device, after the forward pass.
     """
     if len(context.expanded_idx_mapping) == len(context.idx_mapping_np):
         slots = context.idx_mapping_np.tolist()
