@@ -21,6 +21,7 @@ from typing import TypeVar
 
 import ray
 
+from actors.processes import node_id
 from guided.errors import PoolUnavailable, bounded
 
 __all__ = ["Cluster", "ScratchDirectory", "call_in_thread"]
@@ -50,10 +51,9 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-# The janitor: a shell process that cleans up after this process, even if this process is killed. It waits for a line
-# (there is nothing to clean up) or the end of its input (this process is gone). Then it kills the processes of Ray that
-# have their logs in the directory, because Ray's agents would wait a day for the GCS, and removes the directory. It
-# does so several times, because processes that are ending may still write.
+# The janitor: a shell process that waits for a line (there is nothing to clean up) or the end of its input (the process
+# is gone). Then it kills Ray's processes that have their logs in the directory, because Ray's agents would wait a day
+# for the GCS, and removes the directory; several times, because processes that are ending may still write.
 _JANITOR = r"""
 read -r _ && exit
 for pause in 0 1 3 5; do
@@ -133,7 +133,8 @@ class Cluster:
         self._error: Exception | None = None
         self._endpoints: dict[str, tuple[str, int]] = {}
         """Addresses of the processes of Ray that are needed to start an actor."""
-        self._trouble: str | None = None
+        self.trouble: str | None = None
+        """What was wrong with Ray at the latest probe, a few seconds ago; None if nothing was."""
         self._when_raylet_ends: list[Callable[[], None]] = []
         self._thread = threading.Thread(target=self._run, name="ray-connection", daemon=True)
 
@@ -168,7 +169,7 @@ class Cluster:
     @property
     def node_id(self) -> str:
         """Ray's id of this process's node."""
-        return str(ray.get_runtime_context().get_node_id())
+        return node_id()
 
     @property
     def node_ids(self) -> list[str]:
@@ -179,11 +180,6 @@ class Cluster:
     def host(self) -> str:
         """The address of this node for other nodes."""
         return str(ray.util.get_node_ip_address())
-
-    @property
-    def trouble(self) -> str | None:
-        """What was wrong with Ray at the latest probe, a few seconds ago; None if nothing was."""
-        return self._trouble
 
     def when_raylet_ends(self, call: Callable[[], None]) -> None:
         """Register a function that is called once if this node's raylet ends. It has to release all objects in Ray.
@@ -198,9 +194,9 @@ class Cluster:
         Raises:
             PoolUnavailable: a process of Ray is gone that is needed to start an actor.
         """
-        self._trouble = self._probe()
-        if self._trouble is not None:
-            raise PoolUnavailable(self._trouble)
+        self.trouble = self._probe()
+        if self.trouble is not None:
+            raise PoolUnavailable(self.trouble)
 
     def _probe(self) -> str | None:
         if not ray.is_initialized():
@@ -213,14 +209,6 @@ class Cluster:
                     self._raylet_ended.set()
                 return f"{name} at {host}:{port} does not answer: {error}"
         return None
-
-    def _find_endpoints(self) -> None:
-        node_id = self.node_id
-        for node in ray.nodes():
-            if node["NodeID"] == node_id:
-                self._endpoints[_RAYLET] = node["NodeManagerAddress"], node["NodeManagerPort"]
-        head, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
-        self._endpoints["Ray's head"] = head.strip("[]"), int(port)
 
     def _start(self) -> None:
         self._thread.start()
@@ -235,7 +223,11 @@ class Cluster:
         try:
             if not already:
                 self._connect()
-            self._find_endpoints()
+            for node in ray.nodes():
+                if node["NodeID"] == self.node_id:
+                    self._endpoints[_RAYLET] = node["NodeManagerAddress"], node["NodeManagerPort"]
+            head, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
+            self._endpoints["Ray's head"] = head.strip("[]"), int(port)
         except Exception as error:
             self._error = error
             self._clean_up()
@@ -243,12 +235,12 @@ class Cluster:
         finally:
             self._ready.set()
         while not self._leaving.wait(_PROBE_INTERVAL_SECONDS):
-            before, self._trouble = self._trouble, self._probe()
+            before, self.trouble = self.trouble, self._probe()
             if self._raylet_ended.is_set():
                 while self._when_raylet_ends:
                     self._when_raylet_ends.pop()()
-            if self._trouble != before:
-                _log.error("%s", self._trouble or "Ray answers again")
+            if self.trouble != before:
+                _log.error("%s", self.trouble or "Ray answers again")
         if not already:
             ray.shutdown()
             self._clean_up()
@@ -262,11 +254,12 @@ class Cluster:
             ray.init(address=self._address, **quiet)
             return
         self._scratch = ScratchDirectory()
+        free_bytes = shutil.disk_usage(_SHARED_MEMORY).free  # containers may have little
         ray.init(
             # "local" even if RAY_ADDRESS is set: a cluster is only joined if it was named.
             address="local",
             include_dashboard=False,
-            object_store_memory=_store_bytes(),
+            object_store_memory=max(_LEAST_STORE_BYTES, min(_MOST_STORE_BYTES, free_bytes // 2)),
             # The actors take no CPUs, and Ray would keep an idle process for every CPU.
             num_cpus=0,
             num_gpus=0,
@@ -279,11 +272,6 @@ class Cluster:
         with contextlib.suppress(Exception):
             if self._scratch is not None:
                 self._scratch.remove()
-
-
-def _store_bytes() -> int:
-    """Return the size of Ray's object store. It is in shared memory, of which containers may have little."""
-    return max(_LEAST_STORE_BYTES, min(_MOST_STORE_BYTES, shutil.disk_usage(_SHARED_MEMORY).free // 2))
 
 
 def _check_reachable(address: str) -> None:

@@ -12,7 +12,7 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 
@@ -28,6 +28,7 @@ __all__ = [
     "limit_memory",
     "machine_bytes",
     "memory_limit",
+    "node_id",
     "soft_limit",
 ]
 
@@ -43,13 +44,11 @@ _CGROUP_FILES = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class ActorLocation:
-    """Where an actor runs."""
+class ActorLocation(NamedTuple):
+    """Where an actor runs. `node_id` is Ray's."""
 
     pid: int
     node_id: str
-    """Ray's id of the node."""
     host: str
 
 
@@ -153,7 +152,7 @@ class Owner:
         """Describe the current process, and put its vocabulary into Ray's shared memory."""
         reading = ProcessReading.of(os.getpid())
         assert reading is not None
-        return cls(os.getpid(), reading.started, _node_id(), ray.put(vocabulary))
+        return cls(os.getpid(), reading.started, node_id(), ray.put(vocabulary))
 
     def fetch(self) -> Vocabulary:
         """Get the vocabulary, in an actor. Keeps no reference, so that the engine's process can release the object."""
@@ -168,21 +167,22 @@ def exit_with_owner(owner: Owner) -> bool:
     Returns:
         Whether the owner is on this node. If not, Ray ends this process when it loses the driver.
     """
-    same_node = _node_id() == owner.node_id
+
+    def watch() -> None:
+        process = ProcessHandle(owner.pid)
+        reading = process.read()
+        if reading is not None and reading.started == owner.started:
+            process.wait()
+        os._exit(0)  # not sys.exit: a grammar library may block the main thread forever
+
+    same_node = node_id() == owner.node_id
     if same_node:
-        threading.Thread(target=_watch_owner, args=(owner,), name="owner-watch", daemon=True).start()
+        threading.Thread(target=watch, name="owner-watch", daemon=True).start()
     return same_node
 
 
-def _watch_owner(owner: Owner) -> None:
-    process = ProcessHandle(owner.pid)
-    reading = process.read()
-    if reading is not None and reading.started == owner.started:
-        process.wait()
-    os._exit(0)  # not sys.exit: a grammar library may block the main thread forever
-
-
-def _node_id() -> str:
+def node_id() -> str:
+    """Return Ray's id of this process's node."""
     return str(ray.get_runtime_context().get_node_id())
 
 

@@ -46,7 +46,7 @@ class RayPool:
     """A `MaskPool` of Ray actors. Ready to use when it is constructed.
 
     Args:
-        vocabulary: what the masks are over.
+        vocabulary: the vocabulary of the masks.
         options: None is `RayPoolOptions()`.
         changes: fields of `RayPoolOptions` that replace those of `options`.
 
@@ -54,17 +54,12 @@ class RayPool:
         PoolUnavailable: Ray can't be reached or started, or an actor didn't start; says why.
     """
 
-    def __init__(
-        self,
-        vocabulary: Vocabulary,
-        options: RayPoolOptions | None = None,
-        **changes: Any,
-    ) -> None:
+    def __init__(self, vocabulary: Vocabulary, options: RayPoolOptions | None = None, **changes: Any) -> None:
         options = replace(options or RayPoolOptions(), **changes)
         self._vocabulary = vocabulary
         self._lock = threading.Lock()
         self._closed = False
-        self._dispatcher = Dispatcher(options.mask_limit, options.pool_wait, options.max_replays, self._rejection_of)
+        self._dispatcher = Dispatcher(options.mask_limit, options.pool_wait, options.max_replays, self._rejection)
         self._supervisors: list[Supervisor] = []
         self._cluster = Cluster.join(options.address)
         self._scratch = ScratchDirectory()
@@ -83,7 +78,7 @@ class RayPool:
             )
             self._cluster.when_raylet_ends(partial(_let_go, owner, self._grammars))
             incarnations = itertools.count(1)
-            for index in range(options.num_actors or _by_cpus()):
+            for index in range(options.num_actors or max(2, min(8, (os.cpu_count() or 1) // 4))):
                 supervisor = Supervisor(index, settings, incarnations.__next__, self._dispatcher.announce)
                 self._supervisors.append(supervisor)
             for supervisor in self._supervisors:
@@ -132,8 +127,8 @@ class RayPool:
         with self._lock:
             return self._dispatcher.failures()
 
-    def _rejection_of(self, key: str) -> GuidedError | None:
-        return self._grammars.rejection(key)
+    def _rejection(self, key: str) -> GuidedError | None:
+        return self._grammars.rejection(key)  # not made yet when the dispatcher is
 
     def status(self) -> PoolStatus:
         workers = [supervisor.status() for supervisor in self._supervisors]
@@ -165,10 +160,6 @@ class RayPool:
             self._transport.close()
             self._scratch.remove()
             self._cluster.leave()
-
-
-def _by_cpus() -> int:
-    return max(2, min(8, (os.cpu_count() or 1) // 4))
 
 
 def _let_go(owner: Owner, grammars: Grammars) -> None:

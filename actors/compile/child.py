@@ -93,7 +93,7 @@ class ForkServer:
     def reap(self, process: subprocess.Popen[bytes], pid: int) -> int | None:
         """Get the exit code of a compile process that has ended or was killed. None if it is not known."""
         deadline = time.monotonic() + _COMMAND_SECONDS
-        while time.monotonic() < deadline:
+        while not self.is_lost(process) and time.monotonic() < deadline:  # the next one may be starting, in the lock
             with self._lock:
                 if self.is_lost(process):
                     return None
@@ -184,7 +184,7 @@ class CompileProcess:
     @property
     def alive(self) -> bool:
         """Whether the process waits for a request. To be asked between two requests."""
-        return not self._ended and not self._orphaned and not self._jobs.poll(0)
+        return not self._ended and not self._fork_server.is_lost(self._forked_by) and not self._jobs.poll(0)
 
     @property
     def growth(self) -> int:
@@ -239,11 +239,6 @@ class CompileProcess:
         self._process.kill()
         return self._fork_server.reap(self._forked_by, self.pid)
 
-    @property
-    def _orphaned(self) -> bool:
-        """The fork server is gone, and this process died with it."""
-        return self._fork_server.is_lost(self._forked_by)
-
     def _read(self) -> ProcessReading:
         return self._process.read() or _NO_READING
 
@@ -267,7 +262,7 @@ class CompileProcess:
 
     def _failure(self) -> BackendError | ProcessLost:
         """Why the process has closed its socket: it crashed, or was killed from outside."""
-        orphaned = self._orphaned
+        orphaned = self._fork_server.is_lost(self._forked_by)
         self._process.wait(_EXIT_SECONDS)
         code = self.kill()
         if orphaned or code is None or code == -signal.SIGKILL:

@@ -1,7 +1,6 @@
 """CompileActor: owns the compile processes, distributes constraints to them and kills those that exceed a limit.
 
-The pool has one such actor. So the death of a mask actor ends no compilation, a compilation takes no memory from a mask
-actor, and the code that has to kill a compile process never runs native code itself.
+The pool has one such actor. It never runs native code itself.
 """
 
 from __future__ import annotations
@@ -301,8 +300,7 @@ class _CompileQueue:
 
     The cost of a constraint cannot be known in advance. So every task first gets a time slice of `_SLICES[0]`, then one
     of `_SLICES[1]`, in the quick processes. A task that is still not finished goes to the slow processes, each of which
-    compiles one task to its end. So a quick task waits at most for as many short slices as there are tasks before it. A
-    slice that is lost by a kill is short compared with the time that its constraint needs.
+    compiles one task to its end. If a slow process is free, a task goes on there without being killed.
 
     If a slow process is free, a task that has exceeded its first slice goes on there without being killed. A backend is
     served after the others while all its latest tasks have exceeded their slices: a flood of constraints that it is
@@ -323,7 +321,6 @@ class _CompileQueue:
         """For each level and backend: the latest slices, in a row, that were exceeded."""
 
     def put(self, task: _CompileTask) -> None:
-        """Add a task to its level."""
         with self._changed:
             self._levels[task.level].append(task)
             self._changed.notify_all()

@@ -78,12 +78,7 @@ class _Pending:
 
 
 class Grammars:
-    """Compiles, caches and installs grammars. Its methods may be called from any thread.
-
-    Args:
-        owner: the engine's process.
-        options: of the pool.
-    """
+    """Compiles, caches and installs grammars. Its methods may be called from any thread."""
 
     def __init__(self, owner: Owner, options: RayPoolOptions) -> None:
         self._options = options
@@ -224,6 +219,7 @@ class Grammars:
                 _log.exception("a grammar task failed")
 
     def _when_done(self, future: Future[Any], task: Callable[[Future[Any]], None]) -> None:
+        """Run `task` on the thread once the future is done."""
         future.add_done_callback(lambda done: self._tasks.put(partial(task, done)))
 
     def _compile(self, key: CacheKey, pending: _Pending) -> None:
@@ -339,11 +335,7 @@ class _CompilerHandle:
         self.actor = self._start()
 
     def replace(self, actor: Any) -> None:
-        """Start another compile actor, if `actor`, which died, is still the current one.
-
-        Raises:
-            PoolUnavailable: Ray does not start it.
-        """
+        """Start another compile actor, if `actor`, which died, is still the current one."""
         if self.actor is actor:
             _log.error("the compile actor died: starting it again")
             self.actor = self._start()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import sys
-import threading
 from collections.abc import Sequence
 from functools import partial
 from typing import TypeVar
@@ -15,7 +14,7 @@ import zmq
 
 from actors.channel import Address, connect
 from actors.compile.loading import from_chunks
-from actors.processes import ActorLocation, Owner, exit_with_owner, limit_memory
+from actors.processes import ActorLocation, Owner, exit_with_owner, limit_memory, node_id
 from actors.steps.protocol import SegmentName, SlotTable, attach
 from actors.steps.server import StepServer
 from guided.backends import BACKENDS, Backends
@@ -49,20 +48,18 @@ class MaskActor:
         leave_out_torch()
         # A backend that is written in Python keeps the interpreter lock for as long as it may, for every row of a step.
         sys.setswitchinterval(_SWITCH_SECONDS)
-        self._node_id = str(ray.get_runtime_context().get_node_id())
         vocabulary = owner.fetch()
         self._backends = Backends(vocabulary)
         # The other backends take seconds and hundreds of megabytes. They are loaded when first needed.
         self._backends[next(iter(BACKENDS))]
         self._worker = MaskWorker(vocabulary)
         self._installed: set[str] = set()
-        self._installing = threading.Lock()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._incarnation: int | None = None
 
     def location(self) -> ActorLocation:
         """Return where this actor runs; also shows that it is alive."""
-        return ActorLocation(os.getpid(), self._node_id, platform.node())
+        return ActorLocation(os.getpid(), node_id(), platform.node())
 
     def attach(self, incarnation: int, address: Address, segment: SegmentName, shared: bool) -> bool:
         """Connect to the engine and start to serve steps.
@@ -85,17 +82,13 @@ class MaskActor:
     @_in_order
     def install(self, key: str, backend: str, dumped: bytes, *chunks: bytes) -> None:
         """Load a compiled grammar and make it available to the step loop, which goes on meanwhile."""
-        with self._installing:
-            if key in self._installed:
-                return
-            loaded = self._backends[backend].load(from_chunks(chunks), dumped)
-            self._worker.install(key, loaded)
+        if key not in self._installed:
+            self._worker.install(key, self._backends[backend].load(from_chunks(chunks), dumped))
             self._installed.add(key)
 
     @_in_order
     def uninstall(self, keys: Sequence[str]) -> None:
         """Drop grammars that are not used any more; open matchers keep what they need."""
-        with self._installing:
-            for key in keys:
-                self._installed.discard(key)
-                self._worker.uninstall(key)
+        for key in keys:
+            self._installed.discard(key)
+            self._worker.uninstall(key)

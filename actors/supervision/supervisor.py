@@ -1,7 +1,6 @@
 """Supervisor: keeps one mask actor of a pool alive. Starts it, watches it, announces its end, starts the next one.
 
-Each actor has one supervisor thread, so that one incarnation of the actor (its life from start to end) reads from top
-to bottom in `_live`.
+Each actor has one supervisor thread. `_live` is one incarnation of the actor, from start to end.
 """
 
 from __future__ import annotations
@@ -303,14 +302,10 @@ class Supervisor:
         """Return the error of the sequences that are lost with this incarnation."""
         worker = f"mask worker {self._index} (pid {pid}, incarnation {self._number})"
         if cause == "hung":
-            seconds = self._settings.options.mask_limit
-            return MaskTimeout(f"{worker} was killed: a mask took longer than {seconds:g} s")
+            return MaskTimeout(f"{worker} was killed: a mask took longer than {self._settings.options.mask_limit:g} s")
         if cause == "memory":
-            limit = self._settings.memory >> 20
-            return BackendError(f"{worker} was killed: it took more than {limit} MiB of memory")
-        if cause == "retired":
-            return WorkerDied(f"{worker} had grown and is replaced")
-        return WorkerDied(f"{worker} died")
+            return BackendError(f"{worker} was killed: it took more than {self._settings.memory >> 20} MiB of memory")
+        return WorkerDied(f"{worker} had grown and is replaced" if cause == "retired" else f"{worker} died")
 
     def _watch(
         self, handle: ActorHandle, process: ProcessHandle, connection: WorkerConnection, channel: Channel

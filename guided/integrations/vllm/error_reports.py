@@ -1,8 +1,7 @@
 """Reports of failed requests, from the engine's process to the process that answers the client.
 
-vLLM has no finish reason for a request that could not be constrained: it ends with a stop token like any other. The
-engine's process writes a report before that token is sampled, under the request id that the user passed in. The process
-that answers takes it.
+vLLM has no finish reason for a request that could not be constrained: it ends with a stop token. The engine's process
+writes a report before that token is sampled, under the user's request id.
 """
 
 from __future__ import annotations
@@ -24,11 +23,7 @@ _MAX_REPORTS = 1024
 
 
 def report(request_id: str, error: GuidedError) -> None:
-    """Report, in the engine's process, that a request ends because of `error`. Replaces an earlier report.
-
-    Raises:
-        OSError: there is no run directory, or it is not writable.
-    """
+    """Report, in the engine's process, that a request ends because of `error`. Raises `OSError` as `write_note`."""
     directory = write_note(_DIRECTORY, _file_name(request_id), to_wire(error))
     for entry in sorted(os.scandir(directory), key=_age)[:-_MAX_REPORTS]:
         Path(entry.path).unlink(missing_ok=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -48,13 +48,11 @@ class GuidedRequest:
     """One guided request in the engine's batch. Made by `Masker.begin`."""
 
     name: str
-    """Unique within the masker's life."""
     params: GuidedParams | None
     """None: the parameters are invalid, and the request fails."""
     report_id: str | None
     """The id that an error is reported under, if there is one."""
     stop_token: int
-    """The token that ends the request."""
     other_bans: bool
     """Other parameters or processors may write -inf to every token that a mask allows, before it is applied."""
     error: GuidedError | None = None
@@ -84,8 +82,7 @@ class Masker:
         report: called with the report id and the error of each request that fails.
         ranks: the processes that mask the same batch. None: only this one.
         width: number of logits.
-        wait_limit: seconds that a row may wait for its grammar, or for a worker while none is up. The engine waits
-            meanwhile.
+        wait_limit: seconds that a row, and the engine, may wait for a grammar, or for a worker while none is up.
         pool_limit: seconds that the first request may wait for the pool.
     """
 
@@ -189,10 +186,7 @@ class Masker:
         """Start to compute this step's masks. `apply` follows, or the next `prepare`.
 
         Args:
-            wait: wait for the pool and for grammars.
-
-        Returns:
-            Whether the step was prepared. False, only without `wait`: the pool, a grammar or a token is missing.
+            wait: wait for the pool and for grammars. If not, False is returned if one, or a token, is missing.
         """
         self._discard_step()
         self._rows, self._ended, self._prepared = rows, set(), {}
@@ -202,16 +196,16 @@ class Masker:
         try:
             if not wait and any(_is_unknown(row) for row in rows):
                 return False
-            if not self._wait_for_pool(rows, wait) or not self._wait_for_grammars(rows, wait):
+            if not self._wait_for_pool(wait) or not self._wait_for_grammars(wait):
                 return False
-            self._submit(rows)
+            self._submit()
         except Exception as error:
             self._fail_step(error)
         return True
 
-    def _wait_for_pool(self, rows: Sequence[GuidedRow], wait: bool) -> bool:
+    def _wait_for_pool(self, wait: bool) -> bool:
         """Open the pool, or fail the rows' requests. False: the pool is still opening."""
-        if self._processor is not None or all(row.request.error is not None for row in rows):
+        if self._processor is not None or all(row.request.error is not None for row in self._rows):
             return True
         opening = self._opener.open()
         if not opening.done() and not wait:
@@ -219,9 +213,9 @@ class Masker:
         try:
             self._processor = GuidedProcessor(opening.result(self._pool_limit))
         except TimeoutError:
-            self._fail_all(rows, PoolUnavailable(f"the mask pool didn't open within {self._pool_limit:g} s"))
+            self._fail_all(PoolUnavailable(f"the mask pool didn't open within {self._pool_limit:g} s"))
         except GuidedError as error:
-            self._fail_all(rows, error if isinstance(error, InternalError) else PoolUnavailable(str(error)))
+            self._fail_all(error if isinstance(error, InternalError) else PoolUnavailable(str(error)))
         return True
 
     def _compile(self, request: GuidedRequest) -> None:
@@ -234,10 +228,10 @@ class Masker:
         except Exception as error:
             self.fail(request, error)
 
-    def _wait_for_grammars(self, rows: Sequence[GuidedRow], wait: bool) -> bool:
+    def _wait_for_grammars(self, wait: bool) -> bool:
         """Compile every row's grammar, or fail its request. False: one is still being compiled."""
         deadline = time.monotonic() + self._wait_limit
-        for request in dict.fromkeys(row.request for row in rows if row.request.error is None):
+        for request in dict.fromkeys(row.request for row in self._rows if row.request.error is None):
             if request.grammar is None:
                 self._compile(request)
             if request.grammar is None:
@@ -252,12 +246,15 @@ class Masker:
                 self.fail(request, error)
         return True
 
-    def _submit(self, rows: Sequence[GuidedRow]) -> None:
-        processor = self._processor
+    def _submit(self) -> None:
+        rows, processor = self._rows, self._processor
         if processor is None:  # the pool can't be opened: all requests have failed
             return
         self._ended = {index for index, row in enumerate(rows) if self._has_ended(row)}
-        self._fail_lost(processor.failures(), rows)
+        complete = {rows[index].request.name for index in self._ended if not rows[index].drafts}
+        for name, error in processor.failures().items():  # of requests that lost a matcher between steps
+            if name in self._requests and name not in complete:
+                self.fail(self._requests[name], error)
         sequences: list[GuidedSequence] = []
         self._logits_rows = []
         for index, row in enumerate(rows):
@@ -280,13 +277,6 @@ class Masker:
         stops = self._processor.vocabulary.stop_token_ids
         last = row.token_ids[-max(1, row.drafts) :]
         return any(token in stops or token == row.request.stop_token or token < 0 for token in last)
-
-    def _fail_lost(self, lost: Mapping[str, GuidedError], rows: Sequence[GuidedRow]) -> None:
-        """Fail requests that lost a matcher between steps, unless their output is complete."""
-        complete = {rows[index].request.name for index in self._ended if not rows[index].drafts}
-        for name, error in lost.items():
-            if name in self._requests and name not in complete:
-                self.fail(self._requests[name], error)
 
     def _sequence(self, row: GuidedRow) -> GuidedSequence:
         """Return the sequence of a row, with its current tokens."""
@@ -319,11 +309,7 @@ class Masker:
     # after the forward pass
 
     def apply(self, logits: torch.Tensor) -> None:
-        """Write -inf to all tokens that this step's rows must not become, in place.
-
-        Args:
-            logits: float `[rows, width]`, any device.
-        """
+        """Write -inf to all tokens that this step's rows must not become, in place. `logits`: float `[rows, width]`."""
         if not self._rows:
             return
         try:
@@ -334,7 +320,7 @@ class Masker:
                 self._finish_step(partial(self._processor.apply, logits))
         except Exception as error:
             self._fail_step(error)
-        forced = [self._rows[index] for index in self._forced()]
+        forced = [row for _, row in self._forced()]
         if forced:
             rows = [row.logits_row for row in forced]
             logits[rows] = float("-inf")
@@ -348,8 +334,8 @@ class Masker:
             except Exception as error:
                 self._fail_step(error)
         if self.computes:
-            for index in self._forced():
-                bitmask[index] = pack([self._rows[index].request.stop_token], self._width)
+            for index, row in self._forced():
+                bitmask[index] = pack([row.request.stop_token], self._width)
         if self._ranks is not None:
             self._ranks.share(bitmask)
         apply_bitmask(logits, bitmask, [row.logits_row for row in self._rows], least=_FLOOR)
@@ -369,14 +355,14 @@ class Masker:
             else:
                 self.fail(row.request, error)
 
-    def _forced(self) -> list[int]:
-        """Indices of this step's rows that are allowed their stop token only."""
-        return [i for i, row in enumerate(self._rows) if i in self._ended or row.request.error is not None]
+    def _forced(self) -> list[tuple[int, GuidedRow]]:
+        """This step's rows that are allowed their stop token only, and their indices."""
+        return [(i, row) for i, row in enumerate(self._rows) if i in self._ended or row.request.error is not None]
 
     # errors of whole steps
 
-    def _fail_all(self, rows: Sequence[GuidedRow], error: Exception) -> None:
-        for row in rows:
+    def _fail_all(self, error: Exception) -> None:
+        for row in self._rows:
             self.fail(row.request, error)
 
     def fail_step(self, rows: Sequence[GuidedRow], error: Exception) -> None:
@@ -389,7 +375,7 @@ class Masker:
         """Fail this step's requests after an unexpected error, and start again with a new processor."""
         _log.error("masks can't be computed", exc_info=error)
         self._in_step = False
-        self._fail_all(self._rows, error)
+        self._fail_all(error)
         for request in self._requests.values():
             self.release(request)
         self._processor = None

@@ -1,8 +1,7 @@
 """The logits processor: `vllm serve --logits-processors guided.integrations.vllm.processor:GuidedLogitsProcessor`.
 
-One class for both interfaces of vLLM 0.32. The V1 model runner reports changes of its batch before the forward pass
-(`update_state`) and passes the logits after it (`apply`). The V2 model runner has slots, and keeps tokens on the device
-(`add_request`, `apply_staged_writes`, `apply` with the layout of the step).
+One class for both interfaces of vLLM 0.32. The V1 model runner calls `update_state` before the forward pass and `apply`
+after it. The V2 model runner, which keeps tokens on the device, calls `add_request`, `apply_staged_writes` and `apply`.
 
 The pool and its options are set by `--additional-config '{"guided": {"pool": "ray", "num_actors": 4}}'`.
 """
@@ -91,9 +90,14 @@ class GuidedLogitsProcessor(V1LogitsProcessor, V2LogitsProcessor):  # type: igno
         self._rows: list[GuidedRow] = []
         self._prepared = True
         if v2:
-            self._v2 = V2Batch(runner[0], _max_drafts(vllm_config))
+            speculative = vllm_config.speculative_config
+            max_drafts = speculative.num_speculative_tokens if speculative is not None else 0
+            self._v2 = V2Batch(runner[0], int(max_drafts or 0))
         if self._masker.computes:
-            _register(self._rejection, vllm_config.instance_id)
+            try:
+                worker_registry.register(self._rejection, vllm_config.instance_id)
+            except OSError:  # requests without a constraint are not affected
+                _log.exception("guided requests will be rejected: this worker can't register")
         if self._rejection is not None:
             _log.warning("guided requests are rejected: %s", self._rejection)
 
@@ -123,16 +127,13 @@ class GuidedLogitsProcessor(V1LogitsProcessor, V2LogitsProcessor):  # type: igno
         if self.idle:
             return
         if batch_update is not None:
-            added = [(index, self._enter(params, outputs)) for index, params, _, outputs in batch_update.added]
+            entered = ((index, self._begin(params), outputs) for index, params, _, outputs in batch_update.added)
+            added = [(index, None if request is None else (request, outputs)) for index, request, outputs in entered]
             moved = [(one, other, how is MoveDirectionality.SWAP) for one, other, how in batch_update.moved]
             for request, _ in self._v1.update(batch_update.removed, added, moved):
                 self._masker.end(request)
             self._rows = [GuidedRow(request, row, outputs) for row, (request, outputs) in self._v1]
         self._prepared = self._masker.prepare(self._rows)
-
-    def _enter(self, params: SamplingParams, outputs: list[int]) -> tuple[GuidedRequest, list[int]] | None:
-        request = self._begin(params)
-        return None if request is None else (request, outputs)
 
     # the V2 model runner
 
@@ -166,11 +167,7 @@ class GuidedLogitsProcessor(V1LogitsProcessor, V2LogitsProcessor):  # type: igno
     # both
 
     def apply(self, logits: torch.Tensor, ctx: LogitsContext | None = None) -> torch.Tensor:
-        """After the forward pass: wait for the masks, and write -inf to forbidden tokens, in place.
-
-        Args:
-            ctx: V2: the layout of the step.
-        """
+        """Wait for the masks, and write -inf to forbidden tokens, in place. `ctx`: the layout of the step (V2)."""
         if self.idle:
             return logits
         if ctx is not None:
@@ -187,13 +184,6 @@ class GuidedLogitsProcessor(V1LogitsProcessor, V2LogitsProcessor):  # type: igno
         return logits
 
 
-def _register(rejection: str | None, engine: str) -> None:
-    try:
-        worker_registry.register(rejection, engine)
-    except OSError:  # requests without a constraint are not affected
-        _log.exception("guided requests will be rejected: this worker can't register")
-
-
 # the configuration
 
 
@@ -207,12 +197,6 @@ def _ranks(config: VllmConfig) -> TensorParallelRanks | None:
         return None
     group = get_tp_group()
     return TensorParallelRanks(group.cpu_group, group.ranks[0])
-
-
-def _max_drafts(config: VllmConfig) -> int:
-    """Maximum number of draft tokens of a request in one step."""
-    speculative = config.speculative_config
-    return int(speculative.num_speculative_tokens or 0) if speculative is not None else 0
 
 
 def _rejection(config: VllmConfig, v2: bool) -> str | None:
@@ -289,8 +273,7 @@ def _bans_tokens(params: SamplingParams) -> bool:
 def _layout(context: LogitsContext) -> tuple[list[int], list[int], list[int]]:
     """Return the arguments of `V2Batch.rows`.
 
-    With one row per request, the host knows the slots, and no input ids are needed. Otherwise the columns are read from
-    the device, which waits for the forward pass.
+    With one row per request, the host knows them. Otherwise they are read from the device, after the forward pass.
     """
     if len(context.expanded_idx_mapping) == len(context.idx_mapping_np):
         slots = context.idx_mapping_np.tolist()

@@ -53,9 +53,7 @@ class GuidedParams:
 
 
 def guided_params(params: VLLMParams) -> GuidedParams | None:
-    """Read and check the guided parameters. None: the request has no constraint.
-
-    Stop conditions are checked by `reject_stops`, because vLLM changes them after admission.
+    """Read and check the guided parameters, except stop conditions. None: the request has no constraint.
 
     Raises:
         InvalidRequest, InvalidConstraint, ConstraintTooLarge, UnsupportedConstraint: as from `guided serve`.
@@ -77,12 +75,9 @@ def guided_params(params: VLLMParams) -> GuidedParams | None:
 
 
 def reject_stops(guided: GuidedParams, params: VLLMParams) -> None:
-    """Reject stop strings and stop token ids, which would cut the output short.
+    """Reject stop strings and stop token ids, which would cut the output short, with `InvalidRequest`.
 
     Call it in the process that admits requests: later, vLLM adds the model's own end tokens to `stop_token_ids`.
-
-    Raises:
-        InvalidRequest: `params` have stop strings or stop token ids.
     """
     refuse_stops(guided.constraint, stop=params.stop, stop_token_ids=params.stop_token_ids)
 

@@ -1,8 +1,8 @@
 """The run directory: files through which the processes of one vLLM server or `LLM` exchange notes.
 
 vLLM gives logits processors no channel to the process that answers clients. So the first process of a run makes a
-private directory and puts its path into its environment, which the engine's processes inherit. `announce` is a vLLM
-general plugin: vLLM calls it in every process before anything else.
+private directory and puts its path into its environment, which the engine's processes inherit. vLLM calls `announce`, a
+general plugin, in every process before anything else.
 """
 
 from __future__ import annotations
@@ -68,23 +68,18 @@ def announce() -> None:
     if named is not None and not _is_inherited(named):
         return
     try:
-        path = _make()
+        _sweep()
+        path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=_root()))  # 0700
+        (path / _OWNER).write_text(identity(os.getpid()))
     except OSError:  # the engine still starts: guided requests are rejected because no worker can register
         _log.exception("the run directory can't be made")
         return
+    atexit.register(_remove, path, os.getpid())
     os.environ[VARIABLE] = str(path)
     # Workers on a Ray cluster inherit no environment. vLLM copies the variables that are listed here.
     copied = [name for name in os.environ.get(_FOR_RAY, "").split(",") if name]
     if VARIABLE not in copied:
         os.environ[_FOR_RAY] = ",".join([*copied, VARIABLE])
-
-
-def _make() -> Path:
-    _sweep()
-    path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=_root()))  # 0700
-    (path / _OWNER).write_text(identity(os.getpid()))
-    atexit.register(_remove, path, os.getpid())
-    return path
 
 
 def find() -> Path | None:

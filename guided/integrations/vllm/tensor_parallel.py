@@ -1,8 +1,7 @@
 """Tensor parallelism: rank 0 computes the masks, and all ranks apply them.
 
 Every rank samples from its own copy of the logits, so all ranks must mask alike, failed rows included. Each step has
-one broadcast of the packed masks (16 KiB per row for 131,072 tokens). The mask of a failed row allows one token. The
-broadcast runs on the CPU (Gloo), because the masks are needed there.
+one broadcast of the packed masks (16 KiB per row for 131,072 tokens), on the CPU (Gloo).
 """
 
 from __future__ import annotations

@@ -25,13 +25,11 @@ class V1Batch(Generic[T]):
         """Apply one step's changes in the order that vLLM prescribes: removed, added, moved.
 
         Args:
-            added: row and the request that now fills it; None for a request without a constraint. A request that was
-                in the row has left the batch.
-            moved: source row, target row, and whether the two swap. A request in the target row of a one-way move has
-                left the batch.
+            added: row and the request that now fills it; None for a request without a constraint.
+            moved: source row, target row, and whether the two swap.
 
         Returns:
-            Requests that have left the batch.
+            Requests that have left the batch, or were in a row that another request now fills.
         """
         rows = self._rows
         gone = [rows.pop(row, None) for row in removed]

@@ -18,17 +18,17 @@ __all__ = ["Slot", "TokenCopies", "V2Batch"]
 
 
 class RequestStates(Protocol):
-    """The part of vLLM's `LogitsProcRequestState` that is read here."""
+    """The part of vLLM's `LogitsProcRequestState` that is read here: int32 tensors (`.gpu`) and arrays (`.np`)."""
 
     device: torch.device
     all_token_ids: Any
-    """`.gpu`: int32 `[slots, max_model_len]`."""
+    """`.gpu`: `[slots, max_model_len]`."""
     total_len: Any
-    """`.gpu`: int32 `[slots]`: number of prompt and output tokens."""
+    """`.gpu`: `[slots]`: number of prompt and output tokens."""
     prompt_len: Any
-    """`.np`: int32 `[slots]`."""
+    """`.np`: `[slots]`."""
     prefill_len: Any
-    """`.np`: int32 `[slots]`: number of tokens that the request entered the slot with."""
+    """`.np`: `[slots]`: number of tokens that the request entered the slot with."""
 
 
 @dataclass(eq=False, slots=True)
@@ -79,13 +79,14 @@ class V2Batch:
     def begin_copy(self) -> None:
         """Start to copy the tokens of the previous step. An error is raised by `read_copy`."""
         self._copying, self._copy_error = list(self._slots), None
-        if self._copying:
-            slots = self._slots.values()
-            width = 1 + self._max_drafts + max(slot.prior for slot in slots)
-            try:
-                self._copies.begin(self._copying, [slot.length for slot in slots], width)
-            except Exception as error:
-                self._copy_error = error
+        if not self._copying:
+            return
+        slots = self._slots.values()
+        width = 1 + self._max_drafts + max(slot.prior for slot in slots)
+        try:
+            self._copies.begin(self._copying, [slot.length for slot in slots], width)
+        except Exception as error:
+            self._copy_error = error
 
     def read_copy(self) -> None:
         """Wait for the copy, and bring the outputs to the state at the beginning of this step."""
@@ -94,7 +95,7 @@ class V2Batch:
         if not self._copying:
             return
         indices, self._copying = self._copying, []
-        for index, length, window in zip(indices, *self._copies.read(), strict=True):
+        for index, (length, *window) in zip(indices, self._copies.read(), strict=True):
             slot = self._slots[index]
             new = length - slot.length
             if new > len(window):  # earlier copies were not read
@@ -142,9 +143,8 @@ class V2Batch:
 class TokenCopies:
     """Copies new tokens from the device to the host, one copy per step.
 
-    The copy runs on a stream of its own. `begin` is called before the forward pass and waits only for the previous
-    step. `read` is called after the forward pass was launched, so the host waits for the previous step's tokens while
-    the device works on this step. A copy that was not read is replaced by the next one.
+    The copy runs on a stream of its own. `begin` is called before the forward pass, and `read` after its launch: the
+    host waits for the previous step's tokens while the device works on this one.
     """
 
     def __init__(self, states: RequestStates) -> None:
@@ -177,11 +177,11 @@ class TokenCopies:
         columns = (first[:, None] + torch.arange(width, device=first.device)).clamp_(max=tokens.shape[1] - 1)
         return torch.cat((lengths[rows][:, None], tokens[rows[:, None], columns]), 1)
 
-    def read(self) -> tuple[list[int], list[list[int]]]:
-        """Wait for the copy. Returns lengths and tokens of the slots of the last `begin`, in its order."""
+    def read(self) -> list[list[int]]:
+        """Wait for the copy. Returns the length and the tokens of each slot of the last `begin`, in its order."""
         assert self._copy is not None
         if self._done is not None:
             self._done.synchronize()
         copied: list[list[int]] = self._copy.tolist()
         self._copy = None
-        return [row[0] for row in copied], [row[1:] for row in copied]
+        return copied

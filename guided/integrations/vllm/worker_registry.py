@@ -1,8 +1,8 @@
 """Registry of the workers that have loaded the logits processor.
 
-In some configurations vLLM drops logits processors silently. The process that admits requests checks this registry, so
-that a guided request is rejected if no worker would mask it. vLLM does not tell which engine a request is for: if a
-process has several engines, each of them needs a registered worker.
+In some configurations vLLM drops logits processors silently. The process that admits requests checks this registry, and
+rejects guided requests if no worker would mask them. vLLM does not tell which engine a request is for: if a process has
+several engines, each of them needs a registered worker.
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ def register(rejection: str | None = None, engine: str = "") -> None:
         rejection: why the worker can't mask guided requests. None: it can.
         engine: id of the worker's engine, equal for all workers of the engine.
 
-    Raises:
-        OSError: there is no run directory, or it is not writable.
+    Raises `OSError` as `write_note`.
     """
     process = identity(os.getpid())
     note = {"process": process, "rejection": rejection, "engine": engine, "lineage": lineage()}
