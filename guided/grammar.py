@@ -1,10 +1,9 @@
 """Grammars: detection of Lark and GBNF/EBNF, and conversion of GBNF to Lark for llguidance.
 
 GBNF (of llama.cpp) is a grammar over characters. Lark has a lexer, and llguidance's lexer takes the longest lexeme: in
-`word "x"` with `word ::= [a-z]+`, the `x` would never be reached. So a GBNF rule becomes a lexeme only if the set of
-all lexemes stays *prefix-free*: no text of a lexeme is a prefix of another one. A grammar without recursion becomes a
-single regex. In other grammars, regular and prefix-free parts (a quoted string, a keyword) become lexemes, and in the
-remaining parts every character is a lexeme.
+`word "x"` with `word ::= [a-z]+`, the `x` would never be reached. So lexemes must be *prefix-free*: no text of a lexeme
+is a prefix of another one. A grammar without recursion becomes a single regex. In other grammars, regular and
+prefix-free parts (a quoted string, a keyword) become lexemes; elsewhere every character is a lexeme.
 """
 
 from __future__ import annotations
@@ -12,33 +11,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from functools import cache
+from itertools import combinations
 from typing import Literal
 
 import interegular
 from lark import Lark, Token, Tree
 from lark.exceptions import UnexpectedInput
 
+from guided import regex
 from guided.errors import InvalidConstraint, UnsupportedConstraint, bounded
-from guided.regex import (
-    EMPTY,
-    UNIVERSE,
-    Chars,
-    Choice,
-    Node,
-    Ranges,
-    Reference,
-    Repeat,
-    Sequence,
-    choice,
-    complement,
-    intersection,
-    literal,
-    nullable,
-    ranges_of,
-    render,
-    repeat,
-    sequence,
-)
+from guided.regex import Chars, Choice, Node, Ranges, Reference, Repeat, Sequence
 
 __all__ = ["ROOT", "parse_gbnf", "syntax", "to_lark"]
 
@@ -144,20 +126,20 @@ def _node(tree: Tree[Token] | Token) -> Node:
     if isinstance(tree, Token):
         match tree.type:
             case "STRING":
-                return literal("".join(chr(code) for code, _ in _characters(tree[1:-1])))
+                return regex.literal("".join(chr(code) for code, _ in _characters(tree[1:-1])))
             case "CLASS":
                 return _char_class(tree[1:-1])
             case "ANY":
-                return Chars(UNIVERSE)
+                return Chars(regex.UNIVERSE)
         return Reference(str(tree))
     match tree.data:
         case "alternatives":
-            return choice(_node(child) for child in tree.children)
+            return regex.choice(_node(child) for child in tree.children)
         case "branch" | "nothing":
-            return sequence(_node(child) for child in tree.children)
+            return regex.sequence(_node(child) for child in tree.children)
     item = _node(tree.children[0])
     for quantifier in tree.children[1:]:
-        item = repeat(item, *_bounds(str(quantifier)))
+        item = regex.repeat(item, *_bounds(str(quantifier)))
     return item
 
 
@@ -186,7 +168,7 @@ def _char_class(text: str) -> Node:
             index += 1
     if any(high < low for low, high in pairs):
         raise _invalid(f"the character class [{bounded(text, 60)}] of the grammar is out of order")
-    ranges = complement(ranges_of(pairs)) if negated else ranges_of(pairs)
+    ranges = regex.complement(regex.ranges_of(pairs)) if negated else regex.ranges_of(pairs)
     if not ranges:
         raise _invalid(f"no character is in the class [{bounded(text, 60)}] of the grammar")
     return Chars(ranges)
@@ -221,11 +203,9 @@ def _references(node: Node) -> Iterator[str]:
     match node:
         case Reference(name):
             yield name
-        case Sequence(inner) | Choice(inner):
-            for item in inner:
+        case Sequence(inner) | Choice(inner) | Repeat(inner):
+            for item in inner if isinstance(inner, tuple) else (inner,):
                 yield from _references(item)
-        case Repeat(item):
-            yield from _references(item)
 
 
 def _reachable(rules: Rules) -> list[str]:
@@ -249,7 +229,7 @@ class _Converter:
     def lark(self) -> str:
         whole = self._regular[ROOT]
         if whole is not None:
-            return f"start: WHOLE\nWHOLE: {_slashed(whole)}\n" if whole != EMPTY else 'start: ""\n'
+            return f"start: WHOLE\nWHOLE: {_slashed(whole)}\n" if whole != regex.EMPTY else 'start: ""\n'
         while True:
             lexemes: dict[Node, str] = {}
             names = {name: "start" if name == ROOT else f"r{index}" for index, name in enumerate(self._rules)}
@@ -295,15 +275,12 @@ class _Converter:
 
     def _clashing(self, lexemes: list[Node]) -> set[Node]:
         """Return lexemes of several characters that are a prefix of another one, or have one as a prefix."""
-        firsts = [_first(lexeme) for lexeme in lexemes]
         clashing: set[Node] = set()
-        for index, left in enumerate(lexemes):
-            for other in range(index):
-                right = lexemes[other]
-                if isinstance(left, Chars) and isinstance(right, Chars):
-                    continue
-                if intersection(firsts[index], firsts[other]) and not _prefix_free(choice((left, right))):
-                    clashing.add(max(left, right, key=_size))
+        for (right, other), (left, first) in combinations([(lexeme, _first(lexeme)) for lexeme in lexemes], 2):
+            if isinstance(left, Chars) and isinstance(right, Chars):
+                continue
+            if regex.intersection(first, other) and not _prefix_free(regex.choice((left, right))):
+                clashing.add(max(left, right, key=_size))
         return clashing
 
     def _expand_rule(self, name: str, within: tuple[str, ...]) -> Node | None:
@@ -315,22 +292,22 @@ class _Converter:
 
     def _expand(self, node: Node, within: tuple[str, ...]) -> Node | None:
         """Replace every reference by its rule; None if that is recursive or too large."""
-        expanded: Node | None
-        match node:
-            case Chars():
-                return node
-            case Reference(name):
-                return self._expand_rule(name, within)
-            case Sequence(inner) | Choice(inner):
-                items = [self._expand(item, within) for item in inner]
-                some = [item for item in items if item is not None]
-                if len(some) < len(items):
-                    return None
-                expanded = sequence(some) if isinstance(node, Sequence) else choice(some)
-            case Repeat(item, low, high):
-                once = self._expand(item, within)
-                expanded = None if once is None else repeat(once, low, high)
-        return expanded if expanded is None or _size(expanded) <= _MAX_NODES else None
+
+        def expanded(leaf: Chars | Reference) -> Node:
+            rule = self._expand_rule(leaf.name, within) if isinstance(leaf, Reference) else leaf
+            if rule is None:
+                raise _Irregular
+            return rule
+
+        try:
+            whole = regex.map_leaves(node, expanded)
+        except _Irregular:
+            return None
+        return whole if _size(whole) <= _MAX_NODES else None
+
+
+class _Irregular(Exception):
+    """A rule is recursive or too large for one regex."""
 
 
 @cache
@@ -349,27 +326,27 @@ def _first(node: Node) -> Ranges:
         case Chars(ranges):
             return ranges
         case Choice(options):
-            return ranges_of(pair for option in options for pair in _first(option))
+            return regex.ranges_of(pair for option in options for pair in _first(option))
         case Repeat(item):
             return _first(item)
         case Sequence(items):
             pairs: list[tuple[int, int]] = []
             for item in items:
                 pairs.extend(_first(item))
-                if not nullable(item):
+                if not regex.nullable(item):
                     break
-            return ranges_of(pairs)
+            return regex.ranges_of(pairs)
     raise AssertionError(node)
 
 
 @cache
 def _prefix_free(node: Node) -> bool:
     """Whether no text of `node` (regular) is a prefix of another one. The empty text is a prefix of all."""
-    if nullable(node) or _size(node) > _MAX_NODES:
+    if regex.nullable(node) or _size(node) > _MAX_NODES:
         return False
-    machine = interegular.parse_pattern(render(node)).to_fsm().reduce()
+    machine = interegular.parse_pattern(regex.render(node)).to_fsm().reduce()
     return not any(machine.islive(target) for final in machine.finals for target in machine.map.get(final, {}).values())
 
 
 def _slashed(node: Node) -> str:
-    return "/" + render(node).replace("/", r"\/") + "/"
+    return "/" + regex.render(node).replace("/", r"\/") + "/"

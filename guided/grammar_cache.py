@@ -68,7 +68,9 @@ class GrammarCache:
         if entry.refused:
             self._unused.move_to_end(key)
         else:
-            self._take_up(key, entry)
+            if key in self._unused:
+                del self._unused[key]
+                self._unused_bytes -= entry.nbytes
             entry.users += 1
         return entry.future, False
 
@@ -102,11 +104,6 @@ class GrammarCache:
         """Return the grammars that have users."""
         users = (entry.future for entry in self._entries.values() if entry.users and entry.future.done())
         return [future.result() for future in users if future.exception() is None]
-
-    def _take_up(self, key: CacheKey, entry: Entry) -> None:
-        if key in self._unused:
-            del self._unused[key]
-            self._unused_bytes -= entry.nbytes
 
     def _put_by(self, key: CacheKey, entry: Entry) -> list[str]:
         self._unused[key] = None

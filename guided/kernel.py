@@ -1,12 +1,11 @@
 """Writing -inf over the logits that token bitmasks forbid, in place or into other memory, where the logits are.
 
-On the CPU a row goes the way that is fastest for its mask, told from a sample. (131,072 tokens, float32, 64 rows, one
+On the CPU the way of a row depends on a sample of its mask. (Time per row of 131,072 tokens, float32, 64 rows, one
 thread: `python -m benchmarks.apply_kernel`.)
 
-- tight, nearly all forbidden: what is allowed is saved, the row filled with -inf, and that put back: 36 us a row;
-- loose, nearly all allowed: xgrammar's kernel, which touches each forbidden logit: 15 us a row where 2.5 % are
-  forbidden (xgrammar's own time: 15 us, and 440 us for a tight row);
-- neither, which real masks hardly ever are: a table from eight bits of the mask to eight words of the row: 46 us.
+- tight, nearly all forbidden: save the allowed logits, fill the row with -inf, restore them: 36 us;
+- loose, nearly all allowed: xgrammar's kernel, which touches each forbidden logit: 15 us (440 us for a tight row);
+- others, rare: a table from eight bits of the mask to eight words of the row: 46 us.
 
 Torch is imported where it is called: a process that computes masks does without its 3 seconds and 170 MB.
 """
@@ -36,16 +35,15 @@ Bits: TypeAlias = NDArray[Any]
 
 _MINUS_INFINITY = {"float32": np.uint32(0xFF800000), "bfloat16": np.uint16(0xFF80), "float16": np.uint16(0xFC00)}
 _TIGHT = 3
-"""Of the four sampled 64 bits, so many at the least allow nothing."""
+"""Minimum number of the four sampled 64-bit words that allow nothing."""
 _LOOSE = 240
-"""Of the 256 sampled tokens, so many at the least are allowed."""
+"""Minimum number of the 256 sampled tokens that are allowed."""
 _LEAST_WORDS = 128
-"""Shorter rows aren't told apart. (There, xgrammar's kernel was seen to write what it shouldn't.)"""
+"""Shorter rows aren't sampled. (There, xgrammar's kernel was seen to write what it shouldn't.)"""
 _WINDOW, _PLENTY = 1024, 512
-"""If so many logits of a window in the middle of a row are allowed and above `least`, the others need not be raised."""
+"""A row in which so many of a window's tokens are allowed and more than the least needs no other logit raised."""
 _LEAD_WORDS, _LEAD_ROWS = 64, 16
-"""Special tokens come first in many vocabularies, and no constraint allows them. Where so many rows are the batch, it
-pays to write such a run at once."""
+"""Special tokens come first in many vocabularies, and no constraint allows them: one write for that many rows."""
 
 
 def apply_bitmask(
@@ -60,16 +58,12 @@ def apply_bitmask(
     Args:
         logits: float `[batch, padded_vocab_size]`, any device. On CUDA: float32, bfloat16 or float16, each row
             contiguous.
-        bitmask: of `len(rows)` rows, in this machine's memory; row i belongs to `logits[rows[i]]`. On CUDA too they
-            may be overwritten as soon as this returns.
+        bitmask: `len(rows)` rows; row i belongs to `logits[rows[i]]`. They may be overwritten as soon as this returns.
         rows: distinct rows of `logits`.
-        out: like `logits`, and written to in their stead: all of these rows, and no other. A tight row takes no longer
-            than in place, others take as long as a copy besides.
-        least: what an allowed logit that is less (-inf, say) is raised to, unless the row is seen to have hundreds of
-            others that are allowed and are more.
+        out: like `logits`; receives all of `rows` instead of it.
+        least: minimum of an allowed logit, except in rows with hundreds of allowed logits above it.
 
-    Columns of `logits` beyond the bitmask (none when both are padded alike) are forbidden too. A forbidden NaN may stay
-    one: it is no logit, and the model's fault.
+    Columns of `logits` beyond the bitmask are forbidden too. A forbidden NaN may stay one.
 
     Raises:
         ValueError, ImportError: on CUDA, logits of another type or layout; Triton is missing.
@@ -93,10 +87,7 @@ def apply_bitmask(
 
 
 def load_loose_kernel() -> None:
-    """Begin to load xgrammar's kernel, which is the fastest for masks that forbid little; until then, do without it.
-
-    Where torch and transformers are loaded already it takes 0.3 s and 23 MB: on a thread, for no step to wait for it.
-    """
+    """Begin to load xgrammar's kernel on a thread (0.3 s, 23 MB); until then, loose rows go another way."""
     if "xgrammar" not in sys.modules:
         threading.Thread(target=__import__, args=("xgrammar",), name="load-xgrammar", daemon=True).start()
 
@@ -127,12 +118,9 @@ def _apply_on_cpu(
         lead = _lead(block) if len(loose) == len(logits) >= _LEAD_ROWS else 0
         if lead:  # not by torch: its threads wait for each other, for milliseconds where a core is busy
             target[:, : lead * 32] = minus_infinity
-        sys.modules["xgrammar"].apply_token_bitmask_inplace(
-            out[:, lead * 32 :],
-            torch.from_numpy(block[:, lead:]),
-            vocab_size=logits.shape[1] - lead * 32,
-            indices=loose,
-        )
+        rest, size = torch.from_numpy(block[:, lead:]), logits.shape[1] - lead * 32
+        apply_loose = sys.modules["xgrammar"].apply_token_bitmask_inplace
+        apply_loose(out[:, lead * 32 :], rest, vocab_size=size, indices=loose)
     floors = _floors_of_byte(minus_infinity)
     if tight:
         _fill_and_restore(bits, target, block, tight, floors, ceiling)
@@ -142,7 +130,7 @@ def _apply_on_cpu(
 
 
 def _poor(bits: Bits, block: NDArray[np.int32], rows: list[int], ceiling: Any) -> list[int]:
-    """Which rows may have less than `_PLENTY` that is allowed and more than the least, for all that is seen of them."""
+    """Return the rows of which the window doesn't show `_PLENTY` allowed logits above the least."""
     if not rows:
         return []
     first = bits.shape[1] // 64 * 32
@@ -168,8 +156,7 @@ def _bits(logits: torch.Tensor) -> Bits:
 
 
 def _gathered(masks: Masks, rows: list[int]) -> NDArray[np.int32]:
-    """`[more than the largest of rows, words]`, where row `rows[i]` is mask i: xgrammar's kernel has one index for
-    logits and masks. The others are undefined."""
+    """Return `[max(rows) + 1, words]`, where row `rows[i]` is mask i: xgrammar's kernel has one index for both."""
     if isinstance(masks, np.ndarray) and masks.strides[1] == masks.itemsize and rows == list(range(len(masks))):
         return masks
     block = np.empty((max(rows) + 1, _words(masks)), np.int32)
@@ -194,25 +181,20 @@ def _copy(masks: Masks, block: NDArray[np.int32], rows: list[int]) -> None:
 
 
 def _sorted_by_density(block: NDArray[np.int32], rows: list[int]) -> tuple[list[int], list[int], list[int]]:
-    """Rows that are tight, loose, and neither, by a sample of their words."""
-    tight: list[int] = []
-    loose: list[int] = []
-    others: list[int] = []
+    """Return the rows that are tight, loose, and neither, by a sample of their words."""
     words = block.shape[1]
     if words < _LEAST_WORDS:
-        return tight, loose, rows
+        return [], [], rows
+    ways: tuple[list[int], list[int], list[int]] = [], [], []
     loaded = hasattr(sys.modules.get("xgrammar"), "apply_token_bitmask_inplace")
     # Plain integers: more calls of numpy take longer, for 64 rows too.
     sample: list[list[int]] = block.take(_sampled(words), 1).view(np.uint64).tolist()
     for row in rows:
         words_of_64 = sample[row]
-        if words_of_64.count(0) >= _TIGHT:
-            tight.append(row)
-        elif loaded and sum(map(int.bit_count, words_of_64)) >= _LOOSE:
-            loose.append(row)
-        else:
-            others.append(row)
-    return tight, loose, others
+        tight = words_of_64.count(0) >= _TIGHT
+        loose = loaded and not tight and sum(map(int.bit_count, words_of_64)) >= _LOOSE
+        ways[0 if tight else 1 if loose else 2].append(row)
+    return ways
 
 
 @cache
@@ -223,7 +205,7 @@ def _sampled(words: int) -> NDArray[np.int64]:
 
 
 def _lead(block: NDArray[np.int32]) -> int:
-    """How many words all rows forbid at their beginning, as far as it is looked."""
+    """Return how many of the first `_LEAD_WORDS` words all rows forbid."""
     start = block[0, :_LEAD_WORDS].tobytes()
     lead = (len(start) - len(start.lstrip(b"\0"))) // block.itemsize
     return 0 if block[:, :lead].any() else lead
@@ -232,11 +214,10 @@ def _lead(block: NDArray[np.int32]) -> int:
 def _fill_and_restore(
     bits: Bits, target: Bits, block: NDArray[np.int32], rows: list[int], floors: Bits, ceiling: Any
 ) -> None:
-    """Save what is in words with something allowed, fill the rows, put it back: all rows at once.
+    """Save the words with something allowed, fill the rows, restore the words: all rows at once.
 
     Args:
-        ceiling: the least that an allowed logit may be, or None. (As integers, negative floats are the larger the less
-            they are.)
+        ceiling: minimum of an allowed logit, or None. (As an integer, a smaller negative float is larger.)
     """
     whole = bits.shape[1] // 32
     if len(rows) == len(block):
@@ -268,7 +249,7 @@ def _raise_to_floor(
     ceiling: Any,
     start: int = 0,
 ) -> None:
-    """Row by row from word `start` on, without a branch, whatever the mask."""
+    """Write the rows one by one from word `start` on, for any mask."""
     width = bits.shape[1] - start * 32
     if not width:
         return
@@ -283,7 +264,7 @@ def _raise_to_floor(
 
 @cache
 def _floors_of_byte(minus_infinity: Any) -> Bits:
-    """`[256, 8]`: by eight bits of a mask, what a logit is raised to: -inf where forbidden, 0 where allowed."""
+    """Return `[256, 8]`: for eight bits of a mask, -inf where forbidden, 0 where allowed."""
     bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
     return np.where(bits == 1, minus_infinity.dtype.type(0), minus_infinity)
 
@@ -294,10 +275,8 @@ def _floors_of_byte(minus_infinity: Any) -> Bits:
 def _apply_on_cuda(logits: torch.Tensor, masks: Masks, rows: list[int]) -> None:
     """One copy from pinned memory on a side stream, which doesn't wait for the forward pass; then xgrammar's kernel.
 
-    Nothing waits here. Torch's allocators keep the pinned block, and the block on the device, from being used again
-    before the copy and the kernel are done: they record events on the streams that the blocks were used on. Gathering
-    into one pinned block costs a microsecond a row, which registering the workers' segments (`cudaHostRegister`) would
-    save; but then a worker's row could not be lent again before its copy was done.
+    Nothing waits here: torch's allocators reuse neither block before the copy and the kernel are done. Gathering into
+    one pinned block costs a microsecond per row, and a worker's row is free again at once.
 
     This has not run on a GPU yet: its bookkeeping is tested on a CPU, its speed is not known.
     """
@@ -329,13 +308,10 @@ def _apply_on_cuda(logits: torch.Tensor, masks: Masks, rows: list[int]) -> None:
 
 
 def _spread(sent: torch.Tensor, rows: list[int], batch: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What was sent, as xgrammar's kernel takes it: it has one index for logits and masks.
+    """Return masks and index for xgrammar's kernel: row `rows[i]` is mask i; no index where that is every row in order.
 
     Args:
-        sent: int32 `[rows, words + 1]`, the last column being the row of the logits.
-
-    Returns:
-        `[at least every row's, words]`, and int32 `[rows]`; None where that is every row in order.
+        sent: int32 `[rows, words + 1]`; the last column is the row of the logits.
     """
     masks, index = sent[:, :-1], sent[:, -1].contiguous()
     if rows == list(range(batch)):
@@ -362,7 +338,7 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def _apply_by_torch(logits: torch.Tensor, masks: Masks, rows: list[int]) -> None:
-    """Whatever the type, the layout and the device."""
+    """Any type, layout and device."""
     import torch
 
     index = torch.tensor(rows, device=logits.device)

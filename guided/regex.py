@@ -1,9 +1,8 @@
 """Regular expressions in a common subset that every grammar library reads in the same way.
 
-The four libraries have four dialects: `\\d` is ASCII or Unicode, `.` matches a newline or not, anchors are refused,
-honoured or ignored. So a pattern is parsed with Python's own parser (its meaning is defined as that of `re.fullmatch`),
-turned into a small tree, and written in the common subset: literals, classes of code point ranges, groups,
-alternatives, repetitions. Anything else is refused by name.
+The libraries differ in `\\d`, `.` and anchors. So a pattern is parsed with Python's own parser (its meaning is that of
+`re.fullmatch`), turned into a small tree, and written in the common subset: literals, classes of code point ranges,
+groups, alternatives, repetitions. Anything else is refused by name.
 """
 
 from __future__ import annotations
@@ -74,12 +73,11 @@ def canonical(pattern: str, *, small_classes: bool = False, param: str = "regex"
 
     Args:
         small_classes: reduce classes that are neither small nor nearly everything (`\\w`) to ASCII, for libraries
-            that enumerate their members. The result matches less than `pattern` then, never more.
+            that enumerate their members. The result matches less then.
 
     Raises:
         InvalidConstraint: not a regular expression, or no text matches it.
-        UnsupportedConstraint: lookaround, backreferences, possessive or atomic groups, word boundaries, anchors in the
-            middle.
+        UnsupportedConstraint: lookaround, backreferences, possessive or atomic groups, anchors in the middle, ...
     """
     node = parse(pattern, param=param)
     return render(map_chars(node, _reduced) if small_classes else node)
@@ -97,10 +95,7 @@ def parse(pattern: str, *, param: str = "regex") -> Node:
 
 
 def parse_search(pattern: str, *, param: str = "regex") -> Node:
-    """Return the tree of all texts that contain a match of `pattern`, as in JSON Schema.
-
-    Raises as `canonical` does.
-    """
+    """Return all texts that contain a match of `pattern`, as in JSON Schema. Raises as `canonical` does."""
     parsed = _parsed(pattern, param)
     return _search(parsed, parsed.state.flags, _Reader(pattern, param))
 
@@ -187,15 +182,11 @@ class _Reader:
         raise self._unsupported(names.get(operation, operation))
 
     def _anchor(self, where: str, *, start: bool, end: bool) -> Node:
-        if where in ("AT_BEGINNING", "AT_BEGINNING_STRING"):
-            if start:
-                return EMPTY
-        elif where in ("AT_END", "AT_END_STRING"):
-            if end:
-                return EMPTY
-        else:
+        if not where.startswith(("AT_BEGINNING", "AT_END")):
             raise self._unsupported("a word boundary")
-        raise self._unsupported("an anchor in the middle")
+        if not (start if where.startswith("AT_BEGINNING") else end):
+            raise self._unsupported("an anchor in the middle")
+        return EMPTY
 
     def _chars(self, operation: str, argument: Any, flags: int) -> Node:
         if operation == "ANY":
@@ -234,15 +225,12 @@ class _Reader:
 
     def _fold(self, ranges: Ranges, *, negated: bool) -> Ranges:
         """Add the characters that are equal under IGNORECASE."""
-        if sum(high - low + 1 for low, high in ranges) > _BIG:
+        if _count(ranges) > _BIG:
             raise self._unsupported("a large character class under IGNORECASE")
-        found = list(ranges)
-        for low, high in ranges:
-            for code in range(low, high + 1):
-                found.extend((other, other) for other in _same_letter(code))
-        if negated and any(high > 127 for _, high in ranges):
+        if negated and ranges and ranges[-1][1] > 127:
             raise self._unsupported("a negated class beyond ASCII under IGNORECASE")
-        return ranges_of(found)
+        codes = (code for low, high in ranges for code in range(low, high + 1))
+        return ranges_of([*ranges, *((other, other) for code in codes for other in _same_letter(code))])
 
     def _unsupported(self, what: str) -> UnsupportedConstraint:
         return UnsupportedConstraint(
@@ -267,11 +255,8 @@ def _category(name: str, ascii_only: bool) -> Ranges:
     if "_NOT_" in name:
         return complement(_category(name.replace("_NOT_", "_"), ascii_only))
     letter = {"CATEGORY_DIGIT": r"\d", "CATEGORY_SPACE": r"\s", "CATEGORY_WORD": r"\w"}[name]
-    if ascii_only:
-        members = re.finditer(letter, "".join(map(chr, range(128))))
-    else:
-        members = re.finditer(letter, "".join(chr(code) for low, high in UNIVERSE for code in range(low, high + 1)))
-    return ranges_of((ord(found[0]), ord(found[0])) for found in members)
+    codes = range(128) if ascii_only else (code for low, high in UNIVERSE for code in range(low, high + 1))
+    return ranges_of((ord(found[0]), ord(found[0])) for found in re.finditer(letter, "".join(map(chr, codes))))
 
 
 def ranges_of(pairs: Iterable[tuple[int, int]]) -> Ranges:
@@ -300,26 +285,28 @@ def complement(ranges: Ranges) -> Ranges:
             gaps.append((start, low - 1))
         start = high + 1
     gaps.append((start, 0x10FFFF))
-    return intersection(tuple(gap for gap in gaps if gap[0] <= gap[1]), UNIVERSE)
+    return intersection(tuple(gaps), UNIVERSE)
 
 
 def _count(ranges: Ranges) -> int:
     return sum(high - low + 1 for low, high in ranges)
 
 
+def map_leaves(node: Node, change: Callable[[Chars | Reference], Node]) -> Node:
+    """Replace every character class and reference."""
+    match node:
+        case Sequence(items):
+            return sequence(map_leaves(item, change) for item in items)
+        case Choice(options):
+            return choice(map_leaves(option, change) for option in options)
+        case Repeat(item, low, high):
+            return repeat(map_leaves(item, change), low, high)
+    return change(node)
+
+
 def map_chars(node: Node, change: Callable[[Chars], Node]) -> Node:
     """Replace every character class."""
-    match node:
-        case Chars():
-            return change(node)
-        case Sequence(items):
-            return sequence(map_chars(item, change) for item in items)
-        case Choice(options):
-            return choice(map_chars(option, change) for option in options)
-        case Repeat(item, low, high):
-            return repeat(map_chars(item, change), low, high)
-        case Reference():
-            return node
+    return map_leaves(node, lambda leaf: change(leaf) if isinstance(leaf, Chars) else leaf)
 
 
 def _reduced(chars: Chars) -> Chars:
@@ -368,15 +355,14 @@ def nullable(node: Node) -> bool:
 def nonempty(node: Node) -> Node | None:
     """Return `node` without the empty text; None if nothing is left."""
     match node:
-        case Sequence(items) if items:
-            rest = Sequence(items[1:])
-            first = nonempty(items[0])
-            with_first = [] if first is None else [sequence([first, rest])]
-            later = nonempty(rest) if nullable(items[0]) else None
-            options = [*with_first, *([] if later is None else [later])]
+        case Sequence(items):
+            options = []
+            for index, item in enumerate(items):
+                first = nonempty(item)
+                options += [] if first is None else [sequence([first, *items[index + 1 :]])]
+                if not nullable(item):
+                    break
             return choice(options) if options else None
-        case Sequence():
-            return None
         case Choice(alternatives):
             options = [option for option in map(nonempty, alternatives) if option is not None]
             return choice(options) if options else None
@@ -400,16 +386,8 @@ def render(node: Node) -> str:
             return "|".join(map(render, options))
         case Repeat(item, low, high):
             inner = render(item) if isinstance(item, Chars) and item.ranges != UNIVERSE else f"(?:{render(item)})"
-            match low, high:
-                case 0, None:
-                    return inner + "*"
-                case 1, None:
-                    return inner + "+"
-                case 0, 1:
-                    return inner + "?"
-                case _, None:
-                    return f"{inner}{{{low},}}"
-            return f"{inner}{{{low}}}" if low == high else f"{inner}{{{low},{high}}}"
+            counts = f"{{{low}}}" if low == high else f"{{{low},{'' if high is None else high}}}"
+            return inner + {(0, None): "*", (1, None): "+", (0, 1): "?"}.get((low, high), counts)
         case Reference(name):
             raise ValueError(f"rule {name} in a regex")
 

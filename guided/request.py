@@ -78,24 +78,20 @@ def build(
         InvalidConstraint, ConstraintTooLarge: `param` is the field at fault.
     """
     spaces = None if whitespace is None else whitespace.pattern
+    options: dict[str, Any] = {"limits": limits, "param": one.field}
     try:
         match one.kind:
             case "json_schema":
-                return Constraint.json_schema(
-                    one.value,
-                    whitespace=spaces,
-                    additional_properties=additional_properties,
-                    limits=limits,
-                    param=one.field,
-                )
+                options |= {"whitespace": spaces, "additional_properties": additional_properties}
+                return Constraint.json_schema(one.value, **options)
             case "json_object":
-                return Constraint.json_object(whitespace=spaces, limits=limits, param=one.field)
+                return Constraint.json_object(whitespace=spaces, **options)
             case "regex":
-                return Constraint.regex(one.value, limits=limits, param=one.field)
+                return Constraint.regex(one.value, **options)
             case "choice":
-                return Constraint.choice(one.value, limits=limits, param=one.field)
+                return Constraint.choice(one.value, **options)
             case "grammar":
-                return Constraint.grammar(one.value, limits=limits, param=one.field)
+                return Constraint.grammar(one.value, **options)
     except InvalidConstraint as error:
         if whitespace is not None and "whitespace" in error.message and error.param == one.field:
             error.param = whitespace.field  # the pattern is at fault, not the schema

@@ -1,8 +1,7 @@
 """Token bytes: the bytes of each token, for each tokenizer family.
 
 Byte-level BPE encodes them with an alphabet of 256 printable characters, SentencePiece with `▁` and `<0xXX>`, tekken in
-base64. For Hugging Face tokenizers, the bytes of a token are the output of the tokenizer's own decoder for it in the
-middle of a text: the user will read exactly that.
+base64. For Hugging Face tokenizers, they are what the tokenizer's own decoder writes in the middle of a text.
 """
 
 from __future__ import annotations
@@ -35,8 +34,7 @@ def from_huggingface(tokenizer: Tokenizer) -> TokenBytes:
     """Read a byte-level BPE or SentencePiece-style tokenizer, by its decoder.
 
     Raises:
-        InvalidRequest: the decoder inserts text between tokens (WordPiece, CTC, no decoder), so that a token has no
-            bytes of its own.
+        InvalidRequest: the decoder inserts text between tokens (WordPiece, CTC, no decoder).
     """
     document = json.loads(tokenizer.to_str())
     spell = _Speller(document["decoder"])

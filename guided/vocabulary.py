@@ -28,9 +28,8 @@ _Packed = tuple[tuple[bytes, ...], tuple[int, ...], list[int], int, str]
 class Vocabulary:
     """The tokens of a tokenizer as bytes, with the special ones marked. Frozen; equal if the fingerprints are equal.
 
-    The bytes of an output are the concatenated bytes of its tokens. SentencePiece tokenizers prepend a dummy space when
-    they encode and strip one when they decode. A vocabulary does neither: `▁yes` is b" yes" at every position, so a
-    constraint for `yes` starts with the piece `yes`, not with `▁yes`.
+    The bytes of an output are the concatenated bytes of its tokens. SentencePiece's dummy space is neither added nor
+    removed: `▁yes` is b" yes" at every position, so a constraint for `yes` starts with the piece `yes`.
 
     Args:
         token_bytes: index = token id. b"" for ids without bytes: special tokens, and holes in the numbering.
@@ -48,15 +47,11 @@ class Vocabulary:
     tokenizer_json: str = ""
 
     def __post_init__(self) -> None:
-        if not self.stop_token_ids:
-            raise InvalidRequest(
-                "the vocabulary has no stop token: say which ids end an output", param="stop_token_ids"
-            )
         beyond = [token for token in self.stop_token_ids if not 0 <= token < self.padded_vocab_size]
-        if beyond:
-            raise InvalidRequest(
-                f"stop tokens {beyond} are not among the {self.padded_vocab_size} logits", param="stop_token_ids"
-            )
+        if beyond or not self.stop_token_ids:
+            message = f"stop tokens {beyond} are not among the {self.padded_vocab_size} logits"
+            missing = "the vocabulary has no stop token: say which ids end an output"
+            raise InvalidRequest(message if beyond else missing, param="stop_token_ids")
 
     @property
     def vocab_size(self) -> int:

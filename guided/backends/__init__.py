@@ -44,17 +44,8 @@ class Adapter:
 
 
 BACKENDS: dict[str, Adapter] = {
-    "llguidance": Adapter(
-        "guided.backends.llguidance",
-        "LLGuidanceBackend",
-        frozenset(KINDS),
-        ("guidance",),
-    ),
-    "xgrammar": Adapter(
-        "guided.backends.xgrammar",
-        "XGrammarBackend",
-        frozenset(KINDS),
-    ),
+    "llguidance": Adapter("guided.backends.llguidance", "LLGuidanceBackend", frozenset(KINDS), ("guidance",)),
+    "xgrammar": Adapter("guided.backends.xgrammar", "XGrammarBackend", frozenset(KINDS)),
     "outlines": Adapter(
         "guided.backends.outlines",
         "OutlinesBackend",

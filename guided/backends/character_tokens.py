@@ -2,14 +2,12 @@
 
 Tokens of byte-level tokenizers may begin or end within a character. If one ends within a character, its last bytes
 (`tail`) stay pending until the rest follows. A token that begins within a character is possible only then.
-
-All characters beyond ASCII that a grammar doesn't name are equal to it. They are looked up as one, `OTHER`, which keeps
-alphabets small.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import takewhile
 from typing import NamedTuple
 
 import numpy as np
@@ -22,7 +20,7 @@ from guided.vocabulary import Vocabulary
 __all__ = ["OTHER", "CharacterTokens", "Columns", "Node", "cut"]
 
 OTHER = "\ue000"
-"""Any character beyond ASCII that a grammar doesn't name (a private-use character, so that no text contains it)."""
+"""Any character beyond ASCII that a grammar doesn't name: this keeps alphabets small. (Private use: in no text.)"""
 
 Ids = NDArray[np.int64]
 
@@ -70,10 +68,7 @@ _NO_TAILS: dict[bytes, tuple[int, ...]] = {}
 
 
 class Columns:
-    """Texts as columns of characters, the longest text first: column i has the i-th character of each text.
-
-    An automaton in the form of a table processes all texts at once, one column per step.
-    """
+    """Texts as columns of characters, the longest text first. A table automaton processes one column per step."""
 
     def __init__(self, texts: list[str]) -> None:
         self.order = np.array(sorted(range(len(texts)), key=lambda index: -len(texts[index])), dtype=np.int64)
@@ -83,14 +78,9 @@ class Columns:
         number = {character: index for index, character in enumerate(self.alphabet)}
         self._count = len(ordered)
         self._columns: list[NDArray[np.int32]] = []
-        while ordered and len(ordered[0]) > len(self._columns):
-            at = len(self._columns)
-            column = []
-            for text in ordered:
-                if len(text) <= at:
-                    break
-                column.append(number[text[at]])
-            self._columns.append(np.array(column, dtype=np.int32))
+        for at in range(len(ordered[0]) if ordered else 0):
+            longer = takewhile(lambda text: len(text) > at, ordered)  # noqa: B023 -- read at once
+            self._columns.append(np.array([number[text[at]] for text in longer], dtype=np.int32))
 
     def run(self, table: NDArray[np.int32], symbols: NDArray[np.int32], start: int, dead: int) -> NDArray[np.int32]:
         """Return the state after each text, in `order`.
@@ -119,7 +109,7 @@ class CharacterTokens:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
-        self.texts: list[TokenText] = []
+        texts: list[TokenText] = []
         self.continuing: list[int] = []
         """Tokens that begin within a character."""
         for token in vocabulary.text_token_ids:
@@ -127,20 +117,19 @@ class CharacterTokens:
             if 0x80 <= content[0] < 0xC0:
                 self.continuing.append(token)
             elif (parts := cut(content)) is not None:
-                self.texts.append(TokenText(token, *parts))
+                texts.append(TokenText(token, *parts))
         self.tree = Node()
         """The tokens that begin at a character, as a prefix tree."""
-        for token, text, tail in self.texts:
+        for token, text, tail in texts:
             self.tree.add(token, text, tail)
-        self.columns = Columns([text for _, text, _ in self.texts])
-        """The same as columns; the arrays below are in its order."""
-        ordered = [self.texts[index] for index in self.columns.order]
+        self.columns = Columns([text for _, text, _ in texts])
+        """The same as columns; `ids`, `tails` and `cut` are in its order."""
+        ordered = [texts[index] for index in self.columns.order]
         self.ids = np.array([token for token, _, _ in ordered], dtype=np.int64)
-        self.whole = np.array([not tail for _, _, tail in ordered], dtype=bool)
         self.tails = [tail for _, _, tail in ordered]
-        self.cut = np.flatnonzero(~self.whole)
+        self.cut = np.flatnonzero([bool(tail) for tail in self.tails])
         """Positions of tokens with a tail."""
-        self.strings = StringTokens(self.texts, vocabulary.padded_vocab_size)
+        self.strings = StringTokens(texts, vocabulary.padded_vocab_size)
         """The tokens that may follow within a JSON string."""
 
 
@@ -188,7 +177,7 @@ class StringTokens:
     def open(self, most: int) -> NDArray[np.int32]:
         """Return the mask of tokens that leave the string open and add at most `most` characters.
 
-        It is int32 `[words]`, read-only. All masks are cached: there are as many as the longest token has characters.
+        It is int32 `[words]`, read-only, and cached: there are as many masks as the longest token has characters.
         """
         most = min(most, self.longest)
         if most not in self._open:

@@ -1,8 +1,7 @@
 """Adapter for llguidance: every kind of constraint, compiled in a millisecond, masks in tens of microseconds.
 
-In llguidance, errors are states. A matcher that exceeded its limits, or got a wrong token, continues to answer, with a
-mask that allows end-of-sequence only, as if the constraint were satisfied. So the adapter checks the error state after
-every call; an error ends the sequence as a `BackendError`.
+In llguidance, errors are states: a matcher that exceeded its limits, or got a wrong token, gives a mask that allows
+end-of-sequence only. So the adapter checks the error state after every call and raises a `BackendError`.
 """
 
 from __future__ import annotations
@@ -208,10 +207,9 @@ def _spaced(whitespace: str | None) -> dict[str, Any]:
             param="whitespace_pattern",
         )
     pattern = regex.canonical(USUAL_WHITESPACE if whitespace is None else whitespace, param="whitespace_pattern")
+    after = ""
     if whitespace is None and REPEATS_WHITESPACE:  # whitespace after commas and colons only
         pattern, after = "", pattern
-    else:
-        after = ""
     return {
         "item_separator": f",{after}",
         "key_separator": f":{after}",

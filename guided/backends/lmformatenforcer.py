@@ -1,8 +1,7 @@
 """Adapter for lm-format-enforcer: character-level parsers in Python. The slow backend: a mask takes milliseconds.
 
-The library's `TokenEnforcer` is not used: it hides exceptions, answers them with end-of-sequence only, and stores every
-prefix for ever. The adapter drives the library's parsers directly, over the vocabulary as characters. A parser's state
-belongs to one sequence; equal states share a mask within a bounded cache.
+The library's `TokenEnforcer` is not used: it answers exceptions with end-of-sequence only, and stores every prefix for
+ever. The adapter drives the library's parsers over the vocabulary as characters; equal states share a cached mask.
 
 The backend is narrower than the constraint in these cases: strings with a `pattern` match it as a whole, without quotes
 and backslashes; objects with named properties hold no others; large character classes of a regex are reduced to ASCII.

@@ -113,8 +113,7 @@ class ChoiceAutomaton(Automaton):
         return state.children
 
     def key(self, state: Node) -> Hashable | None:
-        """See `Automaton`. The `id` is unique: the tree keeps its nodes alive."""
-        return id(state)
+        return id(state)  # unique: the tree keeps its nodes alive
 
 
 class Machine:
@@ -171,12 +170,12 @@ class Machine:
             pending.extend(fresh)
         if fsm.initial not in live:
             raise InvalidConstraint("no text that can be generated matches the regex")
-        for state in [state for state in fsm.map if state not in live]:
-            del fsm.map[state]
+        kept: dict[Any, dict[Any, Any]] = {}
         for state in live:
-            transitions = fsm.map.setdefault(state, {})
-            for symbol in [symbol for symbol, target in transitions.items() if target not in live or not may[symbol]]:
-                del transitions[symbol]
+            moves = fsm.map.get(state, {}).items()
+            kept[state] = {symbol: target for symbol, target in moves if target in live and may[symbol]}
+        fsm.map.clear()
+        fsm.map.update(kept)
 
 
 class RegexAutomaton(Automaton):
@@ -197,7 +196,6 @@ class RegexAutomaton(Automaton):
         return bool(self._machine.finals[state])
 
     def mask(self, state: int) -> NDArray[np.int32]:
-        """See `Automaton`. Processes all tokens at once, one column of characters per step."""
         tokens = self._tokens
         ends = tokens.columns.run(self._machine.table, self._symbols, state, self._machine.dead)
         live = ends != self._machine.dead

@@ -312,8 +312,7 @@ def _room(string: StringParsingState) -> tuple[int, int]:
 
 
 def _key(parser: CharacterLevelParser) -> Hashable | None:
-    """Return a key that is equal for parsers with the same mask. It contains the `id` of schema objects, so the parser
-    must be kept alive with the key."""
+    """Return a key that is equal for parsers with the same mask, and that is valid while the parser is alive."""
     match parser:
         case JsonSchemaParser():
             stack = tuple(map(_key, parser.object_stack))

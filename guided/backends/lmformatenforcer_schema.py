@@ -1,8 +1,7 @@
 """JSON Schema for lm-format-enforcer: the schema rewritten in the few forms that it reads correctly.
 
-Its schema parser reads one keyword of a subschema and ignores the keywords next to it and those that it doesn't know.
-So it gets the normal form with references expanded, and a keyword that it would ignore is refused by name. Where
-properties are named, its objects hold those and no others.
+Its schema parser reads one keyword of a subschema and ignores the others, so it gets the normal form with references
+expanded. Where properties are named, its objects hold those and no others.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from guided import regex
-from guided.backends.schema_lowering import ArrayShape, SchemaLowering, any_of
+from guided.backends.schema_lowering import ArrayShape, SchemaLowering, any_of, counts
 from guided.errors import InvalidConstraint, bounded
 from guided.schema.keywords import ALL_TYPES, OF_TYPE, Schema
 
@@ -125,8 +124,7 @@ class _Lowering(SchemaLowering):
         lowered: dict[str, Any] = {"type": "array"}
         if shape.items is not True and shape.items != {}:
             lowered["items"] = self.lower(shape.items)
-        lowered |= {"minItems": shape.least} if shape.least else {}
-        return lowered | ({} if shape.most is None else {"maxItems": shape.most})
+        return lowered | counts("minItems", shape.least, "maxItems", shape.most)
 
     def object(self, schema: dict[str, Any]) -> dict[str, Any]:
         required, rest = schema.get("required", []), schema.get("additionalProperties", True)

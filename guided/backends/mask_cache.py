@@ -1,7 +1,6 @@
 """Cache of masks by automaton state, shared by all sequences of a grammar and bounded in bytes over all grammars.
 
-It is for slow libraries, where computing a mask takes longer than copying one. Rows with the same schema go through the
-same states: keys, quotes, commas, the inside of strings. A mask takes 16 KiB for 131,072 tokens.
+It is for slow libraries, where computing a mask takes longer than copying one. A mask takes 16 KiB for 131,072 tokens.
 """
 
 from __future__ import annotations
@@ -64,9 +63,7 @@ class MaskCache:
             self.nbytes -= evicted.nbytes
 
     def _remove_deleted(self) -> None:
-        deleted: set[int] = set()
-        while self._deleted:
-            deleted.add(self._deleted.popleft())
+        deleted = {self._deleted.popleft() for _ in range(len(self._deleted))}
         for entry in [entry for entry in self._entries if entry[0] in deleted] if deleted else ():
             mask, _ = self._entries.pop(entry)
             self.nbytes -= mask.nbytes

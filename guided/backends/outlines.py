@@ -9,8 +9,7 @@ Properties of the library that the adapter compensates:
   pattern that ends with `$` can't match the empty text, so the empty text is handled apart.
 - It knows one end-of-sequence token only, so the adapter handles stop tokens.
 - An `Index` lists a state's tokens only as a Python list: milliseconds where much is allowed. A `Guide` writes them as
-  bits, ten to twenty times faster, but only for its current state. So a grammar has one guide. For a state without a
-  stored mask, the guide repeats the tokens by which the state was first reached.
+  bits, ten to twenty times faster, but only for its current state: it repeats the tokens that lead there.
 """
 
 from __future__ import annotations

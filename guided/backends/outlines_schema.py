@@ -1,10 +1,9 @@
 """JSON Schema for outlines-core: the regex of the JSON text that a schema allows.
 
-outlines_core 0.2.14 turns a schema into one regular expression and reads a subschema by its first keyword of
-`properties`, `allOf`, `anyOf`, `oneOf`, `prefixItems`, `enum`, `const`, `$ref`, `type`. It ignores bounds of numbers,
-counts of properties, `patternProperties`, `uniqueItems` and more, puts patterns between quotes unchanged, drops
-properties where a reference is nested too deep, and writes some alternatives without parentheses. So it gets the
-normal form with references expanded, and a keyword that it would ignore is refused by name. Strings and numbers with
+outlines_core 0.2.14 reads a subschema by its first keyword of `properties`, `allOf`, `anyOf`, `oneOf`, `prefixItems`,
+`enum`, `const`, `$ref`, `type`. It ignores bounds of numbers, counts of properties, `patternProperties`, `uniqueItems`
+and more, puts patterns between quotes unchanged, drops properties where a reference is nested too deep, and writes some
+alternatives without parentheses. So it gets the normal form with references expanded. Strings and numbers with
 conditions of their own get a regex here, which replaces a placeholder. Objects hold the named properties and no others.
 """
 
@@ -17,7 +16,7 @@ from typing import Any
 from outlines_core.json_schema import build_regex_from_schema
 
 from guided import regex
-from guided.backends.schema_lowering import ArrayShape, SchemaLowering, any_of
+from guided.backends.schema_lowering import ArrayShape, SchemaLowering, any_of, counts
 from guided.errors import UnsupportedConstraint, bounded
 from guided.schema import number_pattern, string_pattern
 from guided.schema.keywords import NUMBER_BOUNDS, Schema, integer_bounds
@@ -94,8 +93,6 @@ class _Lowering(SchemaLowering):
                 parts.append({"const": value})
         return any_of(parts)
 
-    # ---- strings and numbers -------------------------------------------------------------------------------------
-
     def string(self, schema: dict[str, Any]) -> dict[str, Any]:
         least, most = int(schema.get("minLength", 0)), schema.get("maxLength")
         most = None if most is None else int(most)
@@ -159,8 +156,6 @@ class _Lowering(SchemaLowering):
             if abs(schema.get(keyword, 0)) > _LARGEST_BOUND:
                 raise self.refusal(schema, keyword, f" {schema[keyword]}: bounds are enforced up to {_LARGEST_BOUND}")
 
-    # ---- arrays and objects --------------------------------------------------------------------------------------
-
     def array(self, schema: dict[str, Any], shape: ArrayShape) -> dict[str, Any]:
         prefix, items, least, most = shape
         if prefix:  # narrowed: a tuple of exactly these
@@ -171,15 +166,12 @@ class _Lowering(SchemaLowering):
             return {"type": "array", "maxItems": 0}
         if items is True or items == {}:
             raise self.refusal(schema, "items", " that may be anything: its automaton would take minutes")
-        counts = {"minItems": least} if least else {}
-        if most is not None:
-            counts["maxItems"] = most
         times, before = max(least, most or 1), self._times
         self._count(times, schema)
         self._times *= times
         lowered = self.lower(items)
         self._times = before
-        return {"type": "array", "items": lowered, **counts}
+        return {"type": "array", "items": lowered, **counts("minItems", least, "maxItems", most)}
 
     def object(self, schema: dict[str, Any]) -> dict[str, Any]:
         named = self.only_named(schema)
@@ -192,8 +184,8 @@ class _Lowering(SchemaLowering):
         if named is not None:
             return {"type": "object", "maxProperties": 0}
         rest = schema.get("additionalProperties", True)
-        counts = {"minProperties": 1} if schema.get("minProperties") else {}
-        return {"type": "object", **counts, **({} if rest is True else {"additionalProperties": self.lower(rest)})}
+        least = {"minProperties": 1} if schema.get("minProperties") else {}
+        return {"type": "object", **least, **({} if rest is True else {"additionalProperties": self.lower(rest)})}
 
 
 def _in_quotes(text: str) -> str:

@@ -1,8 +1,7 @@
 """The common part of the schema adapters: walk a schema in normal form, and refuse what the library would ignore.
 
-A grammar library reads a few keywords of a subschema and ignores the others. Each adapter derives from `SchemaLowering`
-and adds how its library reads strings, numbers, arrays and objects. A refusal names the keyword and its JSON pointer in
-the user's document.
+Each adapter derives from `SchemaLowering` and adds how its library reads strings, numbers, arrays and objects. A
+refusal names the keyword and its JSON pointer in the user's document.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from guided.schema.keywords import ALL_TYPES, Schema
 from guided.schema.normal_form import normalise
 from guided.schema.pointer import escape
 
-__all__ = ["ArrayShape", "SchemaLowering", "any_of"]
+__all__ = ["ArrayShape", "SchemaLowering", "any_of", "counts"]
 
 _NEVER = ("allOf", "oneOf", "not", "if", "dependentRequired", "dependentSchemas")
 """Keywords that no library enforces, where the normal form still has them."""
@@ -42,6 +41,11 @@ class ArrayShape(NamedTuple):
 def any_of(parts: list[dict[str, Any]]) -> dict[str, Any]:
     """Join lowered alternatives."""
     return parts[0] if len(parts) == 1 else {"anyOf": parts}
+
+
+def counts(lower: str, least: int, upper: str, most: int | None) -> dict[str, int]:
+    """Return the keywords for `least` (0: no bound) and `most` (None: no bound)."""
+    return {**({lower: least} if least else {}), **({} if most is None else {upper: most})}
 
 
 class SchemaLowering(ABC):
@@ -102,8 +106,6 @@ class SchemaLowering(ABC):
                 return self.object(schema)
         return {"type": kind}
 
-    # ---- what differs from library to library --------------------------------------------------------------------
-
     @abstractmethod
     def any_value(self) -> dict[str, Any]:
         """Return the form of any JSON value."""
@@ -141,8 +143,6 @@ class SchemaLowering(ABC):
         named = schema.get("type", ALL_TYPES)
         return [named] if isinstance(named, str) else [*named]
 
-    # ---- errors --------------------------------------------------------------------------------------------------
-
     def refusal(self, schema: Schema, keyword: str, reason: str = "") -> UnsupportedConstraint:
         """Return the error for a keyword that the library would not enforce."""
         return UnsupportedConstraint(
@@ -160,14 +160,11 @@ class SchemaLowering(ABC):
         """Return `error` with the pointer of `keyword`."""
         return type(error)(error.message, param="json_schema", pointer=f"{self.form.pointer(schema)}/{escape(keyword)}")
 
-    # ---- references and strings ----------------------------------------------------------------------------------
-
     def expand(self, schema: dict[str, Any]) -> dict[str, Any] | None:
         """Lower the target of a `$ref` in its place; None if this is inside that target: the reference is recursive."""
-        name = schema["$ref"]
-        if name in self._expanding:
+        if schema["$ref"] in self._expanding:
             return None
-        self._expanding.append(name)
+        self._expanding.append(schema["$ref"])
         lowered = self.lower(self.form.target(schema))
         self._expanding.pop()
         return lowered
@@ -213,8 +210,6 @@ class SchemaLowering(ABC):
         except UnsupportedConstraint as error:
             raise self.at_keyword(error, schema, keyword) from None
 
-    # ---- arrays and objects --------------------------------------------------------------------------------------
-
     def _shape(self, schema: dict[str, Any]) -> ArrayShape:
         """Return the items of an array; refuse the keywords that no library enforces."""
         least, most = int(schema.get("minItems", 0)), schema.get("maxItems")
@@ -233,9 +228,7 @@ class SchemaLowering(ABC):
     def only_named(self, schema: dict[str, Any]) -> dict[str, Schema] | None:
         """Return the properties of an object, for libraries that allow either named properties or any names.
 
-        Returns:
-            The properties by name; no others are allowed then, which may be narrower than the schema. None if the
-            schema names none and allows any name.
+        None if the schema names none and allows any name. The named ones alone may be narrower than the schema.
         """
         declared: dict[str, Schema] = schema.get("properties", {})
         required, rest = schema.get("required", []), schema.get("additionalProperties", True)

@@ -1,10 +1,8 @@
 """Import of grammar libraries without torch and transformers, which are not needed to compute masks.
 
-xgrammar and lm-format-enforcer import torch, and xgrammar also transformers, for features other than masks. That costs
-two seconds and a quarter of a gigabyte in every process. A mask actor or a compile process needs neither, so
-`leave_out_torch` makes torch unavailable there. lm-format-enforcer and tvm-ffi work without it. xgrammar uses both in
-annotations and constants, so it gets placeholders while it is imported. If a version of xgrammar needs more than that,
-it is imported with the real packages.
+xgrammar and lm-format-enforcer import torch, and xgrammar also transformers, for features other than masks: two seconds
+and a quarter of a gigabyte in every process. `leave_out_torch` makes torch unavailable. lm-format-enforcer and tvm-ffi
+work without it. xgrammar gets placeholders while it is imported; if it needs more, it gets the real packages.
 """
 
 from __future__ import annotations

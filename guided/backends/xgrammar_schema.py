@@ -2,9 +2,8 @@
 
 xgrammar 0.2.8 reads a subschema by its first keyword of `$ref`, `const`, `enum`, `anyOf`, `oneOf`, `allOf`, `type`. It
 ignores the keywords next to it, `not`, `if`, `uniqueItems`, `contains`, names in `required` that are not in
-`properties`, and more, at most with a warning on stderr. So it gets the normal form, and a keyword that it would ignore
-is refused by name. Some keywords are replaced by others. Where that excludes valid values (it never admits invalid
-ones), a comment says "narrowed". Named properties are generated in the schema's order, others after them.
+`properties`, and more. So it gets the normal form. Some keywords are replaced by others; where that excludes valid
+values, a comment says "narrowed". Named properties are generated in the schema's order, others after them.
 """
 
 from __future__ import annotations
@@ -12,23 +11,19 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from guided import regex
-from guided.backends.schema_lowering import ArrayShape, SchemaLowering
+from guided.backends.schema_lowering import ArrayShape, SchemaLowering, counts
 from guided.errors import bounded
-from guided.schema.keywords import NUMBER_BOUNDS, Schema, integer_bounds
+from guided.schema.keywords import NUMBER_BOUNDS, OF_TYPE, Schema, integer_bounds
 
 __all__ = ["Lowered", "lower"]
 
 PATTERN = "^pattern{}$"
 
-_OBJECT = frozenset(
-    (
-        *("properties", "patternProperties", "additionalProperties", "propertyNames"),
-        *("required", "minProperties", "maxProperties"),
-    )
-)
+_OBJECT = set(OF_TYPE["object"]) - {"unevaluatedProperties", "dependentRequired", "dependentSchemas"}
 _INT64 = 2**63 - 1024
 """Larger bounds are refused: xgrammar's own check misses those that a double can't represent."""
 _COUNT = 2**31 - 1
@@ -96,8 +91,6 @@ class _Lowering(SchemaLowering):
             return ["object"]  # narrowed: a schema with "properties" and without "type" is meant for objects
         return super().types(schema)
 
-    # ---- strings and numbers -------------------------------------------------------------------------------------
-
     def string(self, schema: dict[str, Any]) -> dict[str, Any]:
         least, most = int(schema.get("minLength", 0)), schema.get("maxLength")
         most = int(most) if most is not None and most < _COUNT else None
@@ -107,7 +100,7 @@ class _Lowering(SchemaLowering):
             return {"type": "string", "pattern": self._pattern_name(schema, *required, least, most)}
         if most == 0:
             return {"const": ""}
-        lengths = {**({"minLength": least} if least else {}), **({} if most is None else {"maxLength": most})}
+        lengths = counts("minLength", least, "maxLength", most)
         self.lengths = self.lengths or bool(lengths)
         return {"type": "string", **lengths}
 
@@ -139,9 +132,8 @@ class _Lowering(SchemaLowering):
         low, high = integer_bounds(schema)
         if low is not None and high is not None and low > high:
             raise self.unsatisfiable(schema, "no integer is within the bounds")
-        lowered: dict[str, Any] = {"type": "integer"}
-        lowered |= {} if low is None else {"minimum": low}
-        lowered |= {} if high is None else {"maximum": high}
+        bounds = {"minimum": low, "maximum": high}
+        lowered = {"type": "integer", **{keyword: bound for keyword, bound in bounds.items() if bound is not None}}
         multiple = schema.get("multipleOf", 1)
         if 1 / multiple == int(1 / multiple):
             return lowered
@@ -151,8 +143,6 @@ class _Lowering(SchemaLowering):
             raise self.refusal(schema, "multipleOf", f" {multiple} with these bounds")
         return {**lowered, "multipleOf": int(multiple)}
 
-    # ---- arrays and objects --------------------------------------------------------------------------------------
-
     def array(self, schema: dict[str, Any], shape: ArrayShape) -> dict[str, Any]:
         prefix, items, least, most = shape
         if items is False and not prefix:
@@ -161,11 +151,9 @@ class _Lowering(SchemaLowering):
         if prefix:
             lowered["prefixItems"] = [self.lower(item) for item in prefix]
         lowered["items"] = False if items is False else self.lower(items)
-        if least:  # without it, xgrammar lets any number of a tuple's last items be missing
-            lowered["minItems"] = least
-        if most is not None and most < _COUNT and items is not False:
-            lowered["maxItems"] = most
-        return lowered
+        most = None if most is None or most >= _COUNT or items is False else most
+        # Without `minItems`, xgrammar lets any number of a tuple's last items be missing.
+        return lowered | counts("minItems", least, "maxItems", most)
 
     def object(self, schema: dict[str, Any]) -> dict[str, Any]:
         lowered: dict[str, Any] = {"type": "object"}
@@ -251,17 +239,10 @@ class _Lowering(SchemaLowering):
 
 def _disjoint(patterns: list[str]) -> bool:
     """Whether no name can match two of `patterns`, because each begins with another literal."""
-    prefixes: list[str] = []
-    for pattern in patterns:
-        found = re.match(r"\^([\w -]+)(?![*?{|])", pattern)
-        if found is None or "|" in pattern or any(_overlap(found[1], other) for other in prefixes):
-            return False
-        prefixes.append(found[1])
-    return True
-
-
-def _overlap(left: str, right: str) -> bool:
-    return left.startswith(right) or right.startswith(left)
+    found = [None if "|" in pattern else re.match(r"\^([\w -]+)(?![*?{|])", pattern) for pattern in patterns]
+    prefixes = sorted(match[1] for match in found if match)
+    overlapping = any(second.startswith(first) for first, second in pairwise(prefixes))
+    return len(prefixes) == len(patterns) and not overlapping
 
 
 def _keeps_value(value: Any) -> bool:

@@ -1,8 +1,5 @@
 """JSON Schema documents, checked before any grammar library gets them.
 
-`parse` refuses what is not a schema, with a JSON pointer and the keyword. `walk_keywords` visits the schema positions
-that take part in validation. `close_objects` forbids properties that a schema does not name.
-
 Nothing here recurses (the nesting of a document is limited, but so is the interpreter's stack), and nothing is fetched.
 Regular expressions are only measured: their syntax is checked where they are compiled, in a process that may be killed.
 """
@@ -19,7 +16,7 @@ from typing import Any, TypeGuard
 from guided.errors import MAX_ECHO, ConstraintTooLarge, InvalidConstraint, bounded
 from guided.limits import Limits
 from guided.schema.graph import Position, SchemaGraph
-from guided.schema.metaschema import Dialect
+from guided.schema.metaschema import TYPES, Dialect
 from guided.schema.pointer import ancestor, escape
 
 __all__ = ["close_objects", "parse", "walk_keywords"]
@@ -34,16 +31,7 @@ _BOUNDS = (
     ("minContains", "maxContains"),
     ("minimum", "maximum"),
 )
-_TYPES = ("string", "number", "integer", "boolean", "object", "array", "null")
-_TYPE_NAMES = {
-    type(None): "null",
-    bool: "a boolean",
-    str: "a string",
-    int: "a number",
-    float: "a number",
-    list: "an array",
-    dict: "an object",
-}
+_TYPE_NAMES = {type(None): "null", str: "a string", int: "a number", float: "a number", list: "an array"}
 
 
 def parse(schema: Mapping[str, Any] | bool | str, limits: Limits, param: str) -> dict[str, Any] | bool:
@@ -67,11 +55,8 @@ def parse(schema: Mapping[str, Any] | bool | str, limits: Limits, param: str) ->
 def walk_keywords(schema: dict[str, Any] | bool) -> Iterator[tuple[str, str, Any, dict[str, Any]]]:
     """Yield every keyword that takes part in validation: `(pointer of the keyword, keyword, value, its subschema)`.
 
-    The walk starts at the root, follows applicators and local `$ref`s, and visits each subschema once. The contents of
-    `enum`, `const`, `default` and `examples` are not schemas; a `$defs` entry without a reference takes no part.
-
-    Args:
-        schema: a document that `parse` returned.
+    The walk starts at the root of a document that `parse` returned, follows applicators and local `$ref`s, and visits
+    each subschema once. A `$defs` entry without a reference takes no part.
     """
     if isinstance(schema, dict):
         for node in SchemaGraph.build(schema).reachable():
@@ -82,9 +67,8 @@ def walk_keywords(schema: dict[str, Any] | bool) -> Iterator[tuple[str, str, Any
 def close_objects(schema: dict[str, Any] | bool) -> dict[str, Any] | bool:
     """Return a copy in which each object schema that names `properties` forbids others, unless it says otherwise.
 
-    A schema that describes its object only in part stays open: one under `allOf`, `if`, `then`, `else`, `not` or
-    `dependentSchemas`, one next to such a keyword or next to `$ref`, and an alternative (`anyOf`, `oneOf`) of a schema
-    with `properties`. There, `additionalProperties: false` would forbid the properties that the neighbours declare.
+    A schema that describes its object only in part stays open: under or next to `allOf`, `if`, `then`, `else`, `not`
+    and `dependentSchemas`, next to `$ref`, and as an alternative (`anyOf`, `oneOf`) of a schema with `properties`.
     """
     document: dict[str, Any] | bool = json.loads(json.dumps(schema))
     if isinstance(document, dict):
@@ -132,8 +116,6 @@ class _Checker:
         if not isinstance(schema, dict | bool):
             found = _TYPE_NAMES.get(type(schema), "an unknown value")
             raise self._invalid(f"{what} is an object or a boolean, not {found}", pointer)
-
-    # ---- text and values -----------------------------------------------------------------------------------------
 
     def _loads(self, text: str) -> Any:
         limit = self._limits.max_constraint_bytes
@@ -194,8 +176,6 @@ class _Checker:
                 text.encode("utf-8")
             except UnicodeEncodeError:
                 raise self._invalid("a lone surrogate is not valid Unicode", pointer) from None
-
-    # ---- subschemas ----------------------------------------------------------------------------------------------
 
     def _check_subschema(self, position: Position, dialect: Dialect) -> None:
         """Check one subschema alone: each value by the dialect's meta-schema, then limits and contradictions."""
@@ -274,7 +254,7 @@ def _refuse_constant(name: str) -> Any:
 def _suggestion(keyword: str, value: Any) -> str:
     if keyword != "type" or not isinstance(value, str):
         return ""
-    near = difflib.get_close_matches(value, _TYPES, n=1)
+    near = difflib.get_close_matches(value, TYPES, n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from graphlib import CycleError, TopologicalSorter
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
@@ -38,7 +39,6 @@ _PART_MANY = ("items", "prefixItems")
 _PART_NAMED = ("properties", "patternProperties")
 _KEPT_NAMED = ("$defs", "definitions")
 _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
-_DECLARING = _PART_NAMED
 _LOOKUP_ERRORS = (referencing.exceptions.Unresolvable, ValueError, TypeError, LookupError, AttributeError)
 
 
@@ -89,7 +89,7 @@ class SchemaGraph:
             InvalidConstraint: a reference leads out of the document, or to nothing.
         """
         graph = cls(document, check, param)
-        graph._add(document, "", None)
+        graph._add(document, "")
         graph._resolve()
         return graph
 
@@ -107,26 +107,17 @@ class SchemaGraph:
         Raises:
             InvalidConstraint: with the pointer of a subschema in the loop.
         """
-        done: set[int] = set()
-        for root in self.nodes():
-            on_path: set[int] = set()
-            stack: list[tuple[Node, bool]] = [(root, False)]
-            while stack:
-                node, leaving = stack.pop()
-                if leaving:
-                    on_path.discard(id(node))
-                    done.add(id(node))
-                elif id(node) in on_path:
-                    raise InvalidConstraint(
-                        "the schema refers to itself for the same value, which never ends: put a keyword such as "
-                        "'properties' or 'items' in between",
-                        param=param,
-                        pointer=node.pointer,
-                    )
-                elif id(node) not in done:
-                    on_path.add(id(node))
-                    stack.append((node, True))
-                    stack.extend((child, False) for _, child in node.same)
+        try:
+            TopologicalSorter({node: [child for _, child in node.same] for node in self.nodes()}).prepare()
+        except CycleError as error:
+            in_order = {id(node): index for index, node in enumerate(self.nodes())}
+            first = min(error.args[1], key=lambda node: in_order[id(node)])
+            raise InvalidConstraint(
+                "the schema refers to itself for the same value, which never ends: put a keyword such as "
+                "'properties' or 'items' in between",
+                param=param,
+                pointer=first.pointer,
+            ) from None
 
     def partial_descriptions(self) -> set[int]:
         """Return the `id`s of subschemas that describe their object only in part (see `close_objects`)."""
@@ -138,7 +129,7 @@ class SchemaGraph:
             children = passed_on[id(node)] = [child for _, child in node.same]
             keywords = {keyword for keyword, _ in node.same}
             conditions += [child for keyword, child in node.same if keyword in ("if", "not", "disallow")]
-            alone = len(keywords) == 1 and not any(name in node.schema for name in _DECLARING)
+            alone = len(keywords) == 1 and not any(name in node.schema for name in _PART_NAMED)
             alternatives = keywords <= {"anyOf", "oneOf", *_REFERENCES} or len(children) == 1
             if alone and alternatives and not keywords & {*_SAME_ONE, *_SAME_NAMED}:
                 continue
@@ -160,7 +151,7 @@ class SchemaGraph:
         for node in self.nodes():
             for _, child in node.same:
                 appliers.setdefault(id(child), []).append(node)
-        todo = [node for node in self.nodes() if any(name in node.schema for name in _DECLARING)]
+        todo = [node for node in self.nodes() if any(name in node.schema for name in _PART_NAMED)]
         found: set[int] = set()
         while todo:
             node = todo.pop()
@@ -169,9 +160,10 @@ class SchemaGraph:
                 todo += appliers.get(id(node), [])
         return found
 
-    def _add(self, schema: Any, pointer: str, parent: Node | None) -> None:
+    def _add(self, schema: Any, pointer: str) -> None:
         """Add a subschema and everything inside it."""
-        todo: list[tuple[Any, str, Node | None, str, bool]] = [(schema, pointer, parent, "", False)]
+        parent: Node | None
+        todo: list[tuple[Any, str, Node | None, str, bool]] = [(schema, pointer, None, "", False)]
         while todo:
             schema, pointer, parent, keyword, same = todo.pop()
             node = self._nodes.get(id(schema)) if isinstance(schema, dict) else None
@@ -180,16 +172,12 @@ class SchemaGraph:
                 if not isinstance(schema, dict):
                     continue
                 node = self._nodes[id(schema)] = Node(schema, pointer, parent)
-                inside = [
-                    (child, f"{pointer}/{where}", node, name, same_value)
-                    for name, where, child, same_value in _children(schema)
-                ]
-                todo.extend(reversed(inside))
-            if parent is not None and keyword not in _KEPT_NAMED and keyword:
-                if same:
-                    parent.same.append((keyword, node))
-                else:
-                    parent.parts.append(node)
+                inside = list(_children(schema))
+                todo.extend((child, f"{pointer}/{at}", node, name, same) for name, at, child, same in reversed(inside))
+            if parent is not None and same:
+                parent.same.append((keyword, node))
+            elif parent is not None and keyword not in _KEPT_NAMED:
+                parent.parts.append(node)
 
     def _resolve(self) -> None:
         """Turn references into edges. A target outside the known schema positions is added."""
@@ -218,7 +206,7 @@ class SchemaGraph:
             raise self._dangling(reference, where, resolver, error) from None
         if id(target) not in self._nodes:
             # JSON pointers such as "#/components/schemas/X" may lead anywhere in the document.
-            self._add(target, unquote(reference.partition("#")[2]), None)
+            self._add(target, unquote(reference.partition("#")[2]))
         if isinstance(target, dict):
             node.same.append((keyword, self._nodes[id(target)]))
 

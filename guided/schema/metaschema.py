@@ -1,8 +1,7 @@
 """The meta-schema of a dialect, one keyword at a time.
 
-The official meta-schemas (of the `jsonschema` package) recurse into subschemas, and so does a validator: a schema of 60
-levels would come close to the interpreter's stack limit. So they are split by keyword, and each reference to the whole
-meta-schema is reduced to "an object or a boolean". The walk over the schema checks each keyword separately.
+A validator of the official meta-schemas (of the `jsonschema` package) recurses into subschemas: close to the stack
+limit at 60 levels. So they are split by keyword; references to the whole meta-schema mean "an object or a boolean".
 """
 
 from __future__ import annotations
@@ -19,9 +18,10 @@ from jsonschema_specifications import REGISTRY  # type: ignore[import-untyped]
 from guided.errors import bounded
 from guided.schema.pointer import pointer
 
-__all__ = ["Dialect", "Fault"]
+__all__ = ["TYPES", "Dialect", "Fault"]
 
-
+TYPES = ("string", "number", "integer", "boolean", "object", "array", "null")
+"""The names of types in every dialect."""
 _ANNOTATIONS = ("title", "description", "default", "format", "$comment")
 
 
@@ -43,8 +43,6 @@ class Dialect:
     def __init__(self, validator: Any) -> None:
         self._validator = validator
         self._validators: dict[str, Any] = {}
-        self._types: set[str] = set()
-        """Type names that were found valid."""
 
     @classmethod
     def of(cls, document: dict[str, Any]) -> Dialect:
@@ -67,18 +65,14 @@ class Dialect:
         """Return the error in `value` as the value of `keyword`; None if it is valid or the keyword unknown."""
         if keyword not in self._keywords or isinstance(value, self._enough.get(keyword, ())):
             return None
-        if keyword == "type" and isinstance(value, str) and value in self._types:
+        if keyword == "type" and isinstance(value, str) and value in TYPES:
             return None
         validator = self._validators.get(keyword)
         if validator is None:
             # No format checker: it would compile regexes with Python's `re`, which hangs on some of them.
             validator = self._validators[keyword] = self._validator(self._keywords[keyword])
         error = best_match(validator.iter_errors(value))
-        if error is None:
-            if keyword == "type" and isinstance(value, str):
-                self._types.add(value)
-            return None
-        return Fault(bounded(error.message), pointer(error.absolute_path))
+        return None if error is None else Fault(bounded(error.message), pointer(error.absolute_path))
 
     @cached_property
     def _enough(self) -> dict[str, type]:

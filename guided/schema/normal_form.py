@@ -1,9 +1,8 @@
 """The normal form of a JSON Schema: the same meaning with fewer combinations of keywords.
 
-Grammar libraries read the first keyword that they know in a subschema and ignore its neighbours: of `{"type": "object",
-"properties": ..., "anyOf": ...}` they silently lose one half. The normal form merges neighbours, `allOf` and `$ref`
-with siblings into one subschema where that is exact. So an adapter can see at once whether its library enforces all of
-a subschema, and refuse other keywords by name.
+Grammar libraries read the first keyword that they know in a subschema and ignore its neighbours. The normal form merges
+neighbours, `allOf` and `$ref` with siblings into one subschema where that is exact, so that an adapter can see what its
+library would ignore and refuse it by name.
 
 In normal form (always draft 2020-12):
 
@@ -20,7 +19,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import combinations
+from itertools import combinations, zip_longest
 from math import lcm
 from typing import Any
 
@@ -100,8 +99,6 @@ class _Normaliser:
             self._definition(self._names[pending[0]])
         return self._form
 
-    # ---- one subschema -------------------------------------------------------------------------------------------
-
     def _normal(self, schema: Any) -> Schema:
         if not isinstance(schema, dict):
             return bool(schema)
@@ -130,7 +127,7 @@ class _Normaliser:
                 yield self._normal(part)
         for keyword in ("anyOf", "oneOf"):
             if keyword in schema:
-                yield self._alternatives(keyword, [self._normal(part) for part in schema[keyword]], schema[keyword])
+                yield self._alternatives(keyword, [self._normal(part) for part in schema[keyword]])
 
     def _conjunction(self, conjuncts: list[Schema], schema: dict[str, Any]) -> Schema:
         """Combine all of `conjuncts`; those that can't be merged stay under `allOf`."""
@@ -144,9 +141,7 @@ class _Normaliser:
         if merged is False or any(part is False for part in apart):
             return False
         merged = self._close_unevaluated(merged, schema)
-        if apart:
-            return {"allOf": [merged, *apart]}
-        return merged
+        return {"allOf": [merged, *apart]} if apart else merged
 
     def _close_unevaluated(self, merged: Schema, schema: dict[str, Any]) -> Schema:
         """Apply `unevaluatedProperties` and `unevaluatedItems` to the merged alternatives.
@@ -202,20 +197,18 @@ class _Normaliser:
                 own.setdefault("dependentSchemas", {})[key] = self._normal(value)
 
     def _own_items(self, schema: dict[str, Any], own: dict[str, Any]) -> None:
-        items = schema.get("items", True)
+        prefix, items = schema.get("prefixItems", []), schema.get("items", True)
         if isinstance(items, list):  # a tuple, up to draft 2019-09
-            own["prefixItems"] = [self._normal(part) for part in items]
-            own["items"] = self._normal(schema.get("additionalItems", True))
-        else:
-            own["prefixItems"] = [self._normal(part) for part in schema.get("prefixItems", [])]
-            own["items"] = self._normal(items)
+            prefix, items = items, schema.get("additionalItems", True)
+        own["prefixItems"] = [self._normal(part) for part in prefix]
+        own["items"] = self._normal(items)
 
     def _finite(self, schema: dict[str, Any]) -> Schema:
         """Return `enum` or `const` without the values that its neighbours forbid."""
         validator = self._validator.evolve(schema={name: value for name, value in schema.items() if name != "const"})
         return _valid_values(schema, validator)
 
-    def _alternatives(self, keyword: str, parts: list[Schema], raw: list[Any]) -> Schema:
+    def _alternatives(self, keyword: str, parts: list[Schema]) -> Schema:
         possible = [part for part in parts if part is not False]
         if not possible:
             return False
@@ -229,8 +222,6 @@ class _Normaliser:
         for part in possible:
             flat += part["anyOf"] if isinstance(part, dict) and part.keys() == {"anyOf"} else [part]
         return {"anyOf": flat}
-
-    # ---- definitions ---------------------------------------------------------------------------------------------
 
     def _name(self, target: Node) -> str:
         return self._names.setdefault(id(target.schema), f"d{len(self._names)}")
@@ -246,8 +237,6 @@ class _Normaliser:
             finally:
                 self._building.discard(name)
         return self._form.definitions[name]
-
-    # ---- two subschemas ------------------------------------------------------------------------------------------
 
     def _merge(self, left: Schema, right: Schema) -> Schema:
         """Return what both allow. Raises `_Inexact` if one subschema can't express it."""
@@ -272,7 +261,7 @@ class _Normaliser:
             if "anyOf" in one:
                 if len(one["anyOf"]) * len(other.get("anyOf", [0])) > _MAX_ALTERNATIVES:
                     raise _Inexact
-                return self._alternatives("anyOf", [self._merge(part, other) for part in one["anyOf"]], [])
+                return self._alternatives("anyOf", [self._merge(part, other) for part in one["anyOf"]])
         result = clean(self._merge_keywords(left, right))
         if isinstance(result, dict):
             self._form.note(result, self._form.pointer(left) or self._form.pointer(right))
@@ -300,9 +289,7 @@ class _Normaliser:
     def _merge_keywords(self, left: dict[str, Any], right: dict[str, Any]) -> dict[str, Any]:
         merged = self._merge_objects(left, right) | self._merge_items(left, right)
         done = {"properties", "patternProperties", "additionalProperties", "items", "prefixItems"}
-        for keyword in [*left, *(name for name in right if name not in left)]:
-            if keyword in done:
-                continue
+        for keyword in [name for name in {**left, **right} if name not in done]:
             if keyword not in left or keyword not in right or left[keyword] == right[keyword]:
                 if keyword in ("then", "else", "if") and "if" in left and "if" in right:
                     raise _Inexact
@@ -334,15 +321,13 @@ class _Normaliser:
         open_ended = all(side.get("additionalProperties", True) is True for side in (left, right))
         if any(patterns) and not open_ended and patterns[0] != patterns[1]:
             raise _Inexact
-        mine, theirs = left.get("properties", {}), right.get("properties", {})
         merged: dict[str, Any] = {"properties": {}}
-        for name in [*mine, *(name for name in theirs if name not in mine)]:
+        for name in {**left.get("properties", {}), **right.get("properties", {})}:
             sides = [side.get("properties", {}).get(name, _additional(side, name)) for side in (left, right)]
             merged["properties"][name] = self._merge(*sides)
-        named = dict(patterns[0])
+        merged["patternProperties"] = dict(patterns[0])
         for pattern, schema in patterns[1].items():
-            named[pattern] = self._merge(named[pattern], schema) if pattern in named else schema
-        merged["patternProperties"] = named
+            merged["patternProperties"][pattern] = self._merge(patterns[0].get(pattern, True), schema)
         merged["additionalProperties"] = self._merge(
             left.get("additionalProperties", True), right.get("additionalProperties", True)
         )
@@ -351,16 +336,12 @@ class _Normaliser:
     def _merge_items(self, left: dict[str, Any], right: dict[str, Any]) -> dict[str, Any]:
         mine, theirs = left.get("prefixItems", []), right.get("prefixItems", [])
         rest_mine, rest_theirs = left.get("items", True), right.get("items", True)
+        pairs = zip_longest(mine, theirs, fillvalue=None)
         prefix = [
-            self._merge(
-                mine[index] if index < len(mine) else rest_mine,
-                theirs[index] if index < len(theirs) else rest_theirs,
-            )
-            for index in range(max(len(mine), len(theirs)))
+            self._merge(rest_mine if one is None else one, rest_theirs if other is None else other)
+            for one, other in pairs
         ]
         return {"prefixItems": prefix, "items": self._merge(rest_mine, rest_theirs)}
-
-    # ---- alternatives that exclude each other --------------------------------------------------------------------
 
     def _exclusive(self, parts: Sequence[Schema]) -> bool:
         """Whether it is certain that no value satisfies two of `parts`."""

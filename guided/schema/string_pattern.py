@@ -1,8 +1,7 @@
 """`pattern` of JSON Schema as the text that a grammar library must generate between the quotes of a JSON string.
 
-A pattern describes the string, a grammar its JSON text, where `"`, `\\` and control characters are escaped. Libraries
-that insert a pattern between quotes unchanged allow `.` to end the string. So the pattern is parsed
-(`regex.parse_search`: it may match anywhere in the string) and its characters are written as in JSON.
+A pattern describes the string, a grammar its JSON text, where `"`, `\\` and control characters are escaped. So the
+pattern is parsed (`regex.parse_search`: it may match anywhere) and its characters are written as in JSON.
 """
 
 from __future__ import annotations
@@ -63,12 +62,7 @@ of them: no leap seconds, no literals for hosts, no unusual notations of address
 
 
 def read(pattern: str) -> Node:
-    """Return all strings that contain a match of `pattern`.
-
-    Raises:
-        InvalidConstraint: not a regular expression.
-        UnsupportedConstraint: lookaround, backreferences, anchors in the middle, ...
-    """
+    """Return all strings that contain a match of `pattern`. Raises as `regex.canonical` does."""
     return regex.parse_search(pattern, param="json_schema")
 
 
@@ -76,8 +70,8 @@ def in_json(node: Node, *, escapes: bool) -> Node:
     """Return `node` as JSON text between quotes.
 
     Args:
-        escapes: write characters that need it with their short escapes. Without it they are excluded (for libraries
-            that accept no backslash in a string's grammar), so the result matches less, never more.
+        escapes: write characters that need it with their short escapes. Without it they are excluded, so the result
+            matches less.
 
     Raises:
         UnsupportedConstraint: nothing is left without the excluded characters.
@@ -103,7 +97,8 @@ def width(node: Node) -> tuple[int, int | None]:
             return 1, 1
         case Sequence(items):
             widths = [width(item) for item in items]
-            return sum(low for low, _ in widths), _total([high for _, high in widths])
+            known = [high for _, high in widths if high is not None]
+            return sum(low for low, _ in widths), sum(known) if len(known) == len(widths) else None
         case Choice(options):
             widths = [width(option) for option in options]
             highs = [high for _, high in widths]
@@ -138,8 +133,3 @@ def fit(node: Node, least: int, most: int | None) -> Node:
             items[loose[0]] = regex.repeat(item.item, max(item.low, least - fixed), longest)
             return regex.sequence(items)
     raise UnsupportedConstraint("a pattern together with minLength or maxLength that it doesn't imply")
-
-
-def _total(highs: list[int | None]) -> int | None:
-    known = [high for high in highs if high is not None]
-    return sum(known) if len(known) == len(highs) else None
