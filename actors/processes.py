@@ -183,7 +183,7 @@ def exit_with_owner(owner: Owner) -> bool:
 
 def node_id() -> str:
     """Return Ray's id of this process's node."""
-    return str(ray.get_runtime_context().getnode_id())
+    return str(ray.get_runtime_context().get_node_id())
 
 
 def memory_limit(wanted: int | None) -> int:
