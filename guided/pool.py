@@ -182,10 +182,10 @@ class MaskPool(Protocol):
         """
 
     def settled(self, timeout: float = 0.0) -> list[int]:
-        """Return the sequences that were late and are not any more: their mask is ready, or they failed.
+        """Return the late sequences that are decided now: their mask is ready, or they failed.
 
-        Submit them again, unchanged, to get it. Waits up to `timeout` seconds for the first. Called between a
-        `collect` and the next `submit`.
+        Submit them again, unchanged, to get it; until then they are returned again. Waits up to `timeout` seconds for
+        the first. Called between a `collect` and the next `submit`.
         """
 
     def failures(self) -> dict[int, GuidedError]:

@@ -101,7 +101,7 @@ class Dispatcher:
         self._sequences: dict[int, SequenceState] = {}
         self._step = _Step((), -1)
         self._late: set[SequenceState] = set()
-        """Sequences with a mask that missed its step, until `settled` or `collect` has reported it."""
+        """Sequences with a mask that missed its step, until a later step has it, or they are freed."""
         self._stragglers: set[SequenceState] = set()
         self._failed: set[SequenceState] = set()
         """Sequences with an `error`, until they are freed."""
@@ -365,8 +365,6 @@ class Dispatcher:
             self._place_waiting(now)
             found = [state for state in self._late if self._is_settled(state)]
             if found or self._interrupted or now >= last:
-                for state in found:
-                    self._settle(state)
                 return sorted(state.sequence_id for state in found)
             self._wait(min(last - now, _PLACE_SECONDS))
 
