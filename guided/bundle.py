@@ -28,6 +28,8 @@ __all__ = ["ProcessorBundle"]
 class ProcessorBundle:
     """Calls its members in order. A row is sampled only if every member is done with it.
 
+    A member may see the logits of a late row again, as it left them: what it does must be idempotent, as masking is.
+
     Args:
         first: its grammar is what `initialize` reports.
         others: applied after `first`, each to the logits as its predecessor left them.
@@ -38,7 +40,14 @@ class ProcessorBundle:
 
     def initialize(self, request_id: str, constraint: Constraint, backend: str = "auto") -> Future[Grammar]:
         """Initialize the request in every member; the future is done when all of theirs are."""
-        futures = [member.initialize(request_id, constraint, backend) for member in self._members]
+        futures: list[Future[Grammar]] = []
+        try:
+            for member in self._members:
+                futures.append(member.initialize(request_id, constraint, backend))
+        except BaseException:
+            for member in self._members[: len(futures)]:
+                member.free(request_id)
+            raise
         joined: Future[Grammar] = Future()
 
         def finish(_: Future[Grammar]) -> None:

@@ -176,8 +176,8 @@ class MaskPool(Protocol):
         """Wait for the step's masks.
 
         Args:
-            timeout: seconds to wait at most. None: until every mask is ready or its time limit is over; then only
-                sequences that wait for a worker are late.
+            timeout: seconds to wait at most. None: until every mask is ready or its time limit is over. Then a row is
+                late only if no worker can take its sequence, or one was found too recently.
             patience: seconds after which the wait ends if at least one row is decided. None: the same as `timeout`.
         """
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["ApplyReport", "GuidedProcessor", "GuidedSequence", "LogitPostProcessor"]
 
 _FIRST_MASK_SECONDS = 0.1
-"""How long a step waits for its first mask if no other row could be sampled. New requests wait as long."""
+"""How long a step waits for its first mask if no other row could be sampled. It delays new requests by up to this."""
 
 
 @dataclass(slots=True)
@@ -86,6 +86,7 @@ class LogitPostProcessor(Protocol):
         Raises:
             ValueError: a sequence's request is not initialized (or is freed), or its grammar is still being compiled.
                 Nothing was sent.
+            GuidedError: the compilation of its grammar failed.
             RuntimeError: `apply` has not followed the last `prepare`.
         """
 
@@ -95,7 +96,7 @@ class LogitPostProcessor(Protocol):
         Args:
             logits: float `[rows, padded_vocab_size]` on any device; only prepared rows are written.
             patience: the step's mask deadline, in seconds from when the logits are there. A row that misses it is
-                `late`. None: every mask is waited for, and a row is late only if no worker is up.
+                `late`. None: every mask is waited for, and a row is late only if no worker was up for long enough.
             alone: no other row of the batch could be sampled now. The first mask is then waited for a little longer.
 
         Raises:

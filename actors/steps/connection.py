@@ -52,7 +52,7 @@ _decode = msgspec.msgpack.Decoder(Answer).decode
 
 @dataclass(slots=True, eq=False)
 class SequenceState:
-    """An open sequence, as the pool knows it. How much of its output a worker was told is in the worker's table."""
+    """An open sequence, as the pool knows it. `target & POSITION` of its slot is how much of its output was sent."""
 
     sequence: GuidedSequence
     grammar: str
@@ -75,9 +75,9 @@ class SequenceState:
     quick_rows: int = -1
     """-1, or for a straggler: consecutive masks that did not hold up its worker."""
     suspect: bool = False
-    """A worker died with its row: its next mask is computed on a worker without other sequences."""
+    """A worker ended while it may have been filling its mask: the next one is filled where no other sequence is."""
     deaths: int = 0
-    """Workers that died with its row and no other."""
+    """Workers that ended while they were certainly filling its mask."""
     moves: int = 0
     """Workers that ended while it was open there, since its last mask."""
     error: GuidedError | None = None
@@ -167,6 +167,7 @@ class StepPart:
         Args:
             tokens: int32 `[rows of the whole step]`.
         """
+        self.worker.begin_asking()
         self.target += 1
         self.table.tokens[self.slots, 0] = tokens[self.rows]
         self.table.target[self.slots] = self.target
@@ -199,14 +200,14 @@ class StepPart:
             table.tokens[slots[index], :count] = outputs.tokens[self.rows[index]][-count:]
         table.target[slots[direct]] += new[direct]
         for row, state in self.states(~direct & (new != 0)).items():
-            known = int(table.target[state.slot]) & POSITION
-            self.worker.edit(state, min(known, len(outputs.tokens[row])))
+            self.worker.edit(state, len(outputs.tokens[row]))
 
     def ask(self) -> None:
         """Ask for the masks of the versions that are written now, as far as they were not asked for."""
         self.target = self.table.target[self.slots]
         unasked = self.worker.asked[self.slots] != self.target
         if unasked.any():
+            self.worker.begin_asking()
             self.worker.asked[self.slots] = self.target
             self.worker.ring(self.slots if unasked.all() else self.slots[unasked])
 
@@ -271,7 +272,10 @@ class WorkerConnection:
         """The next frame."""
         self._owing_since = 0.0
         """`time.monotonic()` of the first frame after the worker had answered everything."""
-        self._last_sent = 0.0
+        self._last_asked = 0.0
+        """`time.monotonic()` of the last frame that asks for something."""
+        self._asking = self._was_idle = False
+        """The next frame asks for something; the worker owed nothing before."""
         self._progress = 0.0
         """Without shared memory: `time.monotonic()` of the worker's last answer."""
         self._stuck_when_read = 0.0
@@ -312,7 +316,10 @@ class WorkerConnection:
         state.parent_id = None
 
     def edit(self, state: SequenceState, start: int) -> None:
-        """Send a sequence's output from position `start` on: it changed, or does not fit in the table."""
+        """Send a sequence's output from position `start` on, or from what the worker knows: it changed, or does not fit
+        in the table."""
+        known = int(self.table.target[state.slot]) & POSITION
+        start = min(start, known, len(state.sequence.output_token_ids))
         tokens = list(state.sequence.output_token_ids[start:])
         version = (int(self.table.target[state.slot]) | POSITION) + 1 + start + len(tokens)
         self.table.target[state.slot] = version
@@ -348,8 +355,13 @@ class WorkerConnection:
     def pack(self) -> bytes:
         """Encode the next frame; empty if there is nothing to send."""
         if self._frees:
-            self._requests.insert(0, Free(self._frees))
+            self.begin_asking()
             self.asked[self._frees] = freed(self.table.target[self._frees])
+            # Before the others, so that a free does not wait for the masks; but after the slot's own `Open`.
+            opened = {request.slot for request in self._requests if isinstance(request, Open)}
+            first = [slot for slot in self._frees if slot not in opened]
+            last = [slot for slot in self._frees if slot in opened]
+            self._requests = [*_free(first), *self._requests, *_free(last)]
             self._leaving += self._frees
             self._frees = []
         if not self._requests:
@@ -358,13 +370,21 @@ class WorkerConnection:
         self._requests = []
         return frame
 
+    def begin_asking(self) -> None:
+        """Note, before `asked` changes for the next frame, whether the worker has answered everything."""
+        if not self._asking:
+            self._asking = True
+            # With shared memory: it has become idle since the last frame. That costs less to find out than `is_idle`.
+            idle_again = self._busy[0] == IDLE and self._since[0] >= self._last_asked
+            self._was_idle = bool(idle_again) if self.shared else self.is_idle
+
     def send(self, frame: bytes, now: float) -> None:
         """Send a packed frame; never blocks."""
-        # With shared memory: it has become idle since the last frame. That costs less to find out than `is_idle`.
-        since_last = self._busy[0] == IDLE and self._since[0] >= self._last_sent
-        if since_last if self.shared else self.is_idle:
-            self._owing_since = now
-        self._last_sent = now
+        if self._asking:
+            self._asking = False
+            self._last_asked = now
+            if self._was_idle:
+                self._owing_since = now
         self._channel.send(frame)
 
     def request_wakeup(self) -> None:
@@ -468,6 +488,10 @@ class WorkerConnection:
         """Close the connection and drop the memory. Idempotent."""
         self._channel.close()
         self._segment.close()
+
+
+def _free(slots: list[int]) -> list[Request]:
+    return [Free(slots)] if slots else []
 
 
 def send_all(workers: Collection[WorkerConnection]) -> None:

@@ -27,7 +27,7 @@ from guided.sequence import GuidedSequence
 __all__ = ["Dispatcher"]
 
 _LOOK_SECONDS = 0.001
-"""Poll interval while masks are waited for: not every one is announced."""
+"""Poll interval while masks are waited for. A worker that finishes just before `wake` is set announces nothing."""
 _PLACE_SECONDS = 0.02
 """Poll interval while no worker has a grammar that is waited for."""
 _GIVE_UP_FACTOR = 1.5
@@ -215,7 +215,7 @@ class Dispatcher:
             slots = _slots_of(states)
         for state in self._changed:
             if state.worker is not None and state.changed_from is not None:
-                state.worker.edit(state, min(state.changed_from, len(state.sequence.output_token_ids)))
+                state.worker.edit(state, state.changed_from)
             state.changed_from = None
         self._changed.clear()
         homes = None
@@ -438,9 +438,11 @@ class Dispatcher:
     def _displace(self, states: Iterable[SequenceState]) -> None:
         """Place sequences again that have left their worker, where a mask of theirs is waited for."""
         now = time.monotonic()
-        for state in states:
-            state.waiting_since = now
         self._step.unplaced.update(self._step.take_out(set(states)))
+        wanted = self._late.union(self._step.unplaced.values())
+        for state in states:
+            if state in wanted:
+                state.waiting_since = now
         self._place_waiting(now)
 
     # workers that come and go

@@ -61,9 +61,10 @@ class WorkerDown:
 class Recovery:
     """Decides what becomes of the sequences of a worker that ended.
 
-    With `max_replays=0` a death ends every sequence that had a mask from that worker, and no other. A hang or an
-    excess of memory ends the sequence that was being filled; the others are opened elsewhere, because their outputs
-    are known. With replays a death is treated the same way, and the sequence that was being filled is tried again.
+    With `max_replays=0` a death ends every sequence that had a mask from that worker, and the one that was being
+    filled. A hang or an excess of memory ends the sequence that was being filled; the others are opened elsewhere,
+    because their outputs are known. With replays a death is treated the same way, and the sequence that was being
+    filled is tried again.
 
     Args:
         down: read before the worker's table is dropped.
@@ -190,7 +191,7 @@ class Placement:
             state.quick_rows = -1
             if state.worker is not None:
                 state.worker.stragglers.discard(state)
-                self.needs_rebalancing = not state.worker.stragglers
+                self.needs_rebalancing |= not state.worker.stragglers
 
     def move_to_lane(self, state: SequenceState) -> None:
         """If there is a slow lane elsewhere, take a straggler off its worker: it is then placed on the lane."""

@@ -126,7 +126,7 @@ class StepServer:
             slots.tolist(), table.target[slots].tolist(), table.tokens[slots].tolist(), strict=True
         ):
             if target // EDIT != self._edits.get(slot):
-                continue  # an edit that overtook this request comes with a request of its own
+                continue  # the engine has edited the output since then; a later `Ring` fills it
             started = time.monotonic()
             self._mark(slot, started)
             error = self._fill_slot(slot, target & POSITION, tokens)
@@ -156,6 +156,7 @@ class StepServer:
         self._table.status[slots] = OK
         self._table.seconds[slots] = 0.0
         self._table.ready[slots] = [freed(EDIT * self._edits.pop(slot, 0)) for slot in slots]
+        self._mark(IDLE)
         if self._sender is not None:
             for slot in slots:
                 self._sender.add(slot)

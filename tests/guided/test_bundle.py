@@ -31,12 +31,15 @@ class Banning:
 
     def __init__(self, banned: int | None = None) -> None:
         self.banned = banned
+        self.rejects = False
         self.future: Future[Grammar] = Future()
         self.late: list[int] = []
         self.failed: dict[int, GuidedError] = {}
         self.calls: list[Any] = []
 
     def initialize(self, request_id: str, constraint: Constraint, backend: str = "auto") -> Future[Grammar]:
+        if self.rejects:
+            raise UnsupportedConstraint("not with me")
         self.calls.append(("initialize", request_id))
         return self.future
 
@@ -127,3 +130,11 @@ def test_ends_and_rollbacks_reach_every_member() -> None:
     case.bundle.free("r")
     assert case.bundle.failures() == {}
     assert case.other.calls == [("initialize", "r"), ("rollback", 1, 2), ("free_sequence", 1), ("free", "r")]
+
+
+def test_a_request_that_one_member_rejects_is_freed_in_the_others() -> None:
+    first, second = Banning(), Banning()
+    second.rejects = True
+    with pytest.raises(UnsupportedConstraint):
+        ProcessorBundle(first, second).initialize("r", Constraint.choice(["12"]))
+    assert first.calls == [("initialize", "r"), ("free", "r")]

@@ -330,6 +330,30 @@ def test_known_slow_slots_are_filled_last(cluster: Cluster) -> None:
     assert cluster.collect(WAIT, 0.1) == ["late", "cd"], "the quick one did not wait behind the slow one"
 
 
+def test_a_rollback_beyond_what_was_sent_loses_no_token(cluster: Cluster) -> None:
+    cluster.open(1)
+    assert cluster.step((1, "")) == ["ax"]
+    cluster.dispatcher.rollback(1, 2)
+    assert cluster.step((1, "abc")) == ["."]
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["memory", "tcp"])
+def test_a_worker_that_was_idle_for_long_is_not_overdue_when_it_is_asked(transport: Transport, shared: bool) -> None:
+    cluster = Cluster(transport, number=1, shared=shared)
+    worker = cluster.actors[0].connection
+    cluster.open(1, 2)
+    cluster.open(3, grammar="slow")
+    cluster.step((1, ""), (2, ""), (3, ""))
+    time.sleep(0.3)
+    cluster.dispatcher.free([2])
+    cluster.step()  # a frame that only frees
+    time.sleep(0.3)
+    assert cluster.step((3, "a"), timeout=0.02) == ["late"]
+    assert 0.0 < worker.stuck_seconds(time.monotonic()) < 0.2
+    assert not worker.overdue(0.2)
+    cluster.close()
+
+
 # stragglers
 
 
