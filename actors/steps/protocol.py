@@ -171,7 +171,7 @@ class SlotTable:
     seconds: NDArray[np.float32]
     status: NDArray[np.int32]
     mark: NDArray[np.void]
-    """`[1]`. `busy`: the slot that the worker is filling, or `IDLE`: the culprit if the worker dies or hangs. `since`:
+    """`[1]`. `busy`: the slot that the worker is filling, or `IDLE`; the suspect if the worker dies or hangs. `since`:
     the `time.monotonic()` at which it began. `wake`: the engine waits; the worker sends a message when it is done."""
 
     @classmethod
