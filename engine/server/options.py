@@ -244,7 +244,7 @@ OPTIONS = (
         Option("ray.mask_limit", "Seconds that one mask may take before its request fails."),
         Option(
             "ray.max_replays",
-            "0: requests open on a mask actor that dies fail. N: they move, and the one that may have caused it is retried N times.",
+            "0: requests open on a mask actor that dies fail. N: they move, and the suspect is retried N times.",
         ),
         Option("ray.pool_wait", "Seconds that constrained requests wait while no actor is up."),
         Option(
