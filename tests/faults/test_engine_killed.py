@@ -124,12 +124,12 @@ def test_an_engine_that_had_joined_a_cluster(short_directory: str) -> None:
         pids = engine.stdout.readline().split()
         family = [psutil.Process(int(pid)) for pid in pids]
         assert len(family) >= 4
-        assert list(Path(short_directory).glob("guided-*"))
+        assert list(scratch.glob("guided-*"))
         family += family_of(engine.pid)
         engine.kill()
         engine.wait(SECONDS)
         assert_all_end(family)
-        until(lambda: not list(Path(short_directory).glob("guided-*")), SECONDS)
+        until(lambda: not list(scratch.glob("guided-*")), SECONDS)
         raylets = [each for each in psutil.Process(cluster.pid).children(recursive=True) if each.name() == "raylet"]
         assert len(raylets) == 2
     finally:
