@@ -162,7 +162,7 @@ class StepPart:
         return {row: state for row, state in found if state is not None}
 
     def send_tokens(self, tokens: NDArray[np.int32]) -> None:
-        """Write one new token of every row, where all masks of the previous step are ready.
+        """Write one new token of every row, where all masks of the previous step are ready, and ask for the next ones.
 
         Args:
             tokens: int32 `[rows of the whole step]`.
@@ -179,17 +179,14 @@ class StepPart:
 
     def send_outputs(self, outputs: StepOutputs) -> None:
         """Write what is new of each row's output, and ask for the masks that were not asked for."""
-        table, slots = self.table, self.slots
-        target = table.target[slots]
-        new = outputs.lengths[self.rows] - (target & POSITION)
-        settled = table.ready[slots] == target
-        single = settled & (new == 1)
-        if single.all():
-            table.tokens[slots, 0] = outputs.last[self.rows]
-            table.target[slots] = target + 1
+        self.target = self.table.target[self.slots]
+        new = outputs.lengths[self.rows] - (self.target & POSITION)
+        settled = self.table.ready[self.slots] == self.target
+        if (settled & (new == 1)).all():
+            self.send_tokens(outputs.last)
         else:
             self._send_various(outputs, new, settled)
-        self.ask()
+            self.ask()
 
     def _send_various(self, outputs: StepOutputs, new: NDArray[np.int64], settled: NDArray[np.bool_]) -> None:
         """Write outputs of which some have no new token, several, or have become shorter."""
