@@ -209,10 +209,10 @@ class Dispatcher:
         self._step = step = _Step(sequences, -1)
         find = self._sequences.get
         states = step.states = [find(sequence.sequence_id) for sequence in sequences]
-        slots = _slots_of(states)
+        slots = np.array([FREE if state is None else state.slot for state in states], np.intp)
         if self._failed or (slots < 0).any():
             self._sort_out(step)
-            slots = _slots_of(states)
+            slots = np.array([FREE if state is None else state.slot for state in states], np.intp)
         for state in self._changed:
             if state.worker is not None and state.changed_from is not None:
                 state.worker.edit(state, state.changed_from)
@@ -318,14 +318,13 @@ class Dispatcher:
 
     def _masks(self, step: _Step) -> StepMasks:
         """Return the step's result, and learn from it."""
-        found = StepMasks(failed=step.failed)
+        found = StepMasks(failed=step.failed, seconds=sum([worker.take_seconds() for worker in self._workers]))
         ready_rows = 0
         for part in step.parts:
             slots, rows = part.slots, part.rows
             if part.missing:
                 slots, rows = slots[part.ready], rows[part.ready]
             found.ready.append(ReadyMasks(part.table.mask, slots, rows))
-            found.seconds += float(part.table.seconds[slots].sum())
             ready_rows += len(rows)
         if self._late or self._stragglers:
             self._note_ready(step)
@@ -506,10 +505,6 @@ class Dispatcher:
             self._end(WorkerDown(worker, error))
         for state in self._sequences.values():
             self._fail(state, error)
-
-
-def _slots_of(states: Sequence[SequenceState | None]) -> NDArray[np.intp]:
-    return np.fromiter([FREE if state is None else state.slot for state in states], np.intp, len(states))
 
 
 def _asked(worker: WorkerConnection, state: SequenceState, row: int, states: list[SequenceState | None]) -> StepPart:

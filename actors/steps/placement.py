@@ -126,11 +126,13 @@ class Placement:
             if not able:
                 return False
             limit = self.straggler_seconds
-            able = [worker for worker in able if not worker.retiring] or able
-            # Stragglers go to slow lanes, and other sequences do not.
-            able = [worker for worker in able if bool(worker.stragglers) == state.straggles] or able
-            able = [worker for worker in able if worker.is_responsive(now, limit)] or able
-            worker = min(able, key=lambda worker: worker.num_open)
+
+            def cost(worker: WorkerConnection) -> tuple[bool, bool, bool, int]:
+                # Stragglers go to slow lanes, and other sequences do not.
+                wrong_lane = bool(worker.stragglers) != state.straggles
+                return worker.retiring, wrong_lane, not worker.is_responsive(now, limit), worker.num_open
+
+            worker = min(able, key=cost)
         if state.straggles:
             worker.stragglers.add(state)
         self._open(state, worker, now, parent)
