@@ -72,8 +72,8 @@ class SequenceState:
     """`time.monotonic()` since when no worker could take it; 0 if one could."""
     late_since: float = 0.0
     """`time.monotonic()` of the submission that missed its step; 0 if none did."""
-    quick_rows: int = -1
-    """-1, or for a straggler: consecutive masks that did not hold up its worker."""
+    quick_rows: int = 0
+    """Of a straggler: consecutive masks that did not hold up its worker."""
     suspect: bool = False
     """A worker ended while it may have been filling its mask: the next one is filled where no other sequence is."""
     deaths: int = 0
@@ -86,11 +86,6 @@ class SequenceState:
     @property
     def sequence_id(self) -> int:
         return self.sequence.sequence_id
-
-    @property
-    def straggles(self) -> bool:
-        """Its masks hold up the other sequences of a worker."""
-        return self.quick_rows >= 0
 
     @property
     def is_ready(self) -> bool:

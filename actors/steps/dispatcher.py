@@ -102,7 +102,6 @@ class Dispatcher:
         self._step = _Step((), -1)
         self._late: set[SequenceState] = set()
         """Sequences with a mask that missed its step, until a later step has it, or they are freed."""
-        self._stragglers: set[SequenceState] = set()
         self._failed: set[SequenceState] = set()
         """Sequences with an `error`, until they are freed."""
         self._changed: set[SequenceState] = set()
@@ -147,7 +146,7 @@ class Dispatcher:
             send_all(self._workers)
 
     def _forget(self, state: SequenceState) -> None:
-        for states in (self._late, self._stragglers, self._failed, self._changed, self._placement.suspects):
+        for states in (self._late, self._failed, self._changed, self._placement.suspects, self._placement.stragglers):
             states.discard(state)
 
     def rollback(self, sequence_id: int, length: int) -> None:
@@ -174,7 +173,7 @@ class Dispatcher:
 
     def submit(self, sequences: Sequence[GuidedSequence], new_tokens: NDArray[np.int32] | None = None) -> None:
         """See `MaskPool.submit`."""
-        if self._events or self._placement.needs_rebalancing or self._placement.suspects or self._stragglers:
+        if self._events or self._placement.needs_attention:
             self._maintain()
         previous = self._step
         same = sequences is previous.sequences and type(sequences) is tuple
@@ -197,7 +196,7 @@ class Dispatcher:
         self._handle_events()
         if self._placement.needs_rebalancing:
             self._placement.rebalance()
-        for state in self._stragglers:
+        for state in self._placement.stragglers:
             if state not in self._late:
                 self._placement.move_to_lane(state)
         if self._placement.suspects:
@@ -297,10 +296,10 @@ class Dispatcher:
 
     def _is_futile(self, step: _Step) -> bool:
         """Return whether only stragglers are missing: they would miss the deadline anyway."""
-        if not self._stragglers:
+        if not self._placement.stragglers:
             return False
         undecided = step.undecided()
-        return len(undecided) < len(step.sequences) and all(state.straggles for state in undecided.values())
+        return len(undecided) < len(step.sequences) and self._placement.stragglers.issuperset(undecided.values())
 
     def _sort_undecided(self, step: _Step, waited_for_all: bool) -> None:
         """Note the late rows; fail those that were waited for until the limit."""
@@ -326,7 +325,7 @@ class Dispatcher:
                 slots, rows = slots[part.ready], rows[part.ready]
             found.ready.append(ReadyMasks(part.table.mask, slots, rows))
             ready_rows += len(rows)
-        if self._late or self._stragglers:
+        if self._late or self._placement.stragglers:
             self._note_ready(step)
         if ready_rows:
             self._placement.note_typical(found.seconds / ready_rows)
@@ -343,10 +342,8 @@ class Dispatcher:
             for row, state in ready.items():
                 if state in self._late:
                     self._settle(state)
-                if state in self._stragglers:
+                if state in self._placement.stragglers:
                     self._placement.note_straggler(state, seconds[row])
-                    if not state.straggles:
-                        self._stragglers.discard(state)
 
     def settled(self, timeout: float = 0.0) -> list[int]:
         """See `MaskPool.settled`."""
@@ -428,8 +425,7 @@ class Dispatcher:
 
     def _clear_stuck_workers(self) -> None:
         """Rows are late: have none of them wait behind a slow one."""
-        stragglers, moved = self._placement.clear_stuck_workers(time.monotonic())
-        self._stragglers.update(stragglers)
+        moved = self._placement.clear_stuck_workers(time.monotonic())
         if moved:
             self._displace(moved)
             self._step.look()
