@@ -18,8 +18,6 @@ from engine.sequence import SequenceGroup
 from guided.errors import GuidedError, InternalError, bounded
 from guided.pool import PoolStatus
 
-__all__ = ["AsyncLLM", "EngineHealth"]
-
 logger = logging.getLogger(__name__)
 
 
@@ -169,7 +167,7 @@ class AsyncLLM(BaseLLM):
         self._closing = True
         self.engine.awake.set()
         self._thread.join()
-        self._shut_down_pool()
+        super().shutdown()
 
     def _run(self) -> None:
         """Run the engine. This and the methods below run on the engine's thread."""
