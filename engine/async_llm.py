@@ -90,12 +90,7 @@ class AsyncLLM(BaseLLM):
         self._thread.start()
 
     async def generate(
-        self,
-        prompt: str | Sequence[int],
-        params: SamplingParams,
-        request_id: str | None = None,
-        *,
-        stream: bool = True,
+        self, prompt: str | Sequence[int], params: SamplingParams, request_id: str | None = None, *, stream: bool = True
     ) -> AsyncGenerator[RequestOutput, None]:
         """Run one request and yield snapshots of its output.
 

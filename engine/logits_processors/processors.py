@@ -160,11 +160,7 @@ class LogitsProcessors:
         return self._run(self._after_mask(metadata), logits, metadata, again)
 
     def _run(
-        self,
-        hosts: list[AnyHost],
-        logits: torch.Tensor,
-        metadata: SamplingMetadata,
-        again: Callable[[], torch.Tensor],
+        self, hosts: list[AnyHost], logits: torch.Tensor, metadata: SamplingMetadata, again: Callable[[], torch.Tensor]
     ) -> torch.Tensor:
         while True:  # each failing round adds a broken host
             for host in hosts:

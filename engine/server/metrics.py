@@ -157,11 +157,7 @@ class _EngineCollector(Collector):
         gauges = (
             ("num_requests_running", "Running sequences.", health.num_running),
             ("num_requests_waiting", "Requests that could run and wait.", health.num_waiting),
-            (
-                "num_requests_waiting_for_grammar",
-                "Requests that wait for a grammar.",
-                health.num_waiting_for_grammar,
-            ),
+            ("num_requests_waiting_for_grammar", "Requests that wait for a grammar.", health.num_waiting_for_grammar),
             ("num_sequences_parked", "Sequences parked because of a late mask.", stats.parked),
             ("kv_cache_usage_perc", "Share of the KV cache in use, 0 to 1.", health.kv_cache_usage),
             ("grammar_compiling", "Constraints that are being compiled or queued.", health.pool.compiling),

@@ -118,10 +118,7 @@ def test_a_generation_that_was_cut_short_continues_or_starts_again_after_reset(
     "options", [{"prompt_lookup_num_tokens": 3}, {"assistant": True, "num_assistant_tokens": 3}], ids=str
 )
 def test_drafts_are_rolled_back(
-    model: LlamaForCausalLM,
-    vocabulary: Vocabulary,
-    tiny_tokenizer: PreTrainedTokenizerFast,
-    options: dict[str, Any],
+    model: LlamaForCausalLM, vocabulary: Vocabulary, tiny_tokenizer: PreTrainedTokenizerFast, options: dict[str, Any]
 ) -> None:
     if options.pop("assistant", False):
         torch.manual_seed(3)
