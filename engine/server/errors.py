@@ -19,7 +19,19 @@ from engine.server.protocol import MISPLACED, REFUSED, UNSUPPORTED
 from guided.error_body import envelope, error_body, error_headers
 from guided.errors import GuidedError, InternalError, InvalidRequest, bounded
 
-__all__ = ["BodyTooLarge", "ModelNotFound", "QueueFull", "ShuttingDown", "Unauthorized", "install_handlers"]
+__all__ = [
+    "BodyTooLarge",
+    "HeaderTooLarge",
+    "HostNotAllowed",
+    "MalformedRequest",
+    "ModelNotFound",
+    "QueueFull",
+    "RequestTimeout",
+    "ShuttingDown",
+    "TooManyConnections",
+    "Unauthorized",
+    "install_handlers",
+]
 
 logger = logging.getLogger("guided.server")
 
@@ -37,6 +49,31 @@ class ModelNotFound(InvalidRequest):
 class BodyTooLarge(InvalidRequest):
     code = "body_too_large"
     status = 413
+
+
+class HeaderTooLarge(InvalidRequest):
+    code = "header_too_large"
+    status = 431
+
+
+class HostNotAllowed(InvalidRequest):
+    code = "host_not_allowed"
+
+
+class MalformedRequest(InvalidRequest):
+    code = "malformed_request"
+
+
+class RequestTimeout(InvalidRequest):
+    code = "request_timeout"
+    status = 408
+    retryable = True
+
+
+class TooManyConnections(InternalError):
+    code = "too_many_connections"
+    status = 503
+    retryable = True
 
 
 class QueueFull(InvalidRequest):
