@@ -15,8 +15,6 @@ from guided.constraint import Constraint
 from guided.errors import InvalidRequest
 from guided.limits import DEFAULT_LIMITS, Limits
 
-__all__ = ["Admission"]
-
 
 class Admission:
     """Checks what `SamplingParams` cannot: the prompt, the context length, the vocabulary, the engine's limits.

@@ -18,8 +18,6 @@ from guided.backends import AUTO, resolve
 from guided.limits import Range, check_ranges
 from guided.pool_options import RayPoolOptions
 
-__all__ = ["OPTIONS", "ConnectionLimits", "Option", "ServeOptions", "ServerSettings", "take_api_key"]
-
 DEFAULT_MODEL = "guided-default"
 """Name that the embedded model is served under."""
 

@@ -14,8 +14,6 @@ from jinja2 import TemplateError
 from engine.server.protocol import Message
 from guided.errors import InvalidRequest, bounded
 
-__all__ = ["encode", "encode_chat", "text_prompts"]
-
 
 def encode_chat(
     tokenizer: Any,
