@@ -58,8 +58,8 @@ class Outputs:
 
 
 @asynccontextmanager
-async def running(context: ServerContext, job: Job) -> AsyncIterator[Outputs]:
-    """Start the job and wait until it is admitted. At the end, abort what still runs of it.
+async def running(context: ServerContext, job: Job, client: str) -> AsyncIterator[Outputs]:
+    """Start the job of a client and wait until it is admitted. At the end, abort what still runs of it.
 
     Raises:
         GuidedError: the job is refused (also because its constraint does not compile), or it fails later. Errors that
@@ -67,7 +67,7 @@ async def running(context: ServerContext, job: Job) -> AsyncIterator[Outputs]:
     """
     guided = None
     try:
-        async with _running(context, job) as outputs:
+        async with _running(context, job, client) as outputs:
             guided = outputs.guided
             yield outputs
     except GuidedError as error:
@@ -90,12 +90,12 @@ def report(job: Job, error: GuidedError, guided: GuidedInfo | None) -> None:
 
 
 @asynccontextmanager
-async def _running(context: ServerContext, job: Job) -> AsyncIterator[Outputs]:
-    with context.admit(len(job.prompts)):
+async def _running(context: ServerContext, job: Job, client: str) -> AsyncIterator[Outputs]:
+    with context.admit(job.num_choices, client):
         ids = [job.request_id if len(job.prompts) == 1 else f"{job.request_id}-{i}" for i in range(len(job.prompts))]
         streams = [
             context.metrics.observed(
-                context.engine.generate(prompt, job.params, request_id, stream=job.stream), job.params
+                context.engine.generate(prompt, job.params, request_id, stream=job.stream, client=client), job.params
             )
             for prompt, request_id in zip(job.prompts, ids, strict=True)
         ]

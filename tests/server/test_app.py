@@ -341,12 +341,11 @@ class TestRefusals:
         client = client_with(max_requests=2)
         answer = post(client, "/v1/completions", prompt=["a", "b", "c"])
         assert answer.status_code == 400  # it never fits
-        client.app.state.context.in_flight = 2  # type: ignore[attr-defined]
-        answer = post(client)
+        with client.app.state.context.admit(2, "testclient"):  # type: ignore[attr-defined]
+            answer = post(client)
         assert (answer.status_code, error_of(answer)["code"]) == (429, "queue_full")
         assert int(answer.headers["retry-after"]) >= 1
         assert answer.headers["x-should-retry"] == "true"
-        client.app.state.context.in_flight = 0  # type: ignore[attr-defined]
         assert post(client).status_code == 200
         assert client.app.state.context.in_flight == 0  # type: ignore[attr-defined]
 
