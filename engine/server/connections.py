@@ -1,7 +1,7 @@
 """Connections: limits on how long and how much a client may send, and on the number of connections.
 
-uvicorn itself limits neither headers nor silent connections, so its protocol is extended here. `docs/design.md` compares
-it with the servers that have such limits.
+uvicorn itself limits neither headers nor silent connections, so its protocol is extended here. `docs/design.md`
+compares it with the servers that have such limits.
 """
 
 from __future__ import annotations
@@ -174,9 +174,8 @@ class LimitedProtocol(HttpToolsProtocol):
             "content-length": str(len(body)),
             "connection": "close",
         }
-        lines = [*self.server_state.default_headers, *((name.encode(), text.encode()) for name, text in headers.items())]
-        head = b"".join([STATUS_LINE[error.status], *(b"%s: %s\r\n" % line for line in lines), b"\r\n"])
-        self.transport.write(head + body)
+        lines = "".join(f"{name}: {text}\r\n" for name, text in headers.items())
+        self.transport.write(STATUS_LINE[error.status] + lines.encode() + b"\r\n" + body)
         self.transport.close()
 
     def _header_too_large(self) -> HeaderTooLarge:

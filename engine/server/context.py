@@ -110,7 +110,7 @@ class ServerContext:
         return self._in_flight.total()
 
 
-def _context(request: Request) -> ServerContext:
+async def _context(request: Request) -> ServerContext:
     found: ServerContext = request.app.state.context
     return found
 

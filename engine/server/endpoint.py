@@ -52,7 +52,9 @@ async def respond(
         job = await asyncio.to_thread(build_job, body, context, request.state.request_id)
         async with AsyncExitStack() as stack:
             try:
-                outputs = await _unless_gone(request, stack.enter_async_context(running(context, job, request.state.client)))
+                outputs = await _unless_gone(
+                    request, stack.enter_async_context(running(context, job, request.state.client))
+                )
                 answer = answer_type(context, body, job, outputs.guided)
                 # The backend is in a header too, for clients that do not parse the body.
                 headers = {} if outputs.guided is None else {"x-guided-backend": outputs.guided.backend}

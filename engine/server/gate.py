@@ -74,7 +74,9 @@ class Gate:
         given = headers.get("host", "")
         name = given.rpartition(":")[0] if not given.endswith("]") and ":" in given else given
         if name.lower() not in self._hosts:
-            raise HostNotAllowed(f"this server does not answer for the host {bounded(given, 100)!r}: see --allowed-hosts")
+            raise HostNotAllowed(
+                f"this server does not answer for the host {bounded(given, 100)!r}: see --allowed-hosts"
+            )
 
     def _check_key(self, scope: Scope, headers: Headers) -> int | None:
         """Return the index of the API key. None: the request has none and needs none."""

@@ -350,7 +350,11 @@ OPTIONS = (
     ),
     *_panel(
         "Connections",
-        Option("connections.max_connections", "Connections. One more ends the one that has waited longest.", process_only=True),
+        Option(
+            "connections.max_connections",
+            "Connections. One more ends the one that has waited longest.",
+            process_only=True,
+        ),
         Option("connections.max_header_bytes", "Size of URL and headers, in bytes (431 beyond).", process_only=True),
         Option("connections.header_seconds", "Seconds for URL and headers (408 beyond).", process_only=True),
         Option("connections.body_seconds", "Seconds for the body (408 beyond).", process_only=True),

@@ -35,9 +35,9 @@ from engine.server.protocol import CHAT_EXAMPLE, COMPLETION_EXAMPLE
 
 logger = logging.getLogger("guided.server")
 
-_ANSWER_SECONDS = 5
+_ANSWER_SECONDS = 3
 """After the grace period: time to send the last events of streams."""
-_EXIT_SECONDS = 10.0
+_EXIT_SECONDS = 8.0
 """After the grace period: time until the process ends, whatever still runs in it."""
 
 _LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")

@@ -23,7 +23,18 @@ from serving import ServerProcess, serving, sse, wait_until
 
 from engine.logits_processors.processors import LogitsProcessorFailed
 from engine.model_loader import LoadedModel, load_model
-from engine.server.errors import BodyTooLarge, ModelNotFound, QueueFull, ShuttingDown, Unauthorized
+from engine.server.errors import (
+    BodyTooLarge,
+    HeaderTooLarge,
+    HostNotAllowed,
+    MalformedRequest,
+    ModelNotFound,
+    QueueFull,
+    RequestTimeout,
+    ShuttingDown,
+    TooManyConnections,
+    Unauthorized,
+)
 from guided.backends import BACKENDS
 from guided.errors import (
     BackendError,
@@ -62,6 +73,11 @@ ERRORS: dict[type[GuidedError], tuple[int, str, bool]] = {
     Unauthorized: (401, "invalid_api_key", False),
     ModelNotFound: (404, "model_not_found", False),
     BodyTooLarge: (413, "body_too_large", False),
+    HeaderTooLarge: (431, "header_too_large", False),
+    HostNotAllowed: (400, "host_not_allowed", False),
+    MalformedRequest: (400, "malformed_request", False),
+    RequestTimeout: (408, "request_timeout", True),
+    TooManyConnections: (503, "too_many_connections", True),
     QueueFull: (429, "queue_full", True),
     LogitsProcessorFailed: (500, "logits_processor_failed", False),
     ShuttingDown: (503, "shutting_down", True),

@@ -331,6 +331,7 @@ class TestRefusals:
             assert answer.status_code == 401
             assert error_of(answer)["code"] == "invalid_api_key"
             assert "secret" not in answer.text
+        assert 'guided_request_failures_total{code="invalid_api_key"} 3.0' in client.get("/metrics").text
         assert client.post("/tokenize", json={"prompt": "a"}).status_code == 401
         key = {"authorization": "Bearer secret"}
         assert client.post("/v1/chat/completions", json=HELLO, headers=key).status_code == 200
