@@ -16,6 +16,7 @@ from engine.detokenizer import TokenTexts
 from engine.server.errors import ModelNotFound, QueueFull, ShuttingDown
 from engine.server.metrics import Metrics
 from engine.server.options import ServerSettings
+from engine.server.readiness import ReadinessCheck
 from guided.errors import InvalidRequest, bounded
 from guided.limits import Limits
 from guided.vocabulary import Vocabulary
@@ -27,6 +28,7 @@ class ServerContext:
     settings: ServerSettings
     metrics: Metrics
     texts: TokenTexts
+    readiness: ReadinessCheck
     created: int = field(default_factory=lambda: int(time.time()))
     shutting_down: bool = False
     _in_flight: Counter[str] = field(default_factory=Counter)
@@ -35,7 +37,7 @@ class ServerContext:
     @classmethod
     def build(cls, engine: AsyncLLM, settings: ServerSettings) -> ServerContext:
         texts = TokenTexts(engine.model.vocabulary, engine.tokenizer)
-        return cls(engine, settings, Metrics(engine), texts)
+        return cls(engine, settings, Metrics(engine), texts, ReadinessCheck(engine, settings.backend))
 
     @property
     def vocabulary(self) -> Vocabulary:
