@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Annotated
@@ -31,6 +32,8 @@ class ServerContext:
     readiness: ReadinessCheck
     created: int = field(default_factory=lambda: int(time.time()))
     shutting_down: bool = False
+    large_answers: Executor = field(default_factory=lambda: ThreadPoolExecutor(1, "large-answers"))
+    """Writes answers that would block the event loop."""
     _in_flight: Counter[str] = field(default_factory=Counter)
     """Generations in flight, by client."""
 

@@ -15,7 +15,7 @@ from engine.server.context import ServerContext
 from engine.server.errors import ShuttingDown
 from engine.server.protocol import GuidedInfo
 from guided.constraint import KINDS
-from guided.errors import CompileTimeout, GuidedError, InternalError, InvalidConstraint
+from guided.errors import CompileTimeout, GuidedError, InternalError, InvalidConstraint, InvalidRequest
 
 logger = logging.getLogger("guided.server")
 
@@ -91,6 +91,7 @@ def report(job: Job, error: GuidedError, guided: GuidedInfo | None) -> None:
 
 @asynccontextmanager
 async def _running(context: ServerContext, job: Job, client: str) -> AsyncIterator[Outputs]:
+    _check_logprobs(context, job)
     with context.admit(job.num_choices, client):
         ids = [job.request_id if len(job.prompts) == 1 else f"{job.request_id}-{i}" for i in range(len(job.prompts))]
         streams = [
@@ -111,6 +112,24 @@ async def _running(context: ServerContext, job: Job, client: str) -> AsyncIterat
         finally:
             for stream in streams:
                 await stream.aclose()  # aborts what still runs
+
+
+def _check_logprobs(context: ServerContext, job: Job) -> None:
+    """Bound the size of an answer: each token can have 21 log-probabilities.
+
+    Raises:
+        InvalidRequest: the answer could have too many.
+    """
+    params, limit = job.params, context.settings.max_answer_logprobs
+    if params.logprobs is None:
+        return
+    longest = context.engine.max_model_len
+    tokens = sum(params.max_tokens or max(0, longest - len(prompt)) for prompt in job.prompts)
+    if (count := tokens * params.n * (params.logprobs + 1)) > limit:
+        raise InvalidRequest(
+            f"prompts, n, max_tokens and logprobs together allow {count} log-probabilities; the limit is {limit}",
+            param="logprobs",
+        )
 
 
 async def _all_first(streams: Sequence[AsyncIterator[RequestOutput]], job: Job) -> list[RequestOutput]:

@@ -61,10 +61,9 @@ class ReadinessCheck:
     async def _check(self) -> Readiness:
         seconds: dict[Stage, float] = {}
         stage: Stage = "admission"
-        number = next(self._numbers)
         # A constraint that is not in the cache, and one token of its output.
-        params = SamplingParams(regex=f"ready {number}", backend=self._backend, max_tokens=1)
-        outputs = self._engine.generate("a", params, f"ready-{number}", client="readiness")
+        params = SamplingParams(regex=f"ready {next(self._numbers)}", backend=self._backend, max_tokens=1)
+        outputs = self._engine.generate("a", params, client="readiness")
         reason = None
         try:
             async with aclosing(outputs):

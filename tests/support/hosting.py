@@ -22,7 +22,7 @@ from engine.model_loader import LoadedModel
 from engine.server.app import create_app
 from engine.server.cli import listener_on
 from engine.server.context import ServerContext
-from engine.server.options import ConnectionLimits, ServeOptions, ServerSettings
+from engine.server.options import ServeOptions, ServerSettings
 from engine.server.process import drop_stalled_connections, uvicorn_config
 
 WAIT = 60.0
@@ -75,7 +75,7 @@ class Hosted:
 def hosted(
     model: LoadedModel,
     config: EngineConfig | None = None,
-    connections: ConnectionLimits | None = None,
+    options: ServeOptions | None = None,
     **settings: Any,
 ) -> Iterator[Hosted]:
     """Serve `model` with a `FaultyPool` until the block ends. The sockets have small buffers."""
@@ -89,7 +89,7 @@ def hosted(
         listener = stack.enter_context(listener_on("127.0.0.1", 0))
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         drop_stalled_connections(listener, server_settings.stall_seconds)
-        options = ServeOptions(connections=connections or ConnectionLimits())
+        options = options or ServeOptions()
         server = uvicorn.Server(
             uvicorn_config(app, options, log_config=None, log_level=None, lifespan="off", timeout_graceful_shutdown=1)
         )

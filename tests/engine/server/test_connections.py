@@ -13,7 +13,7 @@ from hosting import Hosted, events_in, hosted, read_to_the_end
 from serving import wait_until
 
 from engine.model_loader import LoadedModel, load_model
-from engine.server.options import ConnectionLimits
+from engine.server.options import ConnectionLimits, ServeOptions
 
 QUICK = ConnectionLimits(
     max_connections=6, max_header_bytes=8192, header_seconds=0.5, body_seconds=0.8, idle_seconds=0.6
@@ -29,7 +29,7 @@ def model(tiny_llama_dir: Path) -> LoadedModel:
 
 @pytest.fixture(scope="module")
 def quick(model: LoadedModel) -> Iterator[Hosted]:
-    with hosted(model, connections=QUICK) as server:
+    with hosted(model, options=ServeOptions(connections=QUICK)) as server:
         yield server
 
 
@@ -183,3 +183,15 @@ def test_an_answer_may_take_longer_than_all_limits(quick: Hosted) -> None:
         quick.pool.finish_compiles()
     assert events_in(read_to_the_end(client))[-1] == "[DONE]"
     client.close()
+
+
+@pytest.mark.parametrize(("proxies", "status"), [(None, 200), ("192.0.2.9", 200), ("127.0.0.1", 429)])
+def test_forwarded_addresses_are_believed_from_named_proxies_only(
+    model: LoadedModel, proxies: str | None, status: int
+) -> None:
+    with hosted(model, options=ServeOptions(forwarded_allow_ips=proxies), max_requests=2) as server:
+        body = {"prompt": "a", "max_tokens": 1}
+        with server.context.admit(2, "203.0.113.5"):
+            headers = {"x-forwarded-for": "203.0.113.5"}
+            answer = httpx.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=60)
+        assert answer.status_code == status
