@@ -168,14 +168,19 @@ class Scheduler:
     def _queues(self) -> dict[str, deque[SequenceGroupMetadata]]:
         """Return what could run, by client. Preempted sequences come first, then groups in the order of arrival."""
         queues: dict[str, deque[SequenceGroupMetadata]] = {}
+        most = self.max_num_seqs - len(self.running) + 1  # longer queues could not be used in one step
+
+        def add(group: SequenceGroup, sequences: list[Sequence]) -> None:
+            queue = queues.setdefault(group.client, deque())
+            if len(queue) < most:
+                queue.append(SequenceGroupMetadata(group, sequences))
+
         for sequence in self.preempted:
             if sequence.parked is None:
-                prefill = SequenceGroupMetadata(sequence.group, [sequence])
-                queues.setdefault(sequence.group.client, deque()).append(prefill)
+                add(sequence.group, [sequence])
         for group in self.waiting:
             if not group.waits_for_grammar:
-                prefill = SequenceGroupMetadata(group, group.sequences)
-                queues.setdefault(group.client, deque()).append(prefill)
+                add(group, group.sequences)
         return queues
 
     def _fits(self, prefill: SequenceGroupMetadata, budget: int) -> bool:

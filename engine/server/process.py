@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import faulthandler
 import ipaddress
 import json
 import logging
 import math
-import os
 import shlex
 import signal
 import socket
@@ -32,8 +32,6 @@ from engine.server.connections import Connections
 from engine.server.context import ServerContext
 from engine.server.options import ServeOptions, ServerSettings
 from engine.server.protocol import CHAT_EXAMPLE, COMPLETION_EXAMPLE
-
-logger = logging.getLogger("guided.server")
 
 _ANSWER_SECONDS = 3
 """After the grace period: time to send the last events of streams."""
@@ -87,7 +85,8 @@ def serve(options: ServeOptions, listener: socket.socket) -> None:
     """Serve on a bound socket until SIGINT or SIGTERM. Leaves no process behind. Raises what `start_engine` raises."""
     _log_to_stderr(options.log_level)
     drop_stalled_connections(listener, options.server.stall_seconds)
-    with _sigterm_exits():
+    exit_timer = _ExitTimer(options.grace_seconds + _EXIT_SECONDS)
+    with _sigterm_exits(exit_timer):
         _say(options, "loading the model and starting the mask pool …")
         engine = start_engine(options)
         try:
@@ -95,7 +94,8 @@ def serve(options: ServeOptions, listener: socket.socket) -> None:
             if not settings.allowed_hosts and _is_loopback(options.host):
                 settings = dataclasses.replace(settings, allowed_hosts=(*_LOOPBACK_NAMES, options.host))
             app = create_app(engine, settings)
-            _Server(uvicorn_config(app, options), app.state.context, options).run(sockets=[listener])
+            config = uvicorn_config(app, options)
+            _Server(config, app.state.context, options, exit_timer).run(sockets=[listener])
         finally:
             engine.shutdown()
 
@@ -139,8 +139,11 @@ def drop_stalled_connections(listener: socket.socket, seconds: float) -> None:
 class _Server(uvicorn.Server):
     """Prints examples when it is up. When told to stop, it lets running generations end, then aborts the rest."""
 
-    def __init__(self, config: uvicorn.Config, context: ServerContext, options: ServeOptions) -> None:
+    def __init__(
+        self, config: uvicorn.Config, context: ServerContext, options: ServeOptions, exit_timer: _ExitTimer
+    ) -> None:
         super().__init__(config)
+        self._exit_timer = exit_timer
         self._context = context
         self._options = options
 
@@ -151,8 +154,7 @@ class _Server(uvicorn.Server):
             _say(self._options, _greeting(f"http://{f'[{host}]' if ':' in host else host}:{port}", self._options))
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if not self.should_exit:
-            _end_process_after(self._options.grace_seconds + _EXIT_SECONDS)
+        self._exit_timer.start()
         super().handle_exit(sig, frame)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -175,26 +177,29 @@ class _Server(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-def _end_process_after(seconds: float) -> None:
-    """End the process after `seconds`, even if other threads hang. The pool's janitor removes what it leaves."""
+class _ExitTimer:
+    """Ends the process `seconds` after the first `start` if it has not ended by itself.
 
-    def end() -> None:
-        names = ", ".join(sorted(thread.name for thread in threading.enumerate() if thread is not timer))
-        logger.error("the server did not end in time: it ends with these threads unfinished: %s", names)
-        logging.shutdown()
-        os._exit(1)
+    It works even if threads hang or keep the GIL, and prints the stacks of all threads. The pool's janitor removes what
+    the process leaves.
+    """
 
-    timer = threading.Timer(seconds, end)
-    timer.name, timer.daemon = "exit", True
-    timer.start()
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._started = False
+
+    def start(self) -> None:
+        if not self._started:
+            self._started = True
+            faulthandler.dump_traceback_later(self._seconds, exit=True)
 
 
 @contextlib.contextmanager
-def _sigterm_exits() -> Iterator[None]:
+def _sigterm_exits(exit_timer: _ExitTimer) -> Iterator[None]:
     """Unwind the stack on SIGTERM as on SIGINT, also while uvicorn has not installed its own handlers."""
 
     def on_sigterm(number: int, frame: object) -> None:
-        _end_process_after(_EXIT_SECONDS)
+        exit_timer.start()
         raise SystemExit(0)
 
     previous = signal.signal(signal.SIGTERM, on_sigterm)

@@ -35,7 +35,7 @@ def test_sigterm_ends_a_server_with_threads_that_hang() -> None:
         assert time.monotonic() - started < 25
         for each in clients:
             each.join()
-    assert "did not end in time" in "".join(server.log)
+    assert "most recent call first" in "".join(server.log), "the stacks of what hangs"
 
 
 def test_the_api_key_is_in_no_child_and_hosts_are_checked() -> None:
