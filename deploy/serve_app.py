@@ -19,7 +19,6 @@ from engine.server.app import create_app
 from engine.server.options import ServeOptions, take_api_key
 from engine.server.process import settings_of, start_engine
 
-
 logger = logging.getLogger("ray.serve")
 
 

@@ -170,7 +170,7 @@ class AsyncLLM(BaseLLM):
         self._closing = True
         self.engine.awake.set()
         self._thread.join()
-        self._shut_down_pool()
+        super().shutdown()
 
     def _run(self) -> None:
         """Run the engine. This and the methods below run on the engine's thread."""

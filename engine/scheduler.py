@@ -6,14 +6,15 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from engine.block_manager import BlockManager
-from engine.sequence import Sequence, SequenceGroup, SequenceGroupMetadata, SequenceStatus
+from engine.sequence import Sequence, SequenceGroup, SequenceStatus
 
 
 @dataclass(slots=True)
 class ScheduledBatch:
     """The work of one step: prefills, and one token for each decoding sequence."""
 
-    prefills: list[SequenceGroupMetadata] = field(default_factory=list)
+    prefills: list[list[Sequence]] = field(default_factory=list)
+    """Each is all sequences of a new group, which have the same tokens, or one preempted sequence."""
     decodes: list[Sequence] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     """(source, target) blocks to copy before the forward pass. All sources are read before any target is written."""
@@ -115,26 +116,24 @@ class Scheduler:
         """Free the blocks of a sequence that is no longer in `running`, and queue it to be prefilled again."""
         self.blocks.free(sequence.seq_id)
         sequence.status = SequenceStatus.WAITING
-        sequence.group.num_preemptions += 1
         self.num_preemptions += 1
         self.preempted.appendleft(sequence)
 
     def _make_room(self) -> None:
-        """Preempt sequences of the client that runs the most, if another client's next group does not fit beside them.
+        """Preempt sequences of the client that runs the most, if another client's next prefill does not fit.
 
         The other client then runs no more sequences than the preempted one, so it is not preempted in return.
         """
         if len(self._clients) < 2:
             return
-        running = self._running_by_client()
-        queues = self._queues()
+        running, queues = self._running_by_client(), self._queues()
         if not queues:
             return
         client = min(queues, key=running.__getitem__)
         prefill = queues[client][0]
         while not self._fits(prefill, self.max_num_batched_tokens):
             most = max(running, key=running.__getitem__, default=client)
-            if running[most] - 1 < running[client] + len(prefill.sequences):
+            if running[most] - 1 < running[client] + len(prefill):
                 return
             running[most] -= 1
             newest = next(sequence for sequence in reversed(self.running) if sequence.group.client == most)
@@ -145,8 +144,7 @@ class Scheduler:
         if len(self.running) >= self.max_num_seqs:
             return
         budget = self.max_num_batched_tokens - len(batch.decodes)
-        running = self._running_by_client()
-        queues = self._queues()
+        running, queues = self._running_by_client(), self._queues()
         while queues:
             client = min(queues, key=running.__getitem__)
             prefill = queues[client][0]
@@ -155,46 +153,42 @@ class Scheduler:
             queues[client].popleft()
             if not queues[client]:
                 del queues[client]
-            if prefill.sequences is prefill.group.sequences:
-                self.waiting.remove(prefill.group)
+            if prefill is prefill[0].group.sequences:
+                self.waiting.remove(prefill[0].group)
             else:
-                self.preempted.remove(prefill.sequences[0])
-            running[client] += len(prefill.sequences)
+                self.preempted.remove(prefill[0])
+            running[client] += len(prefill)
             budget -= self._admit(prefill, batch)
 
     def _running_by_client(self) -> Counter[str]:
         return Counter(sequence.group.client for sequence in self.running)
 
-    def _queues(self) -> dict[str, deque[SequenceGroupMetadata]]:
-        """Return what could run, by client. Preempted sequences come first, then groups in the order of arrival."""
-        queues: dict[str, deque[SequenceGroupMetadata]] = {}
-        most = self.max_num_seqs - len(self.running) + 1  # longer queues could not be used in one step
-
-        def add(group: SequenceGroup, sequences: list[Sequence]) -> None:
-            queue = queues.setdefault(group.client, deque())
-            if len(queue) < most:
-                queue.append(SequenceGroupMetadata(group, sequences))
-
+    def _queues(self) -> dict[str, deque[list[Sequence]]]:
+        """Return the prefills that could run, by client: preempted sequences, then groups in the order of arrival."""
+        queues: dict[str, deque[list[Sequence]]] = {}
         for sequence in self.preempted:
             if sequence.parked is None:
-                add(sequence.group, [sequence])
+                queues.setdefault(sequence.group.client, deque()).append([sequence])
         for group in self.waiting:
             if not group.waits_for_grammar:
-                add(group, group.sequences)
+                queues.setdefault(group.client, deque()).append(group.sequences)
         return queues
 
-    def _fits(self, prefill: SequenceGroupMetadata, budget: int) -> bool:
+    def _fits(self, prefill: list[Sequence], budget: int) -> bool:
+        num_tokens = prefill[0].length
         spare = self._watermark if self.running else 0
         return (
-            prefill.num_tokens <= budget
-            and len(self.running) + len(prefill.sequences) <= self.max_num_seqs
-            and self.blocks.blocks_for(prefill.num_tokens) + spare <= self.blocks.num_free
+            num_tokens <= budget
+            and len(self.running) + len(prefill) <= self.max_num_seqs
+            and self.blocks.blocks_for(num_tokens) + spare <= self.blocks.num_free
         )
 
-    def _admit(self, prefill: SequenceGroupMetadata, batch: ScheduledBatch) -> int:
-        self.blocks.allocate([sequence.seq_id for sequence in prefill.sequences], prefill.num_tokens)
-        for sequence in prefill.sequences:
+    def _admit(self, prefill: list[Sequence], batch: ScheduledBatch) -> int:
+        """Run a prefill in this step. Returns its number of tokens."""
+        num_tokens = prefill[0].length
+        self.blocks.allocate([sequence.seq_id for sequence in prefill], num_tokens)
+        for sequence in prefill:
             sequence.status = SequenceStatus.RUNNING
-        self.running.extend(prefill.sequences)
+        self.running.extend(prefill)
         batch.prefills.append(prefill)
-        return prefill.num_tokens
+        return num_tokens

@@ -33,10 +33,7 @@ def create_app(engine: AsyncLLM, settings: ServerSettings) -> FastAPI:
     key = [] if settings.api_key is None else [Depends(HTTPBearer(auto_error=False))]
     errors: dict[int | str, dict[str, Any]] = {
         "4XX": {"model": ErrorAnswer, "description": "The request is at fault, or there are too many (429)."},
-        "5XX": {
-            "model": ErrorAnswer,
-            "description": "The server is at fault. `x-should-retry` says if a retry helps.",
-        },
+        "5XX": {"model": ErrorAnswer, "description": "The server is at fault. `x-should-retry` says if a retry helps."},
     }
     app = FastAPIOffline(
         title="guided", version=version("guided"), description=DESCRIPTION, dependencies=key, responses=errors

@@ -65,11 +65,28 @@ async def running(context: ServerContext, job: Job, client: str) -> AsyncIterato
         GuidedError: the job is refused (also because its constraint does not compile), or it fails later. Errors that
             an operator can act on are logged here.
     """
+    ids = [job.request_id if len(job.prompts) == 1 else f"{job.request_id}-{i}" for i in range(len(job.prompts))]
     guided = None
     try:
-        async with _running(context, job, client) as outputs:
-            guided = outputs.guided
-            yield outputs
+        _check_logprobs(context, job)
+        with context.admit(job.num_choices, client):
+            streams = [
+                context.metrics.observed(
+                    context.engine.generate(prompt, job.params, request_id, stream=job.stream, client=client),
+                    job.params,
+                )
+                for prompt, request_id in zip(job.prompts, ids, strict=True)
+            ]
+            try:
+                first = await _all_first(streams, job)
+                constraint, backend = job.params.constraint, first[0].backend
+                if constraint is not None and backend is not None:
+                    guided = GuidedInfo(kind=constraint.kind, backend=backend)
+                async with aclosing(_checked(context, _merged(first, streams), job)) as checked:
+                    yield Outputs(job, guided, checked)
+            finally:
+                for stream in streams:
+                    await stream.aclose()  # aborts what still runs
     except GuidedError as error:
         report(job, error, guided)
         raise
@@ -89,45 +106,21 @@ def report(job: Job, error: GuidedError, guided: GuidedInfo | None) -> None:
     )
 
 
-@asynccontextmanager
-async def _running(context: ServerContext, job: Job, client: str) -> AsyncIterator[Outputs]:
-    _check_logprobs(context, job)
-    with context.admit(job.num_choices, client):
-        ids = [job.request_id if len(job.prompts) == 1 else f"{job.request_id}-{i}" for i in range(len(job.prompts))]
-        streams = [
-            context.metrics.observed(
-                context.engine.generate(prompt, job.params, request_id, stream=job.stream, client=client), job.params
-            )
-            for prompt, request_id in zip(job.prompts, ids, strict=True)
-        ]
-        try:
-            first = await _all_first(streams, job)
-            backend = first[0].backend
-            constraint = job.params.constraint
-            info = None
-            if constraint is not None and backend is not None:
-                info = GuidedInfo(kind=constraint.kind, backend=backend)
-            async with aclosing(_checked(context, _merged(first, streams), job)) as checked:
-                yield Outputs(job, info, checked)
-        finally:
-            for stream in streams:
-                await stream.aclose()  # aborts what still runs
-
-
 def _check_logprobs(context: ServerContext, job: Job) -> None:
-    """Bound the size of an answer: each token can have 21 log-probabilities.
+    """Bound the size of an answer with several choices: each token can have 21 log-probabilities.
 
     Raises:
         InvalidRequest: the answer could have too many.
     """
     params, limit = job.params, context.settings.max_answer_logprobs
-    if params.logprobs is None:
+    if params.logprobs is None or job.num_choices == 1:
         return
     longest = context.engine.max_model_len
     tokens = sum(params.max_tokens or max(0, longest - len(prompt)) for prompt in job.prompts)
     if (count := tokens * params.n * (params.logprobs + 1)) > limit:
         raise InvalidRequest(
-            f"prompts, n, max_tokens and logprobs together allow {count} log-probabilities; the limit is {limit}",
+            f"prompts, n, max_tokens and logprobs together allow {count} log-probabilities; the limit for several "
+            f"choices is {limit}",
             param="logprobs",
         )
 

@@ -37,7 +37,8 @@ class ServerSettings:
         max_waiting: maximum number of prompts that wait for a grammar or for their turn. Further ones get 429. Beyond
             these two limits, a client that has less than its share of them is still served, up to twice the limit.
         max_body_bytes: maximum size of a request's body. A larger one gets 413.
-        max_answer_logprobs: maximum number of log-probabilities that an answer may have. A request for more gets 400.
+        max_answer_logprobs: maximum number of log-probabilities that an answer with several choices may have. A request
+            for more gets 400.
         stall_seconds: time for which a stream's client may read nothing before the request is aborted.
         sampling_defaults: fields of `SamplingParams` for what a request leaves out.
 
@@ -365,7 +366,7 @@ OPTIONS = (
     *_panel(
         "Limits of one request (400 beyond)",
         Option("server.max_body_bytes", "Size of a request's body, in bytes (413 beyond)."),
-        Option("server.max_answer_logprobs", "Log-probabilities that the answer could have, over all choices."),
+        Option("server.max_answer_logprobs", "Log-probabilities that an answer with several choices could have."),
         Option("engine.max_n", "Outputs of one request (n). Default: --max-num-seqs."),
         Option("engine.limits.max_constraint_bytes", "Size of a constraint, in bytes."),
         Option("engine.limits.max_nesting", "Levels of nesting in a schema, of brackets in a regex or grammar."),

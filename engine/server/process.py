@@ -219,10 +219,7 @@ def _say(options: ServeOptions, text: str) -> None:
 def _greeting(url: str, options: ServeOptions) -> str:
     lines = ["", f"guided serves {options.model_name} on {url}", ""]
     if not options.server.api_key and not _is_loopback(options.host):
-        lines += [
-            f"WARNING: {options.host} takes requests without a key: set --api-key or GUIDED_API_KEY",
-            "",
-        ]
+        lines += [f"WARNING: {options.host} takes requests without a key: set --api-key or GUIDED_API_KEY", ""]
     lines += ["Try:", "", _curl(url, options, "/v1/chat/completions", CHAT_EXAMPLE), ""]
     lines += [_curl(url, options, "/v1/completions", COMPLETION_EXAMPLE), ""]
     lines += [f"Documentation, to try from the browser:  {url}/docs", f"State of the mask pool:  curl {url}/health", ""]

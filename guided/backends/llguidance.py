@@ -51,9 +51,7 @@ class LLGuidanceBackend(Backend):
         self._vocabulary = vocabulary
         self._limits = limits
         self._tokenizer = llguidance.LLTokenizer(
-            _Tokenizer(vocabulary),
-            n_vocab=vocabulary.padded_vocab_size,
-            eos_token=list(vocabulary.stop_token_ids),
+            _Tokenizer(vocabulary), n_vocab=vocabulary.padded_vocab_size, eos_token=list(vocabulary.stop_token_ids)
         )
 
     def compile(self, constraint: Constraint) -> LLGuidanceGrammar:

@@ -21,10 +21,7 @@ from guided.schema.pointer import escape
 
 _NEVER = ("allOf", "oneOf", "not", "if", "dependentRequired", "dependentSchemas")
 """Keywords that no library enforces, where the normal form still has them."""
-_REASONS = {
-    "oneOf": " with alternatives that may overlap",
-    "allOf": " with parts that can't be merged",
-}
+_REASONS = {"oneOf": " with alternatives that may overlap", "allOf": " with parts that can't be merged"}
 
 
 class ArrayShape(NamedTuple):

@@ -72,10 +72,7 @@ class SchemaGraph:
 
     @classmethod
     def build(
-        cls,
-        document: dict[str, Any],
-        check: Callable[[Position], None] = lambda _: None,
-        param: str = "json_schema",
+        cls, document: dict[str, Any], check: Callable[[Position], None] = lambda _: None, param: str = "json_schema"
     ) -> SchemaGraph:
         """Build the graph of `document`.
 

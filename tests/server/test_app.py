@@ -277,8 +277,7 @@ class TestRefusals:
         assert error_of(post(client, json_schema=schema))["code"] == "constraint_too_large"
 
     @pytest.mark.parametrize(
-        "body",
-        [b"{", b"[]", b"", b"null", b'"x"', b"[" * 100_000, b'{"messages": ' + b"9" * 5000 + b"}", b"\xff\xfe"],
+        "body", [b"{", b"[]", b"", b"null", b'"x"', b"[" * 100_000, b'{"messages": ' + b"9" * 5000 + b"}", b"\xff\xfe"]
     )
     def test_bodies_that_are_no_request(self, client: TestClient, body: bytes) -> None:
         answer = client.post("/v1/chat/completions", content=body, headers={"content-type": "application/json"})
@@ -316,9 +315,7 @@ class TestRefusals:
                 yield body[start : start + 1000]
 
         answer = client.post(
-            "/v1/chat/completions",
-            content=pieces() if chunked else body,
-            headers={"content-type": "application/json"},
+            "/v1/chat/completions", content=pieces() if chunked else body, headers={"content-type": "application/json"}
         )
         assert answer.status_code == 413
         assert error_of(answer)["code"] == "body_too_large"

@@ -73,10 +73,7 @@ class Hosted:
 
 @contextlib.contextmanager
 def hosted(
-    model: LoadedModel,
-    config: EngineConfig | None = None,
-    options: ServeOptions | None = None,
-    **settings: Any,
+    model: LoadedModel, config: EngineConfig | None = None, options: ServeOptions | None = None, **settings: Any
 ) -> Iterator[Hosted]:
     """Serve `model` with a `FaultyPool` until the block ends. The sockets have small buffers."""
     pool = FaultyPool(model.vocabulary)

@@ -121,3 +121,23 @@ class TestShares:
         with context.admit(2, "192.0.2.1"):
             assert client.post("/v1/completions", json={**BODY, "n": 4}).status_code == 429
             assert client.post("/v1/completions", json={**BODY, "n": 3}).status_code == 200
+
+    def test_log_probabilities_of_several_choices_are_bounded(self, engine: AsyncLLM) -> None:
+        client = client_of(engine, max_answer_logprobs=100)
+        for n, max_tokens, status in ((1, 60, 200), (2, 8, 200), (2, 9, 400)):
+            body = {**BODY, "n": n, "max_tokens": max_tokens, "logprobs": 5}
+            answer = client.post("/v1/completions", json=body)
+            assert answer.status_code == status
+        assert answer.json()["error"]["param"] == "logprobs"
+
+    def test_a_large_answer_is_the_same_as_a_small_one(self, engine: AsyncLLM) -> None:
+        """It is written in a thread."""
+        client = client_of(engine)
+        body = {**BODY, "logprobs": 1, "temperature": 0, "ignore_eos": True}
+        large, small = (
+            client.post("/v1/completions", json={**body, "max_tokens": tokens}).json()["choices"][0]["logprobs"]
+            for tokens in (300, 20)
+        )
+        assert len(large["tokens"]) == 300
+        assert large["tokens"][:20] == small["tokens"]
+        assert large["top_logprobs"][:20] == small["top_logprobs"]
