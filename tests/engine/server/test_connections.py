@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import resource
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -195,3 +198,18 @@ def test_forwarded_addresses_are_believed_from_named_proxies_only(
             headers = {"x-forwarded-for": "203.0.113.5"}
             answer = httpx.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=60)
         assert answer.status_code == status
+
+
+def test_a_low_limit_on_open_files_is_a_limit_on_connections(model: LoadedModel) -> None:
+    """Without it the server could accept no connection once its file descriptors are used up."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 150, hard))
+    try:
+        with hosted(model) as server, contextlib.ExitStack() as clients:
+            host, port = server.url.removeprefix("http://").split(":")
+            for _ in range(60):
+                clients.enter_context(socket.create_connection((host, int(port))))
+            assert httpx.get(f"{server.url}/version").status_code == 200
+            assert server.metric("guided_connections_ended_total", reason="evicted") > 20
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
