@@ -242,8 +242,8 @@ class LLMEngine:
         for group in self._turns.next():
             try:
                 self._compile(group)
-            except Exception as error:
-                self._fail(group, error if isinstance(error, GuidedError) else InternalError(bounded(repr(error))))
+            except Exception as raised:
+                self._fail(group, raised if isinstance(raised, GuidedError) else InternalError(bounded(repr(raised))))
         if self.processor is not None:
             for request_id, error in self.processor.failures().items():
                 if request_id in self.groups:

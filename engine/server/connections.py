@@ -156,7 +156,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """Answer what the parser rejects. uvicorn calls it."""
-        self._refuse(self._header_error or MalformedRequest("this is not a valid HTTP/1.1 request"))
+        self._refuse(self._header_error or MalformedRequest(msg))
 
     def _refuse(self, error: GuidedError, reason: str | None = None) -> None:
         """Answer with an error and close the connection."""

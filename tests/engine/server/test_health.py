@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -53,11 +54,11 @@ def test_ready(server: Hosted) -> None:
 
 def test_many_probes_are_one_check(server: Hosted) -> None:
     wait_until(lambda: get(server, "ready").status_code == 200)
-    before = len(server.pool.opened)
+    before, started = len(server.pool.opened), time.monotonic()
     with ThreadPoolExecutor(8) as probes:
         answers = list(probes.map(lambda _: get(server, "ready").status_code, range(60)))
     assert set(answers) == {200}
-    assert len(server.pool.opened) <= before + 1
+    assert len(server.pool.opened) - before <= 1 + (time.monotonic() - started) / 2
 
 
 def test_compilation_that_hangs_is_not_ready_but_live(server: Hosted) -> None:
