@@ -90,7 +90,13 @@ class AsyncLLM(BaseLLM):
         self._thread.start()
 
     async def generate(
-        self, prompt: str | Sequence[int], params: SamplingParams, request_id: str | None = None, *, stream: bool = True
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        request_id: str | None = None,
+        *,
+        stream: bool = True,
+        client: str = "",
     ) -> AsyncGenerator[RequestOutput, None]:
         """Run one request and yield snapshots of its output.
 
@@ -99,6 +105,7 @@ class AsyncLLM(BaseLLM):
 
         Args:
             stream: off: yield only the last snapshot.
+            client: requests of different clients take turns.
 
         Raises:
             GuidedError: the request failed before it was admitted, or at any time if `stream` is off. A later failure
@@ -106,6 +113,7 @@ class AsyncLLM(BaseLLM):
             InternalError: the engine's thread has died.
         """
         group = self.engine.admit(request_id or uuid.uuid4().hex, prompt, params, stream=stream)
+        group.client = client
         consumer = _Stream(group)
         admitted = finished = False
         self._send(consumer)

@@ -167,6 +167,8 @@ class SequenceGroup:
     prompt: str | None = None
     stream: bool = True
     """Report after every step, not only at the end."""
+    client: str = ""
+    """The scheduler shares the engine between clients."""
     backend: str | None = None
     """The grammar library that enforces the constraint. Known once it is compiled."""
     compile_seconds: float = 0.0

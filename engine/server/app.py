@@ -38,8 +38,8 @@ def create_app(engine: AsyncLLM, settings: ServerSettings) -> FastAPI:
     app = FastAPIOffline(
         title="guided", version=version("guided"), description=DESCRIPTION, dependencies=key, responses=errors
     )
-    app.state.context = ServerContext.build(engine, settings)
-    app.add_middleware(Gate, api_key=settings.api_key, max_body_bytes=settings.max_body_bytes)
+    app.state.context = context = ServerContext.build(engine, settings)
+    app.add_middleware(Gate, context=context)
     install_handlers(app)
     for routes in (chat, completions, tokenization, models, health, metrics):
         app.include_router(routes.router)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import Any, TypeVar
 
@@ -19,6 +19,9 @@ from engine.server.streaming import EventStream, events
 from guided.errors import GuidedError
 
 logger = logging.getLogger("guided.server")
+
+_MANY_LOGPROBS = 256
+"""Number of tokens with log-probabilities from which an answer is large."""
 
 T = TypeVar("T")
 Body = TypeVar("Body", bound=GenerationRequest)
@@ -52,7 +55,9 @@ async def respond(
         job = await asyncio.to_thread(build_job, body, context, request.state.request_id)
         async with AsyncExitStack() as stack:
             try:
-                outputs = await _unless_gone(request, stack.enter_async_context(running(context, job)))
+                outputs = await _unless_gone(
+                    request, stack.enter_async_context(running(context, job, request.state.client))
+                )
                 answer = answer_type(context, body, job, outputs.guided)
                 # The backend is in a header too, for clients that do not parse the body.
                 headers = {} if outputs.guided is None else {"x-guided-backend": outputs.guided.backend}
@@ -64,7 +69,7 @@ async def respond(
                 context.metrics.abandoned("disconnected")
                 logger.info("request %s (x-request-id %s): the client went away", job.request_id, job.http_id)
                 return Response(status_code=499)
-            text = answer.whole(finished).model_dump_json()
+            text = await _written(context, answer, finished)
             return Response(text, media_type="application/json", headers=headers)
     except GuidedError as error:
         error.param = field_names.get(error.param or "", error.param)
@@ -77,6 +82,17 @@ async def _finished(outputs: Outputs) -> list[RequestOutput]:
     async for number, output in outputs.stream:
         last[number] = output
     return [last[number] for number in sorted(last)]
+
+
+async def _written(context: ServerContext, answer: Answer[Any], finished: Sequence[RequestOutput]) -> str:
+    """Write a whole answer. A large one is written in a thread, one at a time, because it takes seconds."""
+
+    def write() -> str:
+        return answer.whole(finished).model_dump_json()
+
+    if sum(len(each.logprobs or ()) for output in finished for each in output.outputs) < _MANY_LOGPROBS:
+        return write()
+    return await asyncio.get_running_loop().run_in_executor(context.large_answers, write)
 
 
 class _ClientGone(Exception):

@@ -15,7 +15,7 @@ from engine.server.context import ServerContext
 from engine.server.errors import ShuttingDown
 from engine.server.protocol import GuidedInfo
 from guided.constraint import KINDS
-from guided.errors import CompileTimeout, GuidedError, InternalError, InvalidConstraint
+from guided.errors import CompileTimeout, GuidedError, InternalError, InvalidConstraint, InvalidRequest
 
 logger = logging.getLogger("guided.server")
 
@@ -58,8 +58,8 @@ class Outputs:
 
 
 @asynccontextmanager
-async def running(context: ServerContext, job: Job) -> AsyncIterator[Outputs]:
-    """Start the job and wait until it is admitted. At the end, abort what still runs of it.
+async def running(context: ServerContext, job: Job, client: str) -> AsyncIterator[Outputs]:
+    """Start the job of a client and wait until it is admitted. At the end, abort what still runs of it.
 
     Raises:
         GuidedError: the job is refused (also because its constraint does not compile), or it fails later. Errors that
@@ -68,10 +68,12 @@ async def running(context: ServerContext, job: Job) -> AsyncIterator[Outputs]:
     ids = [job.request_id if len(job.prompts) == 1 else f"{job.request_id}-{i}" for i in range(len(job.prompts))]
     guided = None
     try:
-        with context.admit(len(job.prompts)):
+        _check_logprobs(context, job)
+        with context.admit(job.num_choices, client):
             streams = [
                 context.metrics.observed(
-                    context.engine.generate(prompt, job.params, request_id, stream=job.stream), job.params
+                    context.engine.generate(prompt, job.params, request_id, stream=job.stream, client=client),
+                    job.params,
                 )
                 for prompt, request_id in zip(job.prompts, ids, strict=True)
             ]
@@ -102,6 +104,25 @@ def report(job: Job, error: GuidedError, guided: GuidedInfo | None) -> None:
         "request %s (x-request-id %s) failed: %s: %s%s; constraint %s, backend %s",
         *(job.request_id, job.http_id, error.code, error, where, kind, backend),
     )
+
+
+def _check_logprobs(context: ServerContext, job: Job) -> None:
+    """Bound the size of an answer with several choices: each token can have 21 log-probabilities.
+
+    Raises:
+        InvalidRequest: the answer could have too many.
+    """
+    params, limit = job.params, context.settings.max_answer_logprobs
+    if params.logprobs is None or job.num_choices == 1:
+        return
+    longest = context.engine.max_model_len
+    tokens = sum(params.max_tokens or max(0, longest - len(prompt)) for prompt in job.prompts)
+    if (count := tokens * params.n * (params.logprobs + 1)) > limit:
+        raise InvalidRequest(
+            f"prompts, n, max_tokens and logprobs together allow {count} log-probabilities; the limit for several "
+            f"choices is {limit}",
+            param="logprobs",
+        )
 
 
 async def _all_first(streams: Sequence[AsyncIterator[RequestOutput]], job: Job) -> list[RequestOutput]:

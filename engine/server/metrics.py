@@ -83,11 +83,18 @@ class Metrics:
         self._abandoned = counter(
             "request_aborts", "Requests aborted because the client disconnected or stalled.", "reason"
         )
+        self._connection_ends = counter(
+            "connections_ended", "Connections that the server ended before their client did.", "reason"
+        )
         self.registry.register(_EngineCollector(engine))
 
     def abandoned(self, reason: str) -> None:
         """Count a request that was aborted because its client `disconnected` or `stalled`."""
         self._abandoned.labels(reason).inc()
+
+    def connection_ended(self, reason: str) -> None:
+        """Count a connection that the server ended: its client sent too little or too much, or there were too many."""
+        self._connection_ends.labels(reason).inc()
 
     def failed(self, code: str) -> None:
         """Count a request that was answered with an error, or with a stream that ended with one."""

@@ -95,6 +95,8 @@ async def events(outputs: Outputs, answer: Answer[Any], metrics: Metrics) -> Asy
         async for number, output in outputs.stream:
             for chunk in answer.new_chunks(number, output):
                 yield _event(chunk)
+                if job.params.logprobs is not None:
+                    await asyncio.sleep(0)  # after a slow read there can be much to write
             if output.finished:
                 finished[number] = output
         if answer.include_usage:
