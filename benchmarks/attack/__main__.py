@@ -8,8 +8,8 @@ another address (127.0.0.2) sends small requests, with and without constraints, 
 The limits of a case: at most 500 MB of memory above idle (all processes of the server, without shared memory), at most
 250 ms until an answer of /health, the 99th percentile of the good requests' times at most 3 times that of the seconds
 before the attack, no good request fails, nothing dies or hangs, every answer is one of the documented ones, and
-everything is given back within 10 s: memory, file descriptors, requests, processes. A case that stops or kills processes
-is not held to the third, and good requests may fail there with an error that says that they may be sent again.
+everything is given back within 10 s: memory, file descriptors, requests, processes. In a case that stops or kills
+processes good requests may be slower, and may fail with an error that says that they may be sent again.
 
 A watchdog kills a server that takes 6 GB. A server that died, or did not give everything back, is started again before
 the next case. The exit status is 1 if a case fails. Writes attack.json.
@@ -21,7 +21,7 @@ import argparse
 import asyncio
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,16 +32,15 @@ from tqdm import tqdm
 from benchmarks.attack import bodies, connections, processes  # noqa: F401  registers the cases
 from benchmarks.attack.case import ALL, Case, Setup, Target
 from benchmarks.attack.measure import FATAL_MB, MemoryWatch, held, kill, not_given_back
-from benchmarks.attack.witness import Seen, Witness
+from benchmarks.attack.witness import Seen, Witness, warm_up
 from benchmarks.chaos.load import Record, client_for
 from benchmarks.chaos.server import Server, running_server
 from benchmarks.report import RESULTS, exit_with, machine, percentiles, print_table, write_json
 
 MEMORY_MB, STALL_MS, RATIO = 500.0, 250.0, 3.0
 BACK_SECONDS = 10.0
-WARM_UP_SECONDS = 4.0
 EXCUSED = ("worker_died", "pool_unavailable", "shutting_down")
-"""Errors of good requests that a case that restarts processes may cause. They say that the request may be sent again."""
+"""Errors of good requests that a case that restarts processes may cause: the client may send the request again."""
 
 
 @dataclass(frozen=True)
@@ -50,23 +49,16 @@ class Period:
 
     good: list[Record]
     stall: float
-    """Longest time of a probe, in seconds."""
+    """Longest time of a probe, in ms."""
+    times: dict[str, float]
+    """Percentiles of the good requests' times, in ms."""
 
     @classmethod
-    def of(cls, seen: Seen, begin: float, end: float) -> Period:
-        """Take what overlaps an interval."""
-        good = [each for each in seen.records if each.ended > begin and each.began < end]
-        return cls(
-            good, max((each.took for each in seen.probes if begin < each.at + each.took and each.at < end), default=0)
-        )
-
-    @property
-    def seconds(self) -> list[float]:
-        return [each.ended - each.began for each in self.good]
-
-    @property
-    def p99(self) -> float:
-        return float(np.percentile(self.seconds or [np.nan], 99))
+    def of(cls, seen: Seen, includes: Callable[[float, float], bool]) -> Period:
+        """Take the requests and probes of which `includes(begin, end)` is true."""
+        good = [each for each in seen.records if includes(each.began, each.ended)]
+        probes = [each.took for each in seen.probes if includes(each.at, each.at + each.took)]
+        return cls(good, 1e3 * max(probes, default=0.0), percentiles([each.ended - each.began for each in good]))
 
 
 @dataclass(frozen=True)
@@ -76,9 +68,8 @@ class Result:
     case: Case
     target: Target
     seconds: float
-    idle: float
-    """MB of memory before the attack."""
-    peak: float
+    memory: float
+    """MB above idle."""
     calm: Period
     attacked: Period
     killed: bool
@@ -87,40 +78,32 @@ class Result:
     kept: list[str]
 
     @property
-    def violations(self) -> list[tuple[str, str]]:
-        """Return (what, description) of each broken limit."""
-        found = [("answers", each) for each in self.target.problems]
-        if hung := self.target.answers["hung"]:
-            found.append(("hung", f"{hung} requests without an answer"))
-        if self.killed:
-            found.append(("memory", f"killed by the watchdog at {FATAL_MB:.0f} MB"))
-        if self.peak - self.idle > MEMORY_MB:
-            found.append(("memory", f"{self.peak - self.idle:.0f} MB above idle"))
-        if self.case.ends_server:
-            return found
-        if not self.alive:
-            return [*found, ("dead", "the server has died")]
-        if self.attacked.stall * 1e3 > STALL_MS:
-            found.append(("stall", f"/health took {self.attacked.stall * 1e3:.0f} ms"))
-        if self.ratio > RATIO and not self.case.restarts:
-            found.append(("slow", f"good p99 is {self.ratio:.1f} times that of calm seconds"))
-        excused = EXCUSED if self.case.restarts else ()
-        lost = [
-            each for each in self.attacked.good if each.verdict.outcome != "valid" and each.verdict.cause not in excused
-        ]
-        if lost:
-            found.append(("good", f"{len(lost)} good requests failed, the first: {lost[0].describe()[:200]}"))
-        return found + [("kept", each) for each in self.kept]
-
-    @property
     def ratio(self) -> float:
         """99th percentile of the good requests' times, divided by that of the calm seconds."""
-        return self.attacked.p99 / self.calm.p99
+        return round(self.attacked.times.get("p99", np.nan) / self.calm.times.get("p99", np.nan), 2)
 
     @property
-    def is_reusable(self) -> bool:
-        """Whether the next case may have the same server."""
-        return self.alive and not self.kept and not self.target.answers["hung"]
+    def violations(self) -> list[tuple[str, str]]:
+        """Return (verdict, description) of each broken limit."""
+        case, answers = self.case, self.target.answers
+        broken = sum(count for answer, count in answers.items() if answer.endswith("Error"))
+        wrong = [each for each in self.attacked.good if each.verdict.outcome != "valid"]
+        lost = [each for each in wrong if not (case.restarts and each.verdict.cause in EXCUSED)]
+        found = [("answers", each) for each in dict.fromkeys(self.target.problems)]
+        limits = [
+            ("hung", answers["hung"], f"{answers['hung']} requests without an answer"),
+            ("memory", self.killed, f"killed by the watchdog at {FATAL_MB:.0f} MB"),
+            ("memory", self.memory > MEMORY_MB, f"{self.memory:.0f} MB above idle"),
+        ]
+        if not case.ends_server:
+            limits += [
+                ("dead", not self.alive, "the server has died"),
+                ("answers", broken and self.alive, f"{broken} connections ended without an answer"),
+                ("stall", self.attacked.stall > STALL_MS, f"/health took {self.attacked.stall:.0f} ms"),
+                ("slow", self.ratio > RATIO and not case.restarts, f"good p99 is {self.ratio} times the calm one"),
+                ("good", lost, f"{len(lost)} failed" + "".join(f", {each.describe()[:150]}" for each in lost[:1])),
+            ]
+        return found + [(what, text) for what, truth, text in limits if truth] + [("kept", each) for each in self.kept]
 
     @property
     def verdict(self) -> str:
@@ -134,14 +117,13 @@ class Result:
             "what": self.case.what,
             "seconds": round(self.seconds, 1),
             "answers": dict(self.target.answers.most_common()),
-            "memory_idle_mb": round(self.idle),
-            "memory_mb": round(self.peak - self.idle),
-            "stall_calm_ms": round(self.calm.stall * 1e3),
-            "stall_ms": round(self.attacked.stall * 1e3),
+            "memory_mb": max(0, round(self.memory)),
+            "stall_calm_ms": round(self.calm.stall),
+            "stall_ms": round(self.attacked.stall),
             "good": len(self.attacked.good),
-            "good_calm_ms": percentiles(self.calm.seconds),
-            "good_ms": percentiles(self.attacked.seconds),
-            "good_ratio": round(self.ratio, 2),
+            "good_calm_ms": self.calm.times,
+            "good_ms": self.attacked.times,
+            "good_ratio": self.ratio,
             "notes": self.target.notes,
             "violations": [f"{what}: {text}" for what, text in self.violations],
             "verdict": self.verdict,
@@ -155,7 +137,6 @@ async def run_case(case: Case, server: Server, witness: Witness, calm: float) ->
     async with client_for(server.url, 2_000) as http:
         target = Target(server, http)
         witness.start(server.url, case.setup.key)
-        started = time.monotonic()
         await asyncio.sleep(calm)
         watch.start()
         begin = time.monotonic()
@@ -167,12 +148,14 @@ async def run_case(case: Case, server: Server, witness: Witness, calm: float) ->
         except Exception as error:  # the server may be gone
             target.expect(not server.alive, f"{type(error).__name__}: {str(error)[:200]}")
         end = time.monotonic()
-        await asyncio.sleep(0.5)  # what the last request has started is part of the attack
     seen = await asyncio.to_thread(witness.stop)
-    left = [] if case.ends_server else await asyncio.to_thread(not_given_back, server, before, BACK_SECONDS)
+    gone = case.ends_server or not server.alive
+    left = [] if gone else await asyncio.to_thread(not_given_back, server, before, BACK_SECONDS)
     watch.end()
-    periods = Period.of(seen, started, begin), Period.of(seen, begin, end + 0.5)
-    return Result(case, target, end - begin, before.memory, watch.peak, *periods, watch.killed, server.alive, left)
+    calm_period = Period.of(seen, lambda _, until: until < begin)
+    attacked = Period.of(seen, lambda since, until: since < end and until >= begin)
+    memory = watch.peak - before.memory
+    return Result(case, target, end - begin, memory, calm_period, attacked, watch.killed, server.alive, left)
 
 
 class Servers:
@@ -184,21 +167,15 @@ class Servers:
         self._setup: Setup | None = None
         self._server: Server | None = None
 
-    def take(self, case: Case, witness: Witness) -> Server:
-        """Return a running server for a case."""
-        if self._server is None or self._setup != case.setup or not self._server.alive:
+    def take(self, setup: Setup) -> Server:
+        """Return a running server. Raises `SystemExit` if it does not start."""
+        if self._server is None or self._setup != setup or not self._server.alive:
             self.drop()
-            environment = {} if case.setup.key is None else {"GUIDED_API_KEY": case.setup.key}
-            running = running_server(
-                *("--log-level", "warning", *case.setup.arguments),
-                log=self._log,
-                environment=environment,
-                prefix=case.setup.prefix,
-            )
-            self._server, self._setup = self._stack.enter_context(running), case.setup
-            witness.start(self._server.url, case.setup.key)
-            time.sleep(WARM_UP_SECONDS)
-            witness.stop()
+            environment = {} if setup.key is None else {"GUIDED_API_KEY": setup.key}
+            arguments = ("--log-level", "warning", *setup.arguments)
+            running = running_server(*arguments, log=self._log, environment=environment, prefix=setup.prefix)
+            self._server, self._setup = self._stack.enter_context(running), setup
+            asyncio.run(warm_up(self._server.url, setup.key))
         return self._server
 
     def drop(self) -> None:
@@ -210,7 +187,7 @@ class Servers:
 
 
 def run_all(cases: Sequence[Case], options: argparse.Namespace) -> tuple[list[Result], dict[str, str]]:
-    """Run cases. Returns the results, and the reasons of those that can't run here."""
+    """Run cases. Returns the results, and why cases were not run."""
     results: list[Result] = []
     skipped: dict[str, str] = {}
     witness, servers = Witness(), Servers(options.log)
@@ -222,13 +199,12 @@ def run_all(cases: Sequence[Case], options: argparse.Namespace) -> tuple[list[Re
                     skipped[case.name] = reason
                     continue
                 try:
-                    server = servers.take(case, witness)
-                except SystemExit as error:  # does not start in such surroundings
+                    server = servers.take(case.setup)
+                except SystemExit as error:  # with the last lines of its log
                     skipped[case.name] = str(error).strip().splitlines()[-1][:200]
-                    servers.drop()
                     continue
                 results.append(asyncio.run(run_case(case, server, witness, options.calm)))
-                if case.ends_server or not results[-1].is_reusable:
+                if not server.alive or results[-1].kept or results[-1].target.answers["hung"]:
                     servers.drop()
     finally:
         servers.drop()
@@ -237,21 +213,15 @@ def run_all(cases: Sequence[Case], options: argparse.Namespace) -> tuple[list[Re
 
 
 def show(results: Sequence[Result], skipped: dict[str, str]) -> None:
-    """Print the table, and below it what broke a limit."""
+    """Print the table, and below it the notes and what broke a limit."""
     rows = []
     for result in results:
-        row = result.summary()
-        answers = ", ".join(f"{count} × {answer}" for answer, count in row["answers"].items())
-        row.update(answers=answers[:60], calm=row["good_calm_ms"].get("p99"), p99=row["good_ms"].get("p99"))
-        rows.append(row)
-    headings = {
-        "case": "case",
-        "row": "row",
-        "answers": "answers",
-        "memory_mb": "MB above idle",
-        "stall_ms": "stall ms",
-    }
-    print_table(rows, {**headings, "calm": "good p99 calm", "p99": "good p99 ms", "verdict": "verdict"})
+        answers = ", ".join(f"{answer}: {count}" for answer, count in result.target.answers.most_common())
+        times = {"calm": result.calm.times.get("p99"), "p99": result.attacked.times.get("p99")}
+        rows.append({**result.summary(), **times, "answers": answers[:60]})
+    headings = {"case": "case", "row": "row", "answers": "answers", "memory_mb": "MB", "stall_calm_ms": "stall calm"}
+    headings |= {"stall_ms": "stall ms", "calm": "good p99 calm", "p99": "good p99", "verdict": "verdict"}
+    print_table(rows, headings)
     print()
     for result in results:
         for line in (*result.target.notes, *(f"! {what}: {text}" for what, text in result.violations)):

@@ -56,9 +56,8 @@ async def quadratic_schemas_then_sigterm(target: Target) -> None:
     target.server.process.terminate()
     while target.server.alive and time.monotonic() - began < GRACE_SECONDS + STOP_SECONDS:
         await asyncio.sleep(0.1)
-    target.notes.append(
-        f"SIGTERM: {'alive' if target.server.alive else 'ended'} after {time.monotonic() - began:.1f} s"
-    )
+    state = "alive" if target.server.alive else "ended"
+    target.notes.append(f"{state} {time.monotonic() - began:.1f} s after SIGTERM")
     target.expect(not target.server.alive, "SIGTERM does not end the server")
     posts.cancel()
     await asyncio.gather(posts, return_exceptions=True)

@@ -7,7 +7,7 @@ import contextlib
 import json
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -88,9 +88,8 @@ class Target:
     async def raw(self, *parts: bytes, limit: float = ANSWER_SECONDS) -> bytes:
         """Send bytes on a connection of their own. Returns the beginning of what the server sends until it closes the
         connection or pauses for a second."""
-        received = b""
-        writer = None
-        with contextlib.suppress(OSError, TimeoutError):
+        received, end, writer = b"", "closed without an answer", None
+        try:
             async with asyncio.timeout(limit):
                 reader, writer = await asyncio.open_connection(*self.address)
                 with contextlib.suppress(ConnectionError):
@@ -101,9 +100,14 @@ class Target:
                     chunk := await asyncio.wait_for(reader.read(1 << 14), 1.0 if received else limit)
                 ):
                     received += chunk
-        if writer is not None:
-            writer.transport.abort()
-        self.answers[_status_line(received)] += 1
+        except TimeoutError:
+            end = "hung"
+        except OSError:
+            pass
+        finally:
+            if writer is not None:
+                writer.transport.abort()
+        self.answers[received[9:12].decode() if received.startswith(b"HTTP/1.") else end] += 1
         return received
 
     async def recovered(self, limit: float) -> None:
@@ -126,15 +130,6 @@ class Target:
         self.expect(not self.server.alive, f"has not recovered after {limit:g} s")
 
 
-def _status_line(received: bytes) -> str:
-    if received.startswith(b"HTTP/1."):
-        return received[9:12].decode(errors="replace")
-    return "closed without an answer" if not received else "not HTTP"
-
-
-Attack = Callable[[Target], Awaitable[None]]
-
-
 @dataclass(frozen=True)
 class Setup:
     """How `guided serve` is started."""
@@ -146,49 +141,41 @@ class Setup:
     """See `running_server`."""
 
 
+Attack = Callable[[Target], Coroutine[Any, Any, None]]
+
+
 @dataclass(frozen=True)
 class Case:
     """One attack."""
 
     name: str
-    row: str
-    """Row of the table in issue 11, or "held"."""
     what: str
     attack: Attack
-    seconds: float
-    """The attack ends after this time at the latest. It is then hung."""
-    setup: Setup
-    ends_server: bool
+    row: str
+    """Of the table in issue 11, or "held"."""
+    seconds: float = 30.0
+    """After this time the attack is hung."""
+    setup: Setup = Setup()
+    ends_server: bool = False
     """Whether the server has to end."""
-    restarts: bool
-    """Whether processes are restarted: requests may then be slower, and fail with `EXCUSED` codes."""
-    slow: bool
+    restarts: bool = False
+    """Whether processes are restarted: good requests may then be slower, and fail with a retryable error."""
+    slow: bool = False
     """Whether it takes more than 20 s on a server that withstands it."""
-    unable: Callable[[], str | None]
-    """Returns why the case can't run here, or None."""
+    unable: Callable[[], str | None] = lambda: None
+    """Returns why the case can't run on this machine, or None."""
 
 
 ALL: list[Case] = []
 """Every case, in the order of definition."""
 
 
-def case(
-    row: str,
-    seconds: float = 30.0,
-    setup: Setup | None = None,
-    ends_server: bool = False,
-    restarts: bool = False,
-    slow: bool = False,
-    unable: Callable[[], str | None] = lambda: None,
-) -> Callable[[Attack], Attack]:
+def case(row: str, **options: Any) -> Callable[[Attack], Attack]:
     """Register a function as a case. Its name and the first line of its docstring become the case's."""
 
     def register(attack: Attack) -> Attack:
-        name = getattr(attack, "__name__").replace("_", "-")  # noqa: B009
-        what = (attack.__doc__ or "").partition("\n")[0]
-        ALL.append(
-            Case(name, row, what, attack, seconds, setup or Setup(), ends_server, restarts, slow, unable),
-        )
+        name, what = getattr(attack, "__name__", ""), (attack.__doc__ or "").partition("\n")[0]
+        ALL.append(Case(name.replace("_", "-"), what, attack, row, **options))
         return attack
 
     return register

@@ -16,6 +16,7 @@ from multiprocessing.connection import Connection
 import httpx
 
 from benchmarks.chaos.checks import Judge
+from benchmarks.chaos.client import ask
 from benchmarks.chaos.examples import EXAMPLES
 from benchmarks.chaos.load import Load, Record, client_for, ended
 from benchmarks.chaos.server import default_vocabulary
@@ -26,7 +27,7 @@ from guided.constraint import KINDS
 ADDRESS = "127.0.0.2"
 CLIENTS = 3
 PAUSE_SECONDS = 0.05
-LIMIT_SECONDS = 30.0
+LIMIT_SECONDS = 20.0
 """A request or probe without an answer after this time is hung."""
 REFUSALS = 20
 """Refused probes in a row after which the server is taken for dead."""
@@ -80,6 +81,20 @@ def _run(connection: Connection) -> None:
         connection.send(asyncio.run(_observe(connection, judge, *connection.recv())))
 
 
+async def warm_up(url: str, key: str | None) -> None:
+    """Send every good request once, so that its constraint is compiled."""
+    async with _client(url, key) as http:
+        for request in itertools.islice(_requests(), 4 * len(KINDS)):
+            await ask(http, request, 60)
+
+
+def _client(url: str, key: str | None) -> httpx.AsyncClient:
+    http = client_for(url, 64, ADDRESS)
+    if key is not None:
+        http.headers["authorization"] = f"Bearer {key}"
+    return http
+
+
 def _requests() -> Iterator[Request]:
     """Yield small requests: without constraint, and of every kind; every second one is streamed."""
     for number in itertools.count():
@@ -92,9 +107,7 @@ def _requests() -> Iterator[Request]:
 async def _observe(connection: Connection, judge: Judge, url: str, key: str | None) -> Seen:
     over = asyncio.Event()
     probes: list[Probe] = []
-    headers = {} if key is None else {"authorization": f"Bearer {key}"}
-    async with client_for(url, CLIENTS + 8, ADDRESS) as http, client_for(url, 64, ADDRESS) as prober:
-        http.headers.update(headers)
+    async with _client(url, key) as http:
         load, requests = Load(http, judge, LIMIT_SECONDS), _requests()
 
         async def client() -> None:
@@ -106,7 +119,7 @@ async def _observe(connection: Connection, judge: Judge, url: str, key: str | No
             began, answered = time.monotonic(), False
             try:
                 async with asyncio.timeout(LIMIT_SECONDS):
-                    await prober.get("/health", headers={"connection": "close"})
+                    await http.get("/health", headers={"connection": "close"})
                 answered = True
             except (httpx.HTTPError, TimeoutError):
                 pass

@@ -97,16 +97,8 @@ def running_server(
     handle, name = tempfile.mkstemp(prefix="guided-serve-", suffix=".log")
     os.close(handle)
     path = log or Path(name)
-    command = [
-        *prefix,
-        sys.executable,
-        "-c",
-        "from engine.server.cli import main; main()",
-        "serve",
-        "--port",
-        "0",
-        *arguments,
-    ]
+    program = [sys.executable, "-c", "from engine.server.cli import main; main()"]
+    command = [*prefix, *program, "serve", "--port", "0", *arguments]
     with path.open("wb") as output:
         variables = {**os.environ, **(environment or {})}
         process = subprocess.Popen(command, cwd=ROOT, env=variables, stdout=output, stderr=subprocess.STDOUT)
