@@ -203,8 +203,10 @@ def run_all(cases: Sequence[Case], options: argparse.Namespace) -> tuple[list[Re
                 except SystemExit as error:  # with the last lines of its log
                     skipped[case.name] = str(error).strip().splitlines()[-1][:200]
                     continue
-                results.append(asyncio.run(run_case(case, server, witness, options.calm)))
-                if not server.alive or results[-1].kept or results[-1].target.answers["hung"]:
+                result = asyncio.run(run_case(case, server, witness, options.calm))
+                results.append(result)
+                tqdm.write(f"{case.name}: {result.verdict}")
+                if not server.alive or result.kept or result.target.answers["hung"]:
                     servers.drop()
     finally:
         servers.drop()
