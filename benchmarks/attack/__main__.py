@@ -90,7 +90,7 @@ class Result:
         wrong = [each for each in self.attacked.good if each.verdict.outcome != "valid"]
         lost = [each for each in wrong if not (case.restarts and each.verdict.cause in EXCUSED)]
         found = [("answers", each) for each in dict.fromkeys(self.target.problems)]
-        limits = [
+        limits: list[tuple[str, object, str]] = [
             ("hung", answers["hung"], f"{answers['hung']} requests without an answer"),
             ("memory", self.killed, f"killed by the watchdog at {FATAL_MB:.0f} MB"),
             ("memory", self.memory > MEMORY_MB, f"{self.memory:.0f} MB above idle"),
@@ -108,6 +108,10 @@ class Result:
     @property
     def verdict(self) -> str:
         return ", ".join(dict.fromkeys(what for what, _ in self.violations)) or "ok"
+
+    def lines(self) -> list[str]:
+        """Return notes and what broke a limit, for people."""
+        return [f"    {line}" for line in (*self.target.notes, *(f"{what}: {text}" for what, text in self.violations))]
 
     def summary(self) -> dict[str, Any]:
         """Return the row of the table and of the JSON file."""
@@ -205,7 +209,7 @@ def run_all(cases: Sequence[Case], options: argparse.Namespace) -> tuple[list[Re
                     continue
                 result = asyncio.run(run_case(case, server, witness, options.calm))
                 results.append(result)
-                tqdm.write(f"{case.name}: {result.verdict}")
+                tqdm.write("\n".join([f"{case.name}: {result.verdict}", *result.lines()]))
                 if not server.alive or result.kept or result.target.answers["hung"]:
                     servers.drop()
     finally:
@@ -215,7 +219,7 @@ def run_all(cases: Sequence[Case], options: argparse.Namespace) -> tuple[list[Re
 
 
 def show(results: Sequence[Result], skipped: dict[str, str]) -> None:
-    """Print the table, and below it the notes and what broke a limit."""
+    """Print the table, and the cases that were not run."""
     rows = []
     for result in results:
         answers = ", ".join(f"{answer}: {count}" for answer, count in result.target.answers.most_common())
@@ -225,9 +229,6 @@ def show(results: Sequence[Result], skipped: dict[str, str]) -> None:
     headings |= {"stall_ms": "stall ms", "calm": "good p99 calm", "p99": "good p99", "verdict": "verdict"}
     print_table(rows, headings)
     print()
-    for result in results:
-        for line in (*result.target.notes, *(f"! {what}: {text}" for what, text in result.violations)):
-            print(f"{result.case.name}: {line}")
     for name, reason in skipped.items():
         print(f"{name}: not run: {reason}")
 
