@@ -50,6 +50,8 @@ class Period:
     good: list[Record]
     stall: float
     """Longest time of a probe, in ms."""
+    unanswered: int
+    """Probes without an answer."""
     times: dict[str, float]
     """Percentiles of the good requests' times, in ms."""
 
@@ -57,8 +59,10 @@ class Period:
     def of(cls, seen: Seen, includes: Callable[[float, float], bool]) -> Period:
         """Take the requests and probes of which `includes(begin, end)` is true."""
         good = [each for each in seen.records if includes(each.began, each.ended)]
-        probes = [each.took for each in seen.probes if includes(each.at, each.at + each.took)]
-        return cls(good, 1e3 * max(probes, default=0.0), percentiles([each.ended - each.began for each in good]))
+        probes = [each for each in seen.probes if includes(each.at, each.at + each.took)]
+        stall = 1e3 * max((each.took for each in probes), default=0.0)
+        unanswered = sum(not each.answered for each in probes)
+        return cls(good, stall, unanswered, percentiles([each.ended - each.began for each in good]))
 
 
 @dataclass(frozen=True)
@@ -100,6 +104,7 @@ class Result:
                 ("dead", not self.alive, "the server has died"),
                 ("answers", broken and self.alive, f"{broken} connections ended without an answer"),
                 ("stall", self.attacked.stall > STALL_MS, f"/health took {self.attacked.stall:.0f} ms"),
+                ("stall", self.attacked.unanswered, f"{self.attacked.unanswered} probes of /health failed"),
                 ("slow", self.ratio > RATIO and not case.restarts, f"good p99 is {self.ratio} times the calm one"),
                 ("good", lost, f"{len(lost)} failed" + "".join(f", {each.describe()[:150]}" for each in lost[:1])),
             ]
@@ -124,6 +129,7 @@ class Result:
             "memory_mb": max(0, round(self.memory)),
             "stall_calm_ms": round(self.calm.stall),
             "stall_ms": round(self.attacked.stall),
+            "probes_failed": self.attacked.unanswered,
             "good": len(self.attacked.good),
             "good_calm_ms": self.calm.times,
             "good_ms": self.attacked.times,
