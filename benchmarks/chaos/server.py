@@ -77,10 +77,7 @@ def default_vocabulary() -> Vocabulary:
 
 @contextlib.contextmanager
 def running_server(
-    *arguments: str,
-    log: Path | None = None,
-    environment: Mapping[str, str] | None = None,
-    prefix: Sequence[str] = (),
+    *arguments: str, log: Path | None = None, environment: Mapping[str, str] | None = None, prefix: Sequence[str] = ()
 ) -> Iterator[Server]:
     """Run `guided serve` on a free port. At the end of the block all its processes are gone.
 
