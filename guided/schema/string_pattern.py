@@ -6,11 +6,14 @@ pattern is parsed (`regex.parse_search`: it may match anywhere) and its characte
 
 from __future__ import annotations
 
+import re
+from functools import lru_cache
+
 from guided import regex
 from guided.errors import InvalidConstraint, UnsupportedConstraint
 from guided.regex import Chars, Choice, Node, Repeat, Sequence
 
-__all__ = ["FORMATS", "PLAIN", "fit", "in_json", "read", "width"]
+__all__ = ["FORMATS", "PLAIN", "fit", "in_json", "matches", "read", "width"]
 
 _ESCAPED = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t", "\r": "\\r", "\b": "\\b", "\f": "\\f"}
 PLAIN = regex.complement(regex.ranges_of([(0, 0x1F), (0x22, 0x22), (0x5C, 0x5C), (0x7F, 0x7F)]))
@@ -64,6 +67,16 @@ of them: no leap seconds, no literals for hosts, no unusual notations of address
 def read(pattern: str) -> Node:
     """Return all strings that contain a match of `pattern`. Raises as `regex.canonical` does."""
     return regex.parse_search(pattern, param="json_schema")
+
+
+def matches(pattern: str, text: str) -> bool:
+    """Return whether `text` contains a match of `pattern`. Raises as `read` does."""
+    return _compiled(pattern).fullmatch(text) is not None
+
+
+@lru_cache(maxsize=256)
+def _compiled(pattern: str) -> re.Pattern[str]:
+    return re.compile(regex.render(read(pattern)))
 
 
 def in_json(node: Node, *, escapes: bool) -> Node:
