@@ -28,7 +28,7 @@ from guided.schema import string_pattern
 from guided.schema.graph import Node, SchemaGraph
 from guided.schema.keywords import Schema, integer_bounds, narrow_bounds
 from guided.schema.metaschema import Dialect
-from guided.schema.normal_form import normalise
+from guided.schema.normal_form import normalise, refuse_mixed_dialects
 from guided.schema.pointer import escape
 
 __all__ = ["corrected"]
@@ -68,7 +68,9 @@ def corrected(schema: Schema) -> dict[str, Any]:
     if "$schema" in schema:
         schema["$schema"] = dialect.uri
     multiples: set[Fraction] = set()
-    for node in list(SchemaGraph.build(schema).reachable()):
+    graph = SchemaGraph.build(schema)
+    refuse_mixed_dialects(graph, dialect)
+    for node in list(graph.reachable()):
         _correct(node, dialect)
         multiples |= _multiple(node)
     _check_multiples(multiples)
@@ -86,8 +88,6 @@ def _refusal(node: Node, keyword: str, reason: str) -> UnsupportedConstraint:
 def _correct(node: Node, dialect: Dialect) -> None:
     """Correct one subschema, in place."""
     schema = node.schema
-    if node.pointer and "$schema" in schema and Dialect.of(schema).uri != dialect.uri:
-        raise _refusal(node, "$schema", " of a part of the document that differs from the document's")
     if "$ref" in schema and not dialect.siblings_of_ref_count:
         for keyword in [name for name in schema if name not in _NEXT_TO_REF]:
             del schema[keyword]

