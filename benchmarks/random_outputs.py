@@ -1,13 +1,13 @@
 """Are all random outputs that end `stop` valid? `python -m benchmarks.random_outputs --count 20000`.
 
-Random constraints (regexes, choices, grammars, schemas of all drafts) are compiled with every backend and with "auto", and
-outputs are sampled from the masks: uniformly, or with random biases and temperatures, as a model with any weights could.
+Random constraints (regexes, choices, grammars, schemas of all drafts) are compiled with every backend and with "auto".
+Outputs are sampled from the masks: uniformly, or with random biases and temperatures, as a model with any weights could.
 An output that ends with a stop token is validated as a whole by code that does not use the service
-(`benchmarks/random_constraints/validation.py`). No server is needed. The work is done in a process that is replaced when
-it crashes or takes longer than `--limit` seconds for one constraint and backend.
+(`benchmarks/random_constraints/validation.py`). No server is needed. The work is done in a process that is replaced
+when it crashes or takes longer than `--limit` seconds for one constraint and backend.
 
-Prints a table with a line per backend and kind, and every violation: an invalid output, a row that fails, a crash of a
-library. The exit status is 1 after a violation. `--seed` and the number of a case reproduce it: `--first N --cases 1`.
+Prints a line per backend and kind, and every violation: an invalid output, a row that fails, a crash of a library. The
+exit status is 1 after a violation. `--seed` and the number of a case reproduce it: `--first N --cases 1`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Validation of a finished output against its schema, independent of `guided`.
 
-`jsonschema` validates the dialect of `$schema`. Here it reads patterns as ECMA-262 does (a translation for the `regex`
-package), checks formats, and calculates with the decimals of the text. Every reading of the text must be valid: doubles or
-exact decimals, and the first or the last of two equal keys.
+`jsonschema` validates by the dialect of `$schema`. Here it reads patterns as ECMA-262 does (a translation for the
+`regex` package), checks formats, and calculates with the decimals of the text. Every reading of the text must be valid:
+doubles or exact decimals, and the first or the last of two equal keys.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import ipaddress
 import itertools
 import json
 from collections.abc import Callable, Iterator
-from decimal import Decimal
+from decimal import Decimal, InvalidOperation
 from fractions import Fraction
 from functools import cache
 from typing import Any
@@ -68,31 +68,43 @@ FORMATS: dict[str, Callable[[str], Any]] = {
 """Name -> whether a text has the format, by its RFC; may raise ValueError instead."""
 
 _SPACES = r"\t\n\v\f\r \u00a0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\ufeff"
-_CLASSES = {"d": "0-9", "w": "A-Za-z0-9_", "s": _SPACES}
-_PIECE = regex.compile(r"\\(?:c.|x..|u....|.)|\[\^?|[\].^$&|~-]|.", regex.DOTALL)
+_CLASSES = {r"\d": "0-9", r"\w": "A-Za-z0-9_", r"\s": _SPACES}
+_CLASSES |= {name.upper(): f"^{members}" for name, members in _CLASSES.items()}
+_OUTSIDE = {".": r"[^\n\r\u2028\u2029]", "^": r"\A", "$": r"\Z"}
+_PIECE = regex.compile(r"\\(?:c.|x..|u....|.)|\[\^|.", regex.DOTALL)
 
 
 def translated(pattern: str) -> str:
     """Return an ECMA-262 pattern in the notation of the `regex` package, version 1."""
     parts: list[str] = []
-    inside = False
-    for piece in (found[0] for found in _PIECE.finditer(pattern)):
-        letter = piece[1:] if piece[0] == "\\" else ""
-        if letter in ("d", "w", "s"):
-            parts.append(_CLASSES[letter] if inside else f"[{_CLASSES[letter]}]")
-        elif letter in ("D", "W", "S"):
-            parts.append(f"[^{_CLASSES[letter.lower()]}]")
-        elif inside and piece[0] == "[":
-            parts.append("".join("\\" + character for character in piece))
-        elif inside:
-            inside = piece != "]"
-            parts.append("\\" + piece if piece in "&|~^" else piece)
-        elif piece[0] == "[":
-            inside = True
-            parts.append(piece)
+    pieces = [found[0] for found in _PIECE.finditer(pattern)]
+    while pieces:
+        piece = pieces.pop(0)
+        if piece in ("[", "[^"):
+            parts.append(piece + _members(pieces))
+        elif piece in _CLASSES:
+            parts.append(f"[{_CLASSES[piece]}]")
         else:
-            parts.append({".": r"[^\n\r\u2028\u2029]", "^": r"\A", "$": r"\Z"}.get(piece, piece))
+            parts.append(_OUTSIDE.get(piece, piece))
     return "".join(parts)
+
+
+def _members(pieces: list[str]) -> str:
+    """Take the rest of a class from `pieces`, to its bracket. Only a hyphen between two characters is a range."""
+    members, begun = "", False
+    while (piece := pieces.pop(0)) != "]":
+        if piece in _CLASSES:
+            members, begun = members + f"[{_CLASSES[piece]}]", False
+        elif piece == "-" and begun and pieces[0] != "]":
+            members, begun = f"{members}-{_member(pieces.pop(0))}", False
+        else:
+            members, begun = members + _member(piece), True
+    return members + "]"
+
+
+def _member(piece: str) -> str:
+    """Return one or two characters of a class, escaped."""
+    return piece if piece[0] == "\\" else "".join(c if c.isalnum() else f"\\{c}" for c in piece)
 
 
 @cache
@@ -107,7 +119,7 @@ def problem(text: str, schema: Any) -> str | None:
         try:
             document = json.loads(
                 text,
-                parse_float=Decimal if numbers == "decimals" else float,
+                parse_float=_decimal if numbers == "decimals" else float,
                 object_pairs_hook=lambda pairs, last=keep_last: dict(pairs if last else pairs[::-1]),
             )
         except ValueError as error:
@@ -117,6 +129,13 @@ def problem(text: str, schema: Any) -> str | None:
             reading = f"{numbers}, the {'last' if keep_last else 'first'} of equal keys"
             return f"{error.message[:200]} ({reading})"
     return None
+
+
+def _decimal(text: str) -> Decimal | float:
+    try:
+        return Decimal(text)
+    except InvalidOperation:  # an exponent of 19 digits
+        return float(text)
 
 
 def _validator(schema: Any) -> Any:
@@ -186,7 +205,7 @@ def _format(_validator: Any, name: str, value: Any, _schema: Any) -> Iterator[js
 def _multiple(_validator: Any, multiple: Any, value: Any, _schema: Any) -> Iterator[jsonschema.ValidationError]:
     if isinstance(value, int | Decimal) and not isinstance(value, bool):  # a double is not what the text says
         step = Fraction(str(multiple))
-        sign, digits, exponent = Decimal(value).as_tuple()
+        _, digits, exponent = Decimal(value).as_tuple()
         number = int("".join(map(str, digits)))
         if exponent >= 0:
             rest = number * step.denominator * pow(10, exponent, step.numerator) % step.numerator

@@ -30,7 +30,7 @@ class Result:
     """What happened to `count` outputs of a case."""
 
     outcome: str
-    """`stop` (valid), `invalid`, `failed` (the row), `cut`, `refused`, `error`; `crashed` or `timeout` (the process)."""
+    """`stop` (valid), `invalid`, `failed` (the row), `cut`, `refused`, `error`; `crashed`, `timeout` (the process)."""
     detail: str = ""
     count: int = 1
 
