@@ -41,6 +41,7 @@ _EXACT = 2**53
 _MULTIPLES = 2**32
 _MOST_DIGITS = 9
 """Maximum number of decimals of `multipleOf`."""
+_MERGED = ("$ref", "anyOf", "oneOf", "patternProperties")
 _NEXT_TO_REF = ("$ref", "$schema", "$id", "id", "$defs", "definitions")
 _CONTROLS_AND_ESCAPED = regex.ranges_of([(0, 0x1F), (0x22, 0x22), (0x5C, 0x5C)])
 
@@ -67,13 +68,14 @@ def corrected(schema: Schema) -> dict[str, Any]:
     dialect = Dialect.of(schema)
     if "$schema" in schema:
         schema["$schema"] = dialect.uri
-    multiples: set[Fraction] = set()
     graph = SchemaGraph.build(schema)
     refuse_mixed_dialects(graph, dialect)
-    for node in list(graph.reachable()):
+    nodes = list(graph.reachable())
+    for node in nodes:
         _correct(node, dialect)
-        multiples |= _multiple(node)
-    _check_multiples(multiples)
+    multiples = {multiple for node in nodes for multiple in _multiple(node)}
+    if any(_merges(node.schema) for node in nodes):
+        _check_multiples(multiples)
     return schema
 
 
@@ -88,6 +90,8 @@ def _refusal(node: Node, keyword: str, reason: str) -> UnsupportedConstraint:
 def _correct(node: Node, dialect: Dialect) -> None:
     """Correct one subschema, in place."""
     schema = node.schema
+    if node.pointer:
+        schema.pop("$schema", None)
     if "$ref" in schema and not dialect.siblings_of_ref_count:
         for keyword in [name for name in schema if name not in _NEXT_TO_REF]:
             del schema[keyword]
@@ -106,8 +110,11 @@ def _correct(node: Node, dialect: Dialect) -> None:
 
 
 def _correct_bounds(node: Node) -> None:
-    """Replace bounds by the next ones inside that llguidance calculates with correctly. Narrowed: beyond 2^53, the
-    numbers between a bound and the next double are excluded, and beyond an exclusive bound the first 10^-14 or so."""
+    """Replace bounds by the next ones inside that llguidance calculates with correctly.
+
+    Narrowed: numbers have at most 64 bits; beyond 2^53, those between a bound and the next double are excluded, and
+    where a bound is exclusive and an integer, the first 10^-14 or so.
+    """
     schema = node.schema
     for keyword in ("minimum", "maximum"):  # draft 4
         exclusive = f"exclusive{keyword.capitalize()}"
@@ -127,11 +134,11 @@ def _correct_bounds(node: Node) -> None:
         if inner is None:
             raise _refusal(node, keyword, f" {bounded(bound, 40)}: it is beyond 64 bits")
         schema[exclusive if keeps_out and inner == bound * sign else inclusive] = inner * sign
-    if schema.get("type") == "integer":  # llguidance can't continue such a number without an end
-        if schema.get("minimum", 0) >= 10**18:
-            schema.setdefault("maximum", _LARGEST)
-        if schema.get("maximum", 0) <= -(10**18):
-            schema.setdefault("minimum", -_LARGEST)
+    # llguidance calculates the next power of ten where there is no other bound.
+    if schema.get("minimum", 0) >= 10**18:
+        schema.setdefault("maximum", _LARGEST)
+    if schema.get("maximum", 0) <= -(10**18):
+        schema.setdefault("minimum", -_LARGEST)
 
 
 def _inner(low: Any, exclusive: bool) -> int | float | None:
@@ -142,7 +149,8 @@ def _inner(low: Any, exclusive: bool) -> int | float | None:
         return -_LARGEST
     if abs(low) >= _EXACT:
         found = float(low)
-        return int(math.nextafter(found, math.inf) if exclusive or found < low else found)
+        after = int(math.nextafter(found, math.inf) if exclusive or found < low else found)
+        return after if after <= _LARGEST else None
     if not exclusive or low < 0 or low != int(low):
         return int(low) if low == int(low) else float(low)
     digits = len(str(int(low)))
@@ -174,6 +182,11 @@ def _multiple(node: Node) -> set[Fraction]:
     if scaled >= _MULTIPLES or exponent > _MOST_DIGITS or Fraction(int(scaled), 10**exponent) != exact:
         raise _refusal(node, "multipleOf", f" {bounded(value, 40)}")
     return {exact}
+
+
+def _merges(schema: dict[str, Any]) -> bool:
+    """Whether llguidance merges parts of a subschema with each other."""
+    return "allOf" in schema or (len(schema) > 1 and not schema.keys().isdisjoint(_MERGED))
 
 
 def _check_multiples(multiples: set[Fraction]) -> None:

@@ -248,7 +248,7 @@ class _Normaliser:
                 own[keyword] = value
         if self._dialect.is_draft3:
             named = schema.get("properties", {}).items()
-            own["required"] = [name for name, part in named if part.get("required") is True]
+            own["required"] = [name for name, part in named if isinstance(part, dict) and part.get("required") is True]
         self._own_items(schema, own)
         return clean(own)
 

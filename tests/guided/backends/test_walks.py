@@ -153,6 +153,29 @@ def test_what_once_went_wrong(backends: Backends, vocabulary: Vocabulary, schema
     hold(backends, vocabulary, schema, 5, 12)
 
 
+@pytest.mark.parametrize(
+    ("schema", "text"),
+    [
+        ({"type": "number", "exclusiveMinimum": 0, "maximum": 0.25}, "0"),
+        ({"type": "number", "minimum": -0.25, "exclusiveMaximum": 0}, "-0"),
+        ({"type": "integer", "minimum": 2**63}, "9223372036854775807"),
+        ({"type": "number", "exclusiveMinimum": 1}, "1.00000000000000000001"),
+        ({"type": "number", "multipleOf": 0.1}, "0.35"),
+        ({"pattern": "^[\\x00-\\x1f]$"}, '"\\""'),
+        ({"pattern": "^[[:alpha:]]+$"}, '"abc"'),
+        ({"pattern": "^\\d$"}, '"٣"'),
+        ({"minProperties": 2}, '{"": 121, "" : 2 }'),
+        ({"properties": {"a": NULL}}, '{"a": 1, "a": null}'),
+        ({"$id": "http://x/", "$ref": "list", "$defs": {**LISTS_OF_ANYTHING, "null": {"$dynamicAnchor": "T", **NULL}}}, "[1]"),
+        ({"enum": ["x"], "format": "date"}, '"x"'),
+        ({"$schema": DRAFT3, "divisibleBy": 7}, "8"),
+        ({"$schema": DRAFT3, "properties": {"a": {"required": True}}}, "{}"),
+    ],
+)
+def test_the_validation_sees_what_is_wrong(schema: Any, text: str) -> None:
+    assert problem(text, schema) is not None
+
+
 COUNTS = st.integers(0, 3)
 LEAVES = st.one_of(
     st.sampled_from(
