@@ -27,6 +27,7 @@ _NUMBERS += [near + step for near in _NEAR for step in (-1, 0, 1)]
 _MULTIPLES = [1, 2, 7, 10, 0.1, 0.01, 0.07, 1.5, 0.5, 1e-9, 65537, 65539, 1000000, 3]
 _VALUES: list[Any] = [None, True, False, 0, 1, -1, 1.5, 2**53 + 1, -(2**63), 2**64, 1e-7, "", "a", "ab", "é", '"']
 _VALUES += ["\\", "\n", "a\n", "2020-02-30", "2020-02-29", "1.2.3.4", "12:00:00Z", "٣", "5"]
+_VALUES += [1e300, 0.1 + 0.2, 123456789.12345679, -0.0, 1e22, 5e-324, 10**30, [2**53 + 1], {"b": 0.1}]
 _VALUES += [[], [1], ["a", None], {}, {"a": 1}]
 _TYPES = ["null", "boolean", "integer", "number", "string", "array", "object"]
 _NAMES = ["a", "b", "ab", "c d", 'q"', "é"]
@@ -37,10 +38,11 @@ def random_schema(source: random.Random) -> Case:
     draft = source.choice([2020, 2020, *DRAFTS])
     schema = _Generator(source, draft).document()
     text = json.dumps(schema)
+    whitespace = source.choice([None] * 9 + ["", r"\s*", "[ ]{0,2}", r" |\n|"])
     return Case(
         "json_schema",
         schema,
-        lambda: Constraint.json_schema(json.loads(text)),
+        lambda: Constraint.json_schema(json.loads(text), whitespace=whitespace),
         lambda output: problem(output, json.loads(text)),
     )
 

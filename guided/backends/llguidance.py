@@ -22,6 +22,7 @@ from guided.backends.native import guard
 from guided.constraint import USUAL_WHITESPACE, Constraint
 from guided.errors import BackendError, DeadEnd, InvalidConstraint, TokenRejected, UnsupportedConstraint, bounded
 from guided.grammar import to_lark
+from guided.schema import string_pattern
 from guided.schema.document import walk_keywords
 from guided.vocabulary import Vocabulary
 
@@ -197,7 +198,7 @@ def _spaced(whitespace: str | None) -> dict[str, Any]:
             "leave the pattern out, or use another backend",
             param="whitespace_pattern",
         )
-    pattern = regex.canonical(USUAL_WHITESPACE if whitespace is None else whitespace, param="whitespace_pattern")
+    pattern = string_pattern.whitespace(USUAL_WHITESPACE if whitespace is None else whitespace)
     after = ""
     if whitespace is None and REPEATS_WHITESPACE:  # whitespace after commas and colons only
         pattern, after = "", pattern

@@ -5,6 +5,7 @@ Works on subschemas in the terms of the normal form (`normal_form.py`), without 
 
 from __future__ import annotations
 
+from fractions import Fraction
 from math import ceil, floor
 from typing import Any
 
@@ -135,6 +136,11 @@ def integer_bounds(schema: dict[str, Any]) -> tuple[int | None, int | None]:
     elif "exclusiveMaximum" in schema:
         high = ceil(schema["exclusiveMaximum"]) - 1
     return low, high
+
+
+def divides_integers(multiple: int | float) -> bool:
+    """Whether every integer is a multiple of `multiple`."""
+    return (1 / Fraction(str(multiple))).denominator == 1
 
 
 def _types(schema: dict[str, Any]) -> list[str]:

@@ -17,6 +17,7 @@ In normal form (always draft 2020-12):
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations, zip_longest
@@ -92,14 +93,14 @@ def refuse_mixed_dialects(graph: SchemaGraph, dialect: Dialect) -> None:
     Raises:
         UnsupportedConstraint: with the pointer of the part's `$schema`.
     """
-    parts = [node for node in graph.nodes() if node.pointer and isinstance(node.schema.get("$schema"), str)]
-    references = [node for node in graph.nodes() if "$ref" in node.schema and node.schema.keys() - _NO_SIBLINGS]
-    for part in parts:
-        own = Dialect.of(part.schema)
+    for node in graph.nodes():
+        part = node
+        while "$schema" not in part.schema and part.parent is not None:
+            part = part.parent
+        own = Dialect.of(part.schema) if "$schema" in part.schema else dialect
         differs = own.siblings_of_ref_count != dialect.siblings_of_ref_count
-        if own.is_draft3 != dialect.is_draft3 or (
-            differs and any(f"{node.pointer}/".startswith(f"{part.pointer}/") for node in references)
-        ):
+        has_siblings = "$ref" in node.schema and bool(node.schema.keys() - _NO_SIBLINGS)
+        if own.is_draft3 != dialect.is_draft3 or (differs and has_siblings):
             raise UnsupportedConstraint(
                 "a '$schema' that differs from the document's can't be enforced",
                 param="json_schema",
@@ -115,6 +116,12 @@ class _Normaliser:
         self._dialect = Dialect.of(document)
         refuse_mixed_dialects(self._graph, self._dialect)
         self._validator = self._dialect.validator(document)
+        self._anchors = Counter(
+            (anchor, node.schema[anchor])
+            for node in self._graph.nodes()
+            for anchor in ("$dynamicAnchor", "$recursiveAnchor")
+            if node.schema.get(anchor)
+        )
         self._names: dict[int, str] = {}
         self._building: set[str] = set()
         self._unfolding: set[str] = set()
@@ -163,8 +170,7 @@ class _Normaliser:
     def _refuse_overridden(self, keyword: str, node: Node, target: Node) -> None:
         """Refuse a dynamic reference that an outer schema may direct to another target."""
         anchor = keyword.replace("Ref", "Anchor")
-        named = target.schema.get(anchor)
-        if named and sum(other.schema.get(anchor) == named for other in self._graph.nodes()) > 1:
+        if self._anchors[anchor, target.schema.get(anchor)] > 1:
             raise UnsupportedConstraint(
                 f"{keyword!r} with several targets ({anchor!r} occurs more than once) can't be enforced: use '$ref'",
                 param="json_schema",

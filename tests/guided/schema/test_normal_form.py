@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from jsonschema.validators import validator_for
 
-from guided.errors import InvalidConstraint
+from guided.errors import InvalidConstraint, UnsupportedConstraint
 from guided.limits import DEFAULT_LIMITS
 from guided.schema.document import parse
 from guided.schema.normal_form import NormalForm, normalise

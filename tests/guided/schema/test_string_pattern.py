@@ -90,6 +90,16 @@ def test_classes_are_those_of_ecma_262(pattern: str, found: str) -> None:
             assert not string_pattern.matches(f"^{pattern}$", character), character
 
 
+def test_whitespace_is_that_of_json() -> None:
+    blanks = re.compile(string_pattern.whitespace(r"\s*|\n\S{0}"))
+    assert blanks.fullmatch(" \t\r\n")
+    assert not blanks.fullmatch("\xa0")
+    assert string_pattern.whitespace("") == ""
+    for pattern in ("a", " |x", r"\xa0", r"\S"):
+        with pytest.raises(InvalidConstraint, match="carriage return"):
+            string_pattern.whitespace(pattern)
+
+
 def test_what_python_and_ecma_262_read_differently_is_refused() -> None:
     for pattern in (r"\Aa", r"a\Z", r"\a", r"[\a]", r"\N{DIGIT ONE}", r"\U0001f600", "[]a]", "[^]a]", "a{,2}"):
         with pytest.raises(UnsupportedConstraint, match="ECMA-262"):
