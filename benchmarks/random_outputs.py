@@ -1,8 +1,8 @@
 """Are all random outputs that end `stop` valid? `python -m benchmarks.random_outputs --count 20000`.
 
 Random constraints (regexes, choices, grammars, schemas of all drafts) are compiled with every backend and with "auto".
-Outputs are sampled from the masks: uniformly, or with random biases and temperatures, as a model with any weights could.
-An output that ends with a stop token is validated as a whole by code that does not use the service
+Outputs are sampled from the masks: uniformly, or with random biases and temperatures, as a model with any weights
+could. An output that ends with a stop token is validated as a whole by code that does not use the service
 (`benchmarks/random_constraints/validation.py`). No server is needed. The work is done in a process that is replaced
 when it crashes or takes longer than `--limit` seconds for one constraint and backend.
 

@@ -81,11 +81,11 @@ class _Generator:
         if draw < 0.32:
             return self._listed(depth)
         kind = self._source.choice(_TYPES)
-        schema = {} if self._chance(0.12) else {"type": kind}
+        schema: dict[str, Any] = {} if self._chance(0.12) else {"type": kind}
         schema |= self._of_type(kind, depth)
         if self._draft > 3 and self._chance(0.08):
             other = self._source.choice(_TYPES)
-            schema |= {"type": list({kind, other}), **self._of_type(other, depth)}
+            schema |= {"type": sorted({kind, other}), **self._of_type(other, depth)}
         return schema
 
     def _of_type(self, kind: str, depth: int) -> dict[str, Any]:

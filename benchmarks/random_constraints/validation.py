@@ -18,7 +18,7 @@ from functools import cache
 from typing import Any
 
 import jsonschema
-import regex
+import regex  # type: ignore[import-untyped]
 from jsonschema.validators import extend, validator_for
 
 __all__ = ["FORMATS", "problem", "translated"]
@@ -38,7 +38,8 @@ _MAILBOX = r"""(?:[\w!#$%&'*+/=?^`{|}~.-]+|"(?:[ !#-\[\]-~]|\\[ -~])*")"""
 
 
 def _full(pattern: str) -> Callable[[str], Any]:
-    return regex.compile(pattern, regex.ASCII).fullmatch
+    compiled = regex.compile(pattern, regex.ASCII)
+    return lambda text: compiled.fullmatch(text)
 
 
 def _is_time(text: str) -> bool:
@@ -120,15 +121,19 @@ def problem(text: str, schema: Any) -> str | None:
             document = json.loads(
                 text,
                 parse_float=_decimal if numbers == "decimals" else float,
-                object_pairs_hook=lambda pairs, last=keep_last: dict(pairs if last else pairs[::-1]),
+                object_pairs_hook=dict if keep_last else _first_of_equal_keys,
             )
-        except ValueError as error:
-            return f"not JSON: {error}"
+        except ValueError as wrong:
+            return f"not JSON: {wrong}"
         error = next(_validator(schema if numbers == "doubles" else exact).iter_errors(document), None)
         if error is not None:
             reading = f"{numbers}, the {'last' if keep_last else 'first'} of equal keys"
             return f"{error.message[:200]} ({reading})"
     return None
+
+
+def _first_of_equal_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    return dict(pairs[::-1])
 
 
 def _decimal(text: str) -> Decimal | float:
@@ -144,7 +149,7 @@ def _validator(schema: Any) -> Any:
 
 @cache
 def _extended(validator: Any) -> Any:
-    checks = {"pattern": _pattern, "patternProperties": _pattern_properties, "format": _format}
+    checks: dict[str, Any] = {"pattern": _pattern, "patternProperties": _pattern_properties, "format": _format}
     checks |= {"additionalProperties": _additional, "multipleOf": _multiple, "divisibleBy": _multiple}
     known = {name: check for name, check in checks.items() if name in validator.VALIDATORS or name == "format"}
     types = validator.TYPE_CHECKER.redefine("number", lambda _, value: _is_number(value))
@@ -205,8 +210,8 @@ def _format(_validator: Any, name: str, value: Any, _schema: Any) -> Iterator[js
 def _multiple(_validator: Any, multiple: Any, value: Any, _schema: Any) -> Iterator[jsonschema.ValidationError]:
     if isinstance(value, int | Decimal) and not isinstance(value, bool):  # a double is not what the text says
         step = Fraction(str(multiple))
-        _, digits, exponent = Decimal(value).as_tuple()
-        number = int("".join(map(str, digits)))
+        _, digits, shift = Decimal(value).as_tuple()
+        number, exponent = int("".join(map(str, digits))), int(shift)
         if exponent >= 0:
             rest = number * step.denominator * pow(10, exponent, step.numerator) % step.numerator
         else:

@@ -81,7 +81,8 @@ def sample(vocabulary: Vocabulary, grammar: CompiledGrammar, source: random.Rand
     worker.open(0, _KEY)
     row = np.empty(words(vocabulary.padded_vocab_size), np.int32)
     logits, generator = _logits(vocabulary, source), np.random.default_rng(source.getrandbits(32))
-    text, new = b"", []
+    text = b""
+    new: list[int] = []
     for _ in range(limit):
         if (error := worker.fill(0, new, row)) is not None:
             raise error

@@ -87,12 +87,10 @@ class _Lowering(SchemaLowering):
     def finite(self, schema: dict[str, Any], keyword: str, values: list[Any]) -> dict[str, Any]:
         parts = []
         for value in values:
-            if isinstance(value, int) and not isinstance(value, bool):
-                parts.append(self._placeholder(str(value)))
-            elif isinstance(value, list | dict):
-                parts.append(self._placeholder(_literal(value)))
-            else:
+            if isinstance(value, bool | str | None):
                 parts.append({"const": value})
+            else:  # outlines writes some numbers with fewer digits
+                parts.append(self._placeholder(_literal(value)))
         return any_of(parts)
 
     def string(self, schema: dict[str, Any]) -> dict[str, Any]:

@@ -63,14 +63,21 @@ LISTS_OF_ANYTHING = {
     },
 }
 NULL, BOOLEAN, INTEGER = {"type": "null"}, {"type": "boolean"}, {"type": "integer"}
+NULL_ANCHOR = {"null": {"$dynamicAnchor": "T", **NULL}}
+LISTS_OF_NULLS = {"$id": "http://x/", "$ref": "list", "$defs": {**LISTS_OF_ANYTHING, **NULL_ANCHOR}}
 EMPTY_OBJECT = {"type": "object", "required": ["zz"], "additionalProperties": False}
 KNOWN: list[Any] = [
     {"type": "number", "exclusiveMinimum": 0, "maximum": 0.25},
     {"type": "number", "minimum": -0.25, "exclusiveMaximum": 0},
     {"type": "number", "exclusiveMinimum": 3, "maximum": 3.5},
     {"allOf": [{"type": "number", "exclusiveMinimum": 0}, {"maximum": 0.25}]},
-    *({"type": "integer", side: sign * 2**power + step} for side in ("minimum", "maximum") for sign in (-1, 1)
-      for power in (53, 63, 70) for step in (-1, 0, 1)),
+    *(
+        {"type": "integer", side: sign * 2**power + step}
+        for side in ("minimum", "maximum")
+        for sign in (-1, 1)
+        for power in (53, 63, 70)
+        for step in (-1, 0, 1)
+    ),
     {"type": "integer", "minimum": 2**53, "exclusiveMaximum": 2**53 + 2},
     {"type": "number", "minimum": 2**53 + 1, "maximum": 2**53 + 3},
     {"minimum": -(2**70), "maximum": -(2**70) + 1},
@@ -89,9 +96,13 @@ KNOWN: list[Any] = [
     {"type": "object", "minProperties": 2},
     {"type": "object", "minProperties": 2, "properties": {"a": NULL, "b": NULL}},
     {"type": "object", "minProperties": 3, "properties": {"a": NULL}, "required": ["a"]},
-    {"$id": "http://x/", "$ref": "list", "$defs": {**LISTS_OF_ANYTHING, "null": {"$dynamicAnchor": "T", **NULL}}},
+    LISTS_OF_NULLS,
     {"$id": "http://x/", "$ref": "list", "$defs": LISTS_OF_ANYTHING},
-    {"$ref": "#/$defs/a", "unevaluatedProperties": False, "$defs": {"a": {"type": "object", "properties": {"a": NULL}}}},
+    {
+        "$ref": "#/$defs/a",
+        "unevaluatedProperties": False,
+        "$defs": {"a": {"type": "object", "properties": {"a": NULL}}},
+    },
     {"anyOf": [{}, NULL], "unevaluatedItems": False, "unevaluatedProperties": False},
     {"type": "array", "prefixItems": [NULL], "additionalItems": True, "minItems": 1},
     {"$schema": DRAFT7, "type": "array", "items": {"$ref": "#/definitions/a", **NULL}, "definitions": {"a": BOOLEAN}},
@@ -166,7 +177,14 @@ def test_what_once_went_wrong(backends: Backends, vocabulary: Vocabulary, schema
         ({"pattern": "^\\d$"}, '"٣"'),
         ({"minProperties": 2}, '{"": 121, "" : 2 }'),
         ({"properties": {"a": NULL}}, '{"a": 1, "a": null}'),
-        ({"$id": "http://x/", "$ref": "list", "$defs": {**LISTS_OF_ANYTHING, "null": {"$dynamicAnchor": "T", **NULL}}}, "[1]"),
+        (
+            {
+                "$id": "http://x/",
+                "$ref": "list",
+                "$defs": {**LISTS_OF_ANYTHING, "null": {"$dynamicAnchor": "T", **NULL}},
+            },
+            "[1]",
+        ),
         ({"enum": ["x"], "format": "date"}, '"x"'),
         ({"$schema": DRAFT3, "divisibleBy": 7}, "8"),
         ({"$schema": DRAFT3, "properties": {"a": {"required": True}}}, "{}"),
