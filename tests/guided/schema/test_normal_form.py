@@ -114,7 +114,8 @@ def test_a_reference_with_several_targets_is_refused(keyword: str) -> None:
     anchor = {f"${keyword}Anchor": "T" if keyword == "dynamic" else True}
     inner = {"$id": "http://x/list", "items": {f"${keyword}Ref": "#T" if keyword == "dynamic" else "#"}}
     inner |= {"$defs": {"any": anchor}} if keyword == "dynamic" else anchor
-    schema = {"$schema": "https://json-schema.org/draft/2019-09/schema", "$id": "http://x/", "$ref": "list"}
+    draft = "2020-12" if keyword == "dynamic" else "2019-09"
+    schema = {"$schema": f"https://json-schema.org/draft/{draft}/schema", "$id": "http://x/", "$ref": "list"}
     schema |= {"$defs": {"list": inner}}
     normalise(schema)
     with pytest.raises(UnsupportedConstraint, match="several targets") as caught:

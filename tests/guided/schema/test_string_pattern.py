@@ -82,12 +82,11 @@ def test_what_has_to_be_escaped_and_may_not_be_is_refused() -> None:
     ],
 )
 def test_classes_are_those_of_ecma_262(pattern: str, found: str) -> None:
-    others = "\x00\x1c\x1d\x85\u180e\u200b٣é狐-^|b \n\r\u2028"
+    others = "\x00\x1c\x1d\x85\u180e\u200b٣é狐-^|"
     for character in found:
         assert string_pattern.matches(f"^{pattern}$", character), character
-    if pattern not in (".", "[a&&b]"):
-        for character in set(others) - set(found):
-            assert not string_pattern.matches(f"^{pattern}$", character), character
+    for character in "\n\r\u2028\u2029" if pattern == "." else others:
+        assert not string_pattern.matches(f"^{pattern}$", character), character
 
 
 def test_whitespace_is_that_of_json() -> None:
@@ -95,7 +94,7 @@ def test_whitespace_is_that_of_json() -> None:
     assert blanks.fullmatch(" \t\r\n")
     assert not blanks.fullmatch("\xa0")
     assert string_pattern.whitespace("") == ""
-    for pattern in ("a", " |x", r"\xa0", r"\S"):
+    for pattern in ("a", " |xy", r"\xa0", r"\S"):
         with pytest.raises(InvalidConstraint, match="carriage return"):
             string_pattern.whitespace(pattern)
 
