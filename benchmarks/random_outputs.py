@@ -8,6 +8,7 @@ when it crashes or takes longer than `--limit` seconds for one constraint and ba
 
 Prints a line per backend and kind, and every violation: an invalid output, a row that fails, a crash of a library. The
 exit status is 1 after a violation. `--seed` and the number of a case reproduce it: `--first N --cases 1`.
+Ctrl-C ends the run early.
 """
 
 from __future__ import annotations
@@ -56,7 +57,11 @@ def main() -> None:
     options = parser.parse_args()
     counts: Counter[tuple[str, str, str]] = Counter()
     violations: list[str] = []
-    with Runner(options) as runner, tqdm(total=options.count, unit=" outputs", disable=None) as bar:
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        Runner(options) as runner,
+        tqdm(total=options.count, unit=" outputs", disable=None) as bar,
+    ):
         for number in itertools.islice(itertools.count(options.first), options.cases):
             case = random_case(options.seed, number)
             for backend in options.backend or COLUMNS:

@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 from guided.errors import InvalidConstraint, UnsupportedConstraint, bounded
@@ -439,8 +440,16 @@ def _render_chars(ranges: Ranges) -> str:
     if ranges == UNIVERSE:
         return r"(?:[^\n]|\n)"
     rest = complement(ranges)
-    inner, sign = (rest, "^") if _count(rest) < _count(ranges) else (ranges, "")
+    inner, sign = (_across_surrogates(rest), "^") if _count(rest) < _count(ranges) else (ranges, "")
     return f"[{sign}{''.join(_render_range(low, high) for low, high in inner)}]"
+
+
+def _across_surrogates(ranges: Ranges) -> Ranges:
+    """Join the ranges before and after the surrogates: in Rust, the complement of the two contains their ends."""
+    for index, (before, after) in enumerate(pairwise(ranges)):
+        if (before[1], after[0]) == (0xD7FF, 0xE000):
+            return (*ranges[:index], (before[0], after[1]), *ranges[index + 2 :])
+    return ranges
 
 
 def _render_range(low: int, high: int) -> str:

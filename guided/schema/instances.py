@@ -6,6 +6,7 @@ The package searches patterns with Python's `re`, whose `\\d` and `$` are not th
 from __future__ import annotations
 
 from collections.abc import Iterator
+from fractions import Fraction
 from functools import cache
 from typing import Any
 
@@ -25,17 +26,25 @@ _UNCHECKED = frozenset(
 
 @cache
 def enforcing(validator: Any) -> Any:
-    """Return a validator class that reads `pattern` as ECMA-262 does, and enforces `format`.
+    """Return a validator class that reads `pattern` as ECMA-262 does, enforces `format`, and does not round.
 
     Args:
         validator: a class of the `jsonschema` package.
     """
-    return extend(validator, {"pattern": _pattern, "format": _format})  # type: ignore[no-untyped-call]
+    checks = {"pattern": _pattern, "format": _format, "multipleOf": _multiple, "divisibleBy": _multiple}
+    known = {name: check for name, check in checks.items() if name in validator.VALIDATORS}
+    return extend(validator, known)  # type: ignore[no-untyped-call]
 
 
 def _pattern(_validator: Any, pattern: str, instance: Any, _schema: Any) -> Iterator[ValidationError]:
     if isinstance(instance, str) and not string_pattern.matches(pattern, instance):
         yield ValidationError(f"{bounded(instance)!r} does not match {bounded(pattern)!r}")
+
+
+def _multiple(_validator: Any, step: Any, instance: Any, _schema: Any) -> Iterator[ValidationError]:
+    number = isinstance(instance, int | float) and not isinstance(instance, bool)
+    if number and Fraction(str(instance)) % Fraction(str(step)):
+        yield ValidationError(f"{bounded(instance)} is not a multiple of {bounded(step)}")
 
 
 def _format(_validator: Any, name: str, instance: Any, _schema: Any) -> Iterator[ValidationError]:

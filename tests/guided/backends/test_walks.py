@@ -21,7 +21,7 @@ from guided.backends import BACKENDS, Backends
 from guided.backends.base import Matcher
 from guided.bitmask import allowed_ids, words
 from guided.constraint import Constraint
-from guided.errors import InvalidConstraint, UnsupportedConstraint
+from guided.errors import InvalidConstraint, TokenRejected, UnsupportedConstraint
 from guided.vocabulary import Vocabulary
 
 
@@ -192,6 +192,15 @@ def test_what_once_went_wrong(backends: Backends, vocabulary: Vocabulary, schema
 )
 def test_the_validation_sees_what_is_wrong(schema: Any, text: str) -> None:
     assert problem(text, schema) is not None
+
+
+@pytest.mark.parametrize("backend", ["llguidance", "xgrammar", "outlines"])
+def test_no_character_beside_the_surrogates_slips_through(backends: Backends, backend: str) -> None:
+    matcher = backends[backend].compile(Constraint.regex(r"[^ -\uffff]")).matcher()
+    for character in "\ud7ff\ue000":
+        with pytest.raises(TokenRejected):
+            matcher.fork().accept_tokens(backends.vocabulary.encode(character))
+    matcher.accept_tokens(backends.vocabulary.encode("😀"))
 
 
 COUNTS = st.integers(0, 3)
