@@ -125,7 +125,9 @@ def problem(text: str, schema: Any) -> str | None:
             )
         except ValueError as wrong:
             return f"not JSON: {wrong}"
-        error = next(_validator(schema if numbers == "doubles" else exact).iter_errors(document), None)
+        errors = _validator(schema if numbers == "doubles" else exact).iter_errors(document)
+        # A number that the schema lists may be written with other digits of the same double.
+        error = next((each for each in errors if numbers == "doubles" or each.validator not in ("enum", "const")), None)
         if error is not None:
             reading = f"{numbers}, the {'last' if keep_last else 'first'} of equal keys"
             return f"{error.message[:200]} ({reading})"

@@ -251,7 +251,7 @@ def test_random_schemas(backends: Backends, vocabulary: Vocabulary, schema: Any,
 
 
 @pytest.mark.parametrize("backend", ["llguidance", "xgrammar", "lm-format-enforcer"])
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=12, deadline=None, derandomize=True)
 @given(number=st.integers(0, 10**6))
 def test_random_constraints_of_all_kinds(backends: Backends, backend: str, number: int) -> None:
     """A small part of `python -m benchmarks.random_outputs`, which also compiles with outlines and survives crashes."""
