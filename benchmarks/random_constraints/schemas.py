@@ -56,13 +56,12 @@ class _Generator:
 
     def document(self) -> dict[str, Any]:
         """Return a schema with the definitions that it refers to."""
-        schema: Any = {}
-        while not schema:
-            schema = self._schema(3)
+        schema = self._object_schema(3)
         if self._draft != 2020 or self._chance(0.3):
             schema = {"$schema": DRAFTS[self._draft], **schema}
-        for name in self._defined:
-            self._defined[name] = self._schema(1)
+        for name in "xyz":  # a definition may refer to others
+            if name in self._defined:
+                self._defined[name] = self._schema(1)
         if self._defined:
             schema[self._definitions] = self._defined
         if self._chance(0.02) and self._draft == 2020:
