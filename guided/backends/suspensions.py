@@ -72,8 +72,8 @@ class Suspensions:
         """Return the suspended ones of `backends`, and how long each is suspended for."""
         with self._lock:
             now = self._clock()
-            left = {name: self._record(name).until - now for name in backends}
-        return {name: seconds for name, seconds in left.items() if seconds > 0}
+            seconds_left = {name: self._record(name).until - now for name in backends}
+        return {name: seconds for name, seconds in seconds_left.items() if seconds > 0}
 
     def crashed(self, backend: str, constraint: str) -> None:
         """Record that compiling the constraint with this key crashed the backend."""
