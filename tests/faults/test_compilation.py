@@ -259,6 +259,7 @@ def state_of(pool: RayPool, name: str = NAME) -> BackendStatus:
 
 
 def test_a_crash_loop_takes_the_backend_out_of_rotation_and_not_the_service(pool: RayPool) -> None:
+    pool.compile(new(), [NAME]).result(WAIT)
     before = state_of(pool).crashes
     for _ in range(CRASHES):  # one constraint, any number of times
         bad = faulty("segfault@compile", "name=again")
