@@ -6,7 +6,6 @@ refusal names the keyword and its JSON pointer in the user's document.
 
 from __future__ import annotations
 
-import re
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar, NamedTuple
 
@@ -262,5 +261,4 @@ class SchemaLowering(ABC):
 
     def matches(self, pattern: str, name: str) -> bool:
         """Return whether a property's name contains a match of `pattern`."""
-        string_pattern.read(pattern)  # refuses what Python's `re` can't read
-        return re.search(pattern, name) is not None
+        return string_pattern.matches(pattern, name)

@@ -176,7 +176,7 @@ class SchemaGraph:
 
     def _resolve(self) -> None:
         """Turn references into edges. A target outside the known schema positions is added."""
-        specification = referencing.jsonschema.specification_with(Dialect.of(self._document).uri)
+        specification = _specification(Dialect.of(self._document))
         root = specification.create_resource(self._document)
         start = referencing.Registry().with_resource("", root).crawl().resolver_with_root(root)
         resolvers: dict[int, Any] = {}
@@ -218,6 +218,21 @@ class SchemaGraph:
                 "'$defs' and refer to it as '#/$defs/...'"
             )
         return InvalidConstraint(message, param=self._param, pointer=where)
+
+
+def _specification(dialect: Dialect) -> Any:
+    """Return how `referencing` finds identifiers in schemas of a dialect."""
+    known = referencing.jsonschema.specification_with(dialect.uri)
+    if not dialect.is_draft3:
+        return known
+    make: Any = referencing.Specification
+    return make(  # `referencing` takes the keys of an `extends` that is an object for schemas
+        name=known.name,
+        id_of=known.id_of,
+        subresources_of=lambda schema: (child for _, _, child, _ in _children(schema) if isinstance(child, dict)),
+        maybe_in_subresource=known.maybe_in_subresource,
+        anchors_in=lambda _specification, schema: known.anchors_in(schema),
+    )
 
 
 def _exists(reference: str, resolver: Any) -> bool:
