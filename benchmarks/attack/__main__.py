@@ -35,7 +35,8 @@ from benchmarks.attack.measure import FATAL_MB, MemoryWatch, held, kill, not_giv
 from benchmarks.attack.witness import Seen, Witness, warm_up
 from benchmarks.chaos.load import Record, client_for
 from benchmarks.chaos.server import Server, running_server
-from benchmarks.report import RESULTS, exit_with, machine, percentiles, print_table, write_json
+from benchmarks.paths import RESULTS
+from benchmarks.report import exit_with, machine, percentiles, print_table, write_json
 
 MEMORY_MB, STALL_MS, RATIO = 500.0, 250.0, 3.0
 BACK_SECONDS = 10.0
