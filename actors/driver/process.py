@@ -6,6 +6,7 @@ a Ray that it has started with it, when the engine's process ends or closes the 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pkgutil
 import sys
@@ -42,7 +43,8 @@ def main() -> None:
     engine.send(connected)
     _Actors(engine).serve()
     threading.Thread(target=_exit_later, daemon=True).start()
-    ray.shutdown()
+    with contextlib.suppress(Exception):  # the engine's process may have been killed, and its files are removed
+        ray.shutdown()
 
 
 def _exit_later() -> None:
@@ -133,7 +135,7 @@ class _Actors:
             future.add_done_callback(lambda done: self._send(_reply(number, done)))
 
     def _send(self, message: Reply | Alive) -> None:
-        with self._lock:
+        with self._lock, contextlib.suppress(OSError):  # the engine's process is gone: `serve` ends
             self._engine.send(message)
 
     def _send_alive(self) -> None:
