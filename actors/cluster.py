@@ -144,8 +144,6 @@ class Cluster:
     def _probe(self, driver: Driver, connected: Connected) -> str | None:
         if driver.has_ended:
             return "the process that was connected to Ray ended"
-        if driver.is_silent:
-            return "the process that is connected to Ray does not answer"
         for name, address in (("this node's raylet", connected.raylet), ("Ray's head", connected.head)):
             if (error := _unreachable(address)) is not None:
                 return f"{name} at {address[0]}:{address[1]} does not answer: {error}"
@@ -171,7 +169,9 @@ class Cluster:
             assert self._driver is not None
             assert self._ray is not None
             before, self.trouble = self.trouble, self._probe(self._driver, self._ray)
-            if self.trouble is not None and self._is_lost(self._driver, self._ray):
+            if self._driver.is_silent():
+                self._reconnect("the process that is connected to Ray does not answer")
+            elif self.trouble is not None and self._is_lost(self._driver, self._ray):
                 self._reconnect(self.trouble)
             elif self.trouble != before:
                 _log.error("%s", self.trouble or "Ray answers again")
@@ -180,7 +180,7 @@ class Cluster:
     def _is_lost(self, driver: Driver, connected: Connected) -> bool:
         """Return whether nothing is left to be kept: the actors have died with the driver or the raylet; or Ray's head
         is gone for good, and an actor is needed."""
-        if driver.has_ended or driver.is_silent or isinstance(_unreachable(connected.raylet), ConnectionRefusedError):
+        if driver.has_ended or isinstance(_unreachable(connected.raylet), ConnectionRefusedError):
             return True
         return self._scratch is not None and self._needed.is_set()
 

@@ -7,6 +7,7 @@ socket carries the steps: one message an actor a step. Shared memory carries the
 from __future__ import annotations
 
 import atexit
+import contextlib
 import itertools
 import os
 import threading
@@ -61,11 +62,16 @@ class RayPool:
         self._closed = False
         self._dispatcher = Dispatcher(options.mask_limit, options.pool_wait, options.max_replays, self._rejection)
         self._supervisors: list[Supervisor] = []
-        self._cluster = Cluster.join(options.address)
-        self._scratch = ScratchDirectory()
-        self._transport = Transport(self._scratch.path, self._cluster.host)
-        try:
+        with contextlib.ExitStack() as undo:
+            self._cluster = Cluster.join(options.address)
+            undo.callback(self._cluster.leave)
+            self._scratch = ScratchDirectory()
+            undo.callback(self._scratch.remove)
+            self._transport = Transport(self._scratch.path, self._cluster.host)
+            undo.callback(self._transport.close)
             self._grammars = Grammars(self._cluster, vocabulary, options)
+            undo.pop_all()
+        try:
             settings = IncarnationSettings(
                 cluster=self._cluster,
                 transport=self._transport,

@@ -13,7 +13,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Mapping
@@ -21,12 +20,12 @@ from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from typing import Any
 
-from actors.driver.messages import Alive, Call, Connect, Connected, Create, Drop, Put, Reference, Reply, Request
+from actors.driver.messages import Alive, Call, Close, Connect, Connected, Create, Drop, Put, Reference, Reply, Request
 from guided.errors import PoolUnavailable
 
 _START_SECONDS = 120.0
-_SILENCE_SECONDS = 20.0
-"""It reports every second. A driver that does not is stopped, or stuck."""
+_MAX_SILENT_PROBES = 30
+"""It reports every second."""
 _STDERR = 2
 _ENDED = "the process that was connected to Ray ended"
 
@@ -48,7 +47,7 @@ class Driver:
     """
 
     def __init__(self, options: dict[str, Any], environment: Mapping[str, str | None]) -> None:
-        self._socket, theirs = socket.socketpair()
+        ours, theirs = socket.socketpair()
         variables = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **environment}
         with theirs:
             self._process = subprocess.Popen(
@@ -59,7 +58,7 @@ class Driver:
                 env={name: value for name, value in variables.items() if value is not None},
                 start_new_session=True,  # an interrupt from the terminal is for the engine's process
             )
-        self._connection: Connection[Any, Any] = Connection(os.dup(self._socket.fileno()))
+        self._connection: Connection[Any, Any] = Connection(ours.detach())
         self._options = options
         self._reader = threading.Thread(target=self._receive, name="ray-driver", daemon=True)
         self._lock = threading.Lock()
@@ -70,8 +69,8 @@ class Driver:
         self._dropped: deque[int] = deque()
         """Objects without users, which the driver does not know yet."""
         self._lost = False
-        self._last_heard = 0.0
-        """`time.monotonic()` of its latest message."""
+        self._silent_probes = 0
+        """Since its latest message."""
 
     def connect(self) -> Connected:
         """Wait until it has connected to Ray.
@@ -88,19 +87,21 @@ class Driver:
             raise PoolUnavailable("the process that connects to Ray ended") from None
         if isinstance(answer, Reply):
             raise PoolUnavailable(answer.error or "Ray did not start")
-        self._last_heard = time.monotonic()
         self._reader.start()
         return answer
 
     @property
     def has_ended(self) -> bool:
-        """It has ended, and all calls have failed."""
+        """It has ended: calls fail."""
         return self._lost
 
-    @property
     def is_silent(self) -> bool:
-        """It has sent nothing for so long that it is stopped, or stuck."""
-        return time.monotonic() - self._last_heard > _SILENCE_SECONDS
+        """Return whether it has sent nothing for so long that it is stopped, or stuck. To be called once per second.
+
+        Calls are counted, and not seconds: this process may have been stopped itself.
+        """
+        self._silent_probes += 1
+        return self._silent_probes > _MAX_SILENT_PROBES
 
     def create(self, actor_class: str, *arguments: Any, node: int | None = None) -> Future[RemoteActor]:
         """Start an actor.
@@ -138,8 +139,8 @@ class Driver:
             if found is not None:
                 return found
             stored = self._stored[value] = self._new_object()
-        self._ask(Put(stored.number, value))
-        return stored
+            self._send(Put(stored.number, value))
+            return stored
 
     def end_actor(self, actor: int) -> None:
         """See `RemoteActor.end`."""
@@ -152,8 +153,8 @@ class Driver:
         Returns:
             Whether it ended by itself within `timeout` seconds. If not, it was killed.
         """
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_WR)
+        with self._lock:
+            self._send(Close())
         try:
             self._process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -169,9 +170,11 @@ class Driver:
         self._end()
 
     def _end(self) -> None:
+        """Wait until the calls have failed."""
         if self._reader.ident is not None:
             self._reader.join()
-        self._socket.close()
+        else:
+            self._connection.close()
 
     def _new_object(self) -> RemoteObject:
         found = RemoteObject(next(self._numbers))
@@ -179,7 +182,7 @@ class Driver:
         weakref.finalize(found, self._dropped.append, found.number).atexit = False
         return found
 
-    def _ask(self, request: Create | Call | Put) -> Future[Any]:
+    def _ask(self, request: Create | Call) -> Future[Any]:
         future: Future[Any] = Future()
         with self._lock:
             if not self._lost:
@@ -199,7 +202,7 @@ class Driver:
         try:
             while True:
                 message: Reply | Alive = self._connection.recv()
-                self._last_heard = time.monotonic()
+                self._silent_probes = 0
                 if isinstance(message, Reply):
                     self._finish(message)
         except (EOFError, OSError):

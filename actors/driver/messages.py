@@ -71,6 +71,11 @@ class Drop:
 
 
 @dataclass(frozen=True, slots=True)
+class Close:
+    """Disconnect from Ray, and end."""
+
+
+@dataclass(frozen=True, slots=True)
 class Reference:
     """Stands for a stored object among the arguments of an actor."""
 
@@ -93,4 +98,4 @@ class Alive:
     """From the driver, every second."""
 
 
-Request = Create | Call | Put | Drop
+Request = Create | Call | Put | Drop | Close

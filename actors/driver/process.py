@@ -1,7 +1,7 @@
 """The driver's process: connects to Ray, and starts and calls actors there as the engine's process asks for it.
 
-Ray ends its driver when the raylet is lost. This process may end: the engine's process starts another one. It ends, and
-a Ray that it has started with it, when the engine's process ends or closes the socket.
+Ray ends its driver when the raylet is lost. This process may end: the engine's process starts another one. It ends with
+the engine's process, and a Ray that it has started ends with it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from actors.driver.messages import Alive, Call, Connect, Connected, Create, Drop, Put, Reference, Reply, Request
+from actors.driver.messages import Alive, Call, Close, Connect, Connected, Create, Drop, Put, Reference, Reply
 from guided.errors import bounded
 
 _ALIVE_SECONDS = 1.0
@@ -41,10 +41,12 @@ def main() -> None:
         engine.send(Reply(0, error=bounded(error)))
         return
     engine.send(connected)
-    _Actors(engine).serve()
+    try:
+        _Actors(engine).serve()
+    except (EOFError, OSError):
+        os._exit(1)  # the engine's process was killed: its files are being removed, and Ray's processes die with this one
     threading.Thread(target=_exit_later, daemon=True).start()
-    with contextlib.suppress(Exception):  # the engine's process may have been killed, and its files are removed
-        ray.shutdown()
+    ray.shutdown()
 
 
 def _exit_later() -> None:
@@ -71,22 +73,23 @@ class _Actors:
         self._objects: dict[int, Any] = {}
 
     def serve(self) -> None:
-        """Handle requests until the engine's process closes the socket, or ends."""
-        threading.Thread(target=self._send_alive, name="alive", daemon=True).start()
-        while True:
-            try:
-                self._handle(self._engine.recv())
-            except (EOFError, OSError):
-                return
+        """Handle requests until one of them is to close.
 
-    def _handle(self, request: Request) -> None:
+        Raises:
+            EOFError, OSError: the engine's process has ended.
+        """
+        threading.Thread(target=self._send_alive, name="alive", daemon=True).start()
+        while not isinstance(request := self._engine.recv(), Close):
+            self._handle(request)
+
+    def _handle(self, request: Call | Create | Put | Drop) -> None:
         match request:
             case Call():
                 self._answer(request.number, lambda: self._call(request))
             case Create():  # blocks as long as Ray's head is gone
                 self._in_thread(lambda: self._answer(request.number, lambda: self._create(request)))
             case Put():
-                self._answer(request.number, lambda: self._put(request))
+                self._objects[request.number] = ray.put(request.value)
             case Drop():
                 self._objects.pop(request.number, None)
                 actor = self._actors.pop(request.number, None)
@@ -116,9 +119,6 @@ class _Actors:
         future: Future[Any] = result.future()
         return future
 
-    def _put(self, request: Put) -> None:
-        self._objects[request.number] = ray.put(request.value)
-
     def _resolve(self, arguments: tuple[Any, ...]) -> list[Any]:
         return [self._objects[each.number] if isinstance(each, Reference) else each for each in arguments]
 
@@ -135,7 +135,7 @@ class _Actors:
             future.add_done_callback(lambda done: self._send(_reply(number, done)))
 
     def _send(self, message: Reply | Alive) -> None:
-        with self._lock, contextlib.suppress(OSError):  # the engine's process is gone: `serve` ends
+        with self._lock, contextlib.suppress(OSError):  # the engine's process has ended: `serve` raises
             self._engine.send(message)
 
     def _send_alive(self) -> None:

@@ -105,39 +105,54 @@ while True:
     cluster = Cluster(initialize_head=True, head_node_args=quiet)
     port = int(cluster.address.rpartition(":")[2])
     print(cluster.address, flush=True)
-    wanted = sys.stdin.readline()
+    sys.stdin.readline()
     cluster.shutdown()
-    if not wanted:
+    print("down", flush=True)
+    if not sys.stdin.readline():
         break
 """
 
 REJOIN = """
-import subprocess, sys, tempfile
+import subprocess, sys, tempfile, time
+import psutil
 from byte_vocabulary import BYTES
 from driven_pool import DrivenPool, until
+from faulty_backend import NAME, faulty
 from actors import RayPool
-from guided.errors import WorkerDied
+from guided.errors import PoolUnavailable, WorkerDied
 
 with tempfile.TemporaryDirectory(prefix="r", dir="/tmp", ignore_cleanup_errors=True) as directory:
     command = [sys.executable, "-c", sys.argv[1], directory]
     head = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    pool = RayPool(BYTES, num_actors=1, address=head.stdout.readline().strip())
+    pool = RayPool(BYTES, num_actors=1, address=head.stdout.readline().strip(), pool_wait=3.0)
     driven = DrivenPool(pool)
     (lost,) = driven.open("sound length=1000")
     driven.go_on([lost], 2)
-    head.stdin.write("again\\n")
-    head.stdin.flush()
-    until(lambda: pool.status().trouble is not None)
-    print("trouble:", pool.status().trouble, flush=True)
-    assert head.stdout.readline()
+    for line in "down", "up":
+        head.stdin.write(line + "\\n")
+        head.stdin.flush()
+        assert head.stdout.readline()
+        if line == "down":
+            started = time.monotonic()
+            refused = pool.compile(faulty("new"), (NAME,)).exception(60)
+            assert type(refused) is PoolUnavailable
+            assert time.monotonic() - started < 20
+            print("trouble:", pool.status().trouble, flush=True)
+            assert pool.status().trouble is not None
     until(lambda: driven.step([lost], timeout=0.1) is not None and lost in driven.errors)
     assert type(driven.errors[lost]) is WorkerDied
-    until(lambda: pool.status().trouble is None and driven.all_up(), 120)
-    driven.go_on(driven.open("sound", number=4), 2)  # compiled before the restart
-    driven.go_on(driven.open("sound length=900", number=4), 2)
+    well = lambda: pool.status().trouble is None and driven.all_up()
+    until(well, 120)
+    driven.go_on(driven.open("sound length=1000", number=4), 2)  # compiled before the restart
+    driven.go_on(driven.open("sound", number=4), 2)
+    (driver,) = [each for each in psutil.Process().children() if "actors.driver.process" in each.cmdline()]
+    driver.kill()
+    until(lambda: pool.status().trouble is not None)
+    until(well, 120)
+    driven.go_on(driven.open("sound", number=4), 2)
     pool.shutdown()
     head.stdin.close()
-    head.wait(60)
+    assert head.wait(60) == 0
     print("done", flush=True)
 """
 
@@ -204,7 +219,7 @@ def test_rays_own_processes_gone() -> None:
     assert said.splitlines()[-1] == "done", said
 
 
-def test_the_head_of_a_joined_cluster_is_restarted() -> None:
+def test_a_cluster_is_joined_again_after_its_restart_and_after_the_drivers_end() -> None:
     said = run(REJOIN, HEAD)
     assert said.splitlines()[-1] == "done", said
 
