@@ -54,6 +54,8 @@ _LOCAL_ENVIRONMENT = {
     "RAY_AUTH_MODE": "token",
     "RAY_AUTH_TOKEN": None,
     "RAY_ADDRESS": None,
+    # For the server's process only.
+    "GUIDED_API_KEY": None,
 }
 _log = logging.getLogger(__name__)
 

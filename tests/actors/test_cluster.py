@@ -45,6 +45,7 @@ def test_its_token_is_its_own_and_for_this_user_only(local_ray: None) -> None:
     assert stat.S_IMODE(token.stat().st_mode) == 0o600
     assert len(token.read_text()) == 64
     assert "RAY_AUTH_TOKEN" not in environment
+    assert "GUIDED_API_KEY" not in environment
 
 
 def test_auto_does_not_join_it(local_ray: None) -> None:
