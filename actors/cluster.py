@@ -110,7 +110,7 @@ class Cluster:
                 self._leaving.set()
                 driver = self._driver
                 if driver is not None and self._ray is None:
-                    driver.kill()  # it may be waiting for Ray
+                    driver.interrupt()
                 self._thread.join(_STOP_SECONDS)
 
     @property
@@ -188,9 +188,8 @@ class Cluster:
 
     def _reconnect(self, why: str) -> None:
         """Connect again, as often as it takes."""
-        _log.error(
-            "Ray is lost: %s; %s", why, f"joining {self._address} again" if self._address else "starting it again"
-        )
+        _log.error("Ray is lost: %s; it is %s again", why, "joined" if self._address else "started")
+        self.trouble = why
         self.connected.clear()
         self._clean_up()
         for call in list(self._when_lost):
@@ -219,6 +218,7 @@ class Cluster:
             if address == "auto":
                 address = _find_cluster()
             _check_reachable(address)
+            _log.info("joining the Ray cluster at %s", address)
             options, environment = {"address": address}, {}
         given = {name: value for name, value in _ENVIRONMENT.items() if name not in os.environ}
         self._driver = Driver({**options, **_QUIET}, {**given, **environment})

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, TypeVar
 
 from actors.driver.messages import Alive, Call, Close, Connect, Connected, Create, Drop, Put, Reference, Reply, Request
 from guided.errors import PoolUnavailable
@@ -27,6 +27,7 @@ _START_SECONDS = 120.0
 _MAX_SILENT_PROBES = 30
 """It reports every second."""
 _STDERR = 2
+_Found = TypeVar("_Found")
 _ENDED = "the process that was connected to Ray ended"
 
 
@@ -67,7 +68,7 @@ class Driver:
         self._futures: dict[int, Future[Any]] = {}
         self._stored: weakref.WeakKeyDictionary[Any, RemoteObject] = weakref.WeakKeyDictionary()
         self._dropped: deque[int] = deque()
-        """Objects without users, which the driver does not know yet."""
+        """Objects and actors without references, which the driver does not know yet."""
         self._lost = False
         self._silent_probes = 0
         """Since its latest message."""
@@ -116,7 +117,7 @@ class Driver:
         def finish(accepted: Future[Any]) -> None:
             error = accepted.exception()
             if error is None:
-                created.set_result(RemoteActor(self, number))
+                created.set_result(self._with_finalizer(RemoteActor(self, number), number))
             else:
                 created.set_exception(error)
 
@@ -164,10 +165,14 @@ class Driver:
         return True
 
     def kill(self) -> None:
-        """End the process now, and fail all calls. From any thread."""
+        """End the process now, and fail all calls."""
         self._process.kill()
         self._process.wait()
         self._end()
+
+    def interrupt(self) -> None:
+        """End the process now, for example while another thread waits in `connect`. From any thread."""
+        self._process.kill()
 
     def _end(self) -> None:
         """Wait until the calls have failed."""
@@ -177,9 +182,13 @@ class Driver:
             self._connection.close()
 
     def _new_object(self) -> RemoteObject:
-        found = RemoteObject(next(self._numbers))
+        number = next(self._numbers)
+        return self._with_finalizer(RemoteObject(number), number)
+
+    def _with_finalizer(self, found: _Found, number: int) -> _Found:
+        """Have the driver forget something when it is not referenced here any more."""
         # A deque, because the garbage collector may run on any thread, which may be sending.
-        weakref.finalize(found, self._dropped.append, found.number).atexit = False
+        weakref.finalize(found, self._dropped.append, number).atexit = False
         return found
 
     def _ask(self, request: Create | Call) -> Future[Any]:
@@ -229,7 +238,8 @@ class RemoteObject:
 
 
 class RemoteActor:
-    """An actor of a driver. Its calls fail with `ActorDied` when it dies, or the driver ends."""
+    """An actor of a driver. Its calls fail with `ActorDied` when it dies, or the driver ends. It is ended with the last
+    reference here."""
 
     def __init__(self, driver: Driver, number: int) -> None:
         self._driver = driver

@@ -44,7 +44,7 @@ def main() -> None:
     try:
         _Actors(engine).serve()
     except (EOFError, OSError):
-        os._exit(1)  # the engine's process was killed: its files are being removed, and Ray's processes die with this one
+        os._exit(1)  # the engine's process was killed: its files are being removed
     threading.Thread(target=_exit_later, daemon=True).start()
     ray.shutdown()
 

@@ -101,7 +101,9 @@ from ray.cluster_utils import Cluster
 os.makedirs(os.path.join(tempfile.gettempdir(), "ray"), exist_ok=True)  # Ray writes there
 port = 0
 while True:
-    quiet = {"num_cpus": 1, "include_dashboard": False, "temp_dir": sys.argv[1], **({"gcs_server_port": port} if port else {})}
+    quiet = {"num_cpus": 1, "include_dashboard": False, "temp_dir": sys.argv[1]}
+    if port:
+        quiet["gcs_server_port"] = port
     cluster = Cluster(initialize_head=True, head_node_args=quiet)
     port = int(cluster.address.rpartition(":")[2])
     print(cluster.address, flush=True)
