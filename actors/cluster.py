@@ -23,8 +23,6 @@ from actors.driver.messages import Connected
 from actors.scratch import ScratchDirectory, is_private
 from guided.errors import PoolUnavailable, bounded
 
-__all__ = ["Cluster"]
-
 _LEAST_STORE_BYTES, _MOST_STORE_BYTES = 80 << 20, 320 << 20
 """Size of Ray's object store: at least Ray's own minimum, at most room for all cached grammars
 (`RayPoolOptions.max_cache_bytes`). The store takes memory as it fills; what does not fit is written to disk."""

@@ -16,13 +16,12 @@ from typing import Any
 from tqdm import tqdm
 
 from benchmarks.child_process import SINGLE_THREADED, VLLM_ON_CPU, JsonProcess
+from benchmarks.paths import ROOT
 from benchmarks.peers.loop import Samples, Slowness
 from benchmarks.peers.rows import Document
-from benchmarks.report import ROOT, fail
+from benchmarks.report import fail
 from benchmarks.slow_backend import SECONDS_VARIABLE
 from benchmarks.workload import Tokens
-
-__all__ = ["Candidate", "Comparison", "Measurement", "vllm_candidate"]
 
 
 @dataclass(frozen=True)
@@ -148,11 +147,7 @@ class Measurement:
         self._running = running
 
     def run(
-        self,
-        steps: int | Mapping[str, int],
-        rounds: int,
-        bar: tqdm[Any],
-        seconds: float | None = None,
+        self, steps: int | Mapping[str, int], rounds: int, bar: tqdm[Any], seconds: float | None = None
     ) -> dict[str, Samples]:
         """Run the steps in turns and return the samples by label.
 

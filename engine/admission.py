@@ -15,8 +15,6 @@ from guided.constraint import Constraint
 from guided.errors import InvalidRequest
 from guided.limits import DEFAULT_LIMITS, Limits
 
-__all__ = ["Admission"]
-
 
 class Admission:
     """Checks what `SamplingParams` cannot: the prompt, the context length, the vocabulary, the engine's limits.
@@ -26,11 +24,7 @@ class Admission:
     """
 
     def __init__(
-        self,
-        model: LoadedModel,
-        config: EngineConfig,
-        max_model_len: int,
-        validate: Callable[[SamplingParams], None],
+        self, model: LoadedModel, config: EngineConfig, max_model_len: int, validate: Callable[[SamplingParams], None]
     ) -> None:
         self._validate = validate
         self._tokenizer = model.tokenizer

@@ -18,8 +18,6 @@ from engine.sequence import SequenceGroup
 from guided.errors import GuidedError, InternalError, bounded
 from guided.pool import PoolStatus
 
-__all__ = ["AsyncLLM", "EngineHealth"]
-
 logger = logging.getLogger(__name__)
 
 
@@ -92,12 +90,7 @@ class AsyncLLM(BaseLLM):
         self._thread.start()
 
     async def generate(
-        self,
-        prompt: str | Sequence[int],
-        params: SamplingParams,
-        request_id: str | None = None,
-        *,
-        stream: bool = True,
+        self, prompt: str | Sequence[int], params: SamplingParams, request_id: str | None = None, *, stream: bool = True
     ) -> AsyncGenerator[RequestOutput, None]:
         """Run one request and yield snapshots of its output.
 
@@ -169,7 +162,7 @@ class AsyncLLM(BaseLLM):
         self._closing = True
         self.engine.awake.set()
         self._thread.join()
-        self._shut_down_pool()
+        super().shutdown()
 
     def _run(self) -> None:
         """Run the engine. This and the methods below run on the engine's thread."""

@@ -16,8 +16,6 @@ from guided.pool import MaskPool
 from guided.pool_options import RayPoolOptions
 from guided.vocabulary import Vocabulary
 
-__all__ = ["BaseLLM", "PoolChoice", "open_pool"]
-
 PoolChoice = Literal["inline", "ray"]
 
 _SMALL_MODEL = 50_000_000
@@ -65,7 +63,7 @@ class BaseLLM:
         try:
             self.engine = LLMEngine(self.model, config, self.pool)
         except BaseException:  # for example a logits processor that cannot be loaded
-            self._shut_down_pool()
+            BaseLLM.shutdown(self)
             raise
         self.tokenizer = self.model.tokenizer
         self.max_model_len = self.engine.max_model_len
@@ -74,7 +72,7 @@ class BaseLLM:
     def _start(self) -> None:
         """Set up what the subclass adds. The engine exists."""
 
-    def _shut_down_pool(self) -> None:
+    def shutdown(self) -> None:
         """Shut the pool down if this object has started it. Idempotent."""
         if self._own_pool is not None:
             self._own_pool.shutdown()

@@ -30,8 +30,6 @@ from guided.errors import BackendError, GuidedError, InternalError, bounded
 from guided.pool import Grammar, MaskPool
 from guided.processor import ApplyReport, GuidedProcessor, LogitPostProcessor
 
-__all__ = ["EngineStats", "LLMEngine"]
-
 
 @dataclass
 class EngineStats:
@@ -77,22 +75,14 @@ class LLMEngine:
         self.config = config = config or EngineConfig()
         self.model = model
         self.max_model_len = model.context_length(config.max_model_len)
-        num_blocks = plan_blocks(
-            config, model.layers, max_model_len=self.max_model_len, dtype=model.dtype, device=model.device
-        )
+        num_blocks = plan_blocks(config, model.layers, self.max_model_len, model.dtype, model.device)
         self.blocks = BlockManager(
             num_blocks,
             config.block_size,
             max_seqs=config.max_num_seqs,
             max_blocks=-(-self.max_model_len // config.block_size),
         )
-        cache = KVCache(
-            model.layers,
-            num_blocks=num_blocks,
-            block_size=config.block_size,
-            dtype=model.dtype,
-            device=model.device,
-        )
+        cache = KVCache(model.layers, num_blocks, config.block_size, model.dtype, model.device)
         self.scheduler = Scheduler(
             self.blocks,
             max_num_seqs=config.max_num_seqs,

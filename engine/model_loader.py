@@ -16,8 +16,6 @@ from engine.kv_cache import LayerShapes
 from guided.errors import bounded
 from guided.vocabulary import Vocabulary
 
-__all__ = ["LoadedModel", "load_model", "prepare_model"]
-
 _LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _SAME = {torch.float32: 0.9999, torch.bfloat16: 0.99, torch.float16: 0.99}
@@ -75,11 +73,7 @@ def load_model(model: str, **options: Any) -> LoadedModel:
     config = _find_config(model, how.revision)
     _check_config(config)
     loaded = AutoModelForCausalLM.from_pretrained(
-        model,
-        config=config,
-        revision=how.revision,
-        dtype=_DTYPES.get(how.dtype, "auto"),
-        attn_implementation=ATTENTION,
+        model, config=config, revision=how.revision, dtype=_DTYPES.get(how.dtype, "auto"), attn_implementation=ATTENTION
     )
     tokenizer = AutoTokenizer.from_pretrained(how.tokenizer or model, revision=None if how.tokenizer else how.revision)
     return prepare_model(loaded.to(device), tokenizer, name=model)

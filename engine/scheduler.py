@@ -6,16 +6,15 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from engine.block_manager import BlockManager
-from engine.sequence import Sequence, SequenceGroup, SequenceGroupMetadata, SequenceStatus
-
-__all__ = ["ScheduledBatch", "Scheduler"]
+from engine.sequence import Sequence, SequenceGroup, SequenceStatus
 
 
 @dataclass(slots=True)
 class ScheduledBatch:
     """The work of one step: prefills, and one token for each decoding sequence."""
 
-    prefills: list[SequenceGroupMetadata] = field(default_factory=list)
+    prefills: list[list[Sequence]] = field(default_factory=list)
+    """Each is all sequences of a new group, which have the same tokens, or one preempted sequence."""
     decodes: list[Sequence] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     """(source, target) blocks to copy before the forward pass. All sources are read before any target is written."""
@@ -109,43 +108,43 @@ class Scheduler:
         """Free the blocks of a sequence that is no longer in `running`, and queue it to be prefilled again."""
         self.blocks.free(sequence.seq_id)
         sequence.status = SequenceStatus.WAITING
-        sequence.group.num_preemptions += 1
         self.num_preemptions += 1
         self.preempted.appendleft(sequence)
 
     def _schedule_prefills(self, batch: ScheduledBatch) -> None:
         budget = self.max_num_batched_tokens - len(batch.decodes)
         for sequence in [sequence for sequence in self.preempted if sequence.parked is None]:
-            prefill = SequenceGroupMetadata(sequence.group, [sequence])
-            if not self._fits(prefill, budget):
+            if not self._fits([sequence], budget):
                 return
             self.preempted.remove(sequence)
-            budget -= self._admit(prefill, batch)
+            budget -= self._admit([sequence], batch)
         skipped: list[SequenceGroup] = []
         while self.waiting:
             group = self.waiting[0]
             if group.waits_for_grammar:
                 skipped.append(self.waiting.popleft())
                 continue
-            prefill = SequenceGroupMetadata(group, group.sequences)
-            if not self._fits(prefill, budget):
+            if not self._fits(group.sequences, budget):
                 break
             self.waiting.popleft()
-            budget -= self._admit(prefill, batch)
+            budget -= self._admit(group.sequences, batch)
         self.waiting.extendleft(reversed(skipped))
 
-    def _fits(self, prefill: SequenceGroupMetadata, budget: int) -> bool:
+    def _fits(self, prefill: list[Sequence], budget: int) -> bool:
+        num_tokens = prefill[0].length
         spare = self._watermark if self.running else 0
         return (
-            prefill.num_tokens <= budget
-            and len(self.running) + len(prefill.sequences) <= self.max_num_seqs
-            and self.blocks.blocks_for(prefill.num_tokens) + spare <= self.blocks.num_free
+            num_tokens <= budget
+            and len(self.running) + len(prefill) <= self.max_num_seqs
+            and self.blocks.blocks_for(num_tokens) + spare <= self.blocks.num_free
         )
 
-    def _admit(self, prefill: SequenceGroupMetadata, batch: ScheduledBatch) -> int:
-        self.blocks.allocate([sequence.seq_id for sequence in prefill.sequences], prefill.num_tokens)
-        for sequence in prefill.sequences:
+    def _admit(self, prefill: list[Sequence], batch: ScheduledBatch) -> int:
+        """Run a prefill in this step. Returns its number of tokens."""
+        num_tokens = prefill[0].length
+        self.blocks.allocate([sequence.seq_id for sequence in prefill], num_tokens)
+        for sequence in prefill:
             sequence.status = SequenceStatus.RUNNING
-        self.running.extend(prefill.sequences)
+        self.running.extend(prefill)
         batch.prefills.append(prefill)
-        return prefill.num_tokens
+        return num_tokens

@@ -15,8 +15,6 @@ from engine.sampling_params import SamplingParams
 from guided.errors import GuidedError
 from guided.sequence import GuidedSequence
 
-__all__ = ["Logprob", "Parked", "Sequence", "SequenceGroup", "SequenceGroupMetadata", "SequenceStatus", "sequence_seed"]
-
 _sequence_ids = itertools.count()
 
 
@@ -177,7 +175,6 @@ class SequenceGroup:
     compiled_time: float | None = None
     first_token_time: float | None = None
     finished_time: float | None = None
-    num_preemptions: int = 0
 
     def __post_init__(self) -> None:
         for sequence in self.sequences:
@@ -208,18 +205,6 @@ class SequenceGroup:
         """Move all unfinished sequences to an unfinished status."""
         for sequence in self.unfinished():
             sequence.status = status
-
-
-@dataclass(slots=True)
-class SequenceGroupMetadata:
-    """One prefill: all sequences of a new group, which have the same tokens, or one preempted sequence."""
-
-    group: SequenceGroup
-    sequences: list[Sequence]
-
-    @property
-    def num_tokens(self) -> int:
-        return self.sequences[0].length
 
 
 def sequence_seed(engine_seed: int, request_id: str, seed: int | None, index: int) -> int:

@@ -22,8 +22,6 @@ from guided import regex
 from guided.errors import InvalidConstraint, UnsupportedConstraint, bounded
 from guided.regex import Chars, Choice, Node, Ranges, Reference, Repeat, Sequence
 
-__all__ = ["ROOT", "parse_gbnf", "syntax", "to_lark"]
-
 ROOT = "root"
 """The start rule of a GBNF grammar."""
 
@@ -110,7 +108,7 @@ def parse_gbnf(text: str) -> Rules:
     for name, rule_body in rules.items():
         for missing in sorted({*_references(rule_body)} - rules.keys()):
             raise _invalid(
-                f"rule {bounded(name, 60)!r} of the grammar refers to {bounded(missing, 60)!r}, which is not defined",
+                f"rule {bounded(name, 60)!r} of the grammar refers to {bounded(missing, 60)!r}, which is not defined"
             )
     if ROOT not in rules:
         raise _invalid(f"the grammar has no rule {ROOT!r} to start from")

@@ -26,8 +26,6 @@ from guided.pool import ReadyMasks
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["apply_bitmask", "load_loose_kernel"]
-
 Masks: TypeAlias = NDArray[np.int32] | Sequence[NDArray[np.int32]] | Sequence[ReadyMasks]
 """int32 `[rows, words]`, or a sequence of `[words]`, or the parts of a step's masks, one after the other."""
 Bits: TypeAlias = NDArray[Any]
@@ -241,13 +239,7 @@ def _by_word(bits: Bits, words: int) -> Bits:
 
 
 def _raise_to_floor(
-    bits: Bits,
-    target: Bits,
-    block: NDArray[np.int32],
-    rows: Iterable[int],
-    floors: Bits,
-    ceiling: Any,
-    start: int = 0,
+    bits: Bits, target: Bits, block: NDArray[np.int32], rows: Iterable[int], floors: Bits, ceiling: Any, start: int = 0
 ) -> None:
     """Write the rows one by one from word `start` on, for any mask."""
     width = bits.shape[1] - start * 32

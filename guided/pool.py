@@ -20,16 +20,6 @@ from guided.errors import GuidedError
 from guided.sequence import GuidedSequence
 from guided.vocabulary import Vocabulary
 
-__all__ = [
-    "BackendStatus",
-    "Grammar",
-    "MaskPool",
-    "PoolStatus",
-    "ReadyMasks",
-    "StepMasks",
-    "WorkerStatus",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
@@ -66,7 +56,7 @@ class StepMasks:
     failed: dict[int, GuidedError] = field(default_factory=dict)
     """Rows of sequences that are over, with the reason."""
     seconds: float = 0.0
-    """Seconds that the workers spent on the ready rows, summed."""
+    """Seconds that the workers have spent on masks since the last step, summed."""
 
     def copy_to(self, bitmask: NDArray[np.int32], rows: NDArray[np.intp] | None = None) -> None:
         """Copy the ready masks.

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-__all__ = ["ApplyReport", "GuidedProcessor", "GuidedSequence", "LogitPostProcessor"]
-
 _FIRST_MASK_SECONDS = 0.1
 """How long a step waits for its first mask if no other row could be sampled. It delays new requests by up to this."""
 
@@ -47,7 +45,7 @@ class ApplyReport:
     wait_seconds: float = 0.0
     """Seconds that `apply` waited for masks. Together with `prepare`, the exposed mask time."""
     mask_seconds: float = 0.0
-    """Seconds that the workers spent on this step's rows, summed."""
+    """Seconds that the workers have spent on masks since the last step, summed."""
     kernel_seconds: float = 0.0
     """Seconds of writing -inf: device work."""
 

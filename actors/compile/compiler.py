@@ -36,8 +36,6 @@ from guided.limits import CompileLimits
 from guided.messages import decoder
 from guided.vocabulary import Vocabulary
 
-__all__ = ["CompileActor", "Compiler"]
-
 _SLICES = (0.03, 0.5)
 """Time slice of each level, in seconds of computing time."""
 _FINAL_LEVEL = len(_SLICES)
@@ -304,7 +302,7 @@ class _CompileQueue:
 
     The cost of a constraint cannot be known in advance. So every task first gets a time slice of `_SLICES[0]`, then one
     of `_SLICES[1]`, in the quick processes. A task that is still not finished goes to the slow processes, each of which
-    compiles one task to its end. If a slow process is free, a task goes on there without being killed.
+    compiles one task to its end.
 
     If a slow process is free, a task that has exceeded its first slice goes on there without being killed. A backend is
     served after the others while all its latest tasks have exceeded their slices: a flood of constraints that it is

@@ -40,8 +40,6 @@ from guided.pool import BackendStatus, Grammar
 from guided.pool_options import RayPoolOptions
 from guided.vocabulary import Vocabulary
 
-__all__ = ["Grammars"]
-
 _GRACE_SECONDS = 1.0
 """How long a grammar that one worker has loaded waits for the other workers."""
 _MAX_COMPILE_ACTORS = 10

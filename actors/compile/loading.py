@@ -18,13 +18,6 @@ from typing import Any
 from actors.driver.client import ActorDied, RemoteActor, RemoteObject
 from guided.errors import GuidedError, WorkerDied, bounded
 
-__all__ = [
-    "ActorHandle",
-    "Loading",
-    "StoredGrammar",
-    "died_loading",
-]
-
 _MAX_CRASHES = 2
 """Actors that a grammar may crash while they load nothing else. The first may have been killed externally."""
 _MAX_REJECTED = 1000
@@ -89,9 +82,7 @@ class Loading:
     """
 
     def __init__(
-        self,
-        when_done: Callable[[Future[Any], Callable[[Future[Any]], None]], None],
-        changed: Callable[[], None],
+        self, when_done: Callable[[Future[Any], Callable[[Future[Any]], None]], None], changed: Callable[[], None]
     ) -> None:
         self._when_done = when_done
         self._changed = changed

@@ -45,8 +45,6 @@ from guided.sequence import GuidedSequence
 if TYPE_CHECKING:
     from actors.processes import ActorLocation
 
-__all__ = ["SequenceState", "StepOutputs", "StepPart", "WorkerConnection", "send_all"]
-
 _decode = msgspec.msgpack.Decoder(Answer).decode
 
 
@@ -72,8 +70,8 @@ class SequenceState:
     """`time.monotonic()` since when no worker could take it; 0 if one could."""
     late_since: float = 0.0
     """`time.monotonic()` of the submission that missed its step; 0 if none did."""
-    quick_rows: int = -1
-    """-1, or for a straggler: consecutive masks that did not hold up its worker."""
+    quick_rows: int = 0
+    """Of a straggler: consecutive masks that did not hold up its worker."""
     suspect: bool = False
     """A worker ended while it may have been filling its mask: the next one is filled where no other sequence is."""
     deaths: int = 0
@@ -86,11 +84,6 @@ class SequenceState:
     @property
     def sequence_id(self) -> int:
         return self.sequence.sequence_id
-
-    @property
-    def straggles(self) -> bool:
-        """Its masks hold up the other sequences of a worker."""
-        return self.quick_rows >= 0
 
     @property
     def is_ready(self) -> bool:
@@ -149,7 +142,7 @@ class StepPart:
     def look(self) -> int:
         """Compare the versions; return how many masks are missing."""
         self.ready = self.table.ready[self.slots] == self.target
-        self.missing = len(self.ready) - int(np.count_nonzero(self.ready))
+        self.missing = 0 if self.ready.all() else len(self.ready) - int(np.count_nonzero(self.ready))
         return self.missing
 
     def states(self, where: NDArray[np.bool_]) -> dict[int, SequenceState]:
@@ -179,34 +172,39 @@ class StepPart:
 
     def send_outputs(self, outputs: StepOutputs) -> None:
         """Write what is new of each row's output, and ask for the masks that were not asked for."""
-        self.target = self.table.target[self.slots]
-        new = outputs.lengths[self.rows] - (self.target & POSITION)
-        settled = self.table.ready[self.slots] == self.target
-        if (settled & (new == 1)).all():
-            self.send_tokens(outputs.last)
-        else:
-            self._send_various(outputs, new, settled)
-            self.ask()
-
-    def _send_various(self, outputs: StepOutputs, new: NDArray[np.int64], settled: NDArray[np.bool_]) -> None:
-        """Write outputs of which some have no new token, several, or have become shorter."""
         table, slots = self.table, self.slots
-        direct = settled & (new >= 1) & (new <= MAX_NEW_TOKENS)
-        for index in np.flatnonzero(direct).tolist():
-            count = int(new[index])
-            table.tokens[slots[index], :count] = outputs.tokens[self.rows[index]][-count:]
-        table.target[slots[direct]] += new[direct]
-        for row, state in self.states(~direct & (new != 0)).items():
-            self.worker.edit(state, len(outputs.tokens[row]))
+        self.target = table.target[slots]
+        new = outputs.lengths[self.rows] - (self.target & POSITION)
+        one = (new == 1) & (table.ready[slots] == self.target)
+        if one.all():
+            self.send_tokens(outputs.last)
+            return
+        table.tokens[slots[one], 0] = outputs.last[self.rows[one]]
+        table.target[slots[one]] += 1
+        if (other := ~one & (new != 0)).any():
+            self._send_several(outputs, new, other)
+        self.ask()
+
+    def _send_several(self, outputs: StepOutputs, new: NDArray[np.int64], where: NDArray[np.bool_]) -> None:
+        """Write outputs that have several new tokens or have become shorter, or new ones beside a mask in progress."""
+        table = self.table
+        for index in np.flatnonzero(where).tolist():
+            row, slot, count = self.rows[index], self.slots[index], int(new[index])
+            if 1 <= count <= MAX_NEW_TOKENS and table.ready[slot] == self.target[index]:
+                table.tokens[slot, :count] = outputs.tokens[row][-count:]
+                table.target[slot] += count
+            elif (state := self._states[row]) is not None:
+                self.worker.edit(state, len(outputs.tokens[row]))
 
     def ask(self) -> None:
         """Ask for the masks of the versions that are written now, as far as they were not asked for."""
         self.target = self.table.target[self.slots]
         unasked = self.worker.asked[self.slots] != self.target
-        if unasked.any():
+        slots = self.slots if unasked.all() else self.slots[unasked]
+        if len(slots):
             self.worker.begin_asking()
-            self.worker.asked[self.slots] = self.target
-            self.worker.ring(self.slots if unasked.all() else self.slots[unasked])
+            self.worker.asked[slots] = self.table.target[slots]
+            self.worker.ring(slots)
 
     def remove(self, where: NDArray[np.bool_]) -> None:
         """Drop rows that this worker will not fill.
@@ -258,7 +256,10 @@ class WorkerConnection:
         """A fresh actor is to take its place: sequences go elsewhere if they can. Set by the supervisor."""
         self._channel = channel
         self._segment = segment
-        self._wake, self._busy, self._since = (self.table.mark[name] for name in ("wake", "busy", "since"))
+        self._wake, self._busy, self._since, self._seconds = (
+            self.table.mark[name] for name in ("wake", "busy", "since", "seconds")
+        )
+        self._seconds_taken = 0.0
         # Last freed, first used: few pages of the segment are ever touched.
         self._free_slots = list(range(len(self.asked) - 1, -1, -1))
         self._leaving: list[int] = []
@@ -328,7 +329,11 @@ class WorkerConnection:
         self.stragglers.discard(state)
         if self.reserved_for is state:
             self.reserved_for = None
-        self._frees.append(state.slot)
+        if any(isinstance(request, Open) and request.slot == state.slot for request in self._requests):
+            self._requests = [request for request in self._requests if getattr(request, "slot", None) != state.slot]
+            self._free_slots.append(state.slot)  # the worker never heard of it
+        else:
+            self._frees.append(state.slot)
         state.leave()
 
     # frames
@@ -354,11 +359,7 @@ class WorkerConnection:
         if self._frees:
             self.begin_asking()
             self.asked[self._frees] = freed(self.table.target[self._frees])
-            # Before the others, so that a free does not wait for the masks; but after the slot's own `Open`.
-            opened = {request.slot for request in self._requests if isinstance(request, Open)}
-            first = [slot for slot in self._frees if slot not in opened]
-            last = [slot for slot in self._frees if slot in opened]
-            self._requests = [*_free(first), *self._requests, *_free(last)]
+            self._requests.insert(0, Free(self._frees))  # first, so that it does not wait for the masks
             self._leaving += self._frees
             self._frees = []
         if not self._requests:
@@ -424,11 +425,18 @@ class WorkerConnection:
         filled = ready >= 0
         masks = np.frombuffer(lines.mask, np.int32).reshape(np.count_nonzero(filled), self.table.mask.shape[1])
         self.table.mask[slots[filled]] = masks
-        self.table.seconds[slots] = np.frombuffer(lines.seconds, np.float32)
+        self.table.seconds[slots] = seconds = np.frombuffer(lines.seconds, np.float32)
+        self._seconds[0] += seconds.sum()
         self.table.status[slots[~filled]] = OK
         self.table.ready[slots] = ready
 
     # progress
+
+    def take_seconds(self) -> float:
+        """Return the seconds that the worker has spent on masks since the last call."""
+        total = float(self._seconds[0])
+        taken, self._seconds_taken = total - self._seconds_taken, total
+        return taken
 
     def overdue(self, seconds: float) -> bool:
         """Return whether the worker owes an answer and has made no progress for `seconds`. From any thread.
@@ -485,10 +493,6 @@ class WorkerConnection:
         """Close the connection and drop the memory. Idempotent."""
         self._channel.close()
         self._segment.close()
-
-
-def _free(slots: list[int]) -> list[Request]:
-    return [Free(slots)] if slots else []
 
 
 def send_all(workers: Collection[WorkerConnection]) -> None:

@@ -24,8 +24,6 @@ from guided.errors import BackendError, GuidedError, MaskTimeout, PoolUnavailabl
 from guided.pool import Grammar, ReadyMasks, StepMasks
 from guided.sequence import GuidedSequence
 
-__all__ = ["Dispatcher"]
-
 _LOOK_SECONDS = 0.001
 """Poll interval while masks are waited for. A worker that finishes just before `wake` is set announces nothing."""
 _PLACE_SECONDS = 0.02
@@ -102,7 +100,6 @@ class Dispatcher:
         self._step = _Step((), -1)
         self._late: set[SequenceState] = set()
         """Sequences with a mask that missed its step, until a later step has it, or they are freed."""
-        self._stragglers: set[SequenceState] = set()
         self._failed: set[SequenceState] = set()
         """Sequences with an `error`, until they are freed."""
         self._changed: set[SequenceState] = set()
@@ -147,7 +144,7 @@ class Dispatcher:
             send_all(self._workers)
 
     def _forget(self, state: SequenceState) -> None:
-        for states in (self._late, self._stragglers, self._failed, self._changed, self._placement.suspects):
+        for states in (self._late, self._failed, self._changed, self._placement.suspects, self._placement.stragglers):
             states.discard(state)
 
     def rollback(self, sequence_id: int, length: int) -> None:
@@ -174,7 +171,7 @@ class Dispatcher:
 
     def submit(self, sequences: Sequence[GuidedSequence], new_tokens: NDArray[np.int32] | None = None) -> None:
         """See `MaskPool.submit`."""
-        if self._events or self._placement.needs_rebalancing or self._placement.suspects or self._stragglers:
+        if self._events or self._placement.needs_attention:
             self._maintain()
         previous = self._step
         same = sequences is previous.sequences and type(sequences) is tuple
@@ -197,7 +194,7 @@ class Dispatcher:
         self._handle_events()
         if self._placement.needs_rebalancing:
             self._placement.rebalance()
-        for state in self._stragglers:
+        for state in self._placement.stragglers:
             if state not in self._late:
                 self._placement.move_to_lane(state)
         if self._placement.suspects:
@@ -209,10 +206,10 @@ class Dispatcher:
         self._step = step = _Step(sequences, -1)
         find = self._sequences.get
         states = step.states = [find(sequence.sequence_id) for sequence in sequences]
-        slots = _slots_of(states)
+        slots = np.array([FREE if state is None else state.slot for state in states], np.intp)
         if self._failed or (slots < 0).any():
             self._sort_out(step)
-            slots = _slots_of(states)
+            slots = np.array([FREE if state is None else state.slot for state in states], np.intp)
         for state in self._changed:
             if state.worker is not None and state.changed_from is not None:
                 state.worker.edit(state, state.changed_from)
@@ -297,10 +294,10 @@ class Dispatcher:
 
     def _is_futile(self, step: _Step) -> bool:
         """Return whether only stragglers are missing: they would miss the deadline anyway."""
-        if not self._stragglers:
+        if not self._placement.stragglers:
             return False
         undecided = step.undecided()
-        return len(undecided) < len(step.sequences) and all(state.straggles for state in undecided.values())
+        return len(undecided) < len(step.sequences) and self._placement.stragglers.issuperset(undecided.values())
 
     def _sort_undecided(self, step: _Step, waited_for_all: bool) -> None:
         """Note the late rows; fail those that were waited for until the limit."""
@@ -316,16 +313,15 @@ class Dispatcher:
 
     def _masks(self, step: _Step) -> StepMasks:
         """Return the step's result, and learn from it."""
-        found = StepMasks(failed=step.failed)
+        found = StepMasks(failed=step.failed, seconds=sum([worker.take_seconds() for worker in self._workers]))
         ready_rows = 0
         for part in step.parts:
             slots, rows = part.slots, part.rows
             if part.missing:
                 slots, rows = slots[part.ready], rows[part.ready]
             found.ready.append(ReadyMasks(part.table.mask, slots, rows))
-            found.seconds += float(part.table.seconds[slots].sum())
             ready_rows += len(rows)
-        if self._late or self._stragglers:
+        if self._late or self._placement.stragglers:
             self._note_ready(step)
         if ready_rows:
             self._placement.note_typical(found.seconds / ready_rows)
@@ -342,10 +338,8 @@ class Dispatcher:
             for row, state in ready.items():
                 if state in self._late:
                     self._settle(state)
-                if state in self._stragglers:
+                if state in self._placement.stragglers:
                     self._placement.note_straggler(state, seconds[row])
-                    if not state.straggles:
-                        self._stragglers.discard(state)
 
     def settled(self, timeout: float = 0.0) -> list[int]:
         """See `MaskPool.settled`."""
@@ -434,8 +428,7 @@ class Dispatcher:
 
     def _clear_stuck_workers(self) -> None:
         """Rows are late: have none of them wait behind a slow one."""
-        stragglers, moved = self._placement.clear_stuck_workers(time.monotonic())
-        self._stragglers.update(stragglers)
+        moved = self._placement.clear_stuck_workers(time.monotonic())
         if moved:
             self._displace(moved)
             self._step.look()
@@ -511,10 +504,6 @@ class Dispatcher:
             self._end(WorkerDown(worker, error))
         for state in self._sequences.values():
             self._fail(state, error)
-
-
-def _slots_of(states: Sequence[SequenceState | None]) -> NDArray[np.intp]:
-    return np.fromiter([FREE if state is None else state.slot for state in states], np.intp, len(states))
 
 
 def _asked(worker: WorkerConnection, state: SequenceState, row: int, states: list[SequenceState | None]) -> StepPart:

@@ -39,30 +39,6 @@ from numpy.typing import NDArray
 
 from guided.errors import Wire
 
-__all__ = [
-    "EDIT",
-    "FAILED",
-    "FREE",
-    "IDLE",
-    "MAX_NEW_TOKENS",
-    "OK",
-    "POSITION",
-    "Answer",
-    "Edit",
-    "Failed",
-    "Filled",
-    "Free",
-    "Open",
-    "Request",
-    "Ring",
-    "Segment",
-    "SegmentName",
-    "SlotTable",
-    "attach",
-    "freed",
-    "in_fill_order",
-]
-
 MAX_NEW_TOKENS = 8
 """New tokens of a slot that fit in the table; more are sent in a message."""
 POSITION = (1 << 32) - 1
@@ -76,7 +52,7 @@ IDLE = -1
 """`busy` of a worker that fills no row."""
 _SLOW_SECONDS = 0.001
 _NONCE_BYTES = 32
-_MARK_OFFSET, _MARK = 64, np.dtype([("since", np.float64), ("busy", np.int32), ("wake", np.int32)])
+_MARK_OFFSET, _MARK = 64, np.dtype([("since", "f8"), ("seconds", "f8"), ("busy", "i4"), ("wake", "i4")])
 _COLUMNS_OFFSET = 128
 
 
@@ -172,7 +148,8 @@ class SlotTable:
     status: NDArray[np.int32]
     mark: NDArray[np.void]
     """`[1]`. `busy`: the slot that the worker is filling, or `IDLE`; the suspect if the worker dies or hangs. `since`:
-    the `time.monotonic()` at which it began. `wake`: the engine waits; the worker sends a message when it is done."""
+    the `time.monotonic()` at which it began. `wake`: the engine waits; the worker sends a message when it is done.
+    `seconds`: what all masks so far took."""
 
     @classmethod
     def private(cls, slots: int, words: int) -> SlotTable:

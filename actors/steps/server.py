@@ -38,8 +38,6 @@ from guided.errors import BackendError, GuidedError, to_wire
 from guided.messages import decoder, encode
 from guided.worker import MaskWorker
 
-__all__ = ["StepServer"]
-
 _SEND_SECONDS = 0.001
 """Without shared memory: how long finished masks wait for the others of the step before they are sent."""
 _log = logging.getLogger(__name__)
@@ -65,7 +63,9 @@ class StepServer:
         self._give_up = give_up
         self._edits: dict[int, int] = {}
         """The edit count of each open slot."""
-        self._since, self._busy, self._wake = (table.mark[name] for name in ("since", "busy", "wake"))
+        self._since, self._busy, self._wake, self._seconds = (
+            table.mark[name] for name in ("since", "busy", "wake", "seconds")
+        )
         self._sender = None if shared else _LineSender(table, self._send)
         self._decode = decoder(list[Request]).decode
         self._sending = threading.Lock()
@@ -130,7 +130,8 @@ class StepServer:
             started = time.monotonic()
             self._mark(slot, started)
             error = self._fill_slot(slot, target & POSITION, tokens)
-            table.seconds[slot] = time.monotonic() - started
+            table.seconds[slot] = seconds = time.monotonic() - started
+            self._seconds[0] += seconds
             if error is None:
                 table.ready[slot] = target
                 if self._sender is not None:

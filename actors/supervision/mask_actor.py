@@ -23,8 +23,6 @@ from guided.messages import decoder
 from guided.vocabulary import Vocabulary
 from guided.worker import MaskWorker
 
-__all__ = ["MaskActor"]
-
 IN_ORDER = "grammars"
 """The concurrency group of the calls that run one after the other, in the order in which they were made."""
 _SWITCH_SECONDS = 0.0005

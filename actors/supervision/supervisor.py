@@ -33,8 +33,6 @@ from guided.pool import WorkerStatus
 from guided.pool_options import RayPoolOptions
 from guided.vocabulary import Vocabulary
 
-__all__ = ["IncarnationSettings", "RestartPolicy", "Supervisor"]
-
 _START_SECONDS = 120.0
 _CONNECT_SECONDS = 30.0
 _CREATE_SECONDS = 30.0

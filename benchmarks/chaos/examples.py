@@ -11,8 +11,6 @@ from typing import Any
 
 from guided.constraint import Constraint, ConstraintKind
 
-__all__ = ["EXAMPLES", "PLAIN_PROMPTS", "Example", "fresh"]
-
 PEOPLE = [
     ("Maria Keller", 34, "Lisbon"),
     ("Jonas Berg", 51, "Oslo"),
@@ -44,12 +42,7 @@ class Example:
 
 
 def _object(**properties: Any) -> dict[str, Any]:
-    return {
-        "type": "object",
-        "properties": properties,
-        "required": list(properties),
-        "additionalProperties": False,
-    }
+    return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
 
 
 _TEXT = {"type": "string", "maxLength": 24}

@@ -14,8 +14,6 @@ from engine.server.context import ServerContext
 from engine.server.generation import Job
 from engine.server.protocol import GenerationRequest, GuidedInfo, Usage
 
-__all__ = ["Answer"]
-
 Body = TypeVar("Body", bound=GenerationRequest)
 
 

@@ -11,12 +11,11 @@ from fastapi_offline import FastAPIOffline
 
 from engine.async_llm import AsyncLLM
 from engine.server import chat, completions, health, metrics, models, tokenization
-from engine.server.context import ServerContext, ServerSettings
+from engine.server.context import ServerContext
 from engine.server.errors import install_handlers
 from engine.server.gate import Gate
+from engine.server.options import ServerSettings
 from engine.server.protocol import ErrorAnswer
-
-__all__ = ["create_app"]
 
 DESCRIPTION = """
 An OpenAI-compatible server with guided decoding. Add one of `json_schema`, `json_object`, `regex`, `choice` and
@@ -34,10 +33,7 @@ def create_app(engine: AsyncLLM, settings: ServerSettings) -> FastAPI:
     key = [] if settings.api_key is None else [Depends(HTTPBearer(auto_error=False))]
     errors: dict[int | str, dict[str, Any]] = {
         "4XX": {"model": ErrorAnswer, "description": "The request is at fault, or there are too many (429)."},
-        "5XX": {
-            "model": ErrorAnswer,
-            "description": "The server is at fault. `x-should-retry` says if a retry helps.",
-        },
+        "5XX": {"model": ErrorAnswer, "description": "The server is at fault. `x-should-retry` says if a retry helps."},
     }
     app = FastAPIOffline(
         title="guided", version=version("guided"), description=DESCRIPTION, dependencies=key, responses=errors

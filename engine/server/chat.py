@@ -19,8 +19,6 @@ from engine.server.protocol import ChatChoice, ChatLogprobs, ChatRequest, ChatRe
 from engine.server.sampling import sampling_params
 from guided.errors import InvalidRequest
 
-__all__ = ["router"]
-
 router = APIRouter(tags=["generation"])
 
 _FIELD_NAMES = {"prompt": "messages", "logprobs": "top_logprobs", "extra_args": "vllm_xargs"}

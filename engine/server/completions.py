@@ -19,8 +19,6 @@ from engine.server.protocol import Completion, CompletionChoice, CompletionLogpr
 from engine.server.sampling import sampling_params
 from guided.errors import InvalidRequest
 
-__all__ = ["router"]
-
 router = APIRouter(tags=["generation"])
 
 OPENAI_MAX_TOKENS = 16

@@ -19,8 +19,6 @@ from guided.errors import bounded
 from guided.limits import Limits
 from guided.vocabulary import Vocabulary
 
-__all__ = ["Context", "ServerContext", "ServerSettings"]
-
 
 @dataclass
 class ServerContext:

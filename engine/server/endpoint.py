@@ -18,8 +18,6 @@ from engine.server.protocol import GenerationRequest
 from engine.server.streaming import EventStream, events
 from guided.errors import GuidedError
 
-__all__ = ["RESPONSES", "respond"]
-
 logger = logging.getLogger("guided.server")
 
 T = TypeVar("T")

@@ -17,8 +17,6 @@ from engine.server.protocol import GuidedInfo
 from guided.constraint import KINDS
 from guided.errors import CompileTimeout, GuidedError, InternalError, InvalidConstraint
 
-__all__ = ["Job", "Outputs", "cancel", "report", "running"]
-
 logger = logging.getLogger("guided.server")
 
 
@@ -67,11 +65,26 @@ async def running(context: ServerContext, job: Job) -> AsyncIterator[Outputs]:
         GuidedError: the job is refused (also because its constraint does not compile), or it fails later. Errors that
             an operator can act on are logged here.
     """
+    ids = [job.request_id if len(job.prompts) == 1 else f"{job.request_id}-{i}" for i in range(len(job.prompts))]
     guided = None
     try:
-        async with _running(context, job) as outputs:
-            guided = outputs.guided
-            yield outputs
+        with context.admit(len(job.prompts)):
+            streams = [
+                context.metrics.observed(
+                    context.engine.generate(prompt, job.params, request_id, stream=job.stream), job.params
+                )
+                for prompt, request_id in zip(job.prompts, ids, strict=True)
+            ]
+            try:
+                first = await _all_first(streams, job)
+                constraint, backend = job.params.constraint, first[0].backend
+                if constraint is not None and backend is not None:
+                    guided = GuidedInfo(kind=constraint.kind, backend=backend)
+                async with aclosing(_checked(context, _merged(first, streams), job)) as checked:
+                    yield Outputs(job, guided, checked)
+            finally:
+                for stream in streams:
+                    await stream.aclose()  # aborts what still runs
     except GuidedError as error:
         report(job, error, guided)
         raise
@@ -89,30 +102,6 @@ def report(job: Job, error: GuidedError, guided: GuidedInfo | None) -> None:
         "request %s (x-request-id %s) failed: %s: %s%s; constraint %s, backend %s",
         *(job.request_id, job.http_id, error.code, error, where, kind, backend),
     )
-
-
-@asynccontextmanager
-async def _running(context: ServerContext, job: Job) -> AsyncIterator[Outputs]:
-    with context.admit(len(job.prompts)):
-        ids = [job.request_id if len(job.prompts) == 1 else f"{job.request_id}-{i}" for i in range(len(job.prompts))]
-        streams = [
-            context.metrics.observed(
-                context.engine.generate(prompt, job.params, request_id, stream=job.stream), job.params
-            )
-            for prompt, request_id in zip(job.prompts, ids, strict=True)
-        ]
-        try:
-            first = await _all_first(streams, job)
-            backend = first[0].backend
-            constraint = job.params.constraint
-            info = None
-            if constraint is not None and backend is not None:
-                info = GuidedInfo(kind=constraint.kind, backend=backend)
-            async with aclosing(_checked(context, _merged(first, streams), job)) as checked:
-                yield Outputs(job, info, checked)
-        finally:
-            for stream in streams:
-                await stream.aclose()  # aborts what still runs
 
 
 async def _all_first(streams: Sequence[AsyncIterator[RequestOutput]], job: Job) -> list[RequestOutput]:

@@ -9,8 +9,6 @@ from engine.outputs import CompletionOutput
 from engine.sequence import Logprob
 from engine.server.protocol import ChatLogprob, ChatLogprobs, ChatTopLogprob, CompletionLogprobs
 
-__all__ = ["TextOffsets", "chat_logprobs", "completion_logprobs"]
-
 FLOOR = -9999.0
 
 

@@ -27,8 +27,6 @@ from engine.server.context import ServerContext
 from engine.server.options import ServeOptions, ServerSettings
 from engine.server.protocol import CHAT_EXAMPLE, COMPLETION_EXAMPLE
 
-__all__ = ["drop_stalled_connections", "serve", "settings_of", "start_engine"]
-
 _KEEP_ALIVE_SECONDS = 75
 """How long a connection may be idle. Clients and proxies keep idle connections for 5 to 60 s. The server keeps them
 longer, because a server that closes first may do so at the moment when the client sends a request."""
@@ -84,10 +82,7 @@ def serve(options: ServeOptions, listener: socket.socket) -> None:
         try:
             app = create_app(engine, settings_of(options))
             config = uvicorn.Config(
-                app,
-                log_level=options.log_level,
-                timeout_graceful_shutdown=5,
-                timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+                app, log_level=options.log_level, timeout_graceful_shutdown=5, timeout_keep_alive=_KEEP_ALIVE_SECONDS
             )
             _Server(config, app.state.context, options).run(sockets=[listener])
         finally:
@@ -161,10 +156,7 @@ def _say(options: ServeOptions, text: str) -> None:
 def _greeting(url: str, options: ServeOptions) -> str:
     lines = ["", f"guided serves {options.model_name} on {url}", ""]
     if not options.server.api_key and not _is_loopback(options.host):
-        lines += [
-            f"WARNING: {options.host} takes requests without a key: set --api-key or GUIDED_API_KEY",
-            "",
-        ]
+        lines += [f"WARNING: {options.host} takes requests without a key: set --api-key or GUIDED_API_KEY", ""]
     lines += ["Try:", "", _curl(url, options, "/v1/chat/completions", CHAT_EXAMPLE), ""]
     lines += [_curl(url, options, "/v1/completions", COMPLETION_EXAMPLE), ""]
     lines += [f"Documentation, to try from the browser:  {url}/docs", f"State of the mask pool:  curl {url}/health", ""]

@@ -14,8 +14,6 @@ from jinja2 import TemplateError
 from engine.server.protocol import Message
 from guided.errors import InvalidRequest, bounded
 
-__all__ = ["encode", "encode_chat", "text_prompts"]
-
 
 def encode_chat(
     tokenizer: Any,
@@ -113,10 +111,7 @@ def encode(tokenizer: Any, text: str, *, add_special_tokens: bool, param: str) -
 
 
 def text_prompts(
-    tokenizer: Any,
-    prompt: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]],
-    *,
-    add_special_tokens: bool,
+    tokenizer: Any, prompt: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]], *, add_special_tokens: bool
 ) -> list[list[int]]:
     """Tokenize the prompts of a completion request: one or many, text or token ids. The engine checks the ids.
 

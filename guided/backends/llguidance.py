@@ -25,8 +25,6 @@ from guided.schema import string_pattern
 from guided.schema.document import walk_keywords
 from guided.vocabulary import Vocabulary
 
-__all__ = ["LLGuidanceBackend"]
-
 _native = guard("llguidance")
 
 _VERSION = metadata.version("llguidance")
@@ -53,9 +51,7 @@ class LLGuidanceBackend(Backend):
         self._vocabulary = vocabulary
         self._limits = limits
         self._tokenizer = llguidance.LLTokenizer(
-            _Tokenizer(vocabulary),
-            n_vocab=vocabulary.padded_vocab_size,
-            eos_token=list(vocabulary.stop_token_ids),
+            _Tokenizer(vocabulary), n_vocab=vocabulary.padded_vocab_size, eos_token=list(vocabulary.stop_token_ids)
         )
 
     def compile(self, constraint: Constraint) -> LLGuidanceGrammar:

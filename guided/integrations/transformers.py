@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
-from types import TracebackType
 from typing import Literal
 
 import numpy as np
@@ -31,10 +30,9 @@ from guided.integrations.pools import find_pool
 from guided.integrations.recycled_memory import RecycledMemory
 from guided.kernel import apply_bitmask
 from guided.pool import MaskPool
-from guided.processor import GuidedProcessor, GuidedSequence
+from guided.processor import GuidedProcessor
+from guided.sequence import GuidedSequence
 from guided.vocabulary import Vocabulary
-
-__all__ = ["GuidedLogitsProcessor"]
 
 _FLOOR = -1e4
 """Lowest score of an allowed token, also if other processors forbid it: chosen only if nothing else is left. As a beam,
@@ -361,9 +359,7 @@ class GuidedLogitsProcessor:
     def __enter__(self) -> GuidedLogitsProcessor:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
 

@@ -19,8 +19,6 @@ from guided.schema.graph import Position, SchemaGraph
 from guided.schema.metaschema import TYPES, Dialect
 from guided.schema.pointer import ancestor, escape
 
-__all__ = ["close_objects", "parse", "walk_keywords"]
-
 _STRING_OR_BRACKET = re.compile(r'"(?:[^"\\]++|\\.)*+"?|[\[{\]}]', re.DOTALL)
 """Possessive and with an optional closing quote: linear time on any text."""
 

@@ -20,8 +20,6 @@ from guided.errors import InvalidConstraint, bounded
 from guided.schema.metaschema import Dialect
 from guided.schema.pointer import escape
 
-__all__ = ["Node", "Position", "SchemaGraph"]
-
 _SAME_ONE = ("if", "then", "else", "not")
 _SAME_MANY = ("allOf", "anyOf", "oneOf", "extends", "disallow", "type")
 _SAME_NAMED = ("dependentSchemas", "dependencies")
@@ -74,10 +72,7 @@ class SchemaGraph:
 
     @classmethod
     def build(
-        cls,
-        document: dict[str, Any],
-        check: Callable[[Position], None] = lambda _: None,
-        param: str = "json_schema",
+        cls, document: dict[str, Any], check: Callable[[Position], None] = lambda _: None, param: str = "json_schema"
     ) -> SchemaGraph:
         """Build the graph of `document`.
 

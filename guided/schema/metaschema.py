@@ -18,8 +18,6 @@ from jsonschema_specifications import REGISTRY  # type: ignore[import-untyped]
 from guided.errors import bounded
 from guided.schema.pointer import pointer
 
-__all__ = ["TYPES", "Dialect", "Fault"]
-
 TYPES = ("string", "number", "integer", "boolean", "object", "array", "null")
 """The names of types in every dialect."""
 _ANNOTATIONS = ("title", "description", "default", "format", "$comment")

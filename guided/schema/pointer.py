@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-__all__ = ["ancestor", "escape", "pointer"]
-
 
 def escape(token: str) -> str:
     """Escape one reference token."""

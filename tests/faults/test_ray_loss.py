@@ -17,7 +17,7 @@ from engine.async_llm import AsyncLLM
 from engine.config import EngineConfig
 from engine.default_model import checkpoint_path
 from engine.server.app import create_app
-from engine.server.context import ServerSettings
+from engine.server.options import ServerSettings
 
 engine = AsyncLLM(
     str(checkpoint_path()), "ray", EngineConfig(max_num_seqs=8), pool_options={"num_actors": 2, "pool_wait": 120.0}

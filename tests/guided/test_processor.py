@@ -13,7 +13,8 @@ from guided.constraint import Constraint
 from guided.errors import BackendError, GuidedError, MaskTimeout, PoolUnavailable, UnsupportedConstraint, WorkerDied
 from guided.inline import InlinePool
 from guided.pool import Grammar, StepMasks
-from guided.processor import GuidedProcessor, GuidedSequence
+from guided.processor import GuidedProcessor
+from guided.sequence import GuidedSequence
 from guided.vocabulary import Vocabulary
 
 WIDTH = 40
@@ -174,7 +175,7 @@ def test_free_closes_matchers_and_is_idempotent() -> None:
 
 
 class FaultyPool(InlinePool):
-    """An inline pool whose next row ends as told."""
+    """An inline pool in which the next row ends as told."""
 
     def __init__(self, error: GuidedError | None = None, late: bool = False) -> None:
         super().__init__(VOCABULARY, ScriptedBackends(VOCABULARY))  # type: ignore[arg-type]

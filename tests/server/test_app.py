@@ -20,7 +20,8 @@ from engine.async_llm import AsyncLLM
 from engine.config import EngineConfig
 from engine.sampling_params import SamplingParams
 from engine.server.app import create_app
-from engine.server.context import ServerContext, ServerSettings
+from engine.server.context import ServerContext
+from engine.server.options import ServerSettings
 
 Make = Callable[..., TestClient]
 
@@ -276,8 +277,7 @@ class TestRefusals:
         assert error_of(post(client, json_schema=schema))["code"] == "constraint_too_large"
 
     @pytest.mark.parametrize(
-        "body",
-        [b"{", b"[]", b"", b"null", b'"x"', b"[" * 100_000, b'{"messages": ' + b"9" * 5000 + b"}", b"\xff\xfe"],
+        "body", [b"{", b"[]", b"", b"null", b'"x"', b"[" * 100_000, b'{"messages": ' + b"9" * 5000 + b"}", b"\xff\xfe"]
     )
     def test_bodies_that_are_no_request(self, client: TestClient, body: bytes) -> None:
         answer = client.post("/v1/chat/completions", content=body, headers={"content-type": "application/json"})
@@ -315,9 +315,7 @@ class TestRefusals:
                 yield body[start : start + 1000]
 
         answer = client.post(
-            "/v1/chat/completions",
-            content=pieces() if chunked else body,
-            headers={"content-type": "application/json"},
+            "/v1/chat/completions", content=pieces() if chunked else body, headers={"content-type": "application/json"}
         )
         assert answer.status_code == 413
         assert error_of(answer)["code"] == "body_too_large"

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Generic, TypeVar
 
-__all__ = ["V1Batch"]
-
 T = TypeVar("T")
 
 
@@ -17,10 +15,7 @@ class V1Batch(Generic[T]):
         self._rows: dict[int, T] = {}
 
     def update(
-        self,
-        removed: Iterable[int],
-        added: Iterable[tuple[int, T | None]],
-        moved: Iterable[tuple[int, int, bool]],
+        self, removed: Iterable[int], added: Iterable[tuple[int, T | None]], moved: Iterable[tuple[int, int, bool]]
     ) -> list[T]:
         """Apply one step's changes in the order that vLLM prescribes: removed, added, moved.
 
