@@ -145,12 +145,10 @@ class Loading:
         return None
 
     def remove_actor(self, handle: ActorHandle) -> None:
-        """Remove an actor that has ended. The grammars that it was loading may become suspects."""
-        if handle not in self.actors:
-            return
+        """Remove an actor that has ended. The grammars that it was loading may become suspects, unless Ray was lost."""
         self.actors = tuple(each for each in self.actors if each is not handle)
         alone = len(handle.loading) == 1
-        for position, key in enumerate(grammar.key for grammar in handle.loading):
+        for position, key in enumerate(grammar.key for grammar in handle.loading if not handle.actor.is_lost):
             stored = self.stored.get(key)
             if position and stored is not None and stored.proven:
                 continue  # it was waiting, and other actors have loaded it

@@ -18,6 +18,7 @@ class Actor:
     """A mask actor that loads when it is told to."""
 
     def __init__(self) -> None:
+        self.is_lost = False
         self.asked: dict[str, Future[None]] = {}
 
     def call(self, method: str, key: str, *arguments: Any) -> Future[None]:
@@ -124,3 +125,16 @@ def test_the_first_grammar_of_a_backend_brings_its_library(monkeypatch: pytest.M
     now += 20
     assert handle.is_overdue()
     assert isinstance(desk.loading.stored["b:1"], StoredGrammar)
+
+
+def test_the_loss_of_ray_makes_no_suspects_and_leaves_nothing() -> None:
+    desk = Desk()
+    desk.add("a:1")
+    first = desk.enter()
+    first[1].is_lost = True
+    desk.loading.forget()
+    assert desk.loading.stored == {}
+    desk.end(*first)
+    desk.add("a:1")
+    second = desk.enter()
+    assert list(second[1].asked) == ["a:1"]

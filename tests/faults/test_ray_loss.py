@@ -86,6 +86,7 @@ async def main():
         await until(well)
 
 asyncio.run(main())
+assert "ray" not in sys.modules, "Ray would end this process"
 started = time.monotonic()
 engine.shutdown()
 print("shut down within", round(time.monotonic() - started), "s", flush=True)
