@@ -221,6 +221,8 @@ class Cluster:
         given = {name: value for name, value in _ENVIRONMENT.items() if name not in os.environ}
         self._driver = Driver({**options, **_QUIET}, {**given, **environment})
         self._needed.clear()
+        if self._leaving.is_set():  # from now on `leave` interrupts the driver
+            raise PoolUnavailable("the pool was shut down")
         self._ray = self._driver.connect()
         self.connected.set()
 
