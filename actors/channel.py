@@ -330,7 +330,7 @@ class RemoteChannel:
         socket.curve_server = True
         socket.curve_secretkey, socket.curve_publickey = server_secret, server_key
         socket.heartbeat_ivl, socket.heartbeat_timeout = _HEARTBEAT_MS, _HEARTBEAT_TIMEOUT_MS
-        socket.handshake_ivl = _HANDSHAKE_MS
+        socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
         port = socket.bind_to_random_port(f"tcp://{host}")
         self.socket = socket
         self.address = Address(f"tcp://{host}:{port}", server_key, client_key, client_secret)
