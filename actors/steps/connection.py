@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 
 from actors.channel import Channel
 from actors.steps.protocol import (
-    EDIT,
     FAILED,
     FREE,
     IDLE,
@@ -62,6 +61,8 @@ class SequenceState:
     slot: int = FREE
     incarnation: int = -1
     """The worker's; -1 if there is none."""
+    row: int = 0
+    """Its row in the step that has looked it up last."""
     changed_from: int | None = None
     """Output tokens from this position on have changed since they were sent."""
     opened_at: float = 0.0
@@ -175,36 +176,36 @@ class StepPart:
         table, slots = self.table, self.slots
         self.target = table.target[slots]
         new = outputs.lengths[self.rows] - (self.target & POSITION)
-        one = (new == 1) & (table.ready[slots] == self.target)
-        if one.all():
+        written = (new == 1) & (table.ready[slots] == self.target)
+        if written.all():
             self.send_tokens(outputs.last)
             return
-        table.tokens[slots[one], 0] = outputs.last[self.rows[one]]
-        table.target[slots[one]] += 1
-        if (other := ~one & (new != 0)).any():
-            self._send_several(outputs, new, other)
-        self.ask()
-
-    def _send_several(self, outputs: StepOutputs, new: NDArray[np.int64], where: NDArray[np.bool_]) -> None:
-        """Write outputs that have several new tokens or have become shorter, or new ones beside a mask in progress."""
-        table = self.table
-        for index in np.flatnonzero(where).tolist():
-            row, slot, count = self.rows[index], self.slots[index], int(new[index])
-            if 1 <= count <= MAX_NEW_TOKENS and table.ready[slot] == self.target[index]:
-                table.tokens[slot, :count] = outputs.tokens[row][-count:]
-                table.target[slot] += count
-            elif (state := self._states[row]) is not None:
-                self.worker.edit(state, len(outputs.tokens[row]))
-
-    def ask(self) -> None:
-        """Ask for the masks of the versions that are written now, as far as they were not asked for."""
-        self.target = self.table.target[self.slots]
-        unasked = self.worker.asked[self.slots] != self.target
-        slots = self.slots if unasked.all() else self.slots[unasked]
-        if len(slots):
+        table.tokens[slots[written], 0] = outputs.last[self.rows[written]]
+        for index in np.flatnonzero(~written & (new != 0)).tolist():
+            written[index] = self._write(index, int(new[index]), outputs.tokens[self.rows[index]])
+        if written.any():
+            slots = slots[written]
             self.worker.begin_asking()
-            self.worker.asked[slots] = self.table.target[slots]
+            table.target[slots] += new[written]
+            self.worker.asked[slots] = table.target[slots]
             self.worker.ring(slots)
+        self.target = table.target[self.slots]
+
+    def _write(self, index: int, new: int, tokens: Sequence[int]) -> bool:
+        """Write several new tokens into the table, and return True; or send a message if that is impossible.
+
+        Args:
+            new: how many tokens are new; negative if the output has become shorter.
+            tokens: the output.
+        """
+        slot = self.slots[index]
+        if 1 <= new <= MAX_NEW_TOKENS and self.table.ready[slot] == self.target[index]:
+            self.table.tokens[slot, :new] = tokens[-new:]
+            return True
+        state = self._states[self.rows[index]]
+        if state is not None:
+            self.worker.edit(state, len(tokens))
+        return False
 
     def remove(self, where: NDArray[np.bool_]) -> None:
         """Drop rows that this worker will not fill.
@@ -307,10 +308,9 @@ class WorkerConnection:
         tokens = list(state.sequence.output_token_ids)
         self.sequences[slot] = state
         state.worker, state.slot, state.incarnation = self, slot, self.incarnation
-        version = (int(self.table.target[slot]) | POSITION) + 1 + len(tokens)
-        self.table.target[slot] = version
         parent_slot = parent.slot if parent is not None and parent.worker is self else None
-        self.queue(Open(slot, version // EDIT, state.grammar, parent_slot, tokens))
+        version = self._next_version(slot, len(tokens))
+        self.queue(Open(slot, version, state.grammar, parent_slot, tokens))
         state.parent_id = None
 
     def edit(self, state: SequenceState, start: int) -> None:
@@ -319,9 +319,16 @@ class WorkerConnection:
         known = int(self.table.target[state.slot]) & POSITION
         start = min(start, known, len(state.sequence.output_token_ids))
         tokens = list(state.sequence.output_token_ids[start:])
-        version = (int(self.table.target[state.slot]) | POSITION) + 1 + start + len(tokens)
-        self.table.target[state.slot] = version
-        self.queue(Edit(state.slot, version // EDIT, start, tokens))
+        self.queue(Edit(state.slot, self._next_version(state.slot, start + len(tokens)), start, tokens))
+
+    def _next_version(self, slot: int, length: int) -> int:
+        """Ask for the mask after an output that travels in a message; return the output's version."""
+        version = (int(self.table.target[slot]) | POSITION) + 1 + length
+        self.begin_asking()
+        self.table.target[slot] = self.asked[slot] = version
+        if not self.shared:
+            self._unanswered.append(np.array([slot]))
+        return version
 
     def free(self, state: SequenceState) -> None:
         """Close a sequence's matcher with the next frame. Its slot is used again once the worker has done so."""
@@ -332,6 +339,7 @@ class WorkerConnection:
         if any(isinstance(request, Open) and request.slot == state.slot for request in self._requests):
             self._requests = [request for request in self._requests if getattr(request, "slot", None) != state.slot]
             self._free_slots.append(state.slot)  # the worker never heard of it
+            self.asked[state.slot] = self.table.ready[state.slot]
         else:
             self._frees.append(state.slot)
         state.leave()
@@ -343,7 +351,7 @@ class WorkerConnection:
         self._requests.append(request)
 
     def ring(self, slots: NDArray[np.intp]) -> Ring:
-        """Add the request to fill `slots` to the next frame, and return it. Their columns are written."""
+        """Add the request to fill `slots` to the next frame, and return it. Their columns and `asked` are written."""
         if self.shared:
             request = Ring(slots.astype(np.int32).tobytes())
         else:
@@ -375,6 +383,8 @@ class WorkerConnection:
             # With shared memory: it has become idle since the last frame. That costs less to find out than `is_idle`.
             idle_again = self._busy[0] == IDLE and self._since[0] >= self._last_asked
             self._was_idle = bool(idle_again) if self.shared else self.is_idle
+            if self._was_idle:
+                self._owing_since = time.monotonic()
 
     def send(self, frame: bytes, now: float) -> None:
         """Send a packed frame; never blocks."""

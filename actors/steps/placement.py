@@ -109,8 +109,8 @@ class Placement:
         """Sequences with masks that hold up the others of a worker."""
         self.needs_rebalancing = False
         """A worker is a slow lane no more and has few sequences, or a worker is to be emptied."""
-        self.version = 0
-        """Grows whenever a sequence is placed or leaves its worker."""
+        self.moved: set[SequenceState] = set()
+        """Sequences that have left their worker since the dispatcher emptied this set."""
         self._typical = 0.0
         """Seconds of a typical mask: a moving average."""
 
@@ -158,7 +158,6 @@ class Placement:
         state.waiting_since = 0.0
         state.opened_at = now
         worker.open(state, parent)
-        self.version += 1
 
     def withdraw(self, state: SequenceState) -> None:
         """Close a sequence's matcher on its worker, which lives."""
@@ -167,7 +166,7 @@ class Placement:
             straggles = state in worker.stragglers
             worker.free(state)
             self.needs_rebalancing |= straggles and not worker.stragglers
-            self.version += 1
+            self.moved.add(state)
 
     def add(self, worker: WorkerConnection) -> None:
         """A worker is up."""
@@ -177,7 +176,7 @@ class Placement:
     def remove(self, worker: WorkerConnection) -> list[SequenceState]:
         """A worker is gone; return its sequences."""
         self.workers.remove(worker)
-        self.version += 1
+        self.moved.update(worker.sequences.values())
         return list(worker.sequences.values())
 
     # stragglers

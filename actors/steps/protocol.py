@@ -57,7 +57,7 @@ _COLUMNS_OFFSET = 128
 
 
 class Ring(msgspec.Struct, array_like=True, tag=0, gc=False, frozen=True):
-    """Fill the masks of these slots. Arrays travel as bytes in native order."""
+    """Fill the masks after the tokens in the table. Arrays travel as bytes in native order."""
 
     slots: bytes
     """int32 `[n]`."""
@@ -68,11 +68,11 @@ class Ring(msgspec.Struct, array_like=True, tag=0, gc=False, frozen=True):
 
 
 class Open(msgspec.Struct, array_like=True, tag=1, gc=False, frozen=True):
-    """Open a sequence in a free slot."""
+    """Open a sequence in a free slot, and fill its mask."""
 
     slot: int
-    edit: int
-    """The slot's edit count from now on."""
+    version: int
+    """The version of the output, with a new edit count."""
     grammar: str
     """Key of an installed grammar."""
     parent: int | None
@@ -82,10 +82,10 @@ class Open(msgspec.Struct, array_like=True, tag=1, gc=False, frozen=True):
 
 
 class Edit(msgspec.Struct, array_like=True, tag=2, gc=False, frozen=True):
-    """Replace the output of a slot's sequence from position `start` on."""
+    """Replace the output of a slot's sequence from position `start` on, and fill the mask."""
 
     slot: int
-    edit: int
+    version: int
     start: int
     tokens: list[int]
 

@@ -97,6 +97,7 @@ class StepServer:
                 continue
             for request in requests:
                 self._handle(request)
+            self._announce()
 
     def _handle(self, request: Request) -> None:
         if isinstance(request, Ring):
@@ -104,13 +105,17 @@ class StepServer:
         elif isinstance(request, Free):
             self._free(request.slots)
         else:
-            self._edits[request.slot] = request.edit
+            self._edits[request.slot] = request.version // EDIT
             if isinstance(request, Open):
                 self._mark(request.slot)  # copying the parent's matcher is native code
                 self._worker.open(request.slot, request.grammar, request.parent, request.tokens)
                 self._mark(IDLE)
             else:
                 self._worker.edit(request.slot, request.start, request.tokens)
+            slot = np.array([request.slot], np.int32)
+            if self._sender is not None:
+                self._table.target[slot] = request.version
+            self._fill(slot)
 
     def _rung(self, ring: Ring) -> NDArray[np.int32]:
         """Return the slots to fill; take over their columns if they came with the message."""
@@ -126,7 +131,7 @@ class StepServer:
             slots.tolist(), table.target[slots].tolist(), table.tokens[slots].tolist(), strict=True
         ):
             if target // EDIT != self._edits.get(slot):
-                continue  # the engine has edited the output since then; a later `Ring` fills it
+                continue  # the engine has edited the output since then, and the `Edit` follows
             started = time.monotonic()
             self._mark(slot, started)
             error = self._fill_slot(slot, target & POSITION, tokens)
@@ -140,6 +145,9 @@ class StepServer:
                 table.status[slot] = FAILED
                 self._send(Failed(slot, target, to_wire(error)))
         self._mark(IDLE)
+
+    def _announce(self) -> None:
+        """Send what is left of a frame's lines, or wake the engine if it waits."""
         if self._sender is not None:
             self._sender.flush()
         elif self._wake[0]:
@@ -161,7 +169,6 @@ class StepServer:
         if self._sender is not None:
             for slot in slots:
                 self._sender.add(slot)
-            self._sender.flush()
 
     def _mark(self, slot: int, now: float | None = None) -> None:
         """Note which slot is being filled, and since when."""
