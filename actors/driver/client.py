@@ -49,7 +49,8 @@ class Driver:
 
     def __init__(self, options: dict[str, Any], environment: Mapping[str, str | None]) -> None:
         ours, theirs = socket.socketpair()
-        variables = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **environment}
+        path = [os.environ.get("PYTHONPATH"), *sys.path]
+        variables = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path)), **environment}
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "actors.driver.process", str(theirs.fileno())],
