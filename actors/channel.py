@@ -37,6 +37,8 @@ _CREDENTIALS = struct.Struct("3i")
 _SEND_TIMEOUT = struct.pack("ll", 5, 0)
 _HEARTBEAT_MS = 2_000
 _HEARTBEAT_TIMEOUT_MS = 10_000
+_HANDSHAKE_MS = 5_000
+"""A client that has not proved by then that it has the key is disconnected."""
 _serial = itertools.count()
 
 
@@ -328,24 +330,41 @@ class RemoteChannel:
         socket.curve_server = True
         socket.curve_secretkey, socket.curve_publickey = server_secret, server_key
         socket.heartbeat_ivl, socket.heartbeat_timeout = _HEARTBEAT_MS, _HEARTBEAT_TIMEOUT_MS
+        socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
         port = socket.bind_to_random_port(f"tcp://{host}")
         self.socket = socket
         self.address = Address(f"tcp://{host}:{port}", server_key, client_key, client_secret)
         name = f"inproc://monitor-{next(_serial)}"
-        socket.monitor(name, zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        socket.monitor(name, zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        self._candidates: set[int] = set()
+        """Connections, as descriptors, of which one is the actor's. The others lack the key, and end within
+        `_HANDSHAKE_MS`. ZeroMQ does not tell which connection has succeeded, but only one client can."""
+        self._has_connected = False
         self.monitor = context.socket(zmq.PAIR)
         self.monitor.linger = 0
         self.monitor.connect(name)
 
     def wait_connected(self, timeout: float) -> bool:
-        return bool(self.monitor.poll(int(timeout * 1000))) and not self.is_disconnected()
+        deadline = time.monotonic() + timeout
+        while not self._has_connected:
+            if not self.monitor.poll(max(0, int(1000 * (deadline - time.monotonic())))):
+                return False
+            self._read_events()
+        return not self.is_disconnected()
 
     def is_disconnected(self) -> bool:
-        lost = False
+        self._read_events()
+        return self._has_connected and not self._candidates
+
+    def _read_events(self) -> None:
         while self.monitor.poll(0):
             event: Any = recv_monitor_message(self.monitor)
-            lost |= event["event"] == zmq.EVENT_DISCONNECTED
-        return lost
+            if event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._has_connected = True
+            elif event["event"] == zmq.EVENT_DISCONNECTED:
+                self._candidates.discard(event["value"])
+            elif not self._has_connected:
+                self._candidates.add(event["value"])
 
     def send(self, message: bytes) -> None:
         with contextlib.suppress(zmq.Again):  # the connection is lost

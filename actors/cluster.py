@@ -1,41 +1,41 @@
 """This process's connection to Ray: a light local cluster started here, or a cluster that runs already.
 
-A process has one connection, which its pools share. Ray's processes die with the thread that started them. So one
-thread connects, and lives until the last pool has left.
+A process has one connection, which its pools share. One thread connects, watches Ray, and connects again when Ray or
+the driver is lost: to a new local cluster, or to the same cluster once that is up again.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import logging
 import os
+import secrets
 import shutil
 import socket
-import subprocess
-import tempfile
+import sys
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
-from typing import TypeVar
+from pathlib import Path
+from typing import Any
 
-import ray
-
-from actors.processes import node_id
+from actors.driver.client import Driver
+from actors.driver.messages import Connected
+from actors.scratch import ScratchDirectory, is_private
 from guided.errors import PoolUnavailable, bounded
 
 _LEAST_STORE_BYTES, _MOST_STORE_BYTES = 80 << 20, 320 << 20
 """Size of Ray's object store: at least Ray's own minimum, at most room for all cached grammars
 (`RayPoolOptions.max_cache_bytes`). The store takes memory as it fills; what does not fit is written to disk."""
 _SHARED_MEMORY = "/dev/shm"
-_START_SECONDS = 120.0
 _REACH_SECONDS = 10.0
 _STOP_SECONDS = 30.0
 _PROBE_INTERVAL_SECONDS = 1.0
 _PROBE_SECONDS = 2.0
-_RAYLET = "this node's raylet"
+_FIRST_PAUSE_SECONDS, _LAST_PAUSE_SECONDS = 1.0, 10.0
+"""Between two attempts to connect again."""
+_QUIET = {"log_to_driver": False, "logging_level": logging.ERROR}
 _ENVIRONMENT = {
-    # Ray ends a driver if its GCS is gone for 60 s. Steps do not need the GCS, so the engine outlives it.
+    # Ray ends a driver if its GCS is gone for 60 s. Steps do not need the GCS, so the actors outlive it.
     "RAY_gcs_rpc_server_reconnect_timeout_s": "86400",
     "RAY_USAGE_STATS_ENABLED": "0",
     # For its dashboard the GCS records every task, which grows with each grammar.
@@ -45,74 +45,17 @@ _ENVIRONMENT = {
     # Under `uv run`, Ray would rebuild the Python environment for every actor.
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
 }
+_LOCAL_ENVIRONMENT = {
+    # All of its processes listen on 127.0.0.1 only.
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    "RAY_enable_metrics_collection": "0",
+    "RAY_AUTH_MODE": "token",
+    "RAY_AUTH_TOKEN": None,
+    "RAY_ADDRESS": None,
+    # For the server's process only.
+    "GUIDED_API_KEY": None,
+}
 _log = logging.getLogger(__name__)
-T = TypeVar("T")
-
-
-# The janitor: a shell process that waits for a line (there is nothing to clean up) or the end of its input (the process
-# is gone). Then it kills Ray's processes that have their logs in the directory, because Ray's agents would wait a day
-# for the GCS, and removes the directory; several times, because processes that are ending may still write.
-_JANITOR = r"""
-read -r _ && exit
-for pause in 0 1 3 5; do
-    sleep "$pause"
-    for process in /proc/[0-9]*; do
-        case "$(cat "$process/comm" 2>/dev/null)" in
-        ray::*) ls -l "$process/fd" 2>/dev/null | grep -qF -- "$1/" && kill -9 "${process#/proc/}" ;;
-        esac
-    done
-    rm -rf -- "$1"
-done
-"""
-
-# The shell that starts the janitor ends at once, so that the janitor becomes a child of init. A host that kills all its
-# descendants, as vLLM does, does not find it. Descriptor 3, because a shell gives background processes no input.
-_START_JANITOR = """
-exec 3<&0
-/bin/sh -c "$1" guided-janitor "$2" <&3 3<&- &
-"""
-
-
-class ScratchDirectory:
-    """A private (0700) directory with a short path. It is removed when this process ends, killed or not."""
-
-    def __init__(self) -> None:
-        self.path = tempfile.mkdtemp(prefix="guided-")
-        start = subprocess.Popen(
-            ["/bin/sh", "-c", _START_JANITOR, "guided-janitor", _JANITOR, self.path],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-            cwd="/",
-        )
-        assert start.stdin is not None
-        self._janitor = start.stdin
-        start.wait()
-
-    def remove(self) -> None:
-        """Remove it now. Idempotent."""
-        shutil.rmtree(self.path, ignore_errors=True)
-        if not os.path.exists(self.path):  # otherwise a process still writes there, and the janitor tries again
-            with contextlib.suppress(OSError, ValueError):  # the janitor has ended already
-                self._janitor.write(b"\n")
-                self._janitor.flush()
-        with contextlib.suppress(OSError):
-            self._janitor.close()
-
-
-def call_in_thread(call: Callable[[], T]) -> Future[T]:
-    """Call a function of Ray on a new thread: it blocks as long as Ray's head is gone, up to a day."""
-    done: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            done.set_result(call())
-        except BaseException as error:
-            done.set_exception(error)
-
-    threading.Thread(target=run, name="ray-call", daemon=True).start()
-    return done
 
 
 class Cluster:
@@ -122,18 +65,22 @@ class Cluster:
     _current: Cluster | None = None
 
     def __init__(self, address: str | None) -> None:
-        self._address = address
+        self._address = address if address is not None else _address_of_this_process()
         self._scratch: ScratchDirectory | None = None
+        self._driver: Driver | None = None
+        self._ray: Connected | None = None
+        """What the driver is connected to; None while it is connecting, or lost."""
         self._users = 0
+        self.connected = threading.Event()
+        """Set while there is a driver."""
         self._ready = threading.Event()
         self._leaving = threading.Event()
-        self._raylet_ended = threading.Event()
+        self._needed = threading.Event()
+        """An actor is to be started, and Ray's head is gone."""
         self._error: Exception | None = None
-        self._endpoints: dict[str, tuple[str, int]] = {}
-        """Addresses of the processes of Ray that are needed to start an actor."""
         self.trouble: str | None = None
         """What was wrong with Ray at the latest probe, a few seconds ago; None if nothing was."""
-        self._when_raylet_ends: list[Callable[[], None]] = []
+        self._when_lost: list[Callable[[], None]] = []
         self._thread = threading.Thread(target=self._run, name="ray-connection", daemon=True)
 
     @classmethod
@@ -159,73 +106,59 @@ class Cluster:
             if self._users == 0 and Cluster._current is self:
                 Cluster._current = None
                 self._leaving.set()
+                driver = self._driver
+                if driver is not None and self._ray is None:
+                    driver.interrupt()
                 self._thread.join(_STOP_SECONDS)
-                if self._thread.is_alive():
-                    _log.error("Ray does not end: its processes will end with this one")
-                    atexit.unregister(ray.shutdown)  # it would wait again, without a limit
-
-    @property
-    def node_id(self) -> str:
-        """Ray's id of this process's node."""
-        return node_id()
-
-    @property
-    def node_ids(self) -> list[str]:
-        """Ray's ids of the nodes that are up, sorted."""
-        return sorted(str(node["NodeID"]) for node in ray.nodes() if node["Alive"])
 
     @property
     def host(self) -> str:
         """The address of this node for other nodes."""
-        return str(ray.util.get_node_ip_address())
+        return self.driver()[1].host
 
-    def when_raylet_ends(self, call: Callable[[], None]) -> None:
-        """Register a function that is called once if this node's raylet ends. It has to release all objects in Ray.
+    def when_lost(self, call: Callable[[], None]) -> None:
+        """Register a function that is called whenever the driver is lost, with all actors and objects, before the next
+        driver is used."""
+        self._when_lost.append(call)
 
-        Ray (2.60) ends a process that owns objects on a dead node, some ten seconds after the node's end.
-        """
-        self._when_raylet_ends.append(call)
+    def not_when_lost(self, call: Callable[[], None]) -> None:
+        """Undo `when_lost`."""
+        self._when_lost.remove(call)
 
-    def check(self) -> None:
-        """Probe Ray now.
+    def driver(self) -> tuple[Driver, Connected]:
+        """Probe Ray now, and return the driver, which can start actors.
 
         Raises:
             PoolUnavailable: a process of Ray is gone that is needed to start an actor.
         """
-        self.trouble = self._probe()
-        if self.trouble is not None:
-            raise PoolUnavailable(self.trouble)
+        driver, connected = self._driver, self._ray
+        if driver is None or connected is None:
+            raise PoolUnavailable(self.trouble or "Ray is being started")
+        trouble = self._probe(driver, connected)
+        if trouble is not None:
+            self.trouble = trouble
+            self._needed.set()
+            raise PoolUnavailable(trouble)
+        return driver, connected
 
-    def _probe(self) -> str | None:
-        if not ray.is_initialized():
-            return "Ray was shut down"
-        for name, (host, port) in self._endpoints.items():
-            try:
-                socket.create_connection((host, port), timeout=_PROBE_SECONDS).close()
-            except OSError as error:
-                if name == _RAYLET and isinstance(error, ConnectionRefusedError):
-                    self._raylet_ended.set()
-                return f"{name} at {host}:{port} does not answer: {error}"
+    def _probe(self, driver: Driver, connected: Connected) -> str | None:
+        if driver.has_ended:
+            return "the process that was connected to Ray ended"
+        for name, address in (("this node's raylet", connected.raylet), ("Ray's head", connected.head)):
+            if (error := _unreachable(address)) is not None:
+                return f"{name} at {address[0]}:{address[1]} does not answer: {error}"
         return None
 
     def _start(self) -> None:
         self._thread.start()
-        if not self._ready.wait(_START_SECONDS):
-            raise PoolUnavailable(f"Ray did not start within {_START_SECONDS:g} s")
+        self._ready.wait()
         if self._error is not None:
             where = f"join the Ray cluster at {self._address}" if self._address else "start a local Ray"
             raise PoolUnavailable(f"cannot {where}: {bounded(self._error)}") from self._error
 
     def _run(self) -> None:
-        already = ray.is_initialized()
         try:
-            if not already:
-                self._connect()
-            for node in ray.nodes():
-                if node["NodeID"] == self.node_id:
-                    self._endpoints[_RAYLET] = node["NodeManagerAddress"], node["NodeManagerPort"]
-            head, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
-            self._endpoints["Ray's head"] = head.strip("[]"), int(port)
+            self._connect()
         except Exception as error:
             self._error = error
             self._clean_up()
@@ -233,47 +166,143 @@ class Cluster:
         finally:
             self._ready.set()
         while not self._leaving.wait(_PROBE_INTERVAL_SECONDS):
-            before, self.trouble = self.trouble, self._probe()
-            if self._raylet_ended.is_set():
-                while self._when_raylet_ends:
-                    self._when_raylet_ends.pop()()
-            if self.trouble != before:
+            assert self._driver is not None
+            assert self._ray is not None
+            before, self.trouble = self.trouble, self._probe(self._driver, self._ray)
+            if self._driver.is_silent():
+                self._reconnect("the process that is connected to Ray does not answer")
+            elif self.trouble is not None and self._is_lost(self._driver, self._ray):
+                self._reconnect(self.trouble)
+            elif self.trouble != before:
                 _log.error("%s", self.trouble or "Ray answers again")
-        if not already:
-            ray.shutdown()
-            self._clean_up()
+        self._clean_up()
+
+    def _is_lost(self, driver: Driver, connected: Connected) -> bool:
+        """Return whether nothing is left to be kept: the actors have died with the driver or the raylet; or Ray's head
+        is gone for good, and an actor is needed."""
+        if driver.has_ended or isinstance(_unreachable(connected.raylet), ConnectionRefusedError):
+            return True
+        return self._scratch is not None and self._needed.is_set()
+
+    def _reconnect(self, why: str) -> None:
+        """Connect again, as often as it takes."""
+        _log.error("Ray is lost: %s; it is %s again", why, "joined" if self._address else "started")
+        self.trouble = why
+        self.connected.clear()
+        self._clean_up()
+        for call in list(self._when_lost):
+            call()
+        pause = _FIRST_PAUSE_SECONDS
+        while not self._leaving.is_set():
+            try:
+                self._connect()
+            except Exception as error:
+                self.trouble = f"Ray is lost: {why}; connecting again fails: {bounded(error)}"
+                _log.error("%s", self.trouble)
+                self._clean_up()
+                self._leaving.wait(pause)
+                pause = min(2 * pause, _LAST_PAUSE_SECONDS)
+            else:
+                self.trouble = None
+                _log.warning("connected to Ray again")
+                return
 
     def _connect(self) -> None:
-        for name, value in _ENVIRONMENT.items():
-            os.environ.setdefault(name, value)
-        quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
-        if self._address is not None:
-            _check_reachable(self._address)
-            ray.init(address=self._address, **quiet)
-            return
-        self._scratch = ScratchDirectory()
-        free_bytes = shutil.disk_usage(_SHARED_MEMORY).free  # containers may have little
-        ray.init(
-            # "local" even if RAY_ADDRESS is set: a cluster is only joined if it was named.
-            address="local",
-            include_dashboard=False,
-            object_store_memory=max(_LEAST_STORE_BYTES, min(_MOST_STORE_BYTES, free_bytes // 2)),
-            # The actors take no CPUs, and Ray would keep an idle process for every CPU.
-            num_cpus=0,
-            num_gpus=0,
-            # A subdirectory, because Ray makes its own directory accessible to all users (0777).
-            _temp_dir=os.path.join(self._scratch.path, "ray"),
-            **quiet,
-        )
+        address = self._address
+        if address is None:
+            self._scratch = ScratchDirectory()
+            options, environment = _local(self._scratch.path)
+        else:
+            if address == "auto":
+                address = _find_cluster()
+            _check_reachable(address)
+            _log.info("joining the Ray cluster at %s", address)
+            options, environment = {"address": address}, {}
+        given = {name: value for name, value in _ENVIRONMENT.items() if name not in os.environ}
+        self._driver = Driver({**options, **_QUIET}, {**given, **environment})
+        self._needed.clear()
+        if self._leaving.is_set():  # from now on `leave` interrupts the driver
+            raise PoolUnavailable("the pool was shut down")
+        self._ray = self._driver.connect()
+        self.connected.set()
 
     def _clean_up(self) -> None:
-        with contextlib.suppress(Exception):
-            if self._scratch is not None:
-                self._scratch.remove()
+        driver, self._driver = self._driver, None
+        # If something is wrong already, Ray would only wait for it.
+        if driver is not None and (self.trouble is not None or self._ray is None):
+            driver.kill()
+        elif driver is not None and not driver.close(_STOP_SECONDS / 2):
+            _log.error("Ray did not end by itself: its processes were killed")
+        self._ray = None
+        scratch, self._scratch = self._scratch, None
+        if scratch is not None:
+            scratch.remove()
+
+
+def _local(directory: str) -> tuple[dict[str, Any], dict[str, str | None]]:
+    """Return the arguments of `ray.init`, and the environment, for a local Ray in `directory`."""
+    token = os.path.join(directory, "token")
+    with open(os.open(token, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
+        file.write(secrets.token_hex(32))
+    free_bytes = shutil.disk_usage(_SHARED_MEMORY).free  # containers may have little
+    options = {
+        # "local" even if RAY_ADDRESS is set: a cluster is only joined if it was named.
+        "address": "local",
+        "include_dashboard": False,
+        "object_store_memory": max(_LEAST_STORE_BYTES, min(_MOST_STORE_BYTES, free_bytes // 2)),
+        # The actors take no CPUs, and Ray would keep an idle process for every CPU.
+        "num_cpus": 0,
+        "num_gpus": 0,
+        # A subdirectory, because Ray makes its own directory accessible to all users (0777).
+        "_temp_dir": os.path.join(directory, "ray"),
+    }
+    return options, {**_LOCAL_ENVIRONMENT, "RAY_AUTH_TOKEN_PATH": token}
+
+
+def _unreachable(address: tuple[str, int]) -> OSError | None:
+    """Return why there is no connection to a process, or None if there is one."""
+    try:
+        socket.create_connection(address, timeout=_PROBE_SECONDS).close()
+    except OSError as error:
+        return error
+    return None
+
+
+def _address_of_this_process() -> str | None:
+    """Return the address of the cluster that this process is in without us, for example as a worker of Ray Serve."""
+    ray = sys.modules.get("ray")
+    if ray is not None and ray.is_initialized():
+        return str(ray.get_runtime_context().gcs_address)
+    return None
+
+
+def _find_cluster() -> str:
+    """Return the address of the cluster with a node on this machine, for "auto".
+
+    Ray's own search also finds the private Ray of another process of this project.
+    """
+    if address := os.environ.get("RAY_ADDRESS"):
+        return address
+    flag = "--gcs-address="
+    found: set[str] = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            arguments = (process / "cmdline").read_bytes().decode(errors="replace").split("\0")
+            if os.path.basename(arguments[0]) == "raylet" and not any(map(_names_private, arguments)):
+                found.update(each.removeprefix(flag) for each in arguments if each.startswith(flag))
+    if len(found) == 1:
+        return found.pop()
+    if found:
+        raise PoolUnavailable(f"several Ray clusters run on this machine: name one of {', '.join(sorted(found))}")
+    raise PoolUnavailable("no Ray cluster runs on this machine, except private ones; name one as HOST:6379")
+
+
+def _names_private(argument: str) -> bool:
+    return is_private(argument.partition("=")[2])
 
 
 def _check_reachable(address: str) -> None:
-    """Fail within seconds, where Ray would try for minutes. Addresses like "auto" are left to Ray."""
+    """Fail within seconds, where Ray would try for minutes."""
     if address.startswith("ray://"):
         raise PoolUnavailable("Ray Client addresses are not supported: use the cluster's own address, HOST:6379")
     host, colon, port = address.rpartition(":")

@@ -12,11 +12,9 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import ray
-
-from guided.vocabulary import Vocabulary
+from actors.driver.client import RemoteActor
 
 _DEFAULT_BYTES = 2 << 30
 """Memory limit of a mask actor. With all backends loaded for 131,072 tokens it takes 0.55 GiB."""
@@ -107,21 +105,18 @@ class ProcessHandle:
         os.close(fd)
 
 
-def kill_actor(actor: Any, process: ProcessHandle | None) -> None:
+def kill_actor(actor: RemoteActor, process: ProcessHandle | None) -> None:
     """Kill a Ray actor: through Ray, which would otherwise report the death as an accident, then its process.
 
     Args:
-        actor: Ray's handle.
         process: None leaves the process to Ray.
     """
-    if ray.is_initialized():  # otherwise this call would start a local Ray
-        with contextlib.suppress(Exception):
-            ray.kill(actor)
+    actor.end()
     if process is not None:
         process.kill(after=1.0)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Owner:
     """The engine's process, as its actors know it."""
 
@@ -130,21 +125,13 @@ class Owner:
     """As in `ProcessReading`."""
     node_id: str
     """Ray's id of its node."""
-    vocabulary: ray.ObjectRef | None
-    """The `Vocabulary` for its actors. None once Ray's shared memory is lost, and the object with it."""
 
     @classmethod
-    def this_process(cls, vocabulary: Vocabulary) -> Owner:
-        """Describe the current process, and put its vocabulary into Ray's shared memory."""
+    def this_process(cls, node_id: str) -> Owner:
+        """Describe the current process, on the node with that id."""
         reading = ProcessReading.of(os.getpid())
         assert reading is not None
-        return cls(os.getpid(), reading.started, node_id(), ray.put(vocabulary))
-
-    def fetch(self) -> Vocabulary:
-        """Get the vocabulary, in an actor. Keeps no reference, so that the engine's process can release the object."""
-        vocabulary: Vocabulary = ray.get(self.vocabulary)
-        self.vocabulary = None
-        return vocabulary
+        return cls(os.getpid(), reading.started, node_id)
 
 
 def exit_with_owner(owner: Owner) -> bool:
@@ -168,7 +155,9 @@ def exit_with_owner(owner: Owner) -> bool:
 
 
 def node_id() -> str:
-    """Return Ray's id of this process's node."""
+    """Return Ray's id of this process's node. In an actor: only actors load Ray."""
+    import ray
+
     return str(ray.get_runtime_context().get_node_id())
 
 

@@ -7,6 +7,7 @@ socket carries the steps: one message an actor a step. Shared memory carries the
 from __future__ import annotations
 
 import atexit
+import contextlib
 import itertools
 import os
 import threading
@@ -15,16 +16,16 @@ import weakref
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from actors.channel import Transport
-from actors.cluster import Cluster, ScratchDirectory
+from actors.cluster import Cluster
 from actors.compile.grammars import Grammars
-from actors.processes import Owner, memory_limit
+from actors.processes import memory_limit
+from actors.scratch import ScratchDirectory
 from actors.steps import Dispatcher
 from actors.supervision.supervisor import IncarnationSettings, Supervisor
 from guided.bitmask import words
@@ -59,22 +60,25 @@ class RayPool:
         self._closed = False
         self._dispatcher = Dispatcher(options.mask_limit, options.pool_wait, options.max_replays, self._rejection)
         self._supervisors: list[Supervisor] = []
-        self._cluster = Cluster.join(options.address)
-        self._scratch = ScratchDirectory()
-        self._transport = Transport(self._scratch.path, self._cluster.host)
+        with contextlib.ExitStack() as undo:
+            self._cluster = Cluster.join(options.address)
+            undo.callback(self._cluster.leave)
+            self._scratch = ScratchDirectory()
+            undo.callback(self._scratch.remove)
+            self._transport = Transport(self._scratch.path, self._cluster.host)
+            undo.callback(self._transport.close)
+            self._grammars = Grammars(self._cluster, vocabulary, options)
+            undo.pop_all()
         try:
-            owner = Owner.this_process(vocabulary)
-            self._grammars = Grammars(owner, options)
             settings = IncarnationSettings(
                 cluster=self._cluster,
                 transport=self._transport,
                 grammars=self._grammars,
-                owner=owner,
+                vocabulary=vocabulary,
                 memory=memory_limit(options.actor_memory_bytes),
                 words=words(vocabulary.padded_vocab_size),
                 options=options,
             )
-            self._cluster.when_raylet_ends(partial(_let_go, owner, self._grammars))
             incarnations = itertools.count(1)
             for index in range(options.num_actors or max(2, min(8, (os.cpu_count() or 1) // 4))):
                 supervisor = Supervisor(index, settings, incarnations.__next__, self._dispatcher.announce)
@@ -158,11 +162,6 @@ class RayPool:
             self._transport.close()
             self._scratch.remove()
             self._cluster.leave()
-
-
-def _let_go(owner: Owner, grammars: Grammars) -> None:
-    owner.vocabulary = None
-    grammars.drop_dumps()
 
 
 def _shut_down(pool: weakref.WeakMethod[Callable[[], None]]) -> None:

@@ -36,7 +36,6 @@ import zmq
 from numpy.typing import NDArray
 
 from actors.channel import Address, Channel, Transport, connect
-from actors.cluster import Cluster
 from actors.processes import ActorLocation
 from actors.ray_pool import RayPool
 from actors.steps import Dispatcher
@@ -184,7 +183,8 @@ class PoolStep:
 
 def measure_channels(rows: int, actors: int, width: int, steps: int) -> Samples:
     """Measure milliseconds per step and way. The ways take turns."""
-    cluster = Cluster.join()
+    os.environ.update({"RAY_worker_niceness": "5"})  # as in the pool
+    ray.init(address="local", include_dashboard=False, num_cpus=0, log_to_driver=False)
     context = multiprocessing.get_context("spawn")
     handles = [ray.remote(num_cpus=0)(ChannelActor).remote() for _ in range(actors)]
     pairs = [context.Pipe() for _ in range(actors)]
@@ -256,7 +256,7 @@ def measure_channels(rows: int, actors: int, width: int, steps: int) -> Samples:
         pipe.send_bytes(b"")
     for process in processes:
         process.join()
-    cluster.leave()
+    ray.shutdown()
     return samples
 
 

@@ -20,6 +20,7 @@ KINDS = {
     "CompileActor": COMPILE_ACTOR,
     "actors.compile.process": COMPILE_PROCESS,
     "janitor": "janitor",
+    "actors.driver.process": "Ray: driver",
     "default_worker": "Ray: starting worker",
     "gcs_server": "Ray: gcs_server",
     "log_monitor": "Ray: log_monitor",

@@ -104,6 +104,7 @@ def local_ray() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
         for name, value in faulty_backend.environment().items():
             patched.setenv(name, value)
+        patched.setenv("GUIDED_API_KEY", "not for Ray")
         cluster = Cluster.join()
     yield
     cluster.leave()

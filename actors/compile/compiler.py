@@ -14,9 +14,9 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 from actors.compile.child import CompileProcess, ForkServer, ProcessLost, TimeSliceExceeded
-from actors.compile.loading import from_chunks
 from actors.compile.process import CompileRequest, CompileResult
 from actors.processes import Owner, exit_with_owner
 from guided.compilation import conclusion, is_about_backend
@@ -33,6 +33,7 @@ from guided.errors import (
     to_wire,
 )
 from guided.limits import CompileLimits
+from guided.messages import decoder
 from guided.vocabulary import Vocabulary
 
 _SLICES = (0.03, 0.5)
@@ -49,6 +50,7 @@ _MAX_LOST = 4
 """Maximum number of processes that may be killed externally (for example by the OOM killer) with one constraint."""
 _RETRY_SECONDS = 1.0
 """Pause before another attempt to start a compile process."""
+_decode = decoder(Constraint).decode
 _log = logging.getLogger(__name__)
 
 
@@ -95,13 +97,15 @@ class CompileActor:
         owner: the engine's process; this process ends with it.
     """
 
-    def __init__(self, owner: Owner, limits: CompileLimits) -> None:
-        exit_with_owner(owner)
-        self._compiler = Compiler(owner.fetch(), limits)
+    RAY_OPTIONS: ClassVar[dict[str, Any]] = {}
 
-    async def compile(self, backends: Sequence[str], *chunks: bytes) -> tuple[CompileResult, bytes]:
+    def __init__(self, owner: Owner, vocabulary: Vocabulary, limits: CompileLimits) -> None:
+        exit_with_owner(owner)
+        self._compiler = Compiler(vocabulary, limits)
+
+    async def compile(self, constraint: bytes, backends: Sequence[str]) -> tuple[CompileResult, bytes]:
         """Compile a constraint. The serialized grammar is a second object, which does not pass through the engine."""
-        result = await asyncio.wrap_future(self._compiler.submit(from_chunks(chunks), backends))
+        result = await asyncio.wrap_future(self._compiler.submit(_decode(constraint), backends))
         dumped, result.dumped = result.dumped, b""
         return result, dumped
 

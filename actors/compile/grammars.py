@@ -15,14 +15,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
-import ray
-from ray.exceptions import RayActorError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-from actors.cluster import call_in_thread
-from actors.compile.compiler import CompileActor
-from actors.compile.loading import ActorHandle, Loading, StoredGrammar, died_loading, to_chunks
+from actors.cluster import Cluster
+from actors.compile.loading import ActorHandle, Loading, StoredGrammar, died_loading
 from actors.compile.process import CompileResult
+from actors.driver.client import ActorDied, ActorFailed, RemoteActor, RemoteObject
 from actors.processes import Owner, ProcessHandle, kill_actor
 from guided.backends import BACKENDS
 from guided.backends.suspensions import Suspensions
@@ -39,8 +35,10 @@ from guided.errors import (
 )
 from guided.grammar_cache import CacheKey, GrammarCache, cache_key
 from guided.limits import CompileLimits
+from guided.messages import encode
 from guided.pool import BackendStatus, Grammar
 from guided.pool_options import RayPoolOptions
+from guided.vocabulary import Vocabulary
 
 _GRACE_SECONDS = 1.0
 """How long a grammar that one worker has loaded waits for the other workers."""
@@ -70,6 +68,8 @@ class _Pending:
     """`time.monotonic()` when it was asked for; once it is compiled, when the workers were."""
     actors_lost: int = 0
     """Compile actors that died while they had it."""
+    waits_for_ray: bool = False
+    """It is given to a compile actor once Ray can start one."""
     grammar: Grammar | None = None
     """Set once it is compiled, like `stored`."""
     stored: StoredGrammar | None = None
@@ -78,9 +78,10 @@ class _Pending:
 class Grammars:
     """Compiles, caches and installs grammars. Its methods may be called from any thread."""
 
-    def __init__(self, owner: Owner, options: RayPoolOptions) -> None:
+    def __init__(self, cluster: Cluster, vocabulary: Vocabulary, options: RayPoolOptions) -> None:
+        self._cluster = cluster
         self._options = options
-        self._compiler = _CompilerHandle(owner, options.compile_limits)
+        self._compiler = _CompilerHandle(cluster, vocabulary, options.compile_limits)
         self._suspensions = Suspensions(BACKENDS)
         self._lock = threading.Lock()
         self._cache = GrammarCache(options.max_cache_bytes)
@@ -91,6 +92,7 @@ class Grammars:
         self._loading = Loading(self._when_done, self._check_installs)
         self._thread = threading.Thread(target=self._run, name="grammars", daemon=True)
         self._thread.start()
+        cluster.when_lost(self._when_ray_is_lost)
 
     @property
     def compiling(self) -> int:
@@ -162,10 +164,6 @@ class Grammars:
         """Return which backends are suspended."""
         return self._suspensions.status()
 
-    def drop_dumps(self) -> None:
-        """Forget the serialized grammars: Ray's shared memory is lost."""
-        self._tasks.put(self._loading.drop_dumps)
-
     def add_actor(self, handle: ActorHandle, timeout: float) -> None:
         """Have a new actor load all grammars. Returns when it has loaded those in use, and the suspects.
 
@@ -191,7 +189,8 @@ class Grammars:
         return self._compiler.pids()
 
     def close(self) -> None:
-        """Stop; pending compilations fail with `PoolUnavailable`. Idempotent."""
+        """Stop; pending compilations fail with `PoolUnavailable`."""
+        self._cluster.not_when_lost(self._when_ray_is_lost)
         with self._lock:
             self._closed = True
         self._tasks.put(None)
@@ -228,6 +227,7 @@ class Grammars:
                 task = self._tasks.get(timeout=_TICK_SECONDS if self._pending else None)
             except queue.Empty:
                 self._compiler.check()
+                self._compile_waiting()
                 self._check_installs()
                 continue
             if task is None:
@@ -243,17 +243,16 @@ class Grammars:
 
     def _compile(self, key: CacheKey, pending: _Pending) -> None:
         actor = self._compiler.actor
-        call = actor.compile.options(num_returns=2)
-        result, dumped = call.remote(pending.backends, *to_chunks(pending.constraint))
-        self._when_done(result.future(), partial(self._compiled, key, pending, actor, dumped))
+        result, dumped = actor.call_and_keep("compile", encode(pending.constraint), pending.backends)
+        self._when_done(result, partial(self._compiled, key, pending, actor, dumped))
 
     def _compiled(
-        self, key: CacheKey, pending: _Pending, actor: Any, dumped: ray.ObjectRef, done: Future[CompileResult]
+        self, key: CacheKey, pending: _Pending, actor: RemoteActor, dumped: RemoteObject, done: Future[CompileResult]
     ) -> None:
         constraint = pending.constraint
         try:
             result = done.result()
-        except RayActorError:
+        except ActorDied:
             self._compile_again(key, pending, actor)
             return
         except Exception as error:
@@ -270,22 +269,51 @@ class Grammars:
         grammar = Grammar(name, result.backend, constraint, key, result.seconds)
         with self._lock:
             self._cache.weigh(grammar, result.nbytes)
-        stored = self._loading.add(StoredGrammar(name, result.backend, to_chunks(constraint), dumped))
+        stored = self._loading.add(StoredGrammar(name, result.backend, encode(constraint), dumped))
         self._install(pending, grammar, stored)
 
-    def _compile_again(self, key: CacheKey, pending: _Pending, actor: Any) -> None:
+    def _compile_again(self, key: CacheKey, pending: _Pending, actor: RemoteActor) -> None:
         """Give a constraint to another compile actor: the one that had it died."""
-        pending.actors_lost += 1
         seconds = time.monotonic() - pending.since
         try:
-            if pending.actors_lost == _MAX_COMPILE_ACTORS or seconds > _MAX_RETRY_SECONDS:
-                text = f"the compile actor died {pending.actors_lost} times within {seconds:.0f} s with this constraint"
-                raise PoolUnavailable(text)
             self._compiler.replace(actor)
-        except GuidedError as error:
-            self._fail(key, error)
+        except PoolUnavailable as error:
+            pending.waits_for_ray = True
+            if seconds > self._options.pool_wait:
+                text = f"the constraint could not be compiled for {self._options.pool_wait:g} s: {error}"
+                self._fail(key, PoolUnavailable(text))
+            return
+        pending.actors_lost += 1
+        if pending.actors_lost == _MAX_COMPILE_ACTORS or seconds > _MAX_RETRY_SECONDS:
+            text = f"the compile actor died {pending.actors_lost} times within {seconds:.0f} s with this constraint"
+            self._fail(key, PoolUnavailable(text))
         else:
             self._compile(key, pending)
+
+    def _compile_waiting(self) -> None:
+        """Try again to compile what waits for Ray."""
+        for key, pending in list(self._pending.items()):
+            if pending.waits_for_ray:
+                pending.waits_for_ray = False
+                self._compile(key, pending)
+
+    def _when_ray_is_lost(self) -> None:
+        self._tasks.put(self._compile_all_again)
+
+    def _compile_all_again(self) -> None:
+        """Compile all grammars in use again: they are lost with Ray. The others are, when they are asked for."""
+        self._loading.forget()
+        with self._lock:
+            for grammar in self._cache.in_use():
+                if grammar.cache_key not in self._pending:
+                    pending = _Pending(grammar.constraint, [grammar.backend], grammar=grammar)
+                    pending.future.set_running_or_notify_cancel()
+                    self._pending[grammar.cache_key] = pending
+            for pending in self._pending.values():
+                if pending.grammar is not None:
+                    pending.grammar = pending.stored = None
+                    pending.since = time.monotonic()
+                    pending.waits_for_ray = True
 
     def _reinstall(self, key: CacheKey, pending: _Pending, grammar: Grammar) -> None:
         """Have a compiled grammar loaded again; all workers that had loaded it are gone."""
@@ -344,8 +372,9 @@ class Grammars:
 class _CompilerHandle:
     """The compile actor, from the pool's side: replaced when it dies, killed when it does not answer."""
 
-    def __init__(self, owner: Owner, limits: CompileLimits) -> None:
-        self._owner = owner
+    def __init__(self, cluster: Cluster, vocabulary: Vocabulary, limits: CompileLimits) -> None:
+        self._cluster = cluster
+        self._vocabulary = vocabulary
         self._limits = limits
         self._heartbeat: tuple[Future[int], float] | None = None
         """A call that should be answered, and when it was made."""
@@ -353,18 +382,24 @@ class _CompilerHandle:
         """Known from its first answer on."""
         self.actor = self._start()
 
-    def replace(self, actor: Any) -> None:
-        """Start another compile actor, if `actor`, which died, is still the current one."""
+    def replace(self, actor: RemoteActor) -> None:
+        """Start another compile actor, if `actor`, which died, is still the current one.
+
+        Raises:
+            PoolUnavailable: Ray cannot start one now.
+        """
         if self.actor is actor:
-            _log.error("the compile actor died: starting it again")
-            self.actor = self._start()
+            started = self._start()
+            _log.error("the compile actor died: started it again")
+            actor.end()
+            self.actor = started
             self._heartbeat = self._process = None
 
     def check(self) -> None:
         """Kill the actor if it does not answer. Its calls fail then, and are made again with the next actor."""
         now = time.monotonic()
         if self._heartbeat is None:
-            self._heartbeat = self.actor.pid.remote().future(), now
+            self._heartbeat = self.actor.call("pid"), now
             return
         answer, since = self._heartbeat
         if answer.done():
@@ -377,7 +412,7 @@ class _CompilerHandle:
 
     def pids(self) -> list[int]:
         """Pids of the compile processes."""
-        pids: list[int] = ray.get(self.actor.pids.remote(), timeout=_START_SECONDS)
+        pids: list[int] = self.actor.call("pids").result(_START_SECONDS)
         return pids
 
     def kill(self) -> None:
@@ -385,13 +420,17 @@ class _CompilerHandle:
         kill_actor(self.actor, self._process)
         self._heartbeat = self._process = None
 
-    def _start(self) -> Any:
-        same_node = NodeAffinitySchedulingStrategy(self._owner.node_id, soft=False)
-        actor_class = ray.remote(CompileActor).options(num_cpus=0, scheduling_strategy=same_node)
+    def _start(self) -> RemoteActor:
+        driver, ray = self._cluster.driver()
+        owner = Owner.this_process(ray.node_id)
+        actor_class = "actors.compile.compiler:CompileActor"
+        created = driver.create(actor_class, owner, driver.stored(self._vocabulary), self._limits)
         try:
-            return call_in_thread(lambda: actor_class.remote(self._owner, self._limits)).result(_CREATE_SECONDS)
+            return created.result(_CREATE_SECONDS)
         except TimeoutError:
             raise PoolUnavailable(f"Ray did not start the compile actor within {_CREATE_SECONDS:g} s") from None
+        except (ActorDied, ActorFailed) as error:
+            raise PoolUnavailable(f"Ray did not start the compile actor: {bounded(error)}") from error
 
 
 def _failed(error: GuidedError) -> Future[Grammar]:

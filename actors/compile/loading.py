@@ -9,18 +9,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import ray
-from ray.exceptions import RayActorError
-
-from guided.constraint import Constraint
+from actors.driver.client import ActorDied, RemoteActor, RemoteObject
 from guided.errors import GuidedError, WorkerDied, bounded
-from guided.messages import decoder, encode
 
 _MAX_CRASHES = 2
 """Actors that a grammar may crash while they load nothing else. The first may have been killed externally."""
@@ -29,33 +25,15 @@ _LOAD_SECONDS = 15.0
 """Time limit for loading one grammar. (Compiling it took less.)"""
 _LIBRARY_SECONDS = 60.0
 """Time limit if the backend's library has to be imported first: seconds, or tens of seconds on a busy machine."""
-_CHUNK_BYTES = 64 << 10
-_decode = decoder(Constraint).decode
 _log = logging.getLogger(__name__)
-
-
-def to_chunks(constraint: Constraint) -> tuple[bytes, ...]:
-    """Split a constraint into arguments of a Ray call.
-
-    Ray puts an argument of more than 100 KiB into its shared memory. If the raylet is gone, that ends the calling
-    process, the engine's (Ray 2.60: `ray.put` exits).
-    """
-    data = encode(constraint)
-    return tuple(data[start : start + _CHUNK_BYTES] for start in range(0, len(data), _CHUNK_BYTES))
-
-
-def from_chunks(chunks: Iterable[bytes]) -> Constraint:
-    """Join what `to_chunks` has split."""
-    constraint: Constraint = _decode(b"".join(chunks))
-    return constraint
 
 
 @dataclass(eq=False, slots=True)
 class ActorHandle:
     """A mask actor, with the grammars that it has loaded or is loading."""
 
-    actor: Any
-    """Ray's handle of a `MaskActor`."""
+    actor: RemoteActor
+    """A `MaskActor`."""
     installed: set[str] = field(default_factory=set)
     """Keys of the grammars that it has loaded."""
     serving: bool = False
@@ -81,9 +59,9 @@ class StoredGrammar:
 
     key: str
     backend: str
-    chunks: tuple[bytes, ...]
-    """The constraint, see `to_chunks`."""
-    dumped: ray.ObjectRef | bytes
+    constraint: bytes
+    """The constraint as a message."""
+    dumped: RemoteObject
     """The serialized grammar."""
     loads: dict[ActorHandle, Future[None]] = field(default_factory=dict)
     proven: bool = False
@@ -92,7 +70,7 @@ class StoredGrammar:
 
 def died_loading(load: Future[None]) -> bool:
     """Whether the actor died before it had loaded the grammar; the grammar need not be the cause."""
-    return load.done() and isinstance(load.exception(), RayActorError)
+    return load.done() and isinstance(load.exception(), ActorDied)
 
 
 class Loading:
@@ -139,12 +117,13 @@ class Loading:
             self._suspects.pop(key, None)
         for handle in self.actors:
             handle.installed.difference_update(keys)
-            handle.actor.uninstall.remote(list(keys))
+            handle.actor.call("uninstall", list(keys))
 
-    def drop_dumps(self) -> None:
-        """Forget the serialized grammars: Ray's shared memory is lost. New actors cannot load these grammars."""
-        for stored in self.stored.values():
-            stored.dumped = b""
+    def forget(self) -> None:
+        """Forget all grammars and actors: they are lost with the driver. What has crashed actors stays rejected."""
+        self.stored.clear()
+        self._suspects.clear()
+        self.actors = ()
 
     def add_actor(self, handle: ActorHandle, needed: Collection[str]) -> list[Future[None]]:
         """Have a new actor load all grammars except suspects, the needed ones first. Returns the needed ones' loads."""
@@ -166,10 +145,10 @@ class Loading:
         return None
 
     def remove_actor(self, handle: ActorHandle) -> None:
-        """Remove an actor that has ended. The grammars that it was loading may become suspects."""
+        """Remove an actor that has ended. The grammars that it was loading may become suspects, unless Ray was lost."""
         self.actors = tuple(each for each in self.actors if each is not handle)
         alone = len(handle.loading) == 1
-        for position, key in enumerate(grammar.key for grammar in handle.loading):
+        for position, key in enumerate(grammar.key for grammar in handle.loading if not handle.actor.is_lost):
             stored = self.stored.get(key)
             if position and stored is not None and stored.proven:
                 continue  # it was waiting, and other actors have loaded it
@@ -207,8 +186,7 @@ class Loading:
         if not handle.loading:
             handle.busy_since = time.monotonic()
         handle.loading.append(stored)
-        call = handle.actor.install.remote(stored.key, stored.backend, stored.dumped, *stored.chunks)
-        load: Future[None] = call.future()
+        load = handle.actor.call("install", stored.key, stored.backend, stored.dumped, stored.constraint)
         stored.loads[handle] = load
         self._when_done(load, partial(self._loaded, stored, handle))
         return load

@@ -326,9 +326,7 @@ class Dispatcher:
             if self._sequences.get(state.sequence_id) is not state:
                 step.failed[row] = BackendError("the sequence was freed before its mask was collected")
             elif waited_for_all and self._is_overdue(state, step.began):
-                self._lose(state, MaskTimeout(f"no mask within {self._give_up_seconds:g} s"))
-                assert state.error is not None
-                step.failed[row] = state.error
+                step.failed[row] = self._give_up(state)
             else:
                 state.late_since = state.late_since or step.began
                 self._late.add(state)
@@ -390,9 +388,16 @@ class Dispatcher:
         seconds = time.monotonic() - max(since, state.opened_at)
         return state.worker is not None and seconds >= self._give_up_seconds
 
+    def _give_up(self, state: SequenceState) -> GuidedError:
+        """Fail a sequence that has waited too long. Only if its own mask took so long, it is not to be tried again."""
+        error = MaskTimeout(f"no mask within {self._give_up_seconds:g} s")
+        error.retryable = state.worker is None or state.worker.busy_with() is not state
+        self._lose(state, error)
+        return error
+
     def _is_settled(self, state: SequenceState) -> bool:
         if state.error is None and self._is_overdue(state, state.late_since):
-            self._lose(state, MaskTimeout(f"no mask within {self._give_up_seconds:g} s"))
+            self._give_up(state)
         return state.error is not None or state.is_ready
 
     def _settle(self, state: SequenceState) -> None:

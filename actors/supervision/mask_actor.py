@@ -7,23 +7,26 @@ import platform
 import sys
 from collections.abc import Sequence
 from functools import partial
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import ray
 import zmq
 
 from actors.channel import Address, connect
-from actors.compile.loading import from_chunks
 from actors.processes import ActorLocation, Owner, exit_with_owner, limit_memory, node_id
 from actors.steps.protocol import SegmentName, SlotTable, attach
 from actors.steps.server import StepServer
 from guided.backends import BACKENDS, Backends
 from guided.backends.without_torch import leave_out_torch
+from guided.constraint import Constraint
+from guided.messages import decoder
+from guided.vocabulary import Vocabulary
 from guided.worker import MaskWorker
 
 IN_ORDER = "grammars"
 """The concurrency group of the calls that run one after the other, in the order in which they were made."""
 _SWITCH_SECONDS = 0.0005
+_decode = decoder(Constraint).decode
 _Method = TypeVar("_Method")
 
 
@@ -40,13 +43,14 @@ class MaskActor:
         memory: limit of this process's memory in bytes.
     """
 
-    def __init__(self, owner: Owner, memory: int) -> None:
+    RAY_OPTIONS: ClassVar = {"max_restarts": 0, "max_concurrency": 2, "concurrency_groups": {IN_ORDER: 1}}
+
+    def __init__(self, owner: Owner, vocabulary: Vocabulary, memory: int) -> None:
         same_node = exit_with_owner(owner)
         limit_memory(memory, watched=same_node)
         leave_out_torch()
         # A backend that is written in Python keeps the interpreter lock for as long as it may, for every row of a step.
         sys.setswitchinterval(_SWITCH_SECONDS)
-        vocabulary = owner.fetch()
         self._backends = Backends(vocabulary)
         # The other backends take seconds and hundreds of megabytes. They are loaded when first needed.
         self._backends[next(iter(BACKENDS))]
@@ -78,10 +82,10 @@ class MaskActor:
         return True
 
     @_in_order
-    def install(self, key: str, backend: str, dumped: bytes, *chunks: bytes) -> None:
+    def install(self, key: str, backend: str, dumped: bytes, constraint: bytes) -> None:
         """Load a compiled grammar and make it available to the step loop, which goes on meanwhile."""
         if key not in self._installed:
-            self._worker.install(key, self._backends[backend].load(from_chunks(chunks), dumped))
+            self._worker.install(key, self._backends[backend].load(_decode(constraint), dumped))
             self._installed.add(key)
 
     @_in_order

@@ -14,25 +14,24 @@ from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, Literal
 
-import ray
 import zmq
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.channel import Channel, Transport
-from actors.cluster import Cluster, call_in_thread
+from actors.cluster import Cluster
 from actors.compile.grammars import Grammars
 from actors.compile.loading import ActorHandle
+from actors.driver.client import Driver
+from actors.driver.messages import Connected
 from actors.processes import ActorLocation, Owner, ProcessHandle, kill_actor, soft_limit
 from actors.steps.connection import WorkerConnection
 from actors.steps.placement import Cause, WorkerDown, WorkerRetiring, WorkerUp
 from actors.steps.protocol import Segment
-from actors.supervision.mask_actor import IN_ORDER, MaskActor
 from guided.errors import BackendError, GuidedError, MaskTimeout, PoolUnavailable, WorkerDied, bounded
 from guided.pool import WorkerStatus
 from guided.pool_options import RayPoolOptions
+from guided.vocabulary import Vocabulary
 
 _START_SECONDS = 120.0
 _CONNECT_SECONDS = 30.0
@@ -55,7 +54,7 @@ class IncarnationSettings:
     cluster: Cluster
     transport: Transport
     grammars: Grammars
-    owner: Owner
+    vocabulary: Vocabulary
     memory: int
     """Limit of one actor's memory, in bytes."""
     words: int
@@ -176,6 +175,8 @@ class Supervisor:
 
     def _run(self) -> None:
         while not self._stopping.is_set():
+            if not self._settings.cluster.connected.wait(_TICK_MS / 1000):
+                continue  # Ray is lost: it is no fault of the actor's, and no reason for a longer pause
             self._seconds_up = 0.0
             try:
                 retired = self._live() == "retired"
@@ -198,14 +199,14 @@ class Supervisor:
         """Run one incarnation from start to end. Raises if it does not start."""
         self._began = time.monotonic()
         self._number = self._next_incarnation()
-        cluster, grammars = self._settings.cluster, self._settings.grammars
-        cluster.check()
-        actor = self._wait(call_in_thread(self._create_actor), _CREATE_SECONDS, "start an actor")
+        grammars = self._settings.grammars
+        driver, ray = self._settings.cluster.driver()
+        actor = self._wait(self._create_actor(driver, ray), _CREATE_SECONDS, "start an actor")
         handle = self._handle = ActorHandle(actor)
         try:
-            location: ActorLocation = self._wait(actor.location.remote().future(), _START_SECONDS, "bring the actor up")
-            process = self._process = ProcessHandle(location.pid if location.node_id == cluster.node_id else None)
-            connection, channel = self._connect(handle, location)
+            location: ActorLocation = self._wait(actor.call("location"), _START_SECONDS, "bring the actor up")
+            process = self._process = ProcessHandle(location.pid if location.node_id == ray.node_id else None)
+            connection, channel = self._connect(handle, location, ray)
             try:
                 grammars.add_actor(handle, _START_SECONDS)
             except BaseException:
@@ -218,13 +219,16 @@ class Supervisor:
             kill_actor(actor, self._process)
             self._process = None
 
-    def _create_actor(self) -> Any:
-        # Ray places actors that take no CPUs anywhere, with its "SPREAD" strategy and with a soft affinity too (Ray
-        # 2.60, measured). If the node is gone by now, this incarnation fails, and the next one gets another node.
+    def _create_actor(self, driver: Driver, ray: Connected) -> Future[Any]:
         settings = self._settings
-        nodes = settings.cluster.node_ids if settings.options.spread else [settings.cluster.node_id]
-        strategy = NodeAffinitySchedulingStrategy(nodes[self._index % len(nodes)], soft=False)
-        return _actor_class().options(scheduling_strategy=strategy).remote(settings.owner, settings.memory)
+        owner = Owner.this_process(ray.node_id)
+        return driver.create(
+            "actors.supervision.mask_actor:MaskActor",
+            owner,
+            driver.stored(settings.vocabulary),
+            settings.memory,
+            node=self._index if settings.options.spread else None,
+        )
 
     def _wait(self, answer: Future[Any], seconds: float, action: str) -> Any:
         """Wait for Ray or the actor. Raises if there is no answer within `seconds`, or the pool is shut down."""
@@ -237,14 +241,16 @@ class Supervisor:
                 raise PoolUnavailable(f"Ray did not {action} within {seconds:g} s")
         return answer.result()
 
-    def _connect(self, handle: ActorHandle, location: ActorLocation) -> tuple[WorkerConnection, Channel]:
+    def _connect(
+        self, handle: ActorHandle, location: ActorLocation, ray: Connected
+    ) -> tuple[WorkerConnection, Channel]:
         """Connect to the actor: with shared memory and a Unix socket if it can reach our memory, otherwise by TCP."""
         settings, options = self._settings, self._settings.options
         segment = Segment(options.slots, settings.words)
-        local = location.node_id == settings.cluster.node_id and options.transport != "tcp"
+        local = location.node_id == ray.node_id and options.transport != "tcp"
         for shared in (True, False) if local else (False,):
             channel = settings.transport.ipc() if shared else settings.transport.tcp()
-            attached = handle.actor.attach.remote(self._number, channel.address, segment.name, shared).future()
+            attached = handle.actor.call("attach", self._number, channel.address, segment.name, shared)
             connected = False
             try:
                 connected = self._wait(attached, _CONNECT_SECONDS, "connect the actor")
@@ -258,7 +264,7 @@ class Supervisor:
                 )
                 return connection, channel
         segment.close()
-        raise PoolUnavailable(f"the actor on {location.host} cannot connect to {settings.cluster.host}")
+        raise PoolUnavailable(f"the actor on {location.host} cannot connect to {ray.host}")
 
     def _serve(
         self, handle: ActorHandle, process: ProcessHandle, connection: WorkerConnection, channel: Channel
@@ -320,6 +326,8 @@ class Supervisor:
             events = dict(poller.poll(_TICK_MS))
             if process.fd in events or (monitor in events and channel.is_disconnected()):
                 return "died"
+            if handle.actor.is_lost:
+                return "died"
             if connection.overdue(mask_limit) or handle.is_overdue():
                 return "hung"
             reading = process.read()
@@ -339,10 +347,3 @@ class Supervisor:
                 _log.info("mask worker %d takes %d MiB: it will be replaced", self._index, reading.resident >> 20)
                 self._announce(WorkerRetiring(connection))
         return "died"
-
-
-@cache
-def _actor_class() -> Any:
-    """Define the actor for Ray, which keeps every definition: so only once."""
-    groups = {IN_ORDER: 1}
-    return ray.remote(num_cpus=0, max_restarts=0, max_concurrency=2, concurrency_groups=groups)(MaskActor)

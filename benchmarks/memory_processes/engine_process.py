@@ -51,16 +51,12 @@ def _engine(actors: int, report: PartReporter) -> Any:
 
     report("transformers")
     import engine.server.process  # noqa: F401
+    from actors import RayPool
     from engine import AsyncLLM, EngineConfig
     from engine.default_model import checkpoint_path
     from engine.model_loader import load_model
 
     report("our own modules, FastAPI")
-    import ray  # noqa: F401
-
-    from actors import RayPool
-
-    report("Ray")
     model = load_model(str(checkpoint_path()))
     report("the model and its vocabulary")
     pool = RayPool(model.vocabulary, num_actors=actors)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import socket as sockets
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import zmq
+from driven_pool import until
 from thread_actor import ConnectedPair
 
 from actors.channel import Channel, Transport, connect
@@ -139,3 +142,37 @@ def test_a_path_that_doesnt_fit_a_socket_address_is_refused(tmp_path: Path) -> N
     started = time.monotonic()
     transport.close()
     assert time.monotonic() - started < 60
+
+
+def test_strangers_are_not_taken_for_the_actor(transport: Transport) -> None:
+    """A port scan, garbage, and a client with a wrong key: before the actor connects, and while it is connected."""
+    channel = transport.tcp()
+    address = channel.address
+    host, port = address.endpoint.removeprefix("tcp://").split(":")
+
+    def knock() -> None:
+        for garbage in (b"", b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 64):
+            with sockets.create_connection((host, int(port))) as stranger:
+                stranger.sendall(garbage)
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        public, secret = zmq.curve_keypair()
+        end = connect(context, replace(address, client_key=public, client_secret=secret))
+        time.sleep(0.2)
+        end.close()
+        context.term()
+
+    staying = sockets.create_connection((host, int(port)))
+    knock()
+    assert not channel.wait_connected(0.1)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    end = connect(context, address)
+    assert channel.wait_connected(10)
+    knock()
+    staying.close()
+    assert not channel.is_disconnected()
+    end.send(b"still here")
+    assert received(channel) == b"still here"
+    end.close()
+    context.term()
+    until(channel.is_disconnected, 20)
+    channel.close()

@@ -5,33 +5,30 @@ from __future__ import annotations
 import queue
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, cast
 
 import pytest
-from ray.exceptions import RayActorError
 
 from actors.compile import loading
 from actors.compile.loading import ActorHandle, Loading, StoredGrammar
+from actors.driver.client import ActorDied, RemoteActor, RemoteObject
 
 
 class Actor:
-    """Ray's handle of a mask actor that loads when it is told to."""
+    """A mask actor that loads when it is told to."""
 
     def __init__(self) -> None:
+        self.is_lost = False
         self.asked: dict[str, Future[None]] = {}
-        self.install = self.uninstall = self
 
-    def remote(self, key: str, *arguments: Any) -> Actor:
-        self.asked[key] = self.last = Future[None]()
-        return self
-
-    def future(self) -> Future[None]:
-        return self.last
+    def call(self, method: str, key: str, *arguments: Any) -> Future[None]:
+        self.asked[key] = future = Future[None]()
+        return future
 
     def end(self) -> None:
         for future in self.asked.values():
             if not future.done():
-                future.set_exception(RayActorError())
+                future.set_exception(ActorDied())
 
 
 class Desk:
@@ -53,11 +50,11 @@ class Desk:
 
     def add(self, *keys: str) -> None:
         for key in keys:
-            self.loading.add(StoredGrammar(key, key.partition(":")[0], (), b""))
+            self.loading.add(StoredGrammar(key, key.partition(":")[0], b"", RemoteObject(0)))
 
     def enter(self) -> tuple[ActorHandle, Actor]:
         actor = Actor()
-        handle = ActorHandle(actor)
+        handle = ActorHandle(cast(RemoteActor, actor))
         self.loading.add_actor(handle, set(self.loading.stored))
         return handle, actor
 
@@ -128,3 +125,16 @@ def test_the_first_grammar_of_a_backend_brings_its_library(monkeypatch: pytest.M
     now += 20
     assert handle.is_overdue()
     assert isinstance(desk.loading.stored["b:1"], StoredGrammar)
+
+
+def test_the_loss_of_ray_makes_no_suspects_and_leaves_nothing() -> None:
+    desk = Desk()
+    desk.add("a:1")
+    first = desk.enter()
+    first[1].is_lost = True
+    desk.loading.forget()
+    assert desk.loading.stored == {}
+    desk.end(*first)
+    desk.add("a:1")
+    second = desk.enter()
+    assert list(second[1].asked) == ["a:1"]

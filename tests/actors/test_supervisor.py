@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from itertools import count, pairwise
 from types import SimpleNamespace
@@ -16,12 +17,14 @@ from guided.errors import PoolUnavailable
 def test_a_crash_loop_is_slowed_down_and_then_shown_as_down() -> None:
     attempts: list[float] = []
 
-    def check() -> None:
+    def driver() -> None:
         attempts.append(time.monotonic())
         raise RuntimeError("no such luck")
 
     events: list[object] = []
-    settings = SimpleNamespace(cluster=SimpleNamespace(check=check), grammars=None)
+    connected = threading.Event()
+    connected.set()
+    settings = SimpleNamespace(cluster=SimpleNamespace(driver=driver, connected=connected), grammars=None)
     supervisor = Supervisor(
         0, cast(IncarnationSettings, settings), count(1).__next__, events.append, RestartPolicy(first_delay=0.05)
     )

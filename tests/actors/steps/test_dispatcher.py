@@ -222,6 +222,19 @@ def test_a_mask_that_never_comes_fails_its_sequence(transport: Transport) -> Non
     cluster.close()
 
 
+def test_a_sequence_behind_a_mask_that_never_comes_may_be_tried_again(transport: Transport) -> None:
+    """The supervisor is late, or its signal is."""
+    cluster = Cluster(transport, number=1, mask_limit=0.1)
+    cluster.open(1, grammar="slow")
+    cluster.open(2)
+    cluster.step((1, ""), (2, ""))
+    culprit, innocent = cluster.step((1, "a"), (2, "a"), timeout=None)
+    assert isinstance(culprit, MaskTimeout)
+    assert isinstance(innocent, MaskTimeout)
+    assert (culprit.retryable, innocent.retryable) == (False, True)
+    cluster.close()
+
+
 @pytest.mark.parametrize("waits", ["in settled", "in a step"])
 def test_the_wait_for_a_worker_does_not_count_as_mask_time(transport: Transport, waits: str) -> None:
     cluster = Cluster(transport, number=0, mask_limit=1.0)

@@ -1,0 +1,116 @@
+"""ScratchDirectory: a private directory that does not outlive its process."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import shutil
+import stat
+import subprocess
+import tempfile
+from pathlib import Path
+
+_PREFIX = "guided-"
+_OWNER = "owner"
+"""The file that the owner of a directory has locked. The lock ends with the owner."""
+_log = logging.getLogger(__name__)
+
+# The janitor: a shell process that waits for a line (there is nothing to clean up) or the end of its input (the process
+# is gone). Then it kills Ray's processes that have their logs in the directory, because Ray's agents would wait a day
+# for the GCS, and removes the directory; several times, because processes that are ending may still write.
+_JANITOR = r"""
+read -r _ && exit
+for pause in 0 1 3 5; do
+    sleep "$pause"
+    for process in /proc/[0-9]*; do
+        case "$(cat "$process/comm" 2>/dev/null)" in
+        ray::*) ls -l "$process/fd" 2>/dev/null | grep -qF -- "$1/" && kill -9 "${process#/proc/}" ;;
+        esac
+    done
+    rm -rf -- "$1"
+done
+"""
+
+# The shell that starts the janitor ends at once, so that the janitor becomes a child of init. A host that kills all its
+# descendants, as vLLM does, does not find it. Descriptor 3, because a shell gives background processes no input.
+_START_JANITOR = """
+exec 3<&0
+/bin/sh -c "$1" guided-janitor "$2" <&3 3<&- &
+"""
+
+
+class ScratchDirectory:
+    """A private (0700) directory with a short path. It is removed when this process ends, killed or not.
+
+    If the janitor was killed too, the next process that makes such a directory removes it.
+    """
+
+    def __init__(self) -> None:
+        _remove_abandoned()
+        self.path = tempfile.mkdtemp(prefix=_PREFIX)
+        self._lock = _lock_new(self.path)
+        start = _start_janitor(self.path, subprocess.PIPE)
+        assert start.stdin is not None
+        self._janitor = start.stdin
+        start.wait()
+
+    def remove(self) -> None:
+        """Remove it now. Idempotent."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        if not os.path.exists(self.path):  # otherwise a process still writes there, and the janitor tries again
+            with contextlib.suppress(OSError, ValueError):  # the janitor has ended already
+                self._janitor.write(b"\n")
+                self._janitor.flush()
+        with contextlib.suppress(OSError):
+            self._janitor.close()
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+
+def is_private(path: str) -> bool:
+    """Return whether a path is in the scratch directory of a process of this project."""
+    return any(part.startswith(_PREFIX) for part in Path(path).parts)
+
+
+def _start_janitor(path: str, stdin: int) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        ["/bin/sh", "-c", _START_JANITOR, "guided-janitor", _JANITOR, path],
+        stdin=stdin,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        cwd="/",
+    )
+
+
+def _lock_new(path: str) -> int:
+    """Mark a directory as this process's. Returns the descriptor that holds the lock."""
+    owner = os.path.join(path, _OWNER)
+    descriptor = os.open(f"{owner}.new", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    os.rename(f"{owner}.new", owner)  # only now, so that no other process finds it without the lock
+    return descriptor
+
+
+def _remove_abandoned() -> None:
+    """Have the directories removed of processes that were killed together with their janitors."""
+    for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            status = path.lstat()
+            if status.st_uid == os.getuid() and stat.S_ISDIR(status.st_mode) and _is_abandoned(path):
+                _log.warning("%s is left from a process that was killed: removing it", path)
+                _start_janitor(str(path), subprocess.DEVNULL).wait()
+
+
+def _is_abandoned(path: Path) -> bool:
+    descriptor = os.open(path / _OWNER, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,62 @@
+"""The driver: actors that are started, called and ended through another process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from byte_vocabulary import BYTES
+
+from actors.cluster import Cluster
+from actors.driver.client import ActorDied, ActorFailed, Driver, RemoteObject
+
+WAIT = 60.0
+SAMPLE = "sample_actor:SampleActor"
+
+
+@pytest.fixture(scope="module")
+def driver(local_ray: None) -> Iterator[Driver]:
+    cluster = Cluster.join()
+    yield cluster.driver()[0]
+    cluster.leave()
+
+
+def test_calls_are_made_in_order_and_fail_as_the_actor_does(driver: Driver) -> None:
+    actor = driver.create(SAMPLE, 0).result(WAIT)
+    answers = [actor.call("tell", number) for number in range(1, 4)]
+    assert [answer.result(WAIT) for answer in answers] == [[0, 1], [0, 1, 2], [0, 1, 2, 3]]
+    with pytest.raises(ActorFailed, match="as it was told"):
+        actor.call("fail").result(WAIT)
+    with pytest.raises(ActorFailed, match="no_such_method"):
+        actor.call("no_such_method").result(WAIT)
+    ended = actor.call("end")
+    with pytest.raises(ActorDied):
+        ended.result(WAIT)
+    with pytest.raises(ActorDied):
+        actor.call("tell", 4).result(WAIT)
+
+
+def test_objects_stay_in_ray_while_they_are_referenced(driver: Driver) -> None:
+    vocabulary = driver.stored(BYTES)
+    assert driver.stored(BYTES) is vocabulary
+    actor = driver.create(SAMPLE, vocabulary).result(WAIT)
+    size, kept = actor.call_and_keep("size_and_bytes", 300_000)
+    assert size.result(WAIT) == 300_000
+    assert actor.call("tell", kept).result(WAIT) == [BYTES, b"x" * 300_000]
+    dropped = RemoteObject(kept.number)
+    del kept
+    actor.call("tell", "next").result(WAIT)
+    with pytest.raises(ActorFailed, match=str(dropped.number)):
+        actor.call("tell", dropped).result(WAIT)
+
+
+def test_an_actor_is_ended(driver: Driver) -> None:
+    actor = driver.create(SAMPLE).result(WAIT)
+    actor.end()
+    with pytest.raises(ActorDied):
+        actor.call("tell", 1).result(WAIT)
+
+
+def test_an_actor_that_cannot_be_started(driver: Driver) -> None:
+    with pytest.raises(ActorFailed, match="no_such_module"):
+        driver.create("no_such_module:Actor").result(WAIT)
