@@ -276,6 +276,7 @@ OPTIONS = (
         Option("server.max_body_bytes", "Size of a request's body, in bytes (413 beyond)."),
         Option("engine.max_n", "Outputs of one request (n). Default: --max-num-seqs."),
         Option("engine.limits.max_constraint_bytes", "Size of a constraint, in bytes."),
+        Option("engine.limits.max_values", "Values in a JSON schema."),
         Option("engine.limits.max_nesting", "Levels of nesting in a schema, of brackets in a regex or grammar."),
         Option("engine.limits.max_alternatives", "Alternatives: anyOf and oneOf of a schema, | of a regex or grammar."),
         Option("engine.limits.max_enum", "Values of an enum."),
