@@ -1,7 +1,7 @@
 """Read JSON text within limits.
 
-The text is measured first, in linear time and without building objects: `json.loads` recurses once per level of nesting,
-and a list of a million empty lists takes a hundred megabytes.
+The text is measured first, in linear time and without building objects: `json.loads` recurses once per level of
+nesting, and a list of a million empty lists takes a hundred megabytes.
 """
 
 from __future__ import annotations
@@ -36,8 +36,11 @@ class JsonTooLarge(JsonError):
     """The text exceeds a limit."""
 
 
-def loads(text: str | bytes, *, max_values: int, max_nesting: int) -> Any:
+def loads(text: str | bytes, *, max_values: int, max_nesting: int, constants: bool = False) -> Any:
     """Parse JSON (RFC 8259, UTF-8) that has at most `max_values` values and `max_nesting` levels of brackets.
+
+    Args:
+        constants: accept NaN and Infinity, as `json.loads` does.
 
     Raises:
         JsonTooLarge: over a limit.
@@ -50,7 +53,7 @@ def loads(text: str | bytes, *, max_values: int, max_nesting: int) -> Any:
         raise JsonError(f"not UTF-8: {bounded(error.reason)} at byte {error.start}") from None
     _Measure(max_values, max_nesting).check(data)
     try:
-        return json.loads(decoded, object_pairs_hook=_unique, parse_constant=_refuse_constant)
+        return json.loads(decoded, object_pairs_hook=_unique, parse_constant=None if constants else _refuse_constant)
     except json.JSONDecodeError as error:
         raise JsonError(f"{error.msg} at character {error.pos}") from None
 

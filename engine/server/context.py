@@ -12,6 +12,7 @@ from fastapi import Depends, Request
 
 from engine.async_llm import AsyncLLM
 from engine.detokenizer import TokenTexts
+from engine.server.admission_threads import AdmissionThreads
 from engine.server.errors import ModelNotFound, QueueFull, ShuttingDown
 from engine.server.metrics import Metrics
 from engine.server.options import ServerSettings
@@ -28,6 +29,7 @@ class ServerContext:
     settings: ServerSettings
     metrics: Metrics
     texts: TokenTexts
+    admission: AdmissionThreads
     created: int = field(default_factory=lambda: int(time.time()))
     in_flight: int = 0
     shutting_down: bool = False
@@ -35,7 +37,7 @@ class ServerContext:
     @classmethod
     def build(cls, engine: AsyncLLM, settings: ServerSettings) -> ServerContext:
         texts = TokenTexts(engine.model.vocabulary, engine.tokenizer)
-        return cls(engine, settings, Metrics(engine), texts)
+        return cls(engine, settings, Metrics(engine), texts, AdmissionThreads(settings.max_waiting))
 
     @property
     def vocabulary(self) -> Vocabulary:

@@ -19,7 +19,16 @@ from engine.server.protocol import MISPLACED, REFUSED, UNSUPPORTED
 from guided.error_body import envelope, error_body, error_headers
 from guided.errors import GuidedError, InternalError, InvalidRequest, bounded
 
-__all__ = ["BodyTooLarge", "ModelNotFound", "QueueFull", "ShuttingDown", "Unauthorized", "install_handlers"]
+__all__ = [
+    "BodyTooComplex",
+    "BodyTooLarge",
+    "InvalidJson",
+    "ModelNotFound",
+    "QueueFull",
+    "ShuttingDown",
+    "Unauthorized",
+    "install_handlers",
+]
 
 logger = logging.getLogger("guided.server")
 
@@ -37,6 +46,14 @@ class ModelNotFound(InvalidRequest):
 class BodyTooLarge(InvalidRequest):
     code = "body_too_large"
     status = 413
+
+
+class BodyTooComplex(InvalidRequest):
+    code = "body_too_complex"
+
+
+class InvalidJson(InvalidRequest):
+    code = "invalid_json"
 
 
 class QueueFull(InvalidRequest):
@@ -103,8 +120,6 @@ def _describe(errors: Sequence[Any]) -> tuple[str, str | None, str]:
     param = _path(first["loc"])
     if first["type"] in (MISPLACED, UNSUPPORTED):
         return bounded(first["msg"]), param or None, first["type"]
-    if first["type"] == "json_invalid":
-        return f"the body is not JSON: {first['ctx']['error']} at character {first['loc'][-1]}", None, "invalid_json"
     if first["type"] == "extra_forbidden":
         name = str(first["loc"][-1])
         if name in REFUSED:

@@ -33,9 +33,12 @@ class ServerSettings:
         model_names: names that requests may use. Answers carry the first.
         api_key: key that requests must carry. None: no key is needed.
         backend: grammar backend of requests that name none.
-        max_requests: maximum number of generations that run or wait. Further ones get 429. Each prompt counts.
+        max_requests: maximum number of outputs that are generated or wait. Further ones get 429. A request has `n`
+            outputs per prompt.
         max_waiting: maximum number of generations that wait for a grammar or for their turn. Further ones get 429.
         max_body_bytes: maximum size of a request's body. A larger one gets 413.
+        max_body_values: maximum number of values (objects, arrays, strings, numbers, ...) in a request's body.
+        max_outputs: maximum number of outputs of one request: prompts times `n`. `EngineConfig.max_n` limits `n`.
         stall_seconds: time for which a stream's client may read nothing before the request is aborted.
         sampling_defaults: fields of `SamplingParams` for what a request leaves out.
 
@@ -50,11 +53,14 @@ class ServerSettings:
     max_requests: int = 1024
     max_waiting: int = 512
     max_body_bytes: int = 4 << 20
+    max_body_values: int = 200_000
+    max_outputs: int = 256
     stall_seconds: float = 60.0
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
 
     RANGES: ClassVar[Mapping[str, Range]] = {
         **dict.fromkeys(("max_requests", "max_waiting", "max_body_bytes"), Range(1)),
+        **dict.fromkeys(("max_body_values", "max_outputs"), Range(1)),
         "stall_seconds": Range(0, exclusive=True),
     }
 
@@ -256,7 +262,7 @@ OPTIONS = (
     ),
     *_panel(
         "Limits of the server (429 beyond)",
-        Option("server.max_requests", "Generations that run or wait."),
+        Option("server.max_requests", "Outputs that are generated or wait."),
         Option("server.max_waiting", "Generations that wait for a grammar or for their turn."),
         Option("ray.max_compiling", "Constraints that are being compiled or wait for it."),
         Option(
@@ -274,6 +280,8 @@ OPTIONS = (
     *_panel(
         "Limits of one request (400 beyond)",
         Option("server.max_body_bytes", "Size of a request's body, in bytes (413 beyond)."),
+        Option("server.max_body_values", "Values in a request's body: objects, arrays, strings, numbers, ..."),
+        Option("server.max_outputs", "Outputs of one request: prompts times n."),
         Option("engine.max_n", "Outputs of one request (n). Default: --max-num-seqs."),
         Option("engine.limits.max_constraint_bytes", "Size of a constraint, in bytes."),
         Option("engine.limits.max_values", "Values in a JSON schema."),

@@ -13,7 +13,7 @@ from engine.server.protocol import GenerationRequest
 from guided.constraint import KINDS
 from guided.errors import InvalidRequest, bounded
 
-__all__ = ["sampling_params"]
+__all__ = ["sampling_params", "wants_usage"]
 
 _CONVERTED = {*KINDS, "backend", "whitespace_pattern", "max_tokens", "logprobs", "logit_bias"}
 _SAME_NAME = sorted({each.name for each in fields(SamplingParams)} & GenerationRequest.model_fields.keys() - _CONVERTED)
@@ -49,6 +49,11 @@ def sampling_params(
         backend=wanted.backend,
         extra_args=request.vllm_xargs,
     )
+
+
+def wants_usage(request: GenerationRequest) -> bool:
+    """Whether a stream ends with a chunk that has the usage."""
+    return request.stream_options is not None and request.stream_options.include_usage
 
 
 def _logit_bias(given: Mapping[str, float] | None) -> dict[int, float] | None:

@@ -1,8 +1,9 @@
 """The meta-schema of a dialect, one keyword at a time.
 
-Valid values, which are nearly all, are recognized by small functions (`_compiled`). For the others, the `jsonschema` package
-describes the error: it takes 0.1 ms per value. A validator of the official meta-schemas (of the `jsonschema` package) recurses into subschemas: close to the stack
-limit at 60 levels. So they are split by keyword; references to the whole meta-schema mean "an object or a boolean".
+Valid values, which are nearly all, are recognized by small functions (`_compiled`). For the others, the `jsonschema`
+package describes the error: it takes 0.1 ms per value. A validator of the official meta-schemas recurses into
+subschemas: close to the stack limit at 60 levels. So they are split by keyword; references to the whole meta-schema
+mean "an object or a boolean".
 """
 
 from __future__ import annotations
@@ -86,7 +87,9 @@ class Dialect:
         if validator is None:
             # No format checker: it would compile regexes with Python's `re`, which hangs on some of them.
             validator = self._validators[keyword] = self._describer(rule)
-        error = best_match(validator.iter_errors(value))
+        errors = validator.iter_errors(value)
+        # `best_match` cannot rank errors of draft 3, whose `type` may contain schemas.
+        error = next(errors, None) if "extends" in self._validator.VALIDATORS else best_match(errors)
         return None if error is None else Fault(bounded(error.message), pointer(error.absolute_path))
 
     def _check(self, keyword: str, rule: dict[str, Any]) -> Check:
@@ -129,7 +132,7 @@ def _bounded(rule: Rule) -> Rule:
 def _unique_items(validator: Any, unique: Any, instance: Any, schema: Any) -> Iterator[ValidationError]:
     """Check `uniqueItems` in linear time. (The package compares every pair if it cannot sort the values.)"""
     if unique and isinstance(instance, list) and not _are_unique(instance):
-        yield ValidationError(f"{bounded(instance)} has non-unique elements")
+        yield ValidationError(f"{bounded(instance, 200)} has non-unique elements")
 
 
 def _compiled(rule: Any, root: dict[str, Any]) -> Check:

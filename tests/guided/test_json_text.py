@@ -68,10 +68,16 @@ def test_any_text_is_read_as_by_python_or_refused(text: str) -> None:
         with pytest.raises(JsonError):
             read(text)
     else:
-        try:
+        if "occurs twice" not in (fault_of(text) or ""):
             assert read(text) == expected
-        except JsonError as error:
-            assert "occurs twice" in str(error)
+
+
+def fault_of(text: str) -> str | None:
+    try:
+        read(text)
+    except JsonError as error:
+        return str(error)
+    return None
 
 
 @pytest.mark.parametrize("before", [0, 1, 7, 262_138, 262_139, 262_140, 262_141, 262_142, 262_143, 262_144, 524_287])
