@@ -48,11 +48,11 @@ class AdmissionRoute(APIRoute):
             context: ServerContext = request.app.state.context
 
             def work(raw: bytes) -> Any:
+                if context.shutting_down:
+                    raise ShuttingDown("the server is shutting down")
                 body = parse(raw, request.headers.get("content-type", ""), body_type, context)
                 return self.prepare(body, request, context)
 
-            if context.shutting_down:
-                raise ShuttingDown("the server is shutting down")
             try:
                 prepared = await context.admission.run(request, work)
             except ClientDisconnect:

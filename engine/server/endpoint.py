@@ -50,19 +50,16 @@ class GenerationRoute(AdmissionRoute):
                 outputs = await _unless_gone(request, stack.enter_async_context(running(context, job)))
                 answer = answer_type(context, job, outputs.guided)
                 if job.stream:
-                    content, media_type = events(outputs, answer, context.metrics), "text/event-stream"
+                    content = events(outputs, answer, context.metrics)
                 else:
-                    content, media_type = (
-                        answer.whole(await _unless_gone(request, _finished(outputs))),
-                        "application/json",
-                    )
+                    content = answer.whole(await _unless_gone(request, _finished(outputs)))
             except _ClientGone:
                 context.metrics.abandoned("disconnected")
                 logger.info("request %s (x-request-id %s): the client went away", job.request_id, job.http_id)
                 return Response(status_code=499)
             # The backend is in a header too, for clients that do not parse the body.
             headers = {} if outputs.guided is None else {"x-guided-backend": outputs.guided.backend}
-            return AnswerStream(content, media_type, stack.pop_all(), headers, context, job)
+            return AnswerStream(content, stack.pop_all(), headers, context, job)
 
 
 @contextmanager

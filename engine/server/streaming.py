@@ -31,7 +31,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 class AnswerStream(StreamingResponse):
-    """A response that sends an answer in pieces and releases the request's resources at the end, also if it never began.
+    """A response that sends an answer in pieces, and releases the resources at the end, also if it never began.
 
     A slow client delays no other request: of its unread output only the newest snapshot is kept. If it reads nothing
     for `ServerSettings.stall_seconds`, its request is aborted and the connection closed.
@@ -43,14 +43,13 @@ class AnswerStream(StreamingResponse):
     def __init__(
         self,
         content: AsyncIterator[bytes],
-        media_type: str,
         resources: AsyncExitStack,
         headers: dict[str, str],
         context: ServerContext,
         job: Job,
     ) -> None:
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no", **headers}
-        super().__init__(content, media_type=media_type, headers=headers)
+        super().__init__(content, media_type="text/event-stream" if job.stream else "application/json", headers=headers)
         self._resources = resources
         self._context = context
         self._job = job

@@ -1,4 +1,4 @@
-"""What a body may cost is checked before it costs anything: size and shape first, and all of it in threads of its own."""
+"""Size and shape of a body are checked first, and everything that takes time runs in threads of its own."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ from engine.server.generation import Job
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 JSON = {"content-type": "application/json"}
+MANY = dict.fromkeys(map(str, range(1025)), "x")
+TOKENS = list(range(1000))
 
 
 def refusal(client: TestClient, path: str, body: bytes | dict[str, Any]) -> tuple[str, str | None, str]:
@@ -106,13 +108,13 @@ class TestCounts:
             (TEXT, {"prompt": "a", "stop_token_ids": [1] * 1025}, "stop_token_ids", "1025 tokens; the limit is 1024"),
             (
                 TEXT,
-                {"prompt": "a", "logit_bias": dict.fromkeys(map(str, range(1025)), "x")},
+                {"prompt": "a", "logit_bias": MANY},
                 "logit_bias",
                 "1025 entries",
             ),
             (
                 TEXT,
-                {"prompt": "a", "vllm_xargs": dict.fromkeys(map(str, range(1025)), {})},
+                {"prompt": "a", "vllm_xargs": MANY},
                 "vllm_xargs",
                 "1025 entries",
             ),
@@ -164,11 +166,9 @@ class TestTexts:
         tokens = client.post("/tokenize", json={"prompt": "The quick brown fox jumps over " * 400}).json()["tokens"]
         assert len(tokens) > 512
         text = "The quick brown fox jumps over the lazy dog, and then it writes a letter to its friend. " * 12
-        answer = client.post("/tokenize", json={"prompt": text}).json()
-        assert (
-            client.post(TEXT, json={"prompt": text, "max_tokens": 1}).json()["usage"]["prompt_tokens"]
-            == answer["count"]
-        )
+        count = client.post("/tokenize", json={"prompt": text}).json()["count"]
+        answer = client.post(TEXT, json={"prompt": text, "max_tokens": 1})
+        assert answer.json()["usage"]["prompt_tokens"] == count
 
 
 def request_of(*chunks: bytes, taken: list[int] | None = None) -> Request:
@@ -244,8 +244,6 @@ class _Plain(Answer):
 
 
 class TestAnswers:
-    TOKENS = list(range(1000))
-
     @pytest.fixture
     def answer(self, client: TestClient) -> Answer:
         job = Job("id", "http", [[1]], SamplingParams(n=3, logprobs=1), None, stream=False)
@@ -253,8 +251,8 @@ class TestAnswers:
 
     @pytest.fixture
     def output(self) -> RequestOutput:
-        entries = [{token: Logprob(-1.0, 1)} for token in self.TOKENS]
-        outputs = [CompletionOutput(i, "é" * 90_000, self.TOKENS, -1.0, entries, "length") for i in range(3)]
+        entries = [{token: Logprob(-1.0, 1)} for token in TOKENS]
+        outputs = [CompletionOutput(i, "é" * 90_000, TOKENS, -1.0, entries, "length") for i in range(3)]
         return RequestOutput("id", None, [1], outputs, True)
 
     def test_others_run_while_a_long_answer_is_written(self, answer: Answer, output: RequestOutput) -> None:
@@ -278,7 +276,7 @@ class TestAnswers:
         found = json.loads(b"".join(pieces))
         assert [choice["index"] for choice in found["choices"]] == [0, 1, 2]
         for choice in found["choices"]:
-            assert choice["logprobs"] == {"tokens": self.TOKENS, "rest": None}
+            assert choice["logprobs"] == {"tokens": TOKENS, "rest": None}
             assert choice["text"] == "é" * 90_000
         assert found["usage"]["completion_tokens"] == 3000
 
@@ -286,7 +284,7 @@ class TestAnswers:
         chunks = list(answer.new_chunks(0, output))
         choices = [chunk["choices"][0] for chunk in chunks]
         first = [choice for choice in choices if choice["index"] == 0]
-        assert [token for choice in first[:-1] for token in choice["logprobs"]["tokens"]] == self.TOKENS
+        assert [token for choice in first[:-1] for token in choice["logprobs"]["tokens"]] == TOKENS
         assert "".join(choice["text"] for choice in first) == "é" * 90_000
         assert [choice["finish_reason"] for choice in first[-2:]] == [None, "length"]
         assert list(answer.new_chunks(0, output)) == []
