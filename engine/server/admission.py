@@ -30,8 +30,8 @@ from guided.json_text import JsonError, JsonTooLarge, loads
 MAX_REPORTED = 10
 """Maximum number of errors of one body that are looked at."""
 
-_WRAPPER_LEVELS = 16
-"""Levels of nesting around a schema: `response_format.json_schema.schema`."""
+_NESTING = 256
+"""Maximum nesting of a body: less than Python's stack, and more than a schema's, which has an error of its own."""
 _MAX_ENTRIES = {"logit_bias": MAX_BIASES, "vllm_xargs": 1024, "chat_template_kwargs": 1024}
 
 
@@ -81,11 +81,11 @@ def parse(raw: bytes, content_type: str, body_type: type[BaseModel], context: Se
     """
     if not _is_json(content_type):
         raise InvalidRequest("the body must be a JSON object (content-type: application/json)")
-    limit, nesting = context.settings.max_body_values, context.limits.max_nesting + _WRAPPER_LEVELS
+    limit, nesting = context.settings.max_body_values, max(_NESTING, 2 * context.limits.max_nesting)
     try:
         data = loads(raw, max_values=limit, max_nesting=nesting, constants=True)
     except JsonTooLarge as error:
-        raise BodyTooComplex(f"the body is over a limit: {error} (--max-body-values, --max-nesting)") from None
+        raise BodyTooComplex(f"the body is over a limit: {error} (--max-body-values)") from None
     except JsonError as error:
         raise InvalidJson(f"the body is not JSON: {error}") from None
     if isinstance(data, dict):

@@ -56,6 +56,8 @@ def encode_chat(
             "continue_final_message needs add_generation_prompt: false and an assistant message at the end",
             param="continue_final_message",
         )
+    for message in messages:
+        _check_length(tokenizer, message.text, "messages", max_tokens)
     escaped = _EscapedSpecialTokens(tokenizer, max_tokens)
     try:
         text: str = tokenizer.apply_chat_template(
@@ -114,14 +116,16 @@ class _EscapedSpecialTokens:
 def _special_begins(tokenizer: Any) -> re.Pattern[str]:
     """Compile a pattern for the first character of a special token. (One of a single character can't be split.)"""
     added = getattr(tokenizer, "added_tokens_decoder", None) or {}
-    texts = sorted({str(token) for token in added.values() if token.special and len(str(token)) > 1})
-    return re.compile("|".join(f"{re.escape(text[0])}(?={re.escape(text[1:])})" for text in texts) or r"(?!)")
+    ends: dict[str, list[str]] = {}
+    for text in sorted({str(token) for token in added.values() if token.special and len(str(token)) > 1}):
+        ends.setdefault(text[0], []).append(re.escape(text[1:]))
+    return re.compile("|".join(f"{re.escape(first)}(?={'|'.join(rest)})" for first, rest in ends.items()) or r"(?!)")
 
 
 def encode(
     tokenizer: Any, text: str, *, add_special_tokens: bool, param: str, max_tokens: int = sys.maxsize
 ) -> list[int]:
-    """Tokenize a text. A long one is tokenized from its beginning in growing parts, until it is known to be too long.
+    """Tokenize a text, unless its beginning shows that it is far too long.
 
     Args:
         max_tokens: a text with more than twice as many tokens may be refused here. The others are for the caller.
@@ -133,14 +137,19 @@ def encode(
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise InvalidRequest(f"{param} is not valid Unicode: {bounded(error)}", param=param) from None
+    _check_length(tokenizer, text, param, max_tokens)
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    return ids
+
+
+def _check_length(tokenizer: Any, text: str, param: str, max_tokens: int) -> None:
+    """Refuse a text if one of its beginnings, each twice as long as the one before, has far too many tokens."""
     length = _CHARACTERS_PER_TOKEN * max_tokens
     while length < len(text):
-        # Where the part is cut, its tokens may differ from those of the whole: not as many as `max_tokens`.
+        # Where the text is cut, its tokens may differ from those of the whole: not as many as `max_tokens`.
         if len(tokenizer.encode(text[:length], add_special_tokens=False)) > _SURE * max_tokens:
             raise _too_long(param, max_tokens)
         length *= 2
-    ids: list[int] = tokenizer.encode(text, add_special_tokens=add_special_tokens)
-    return ids
 
 
 def _too_long(param: str, max_tokens: int) -> InvalidRequest:

@@ -80,8 +80,15 @@ COMPLETION_EXAMPLE: dict[str, Any] = {"prompt": "A date: ", "regex": "20[0-9]{2}
 """Examples on the documentation page, which `guided serve` prints too."""
 
 
+class _FirstError(FailFast):
+    """pydantic's mark, hashable: only then can it be part of a union of types."""
+
+    def __hash__(self) -> int:
+        return hash(self.fail_fast)
+
+
 T = TypeVar("T")
-Many = Annotated[list[T], FailFast()]
+Many = Annotated[list[T], _FirstError()]
 """A list that is read up to its first error: otherwise each element could be an error."""
 
 
