@@ -56,8 +56,8 @@ def encode_chat(
             "continue_final_message needs add_generation_prompt: false and an assistant message at the end",
             param="continue_final_message",
         )
-    for message in messages:
-        _check_length(tokenizer, message.text, "messages", max_tokens)
+    for each in messages:
+        _check_length(tokenizer, each.text, "messages", max_tokens)
     escaped = _EscapedSpecialTokens(tokenizer, max_tokens)
     try:
         text: str = tokenizer.apply_chat_template(

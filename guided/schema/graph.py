@@ -192,7 +192,7 @@ class SchemaGraph:
         """Turn references into edges. A target outside the known schema positions is added."""
         specification = referencing.jsonschema.specification_with(Dialect.of(self._document).uri)
         # The package's own function fails for `extends` of draft 3 that is an object.
-        specification = attrs.evolve(specification, subresources_of=_subschemas)
+        specification = attrs.evolve(specification, subresources_of=_subschemas)  # type: ignore[misc]
         root = specification.create_resource(self._document)
         try:
             start = referencing.Registry().with_resource("", root).crawl().resolver_with_root(root)

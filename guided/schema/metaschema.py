@@ -57,7 +57,7 @@ class Dialect:
     def __init__(self, validator: Any) -> None:
         self._validator = validator
         rules = {name: _bounded(rule) for name, rule in validator.VALIDATORS.items()}
-        self._describer = extend(validator, {**rules, "uniqueItems": _unique_items})
+        self._describer: Any = extend(validator, {**rules, "uniqueItems": _unique_items})  # type: ignore[no-untyped-call]
         self._validators: dict[str, Any] = {}
         self._checks: dict[str, Check] = {}
 

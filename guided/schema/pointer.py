@@ -18,7 +18,7 @@ class Place:
     def __init__(self, parent: Place | None = None, below: str = "") -> None:
         self._parent = parent
         self._below = below
-        self.negated = (parent is not None and parent.negated) or "/not/" in f"/{below}/"
+        self.negated: bool = (parent is not None and parent.negated) or "/not/" in f"/{below}/"
         """It is under `not`, or under a property of that name."""
 
     def pointer(self, *tokens: str | int) -> str:
