@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -59,9 +60,8 @@ def _build_job(body: CompletionRequest, context: ServerContext, http_id: str) ->
         body.stream,
         field_names=_FIELD_NAMES,
         include_usage=wants_usage(body),
-        echoed=_texts(body.prompt, prompts, context) if body.echo else (),
-    )
-    return job.admitted(context)
+    ).admitted(context)  # which checks the token ids
+    return replace(job, echoed=_texts(body.prompt, prompts, context)) if body.echo else job
 
 
 def _texts(given: Any, prompts: Sequence[Sequence[int]], context: ServerContext) -> list[str]:

@@ -71,6 +71,7 @@ class TestBodies:
             (TEXT, {"prompt": [None] * 150_000}, "prompt"),
             (TEXT, {"prompt": [0] * 150_000 + [None]}, "prompt"),
             (TEXT, {"prompt": [[0], *([None] * 200)]}, "prompt"),
+            (TEXT, {"prompt": [640], "echo": True}, "prompt"),
             (CHAT, {"messages": [0] * 500}, "messages[0]"),
             (CHAT, {"messages": [{"role": "user", "content": [0] * 150_000}]}, "messages[0].content"),
             (TEXT, {"prompt": "a", "stop": [0] * 150_000}, "stop"),
