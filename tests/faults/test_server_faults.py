@@ -23,7 +23,15 @@ from serving import ServerProcess, serving, sse, wait_until
 
 from engine.logits_processors.processors import LogitsProcessorFailed
 from engine.model_loader import LoadedModel, load_model
-from engine.server.errors import BodyTooLarge, ModelNotFound, QueueFull, ShuttingDown, Unauthorized
+from engine.server.errors import (
+    BodyTooComplex,
+    BodyTooLarge,
+    InvalidJson,
+    ModelNotFound,
+    QueueFull,
+    ShuttingDown,
+    Unauthorized,
+)
 from guided.backends import BACKENDS
 from guided.errors import (
     BackendError,
@@ -62,6 +70,8 @@ ERRORS: dict[type[GuidedError], tuple[int, str, bool]] = {
     Unauthorized: (401, "invalid_api_key", False),
     ModelNotFound: (404, "model_not_found", False),
     BodyTooLarge: (413, "body_too_large", False),
+    BodyTooComplex: (400, "body_too_complex", False),
+    InvalidJson: (400, "invalid_json", False),
     QueueFull: (429, "queue_full", True),
     LogitsProcessorFailed: (500, "logits_processor_failed", False),
     ShuttingDown: (503, "shutting_down", True),
