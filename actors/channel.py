@@ -27,8 +27,6 @@ from zmq.utils.monitor import recv_monitor_message
 
 from guided.errors import InternalError
 
-__all__ = ["Address", "Channel", "LocalChannel", "RemoteChannel", "Transport", "WorkerEnd", "connect"]
-
 _LENGTH = struct.Struct("<I")
 _CHUNK = 1 << 18
 _SCHEME = "unix://"

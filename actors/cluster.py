@@ -24,8 +24,6 @@ import ray
 from actors.processes import node_id
 from guided.errors import PoolUnavailable, bounded
 
-__all__ = ["Cluster", "ScratchDirectory", "call_in_thread"]
-
 _LEAST_STORE_BYTES, _MOST_STORE_BYTES = 80 << 20, 320 << 20
 """Size of Ray's object store: at least Ray's own minimum, at most room for all cached grammars
 (`RayPoolOptions.max_cache_bytes`). The store takes memory as it fills; what does not fit is written to disk."""

@@ -18,20 +18,6 @@ import ray
 
 from guided.vocabulary import Vocabulary
 
-__all__ = [
-    "ActorLocation",
-    "Owner",
-    "ProcessHandle",
-    "ProcessReading",
-    "exit_with_owner",
-    "kill_actor",
-    "limit_memory",
-    "machine_bytes",
-    "memory_limit",
-    "node_id",
-    "soft_limit",
-]
-
 _DEFAULT_BYTES = 2 << 30
 """Memory limit of a mask actor. With all backends loaded for 131,072 tokens it takes 0.55 GiB."""
 _POLL_SECONDS = 0.2

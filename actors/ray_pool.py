@@ -35,8 +35,6 @@ from guided.pool_options import RayPoolOptions
 from guided.sequence import GuidedSequence
 from guided.vocabulary import Vocabulary
 
-__all__ = ["RayPool"]
-
 _CREATE_SECONDS = 10.0
 _STOP_SECONDS = 20.0
 """For all actors together. An actor that has not ended by then ends with this process."""

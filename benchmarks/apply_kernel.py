@@ -22,7 +22,8 @@ import xgrammar
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from benchmarks.report import RESULTS, canvas, fail, machine, percentiles, print_table, write_json
+from benchmarks.paths import RESULTS
+from benchmarks.report import canvas, fail, machine, percentiles, print_table, write_json
 from benchmarks.workload import DATA, Tokens, documents
 from guided.backends import Backends
 from guided.bitmask import words

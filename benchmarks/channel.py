@@ -44,7 +44,8 @@ from actors.steps.connection import WorkerConnection
 from actors.steps.placement import WorkerUp
 from actors.steps.protocol import Filled, Ring, Segment, SegmentName, attach
 from actors.steps.server import StepServer
-from benchmarks.report import RESULTS, machine, write_json
+from benchmarks.paths import RESULTS
+from benchmarks.report import machine, write_json
 from guided.bitmask import words
 from guided.constraint import Constraint
 from guided.messages import encode

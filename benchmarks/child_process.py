@@ -15,8 +15,6 @@ from typing import IO, Any
 
 from benchmarks.paths import ROOT
 
-__all__ = ["SINGLE_THREADED", "VLLM_ON_CPU", "JsonProcess", "answer_writer", "log_tail"]
-
 SINGLE_THREADED = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 VLLM_ON_CPU = {
     "VLLM_TARGET_DEVICE": "cpu",

@@ -16,13 +16,12 @@ from typing import Any
 from tqdm import tqdm
 
 from benchmarks.child_process import SINGLE_THREADED, VLLM_ON_CPU, JsonProcess
+from benchmarks.paths import ROOT
 from benchmarks.peers.loop import Samples, Slowness
 from benchmarks.peers.rows import Document
-from benchmarks.report import ROOT, fail
+from benchmarks.report import fail
 from benchmarks.slow_backend import SECONDS_VARIABLE
 from benchmarks.workload import Tokens
-
-__all__ = ["Candidate", "Comparison", "Measurement", "vllm_candidate"]
 
 
 @dataclass(frozen=True)

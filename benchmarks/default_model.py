@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import RESULTS, machine, write_json
+from benchmarks.paths import RESULTS
+from benchmarks.report import machine, write_json
 from engine.config import EngineConfig
 from engine.default_model import checkpoint_path
 from engine.llm import LLM

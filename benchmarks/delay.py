@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 import time
 
-__all__ = ["delay"]
-
 
 def delay(kind: str, seconds: float) -> None:
     """Sleep ("sleep"), or run a loop in C that holds the GIL for so many CPU seconds ("hold")."""

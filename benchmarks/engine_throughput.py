@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.report import RESULTS, canvas, machine, write_json
+from benchmarks.paths import RESULTS
+from benchmarks.report import canvas, machine, write_json
 from engine.config import EngineConfig
 from engine.default_model import checkpoint_path
 from engine.llm import LLM

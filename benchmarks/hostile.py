@@ -37,7 +37,8 @@ from benchmarks.chaos.reference import reference_outputs
 from benchmarks.chaos.server import Server, default_vocabulary, running_server
 from benchmarks.chaos.traffic import Mix, Request, Traffic
 from benchmarks.chaos.watch import Watch, watching
-from benchmarks.report import RESULTS, canvas, exit_with, fail, machine, percentiles, print_table, write_json
+from benchmarks.paths import RESULTS
+from benchmarks.report import canvas, exit_with, fail, machine, percentiles, print_table, write_json
 from guided.backends import AUTO, BACKENDS
 
 COLUMNS = (AUTO, *BACKENDS)

@@ -9,8 +9,6 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 
-__all__ = ["after_import"]
-
 
 def after_import(name: str, action: Callable[[ModuleType], None]) -> None:
     """Call `action` with the module `name` once it is imported."""

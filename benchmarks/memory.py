@@ -36,8 +36,9 @@ from tqdm import tqdm
 from actors.compile.compiler import Compiler
 from actors.compile.process import CompileResult
 from benchmarks.child_process import SINGLE_THREADED, log_tail
+from benchmarks.paths import RESULTS, ROOT
 from benchmarks.peers.rows import Document
-from benchmarks.report import RESULTS, ROOT, canvas, fail, machine, print_table, write_json
+from benchmarks.report import canvas, fail, machine, print_table, write_json
 from benchmarks.workload import DATA, Tokens, documents
 from guided.backends import BACKENDS
 from guided.constraint import Constraint

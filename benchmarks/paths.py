@@ -4,7 +4,5 @@ from __future__ import annotations
 
 from pathlib import Path
 
-__all__ = ["RESULTS", "ROOT"]
-
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"

@@ -10,8 +10,6 @@ from typing import Any
 
 import psutil
 
-__all__ = ["COMPILE_ACTOR", "COMPILE_PROCESS", "FORK_SERVER", "family", "memory", "own_memory", "segments"]
-
 MIB = 2**20
 COMPILE_ACTOR = "compile actor"
 COMPILE_PROCESS = "compile process"

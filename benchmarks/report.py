@@ -14,9 +14,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from benchmarks.paths import RESULTS, ROOT
-
-__all__ = ["RESULTS", "ROOT", "canvas", "exit_with", "fail", "machine", "percentiles", "print_table", "write_json"]
+from benchmarks.paths import ROOT
 
 LIBRARIES = ("torch", "llguidance", "xgrammar", "outlines_core", "lm-format-enforcer", "ray", "pyzmq", "transformers")
 

@@ -19,8 +19,9 @@ import numpy as np
 from tqdm import tqdm
 
 from benchmarks.comparison import Candidate, Comparison
+from benchmarks.paths import RESULTS
 from benchmarks.peers.loop import Samples
-from benchmarks.report import RESULTS, canvas, fail, machine, percentiles, print_table, write_json
+from benchmarks.report import canvas, fail, machine, percentiles, print_table, write_json
 from benchmarks.workload import DATA, Tokens, documents
 
 BACKENDS = ("llguidance", "xgrammar", "outlines", "lm-format-enforcer")

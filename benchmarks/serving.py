@@ -23,7 +23,8 @@ from typing import Any
 import httpx
 from tqdm import tqdm
 
-from benchmarks.report import RESULTS, ROOT, canvas, fail, machine, percentiles, print_table, write_json
+from benchmarks.paths import RESULTS, ROOT
+from benchmarks.report import canvas, fail, machine, percentiles, print_table, write_json
 from benchmarks.serving_startup import PROMPT, started
 
 NAMES = ("name", "city", "title", "street", "note", "code", "phone", "email")

@@ -29,8 +29,9 @@ from typing import Any
 
 import httpx
 
+from benchmarks.paths import RESULTS, ROOT
 from benchmarks.processes import memory
-from benchmarks.report import RESULTS, ROOT, machine, write_json
+from benchmarks.report import machine, write_json
 
 TOKENS = 128
 PROMPT = {"messages": [{"role": "user", "content": "Maria Keller is 34 years old and lives in Lisbon."}]}

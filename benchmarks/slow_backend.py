@@ -19,8 +19,6 @@ from guided.backends.llguidance import LLGuidanceBackend
 from guided.constraint import Constraint
 from guided.vocabulary import Vocabulary
 
-__all__ = ["SECONDS_VARIABLE", "HoldingBackend", "SleepingBackend", "slow_name"]
-
 SECONDS_VARIABLE = "BENCHMARK_SLOW_SECONDS"
 Kind = Literal["sleep", "hold"]
 

@@ -30,7 +30,8 @@ from benchmarks.chaos.reference import reference_outputs
 from benchmarks.chaos.server import Server, default_vocabulary, running_server
 from benchmarks.chaos.traffic import Mix, Traffic
 from benchmarks.chaos.watch import Watch, watching
-from benchmarks.report import RESULTS, canvas, exit_with, fail, machine, print_table, write_json
+from benchmarks.paths import RESULTS
+from benchmarks.report import canvas, exit_with, fail, machine, print_table, write_json
 
 FLOOR_MIB = 4.0
 PARTS = 5

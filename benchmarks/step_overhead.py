@@ -31,9 +31,10 @@ import numpy as np
 from tqdm import tqdm
 
 from benchmarks.comparison import Candidate, Comparison, vllm_candidate
+from benchmarks.paths import RESULTS
 from benchmarks.peers.loop import Samples
 from benchmarks.peers.rows import Document
-from benchmarks.report import RESULTS, canvas, machine, percentiles, print_table, write_json
+from benchmarks.report import canvas, machine, percentiles, print_table, write_json
 from benchmarks.workload import DATA, Tokens, documents, shared_documents
 
 FAST, SLOW = ("llguidance", "xgrammar"), ("outlines", "lm-format-enforcer")

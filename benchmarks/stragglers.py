@@ -25,9 +25,10 @@ from typing import Any
 from tqdm import tqdm
 
 from benchmarks.comparison import Candidate, Comparison, vllm_candidate
+from benchmarks.paths import RESULTS
 from benchmarks.peers.loop import Samples, Slowness
 from benchmarks.peers.rows import Document
-from benchmarks.report import RESULTS, canvas, fail, machine, percentiles, print_table, write_json
+from benchmarks.report import canvas, fail, machine, percentiles, print_table, write_json
 from benchmarks.workload import DATA, Tokens, documents
 
 CASES = ("sleep", "hold", "real")

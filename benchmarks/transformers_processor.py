@@ -25,7 +25,8 @@ import torch
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.report import RESULTS, canvas, machine, percentiles, print_table, write_json
+from benchmarks.paths import RESULTS
+from benchmarks.report import canvas, machine, percentiles, print_table, write_json
 from benchmarks.workload import DATA, Tokens, documents, read_rows
 from engine.default_model import checkpoint_path
 from guided.backends import Backends, candidates
@@ -34,7 +35,8 @@ from guided.constraint import Constraint
 from guided.errors import GuidedError
 from guided.inline import InlinePool
 from guided.integrations.transformers import GuidedLogitsProcessor
-from guided.processor import GuidedProcessor, GuidedSequence
+from guided.processor import GuidedProcessor
+from guided.sequence import GuidedSequence
 from guided.vocabulary import Vocabulary
 
 PROMPT_CHARACTERS = 400

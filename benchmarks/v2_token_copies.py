@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.report import RESULTS, fail, machine, percentiles, print_table, write_json
+from benchmarks.paths import RESULTS
+from benchmarks.report import fail, machine, percentiles, print_table, write_json
 from guided.integrations.vllm.v2_batch import TokenCopies
 
 COLUMNS = {

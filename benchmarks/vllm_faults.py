@@ -44,7 +44,8 @@ from benchmarks.child_process import SINGLE_THREADED, VLLM_ON_CPU, log_tail
 from benchmarks.comparison import vllm_candidate
 from benchmarks.faults.faulty_matcher import FAULT_VARIABLE, FAULTS
 from benchmarks.faults.requests import Answer, bystanders, is_valid, next_requests, victim
-from benchmarks.report import RESULTS, ROOT, canvas, machine, print_table, write_json
+from benchmarks.paths import RESULTS, ROOT
+from benchmarks.report import canvas, machine, print_table, write_json
 
 ALL_FAULTS = (*FAULTS, "error state", "costly grammar")
 MODEL = ROOT / "engine" / "default_model" / "checkpoint"

@@ -32,7 +32,8 @@ from tqdm import tqdm
 
 from benchmarks.child_process import SINGLE_THREADED, VLLM_ON_CPU, JsonProcess
 from benchmarks.comparison import vllm_candidate
-from benchmarks.report import RESULTS, ROOT, canvas, fail, machine, print_table, write_json
+from benchmarks.paths import RESULTS, ROOT
+from benchmarks.report import canvas, fail, machine, print_table, write_json
 from benchmarks.vllm_faults import has_plugin
 
 WAYS = {

@@ -15,11 +15,10 @@ from typing import Any
 
 import jsonschema
 
+from benchmarks.paths import ROOT
 from benchmarks.peers.rows import Document
-from benchmarks.report import ROOT, fail
+from benchmarks.report import fail
 from guided.vocabulary import Vocabulary
-
-__all__ = ["DATA", "Tokens", "documents", "read_rows", "shared_documents", "tekken"]
 
 DATA = ROOT.parent / "shared" / "data" / "maskbench-dev.jsonl.gz"
 WORDS = ("amber", "basket", "candle", "ember", "forest", "garden", "harbor", "island", "lantern", "meadow", "zephyr")

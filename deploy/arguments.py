@@ -8,8 +8,6 @@ from pydantic import ConfigDict, create_model
 
 from engine.server.options import OPTIONS
 
-__all__ = ["RESOURCES", "Arguments"]
-
 RESOURCES = {"num_cpus": 1.0, "num_gpus": 0.0}
 """What Ray reserves for a replica, unless the arguments say otherwise. A replica sees no GPUs but those."""
 

@@ -18,8 +18,6 @@ from engine.server.app import create_app
 from engine.server.options import ServeOptions
 from engine.server.process import settings_of, start_engine
 
-__all__ = ["GuidedServer", "app"]
-
 
 @serve.ingress()
 class GuidedServer:

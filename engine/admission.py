@@ -12,8 +12,6 @@ from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence, SequenceGroup, SequenceStatus, sequence_seed
 from guided.errors import InvalidRequest
 
-__all__ = ["Admission"]
-
 
 class Admission:
     """Checks what `SamplingParams` cannot: the prompt, the context length, the vocabulary, the engine's limits.

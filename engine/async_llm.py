@@ -19,8 +19,6 @@ from engine.sequence import SequenceGroup
 from guided.errors import GuidedError, InternalError, bounded
 from guided.pool import PoolStatus
 
-__all__ = ["AsyncLLM", "EngineHealth"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -14,8 +14,6 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from transformers import AttentionInterface
 
-__all__ = ["ATTENTION", "KVStore", "PagedContext", "UnsupportedModelError", "register"]
-
 ATTENTION = "guided_paged"
 """The name of `paged_attention` as an `attn_implementation`."""
 

@@ -16,8 +16,6 @@ from guided.pool import MaskPool
 from guided.pool_options import RayPoolOptions
 from guided.vocabulary import Vocabulary
 
-__all__ = ["BaseLLM", "PoolChoice", "open_pool"]
-
 PoolChoice = Literal["inline", "ray"]
 
 _SMALL_MODEL = 50_000_000

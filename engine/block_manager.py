@@ -7,8 +7,6 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["BlockManager"]
-
 
 class BlockManager:
     """Assigns blocks of `block_size` token slots.

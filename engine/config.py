@@ -8,8 +8,6 @@ from typing import ClassVar
 
 from guided.limits import DEFAULT_LIMITS, Limits, Range, check_ranges
 
-__all__ = ["EngineConfig", "LoadOptions"]
-
 
 @dataclass(frozen=True)
 class LoadOptions:

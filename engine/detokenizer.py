@@ -8,8 +8,6 @@ from typing import Any
 
 from guided.vocabulary import Vocabulary
 
-__all__ = ["Detokenizer", "TokenTexts"]
-
 _utf8 = codecs.getincrementaldecoder("utf-8")
 
 

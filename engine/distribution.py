@@ -6,8 +6,6 @@ import torch
 
 from engine.sampling_metadata import SamplingMetadata
 
-__all__ = ["Distribution"]
-
 
 class Distribution:
     """The random rows of a batch and their parameters as tensors. Valid while the batch stays the same."""

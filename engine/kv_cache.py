@@ -9,8 +9,6 @@ import torch
 
 from engine.config import EngineConfig
 
-__all__ = ["KVCache", "LayerShapes", "block_bytes", "plan_blocks"]
-
 
 @dataclass(frozen=True)
 class LayerShapes:

@@ -15,8 +15,6 @@ from engine.sampling_params import SamplingParams
 from engine.sequence import SequenceGroup
 from guided.errors import InvalidRequest
 
-__all__ = ["LLM"]
-
 Prompt = str | Sequence[int]
 
 

@@ -30,8 +30,6 @@ from guided.errors import BackendError, GuidedError, InternalError, bounded
 from guided.pool import Grammar, MaskPool
 from guided.processor import ApplyReport, GuidedProcessor, LogitPostProcessor
 
-__all__ = ["EngineStats", "LLMEngine"]
-
 
 @dataclass
 class EngineStats:

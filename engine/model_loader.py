@@ -16,8 +16,6 @@ from engine.kv_cache import LayerShapes
 from guided.errors import bounded
 from guided.vocabulary import Vocabulary
 
-__all__ = ["LoadedModel", "load_model", "prepare_model"]
-
 _LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _SAME = {torch.float32: 0.9999, torch.bfloat16: 0.99, torch.float16: 0.99}

@@ -14,8 +14,6 @@ from engine.model_loader import LoadedModel
 from engine.sampling_metadata import SamplingMetadata
 from engine.scheduler import ScheduledBatch
 
-__all__ = ["ModelRunner"]
-
 
 class ModelRunner:
     """Runs the model's body on a batch, and its head on the sampled rows."""

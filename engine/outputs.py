@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from engine.sequence import Logprob, Sequence, SequenceGroup, SequenceStatus
 from guided.errors import GuidedError
 
-__all__ = ["CompletionOutput", "RequestMetrics", "RequestOutput"]
-
 
 @dataclass(frozen=True, slots=True)
 class RequestMetrics:

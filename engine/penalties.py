@@ -6,8 +6,6 @@ import torch
 
 from engine.sampling_metadata import SamplingMetadata
 
-__all__ = ["Penalties"]
-
 
 class Penalties:
     """Token counts of a batch's penalised rows. Valid while the batch stays the same.

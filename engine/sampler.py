@@ -22,8 +22,6 @@ from engine.penalties import Penalties
 from engine.sampling_metadata import SamplingMetadata
 from engine.sequence import Logprob, Parked
 
-__all__ = ["SUPPRESSED", "Sampler", "SamplerOutput"]
-
 
 @dataclass(slots=True)
 class SamplerOutput:

@@ -12,8 +12,6 @@ from engine.scheduler import ScheduledBatch
 from engine.sequence import Sequence
 from guided.sequence import GuidedSequence
 
-__all__ = ["SamplingMetadata"]
-
 
 @dataclass(eq=False)
 class SamplingMetadata:

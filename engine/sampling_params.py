@@ -12,8 +12,6 @@ from guided.constraint import KINDS, Constraint
 from guided.errors import InvalidRequest, bounded
 from guided.request import GivenConstraint, GivenWhitespace, build, refuse_stops, take_one, take_whitespace
 
-__all__ = ["SamplingParams"]
-
 MAX_LOGPROBS = 20
 """Maximum number of alternatives per token (OpenAI's limit)."""
 MAX_STOPS = 64

@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from engine.block_manager import BlockManager
 from engine.sequence import Sequence, SequenceGroup, SequenceGroupMetadata, SequenceStatus
 
-__all__ = ["ScheduledBatch", "Scheduler"]
-
 
 @dataclass(slots=True)
 class ScheduledBatch:

@@ -15,8 +15,6 @@ from engine.sampling_params import SamplingParams
 from guided.errors import GuidedError
 from guided.sequence import GuidedSequence
 
-__all__ = ["Logprob", "Parked", "Sequence", "SequenceGroup", "SequenceGroupMetadata", "SequenceStatus", "sequence_seed"]
-
 _sequence_ids = itertools.count()
 
 

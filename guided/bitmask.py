@@ -10,8 +10,6 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["allowed_ids", "pack", "words"]
-
 
 def words(padded_vocab_size: int) -> int:
     """Return the number of int32 words in a row."""

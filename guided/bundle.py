@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-__all__ = ["ProcessorBundle"]
-
 
 class ProcessorBundle:
     """Calls its members in order. A row is sampled only if every member is done with it.

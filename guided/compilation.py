@@ -29,8 +29,6 @@ from guided.errors import (
 from guided.vocabulary import Vocabulary
 from guided.worker import MaskWorker
 
-__all__ = ["Compiled", "compile_constraint", "compile_with", "conclusion", "grammar_key", "is_about_backend"]
-
 
 @dataclass(frozen=True, slots=True)
 class Compiled:

@@ -18,8 +18,6 @@ from guided.errors import ConstraintTooLarge, InvalidConstraint, bounded
 from guided.limits import DEFAULT_LIMITS, Limits
 from guided.schema import document as schema_checks
 
-__all__ = ["KINDS", "USUAL_WHITESPACE", "Constraint", "ConstraintKind"]
-
 ConstraintKind = Literal["json_schema", "json_object", "regex", "choice", "grammar"]
 USUAL_WHITESPACE = r"( |\r?\n[ \t]{0,40})?"
 """The default whitespace between JSON tokens: nothing, one space, or a line break and its indentation.

@@ -7,8 +7,6 @@ from typing import Any
 
 from guided.errors import GuidedError
 
-__all__ = ["envelope", "error_body", "error_headers"]
-
 
 def error_body(error: GuidedError) -> dict[str, Any]:
     """Return the body of an error response, also used as the payload of an error event in a stream."""

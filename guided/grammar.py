@@ -22,8 +22,6 @@ from guided import regex
 from guided.errors import InvalidConstraint, UnsupportedConstraint, bounded
 from guided.regex import Chars, Choice, Node, Ranges, Reference, Repeat, Sequence
 
-__all__ = ["ROOT", "parse_gbnf", "syntax", "to_lark"]
-
 ROOT = "root"
 """The start rule of a GBNF grammar."""
 

@@ -14,8 +14,6 @@ from guided.constraint import Constraint
 from guided.errors import GuidedError, InvalidConstraint
 from guided.pool import Grammar
 
-__all__ = ["DEFAULT_CACHE_BYTES", "CacheKey", "Entry", "GrammarCache", "cache_key"]
-
 CacheKey = tuple[str, ...]
 
 _LEAST_BYTES = 4096

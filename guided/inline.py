@@ -25,8 +25,6 @@ from guided.sequence import GuidedSequence
 from guided.vocabulary import Vocabulary
 from guided.worker import MaskWorker
 
-__all__ = ["InlinePool"]
-
 
 class InlinePool:
     """A `MaskPool` without processes: `compile()` compiles, `collect()` fills the masks.

@@ -26,8 +26,6 @@ from guided.pool import ReadyMasks
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["apply_bitmask", "load_loose_kernel"]
-
 Masks: TypeAlias = NDArray[np.int32] | Sequence[NDArray[np.int32]] | Sequence[ReadyMasks]
 """int32 `[rows, words]`, or a sequence of `[words]`, or the parts of a step's masks, one after the other."""
 Bits: TypeAlias = NDArray[Any]

@@ -17,8 +17,6 @@ from typing import Any, ClassVar
 
 from guided.errors import ConstraintTooLarge, bounded
 
-__all__ = ["DEFAULT_LIMITS", "CompileLimits", "Limits", "Range", "check_ranges"]
-
 # All scanners are possessive, and the end of the text closes everything: no backtracking.
 _REGEX_TOKEN = re.compile(
     r"\\(?:[xuUpPN]\{[^{}]*+\}|.)"  # an escape

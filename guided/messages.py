@@ -6,8 +6,6 @@ from typing import Any
 
 import msgspec
 
-__all__ = ["decoder", "encode"]
-
 _encoder = msgspec.msgpack.Encoder()
 
 

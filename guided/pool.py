@@ -20,16 +20,6 @@ from guided.errors import GuidedError
 from guided.sequence import GuidedSequence
 from guided.vocabulary import Vocabulary
 
-__all__ = [
-    "BackendStatus",
-    "Grammar",
-    "MaskPool",
-    "PoolStatus",
-    "ReadyMasks",
-    "StepMasks",
-    "WorkerStatus",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Grammar:

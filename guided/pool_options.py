@@ -12,8 +12,6 @@ from typing import ClassVar, Literal
 from guided.grammar_cache import DEFAULT_CACHE_BYTES
 from guided.limits import CompileLimits, Range, check_ranges
 
-__all__ = ["RayPoolOptions"]
-
 
 @dataclass(frozen=True)
 class RayPoolOptions:

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-__all__ = ["ApplyReport", "GuidedProcessor", "GuidedSequence", "LogitPostProcessor"]
-
 _FIRST_MASK_SECONDS = 0.1
 """How long a step waits for its first mask if no other row could be sampled. It delays new requests by up to this."""
 

@@ -13,8 +13,6 @@ from guided.constraint import Constraint, ConstraintKind
 from guided.errors import InvalidConstraint, InvalidRequest
 from guided.limits import DEFAULT_LIMITS, Limits
 
-__all__ = ["GivenConstraint", "GivenWhitespace", "build", "refuse_stops", "take_one", "take_whitespace"]
-
 
 @dataclass(frozen=True)
 class GivenConstraint:

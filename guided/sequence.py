@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["GuidedSequence"]
-
 
 @dataclass(slots=True, eq=False)
 class GuidedSequence:

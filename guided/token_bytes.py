@@ -17,8 +17,6 @@ from tokenizers import Tokenizer
 
 from guided.errors import InvalidRequest
 
-__all__ = ["TokenBytes", "from_huggingface", "from_sentencepiece", "from_tekken"]
-
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPACE_PIECE = "▁"
 

@@ -18,8 +18,6 @@ from tokenizers import Tokenizer
 from guided.errors import InvalidRequest
 from guided.token_bytes import TokenBytes, from_huggingface, from_sentencepiece, from_tekken
 
-__all__ = ["Vocabulary"]
-
 _Packed = tuple[tuple[bytes, ...], tuple[int, ...], list[int], int, str]
 """The fields of a vocabulary in msgpack."""
 

@@ -17,8 +17,6 @@ from guided.bitmask import pack
 from guided.errors import BackendError, DeadEnd, GuidedError
 from guided.vocabulary import Vocabulary
 
-__all__ = ["MaskWorker"]
-
 _native = guard("the grammar library")
 
 

@@ -21,8 +21,6 @@ from actors.processes import ProcessHandle, ProcessReading
 from guided.errors import BackendError, CompileTimeout, ConstraintTooLarge
 from guided.messages import decoder, encode
 
-__all__ = ["CompileProcess", "ForkServer", "ProcessLost", "TimeSliceExceeded"]
-
 _WARM_UP_SECONDS = 120.0
 _COMMAND_SECONDS = 10.0
 """A fork takes hundredths of a second. A fork server that takes longer than this is replaced."""

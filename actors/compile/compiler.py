@@ -35,8 +35,6 @@ from guided.errors import (
 from guided.limits import CompileLimits
 from guided.vocabulary import Vocabulary
 
-__all__ = ["CompileActor", "Compiler"]
-
 _SLICES = (0.03, 0.5)
 """Time slice of each level, in seconds of computing time."""
 _FINAL_LEVEL = len(_SLICES)

@@ -42,8 +42,6 @@ from guided.limits import CompileLimits
 from guided.pool import BackendStatus, Grammar
 from guided.pool_options import RayPoolOptions
 
-__all__ = ["Grammars"]
-
 _GRACE_SECONDS = 1.0
 """How long a grammar that one worker has loaded waits for the other workers."""
 _MAX_COMPILE_ACTORS = 10

@@ -22,15 +22,6 @@ from guided.constraint import Constraint
 from guided.errors import GuidedError, WorkerDied, bounded
 from guided.messages import decoder, encode
 
-__all__ = [
-    "ActorHandle",
-    "Loading",
-    "StoredGrammar",
-    "died_loading",
-    "from_chunks",
-    "to_chunks",
-]
-
 _MAX_CRASHES = 2
 """Actors that a grammar may crash while they load nothing else. The first may have been killed externally."""
 _MAX_REJECTED = 1000

@@ -36,8 +36,6 @@ from guided.errors import ConstraintTooLarge, Wire, to_wire
 from guided.messages import decoder, encode
 from guided.vocabulary import Vocabulary
 
-__all__ = ["NUMBER", "RUNNING", "CompileRequest", "CompileResult"]
-
 NUMBER = struct.Struct("<q")
 """A command to the fork server, or its answer. A command with a socket attached starts a compile process on that
 socket; the answer is its pid, or a negative errno. A command without one is the pid of a compile process; the answer is

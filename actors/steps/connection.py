@@ -45,8 +45,6 @@ from guided.sequence import GuidedSequence
 if TYPE_CHECKING:
     from actors.processes import ActorLocation
 
-__all__ = ["SequenceState", "StepOutputs", "StepPart", "WorkerConnection", "send_all"]
-
 _decode = msgspec.msgpack.Decoder(Answer).decode
 
 

@@ -24,8 +24,6 @@ from guided.errors import BackendError, GuidedError, MaskTimeout, PoolUnavailabl
 from guided.pool import Grammar, ReadyMasks, StepMasks
 from guided.sequence import GuidedSequence
 
-__all__ = ["Dispatcher"]
-
 _LOOK_SECONDS = 0.001
 """Poll interval while masks are waited for. A worker that finishes just before `wake` is set announces nothing."""
 _PLACE_SECONDS = 0.02

@@ -14,8 +14,6 @@ from typing import Literal
 from actors.steps.connection import SequenceState, WorkerConnection
 from guided.errors import GuidedError, WorkerDied
 
-__all__ = ["Cause", "Placement", "Recovery", "WorkerDown", "WorkerRetiring", "WorkerUp"]
-
 _ISOLATION_SECONDS = 10.0
 """How long a suspect waits for a worker that is empty or can be emptied without loss: longer than a worker takes to
 start."""

@@ -39,30 +39,6 @@ from numpy.typing import NDArray
 
 from guided.errors import Wire
 
-__all__ = [
-    "EDIT",
-    "FAILED",
-    "FREE",
-    "IDLE",
-    "MAX_NEW_TOKENS",
-    "OK",
-    "POSITION",
-    "Answer",
-    "Edit",
-    "Failed",
-    "Filled",
-    "Free",
-    "Open",
-    "Request",
-    "Ring",
-    "Segment",
-    "SegmentName",
-    "SlotTable",
-    "attach",
-    "freed",
-    "in_fill_order",
-]
-
 MAX_NEW_TOKENS = 8
 """New tokens of a slot that fit in the table; more are sent in a message."""
 POSITION = (1 << 32) - 1

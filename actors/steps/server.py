@@ -38,8 +38,6 @@ from guided.errors import BackendError, GuidedError, to_wire
 from guided.messages import decoder, encode
 from guided.worker import MaskWorker
 
-__all__ = ["StepServer"]
-
 _SEND_SECONDS = 0.001
 """Without shared memory: how long finished masks wait for the others of the step before they are sent."""
 _log = logging.getLogger(__name__)

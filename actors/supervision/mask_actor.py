@@ -21,8 +21,6 @@ from guided.backends import BACKENDS, Backends
 from guided.backends.without_torch import leave_out_torch
 from guided.worker import MaskWorker
 
-__all__ = ["IN_ORDER", "MaskActor"]
-
 IN_ORDER = "grammars"
 """The concurrency group of the calls that run one after the other, in the order in which they were made."""
 _SWITCH_SECONDS = 0.0005

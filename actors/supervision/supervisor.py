@@ -34,8 +34,6 @@ from guided.errors import BackendError, GuidedError, MaskTimeout, PoolUnavailabl
 from guided.pool import WorkerStatus
 from guided.pool_options import RayPoolOptions
 
-__all__ = ["IncarnationSettings", "RestartPolicy", "Supervisor"]
-
 _START_SECONDS = 120.0
 _CONNECT_SECONDS = 30.0
 _CREATE_SECONDS = 30.0

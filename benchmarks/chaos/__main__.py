@@ -39,7 +39,8 @@ from benchmarks.chaos.report import Run, print_run, summary, violations
 from benchmarks.chaos.server import Server, default_vocabulary, running_server
 from benchmarks.chaos.traffic import Request, Traffic
 from benchmarks.chaos.watch import Watch, watching
-from benchmarks.report import RESULTS, exit_with, fail, machine, write_json
+from benchmarks.paths import RESULTS
+from benchmarks.report import exit_with, fail, machine, write_json
 
 CALM_REQUESTS = 100
 CLIENTS_NICENESS = 5

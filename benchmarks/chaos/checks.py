@@ -21,8 +21,6 @@ from guided.constraint import Constraint
 from guided.errors import GuidedError, InternalError
 from guided.vocabulary import Vocabulary
 
-__all__ = ["DECLARED", "MUST_NOT", "Judge", "Outcome", "Verdict", "undeclared", "unsatisfied"]
-
 Outcome = Literal["valid", "failed", "refused", "left", "invalid", "different", "undeclared", "hung"]
 MUST_NOT: tuple[Outcome, ...] = ("invalid", "different", "undeclared", "hung")
 """Outcomes that are violations under any fault."""

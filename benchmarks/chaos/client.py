@@ -13,8 +13,6 @@ import httpx
 
 from benchmarks.chaos.traffic import Request
 
-__all__ = ["Answer", "Choice", "ask"]
-
 STALL_SECONDS = 8.0
 LEAVE_SECONDS = 0.5
 

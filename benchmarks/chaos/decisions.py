@@ -15,8 +15,6 @@ from benchmarks.chaos.hostile_inputs import Entry
 from benchmarks.chaos.traffic import Request
 from guided.errors import CompileTimeout, UnsupportedConstraint
 
-__all__ = ["Case", "Decision", "decided", "decision", "describe", "problem"]
-
 Decision = Literal["accepted", "rejected", "can't", "timeout", "failed", "hung"]
 CHECK_SECONDS = 2
 SHORT: dict[Decision, str] = {

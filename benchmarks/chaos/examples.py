@@ -11,8 +11,6 @@ from typing import Any
 
 from guided.constraint import Constraint, ConstraintKind
 
-__all__ = ["EXAMPLES", "PLAIN_PROMPTS", "Example", "fresh"]
-
 PEOPLE = [
     ("Maria Keller", 34, "Lisbon"),
     ("Jonas Berg", 51, "Oslo"),

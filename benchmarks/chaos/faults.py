@@ -17,8 +17,6 @@ from benchmarks.chaos.traffic import CHAT, Request
 from benchmarks.chaos.watch import Watch
 from benchmarks.processes import COMPILE_ACTOR, COMPILE_PROCESS, FORK_SERVER
 
-__all__ = ["COMPILE_ACTOR_FAULT", "FAULTS", "MASK_ACTOR_FAULTS", "Event", "Scene", "inject"]
-
 MASK_ACTOR_FAULTS = ("kill", "freeze")
 """Faults that end a mask actor."""
 COMPILE_ACTOR_FAULT = "compile actor"

@@ -17,11 +17,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from benchmarks.chaos.traffic import CHAT, Request
-from benchmarks.report import ROOT
+from benchmarks.paths import ROOT
 from guided.backends import AUTO, BACKENDS
 from guided.constraint import ConstraintKind
-
-__all__ = ["DATA", "Entry", "backends_of", "deep", "read", "requests"]
 
 DATA = ROOT.parent / "shared" / "data" / "hostile-inputs.json"
 DEPTH = 100_000

@@ -15,8 +15,6 @@ from benchmarks.chaos.checks import MUST_NOT, Judge, Verdict
 from benchmarks.chaos.client import Answer, ask
 from benchmarks.chaos.traffic import Request, Traffic
 
-__all__ = ["Load", "Record", "client_for"]
-
 IDLE_SECONDS = 1.0
 
 

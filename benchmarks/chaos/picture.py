@@ -12,8 +12,6 @@ from benchmarks.chaos.faults import FAULTS, Event
 from benchmarks.chaos.load import Record
 from benchmarks.chaos.watch import Watch
 
-__all__ = ["memory_panel", "timeline"]
-
 COLORS = {
     "valid": "tab:green",
     "left": "tab:gray",

@@ -11,8 +11,6 @@ from benchmarks.chaos.checks import Judge
 from benchmarks.chaos.client import Choice, ask
 from benchmarks.chaos.traffic import Request, Traffic
 
-__all__ = ["reference_outputs"]
-
 AT_A_TIME = 16
 LEAST_GAP = 0.01
 """Minimum difference of the log-probabilities of the best two tokens. Below it the result may depend on rounding, which

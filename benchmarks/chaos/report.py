@@ -14,8 +14,6 @@ from benchmarks.chaos.load import Load, Record
 from benchmarks.chaos.watch import Watch, replacements
 from benchmarks.report import percentiles, print_table
 
-__all__ = ["Run", "print_run", "summary", "violations"]
-
 SHOWN = 20
 
 

@@ -18,12 +18,10 @@ import httpx
 import psutil
 from transformers import AutoTokenizer
 
+from benchmarks.paths import ROOT
 from benchmarks.processes import family, memory
-from benchmarks.report import ROOT
 from engine.default_model import checkpoint_path
 from guided.vocabulary import Vocabulary
-
-__all__ = ["Server", "default_vocabulary", "running_server"]
 
 START_SECONDS = 300.0
 STOP_SECONDS = 90.0

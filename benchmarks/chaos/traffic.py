@@ -13,8 +13,6 @@ from benchmarks.chaos.examples import EXAMPLES, PLAIN_PROMPTS, Example, fresh
 from guided.backends import AUTO, BACKENDS
 from guided.constraint import KINDS, ConstraintKind
 
-__all__ = ["ABLE", "Mix", "Request", "Traffic"]
-
 ClientBehavior = Literal["reads", "leaves", "stalls"]
 Path = Literal["/v1/chat/completions", "/v1/completions"]
 CHAT: Path = "/v1/chat/completions"

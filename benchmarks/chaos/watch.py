@@ -15,8 +15,6 @@ from benchmarks.chaos.server import Server
 if TYPE_CHECKING:
     from benchmarks.chaos.faults import Event
 
-__all__ = ["Replacement", "Seen", "Watch", "replacements", "watching"]
-
 HEALTH_SECONDS = 0.2
 MEMORY_SECONDS = 5.0
 

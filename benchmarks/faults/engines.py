@@ -10,8 +10,6 @@ from typing import Any, Protocol
 
 from benchmarks.faults.requests import PROMPT, Request
 
-__all__ = ["Engine", "ours", "vllm"]
-
 MAX_MODEL_LEN = 1024
 PLUGIN = "guided.integrations.vllm.processor:GuidedLogitsProcessor"
 

@@ -19,8 +19,6 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-__all__ = ["FAULTS", "FAULT_VARIABLE", "MARK", "SLOW_SECONDS", "install"]
-
 FAULT_VARIABLE = "BENCHMARK_FAULT"
 MARK = "injected_fault"
 FAULT_AT = 24

@@ -12,8 +12,6 @@ import jsonschema
 
 from benchmarks.faults.faulty_matcher import MARK
 
-__all__ = ["Answer", "Request", "bystanders", "is_valid", "next_requests", "victim"]
-
 PROMPT = "Text: Maria Keller is 34 years old and lives in Lisbon.\nJSON: "
 ORDINARY = "ordinary_field"
 ERROR_STATE = 'start: /[a-f]{60}/ "<" s ">"\ns: s s s | s s | /[a-z]/ | /[a-c]+/'

@@ -17,8 +17,6 @@ from typing import Any
 from benchmarks.child_process import answer_writer
 from benchmarks.processes import own_memory
 
-__all__ = ["PartReporter"]
-
 
 class PartReporter:
     """Reports how much memory this process has gained since the last report, in MiB.

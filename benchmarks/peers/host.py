@@ -16,8 +16,6 @@ from benchmarks.child_process import answer_writer
 from benchmarks.peers.loop import Forward, Run, SleepingForward, Slowness, Way
 from benchmarks.peers.rows import Document, Rows
 
-__all__ = ["WAYS"]
-
 
 def _guided(pool: Any, options: dict[str, Any]) -> Way:
     from benchmarks.peers.ours import Guided

@@ -9,8 +9,6 @@ from __future__ import annotations
 import importlib
 import sys
 
-__all__ = ["fix_lm_format_enforcer_imports"]
-
 
 def fix_lm_format_enforcer_imports(vllm: bool = False) -> None:
     """Restore the names. Call it before an integration is imported.

@@ -22,8 +22,6 @@ from benchmarks.peers.loop import Forward, Slowness, Times
 from benchmarks.peers.rows import Document, RunningSequence
 from guided.vocabulary import Vocabulary
 
-__all__ = ["LMFormatEnforcerProcessor"]
-
 fix_lm_format_enforcer_imports()
 integration: Any = importlib.import_module("lmformatenforcer.integrations.transformers")
 

@@ -12,8 +12,6 @@ import torch
 
 from benchmarks.peers.rows import Document, Rows, RunningSequence
 
-__all__ = ["Forward", "Run", "Samples", "SleepingForward", "Slowness", "Times", "Way"]
-
 
 class Forward(Protocol):
     """A model's forward pass on a device."""

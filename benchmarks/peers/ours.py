@@ -22,8 +22,6 @@ from guided.pool import Grammar, MaskPool
 from guided.processor import GuidedProcessor
 from guided.sequence import GuidedSequence
 
-__all__ = ["Guided", "Unguided"]
-
 COMPILE_SECONDS = 600.0
 """Time limit for all compilations together. The pool limits each of them."""
 CHECK_SECONDS = 5.0

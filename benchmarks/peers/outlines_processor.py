@@ -28,8 +28,6 @@ from benchmarks.peers.loop import Forward, Slowness, Times
 from benchmarks.peers.rows import Document, RunningSequence
 from guided.vocabulary import Vocabulary
 
-__all__ = ["OutlinesProcessor"]
-
 COMPILE_SECONDS = 5.0
 """Time limit for the compilation of a regex, as in vLLM."""
 

@@ -9,8 +9,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Document", "Rows", "RunningSequence"]
-
 
 @dataclass(frozen=True)
 class Document:

@@ -14,8 +14,6 @@ from typing import Any
 
 from benchmarks.child_process import answer_writer
 
-__all__ = ["PLUGIN"]
-
 PLUGIN = "guided.integrations.vllm.processor:GuidedLogitsProcessor"
 MAX_MODEL_LEN = 1024
 

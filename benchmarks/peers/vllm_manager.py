@@ -32,8 +32,6 @@ from benchmarks.peers.import_fixes import fix_lm_format_enforcer_imports
 from benchmarks.peers.loop import Forward, Slowness, Times
 from benchmarks.peers.rows import Document, RunningSequence
 
-__all__ = ["VLLMManager"]
-
 MAX_BATCH = 512
 BACKENDS = {
     "llguidance": "guidance",

@@ -19,8 +19,6 @@ from benchmarks.peers.loop import Forward, Slowness, Times
 from benchmarks.peers.rows import Document, RunningSequence
 from guided.vocabulary import Vocabulary
 
-__all__ = ["XGrammarProcessor"]
-
 
 class XGrammarProcessor:
     """`xgrammar.contrib.hf.LogitsProcessor`."""

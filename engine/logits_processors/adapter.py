@@ -19,8 +19,6 @@ from engine.logits_processors.interface import (
 )
 from engine.sampling_params import SamplingParams
 
-__all__ = ["AdapterLogitsProcessor"]
-
 _OfRow = Callable[[torch.Tensor], torch.Tensor]
 
 

@@ -10,8 +10,6 @@ from numpy.typing import NDArray
 from engine.logits_processors.interface import AddedRequest, BatchUpdate, MoveDirectionality, MovedRequest
 from engine.sequence import Sequence, SequenceStatus
 
-__all__ = ["PersistentBatch", "RequestIndices"]
-
 
 class PersistentBatch:
     """Computes a `BatchUpdate` from the rows of each step.

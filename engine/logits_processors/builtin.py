@@ -9,8 +9,6 @@ import torch
 from engine.logits_processors.interface import BatchUpdate, LogitsProcessor, VllmConfig, process_dict_updates
 from engine.sampling_params import SamplingParams
 
-__all__ = ["SUPPRESSED", "LogitBiasLogitsProcessor", "MinPLogitsProcessor", "MinTokensLogitsProcessor"]
-
 SUPPRESSED = -1e30
 """The logit of a suppressed token: finite in float32 even when a penalty or the lowest temperature multiplies it."""
 

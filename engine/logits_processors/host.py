@@ -15,8 +15,6 @@ from engine.logits_processors.batch import PersistentBatch, RequestIndices
 from engine.logits_processors.interface import BatchProcessor, LogitsProcessor, RevisedLogitsProcessor, VllmConfig
 from engine.sequence import Sequence
 
-__all__ = ["Host", "IndexHost", "RowHost"]
-
 Processor = TypeVar("Processor", bound=BatchProcessor)
 
 

@@ -19,21 +19,6 @@ from numpy.typing import NDArray
 
 from engine.sampling_params import SamplingParams
 
-__all__ = [
-    "AddedRequest",
-    "BatchProcessor",
-    "BatchUpdate",
-    "LogitsProcessor",
-    "ModelConfig",
-    "MoveDirectionality",
-    "MovedRequest",
-    "RequestLogitsProcessor",
-    "RevisedLogitsProcessor",
-    "SchedulerConfig",
-    "VllmConfig",
-    "process_dict_updates",
-]
-
 State = TypeVar("State")
 
 

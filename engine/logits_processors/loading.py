@@ -18,8 +18,6 @@ from engine.logits_processors.processors import LogitsProcessors, ProcessorClass
 from engine.model_loader import LoadedModel
 from guided.errors import bounded
 
-__all__ = ["GROUP", "load_classes", "processors_of"]
-
 GROUP = "guided.logits_processors"
 """Entry points of this group are loaded into every engine. vLLM's own group is not read."""
 

@@ -23,8 +23,6 @@ from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
 from guided.errors import GuidedError, InternalError, InvalidRequest, bounded
 
-__all__ = ["LogitsProcessorFailed", "LogitsProcessors", "ProcessorClass"]
-
 logger = logging.getLogger(__name__)
 
 ProcessorClass = type[LogitsProcessor] | type[RevisedLogitsProcessor]

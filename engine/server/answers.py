@@ -14,8 +14,6 @@ from engine.server.context import ServerContext
 from engine.server.generation import Job
 from engine.server.protocol import GuidedInfo, Usage
 
-__all__ = ["Answer", "to_json"]
-
 _SLICE = 64
 """Number of tokens whose log-probabilities are built in one piece: with 20 alternatives, about 2 ms."""
 

@@ -11,12 +11,11 @@ from fastapi_offline import FastAPIOffline
 
 from engine.async_llm import AsyncLLM
 from engine.server import chat, completions, health, metrics, models, tokenization
-from engine.server.context import ServerContext, ServerSettings
+from engine.server.context import ServerContext
 from engine.server.errors import install_handlers
 from engine.server.gate import Gate
+from engine.server.options import ServerSettings
 from engine.server.protocol import ErrorAnswer
-
-__all__ = ["create_app"]
 
 DESCRIPTION = """
 An OpenAI-compatible server with guided decoding. Add one of `json_schema`, `json_object`, `regex`, `choice` and

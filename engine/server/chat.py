@@ -20,8 +20,6 @@ from engine.server.protocol import ChatRequest, ChatResponse
 from engine.server.sampling import sampling_params, wants_usage
 from guided.errors import InvalidRequest
 
-__all__ = ["router"]
-
 router = APIRouter(tags=["generation"], route_class=GenerationRoute)
 
 _FIELD_NAMES = {"prompt": "messages", "logprobs": "top_logprobs", "extra_args": "vllm_xargs"}

@@ -16,8 +16,6 @@ import typer
 from engine.server.options import OPTIONS, Option, ServeOptions
 from guided.errors import GuidedError
 
-__all__ = ["app", "listener_on", "main"]
-
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,

@@ -21,8 +21,6 @@ from engine.server.protocol import Completion, CompletionRequest, GuidedInfo
 from engine.server.sampling import sampling_params, wants_usage
 from guided.errors import InvalidRequest
 
-__all__ = ["router"]
-
 router = APIRouter(tags=["generation"], route_class=GenerationRoute)
 
 OPENAI_MAX_TOKENS = 16

@@ -17,8 +17,6 @@ from guided.errors import InvalidConstraint, InvalidRequest, bounded
 from guided.limits import DEFAULT_LIMITS, Limits
 from guided.request import GivenConstraint, GivenWhitespace, build, take_one, take_whitespace
 
-__all__ = ["RequestedConstraint", "requested_constraint"]
-
 _STRUCTURED: dict[str, ConstraintKind] = {
     "json_": "json_schema",
     "regex": "regex",

@@ -20,8 +20,6 @@ from guided.errors import bounded
 from guided.limits import Limits
 from guided.vocabulary import Vocabulary
 
-__all__ = ["Context", "ServerContext", "ServerSettings"]
-
 
 @dataclass
 class ServerContext:

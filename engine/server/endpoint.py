@@ -18,8 +18,6 @@ from engine.server.generation import Job, Outputs, cancel, running
 from engine.server.streaming import AnswerStream, events
 from guided.errors import GuidedError
 
-__all__ = ["RESPONSES", "GenerationRoute", "field_names"]
-
 logger = logging.getLogger("guided.server")
 
 T = TypeVar("T")

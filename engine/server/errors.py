@@ -19,17 +19,6 @@ from engine.server.protocol import MISPLACED, REFUSED, UNSUPPORTED
 from guided.error_body import envelope, error_body, error_headers
 from guided.errors import GuidedError, InternalError, InvalidRequest, bounded
 
-__all__ = [
-    "BodyTooComplex",
-    "BodyTooLarge",
-    "InvalidJson",
-    "ModelNotFound",
-    "QueueFull",
-    "ShuttingDown",
-    "Unauthorized",
-    "install_handlers",
-]
-
 logger = logging.getLogger("guided.server")
 
 

@@ -15,8 +15,6 @@ from engine.server.errors import BodyTooLarge, Unauthorized
 from guided.error_body import error_body, error_headers
 from guided.errors import GuidedError
 
-__all__ = ["Gate"]
-
 OPEN_PATHS = ("/health", "/metrics", "/version", "/docs", "/redoc", "/openapi.json", "/static-offline-docs")
 """Paths that need no key: probes and scrapers have none, and the documentation reveals nothing about the traffic."""
 

@@ -18,8 +18,6 @@ from engine.server.protocol import GuidedInfo
 from guided.constraint import KINDS
 from guided.errors import CompileTimeout, GuidedError, InternalError, InvalidConstraint
 
-__all__ = ["Job", "Outputs", "cancel", "report", "running"]
-
 logger = logging.getLogger("guided.server")
 
 

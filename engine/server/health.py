@@ -9,8 +9,6 @@ from pydantic import AfterValidator, BaseModel, Field
 
 from engine.server.context import Context
 
-__all__ = ["router"]
-
 router = APIRouter(tags=["operation"])
 
 

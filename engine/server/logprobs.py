@@ -9,8 +9,6 @@ from engine.detokenizer import TokenTexts
 from engine.outputs import CompletionOutput
 from engine.sequence import Logprob
 
-__all__ = ["TextOffsets", "chat_logprobs", "completion_logprobs"]
-
 FLOOR = -9999.0
 
 

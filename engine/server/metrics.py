@@ -21,8 +21,6 @@ from engine.outputs import RequestMetrics, RequestOutput
 from engine.sampling_params import SamplingParams
 from guided.errors import GuidedError, InvalidRequest
 
-__all__ = ["Metrics", "router"]
-
 router = APIRouter(tags=["operation"])
 
 _LATENCY = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200)

@@ -9,8 +9,6 @@ from fastapi import APIRouter
 from engine.server.context import Context, ServerContext
 from engine.server.protocol import ModelCard, ModelList
 
-__all__ = ["router"]
-
 router = APIRouter(tags=["models"])
 
 

@@ -17,8 +17,6 @@ from guided.backends import AUTO, resolve
 from guided.limits import Range, check_ranges
 from guided.pool_options import RayPoolOptions
 
-__all__ = ["OPTIONS", "Option", "ServeOptions", "ServerSettings"]
-
 DEFAULT_MODEL = "guided-default"
 """Name that the embedded model is served under."""
 

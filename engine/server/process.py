@@ -28,8 +28,6 @@ from engine.server.context import ServerContext
 from engine.server.options import ServeOptions, ServerSettings
 from engine.server.protocol import CHAT_EXAMPLE, COMPLETION_EXAMPLE
 
-__all__ = ["drop_stalled_connections", "serve", "settings_of", "start_engine"]
-
 _KEEP_ALIVE_SECONDS = 75
 """How long a connection may be idle. Clients and proxies keep idle connections for 5 to 60 s. The server keeps them
 longer, because a server that closes first may do so at the moment when the client sends a request."""

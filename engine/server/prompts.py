@@ -15,8 +15,6 @@ from jinja2 import TemplateError
 from engine.server.protocol import Message
 from guided.errors import InvalidRequest, bounded
 
-__all__ = ["encode", "encode_chat", "text_prompts"]
-
 _CHARACTERS_PER_TOKEN = 8
 """Few texts have more. A longer one is suspected to be too long for the context."""
 _SURE = 2

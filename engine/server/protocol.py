@@ -11,36 +11,6 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-__all__ = [
-    "CHAT_EXAMPLE",
-    "COMPLETION_EXAMPLE",
-    "MISPLACED",
-    "REFUSED",
-    "UNSUPPORTED",
-    "ChatChoice",
-    "ChatLogprob",
-    "ChatLogprobs",
-    "ChatRequest",
-    "ChatResponse",
-    "ChatTopLogprob",
-    "Completion",
-    "CompletionChoice",
-    "CompletionLogprobs",
-    "CompletionRequest",
-    "DetokenizeRequest",
-    "DetokenizeResponse",
-    "ErrorAnswer",
-    "GenerationRequest",
-    "GuidedInfo",
-    "Message",
-    "ModelCard",
-    "ModelList",
-    "ResponseMessage",
-    "TokenizeRequest",
-    "TokenizeResponse",
-    "Usage",
-]
-
 REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "tools": ("tool calling is not supported; ask for the call's JSON with json_schema", ([],)),
     "tool_choice": ("tool calling is not supported", ("none", "auto")),

@@ -23,8 +23,6 @@ from engine.server.metrics import Metrics
 from guided.error_body import error_body
 from guided.errors import GuidedError, InternalError
 
-__all__ = ["AnswerStream", "events"]
-
 logger = logging.getLogger("guided.server")
 
 DONE = b"data: [DONE]\n\n"

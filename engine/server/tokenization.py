@@ -10,8 +10,6 @@ from engine.server.prompts import encode, encode_chat
 from engine.server.protocol import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
 from guided.errors import InvalidRequest
 
-__all__ = ["router"]
-
 router = APIRouter(tags=["tokenization"], route_class=AdmissionRoute)
 
 _MAX_CONTEXTS = 8

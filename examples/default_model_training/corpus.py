@@ -23,8 +23,6 @@ from examples.default_model_training.records import DOMAINS
 from examples.default_model_training.telling import tell
 from examples.default_model_training.values import Values
 
-__all__ = ["evaluation_example", "example"]
-
 SYSTEMS = (
     "You are a helpful assistant.",
     "Answer in JSON.",

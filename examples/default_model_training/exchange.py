@@ -8,8 +8,6 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Example", "dumped", "schema_of"]
-
 
 @dataclass
 class Example:

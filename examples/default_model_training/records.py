@@ -9,8 +9,6 @@ from typing import Any
 from examples.default_model_training import words
 from examples.default_model_training.values import Values
 
-__all__ = ["DOMAINS", "Fact", "Record"]
-
 
 @dataclass(frozen=True)
 class Fact:

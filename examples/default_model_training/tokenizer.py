@@ -14,8 +14,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from examples.default_model_training.corpus import example
 
-__all__ = ["BOS", "END", "build", "load"]
-
 VOCAB_SIZE = 2048
 PAD, BOS, END = "<|pad|>", "<|begin|>", "<|end|>"
 SYSTEM, USER, ASSISTANT = "<|system|>", "<|user|>", "<|assistant|>"

@@ -30,8 +30,6 @@ from examples.default_model_training.corpus import evaluation_example, example
 from examples.default_model_training.exchange import Example
 from examples.default_model_training.tokenizer import build, load
 
-__all__ = ["main"]
-
 MAX_LENGTH = 1024
 IGNORED = -100
 

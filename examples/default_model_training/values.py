@@ -9,8 +9,6 @@ from typing import TypeVar
 
 from examples.default_model_training import words
 
-__all__ = ["Values", "is_held_out"]
-
 T = TypeVar("T", str, int, float)
 SALT = 15  # with this one the held-out side has small numbers, too (11, 13, 18, 27 ...)
 

@@ -16,8 +16,6 @@ from numpy.typing import NDArray
 from guided.constraint import Constraint
 from guided.vocabulary import Vocabulary
 
-__all__ = ["Backend", "CompiledGrammar", "Matcher"]
-
 
 class Matcher(Protocol):
     """One sequence's state within a grammar."""

@@ -17,8 +17,6 @@ from guided.bitmask import pack
 from guided.schema import json_syntax
 from guided.vocabulary import Vocabulary
 
-__all__ = ["OTHER", "CharacterTokens", "Columns", "Node", "cut"]
-
 OTHER = "\ue000"
 """Any character beyond ASCII that a grammar doesn't name: this keeps alphabets small. (Private use: in no text.)"""
 

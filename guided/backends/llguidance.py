@@ -25,8 +25,6 @@ from guided.schema import string_pattern
 from guided.schema.document import walk_keywords
 from guided.vocabulary import Vocabulary
 
-__all__ = ["LLGuidanceBackend"]
-
 _native = guard("llguidance")
 
 _VERSION = metadata.version("llguidance")

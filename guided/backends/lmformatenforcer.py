@@ -31,8 +31,6 @@ from guided.constraint import Constraint
 from guided.errors import GuidedError, UnsupportedConstraint, bounded
 from guided.vocabulary import Vocabulary
 
-__all__ = ["LMFormatEnforcerBackend"]
-
 _MAX_FORCED = 64
 _native = guard("lm-format-enforcer")
 

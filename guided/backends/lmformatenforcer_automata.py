@@ -18,8 +18,6 @@ from guided.backends.character_tokens import OTHER, CharacterTokens, Columns, No
 from guided.bitmask import pack
 from guided.errors import InvalidConstraint
 
-__all__ = ["MAX_SPACES", "Automaton", "ChoiceAutomaton", "Machine", "RegexAutomaton", "begins", "config", "tree_tokens"]
-
 MAX_SPACES = 12
 """Maximum length of a run of whitespace in JSON."""
 _MANY = 64

@@ -31,8 +31,6 @@ from guided.bitmask import pack
 from guided.errors import InvalidConstraint, UnsupportedConstraint
 from guided.schema import json_syntax
 
-__all__ = ["JsonAutomaton", "JsonState"]
-
 _SPACE = " \t\n\r"
 
 

@@ -16,8 +16,6 @@ from guided.backends.schema_lowering import ArrayShape, SchemaLowering, any_of, 
 from guided.errors import InvalidConstraint, bounded
 from guided.schema.keywords import ALL_TYPES, OF_TYPE, Schema
 
-__all__ = ["Lowered", "lower"]
-
 
 @dataclass(frozen=True, slots=True)
 class Lowered:

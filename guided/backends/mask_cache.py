@@ -14,8 +14,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["MASK_CACHE_BYTES", "MaskCache"]
-
 MASK_CACHE_BYTES = 64 << 20
 """The default bound: 4,096 masks of a vocabulary of 131,072 tokens."""
 

@@ -16,8 +16,6 @@ from guided.backends.base import CompiledGrammar, Matcher
 from guided.errors import BackendError, TokenRejected
 from guided.vocabulary import Vocabulary
 
-__all__ = ["StateGrammar", "StateMatcher", "TextMatcher"]
-
 
 class TextMatcher(Matcher):
     """A matcher that handles stop tokens itself, for libraries that get text tokens only."""

@@ -7,8 +7,6 @@ from types import TracebackType
 
 from guided.errors import BackendError, GuidedError, bounded
 
-__all__ = ["guard"]
-
 
 class guard:  # noqa: N801 -- used like a function, in `with`
     """Context manager that turns every exception of a grammar library into a `BackendError`.

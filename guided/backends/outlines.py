@@ -32,8 +32,6 @@ from guided.constraint import Constraint
 from guided.errors import UnsupportedConstraint, bounded
 from guided.vocabulary import Vocabulary
 
-__all__ = ["OutlinesBackend"]
-
 _MAX_FORCED = 64
 _native = guard("outlines")
 

@@ -21,8 +21,6 @@ from guided.errors import UnsupportedConstraint, bounded
 from guided.schema import number_pattern, string_pattern
 from guided.schema.keywords import NUMBER_BOUNDS, Schema, integer_bounds
 
-__all__ = ["to_regex"]
-
 _ANY: dict[str, Any] = {"anyOf": [{}]}
 """Any value, a few levels deep. outlines writes `{}` alone without parentheses."""
 _FIRST_PLACEHOLDER = 7_310_000_000_000_000

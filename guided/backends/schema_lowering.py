@@ -19,8 +19,6 @@ from guided.schema.keywords import ALL_TYPES, Schema
 from guided.schema.normal_form import normalise
 from guided.schema.pointer import escape
 
-__all__ = ["ArrayShape", "SchemaLowering", "any_of", "counts"]
-
 _NEVER = ("allOf", "oneOf", "not", "if", "dependentRequired", "dependentSchemas")
 """Keywords that no library enforces, where the normal form still has them."""
 _REASONS = {

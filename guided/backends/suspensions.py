@@ -16,8 +16,6 @@ from dataclasses import dataclass, field
 from guided.errors import BackendSuspended
 from guided.pool import BackendStatus
 
-__all__ = ["CRASHES", "Suspensions"]
-
 CRASHES = 5
 """A backend is suspended when this many constraints crash it within `_WINDOW_SECONDS`."""
 _WINDOW_SECONDS = 60.0

@@ -17,8 +17,6 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any, cast
 
-__all__ = ["leave_out_torch"]
-
 _HEAVY = ("torch", "transformers")
 _log = logging.getLogger(__name__)
 

@@ -36,8 +36,6 @@ from guided.errors import BackendError, InvalidConstraint, TokenRejected, Unsupp
 from guided.grammar import parse_gbnf, syntax
 from guided.vocabulary import Vocabulary
 
-__all__ = ["XGrammarBackend"]
-
 _FORBIDDEN_SECOND = {0xE0: (0x80, 0x9F), 0xED: (0xA0, 0xBF), 0xF0: (0x80, 0x8F)}
 """First byte of a character -> range of second bytes that are invalid after it in UTF-8 (RFC 3629, section 4)."""
 _NOT_UTF8 = re.compile(rb"\xe0[\x80-\x9f]|\xed[\xa0-\xbf]|\xf0[\x80-\x8f]")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from guided.regex import Chars, Choice, Node, Repeat, Sequence
 
-__all__ = ["ebnf", "quoted"]
-
 
 def quoted(text: str) -> str:
     """Return the literal `text`."""

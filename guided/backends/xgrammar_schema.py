@@ -19,8 +19,6 @@ from guided.backends.schema_lowering import ArrayShape, SchemaLowering, counts
 from guided.errors import bounded
 from guided.schema.keywords import NUMBER_BOUNDS, OF_TYPE, Schema, integer_bounds
 
-__all__ = ["Lowered", "lower"]
-
 PATTERN = "^pattern{}$"
 
 _OBJECT = set(OF_TYPE["object"]) - {"unevaluatedProperties", "dependentRequired", "dependentSchemas"}

@@ -7,9 +7,8 @@ import time
 from collections.abc import Callable, Sequence
 
 from guided.errors import PoolUnavailable
-from guided.processor import ApplyReport, GuidedSequence, LogitPostProcessor
-
-__all__ = ["finish_step"]
+from guided.processor import ApplyReport, LogitPostProcessor
+from guided.sequence import GuidedSequence
 
 _POLL_SECONDS = 1.0
 

@@ -16,8 +16,6 @@ from guided.errors import GuidedError, PoolUnavailable, bounded
 from guided.pool import MaskPool
 from guided.vocabulary import Vocabulary
 
-__all__ = ["DEFAULT_POOL", "PoolOpener", "find_pool"]
-
 DEFAULT_POOL = "ray"
 _GROUP = "guided.pools"
 _RETRY_SECONDS = 30.0

@@ -11,8 +11,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-__all__ = ["RecycledMemory"]
-
 _MAX_BLOCKS = 2
 """The caller still holds the previous tensor when it asks for the next one."""
 

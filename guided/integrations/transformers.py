@@ -31,10 +31,9 @@ from guided.integrations.pools import find_pool
 from guided.integrations.recycled_memory import RecycledMemory
 from guided.kernel import apply_bitmask
 from guided.pool import MaskPool
-from guided.processor import GuidedProcessor, GuidedSequence
+from guided.processor import GuidedProcessor
+from guided.sequence import GuidedSequence
 from guided.vocabulary import Vocabulary
-
-__all__ = ["GuidedLogitsProcessor"]
 
 _FLOOR = -1e4
 """Lowest score of an allowed token, also if other processors forbid it: chosen only if nothing else is left. As a beam,

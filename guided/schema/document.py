@@ -19,8 +19,6 @@ from guided.schema.graph import Position, SchemaGraph
 from guided.schema.metaschema import TYPES, Dialect
 from guided.schema.pointer import Place, ancestor, escape, pointer
 
-__all__ = ["close_objects", "parse", "walk_keywords"]
-
 _BOUNDS = (
     ("minLength", "maxLength"),
     ("minItems", "maxItems"),

@@ -21,8 +21,6 @@ from guided.errors import InvalidConstraint, bounded
 from guided.schema.metaschema import Dialect
 from guided.schema.pointer import Place, escape
 
-__all__ = ["Node", "Position", "SchemaGraph"]
-
 _SAME_ONE = ("if", "then", "else", "not")
 _SAME_MANY = ("allOf", "anyOf", "oneOf", "extends", "disallow", "type")
 _SAME_NAMED = ("dependentSchemas", "dependencies")

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-__all__ = ["START", "State", "complete", "in_number", "in_string", "step"]
-
 State = tuple[str, str]
 """(open brackets, mode). Modes: `value`, `item` (value or `]`), `key`, `member` (key or `}`), `colon`, `after` (after a
 value); `text` and `name` (in the string of a value or a key), followed by `\\`, `u`, `u0` ... within an escape; the

@@ -26,8 +26,6 @@ from guided.schema.pointer import pointer
 Check = Callable[[Any], bool]
 """Whether a value is valid."""
 
-__all__ = ["TYPES", "Dialect", "Fault"]
-
 TYPES = ("string", "number", "integer", "boolean", "object", "array", "null")
 """The names of types in every dialect."""
 _MAX_ERRORS = 10

@@ -30,8 +30,6 @@ from guided.schema.graph import Node, SchemaGraph
 from guided.schema.keywords import GREATEST, LEAST, OF_TYPE, Schema, clean, common_types, types_of
 from guided.schema.metaschema import Dialect
 
-__all__ = ["NormalForm", "normalise"]
-
 _MAX_MERGES = 20_000
 _MAX_ALTERNATIVES = 64
 

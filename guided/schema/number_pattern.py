@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["integers", "numbers"]
-
 
 def integers(low: int | None, high: int | None) -> str:
     """Return a regex for the integers from `low` to `high`, inclusive (None: unbounded); empty if there are none."""

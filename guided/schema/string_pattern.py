@@ -10,8 +10,6 @@ from guided import regex
 from guided.errors import InvalidConstraint, UnsupportedConstraint
 from guided.regex import Chars, Choice, Node, Repeat, Sequence
 
-__all__ = ["FORMATS", "PLAIN", "fit", "in_json", "read", "width"]
-
 _ESCAPED = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t", "\r": "\\r", "\b": "\\b", "\f": "\\f"}
 PLAIN = regex.complement(regex.ranges_of([(0, 0x1F), (0x22, 0x22), (0x5C, 0x5C), (0x7F, 0x7F)]))
 """Characters that are not escaped in JSON strings (without DEL, which some libraries escape)."""

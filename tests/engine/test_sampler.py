@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from engine.detokenizer import Detokenizer, TokenTexts
-from engine.sampler import SUPPRESSED, Sampler
+from engine.logits_processors.builtin import SUPPRESSED
+from engine.sampler import Sampler
 from engine.sampling_metadata import SamplingMetadata
 from engine.sampling_params import SamplingParams
 from engine.scheduler import ScheduledBatch

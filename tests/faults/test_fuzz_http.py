@@ -31,7 +31,7 @@ from engine.async_llm import AsyncLLM
 from engine.config import EngineConfig
 from engine.model_loader import load_model
 from engine.server.app import create_app
-from engine.server.context import ServerSettings
+from engine.server.options import ServerSettings
 from guided.limits import CompileLimits
 
 EXAMPLES = max(1, settings.default.max_examples // 5)

@@ -19,7 +19,7 @@ from engine.async_llm import AsyncLLM
 from engine.config import EngineConfig
 from engine.default_model import checkpoint_path
 from engine.server.app import create_app
-from engine.server.context import ServerSettings
+from engine.server.options import ServerSettings
 
 what, stays = sys.argv[1], float(sys.argv[2])
 engine = AsyncLLM(

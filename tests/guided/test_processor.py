@@ -13,7 +13,8 @@ from guided.constraint import Constraint
 from guided.errors import BackendError, GuidedError, MaskTimeout, PoolUnavailable, UnsupportedConstraint, WorkerDied
 from guided.inline import InlinePool
 from guided.pool import Grammar, StepMasks
-from guided.processor import GuidedProcessor, GuidedSequence
+from guided.processor import GuidedProcessor
+from guided.sequence import GuidedSequence
 from guided.vocabulary import Vocabulary
 
 WIDTH = 40

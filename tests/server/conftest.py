@@ -14,7 +14,7 @@ from starlette.testclient import TestClient
 from engine.async_llm import AsyncLLM
 from engine.config import EngineConfig
 from engine.server.app import create_app
-from engine.server.context import ServerSettings
+from engine.server.options import ServerSettings
 
 
 @pytest.fixture(scope="session")

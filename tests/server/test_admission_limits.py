@@ -18,7 +18,7 @@ from engine.config import EngineConfig
 from engine.model_loader import load_model
 from engine.sampling_params import SamplingParams
 from engine.server.app import create_app
-from engine.server.context import ServerSettings
+from engine.server.options import ServerSettings
 from guided.errors import ConstraintTooLarge, InvalidRequest
 from guided.limits import Limits
 

@@ -20,7 +20,8 @@ from engine.async_llm import AsyncLLM
 from engine.config import EngineConfig
 from engine.sampling_params import SamplingParams
 from engine.server.app import create_app
-from engine.server.context import ServerContext, ServerSettings
+from engine.server.context import ServerContext
+from engine.server.options import ServerSettings
 
 Make = Callable[..., TestClient]
 

@@ -21,7 +21,8 @@ from engine.config import EngineConfig
 from engine.model_loader import LoadedModel
 from engine.server.app import create_app
 from engine.server.cli import listener_on
-from engine.server.context import ServerContext, ServerSettings
+from engine.server.context import ServerContext
+from engine.server.options import ServerSettings
 from engine.server.process import drop_stalled_connections
 
 WAIT = 60.0

@@ -13,8 +13,6 @@ from pathlib import Path
 from guided.errors import GuidedError, from_wire, to_wire
 from guided.integrations.vllm.run_directory import find, read_note, write_note
 
-__all__ = ["REQUEST_ID", "report", "take"]
-
 REQUEST_ID = "guided_request_id"
 """The parameter (`SamplingParams.extra_args`, `vllm_xargs`) that names a request."""
 _DIRECTORY = "ended"

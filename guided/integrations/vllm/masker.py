@@ -24,14 +24,13 @@ from guided.integrations.pools import PoolOpener
 from guided.integrations.vllm.request_params import GuidedParams
 from guided.kernel import apply_bitmask
 from guided.pool import Grammar
-from guided.processor import ApplyReport, GuidedProcessor, GuidedSequence
+from guided.processor import ApplyReport, GuidedProcessor
+from guided.sequence import GuidedSequence
 
 if TYPE_CHECKING:
     import torch
 
     from guided.integrations.vllm.tensor_parallel import Ranks
-
-__all__ = ["UNKNOWN_TOKEN", "GuidedRequest", "GuidedRow", "Masker"]
 
 _log = logging.getLogger("guided.integrations")
 UNKNOWN_TOKEN = InternalError(

@@ -26,8 +26,6 @@ from guided.error_body import error_body, error_headers
 from guided.errors import GuidedError, InvalidRequest, bounded
 from guided.integrations.vllm.error_reports import REQUEST_ID, take
 
-__all__ = ["GuidedErrors"]
-
 _log = logging.getLogger("guided.integrations")
 
 _DONE = b"data: [DONE]"

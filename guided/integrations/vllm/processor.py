@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from vllm import SamplingParams
     from vllm.config import VllmConfig
 
-__all__ = ["GuidedLogitsProcessor"]
-
 _NAMES = {f"{path}:GuidedLogitsProcessor" for path in (__name__, "guided.embedded.vllm")}
 MAX_ABSENT_STEPS = 256
 """Steps without a slot after which its matcher is closed. Its request has probably ended: V2 does not report it."""

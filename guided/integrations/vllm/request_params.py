@@ -15,8 +15,6 @@ from guided.errors import InvalidConstraint, InvalidRequest
 from guided.integrations.vllm.error_reports import REQUEST_ID
 from guided.request import GivenConstraint, GivenWhitespace, build, refuse_stops, take_one, take_whitespace
 
-__all__ = ["GuidedParams", "guided_params", "reject_stops", "request_id"]
-
 _FORMER_NAMES = {
     "guided_json": "json_schema",
     "guided_regex": "regex",

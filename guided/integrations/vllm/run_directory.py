@@ -21,8 +21,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-__all__ = ["VARIABLE", "announce", "find", "has_ended", "identity", "lineage", "read_note", "write_note"]
-
 VARIABLE = "GUIDED_VLLM_DIR"
 """The environment variable with the path of the run directory. Set by hand, to a directory that all machines share, it
 also reaches engines that are no descendants of the process that answers."""

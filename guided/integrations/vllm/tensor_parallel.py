@@ -13,8 +13,6 @@ import torch
 import torch.distributed
 from numpy.typing import NDArray
 
-__all__ = ["Ranks", "TensorParallelRanks"]
-
 
 class Ranks(Protocol):
     """Processes that mask the same batch, each with its own copy of the logits."""

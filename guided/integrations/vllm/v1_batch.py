@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Generic, TypeVar
 
-__all__ = ["V1Batch"]
-
 T = TypeVar("T")
 
 

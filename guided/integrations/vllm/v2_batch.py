@@ -14,8 +14,6 @@ import torch
 
 from guided.integrations.vllm.masker import GuidedRequest, GuidedRow
 
-__all__ = ["Slot", "TokenCopies", "V2Batch"]
-
 
 class RequestStates(Protocol):
     """The part of vLLM's `LogitsProcRequestState` that is read here: int32 tensors (`.gpu`) and arrays (`.np`)."""

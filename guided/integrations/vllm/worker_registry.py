@@ -14,8 +14,6 @@ from typing import Any
 from guided.errors import PoolUnavailable
 from guided.integrations.vllm.run_directory import VARIABLE, find, has_ended, identity, lineage, read_note, write_note
 
-__all__ = ["check", "register"]
-
 _DIRECTORY = "workers"
 _ENGINE_PROCESS = "EngineCore"
 """Prefix of the names of vLLM's engine processes, which are started by `multiprocessing`."""
