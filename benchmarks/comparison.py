@@ -147,11 +147,7 @@ class Measurement:
         self._running = running
 
     def run(
-        self,
-        steps: int | Mapping[str, int],
-        rounds: int,
-        bar: tqdm[Any],
-        seconds: float | None = None,
+        self, steps: int | Mapping[str, int], rounds: int, bar: tqdm[Any], seconds: float | None = None
     ) -> dict[str, Samples]:
         """Run the steps in turns and return the samples by label.
 

@@ -85,10 +85,7 @@ def ways(model: Any, loaded: LoadedModel, batch: int, new_tokens: int) -> dict[s
 
 
 def measure(
-    many: list[list[int]],
-    runs: dict[str, Callable[[list[list[int]]], int]],
-    repeat: int,
-    clock: Callable[[], float],
+    many: list[list[int]], runs: dict[str, Callable[[list[list[int]]], int]], repeat: int, clock: Callable[[], float]
 ) -> dict[str, float]:
     """Return tokens/s, the best of `repeat` runs. The ways take turns, so that a busy minute affects all of them."""
     best = dict.fromkeys(runs, 0.0)

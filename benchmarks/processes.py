@@ -15,13 +15,13 @@ COMPILE_ACTOR = "compile actor"
 COMPILE_PROCESS = "compile process"
 FORK_SERVER = "fork server"
 KINDS = {
+    "raylet/raylet": "Ray: raylet",  # first: its command line contains that of its workers
     "MaskActor": "mask actor",
     "CompileActor": COMPILE_ACTOR,
     "actors.compile.process": COMPILE_PROCESS,
     "janitor": "janitor",
     "default_worker": "Ray: starting worker",
     "gcs_server": "Ray: gcs_server",
-    "raylet/raylet": "Ray: raylet",
     "log_monitor": "Ray: log_monitor",
     "dashboard/dashboard": "Ray: dashboard",
     "monitor.py": "Ray: monitor",

@@ -132,12 +132,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
 def plot(rows: list[dict[str, Any]], path: Path, title: str) -> None:
     figure, axes = canvas(4, width=3.6, height=3.8)
     pools = list(dict.fromkeys(row["pool"] for row in rows))
-    panels = {
-        "requests_per_second": "requests/s",
-        "ttft_p50": "TTFT, ms",
-        "tpot_p50": "TPOT, ms",
-        "itl_p50": "ITL, ms",
-    }
+    panels = {"requests_per_second": "requests/s", "ttft_p50": "TTFT, ms", "tpot_p50": "TPOT, ms", "itl_p50": "ITL, ms"}
     for axis, (key, label) in zip(axes, panels.items(), strict=True):
         for index, pool in enumerate(pools):
             mine = [row for row in rows if row["pool"] == pool]

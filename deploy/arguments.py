@@ -16,5 +16,6 @@ _fields |= {option.name: (option.type, option.default) for option in OPTIONS if 
 Arguments = create_model("Arguments", __config__=ConfigDict(extra="forbid"), **_fields)
 """`args` in the configuration, or `name=value` on the command line: the options of `guided serve`, and `RESOURCES`.
 
-Options for which Ray Serve has its own settings are missing: host, port, log_level, grace_seconds and ray_address.
+Options for which Ray Serve has its own settings are missing: host, port, log_level, grace_seconds, ray_address, and
+those of connections.
 """

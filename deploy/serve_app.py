@@ -8,6 +8,7 @@ Each replica is one engine with its own mask pool, in the Ray cluster that Ray S
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from fastapi import FastAPI
@@ -15,8 +16,10 @@ from ray import serve
 
 from deploy.arguments import RESOURCES, Arguments
 from engine.server.app import create_app
-from engine.server.options import ServeOptions
+from engine.server.options import ServeOptions, take_api_key
 from engine.server.process import settings_of, start_engine
+
+logger = logging.getLogger("ray.serve")
 
 
 @serve.ingress()
@@ -24,6 +27,9 @@ class GuidedServer:
     """One replica: model, engine, mask pool, HTTP application."""
 
     def __init__(self, options: ServeOptions) -> None:
+        options = take_api_key(options)
+        if not options.server.api_keys:
+            logger.warning("requests need no API key: set api_key, or GUIDED_API_KEY in Ray's environment")
         self._engine = start_engine(options)
         self._settings = settings_of(options)
 
@@ -45,15 +51,16 @@ def app(given: dict[str, Any]) -> serve.Application:
     """Build the application for `serve run deploy.serve_app:app`. `given` has fields of `Arguments`, or their text."""
     arguments = Arguments.model_validate(given).model_dump()
     resources = {name: arguments.pop(name) for name in RESOURCES}
-    options = ServeOptions.from_flat(arguments)
+    options = take_api_key(ServeOptions.from_flat(arguments))
     deployment = serve.deployment(
         GuidedServer,
         name="GuidedServer",
         health_check_period_s=5,
         graceful_shutdown_timeout_s=30,
         ray_actor_options=resources,
-        # The application answers 429 in OpenAI's shape at its own limit. Ray Serve's limit must be higher.
-        max_ongoing_requests=2 * options.server.max_requests,
+        # The application answers 429 in OpenAI's shape at its own limits, at most at twice `max_requests`. Ray Serve's
+        # limit must be higher.
+        max_ongoing_requests=3 * options.server.max_requests,
     )
     application: serve.Application = deployment.bind(options)
     return application

@@ -21,11 +21,7 @@ class Admission:
     """
 
     def __init__(
-        self,
-        model: LoadedModel,
-        config: EngineConfig,
-        max_model_len: int,
-        validate: Callable[[SamplingParams], None],
+        self, model: LoadedModel, config: EngineConfig, max_model_len: int, validate: Callable[[SamplingParams], None]
     ) -> None:
         self._validate = validate
         self._tokenizer = model.tokenizer

@@ -97,6 +97,7 @@ class AsyncLLM(BaseLLM):
         request_id: str | None = None,
         *,
         stream: bool = True,
+        client: str = "",
     ) -> AsyncGenerator[RequestOutput, None]:
         """Run one request and yield snapshots of its output.
 
@@ -105,6 +106,7 @@ class AsyncLLM(BaseLLM):
 
         Args:
             stream: off: yield only the last snapshot.
+            client: requests of different clients take turns.
 
         Raises:
             GuidedError: the request failed before it was admitted, or at any time if `stream` is off. A later failure
@@ -112,12 +114,13 @@ class AsyncLLM(BaseLLM):
             InternalError: the engine's thread has died.
         """
         group = self.engine.admit(request_id or uuid.uuid4().hex, prompt, params, stream=stream)
-        async with aclosing(self.run(group)) as outputs:
+        async with aclosing(self.run(group, client)) as outputs:
             async for output in outputs:
                 yield output
 
-    async def run(self, group: SequenceGroup) -> AsyncGenerator[RequestOutput, None]:
+    async def run(self, group: SequenceGroup, client: str = "") -> AsyncGenerator[RequestOutput, None]:
         """Run a request that `engine.admit` has admitted, as `generate`."""
+        group.client = client
         consumer = _Stream(group)
         admitted = finished = False
         self._send(consumer)
@@ -174,7 +177,7 @@ class AsyncLLM(BaseLLM):
         self._closing = True
         self.engine.awake.set()
         self._thread.join()
-        self._shut_down_pool()
+        super().shutdown()
 
     def _run(self) -> None:
         """Run the engine. This and the methods below run on the engine's thread."""

@@ -63,7 +63,7 @@ class BaseLLM:
         try:
             self.engine = LLMEngine(self.model, config, self.pool)
         except BaseException:  # for example a logits processor that cannot be loaded
-            self._shut_down_pool()
+            BaseLLM.shutdown(self)
             raise
         self.tokenizer = self.model.tokenizer
         self.max_model_len = self.engine.max_model_len
@@ -72,7 +72,7 @@ class BaseLLM:
     def _start(self) -> None:
         """Set up what the subclass adds. The engine exists."""
 
-    def _shut_down_pool(self) -> None:
+    def shutdown(self) -> None:
         """Shut the pool down if this object has started it. Idempotent."""
         if self._own_pool is not None:
             self._own_pool.shutdown()

@@ -27,13 +27,7 @@ class KVCache:
     """
 
     def __init__(
-        self,
-        layers: dict[int, LayerShapes],
-        *,
-        num_blocks: int,
-        block_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, layers: dict[int, LayerShapes], num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -73,12 +67,7 @@ def block_bytes(layers: dict[int, LayerShapes], block_size: int, dtype: torch.dt
 
 
 def plan_blocks(
-    config: EngineConfig,
-    layers: dict[int, LayerShapes],
-    *,
-    max_model_len: int,
-    dtype: torch.dtype,
-    device: torch.device,
+    config: EngineConfig, layers: dict[int, LayerShapes], max_model_len: int, dtype: torch.dtype, device: torch.device
 ) -> int:
     """Return the number of blocks: the configured one, or as many as a share of the free memory holds.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import Any
 
 from tqdm import tqdm
@@ -108,16 +107,10 @@ class LLM(BaseLLM):
             prompts.append(self.tokenizer.encode(text, add_special_tokens=False))
         return self.generate(prompts, sampling_params, use_tqdm)
 
-    def shutdown(self) -> None:
-        """Shut the pool down if this object has started it. Idempotent."""
-        self._shut_down_pool()
-
     def __enter__(self) -> LLM:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.shutdown()
 
 

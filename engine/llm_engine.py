@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from engine.admission import Admission
 from engine.block_manager import BlockManager
+from engine.compile_turns import CompileTurns
 from engine.config import EngineConfig
 from engine.kv_cache import KVCache, plan_blocks
 from engine.logits_processors.loading import processors_of
@@ -75,22 +76,14 @@ class LLMEngine:
         self.config = config = config or EngineConfig()
         self.model = model
         self.max_model_len = model.context_length(config.max_model_len)
-        num_blocks = plan_blocks(
-            config, model.layers, max_model_len=self.max_model_len, dtype=model.dtype, device=model.device
-        )
+        num_blocks = plan_blocks(config, model.layers, self.max_model_len, model.dtype, model.device)
         self.blocks = BlockManager(
             num_blocks,
             config.block_size,
             max_seqs=config.max_num_seqs,
             max_blocks=-(-self.max_model_len // config.block_size),
         )
-        cache = KVCache(
-            model.layers,
-            num_blocks=num_blocks,
-            block_size=config.block_size,
-            dtype=model.dtype,
-            device=model.device,
-        )
+        cache = KVCache(model.layers, num_blocks, config.block_size, model.dtype, model.device)
         self.scheduler = Scheduler(
             self.blocks,
             max_num_seqs=config.max_num_seqs,
@@ -109,6 +102,7 @@ class LLMEngine:
         """Check a request and tokenize its prompt, without queueing it. Call it from any thread."""
         self._metadata: SamplingMetadata | None = None
         self._compiled: deque[tuple[SequenceGroup, Future[Grammar]]] = deque()
+        self._turns = CompileTurns()
         self._changed: dict[SequenceGroup, None] = {}
         self._parked: dict[int, Sequence] = {}
         self._appended: tuple[SamplingMetadata, NDArray[np.int32]] | None = None
@@ -128,7 +122,9 @@ class LLMEngine:
         if group.request_id in self.groups:
             raise ValueError(f"request {group.request_id!r} is running already")
         if group.params.constraint is not None and not group.is_finished:
-            self._compile(group)
+            group.set_status(SequenceStatus.WAITING_FOR_GRAMMAR)
+            if self._turns.enter(group):
+                self._compile(group)
         else:
             self._changed[group] = None
         if not group.is_finished:
@@ -147,10 +143,15 @@ class LLMEngine:
     def _compile(self, group: SequenceGroup) -> None:
         params = group.params
         assert params.constraint is not None
-        if self.processor is None:
-            raise InternalError("this engine was built without a mask pool: it takes no constraints")
-        future = self.processor.initialize(group.request_id, params.constraint, params.backend)
-        group.set_status(SequenceStatus.WAITING_FOR_GRAMMAR)
+        try:
+            if self.processor is None:
+                raise InternalError("this engine was built without a mask pool: it takes no constraints")
+            future = self.processor.initialize(group.request_id, params.constraint, params.backend)
+        except BaseException:
+            self._turns.leave(group)
+            raise
+        if future.done():
+            self._turns.leave(group)
 
         def done(compiled: Future[Grammar]) -> None:  # on a thread of the pool
             self._compiled.append((group, compiled))
@@ -172,7 +173,7 @@ class LLMEngine:
     @property
     def has_work(self) -> bool:
         """Whether a step would do something now. If not, `awake` is set as soon as it would."""
-        return bool(self._changed or self._compiled or self.scheduler.has_work)
+        return bool(self._changed or self._compiled or self._turns.has_next or self.scheduler.has_work)
 
     # -- the step
 
@@ -238,6 +239,11 @@ class LLMEngine:
         """Queue groups with a new grammar, end groups that lost a matcher, and select the sequences that run."""
         while self._compiled:
             self._let_in(*self._compiled.popleft())
+        for group in self._turns.next():
+            try:
+                self._compile(group)
+            except Exception as raised:
+                self._fail(group, raised if isinstance(raised, GuidedError) else InternalError(bounded(repr(raised))))
         if self.processor is not None:
             for request_id, error in self.processor.failures().items():
                 if request_id in self.groups:
@@ -245,6 +251,7 @@ class LLMEngine:
         return self.scheduler.schedule()
 
     def _let_in(self, group: SequenceGroup, compiled: Future[Grammar]) -> None:
+        self._turns.leave(group)
         if group.is_finished:
             return
         try:
@@ -397,6 +404,7 @@ class LLMEngine:
     def _forget(self, group: SequenceGroup) -> None:
         """Release everything that belongs to a group that has ended."""
         group.finished_time = time.monotonic()
+        self._turns.leave(group)
         if self._parked:
             for sequence in group.sequences:
                 self._unpark(sequence)

@@ -73,11 +73,7 @@ def load_model(model: str, **options: Any) -> LoadedModel:
     config = _find_config(model, how.revision)
     _check_config(config)
     loaded = AutoModelForCausalLM.from_pretrained(
-        model,
-        config=config,
-        revision=how.revision,
-        dtype=_DTYPES.get(how.dtype, "auto"),
-        attn_implementation=ATTENTION,
+        model, config=config, revision=how.revision, dtype=_DTYPES.get(how.dtype, "auto"), attn_implementation=ATTENTION
     )
     tokenizer = AutoTokenizer.from_pretrained(how.tokenizer or model, revision=None if how.tokenizer else how.revision)
     return prepare_model(loaded.to(device), tokenizer, name=model)

@@ -31,13 +31,13 @@ class ModelRunner:
         """
         size, tables, row_of = self._cache.block_size, self._blocks.tables, self._blocks.row
         decodes = batch.decodes
-        num_prefilled = sum(prefill.num_tokens for prefill in batch.prefills)
+        num_prefilled = sum(prefill[0].length for prefill in batch.prefills)
         packed = np.empty((3, num_prefilled + len(decodes)), dtype=np.int64)
         token_ids, positions, slots = packed
         prefills: list[tuple[int, int]] = []
         end = 0
         for prefill in batch.prefills:
-            sequence, start = prefill.sequences[0], end
+            sequence, start = prefill[0], end
             end += sequence.length
             prefills.append((start, end))
             token_ids[start:end] = sequence.data.token_ids

@@ -16,7 +16,6 @@ import torch
 
 from engine.distribution import Distribution
 from engine.logits_processors.builtin import SUPPRESSED
-from engine.logits_processors.interface import VllmConfig
 from engine.logits_processors.processors import LogitsProcessorFailed, LogitsProcessors
 from engine.penalties import Penalties
 from engine.sampling_metadata import SamplingMetadata
@@ -43,13 +42,11 @@ class Sampler:
 
     Args:
         eos_ids: the model's own stop tokens.
-        processors: the engine's logits processors. None: the built-in ones, on the CPU.
+        processors: the engine's logits processors.
     """
 
-    def __init__(self, eos_ids: Collection[int], processors: LogitsProcessors | None = None) -> None:
+    def __init__(self, eos_ids: Collection[int], processors: LogitsProcessors) -> None:
         self._eos = sorted(eos_ids)
-        if processors is None:
-            processors = LogitsProcessors(VllmConfig(stop_token_ids=frozenset(eos_ids)), torch.device("cpu"))
         self.processors = processors
         self._eos_ids: torch.Tensor | None = None
         self._penalties: Penalties | None = None

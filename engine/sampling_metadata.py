@@ -27,7 +27,6 @@ class SamplingMetadata:
     The last row of a prefill is there once for each of its sequences."""
     device: torch.device
 
-    greedy: list[int] = field(default_factory=list)
     random: list[int] = field(default_factory=list)
     """Rows that need a random number."""
     guided: tuple[GuidedSequence, ...] = ()
@@ -57,9 +56,9 @@ class SamplingMetadata:
         selected: list[int] = []
         end = 0
         for prefill in batch.prefills:
-            end += prefill.num_tokens
-            sequences += prefill.sequences
-            selected += [end - 1] * len(prefill.sequences)
+            end += prefill[0].length
+            sequences += prefill
+            selected += [end - 1] * len(prefill)
         selected += range(end, end + len(batch.decodes))
         rows = torch.tensor(selected, dtype=torch.int64, device=device)
         return cls(sequences + batch.decodes, rows, device)
@@ -75,8 +74,8 @@ class SamplingMetadata:
         self.guided_rows = np.array(guided, np.intp)
         for row, sequence in enumerate(self.sequences):
             params = sequence.params
-            (self.greedy if params.is_greedy else self.random).append(row)
             for applies, rows in (
+                (not params.is_greedy, self.random),
                 (params.min_p and not params.is_greedy, self.with_min_p),
                 (params.logit_bias, self.biased),
                 (params.has_penalties, self.penalised),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from guided.backends import candidates, resolve
 from guided.constraint import KINDS, Constraint
 from guided.errors import InvalidRequest, bounded
+from guided.limits import Range
 from guided.request import GivenConstraint, GivenWhitespace, build, refuse_stops, take_one, take_whitespace
 
 MAX_LOGPROBS = 20
@@ -152,13 +152,13 @@ class SamplingParams:
             except UnicodeEncodeError as error:
                 raise InvalidRequest(f"stop is not valid Unicode: {bounded(error)}", param="stop") from None
         for token in self.stop_token_ids:
-            _check_range("stop_token_ids", token, int, 0)
+            _check_range("stop_token_ids", token, int, Range(0))
 
     def _check_bias(self) -> None:
         _check_count("logit_bias", self.logit_bias or (), MAX_BIASES, "entries")
         for token, bias in (self.logit_bias or {}).items():
-            _check_range("logit_bias", token, int, 0)
-            _check_range("logit_bias", bias, float, -100, 100)
+            _check_range("logit_bias", token, int, Range(0))
+            _check_range("logit_bias", bias, float, Range(-100, 100))
 
     def _refuse_absent(self) -> None:
         if self.best_of is not None and self.best_of != self.n:
@@ -191,19 +191,19 @@ class SamplingParams:
         refuse_stops(self.constraint, stop=self.stop, stop_token_ids=self.stop_token_ids)
 
 
-_RANGES: dict[str, tuple[type, float, float]] = {
-    "n": (int, 1, math.inf),
-    "temperature": (float, 0, 100),
-    "top_p": (float, 0, 1),
-    "top_k": (int, -1, math.inf),
-    "min_p": (float, 0, 1),
-    "min_tokens": (int, 0, math.inf),
-    "presence_penalty": (float, -2, 2),
-    "frequency_penalty": (float, -2, 2),
-    "repetition_penalty": (float, 0, 100),
-    "seed": (int, -(2**63), 2**64 - 1),
-    "logprobs": (int, 0, MAX_LOGPROBS),
-    "max_tokens": (int, 1, math.inf),
+_RANGES: dict[str, tuple[type, Range]] = {
+    "n": (int, Range(1)),
+    "temperature": (float, Range(0, 100)),
+    "top_p": (float, Range(0, 1)),
+    "top_k": (int, Range(-1)),
+    "min_p": (float, Range(0, 1)),
+    "min_tokens": (int, Range(0)),
+    "presence_penalty": (float, Range(-2, 2)),
+    "frequency_penalty": (float, Range(-2, 2)),
+    "repetition_penalty": (float, Range(0, 100)),
+    "seed": (int, Range(-(2**63), 2**64 - 1)),
+    "logprobs": (int, Range(0, MAX_LOGPROBS)),
+    "max_tokens": (int, Range(1)),
 }
 _OPTIONAL = ("seed", "logprobs", "max_tokens")
 
@@ -213,10 +213,9 @@ def _check_count(name: str, values: Collection[object], limit: int, what: str) -
         raise InvalidRequest(f"{name} has {len(values)} {what}; the limit is {limit}", param=name)
 
 
-def _check_range(name: str, value: object, kind: type, least: float, most: float = math.inf) -> None:
+def _check_range(name: str, value: object, kind: type, allowed: Range) -> None:
     if isinstance(value, bool) or not isinstance(value, int if kind is int else int | float):
         wanted = "an integer" if kind is int else "a number"
         raise InvalidRequest(f"{name} is {wanted}, not {type(value).__name__}", param=name)
-    if not least <= value <= most:
-        bounds = f"at least {least}" if most == math.inf else f"between {least} and {most}"
-        raise InvalidRequest(f"{name} is {value}; it must be {bounds}", param=name)
+    if value not in allowed:
+        raise InvalidRequest(f"{name} is {value}; it must be {allowed}", param=name)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from engine.block_manager import BlockManager
-from engine.sequence import Sequence, SequenceGroup, SequenceGroupMetadata, SequenceStatus
+from engine.sequence import Sequence, SequenceGroup, SequenceStatus
 
 
 @dataclass(slots=True)
 class ScheduledBatch:
     """The work of one step: prefills, and one token for each decoding sequence."""
 
-    prefills: list[SequenceGroupMetadata] = field(default_factory=list)
+    prefills: list[list[Sequence]] = field(default_factory=list)
+    """Each is all sequences of a new group, which have the same tokens, or one preempted sequence."""
     decodes: list[Sequence] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     """(source, target) blocks to copy before the forward pass. All sources are read before any target is written."""
@@ -24,7 +25,9 @@ class ScheduledBatch:
 
 
 class Scheduler:
-    """First come, first served. The newest sequence is preempted first.
+    """Shares the engine between clients: the client with the fewest running sequences is next, and each client's groups
+    start in the order of their arrival. A group that does not fit replaces sequences of a client that has more, newest
+    first. The newest sequence is preempted first if blocks run out.
 
     A preempted sequence loses its blocks. It is prefilled again, prompt and output, before new groups start. Groups
     that wait for their grammar are skipped and keep their turn. Parked sequences are skipped and keep their blocks.
@@ -42,6 +45,8 @@ class Scheduler:
         self.preempted: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.num_preemptions = 0
+        self._clients: Counter[str] = Counter()
+        """Unfinished groups by client."""
         self._watermark = max(1, blocks.num_blocks // 100)
 
     @property
@@ -52,6 +57,7 @@ class Scheduler:
     def add(self, group: SequenceGroup) -> None:
         """Queue a group."""
         self.waiting.append(group)
+        self._clients[group.client] += 1
 
     def remove(self, group: SequenceGroup) -> None:
         """Remove a finished group from all queues and free its blocks."""
@@ -62,6 +68,8 @@ class Scheduler:
             self.preempted = deque(sequence for sequence in self.preempted if sequence.group is not group)
         if group in self.waiting:
             self.waiting.remove(group)
+        self._clients[group.client] -= 1
+        self._clients += Counter()  # drops clients without groups
 
     def drop_finished(self) -> None:
         """Remove finished sequences and free their blocks."""
@@ -75,6 +83,7 @@ class Scheduler:
     def schedule(self) -> ScheduledBatch:
         """Build the next step's batch. It is empty if no sequence can run."""
         batch = ScheduledBatch()
+        self._make_room()
         preempted = self._schedule_decodes(batch)
         if not preempted:
             self._schedule_prefills(batch)
@@ -107,43 +116,79 @@ class Scheduler:
         """Free the blocks of a sequence that is no longer in `running`, and queue it to be prefilled again."""
         self.blocks.free(sequence.seq_id)
         sequence.status = SequenceStatus.WAITING
-        sequence.group.num_preemptions += 1
         self.num_preemptions += 1
         self.preempted.appendleft(sequence)
 
+    def _make_room(self) -> None:
+        """Preempt sequences of the client that runs the most, if another client's next prefill does not fit.
+
+        The other client then runs no more sequences than the preempted one, so it is not preempted in return.
+        """
+        if len(self._clients) < 2:
+            return
+        running, queues = self._running_by_client(), self._queues()
+        if not queues:
+            return
+        client = min(queues, key=running.__getitem__)
+        prefill = queues[client][0]
+        while not self._fits(prefill, self.max_num_batched_tokens):
+            most = max(running, key=running.__getitem__, default=client)
+            if running[most] - 1 < running[client] + len(prefill):
+                return
+            running[most] -= 1
+            newest = next(sequence for sequence in reversed(self.running) if sequence.group.client == most)
+            self.running.remove(newest)
+            self.preempt(newest)
+
     def _schedule_prefills(self, batch: ScheduledBatch) -> None:
+        if len(self.running) >= self.max_num_seqs:
+            return
         budget = self.max_num_batched_tokens - len(batch.decodes)
-        for sequence in [sequence for sequence in self.preempted if sequence.parked is None]:
-            prefill = SequenceGroupMetadata(sequence.group, [sequence])
+        running, queues = self._running_by_client(), self._queues()
+        while queues:
+            client = min(queues, key=running.__getitem__)
+            prefill = queues[client][0]
             if not self._fits(prefill, budget):
                 return
-            self.preempted.remove(sequence)
+            queues[client].popleft()
+            if not queues[client]:
+                del queues[client]
+            if prefill is prefill[0].group.sequences:
+                self.waiting.remove(prefill[0].group)
+            else:
+                self.preempted.remove(prefill[0])
+            running[client] += len(prefill)
             budget -= self._admit(prefill, batch)
-        skipped: list[SequenceGroup] = []
-        while self.waiting:
-            group = self.waiting[0]
-            if group.waits_for_grammar:
-                skipped.append(self.waiting.popleft())
-                continue
-            prefill = SequenceGroupMetadata(group, group.sequences)
-            if not self._fits(prefill, budget):
-                break
-            self.waiting.popleft()
-            budget -= self._admit(prefill, batch)
-        self.waiting.extendleft(reversed(skipped))
 
-    def _fits(self, prefill: SequenceGroupMetadata, budget: int) -> bool:
+    def _running_by_client(self) -> Counter[str]:
+        return Counter(sequence.group.client for sequence in self.running)
+
+    def _queues(self) -> dict[str, deque[list[Sequence]]]:
+        """Return the prefills that could run, by client: preempted sequences, then groups in the order of arrival."""
+        queues: dict[str, deque[list[Sequence]]] = {}
+        for sequence in self.preempted:
+            if sequence.parked is None:
+                queues.setdefault(sequence.group.client, deque()).append([sequence])
+        for group in self.waiting:
+            if not group.waits_for_grammar:
+                queues.setdefault(group.client, deque()).append(group.sequences)
+        return queues
+
+    def _fits(self, prefill: list[Sequence], budget: int) -> bool:
+        num_tokens = prefill[0].length
         spare = self._watermark if self.running else 0
         return (
-            prefill.num_tokens <= budget
-            and len(self.running) + len(prefill.sequences) <= self.max_num_seqs
-            and self.blocks.blocks_for(prefill.num_tokens) + spare <= self.blocks.num_free
+            num_tokens <= budget
+            and len(self.running) + len(prefill) <= self.max_num_seqs
+            and self.blocks.blocks_for(num_tokens) + spare <= self.blocks.num_free
         )
 
-    def _admit(self, prefill: SequenceGroupMetadata, batch: ScheduledBatch) -> int:
-        self.blocks.allocate([sequence.seq_id for sequence in prefill.sequences], prefill.num_tokens)
-        for sequence in prefill.sequences:
+    def _admit(self, prefill: list[Sequence], batch: ScheduledBatch) -> int:
+        """Run a prefill in this step. Returns its number of tokens."""
+        num_tokens = prefill[0].length
+        self.blocks.allocate([sequence.seq_id for sequence in prefill], num_tokens)
+        for sequence in prefill:
             sequence.status = SequenceStatus.RUNNING
-        self.running.extend(prefill.sequences)
+        self.running.extend(prefill)
         batch.prefills.append(prefill)
-        return prefill.num_tokens
+        return num_tokens

@@ -167,6 +167,8 @@ class SequenceGroup:
     prompt: str | None = None
     stream: bool = True
     """Report after every step, not only at the end."""
+    client: str = ""
+    """The scheduler shares the engine between clients."""
     backend: str | None = None
     """The grammar library that enforces the constraint. Known once it is compiled."""
     compile_seconds: float = 0.0
@@ -175,7 +177,6 @@ class SequenceGroup:
     compiled_time: float | None = None
     first_token_time: float | None = None
     finished_time: float | None = None
-    num_preemptions: int = 0
 
     def __post_init__(self) -> None:
         for sequence in self.sequences:
@@ -206,18 +207,6 @@ class SequenceGroup:
         """Move all unfinished sequences to an unfinished status."""
         for sequence in self.unfinished():
             sequence.status = status
-
-
-@dataclass(slots=True)
-class SequenceGroupMetadata:
-    """One prefill: all sequences of a new group, which have the same tokens, or one preempted sequence."""
-
-    group: SequenceGroup
-    sequences: list[Sequence]
-
-    @property
-    def num_tokens(self) -> int:
-        return self.sequences[0].length
 
 
 def sequence_seed(engine_seed: int, request_id: str, seed: int | None, index: int) -> int:

@@ -14,16 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from engine.default_model import checkpoint_path
-from guided import (
-    Constraint,
-    Grammar,
-    GuidedError,
-    GuidedProcessor,
-    GuidedSequence,
-    InlinePool,
-    MaskPool,
-    Vocabulary,
-)
+from guided import Constraint, Grammar, GuidedError, GuidedProcessor, GuidedSequence, InlinePool, MaskPool, Vocabulary
 
 DEADLINE = 0.002
 """Seconds that a step waits for masks after the forward pass."""

@@ -108,7 +108,7 @@ def parse_gbnf(text: str) -> Rules:
     for name, rule_body in rules.items():
         for missing in sorted({*_references(rule_body)} - rules.keys()):
             raise _invalid(
-                f"rule {bounded(name, 60)!r} of the grammar refers to {bounded(missing, 60)!r}, which is not defined",
+                f"rule {bounded(name, 60)!r} of the grammar refers to {bounded(missing, 60)!r}, which is not defined"
             )
     if ROOT not in rules:
         raise _invalid(f"the grammar has no rule {ROOT!r} to start from")

@@ -239,13 +239,7 @@ def _by_word(bits: Bits, words: int) -> Bits:
 
 
 def _raise_to_floor(
-    bits: Bits,
-    target: Bits,
-    block: NDArray[np.int32],
-    rows: Iterable[int],
-    floors: Bits,
-    ceiling: Any,
-    start: int = 0,
+    bits: Bits, target: Bits, block: NDArray[np.int32], rows: Iterable[int], floors: Bits, ceiling: Any, start: int = 0
 ) -> None:
     """Write the rows one by one from word `start` on, for any mask."""
     width = bits.shape[1] - start * 32

@@ -56,7 +56,7 @@ class StepMasks:
     failed: dict[int, GuidedError] = field(default_factory=dict)
     """Rows of sequences that are over, with the reason."""
     seconds: float = 0.0
-    """Seconds that the workers spent on the ready rows, summed."""
+    """Seconds that the workers have spent on masks since the last step, summed."""
 
     def copy_to(self, bitmask: NDArray[np.int32], rows: NDArray[np.intp] | None = None) -> None:
         """Copy the ready masks.

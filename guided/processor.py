@@ -45,7 +45,7 @@ class ApplyReport:
     wait_seconds: float = 0.0
     """Seconds that `apply` waited for masks. Together with `prepare`, the exposed mask time."""
     mask_seconds: float = 0.0
-    """Seconds that the workers spent on this step's rows, summed."""
+    """Seconds that the workers have spent on masks since the last step, summed."""
     kernel_seconds: float = 0.0
     """Seconds of writing -inf: device work."""
 

@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 from guided.errors import InvalidConstraint, UnsupportedConstraint, bounded
@@ -80,7 +81,12 @@ def canonical(pattern: str, *, small_classes: bool = False, param: str = "regex"
         UnsupportedConstraint: lookaround, backreferences, possessive or atomic groups, anchors in the middle, ...
     """
     node = parse(pattern, param=param)
-    return render(map_chars(node, _reduced) if small_classes else node)
+    return render(with_small_classes(node) if small_classes else node)
+
+
+def with_small_classes(node: Node) -> Node:
+    """Reduce classes that are neither small nor nearly everything to ASCII: see `canonical`."""
+    return map_chars(node, _reduced)
 
 
 def literal(text: str) -> Node:
@@ -95,15 +101,24 @@ def parse(pattern: str, *, param: str = "regex") -> Node:
 
 
 def parse_search(pattern: str, *, param: str = "regex") -> Node:
-    """Return all texts that contain a match of `pattern`, as in JSON Schema. Raises as `canonical` does."""
+    """Return all texts that contain a match of `pattern`, as in JSON Schema: read as ECMA-262 reads it.
+
+    Raises as `canonical` does.
+    """
     parsed = _parsed(pattern, param)
-    return _search(parsed, parsed.state.flags, _Reader(pattern, param))
+    return _search(parsed, parsed.state.flags, _Reader(pattern, param, ecma=True))
+
+
+def parse_ecma(pattern: str, *, param: str = "regex") -> Node:
+    """Return all texts that `pattern`, read as ECMA-262 reads it, matches as a whole. Raises as `canonical` does."""
+    parsed = _parsed(pattern, param)
+    return _Reader(pattern, param, ecma=True).sequence(parsed, parsed.state.flags, start=True, end=True)
 
 
 def _search(parsed: Any, flags: int, reader: _Reader) -> Node:
     items = list(parsed)
-    if len(items) == 1 and str(items[0][0]) == "BRANCH":
-        return choice(_search(option, flags, reader) for option in items[0][1][1])
+    if items and str(items[-1][0]) == "BRANCH":  # the parser has moved what all alternatives begin with before it
+        return choice(_search([*items[:-1], *option], flags, reader) for option in items[-1][1][1])
     start, end = _anchored(parsed, 0, "AT_BEGINNING"), _anchored(parsed, -1, "AT_END")
     node = reader.sequence(parsed, flags, start=start, end=end)
     anything = Repeat(Chars(UNIVERSE), 0, None)
@@ -138,12 +153,37 @@ _sre: Any = importlib.import_module("re._parser")
 """Python's own parser. It is private, but its output has never changed; another parser could disagree with `re`."""
 
 
-class _Reader:
-    """Turns the parser's `(operation, argument)` lists into nodes."""
+_ONLY_PYTHON = frozenset(rf"\{letter}" for letter in "AZaNU")
+"""Escapes that are letters in ECMA-262."""
+_TOKEN = re.compile(r"\\.|\[\^?\]|\[(?:\\.|[^\]\\])+\]|\{,", re.DOTALL)
+"""Escapes, classes, and counts without a minimum, in a pattern that `re` can read."""
+_ECMA_LINES: Ranges = ((0x0A, 0x0A), (0x0D, 0x0D), (0x2028, 0x2029))
+_ECMA_SPACES: Ranges = (
+    *((0x09, 0x0D), (0x20, 0x20), (0xA0, 0xA0), (0x1680, 0x1680), (0x2000, 0x200A)),
+    *((0x2028, 0x2029), (0x202F, 0x202F), (0x205F, 0x205F), (0x3000, 0x3000), (0xFEFF, 0xFEFF)),
+)
 
-    def __init__(self, pattern: str, param: str) -> None:
+
+class _Reader:
+    """Turns the parser's `(operation, argument)` lists into nodes.
+
+    Args:
+        ecma: give classes, escapes and anchors their meaning in ECMA-262 (JSON Schema), not that in `re`.
+    """
+
+    def __init__(self, pattern: str, param: str, *, ecma: bool = False) -> None:
         self._pattern = pattern
         self._param = param
+        self._ecma = ecma
+        if ecma:
+            self._refuse_python()
+
+    def _refuse_python(self) -> None:
+        """Refuse what `re` and ECMA-262 both read, each with another meaning."""
+        for token in _TOKEN.finditer(self._pattern):
+            other = next((escape for escape in re.findall(r"\\.", token[0], re.DOTALL) if escape in _ONLY_PYTHON), None)
+            if other is not None or token[0] in ("[]", "[^]", "{,"):
+                raise self._unsupported(f"{other or token[0]!r}, which is not the same in Python and in ECMA-262")
 
     def sequence(self, parsed: Any, flags: int, *, start: bool, end: bool) -> Node:
         """`start`, `end`: no text can precede or follow, so anchors have no effect there and are dropped."""
@@ -190,7 +230,7 @@ class _Reader:
 
     def _chars(self, operation: str, argument: Any, flags: int) -> Node:
         if operation == "ANY":
-            ranges = UNIVERSE if flags & re.DOTALL else complement(((10, 10),))
+            ranges = UNIVERSE if flags & re.DOTALL else complement(_ECMA_LINES if self._ecma else ((10, 10),))
         elif operation == "IN":
             ranges = self._class(argument, flags)
         else:
@@ -217,7 +257,7 @@ class _Reader:
                 case "RANGE":
                     found.append((argument[0], argument[1]))
                 case "CATEGORY":
-                    found.extend(_category(str(argument), bool(flags & re.ASCII)))
+                    found.extend(_category(str(argument), bool(flags & re.ASCII) or self._ecma, self._ecma))
         ranges = ranges_of(found)
         if flags & re.IGNORECASE:
             ranges = self._fold(ranges, negated=negated)
@@ -250,10 +290,12 @@ def _same_letter(code: int) -> Iterable[int]:
 
 
 @cache
-def _category(name: str, ascii_only: bool) -> Ranges:
-    """Return `\\d`, `\\w`, `\\s` or a complement, exactly as in this Python's `re`."""
+def _category(name: str, ascii_only: bool, ecma: bool) -> Ranges:
+    """Return `\\d`, `\\w`, `\\s` or a complement, exactly as in this Python's `re` or in ECMA-262."""
     if "_NOT_" in name:
-        return complement(_category(name.replace("_NOT_", "_"), ascii_only))
+        return complement(_category(name.replace("_NOT_", "_"), ascii_only, ecma))
+    if ecma and name == "CATEGORY_SPACE":
+        return _ECMA_SPACES
     letter = {"CATEGORY_DIGIT": r"\d", "CATEGORY_SPACE": r"\s", "CATEGORY_WORD": r"\w"}[name]
     codes = range(128) if ascii_only else (code for low, high in UNIVERSE for code in range(low, high + 1))
     return ranges_of((ord(found[0]), ord(found[0])) for found in re.finditer(letter, "".join(map(chr, codes))))
@@ -398,8 +440,16 @@ def _render_chars(ranges: Ranges) -> str:
     if ranges == UNIVERSE:
         return r"(?:[^\n]|\n)"
     rest = complement(ranges)
-    inner, sign = (rest, "^") if _count(rest) < _count(ranges) else (ranges, "")
+    inner, sign = (_across_surrogates(rest), "^") if _count(rest) < _count(ranges) else (ranges, "")
     return f"[{sign}{''.join(_render_range(low, high) for low, high in inner)}]"
+
+
+def _across_surrogates(ranges: Ranges) -> Ranges:
+    """Join the ranges before and after the surrogates: in Rust, the complement of the two contains their ends."""
+    for index, (before, after) in enumerate(pairwise(ranges)):
+        if (before[1], after[0]) == (0xD7FF, 0xE000):
+            return (*ranges[:index], (before[0], after[1]), *ranges[index + 2 :])
+    return ranges
 
 
 def _render_range(low: int, high: int) -> str:

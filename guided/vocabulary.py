@@ -164,10 +164,7 @@ class Vocabulary:
 
     @classmethod
     def from_tokenizer(
-        cls,
-        tokenizer: Any,
-        padded_vocab_size: int | None = None,
-        stop_token_ids: Sequence[int] | None = None,
+        cls, tokenizer: Any, padded_vocab_size: int | None = None, stop_token_ids: Sequence[int] | None = None
     ) -> Vocabulary:
         """Read a Hugging Face fast tokenizer, a `tokenizers.Tokenizer`, or transformers' wrapper of mistral_common.
 
@@ -200,31 +197,21 @@ class Vocabulary:
 
     @classmethod
     def from_tekken(
-        cls,
-        path: str | os.PathLike[str],
-        padded_vocab_size: int | None = None,
-        stop_token_ids: Sequence[int] = (2,),
+        cls, path: str | os.PathLike[str], padded_vocab_size: int | None = None, stop_token_ids: Sequence[int] = (2,)
     ) -> Vocabulary:
         """Read a `tekken.json` (Mistral's tiktoken-like format), in which token 2 is always `</s>`."""
         return cls._of(from_tekken(path), stop_token_ids, padded_vocab_size)
 
     @classmethod
     def from_sentencepiece(
-        cls,
-        path: str | os.PathLike[str],
-        padded_vocab_size: int | None = None,
-        stop_token_ids: Sequence[int] = (2,),
+        cls, path: str | os.PathLike[str], padded_vocab_size: int | None = None, stop_token_ids: Sequence[int] = (2,)
     ) -> Vocabulary:
         """Read a SentencePiece model file, with the `sentencepiece` package. Token 2 is `</s>` in most of them."""
         return cls._of(from_sentencepiece(path), stop_token_ids, padded_vocab_size)
 
     @classmethod
     def _of(
-        cls,
-        tokens: TokenBytes,
-        stop_token_ids: Sequence[int],
-        padded_vocab_size: int | None,
-        tokenizer_json: str = "",
+        cls, tokens: TokenBytes, stop_token_ids: Sequence[int], padded_vocab_size: int | None, tokenizer_json: str = ""
     ) -> Vocabulary:
         contents = tuple(b"" if token in tokens.special else content for token, content in enumerate(tokens.contents))
         padded = len(contents) if padded_vocab_size is None else padded_vocab_size

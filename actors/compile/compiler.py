@@ -297,7 +297,7 @@ class _CompileQueue:
 
     The cost of a constraint cannot be known in advance. So every task first gets a time slice of `_SLICES[0]`, then one
     of `_SLICES[1]`, in the quick processes. A task that is still not finished goes to the slow processes, each of which
-    compiles one task to its end. If a slow process is free, a task goes on there without being killed.
+    compiles one task to its end.
 
     If a slow process is free, a task that has exceeded its first slice goes on there without being killed. A backend is
     served after the others while all its latest tasks have exceeded their slices: a flood of constraints that it is

@@ -26,7 +26,7 @@ from actors.compile.process import CompileResult
 from actors.processes import Owner, ProcessHandle, kill_actor
 from guided.backends import BACKENDS
 from guided.backends.suspensions import Suspensions
-from guided.compilation import grammar_key
+from guided.compilation import grammar_key, is_about_backend
 from guided.constraint import Constraint
 from guided.errors import (
     BackendError,
@@ -100,9 +100,30 @@ class Grammars:
     def compile(self, constraint: Constraint, backends: Sequence[str]) -> Future[Grammar]:
         """See `MaskPool.compile`. Returns at once."""
         try:
-            backends = self._suspensions.admitted(backends)
+            admitted = self._suspensions.admitted(backends)
         except BackendSuspended as error:
             return _failed(error)
+        future = self._compiled_by(constraint, admitted)
+        return future if len(admitted) == len(backends) else self._unless_suspended(future, backends)
+
+    def _unless_suspended(self, future: Future[Grammar], backends: Sequence[str]) -> Future[Grammar]:
+        """Return the result of some of `backends`; if they can't enforce the constraint, the others' suspension."""
+        outcome: Future[Grammar] = Future()
+        outcome.set_running_or_notify_cancel()
+
+        def pass_on(done: Future[Grammar]) -> None:
+            error = done.exception()
+            if isinstance(error, GuidedError) and is_about_backend(error):
+                error = self._suspensions.error(backends) or error
+            if error is None:
+                outcome.set_result(done.result())
+            else:
+                outcome.set_exception(error)
+
+        future.add_done_callback(pass_on)
+        return outcome
+
+    def _compiled_by(self, constraint: Constraint, backends: Sequence[str]) -> Future[Grammar]:
         key = cache_key(constraint, backends)
         with self._lock:
             if self._closed:

@@ -104,9 +104,7 @@ class Loading:
     """
 
     def __init__(
-        self,
-        when_done: Callable[[Future[Any], Callable[[Future[Any]], None]], None],
-        changed: Callable[[], None],
+        self, when_done: Callable[[Future[Any], Callable[[Future[Any]], None]], None], changed: Callable[[], None]
     ) -> None:
         self._when_done = when_done
         self._changed = changed

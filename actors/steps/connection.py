@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 
 from actors.channel import Channel
 from actors.steps.protocol import (
-    EDIT,
     FAILED,
     FREE,
     IDLE,
@@ -62,6 +61,8 @@ class SequenceState:
     slot: int = FREE
     incarnation: int = -1
     """The worker's; -1 if there is none."""
+    row: int = 0
+    """Its row in the step that has looked it up last."""
     changed_from: int | None = None
     """Output tokens from this position on have changed since they were sent."""
     opened_at: float = 0.0
@@ -70,8 +71,8 @@ class SequenceState:
     """`time.monotonic()` since when no worker could take it; 0 if one could."""
     late_since: float = 0.0
     """`time.monotonic()` of the submission that missed its step; 0 if none did."""
-    quick_rows: int = -1
-    """-1, or for a straggler: consecutive masks that did not hold up its worker."""
+    quick_rows: int = 0
+    """Of a straggler: consecutive masks that did not hold up its worker."""
     suspect: bool = False
     """A worker ended while it may have been filling its mask: the next one is filled where no other sequence is."""
     deaths: int = 0
@@ -84,11 +85,6 @@ class SequenceState:
     @property
     def sequence_id(self) -> int:
         return self.sequence.sequence_id
-
-    @property
-    def straggles(self) -> bool:
-        """Its masks hold up the other sequences of a worker."""
-        return self.quick_rows >= 0
 
     @property
     def is_ready(self) -> bool:
@@ -147,7 +143,7 @@ class StepPart:
     def look(self) -> int:
         """Compare the versions; return how many masks are missing."""
         self.ready = self.table.ready[self.slots] == self.target
-        self.missing = len(self.ready) - int(np.count_nonzero(self.ready))
+        self.missing = 0 if self.ready.all() else len(self.ready) - int(np.count_nonzero(self.ready))
         return self.missing
 
     def states(self, where: NDArray[np.bool_]) -> dict[int, SequenceState]:
@@ -177,34 +173,39 @@ class StepPart:
 
     def send_outputs(self, outputs: StepOutputs) -> None:
         """Write what is new of each row's output, and ask for the masks that were not asked for."""
-        self.target = self.table.target[self.slots]
-        new = outputs.lengths[self.rows] - (self.target & POSITION)
-        settled = self.table.ready[self.slots] == self.target
-        if (settled & (new == 1)).all():
-            self.send_tokens(outputs.last)
-        else:
-            self._send_various(outputs, new, settled)
-            self.ask()
-
-    def _send_various(self, outputs: StepOutputs, new: NDArray[np.int64], settled: NDArray[np.bool_]) -> None:
-        """Write outputs of which some have no new token, several, or have become shorter."""
         table, slots = self.table, self.slots
-        direct = settled & (new >= 1) & (new <= MAX_NEW_TOKENS)
-        for index in np.flatnonzero(direct).tolist():
-            count = int(new[index])
-            table.tokens[slots[index], :count] = outputs.tokens[self.rows[index]][-count:]
-        table.target[slots[direct]] += new[direct]
-        for row, state in self.states(~direct & (new != 0)).items():
-            self.worker.edit(state, len(outputs.tokens[row]))
-
-    def ask(self) -> None:
-        """Ask for the masks of the versions that are written now, as far as they were not asked for."""
-        self.target = self.table.target[self.slots]
-        unasked = self.worker.asked[self.slots] != self.target
-        if unasked.any():
+        self.target = table.target[slots]
+        new = outputs.lengths[self.rows] - (self.target & POSITION)
+        written = (new == 1) & (table.ready[slots] == self.target)
+        if written.all():
+            self.send_tokens(outputs.last)
+            return
+        table.tokens[slots[written], 0] = outputs.last[self.rows[written]]
+        for index in np.flatnonzero(~written & (new != 0)).tolist():
+            written[index] = self._write(index, int(new[index]), outputs.tokens[self.rows[index]])
+        if written.any():
+            slots = slots[written]
             self.worker.begin_asking()
-            self.worker.asked[self.slots] = self.target
-            self.worker.ring(self.slots if unasked.all() else self.slots[unasked])
+            table.target[slots] += new[written]
+            self.worker.asked[slots] = table.target[slots]
+            self.worker.ring(slots)
+        self.target = table.target[self.slots]
+
+    def _write(self, index: int, new: int, tokens: Sequence[int]) -> bool:
+        """Write several new tokens into the table, and return True; or send a message if that is impossible.
+
+        Args:
+            new: how many tokens are new; negative if the output has become shorter.
+            tokens: the output.
+        """
+        slot = self.slots[index]
+        if 1 <= new <= MAX_NEW_TOKENS and self.table.ready[slot] == self.target[index]:
+            self.table.tokens[slot, :new] = tokens[-new:]
+            return True
+        state = self._states[self.rows[index]]
+        if state is not None:
+            self.worker.edit(state, len(tokens))
+        return False
 
     def remove(self, where: NDArray[np.bool_]) -> None:
         """Drop rows that this worker will not fill.
@@ -256,7 +257,10 @@ class WorkerConnection:
         """A fresh actor is to take its place: sequences go elsewhere if they can. Set by the supervisor."""
         self._channel = channel
         self._segment = segment
-        self._wake, self._busy, self._since = (self.table.mark[name] for name in ("wake", "busy", "since"))
+        self._wake, self._busy, self._since, self._seconds = (
+            self.table.mark[name] for name in ("wake", "busy", "since", "seconds")
+        )
+        self._seconds_taken = 0.0
         # Last freed, first used: few pages of the segment are ever touched.
         self._free_slots = list(range(len(self.asked) - 1, -1, -1))
         self._leaving: list[int] = []
@@ -304,10 +308,9 @@ class WorkerConnection:
         tokens = list(state.sequence.output_token_ids)
         self.sequences[slot] = state
         state.worker, state.slot, state.incarnation = self, slot, self.incarnation
-        version = (int(self.table.target[slot]) | POSITION) + 1 + len(tokens)
-        self.table.target[slot] = version
         parent_slot = parent.slot if parent is not None and parent.worker is self else None
-        self.queue(Open(slot, version // EDIT, state.grammar, parent_slot, tokens))
+        version = self._next_version(slot, len(tokens))
+        self.queue(Open(slot, version, state.grammar, parent_slot, tokens))
         state.parent_id = None
 
     def edit(self, state: SequenceState, start: int) -> None:
@@ -316,9 +319,16 @@ class WorkerConnection:
         known = int(self.table.target[state.slot]) & POSITION
         start = min(start, known, len(state.sequence.output_token_ids))
         tokens = list(state.sequence.output_token_ids[start:])
-        version = (int(self.table.target[state.slot]) | POSITION) + 1 + start + len(tokens)
-        self.table.target[state.slot] = version
-        self.queue(Edit(state.slot, version // EDIT, start, tokens))
+        self.queue(Edit(state.slot, self._next_version(state.slot, start + len(tokens)), start, tokens))
+
+    def _next_version(self, slot: int, length: int) -> int:
+        """Ask for the mask after an output that travels in a message; return the output's version."""
+        version = (int(self.table.target[slot]) | POSITION) + 1 + length
+        self.begin_asking()
+        self.table.target[slot] = self.asked[slot] = version
+        if not self.shared:
+            self._unanswered.append(np.array([slot]))
+        return version
 
     def free(self, state: SequenceState) -> None:
         """Close a sequence's matcher with the next frame. Its slot is used again once the worker has done so."""
@@ -326,7 +336,12 @@ class WorkerConnection:
         self.stragglers.discard(state)
         if self.reserved_for is state:
             self.reserved_for = None
-        self._frees.append(state.slot)
+        if any(isinstance(request, Open) and request.slot == state.slot for request in self._requests):
+            self._requests = [request for request in self._requests if getattr(request, "slot", None) != state.slot]
+            self._free_slots.append(state.slot)  # the worker never heard of it
+            self.asked[state.slot] = self.table.ready[state.slot]
+        else:
+            self._frees.append(state.slot)
         state.leave()
 
     # frames
@@ -336,7 +351,7 @@ class WorkerConnection:
         self._requests.append(request)
 
     def ring(self, slots: NDArray[np.intp]) -> Ring:
-        """Add the request to fill `slots` to the next frame, and return it. Their columns are written."""
+        """Add the request to fill `slots` to the next frame, and return it. Their columns and `asked` are written."""
         if self.shared:
             request = Ring(slots.astype(np.int32).tobytes())
         else:
@@ -352,11 +367,7 @@ class WorkerConnection:
         if self._frees:
             self.begin_asking()
             self.asked[self._frees] = freed(self.table.target[self._frees])
-            # Before the others, so that a free does not wait for the masks; but after the slot's own `Open`.
-            opened = {request.slot for request in self._requests if isinstance(request, Open)}
-            first = [slot for slot in self._frees if slot not in opened]
-            last = [slot for slot in self._frees if slot in opened]
-            self._requests = [*_free(first), *self._requests, *_free(last)]
+            self._requests.insert(0, Free(self._frees))  # first, so that it does not wait for the masks
             self._leaving += self._frees
             self._frees = []
         if not self._requests:
@@ -372,6 +383,8 @@ class WorkerConnection:
             # With shared memory: it has become idle since the last frame. That costs less to find out than `is_idle`.
             idle_again = self._busy[0] == IDLE and self._since[0] >= self._last_asked
             self._was_idle = bool(idle_again) if self.shared else self.is_idle
+            if self._was_idle:
+                self._owing_since = time.monotonic()
 
     def send(self, frame: bytes, now: float) -> None:
         """Send a packed frame; never blocks."""
@@ -422,11 +435,18 @@ class WorkerConnection:
         filled = ready >= 0
         masks = np.frombuffer(lines.mask, np.int32).reshape(np.count_nonzero(filled), self.table.mask.shape[1])
         self.table.mask[slots[filled]] = masks
-        self.table.seconds[slots] = np.frombuffer(lines.seconds, np.float32)
+        self.table.seconds[slots] = seconds = np.frombuffer(lines.seconds, np.float32)
+        self._seconds[0] += seconds.sum()
         self.table.status[slots[~filled]] = OK
         self.table.ready[slots] = ready
 
     # progress
+
+    def take_seconds(self) -> float:
+        """Return the seconds that the worker has spent on masks since the last call."""
+        total = float(self._seconds[0])
+        taken, self._seconds_taken = total - self._seconds_taken, total
+        return taken
 
     def overdue(self, seconds: float) -> bool:
         """Return whether the worker owes an answer and has made no progress for `seconds`. From any thread.
@@ -483,10 +503,6 @@ class WorkerConnection:
         """Close the connection and drop the memory. Idempotent."""
         self._channel.close()
         self._segment.close()
-
-
-def _free(slots: list[int]) -> list[Request]:
-    return [Free(slots)] if slots else []
 
 
 def send_all(workers: Collection[WorkerConnection]) -> None:

@@ -7,6 +7,7 @@ that takes effect at the next call, and at once in a `collect` that waits.
 from __future__ import annotations
 
 import math
+import operator
 import os
 import time
 import weakref
@@ -36,12 +37,14 @@ supervisor does not."""
 class _Step:
     """One step's rows."""
 
-    def __init__(self, sequences: Sequence[GuidedSequence], placement_version: int) -> None:
+    def __init__(self, sequences: Sequence[GuidedSequence]) -> None:
         self.sequences = sequences
-        self.placement_version = placement_version
         self.began = time.monotonic()
         self.states: list[SequenceState | None] = []
         """By row."""
+        self.places: NDArray[np.intp] = np.empty((2, 0), np.intp)
+        """`[2, rows]`: incarnation of the sequence's worker, and its slot there. `FREE` if it had none when the step
+        began."""
         self.parts: list[StepPart] = []
         self.unplaced: dict[int, SequenceState] = {}
         """Rows of sequences that wait for a worker."""
@@ -97,10 +100,9 @@ class Dispatcher:
         self._placement = Placement()
         self._workers = self._placement.workers
         self._sequences: dict[int, SequenceState] = {}
-        self._step = _Step((), -1)
+        self._step = _Step(())
         self._late: set[SequenceState] = set()
         """Sequences with a mask that missed its step, until a later step has it, or they are freed."""
-        self._stragglers: set[SequenceState] = set()
         self._failed: set[SequenceState] = set()
         """Sequences with an `error`, until they are freed."""
         self._changed: set[SequenceState] = set()
@@ -145,7 +147,7 @@ class Dispatcher:
             send_all(self._workers)
 
     def _forget(self, state: SequenceState) -> None:
-        for states in (self._late, self._stragglers, self._failed, self._changed, self._placement.suspects):
+        for states in (self._late, self._failed, self._changed, self._placement.suspects, self._placement.stragglers):
             states.discard(state)
 
     def rollback(self, sequence_id: int, length: int) -> None:
@@ -172,13 +174,13 @@ class Dispatcher:
 
     def submit(self, sequences: Sequence[GuidedSequence], new_tokens: NDArray[np.int32] | None = None) -> None:
         """See `MaskPool.submit`."""
-        if self._events or self._placement.needs_rebalancing or self._placement.suspects or self._stragglers:
+        if self._events or self._placement.needs_attention:
             self._maintain()
         previous = self._step
         same = sequences is previous.sequences and type(sequences) is tuple
-        if same and previous.all_ready and previous.placement_version == self._placement.version and not self._changed:
-            step = self._step = _Step(sequences, previous.placement_version)
-            step.states, step.parts = previous.states, previous.parts
+        if same and previous.all_ready and not self._changed and not self._placement.moved:
+            step = self._step = _Step(sequences)
+            step.states, step.places, step.parts = previous.states, previous.places, previous.parts
         else:
             step, new_tokens = self._assign(sequences), None
         if new_tokens is not None:
@@ -195,7 +197,7 @@ class Dispatcher:
         self._handle_events()
         if self._placement.needs_rebalancing:
             self._placement.rebalance()
-        for state in self._stragglers:
+        for state in self._placement.stragglers:
             if state not in self._late:
                 self._placement.move_to_lane(state)
         if self._placement.suspects:
@@ -204,41 +206,58 @@ class Dispatcher:
 
     def _assign(self, sequences: Sequence[GuidedSequence]) -> _Step:
         """Begin a step: open the sequences that have no worker, and group the rows by worker."""
-        self._step = step = _Step(sequences, -1)
-        find = self._sequences.get
-        states = step.states = [find(sequence.sequence_id) for sequence in sequences]
-        slots = _slots_of(states)
-        if self._failed or (slots < 0).any():
-            self._sort_out(step)
-            slots = _slots_of(states)
+        previous, step = self._step, _Step(sequences)
+        rows = self._take_over(previous, step)
+        self._step = step
+        for row in rows:
+            state = step.states[row] = self._sequences.get(sequences[row].sequence_id)
+            if state is not None:
+                state.row = row
+                if state.worker is None and state.error is None:
+                    self._place(state, step.began)
+        # A suspect that is isolated displaces other sequences.
+        displaced = [state.row for state in self._placement.moved if state in step.states]
+        for row in dict.fromkeys(rows + displaced):
+            self._set_row(step, row)
         for state in self._changed:
             if state.worker is not None and state.changed_from is not None:
                 state.worker.edit(state, state.changed_from)
             state.changed_from = None
         self._changed.clear()
-        homes = None
-        if len(self._workers) > 1:
-            homes = np.fromiter([-1 if state is None else state.incarnation for state in states], np.intp, len(states))
         for worker in self._workers:
-            rows = np.flatnonzero(slots >= 0 if homes is None else homes == worker.incarnation)
-            if len(rows):
-                step.parts.append(StepPart(worker, rows, slots[rows], states))
-        step.placement_version = self._placement.version
+            of_worker = np.flatnonzero(step.places[0] == worker.incarnation)
+            if len(of_worker):
+                step.parts.append(StepPart(worker, of_worker, step.places[1, of_worker], step.states))
         return step
 
-    def _sort_out(self, step: _Step) -> None:
-        """Open sequences that have no worker; note the rows that are failed, or that no worker can take."""
-        now = time.monotonic()
-        for state in step.states:
-            if state is not None and state.worker is None and state.error is None:
-                self._place(state, now)
-        for row, state in enumerate(step.states):  # only now: a suspect that is isolated displaces other sequences
-            if state is None:
-                step.failed[row] = BackendError(f"sequence {step.sequences[row].sequence_id} is not open")
-            elif state.error is not None:
-                step.failed[row], step.states[row] = state.error, None
-            elif state.worker is None:
-                step.unplaced[row] = state
+    def _take_over(self, previous: _Step, step: _Step) -> list[int]:
+        """Copy the rows that hold the same sequence, in the same place, as in the previous step; return the others."""
+        same = np.fromiter(map(operator.is_, step.sequences, previous.sequences), np.bool_)
+        rows, more = len(same), len(step.sequences) - len(same)
+        moved, self._placement.moved = self._placement.moved, set()
+        for row in (*previous.failed, *[state.row for state in moved | self._failed]):
+            if row < rows:
+                same[row] = False
+        step.states = previous.states[:rows] + [None] * more
+        step.places = previous.places[:, :rows].copy()
+        if more:
+            step.places = np.concatenate((step.places, np.full((2, more), FREE)), axis=1)
+        others: list[int] = np.flatnonzero(~same).tolist()
+        return [*others, *range(rows, rows + more)]
+
+    def _set_row(self, step: _Step, row: int) -> None:
+        """Note where a row's sequence is open, or why it is not."""
+        state = step.states[row]
+        step.places[:, row] = FREE
+        if state is None:
+            step.failed[row] = BackendError(f"sequence {step.sequences[row].sequence_id} is not open")
+        elif state.error is not None:
+            step.failed[row], step.states[row] = state.error, None
+        elif state.worker is None:
+            step.unplaced[row] = state
+            self._placement.moved.add(state)
+        else:
+            step.places[:, row] = state.incarnation, state.slot
 
     def _fail_unplaced(self, step: _Step) -> None:
         """Fail the rows of sequences that have stopped waiting for a worker."""
@@ -295,10 +314,10 @@ class Dispatcher:
 
     def _is_futile(self, step: _Step) -> bool:
         """Return whether only stragglers are missing: they would miss the deadline anyway."""
-        if not self._stragglers:
+        if not self._placement.stragglers:
             return False
         undecided = step.undecided()
-        return len(undecided) < len(step.sequences) and all(state.straggles for state in undecided.values())
+        return len(undecided) < len(step.sequences) and self._placement.stragglers.issuperset(undecided.values())
 
     def _sort_undecided(self, step: _Step, waited_for_all: bool) -> None:
         """Note the late rows; fail those that were waited for until the limit."""
@@ -316,16 +335,15 @@ class Dispatcher:
 
     def _masks(self, step: _Step) -> StepMasks:
         """Return the step's result, and learn from it."""
-        found = StepMasks(failed=step.failed)
+        found = StepMasks(failed=step.failed, seconds=sum([worker.take_seconds() for worker in self._workers]))
         ready_rows = 0
         for part in step.parts:
             slots, rows = part.slots, part.rows
             if part.missing:
                 slots, rows = slots[part.ready], rows[part.ready]
             found.ready.append(ReadyMasks(part.table.mask, slots, rows))
-            found.seconds += float(part.table.seconds[slots].sum())
             ready_rows += len(rows)
-        if self._late or self._stragglers:
+        if self._late or self._placement.stragglers:
             self._note_ready(step)
         if ready_rows:
             self._placement.note_typical(found.seconds / ready_rows)
@@ -342,10 +360,8 @@ class Dispatcher:
             for row, state in ready.items():
                 if state in self._late:
                     self._settle(state)
-                if state in self._stragglers:
+                if state in self._placement.stragglers:
                     self._placement.note_straggler(state, seconds[row])
-                    if not state.straggles:
-                        self._stragglers.discard(state)
 
     def settled(self, timeout: float = 0.0) -> list[int]:
         """See `MaskPool.settled`."""
@@ -405,7 +421,7 @@ class Dispatcher:
                 self._step.failed[row] = error
 
     def _place_waiting(self, now: float) -> None:
-        """Open the sequences that wait for a worker where one can take them, and ask for their masks."""
+        """Open the sequences that wait for a worker where one can take them."""
         self._tried_placing = now
         step = self._step
         late = [state for state in self._late if state.worker is None and state.error is None]
@@ -416,19 +432,17 @@ class Dispatcher:
         for row, state in list(step.unplaced.items()):
             worker = None if state.error is not None else state.worker or self._place(state, now)
             if worker is not None:
-                step.parts.append(_asked(worker, state, row, step.states))
+                step.parts.append(StepPart(worker, np.array([row]), np.array([state.slot]), step.states))
                 del step.unplaced[row]
         self._fail_unplaced(step)
         for state in late:
-            worker = None if state.error is not None or state.worker is not None else self._place(state, now)
-            if worker is not None:
-                _asked(worker, state, 0, [state])
+            if state.error is None and state.worker is None:
+                self._place(state, now)
         send_all(self._workers)
 
     def _clear_stuck_workers(self) -> None:
         """Rows are late: have none of them wait behind a slow one."""
-        stragglers, moved = self._placement.clear_stuck_workers(time.monotonic())
-        self._stragglers.update(stragglers)
+        moved = self._placement.clear_stuck_workers(time.monotonic())
         if moved:
             self._displace(moved)
             self._step.look()
@@ -504,14 +518,3 @@ class Dispatcher:
             self._end(WorkerDown(worker, error))
         for state in self._sequences.values():
             self._fail(state, error)
-
-
-def _slots_of(states: Sequence[SequenceState | None]) -> NDArray[np.intp]:
-    return np.fromiter([FREE if state is None else state.slot for state in states], np.intp, len(states))
-
-
-def _asked(worker: WorkerConnection, state: SequenceState, row: int, states: list[SequenceState | None]) -> StepPart:
-    """Ask for the mask of a sequence that has just been opened."""
-    part = StepPart(worker, np.array([row], np.intp), np.array([state.slot], np.intp), states)
-    part.ask()
-    return part

@@ -105,12 +105,19 @@ class Placement:
         self.workers: list[WorkerConnection] = []
         self.suspects: set[SequenceState] = set()
         """Until they have had a mask from a worker without other sequences."""
+        self.stragglers: set[SequenceState] = set()
+        """Sequences with masks that hold up the others of a worker."""
         self.needs_rebalancing = False
         """A worker is a slow lane no more and has few sequences, or a worker is to be emptied."""
-        self.version = 0
-        """Grows whenever a sequence is placed or leaves its worker."""
+        self.moved: set[SequenceState] = set()
+        """Sequences that have left their worker since the dispatcher emptied this set."""
         self._typical = 0.0
         """Seconds of a typical mask: a moving average."""
+
+    @property
+    def needs_attention(self) -> bool:
+        """There are sequences or workers to be moved or watched."""
+        return bool(self.needs_rebalancing or self.suspects or self.stragglers)
 
     # where a sequence can go
 
@@ -124,12 +131,15 @@ class Placement:
             if not able:
                 return False
             limit = self.straggler_seconds
-            able = [worker for worker in able if not worker.retiring] or able
-            # Stragglers go to slow lanes, and other sequences do not.
-            able = [worker for worker in able if bool(worker.stragglers) == state.straggles] or able
-            able = [worker for worker in able if worker.is_responsive(now, limit)] or able
-            worker = min(able, key=lambda worker: worker.num_open)
-        if state.straggles:
+            straggles = state in self.stragglers
+
+            def cost(worker: WorkerConnection) -> tuple[bool, bool, bool, int]:
+                # Stragglers go to slow lanes, and other sequences do not.
+                wrong_lane = bool(worker.stragglers) != straggles
+                return worker.retiring, wrong_lane, not worker.is_responsive(now, limit), worker.num_open
+
+            worker = min(able, key=cost)
+        if state in self.stragglers:
             worker.stragglers.add(state)
         self._open(state, worker, now, parent)
         return True
@@ -148,7 +158,6 @@ class Placement:
         state.waiting_since = 0.0
         state.opened_at = now
         worker.open(state, parent)
-        self.version += 1
 
     def withdraw(self, state: SequenceState) -> None:
         """Close a sequence's matcher on its worker, which lives."""
@@ -157,7 +166,7 @@ class Placement:
             straggles = state in worker.stragglers
             worker.free(state)
             self.needs_rebalancing |= straggles and not worker.stragglers
-            self.version += 1
+            self.moved.add(state)
 
     def add(self, worker: WorkerConnection) -> None:
         """A worker is up."""
@@ -167,7 +176,7 @@ class Placement:
     def remove(self, worker: WorkerConnection) -> list[SequenceState]:
         """A worker is gone; return its sequences."""
         self.workers.remove(worker)
-        self.version += 1
+        self.moved.update(worker.sequences.values())
         return list(worker.sequences.values())
 
     # stragglers
@@ -186,7 +195,7 @@ class Placement:
         """Note what a straggler's mask took: after enough quick ones it is an ordinary sequence again."""
         state.quick_rows = state.quick_rows + 1 if seconds < self.straggler_seconds else 0
         if state.quick_rows >= _QUICK_ROWS:
-            state.quick_rows = -1
+            self.stragglers.discard(state)
             if state.worker is not None:
                 state.worker.stragglers.discard(state)
                 self.needs_rebalancing |= not state.worker.stragglers
@@ -197,24 +206,23 @@ class Placement:
         if worker is not None and not worker.stragglers and any(each.stragglers for each in self.workers):
             self.withdraw(state)
 
-    def clear_stuck_workers(self, now: float) -> tuple[list[SequenceState], list[SequenceState]]:
+    def clear_stuck_workers(self, now: float) -> list[SequenceState]:
         """A mask deadline was missed: move the other sequences of a worker that one mask holds up.
 
         The worker becomes a slow lane, unless half of the workers are: then the straggler moves to one with its next
         mask.
 
         Returns:
-            The new stragglers, and the sequences that are to be placed again.
+            The sequences that are to be placed again.
         """
         limit = self.straggler_seconds
         stuck = [worker for worker in self.workers if not worker.is_responsive(now, limit)]
-        found: list[SequenceState] = []
         moved: list[SequenceState] = []
         for worker in stuck:
             straggler = worker.busy_with()
             if straggler is not None:
                 straggler.quick_rows = 0
-                found.append(straggler)
+                self.stragglers.add(straggler)
                 lanes = sum(bool(each.stragglers) for each in self.workers)
                 if worker.stragglers or lanes < len(self.workers) // 2:
                     worker.stragglers.add(straggler)
@@ -222,7 +230,7 @@ class Placement:
             if any(not each.stragglers for each in others):
                 # The sequence that holds the worker up may have been freed already.
                 moved += self._clear(worker, worker.stragglers | ({straggler} if straggler is not None else set()))
-        return found, moved
+        return moved
 
     def rebalance(self) -> None:
         """Empty workers that are to be replaced; move sequences to a worker that is a slow lane no more."""

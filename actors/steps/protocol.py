@@ -52,12 +52,12 @@ IDLE = -1
 """`busy` of a worker that fills no row."""
 _SLOW_SECONDS = 0.001
 _NONCE_BYTES = 32
-_MARK_OFFSET, _MARK = 64, np.dtype([("since", np.float64), ("busy", np.int32), ("wake", np.int32)])
+_MARK_OFFSET, _MARK = 64, np.dtype([("since", "f8"), ("seconds", "f8"), ("busy", "i4"), ("wake", "i4")])
 _COLUMNS_OFFSET = 128
 
 
 class Ring(msgspec.Struct, array_like=True, tag=0, gc=False, frozen=True):
-    """Fill the masks of these slots. Arrays travel as bytes in native order."""
+    """Fill the masks after the tokens in the table. Arrays travel as bytes in native order."""
 
     slots: bytes
     """int32 `[n]`."""
@@ -68,11 +68,11 @@ class Ring(msgspec.Struct, array_like=True, tag=0, gc=False, frozen=True):
 
 
 class Open(msgspec.Struct, array_like=True, tag=1, gc=False, frozen=True):
-    """Open a sequence in a free slot."""
+    """Open a sequence in a free slot, and fill its mask."""
 
     slot: int
-    edit: int
-    """The slot's edit count from now on."""
+    version: int
+    """The version of the output, with a new edit count."""
     grammar: str
     """Key of an installed grammar."""
     parent: int | None
@@ -82,10 +82,10 @@ class Open(msgspec.Struct, array_like=True, tag=1, gc=False, frozen=True):
 
 
 class Edit(msgspec.Struct, array_like=True, tag=2, gc=False, frozen=True):
-    """Replace the output of a slot's sequence from position `start` on."""
+    """Replace the output of a slot's sequence from position `start` on, and fill the mask."""
 
     slot: int
-    edit: int
+    version: int
     start: int
     tokens: list[int]
 
@@ -148,7 +148,8 @@ class SlotTable:
     status: NDArray[np.int32]
     mark: NDArray[np.void]
     """`[1]`. `busy`: the slot that the worker is filling, or `IDLE`; the suspect if the worker dies or hangs. `since`:
-    the `time.monotonic()` at which it began. `wake`: the engine waits; the worker sends a message when it is done."""
+    the `time.monotonic()` at which it began. `wake`: the engine waits; the worker sends a message when it is done.
+    `seconds`: what all masks so far took."""
 
     @classmethod
     def private(cls, slots: int, words: int) -> SlotTable:

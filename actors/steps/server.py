@@ -63,7 +63,9 @@ class StepServer:
         self._give_up = give_up
         self._edits: dict[int, int] = {}
         """The edit count of each open slot."""
-        self._since, self._busy, self._wake = (table.mark[name] for name in ("since", "busy", "wake"))
+        self._since, self._busy, self._wake, self._seconds = (
+            table.mark[name] for name in ("since", "busy", "wake", "seconds")
+        )
         self._sender = None if shared else _LineSender(table, self._send)
         self._decode = decoder(list[Request]).decode
         self._sending = threading.Lock()
@@ -95,6 +97,7 @@ class StepServer:
                 continue
             for request in requests:
                 self._handle(request)
+            self._announce()
 
     def _handle(self, request: Request) -> None:
         if isinstance(request, Ring):
@@ -102,13 +105,17 @@ class StepServer:
         elif isinstance(request, Free):
             self._free(request.slots)
         else:
-            self._edits[request.slot] = request.edit
+            self._edits[request.slot] = request.version // EDIT
             if isinstance(request, Open):
                 self._mark(request.slot)  # copying the parent's matcher is native code
                 self._worker.open(request.slot, request.grammar, request.parent, request.tokens)
                 self._mark(IDLE)
             else:
                 self._worker.edit(request.slot, request.start, request.tokens)
+            slot = np.array([request.slot], np.int32)
+            if self._sender is not None:
+                self._table.target[slot] = request.version
+            self._fill(slot)
 
     def _rung(self, ring: Ring) -> NDArray[np.int32]:
         """Return the slots to fill; take over their columns if they came with the message."""
@@ -124,11 +131,12 @@ class StepServer:
             slots.tolist(), table.target[slots].tolist(), table.tokens[slots].tolist(), strict=True
         ):
             if target // EDIT != self._edits.get(slot):
-                continue  # the engine has edited the output since then; a later `Ring` fills it
+                continue  # the engine has edited the output since then, and the `Edit` follows
             started = time.monotonic()
             self._mark(slot, started)
             error = self._fill_slot(slot, target & POSITION, tokens)
-            table.seconds[slot] = time.monotonic() - started
+            table.seconds[slot] = seconds = time.monotonic() - started
+            self._seconds[0] += seconds
             if error is None:
                 table.ready[slot] = target
                 if self._sender is not None:
@@ -137,6 +145,9 @@ class StepServer:
                 table.status[slot] = FAILED
                 self._send(Failed(slot, target, to_wire(error)))
         self._mark(IDLE)
+
+    def _announce(self) -> None:
+        """Send what is left of a frame's lines, or wake the engine if it waits."""
         if self._sender is not None:
             self._sender.flush()
         elif self._wake[0]:
@@ -158,7 +169,6 @@ class StepServer:
         if self._sender is not None:
             for slot in slots:
                 self._sender.add(slot)
-            self._sender.flush()
 
     def _mark(self, slot: int, now: float | None = None) -> None:
         """Note which slot is being filled, and since when."""

@@ -98,13 +98,18 @@ class Load:
         return [record for record in self.records if record.verdict.outcome in MUST_NOT]
 
 
-def client_for(url: str, connections: int) -> httpx.AsyncClient:
-    """Return an HTTP client without a timeout, for so many connections."""
+def client_for(url: str, connections: int, address: str | None = None) -> httpx.AsyncClient:
+    """Return an HTTP client without a timeout, for so many connections.
+
+    Args:
+        address: its own address, for example 127.0.0.2, by which the server can tell it from other clients.
+    """
     # The server closes idle connections. The client closes them earlier, so that it never uses a closing one.
     limits = httpx.Limits(
         max_connections=connections, max_keepalive_connections=connections, keepalive_expiry=IDLE_SECONDS
     )
-    return httpx.AsyncClient(base_url=url, timeout=None, limits=limits)
+    transport = httpx.AsyncHTTPTransport(limits=limits, local_address=address)
+    return httpx.AsyncClient(base_url=url, timeout=None, transport=transport)
 
 
 async def until(condition: Callable[[], bool], seconds: float) -> bool:

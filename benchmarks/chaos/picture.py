@@ -12,13 +12,7 @@ from benchmarks.chaos.faults import FAULTS, Event
 from benchmarks.chaos.load import Record
 from benchmarks.chaos.watch import Watch
 
-COLORS = {
-    "valid": "tab:green",
-    "left": "tab:gray",
-    "refused": "tab:olive",
-    "failed": "tab:orange",
-    "violation": "red",
-}
+COLORS = {"valid": "tab:green", "left": "tab:gray", "refused": "tab:olive", "failed": "tab:orange", "violation": "red"}
 
 
 def timeline(

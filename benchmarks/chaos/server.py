@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,11 +76,15 @@ def default_vocabulary() -> Vocabulary:
 
 
 @contextlib.contextmanager
-def running_server(*arguments: str, log: Path | None = None) -> Iterator[Server]:
+def running_server(
+    *arguments: str, log: Path | None = None, environment: Mapping[str, str] | None = None, prefix: Sequence[str] = ()
+) -> Iterator[Server]:
     """Run `guided serve` on a free port. At the end of the block all its processes are gone.
 
     Args:
         log: file for its output. None is a temporary file, which is kept if the exit status isn't 0.
+        environment: additional environment variables.
+        prefix: a command that executes the server's command, which follows it.
 
     Raises:
         SystemExit: the server doesn't start. The message has its last lines.
@@ -88,9 +92,11 @@ def running_server(*arguments: str, log: Path | None = None) -> Iterator[Server]
     handle, name = tempfile.mkstemp(prefix="guided-serve-", suffix=".log")
     os.close(handle)
     path = log or Path(name)
-    command = [sys.executable, "-c", "from engine.server.cli import main; main()", "serve", "--port", "0", *arguments]
+    program = [sys.executable, "-c", "from engine.server.cli import main; main()"]
+    command = [*prefix, *program, "serve", "--port", "0", *arguments]
     with path.open("wb") as output:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
+        variables = {**os.environ, **(environment or {})}
+        process = subprocess.Popen(command, cwd=ROOT, env=variables, stdout=output, stderr=subprocess.STDOUT)
     server = Server(process, "", path)
     try:
         server.url = _address(server)

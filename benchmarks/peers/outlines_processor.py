@@ -17,11 +17,7 @@ from typing import Any
 import outlines_core
 import torch
 from outlines_core.json_schema import build_regex_from_schema
-from outlines_core.kernels.torch import (
-    allocate_token_bitmask,
-    apply_token_bitmask_inplace,
-    fill_next_token_bitmask,
-)
+from outlines_core.kernels.torch import allocate_token_bitmask, apply_token_bitmask_inplace, fill_next_token_bitmask
 
 from benchmarks.delay import delay
 from benchmarks.peers.loop import Forward, Slowness, Times

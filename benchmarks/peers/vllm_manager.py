@@ -32,7 +32,7 @@ from benchmarks.peers.import_fixes import fix_lm_format_enforcer_imports
 from benchmarks.peers.loop import Forward, Slowness, Times
 from benchmarks.peers.rows import Document, RunningSequence
 
-MAX_BATCH = 512
+MAX_BATCH = 1024
 BACKENDS = {
     "llguidance": "guidance",
     "xgrammar": "xgrammar",

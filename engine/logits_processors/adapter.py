@@ -40,7 +40,6 @@ class AdapterLogitsProcessor(LogitsProcessor):
 
         It gets the output ids and the logits if it has two parameters, and the prompt ids before them if it has three.
         """
-        raise NotImplementedError
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
         process_dict_updates(self.req_info, batch_update, self._bound)

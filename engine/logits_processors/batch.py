@@ -14,8 +14,8 @@ from engine.sequence import Sequence, SequenceStatus
 class PersistentBatch:
     """Computes a `BatchUpdate` from the rows of each step.
 
-    The algorithm is that of vLLM's model runner: new sequences take the lowest free places, then places at the end.
-    Remaining free places are filled from the end. Swaps then bring each sequence to its row.
+    As in vLLM's model runner, new sequences take the lowest free places, then places at the end. Moves and swaps then
+    bring each sequence to its row.
     """
 
     def __init__(self) -> None:
@@ -43,24 +43,8 @@ class PersistentBatch:
         removed = free[len(added) :]
         for index in removed:
             places[index] = None
-        moved = [*_condense(places, removed), *_reorder(places, rows)]
         self.rows = rows
-        return BatchUpdate(len(rows), removed[::-1], added, moved)
-
-
-def _condense(places: list[Sequence | None], holes: list[int]) -> list[MovedRequest]:
-    """Fill the holes, the lowest first, from the end of the list, and cut the list."""
-    moves: list[MovedRequest] = []
-    for hole in holes:
-        while places and places[-1] is None:
-            places.pop()
-        if hole >= len(places):
-            break
-        moves.append((len(places) - 1, hole, MoveDirectionality.UNIDIRECTIONAL))
-        places[hole] = places.pop()
-    while places and places[-1] is None:
-        places.pop()
-    return moves
+        return BatchUpdate(len(rows), removed[::-1], added, _reorder(places, rows))
 
 
 def _reorder(places: list[Sequence | None], rows: list[Sequence]) -> list[MovedRequest]:
@@ -73,7 +57,10 @@ def _reorder(places: list[Sequence | None], rows: list[Sequence]) -> list[MovedR
         place = where[sequence]
         places[index], places[place] = sequence, other
         where[other] = place
-        moves.append((index, place, MoveDirectionality.SWAP))
+        if other is None:
+            moves.append((place, index, MoveDirectionality.UNIDIRECTIONAL))
+        else:
+            moves.append((index, place, MoveDirectionality.SWAP))
     return moves
 
 

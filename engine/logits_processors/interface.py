@@ -115,12 +115,10 @@ class BatchProcessor(ABC):
             device: device of the logits.
             is_pin_memory: whether pinned memory makes copies to the device faster.
         """
-        raise NotImplementedError
 
     @abstractmethod
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         """Change the logits, float32 `[batch size, vocab]`, in place or not, and return them in the same shape."""
-        raise NotImplementedError
 
     @abstractmethod
     def is_argmax_invariant(self) -> bool:
@@ -128,7 +126,6 @@ class BatchProcessor(ABC):
 
         Such a processor runs on the masked logits after the temperature, and not at all if all rows are greedy.
         """
-        raise NotImplementedError
 
 
 class LogitsProcessor(BatchProcessor):
@@ -137,7 +134,6 @@ class LogitsProcessor(BatchProcessor):
     @abstractmethod
     def update_state(self, batch_update: BatchUpdate | None) -> None:
         """Follow the batch. Called before each forward pass. None: the batch has not changed."""
-        raise NotImplementedError
 
 
 class RevisedLogitsProcessor(BatchProcessor):
@@ -151,12 +147,10 @@ class RevisedLogitsProcessor(BatchProcessor):
     @abstractmethod
     def add_request(self, index: int, params: SamplingParams, prompt_len: int) -> None:
         """Add a request at `index`. Its first `prompt_len` tokens are its prompt."""
-        raise NotImplementedError
 
     @abstractmethod
     def remove_request(self, index: int) -> None:
         """Remove the request at `index`."""
-        raise NotImplementedError
 
     @abstractmethod
     def update_state(
@@ -170,7 +164,6 @@ class RevisedLogitsProcessor(BatchProcessor):
                 during this call only, because the engine changes it. Do not write to it.
             seq_lens: int32 `[max_num_seqs]`: number of tokens at each index; 0 if the index is free.
         """
-        raise NotImplementedError
 
 
 def process_dict_updates(

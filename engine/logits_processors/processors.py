@@ -60,9 +60,6 @@ class LogitsProcessors:
         self._after = [one for one in self._custom if one.argmax_invariant]
         self._broken: set[AnyHost] = set()
         """Hosts of processors that have raised and were not restarted yet."""
-        self._announced: SamplingMetadata | None = None
-        self._is_fresh = False
-        """`_announced` was announced for this step."""
 
     def _host(self, one: ProcessorClass) -> AnyHost:
         try:
@@ -94,7 +91,6 @@ class LogitsProcessors:
     def begin(self, metadata: SamplingMetadata) -> None:
         """Announce the step's batch. Call it before the forward pass."""
         self.failed = {}
-        self._announced, self._is_fresh = metadata, True
         for builtin, users in (
             (self._bias, metadata.biased),
             (self._min_tokens, metadata.with_min_tokens),
@@ -108,7 +104,6 @@ class LogitsProcessors:
     def begin_parked(self, metadata: SamplingMetadata) -> None:
         """Announce a batch of parked rows to the processors that run after the mask. The others have run before."""
         self.failed = {}
-        self._announced, self._is_fresh = metadata, False
         for host in self._after_mask(metadata):
             self._announce(host, metadata.sequences, parked=True)
 
@@ -132,9 +127,6 @@ class LogitsProcessors:
         Args:
             again: computes the unchanged logits again, in case a processor raises. None: a copy is kept instead.
         """
-        if not self._is_fresh or self._announced is not metadata:
-            self.begin(metadata)
-        self._is_fresh = False
         first: list[AnyHost] = []
         if metadata.with_min_tokens and self._before:  # custom processors see suppressed tokens, as in vLLM
             first.append(self._min_tokens)
@@ -165,16 +157,10 @@ class LogitsProcessors:
 
         The logits of greedy rows are included and not used afterwards.
         """
-        if self._announced is not metadata:
-            self.begin(metadata)
         return self._run(self._after_mask(metadata), logits, metadata, again)
 
     def _run(
-        self,
-        hosts: list[AnyHost],
-        logits: torch.Tensor,
-        metadata: SamplingMetadata,
-        again: Callable[[], torch.Tensor],
+        self, hosts: list[AnyHost], logits: torch.Tensor, metadata: SamplingMetadata, again: Callable[[], torch.Tensor]
     ) -> torch.Tensor:
         while True:  # each failing round adds a broken host
             for host in hosts:

@@ -53,13 +53,16 @@ class AdmissionThreads:
                 chunks.append(chunk)
             body = b"".join(chunks)
             chunks.clear()
-            loop = asyncio.get_running_loop()
             if size > _SMALL_BYTES:
-                return await loop.run_in_executor(self._large, work, body)
+                return await asyncio.get_running_loop().run_in_executor(self._large, work, body)
             if self._waiting >= self._max_waiting:
                 raise QueueFull(f"{self._waiting} requests wait to be checked: try again")
             self._waiting += 1
             try:
-                return await loop.run_in_executor(self._small, work, body)
+                return await self.run_small(lambda: work(body))
             finally:
                 self._waiting -= 1
+
+    def run_small(self, work: Callable[[], T]) -> asyncio.Future[T]:
+        """Run `work` in a thread for small bodies."""
+        return asyncio.get_running_loop().run_in_executor(self._small, work)

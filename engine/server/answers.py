@@ -139,12 +139,7 @@ class Answer(ABC):
         return {**chunk, "usage": None} if self.job.include_usage else chunk
 
     def _head(self, kind: str) -> dict[str, Any]:
-        return {
-            "id": self.job.request_id,
-            "object": kind,
-            "created": self._created,
-            "model": self.context.model_name,
-        }
+        return {"id": self.job.request_id, "object": kind, "created": self._created, "model": self.context.model_name}
 
 
 def to_json(data: Any) -> bytes:

@@ -33,16 +33,13 @@ def create_app(engine: AsyncLLM, settings: ServerSettings) -> FastAPI:
     key = [] if settings.api_key is None else [Depends(HTTPBearer(auto_error=False))]
     errors: dict[int | str, dict[str, Any]] = {
         "4XX": {"model": ErrorAnswer, "description": "The request is at fault, or there are too many (429)."},
-        "5XX": {
-            "model": ErrorAnswer,
-            "description": "The server is at fault. `x-should-retry` says if a retry helps.",
-        },
+        "5XX": {"model": ErrorAnswer, "description": "The server is at fault. `x-should-retry` says if a retry helps."},
     }
     app = FastAPIOffline(
         title="guided", version=version("guided"), description=DESCRIPTION, dependencies=key, responses=errors
     )
-    app.state.context = ServerContext.build(engine, settings)
-    app.add_middleware(Gate, api_key=settings.api_key, max_body_bytes=settings.max_body_bytes)
+    app.state.context = context = ServerContext.build(engine, settings)
+    app.add_middleware(Gate, context=context)
     install_handlers(app)
     for routes in (chat, completions, tokenization, models, health, metrics):
         app.include_router(routes.router)

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from engine.server.options import OPTIONS, Option, ServeOptions
+from engine.server.options import OPTIONS, Option, ServeOptions, take_api_key
 from guided.errors import GuidedError
 
 app = typer.Typer(
@@ -46,7 +46,7 @@ def serve(**values: Any) -> None:
     Without MODEL, the server uses a small embedded model. It ends on Ctrl-C or SIGTERM.
     """
     try:
-        options = _options(values)
+        options = take_api_key(_options(values))
         with listener_on(options.host, options.port) as listener:  # a port in use is reported at once
             from engine.server import process  # slow: torch, transformers
 
@@ -97,7 +97,7 @@ def _parameter(option: Option) -> inspect.Parameter:
     if (limits := option.range) is not None:
         how.min, how.max = limits.least, limits.most if limits.most < math.inf else None
     if isinstance(default, tuple):
-        kind, default, how.metavar = list[str], [], "MODULE:CLASS"
+        kind, default, how.metavar = list[str], [], option.metavar
     return inspect.Parameter(
         option.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, how]
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,7 +17,8 @@ from engine.server.admission_threads import AdmissionThreads
 from engine.server.errors import ModelNotFound, QueueFull, ShuttingDown
 from engine.server.metrics import Metrics
 from engine.server.options import ServerSettings
-from guided.errors import bounded
+from engine.server.readiness import ReadinessCheck
+from guided.errors import InvalidRequest, bounded
 from guided.limits import Limits
 from guided.vocabulary import Vocabulary
 
@@ -28,14 +30,18 @@ class ServerContext:
     metrics: Metrics
     texts: TokenTexts
     admission: AdmissionThreads
+    readiness: ReadinessCheck
     created: int = field(default_factory=lambda: int(time.time()))
-    in_flight: int = 0
     shutting_down: bool = False
+    _in_flight: Counter[str] = field(default_factory=Counter)
+    """Generations in flight, by client."""
 
     @classmethod
     def build(cls, engine: AsyncLLM, settings: ServerSettings) -> ServerContext:
         texts = TokenTexts(engine.model.vocabulary, engine.tokenizer)
-        return cls(engine, settings, Metrics(engine), texts, AdmissionThreads(settings.max_waiting))
+        admission = AdmissionThreads(settings.max_waiting)
+        readiness = ReadinessCheck(engine, settings.backend, admission)
+        return cls(engine, settings, Metrics(engine), texts, admission, readiness)
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -68,30 +74,49 @@ class ServerContext:
             )
 
     @contextmanager
-    def admit(self, count: int) -> Iterator[None]:
-        """Count `count` generations as in flight until the block ends.
+    def admit(self, count: int, client: str) -> Iterator[None]:
+        """Count `count` generations of a client as in flight until the block ends.
+
+        A client alone may use a limit in full. If several have generations in flight, the limit divided by their number
+        is a client's share. Beyond the limit, a client within its share is still admitted, up to twice the limit. So a
+        client that fills the server delays the others, but does not lock them out.
 
         Raises:
+            InvalidRequest: these generations alone exceed the limit.
             QueueFull: a limit would be exceeded.
             ShuttingDown: the server takes no more requests.
         """
         if self.shutting_down:
             raise ShuttingDown("the server is shutting down")
-        if self.in_flight + count > self.settings.max_requests:
-            raise QueueFull(
-                f"{self.in_flight} requests are in flight and the limit is {self.settings.max_requests}: try again"
-            )
-        waiting = self.engine.num_waiting  # if none wait, a request may have more prompts than the limit
-        if waiting and waiting + count > self.settings.max_waiting:
-            raise QueueFull(f"{waiting} requests wait and the limit is {self.settings.max_waiting}: try again")
-        self.in_flight += count
+        limit = self.settings.max_requests
+        if count > limit:
+            raise InvalidRequest(f"n for each prompt makes {count} generations; the limit is {limit}", param="n")
+        share = 1 / len(self._in_flight.keys() | {client})
+        used = self._in_flight[client] + count
+
+        def is_over(total: int, limit: int) -> bool:
+            return total > limit and (used > limit * share or total > 2 * limit)
+
+        if is_over(self.in_flight + count, limit):
+            raise QueueFull(f"{self.in_flight} requests are in flight and the limit is {limit}: try again")
+        waiting, limit = self.engine.num_waiting, self.settings.max_waiting
+        if waiting and is_over(waiting + count, limit):  # if none wait, a request may have more prompts than the limit
+            raise QueueFull(f"{waiting} requests wait and the limit is {limit}: try again")
+        self._in_flight[client] += count
         try:
             yield
         finally:
-            self.in_flight -= count
+            self._in_flight[client] -= count
+            if not self._in_flight[client]:
+                del self._in_flight[client]
+
+    @property
+    def in_flight(self) -> int:
+        """Number of generations in flight."""
+        return self._in_flight.total()
 
 
-def _context(request: Request) -> ServerContext:
+async def _context(request: Request) -> ServerContext:
     found: ServerContext = request.app.state.context
     return found
 

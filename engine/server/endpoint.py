@@ -45,7 +45,8 @@ class GenerationRoute(AdmissionRoute):
         answer_type, job = prepared
         async with AsyncExitStack() as stack:
             try:
-                outputs = await _unless_gone(request, stack.enter_async_context(running(context, job)))
+                client = request.state.client
+                outputs = await _unless_gone(request, stack.enter_async_context(running(context, job, client)))
                 answer = answer_type(context, job, outputs.guided)
                 if job.stream:
                     content = events(outputs, answer, context.metrics)

@@ -45,6 +45,31 @@ class InvalidJson(InvalidRequest):
     code = "invalid_json"
 
 
+class HeaderTooLarge(InvalidRequest):
+    code = "header_too_large"
+    status = 431
+
+
+class HostNotAllowed(InvalidRequest):
+    code = "host_not_allowed"
+
+
+class MalformedRequest(InvalidRequest):
+    code = "malformed_request"
+
+
+class RequestTimeout(InvalidRequest):
+    code = "request_timeout"
+    status = 408
+    retryable = True
+
+
+class TooManyConnections(InternalError):
+    code = "too_many_connections"
+    status = 503
+    retryable = True
+
+
 class QueueFull(InvalidRequest):
     code = "queue_full"
     status = 429

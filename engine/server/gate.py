@@ -1,7 +1,8 @@
-"""Gate: gives every request an id, checks the API key and the size of the body."""
+"""Gate: gives every request an id and a client, checks the host, the API key and the size of the body."""
 
 from __future__ import annotations
 
+import ipaddress
 import secrets
 import string
 import uuid
@@ -11,9 +12,10 @@ from fastapi.responses import JSONResponse
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from engine.server.errors import BodyTooLarge, Unauthorized
+from engine.server.context import ServerContext
+from engine.server.errors import BodyTooLarge, HostNotAllowed, Unauthorized
 from guided.error_body import error_body, error_headers
-from guided.errors import GuidedError
+from guided.errors import GuidedError, bounded
 
 OPEN_PATHS = ("/health", "/metrics", "/version", "/docs", "/redoc", "/openapi.json", "/static-offline-docs")
 """Paths that need no key: probes and scrapers have none, and the documentation reveals nothing about the traffic."""
@@ -22,12 +24,18 @@ _ID_CHARACTERS = frozenset(string.ascii_letters + string.digits + "-_.:/+=")
 
 
 class Gate:
-    """ASGI middleware. A client's own `x-request-id` is kept if it is short and plain."""
+    """ASGI middleware. A client's own `x-request-id` is kept if it is short and plain.
 
-    def __init__(self, app: ASGIApp, api_key: str | None, max_body_bytes: int) -> None:
+    With several API keys each is a client of its own (`request.state.client`), else each address is.
+    """
+
+    def __init__(self, app: ASGIApp, context: ServerContext) -> None:
         self.app = app
-        self.api_key = api_key
-        self.max_body_bytes = max_body_bytes
+        self.context = context
+        self.max_body_bytes = context.settings.max_body_bytes
+        self._keys = [key.encode() for key in context.settings.api_keys]
+        hosts = {name.lower() for name in context.settings.allowed_hosts}
+        self._hosts = frozenset[str]() if "*" in hosts else frozenset(hosts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -35,29 +43,56 @@ class Gate:
             return
         headers = Headers(scope=scope)
         request_id = _request_id(headers)
-        scope.setdefault("state", {})["request_id"] = request_id
+        state = scope.setdefault("state", {})
+        state["request_id"] = request_id
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message).setdefault("x-request-id", request_id)
             await send(message)
 
-        refusal = self._refusal(scope, headers)
-        if refusal is not None:
-            answer = JSONResponse(error_body(refusal), refusal.status, headers=error_headers(refusal))
+        try:
+            self._check_host(headers)
+            key = self._check_key(scope, headers)
+            self._check_length(headers)
+        except GuidedError as error:
+            self.context.metrics.failed(error.code)
+            answer = JSONResponse(error_body(error), error.status, headers=error_headers(error))
             await answer(scope, receive, send_with_id)
-        else:
-            await self.app(scope, self._limited(receive), send_with_id)
+            return
+        state["client"] = f"key {key}" if key is not None and len(self._keys) > 1 else _network(scope)
+        await self.app(scope, self._limited(receive), send_with_id)
 
-    def _refusal(self, scope: Scope, headers: Headers) -> GuidedError | None:
-        if self.api_key is not None and not scope["path"].startswith(OPEN_PATHS):
-            kind, _, key = headers.get("authorization", "").partition(" ")
-            if kind.lower() != "bearer" or not secrets.compare_digest(key.strip().encode(), self.api_key.encode()):
-                return Unauthorized("Incorrect API key provided: send it as 'Authorization: Bearer KEY'")
+    def _check_host(self, headers: Headers) -> None:
+        """Check the name that the client has for this server.
+
+        A page in a browser can give its own name the address of this server (DNS rebinding). The browser then lets the
+        page's scripts read the answers, but sends the page's name.
+        """
+        if not self._hosts:
+            return
+        given = headers.get("host", "")
+        name = given.rpartition(":")[0] if not given.endswith("]") and ":" in given else given
+        if name.lower() not in self._hosts:
+            raise HostNotAllowed(
+                f"this server does not answer for the host {bounded(given, 100)!r}: see --allowed-hosts"
+            )
+
+    def _check_key(self, scope: Scope, headers: Headers) -> int | None:
+        """Return the index of the API key. None: the request has none and needs none."""
+        kind, _, given = headers.get("authorization", "").partition(" ")
+        text = given.strip().encode()
+        same = [secrets.compare_digest(text, key) for key in self._keys]  # all of them: the time tells nothing
+        if kind.lower() == "bearer" and True in same:
+            return same.index(True)
+        if self._keys and not scope["path"].startswith(OPEN_PATHS):
+            raise Unauthorized("Incorrect API key provided: send it as 'Authorization: Bearer KEY'")
+        return None
+
+    def _check_length(self, headers: Headers) -> None:
         length = headers.get("content-length", "")
         if length.isdecimal() and int(length) > self.max_body_bytes:
-            return BodyTooLarge(self._too_large)
-        return None
+            raise BodyTooLarge(self._too_large)
 
     def _limited(self, receive: Receive) -> Receive:
         """Count the bytes as they arrive, because a chunked body does not announce its size."""
@@ -81,3 +116,16 @@ class Gate:
 def _request_id(headers: Headers) -> str:
     given = headers.get("x-request-id", "")
     return given if 0 < len(given) <= 128 and _ID_CHARACTERS.issuperset(given) else uuid.uuid4().hex
+
+
+def _network(scope: Scope) -> str:
+    """Return the client's IPv4 address or IPv6 /64 network: a client has all addresses of such a network."""
+    host = (scope.get("client") or ("",))[0]
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:  # a Unix socket, or a test
+        return str(host)
+    mapped = address.ipv4_mapped if address.version == 6 else None
+    if address.version == 4 or mapped is not None:
+        return str(mapped or address)
+    return str(ipaddress.ip_network((address, 64), strict=False))

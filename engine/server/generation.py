@@ -16,7 +16,7 @@ from engine.server.context import ServerContext
 from engine.server.errors import ShuttingDown
 from engine.server.protocol import GuidedInfo
 from guided.constraint import KINDS
-from guided.errors import CompileTimeout, GuidedError, InternalError, InvalidConstraint
+from guided.errors import CompileTimeout, GuidedError, InternalError, InvalidConstraint, InvalidRequest
 
 logger = logging.getLogger("guided.server")
 
@@ -85,8 +85,8 @@ class Outputs:
 
 
 @asynccontextmanager
-async def running(context: ServerContext, job: Job) -> AsyncIterator[Outputs]:
-    """Start the job and wait until it is admitted. At the end, abort what still runs of it.
+async def running(context: ServerContext, job: Job, client: str) -> AsyncIterator[Outputs]:
+    """Start the job of a client and wait until it is admitted. At the end, abort what still runs of it.
 
     Raises:
         GuidedError: the job is refused (also because its constraint does not compile), or it fails later. Errors that
@@ -94,9 +94,19 @@ async def running(context: ServerContext, job: Job) -> AsyncIterator[Outputs]:
     """
     guided = None
     try:
-        async with _running(context, job) as outputs:
-            guided = outputs.guided
-            yield outputs
+        _check_logprobs(context, job)
+        with context.admit(job.num_choices, client):
+            streams = [context.metrics.observed(context.engine.run(group, client), job.params) for group in job.groups]
+            try:
+                first = await _all_first(streams, job)
+                constraint, backend = job.params.constraint, first[0].backend
+                if constraint is not None and backend is not None:
+                    guided = GuidedInfo(kind=constraint.kind, backend=backend)
+                async with aclosing(_checked(context, _merged(first, streams), job)) as checked:
+                    yield Outputs(job, guided, checked)
+            finally:
+                for stream in streams:
+                    await stream.aclose()  # aborts what still runs
     except GuidedError as error:
         report(job, error, guided)
         raise
@@ -116,22 +126,23 @@ def report(job: Job, error: GuidedError, guided: GuidedInfo | None) -> None:
     )
 
 
-@asynccontextmanager
-async def _running(context: ServerContext, job: Job) -> AsyncIterator[Outputs]:
-    with context.admit(job.num_choices):
-        streams = [context.metrics.observed(context.engine.run(group), job.params) for group in job.groups]
-        try:
-            first = await _all_first(streams, job)
-            backend = first[0].backend
-            constraint = job.params.constraint
-            info = None
-            if constraint is not None and backend is not None:
-                info = GuidedInfo(kind=constraint.kind, backend=backend)
-            async with aclosing(_checked(context, _merged(first, streams), job)) as checked:
-                yield Outputs(job, info, checked)
-        finally:
-            for stream in streams:
-                await stream.aclose()  # aborts what still runs
+def _check_logprobs(context: ServerContext, job: Job) -> None:
+    """Bound the size of an answer with several choices: each token can have 21 log-probabilities.
+
+    Raises:
+        InvalidRequest: the answer could have too many.
+    """
+    params, limit = job.params, context.settings.max_answer_logprobs
+    if params.logprobs is None or job.num_choices == 1:
+        return
+    longest = context.engine.max_model_len
+    tokens = sum(params.max_tokens or max(0, longest - len(prompt)) for prompt in job.prompts)
+    if (count := tokens * params.n * (params.logprobs + 1)) > limit:
+        raise InvalidRequest(
+            f"prompts, n, max_tokens and logprobs together allow {count} log-probabilities; the limit for several "
+            f"choices is {limit}",
+            param="logprobs",
+        )
 
 
 async def _all_first(streams: Sequence[AsyncIterator[RequestOutput]], job: Job) -> list[RequestOutput]:

@@ -1,4 +1,4 @@
-"""GET /health: 200 while requests can be served, else 503. Both answers show the state of the mask pool."""
+"""GET /health, /health/live and /health/ready: 200 or 503. `/health` shows the state of the mask pool."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from fastapi import APIRouter, Response
 from pydantic import AfterValidator, BaseModel, Field
 
 from engine.server.context import Context
+from engine.server.readiness import Stage
 
 router = APIRouter(tags=["operation"])
 
@@ -45,10 +46,18 @@ class PoolHealth(BaseModel):
     actors: list[MaskActor] = Field(validation_alias="workers")
 
 
-class Health(BaseModel):
+class Liveness(BaseModel):
     status: Literal["ok", "unavailable"]
     reason: str | None = None
+
+
+class Health(Liveness):
     pool: PoolHealth
+
+
+class ReadinessReport(Liveness):
+    seconds: dict[Stage, float] = {}
+    """Time that each part of the last check took."""
 
 
 @router.get("/health", responses={503: {"model": Health}})
@@ -66,3 +75,26 @@ async def health(response: Response, context: Context) -> Health:
         response.status_code = 503
     pool = PoolHealth.model_validate(engine.pool, from_attributes=True)
     return Health(status="ok" if reason is None else "unavailable", reason=reason, pool=pool)
+
+
+@router.get("/health/live", responses={503: {"model": Liveness}})
+async def live(response: Response, context: Context) -> Liveness:
+    """Report whether the engine runs. If not, only a new process helps."""
+    engine = context.engine.health()
+    if engine.alive:
+        return Liveness(status="ok")
+    response.status_code = 503
+    return Liveness(status="unavailable", reason=f"the engine has died: {engine.error}")
+
+
+@router.get("/health/ready", responses={503: {"model": ReadinessReport}})
+async def ready(response: Response, context: Context) -> ReadinessReport:
+    """Report whether admission, compilation and masks each answered within a second, at most a few seconds ago."""
+    if context.shutting_down:
+        response.status_code = 503
+        return ReadinessReport(status="unavailable", reason="shutting down")
+    result = await context.readiness.result()
+    if result.reason is not None:
+        response.status_code = 503
+    status: Literal["ok", "unavailable"] = "ok" if result.reason is None else "unavailable"
+    return ReadinessReport(status=status, reason=result.reason, seconds=result.seconds)

@@ -83,11 +83,18 @@ class Metrics:
         self._abandoned = counter(
             "request_aborts", "Requests aborted because the client disconnected or stalled.", "reason"
         )
+        self._connection_ends = counter(
+            "connections_ended", "Connections that the server ended before their client did.", "reason"
+        )
         self.registry.register(_EngineCollector(engine))
 
     def abandoned(self, reason: str) -> None:
         """Count a request that was aborted because its client `disconnected` or `stalled`."""
         self._abandoned.labels(reason).inc()
+
+    def connection_ended(self, reason: str) -> None:
+        """Count a connection that the server ended: its client sent too little or too much, or there were too many."""
+        self._connection_ends.labels(reason).inc()
 
     def failed(self, code: str) -> None:
         """Count a request that was answered with an error, or with a stream that ended with one."""
@@ -96,65 +103,53 @@ class Metrics:
     async def observed(
         self, outputs: AsyncGenerator[RequestOutput, None], params: SamplingParams
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Pass a request's outputs on and measure them."""
-        timer = _Timer(self, params)
+        """Pass a request's outputs on and measure them: every snapshot of a stream, or only the last one."""
+        admitted, tokens, latest = False, 0, 0.0
         try:
             async for output in outputs:
-                timer.see(output)
+                times, now = output.metrics, time.monotonic()
+                assert times is not None
+                if not admitted:
+                    admitted = True
+                    self._observe_admission(output, times, params)
+                count = sum(len(each.token_ids) for each in output.outputs)
+                if count > tokens:
+                    self._generation_tokens.inc(count - tokens)
+                    if tokens == 0 and times.first_token_time is not None:
+                        self._first_token.observe(times.first_token_time - times.arrival_time)
+                    else:
+                        self._inter_token.observe(now - latest)
+                    tokens, latest = count, now
+                if output.finished:
+                    self._observe_end(output, times)
                 yield output
         except GuidedError as error:
             about_other_field = type(error) is InvalidRequest and error.param is not None  # for example a long prompt
-            if params.constraint is not None and not timer.admitted and not about_other_field:
+            if params.constraint is not None and not admitted and not about_other_field:
                 self._grammar_failures.labels(error.code, params.constraint.kind).inc()
             raise
         finally:
             await outputs.aclose()
 
-
-class _Timer:
-    """Measures one request from its outputs: every snapshot of a stream, or only the last one."""
-
-    def __init__(self, metrics: Metrics, params: SamplingParams) -> None:
-        self._metrics = metrics
-        self._constraint = params.constraint
-        self._latest = 0.0
-        self.admitted = False
-        """Its constraint is compiled."""
-        self._tokens = 0
-
-    def see(self, output: RequestOutput) -> None:
-        metrics, times, now = self._metrics, output.metrics, time.monotonic()
-        assert times is not None
-        if not self.admitted:
-            self.admitted = True
-            metrics._prompt_tokens.inc(len(output.prompt_token_ids))
-            if self._constraint is not None and output.backend is not None and times.compiled_time is not None:
-                labels = (output.backend, self._constraint.kind)
-                metrics._grammar_wait.labels(*labels).observe(times.compiled_time - times.arrival_time)
-                if output.compile_seconds > 0:
-                    metrics._compile.labels(*labels).observe(output.compile_seconds)
-                else:
-                    metrics._cache_hits.labels(*labels).inc()
-        count = sum(len(each.token_ids) for each in output.outputs)
-        if count > self._tokens:
-            metrics._generation_tokens.inc(count - self._tokens)
-            if self._tokens == 0 and times.first_token_time is not None:
-                metrics._first_token.observe(times.first_token_time - times.arrival_time)
+    def _observe_admission(self, output: RequestOutput, times: RequestMetrics, params: SamplingParams) -> None:
+        self._prompt_tokens.inc(len(output.prompt_token_ids))
+        if params.constraint is not None and output.backend is not None and times.compiled_time is not None:
+            labels = (output.backend, params.constraint.kind)
+            self._grammar_wait.labels(*labels).observe(times.compiled_time - times.arrival_time)
+            if output.compile_seconds > 0:
+                self._compile.labels(*labels).observe(output.compile_seconds)
             else:
-                metrics._inter_token.observe(now - self._latest)
-            self._tokens, self._latest = count, now
-        if output.finished:
-            self._finished(output, times)
+                self._cache_hits.labels(*labels).inc()
 
-    def _finished(self, output: RequestOutput, times: RequestMetrics) -> None:
-        metrics, ended = self._metrics, times.finished_time or time.monotonic()
-        metrics._end_to_end.observe(ended - times.arrival_time)
+    def _observe_end(self, output: RequestOutput, times: RequestMetrics) -> None:
+        ended = times.finished_time or time.monotonic()
+        self._end_to_end.observe(ended - times.arrival_time)
         longest = max(len(each.token_ids) for each in output.outputs)
         if times.first_token_time is not None and longest > 1:
-            metrics._per_token.observe((ended - times.first_token_time) / (longest - 1))
+            self._per_token.observe((ended - times.first_token_time) / (longest - 1))
         for each in output.outputs:
             if each.error is None and each.finish_reason is not None:
-                metrics._successes.labels(each.finish_reason).inc()
+                self._successes.labels(each.finish_reason).inc()
 
 
 class _EngineCollector(Collector):
@@ -169,11 +164,7 @@ class _EngineCollector(Collector):
         gauges = (
             ("num_requests_running", "Running sequences.", health.num_running),
             ("num_requests_waiting", "Requests that could run and wait.", health.num_waiting),
-            (
-                "num_requests_waiting_for_grammar",
-                "Requests that wait for a grammar.",
-                health.num_waiting_for_grammar,
-            ),
+            ("num_requests_waiting_for_grammar", "Requests that wait for a grammar.", health.num_waiting_for_grammar),
             ("num_sequences_parked", "Sequences parked because of a late mask.", stats.parked),
             ("kv_cache_usage_perc", "Share of the KV cache in use, 0 to 1.", health.kv_cache_usage),
             ("grammar_compiling", "Constraints that are being compiled or queued.", health.pool.compiling),

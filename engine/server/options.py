@@ -6,6 +6,7 @@ dataclasses. This module imports nothing slow, because `guided --help` needs it.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
@@ -29,14 +30,17 @@ class ServerSettings:
 
     Args:
         model_names: names that requests may use. Answers carry the first.
-        api_key: key that requests must carry. None: no key is needed.
+        api_key: key that requests must carry, or several keys with commas between them. None: no key is needed.
+        allowed_hosts: names in the header `Host` that requests may use, without port. Empty, or with `*`: any name.
         backend: grammar backend of requests that name none.
-        max_requests: maximum number of outputs that are generated or wait. Further ones get 429. A request has `n`
-            outputs per prompt.
-        max_waiting: maximum number of generations that wait for a grammar or for their turn. Further ones get 429.
+        max_requests: maximum number of generations that run or wait: n for each prompt. Further ones get 429.
+        max_waiting: maximum number of prompts that wait for a grammar or for their turn. Further ones get 429. Beyond
+            these two limits, a client that has less than its share of them is still served, up to twice the limit.
         max_body_bytes: maximum size of a request's body. A larger one gets 413.
         max_body_values: maximum number of values (objects, arrays, strings, numbers, ...) in a request's body.
         max_outputs: maximum number of outputs of one request: prompts times `n`. `EngineConfig.max_n` limits `n`.
+        max_answer_logprobs: maximum number of log-probabilities that an answer with several choices may have. A request
+            for more gets 400.
         stall_seconds: time for which a stream's client may read nothing before the request is aborted.
         sampling_defaults: fields of `SamplingParams` for what a request leaves out.
 
@@ -47,23 +51,65 @@ class ServerSettings:
 
     model_names: tuple[str, ...] = (DEFAULT_MODEL,)
     api_key: str | None = field(default=None, repr=False)
+    allowed_hosts: tuple[str, ...] = ()
     backend: str = AUTO
     max_requests: int = 1024
     max_waiting: int = 512
     max_body_bytes: int = 4 << 20
     max_body_values: int = 200_000
     max_outputs: int = 256
+    max_answer_logprobs: int = 200_000
     stall_seconds: float = 60.0
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
 
     RANGES: ClassVar[Mapping[str, Range]] = {
-        **dict.fromkeys(("max_requests", "max_waiting", "max_body_bytes"), Range(1)),
-        **dict.fromkeys(("max_body_values", "max_outputs"), Range(1)),
+        **dict.fromkeys(("max_requests", "max_waiting", "max_body_bytes", "max_body_values"), Range(1)),
+        **dict.fromkeys(("max_outputs", "max_answer_logprobs"), Range(1)),
         "stall_seconds": Range(0, exclusive=True),
     }
 
     def __post_init__(self) -> None:
         resolve(self.backend)
+        check_ranges(self)
+        if self.api_key and not self.api_keys:
+            raise ValueError("api_key holds no key")
+
+    @property
+    def api_keys(self) -> tuple[str, ...]:
+        """The keys. None: no key is needed."""
+        return tuple(stripped for key in (self.api_key or "").split(",") if (stripped := key.strip()))
+
+
+@dataclass(frozen=True)
+class ConnectionLimits:
+    """Limits on the connections of `guided serve`. Ray Serve has its own HTTP proxy.
+
+    Args:
+        max_connections: maximum number of connections, at most what the limit on open files allows. One more ends the
+            connection that has waited longest for its client, or gets 503 if none waits.
+        max_header_bytes: maximum size of URL and headers. Larger ones get 431.
+        header_seconds: time for URL and headers, from the start of the connection or from their first byte.
+        body_seconds: time for the body.
+        idle_seconds: time between an answer and the next request. Clients and proxies keep idle connections for 5 to
+            60 s. The server keeps them longer, because a server that closes first may do so at the moment when the
+            client sends a request.
+
+    Raises:
+        ValueError: a value is out of range.
+    """
+
+    max_connections: int = 2048
+    max_header_bytes: int = 64 << 10
+    header_seconds: float = 10.0
+    body_seconds: float = 60.0
+    idle_seconds: float = 75.0
+
+    RANGES: ClassVar[Mapping[str, Range]] = {
+        **dict.fromkeys(("max_connections", "max_header_bytes"), Range(1)),
+        **dict.fromkeys(("header_seconds", "body_seconds", "idle_seconds"), Range(0, exclusive=True)),
+    }
+
+    def __post_init__(self) -> None:
         check_ranges(self)
 
 
@@ -77,6 +123,8 @@ class ServeOptions:
         pool: where masks are computed.
         ray: options of the mask pool.
         grace_seconds: time that running generations have to end when the server stops.
+        forwarded_allow_ips: addresses of proxies, with commas between them: for requests from there the client is the
+            one in `X-Forwarded-For`. None: the header is ignored.
 
     Raises:
         ValueError: a value is out of range.
@@ -88,11 +136,13 @@ class ServeOptions:
     port: int = 8000
     pool: Literal["ray", "inline"] = "ray"
     grace_seconds: float = 10.0
+    forwarded_allow_ips: str | None = None
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     load: LoadOptions = field(default_factory=LoadOptions)
     engine: EngineConfig = field(default_factory=EngineConfig)
     ray: RayPoolOptions = field(default_factory=RayPoolOptions)
     server: ServerSettings = field(default_factory=ServerSettings)
+    connections: ConnectionLimits = field(default_factory=ConnectionLimits)
 
     RANGES: ClassVar[Mapping[str, Range]] = {"port": Range(0, 65535), "grace_seconds": Range(0)}
 
@@ -123,6 +173,20 @@ class ServeOptions:
         return self.served_model_name or self.model or DEFAULT_MODEL
 
 
+_API_KEY_VARIABLE = "GUIDED_API_KEY"
+
+
+def take_api_key(options: ServeOptions) -> ServeOptions:
+    """Use the API key of the environment if the options have none, and remove it from the environment.
+
+    Call it before the first child process is started: children inherit the environment.
+    """
+    key = os.environ.pop(_API_KEY_VARIABLE, None)
+    if options.server.api_key or not key:
+        return options
+    return replace(options, server=replace(options.server, api_key=key))
+
+
 def _with(base: Any, path: Sequence[str], value: Any) -> Any:
     """Return a copy of a dataclass with another value at `path`."""
     name, *rest = path
@@ -140,6 +204,7 @@ class Option:
         process_only: an option of `guided serve` only. Ray Serve has its own setting.
         env: environment variable that the command line reads.
         panel: heading that the command line lists it under.
+        metavar: what one value of an option that can be repeated is called.
     """
 
     field: str
@@ -148,6 +213,7 @@ class Option:
     process_only: bool = False
     env: str | None = None
     panel: str | None = None
+    metavar: str | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", self.name or self.path[-1])
@@ -204,8 +270,19 @@ OPTIONS = (
     Option("port", "Port to listen on. 0 picks a free one.", process_only=True),
     Option(
         "server.api_key",
-        "Key that requests must carry. The variable keeps it out of process lists.",
-        env="GUIDED_API_KEY",
+        "Key that requests must carry; several with commas. The variable keeps it out of process lists.",
+        env=_API_KEY_VARIABLE,
+    ),
+    Option(
+        "server.allowed_hosts",
+        "A name in the header Host that requests may use, or * for any. Can be repeated. "
+        "Default: if HOST is a loopback address, the names of this machine's loopback; else any.",
+        metavar="NAME",
+    ),
+    Option(
+        "forwarded_allow_ips",
+        "Addresses of proxies, with commas, that X-Forwarded-For is believed from. Default: none.",
+        process_only=True,
     ),
     Option("server.stall_seconds", "Seconds for which a stream's client may read nothing before it is aborted."),
     Option("grace_seconds", "Seconds that running generations have to end when the server stops.", process_only=True),
@@ -224,7 +301,11 @@ OPTIONS = (
         Option("engine.kv_cache_bytes", "MiB for the KV cache. Default: a share of the free memory.", "kv_cache_mib"),
         Option("engine.cpu_threads", "Threads of the forward pass on a CPU. Default: by the model's size."),
         Option("engine.seed", "Seed of requests that have none."),
-        Option("engine.logits_processors", "A custom logits processor (docs/logits-processors.md). Can be repeated."),
+        Option(
+            "engine.logits_processors",
+            "A custom logits processor (docs/logits-processors.md). Can be repeated.",
+            metavar="MODULE:CLASS",
+        ),
     ),
     *_panel(
         "Mask pool",
@@ -260,8 +341,8 @@ OPTIONS = (
     ),
     *_panel(
         "Limits of the server (429 beyond)",
-        Option("server.max_requests", "Outputs that are generated or wait."),
-        Option("server.max_waiting", "Generations that wait for a grammar or for their turn."),
+        Option("server.max_requests", "Generations that run or wait: n for each prompt."),
+        Option("server.max_waiting", "Prompts that wait for a grammar or for their turn."),
         Option("ray.max_compiling", "Constraints that are being compiled or wait for it."),
         Option(
             "ray.compile_limits.processes", "Compile processes. Default: by the number of CPUs.", "compile_processes"
@@ -276,10 +357,23 @@ OPTIONS = (
         Option("ray.compile_limits.grammar_bytes", "MiB that one compiled grammar may take.", "compiled_grammar_mib"),
     ),
     *_panel(
+        "Connections",
+        Option(
+            "connections.max_connections",
+            "Connections. One more ends the one that has waited longest.",
+            process_only=True,
+        ),
+        Option("connections.max_header_bytes", "Size of URL and headers, in bytes (431 beyond).", process_only=True),
+        Option("connections.header_seconds", "Seconds for URL and headers (408 beyond).", process_only=True),
+        Option("connections.body_seconds", "Seconds for the body (408 beyond).", process_only=True),
+        Option("connections.idle_seconds", "Seconds between an answer and the next request.", process_only=True),
+    ),
+    *_panel(
         "Limits of one request (400 beyond)",
         Option("server.max_body_bytes", "Size of a request's body, in bytes (413 beyond)."),
         Option("server.max_body_values", "Values in a request's body: objects, arrays, strings, numbers, ..."),
         Option("server.max_outputs", "Outputs of one request: prompts times n."),
+        Option("server.max_answer_logprobs", "Log-probabilities that an answer with several choices could have."),
         Option("engine.max_n", "Outputs of one request (n). Default: --max-num-seqs."),
         Option("engine.limits.max_constraint_bytes", "Size of a constraint, in bytes."),
         Option("engine.limits.max_values", "Values in a JSON schema."),

@@ -5,32 +5,41 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import faulthandler
 import gc
 import ipaddress
 import json
 import logging
+import math
 import shlex
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import uvicorn
+from fastapi import FastAPI
 from transformers import GenerationConfig
 from transformers.utils.logging import disable_progress_bar
 
 from engine.async_llm import AsyncLLM
 from engine.server.app import create_app
+from engine.server.connections import Connections
 from engine.server.context import ServerContext
 from engine.server.options import ServeOptions, ServerSettings
 from engine.server.protocol import CHAT_EXAMPLE, COMPLETION_EXAMPLE
 
-_KEEP_ALIVE_SECONDS = 75
-"""How long a connection may be idle. Clients and proxies keep idle connections for 5 to 60 s. The server keeps them
-longer, because a server that closes first may do so at the moment when the client sends a request."""
+_ANSWER_SECONDS = 3
+"""After the grace period: time to send the last events of streams."""
+_EXIT_SECONDS = 8.0
+"""After the grace period: time until the process ends, whatever still runs in it."""
+
+_LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 
 _SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Sampling parameters for which a model's `generation_config.json` can set defaults."""
@@ -81,20 +90,35 @@ def serve(options: ServeOptions, listener: socket.socket) -> None:
     """Serve on a bound socket until SIGINT or SIGTERM. Leaves no process behind. Raises what `start_engine` raises."""
     _log_to_stderr(options.log_level)
     drop_stalled_connections(listener, options.server.stall_seconds)
-    with _sigterm_exits():
+    exit_timer = _ExitTimer(options.grace_seconds + _EXIT_SECONDS)
+    with _sigterm_exits(exit_timer):
         _say(options, "loading the model and starting the mask pool …")
         engine = start_engine(options)
         try:
-            app = create_app(engine, settings_of(options))
-            config = uvicorn.Config(
-                app,
-                log_level=options.log_level,
-                timeout_graceful_shutdown=5,
-                timeout_keep_alive=_KEEP_ALIVE_SECONDS,
-            )
-            _Server(config, app.state.context, options).run(sockets=[listener])
+            settings = settings_of(options)
+            if not settings.allowed_hosts and _is_loopback(options.host):
+                settings = dataclasses.replace(settings, allowed_hosts=(*_LOOPBACK_NAMES, options.host))
+            app = create_app(engine, settings)
+            config = uvicorn_config(app, options)
+            _Server(config, app.state.context, options, exit_timer).run(sockets=[listener])
         finally:
             engine.shutdown()
+
+
+def uvicorn_config(app: FastAPI, options: ServeOptions, **others: Any) -> uvicorn.Config:
+    """Configure uvicorn for our application. `others` are further settings of uvicorn."""
+    context: ServerContext = app.state.context
+    connections = Connections(options.connections, context.metrics.connection_ended)
+    given: dict[str, Any] = {
+        "http": connections.protocol,
+        "ws": "none",
+        "log_level": options.log_level,
+        "timeout_graceful_shutdown": _ANSWER_SECONDS,
+        "timeout_keep_alive": math.ceil(options.connections.idle_seconds) + 1,  # ours comes first
+        "proxy_headers": options.forwarded_allow_ips is not None,
+        "forwarded_allow_ips": options.forwarded_allow_ips,
+    }
+    return uvicorn.Config(app, **{**given, **others})
 
 
 def _log_to_stderr(level: str) -> None:
@@ -120,8 +144,11 @@ def drop_stalled_connections(listener: socket.socket, seconds: float) -> None:
 class _Server(uvicorn.Server):
     """Prints examples when it is up. When told to stop, it lets running generations end, then aborts the rest."""
 
-    def __init__(self, config: uvicorn.Config, context: ServerContext, options: ServeOptions) -> None:
+    def __init__(
+        self, config: uvicorn.Config, context: ServerContext, options: ServeOptions, exit_timer: _ExitTimer
+    ) -> None:
         super().__init__(config)
+        self._exit_timer = exit_timer
         self._context = context
         self._options = options
 
@@ -131,20 +158,53 @@ class _Server(uvicorn.Server):
             host, port = sockets[0].getsockname()[:2]
             _say(self._options, _greeting(f"http://{f'[{host}]' if ':' in host else host}:{port}", self._options))
 
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self._exit_timer.start()
+        super().handle_exit(sig, frame)
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._context.shutting_down = True  # new requests and /health get 503
         deadline = time.monotonic() + self._options.grace_seconds
         while self._context.in_flight and not self.force_exit and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
-        await asyncio.to_thread(self._context.engine.shutdown)  # remaining streams end with an error event
+        # Remaining streams end with an error event. The event loop's own threads may all be busy.
+        ended = asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def shut_down_engine() -> None:
+            try:
+                self._context.engine.shutdown()
+            finally:
+                loop.call_soon_threadsafe(ended.set)
+
+        threading.Thread(target=shut_down_engine, name="shutdown", daemon=True).start()
+        await ended.wait()
         await super().shutdown(sockets)
 
 
+class _ExitTimer:
+    """Ends the process `seconds` after the first `start` if it has not ended by itself.
+
+    It works even if threads hang or keep the GIL, and prints the stacks of all threads. The pool's janitor removes what
+    the process leaves.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._started = False
+
+    def start(self) -> None:
+        if not self._started:
+            self._started = True
+            faulthandler.dump_traceback_later(self._seconds, exit=True)
+
+
 @contextlib.contextmanager
-def _sigterm_exits() -> Iterator[None]:
+def _sigterm_exits(exit_timer: _ExitTimer) -> Iterator[None]:
     """Unwind the stack on SIGTERM as on SIGINT, also while uvicorn has not installed its own handlers."""
 
     def on_sigterm(number: int, frame: object) -> None:
+        exit_timer.start()
         raise SystemExit(0)
 
     previous = signal.signal(signal.SIGTERM, on_sigterm)
@@ -164,10 +224,7 @@ def _say(options: ServeOptions, text: str) -> None:
 def _greeting(url: str, options: ServeOptions) -> str:
     lines = ["", f"guided serves {options.model_name} on {url}", ""]
     if not options.server.api_key and not _is_loopback(options.host):
-        lines += [
-            f"WARNING: {options.host} takes requests without a key: set --api-key or GUIDED_API_KEY",
-            "",
-        ]
+        lines += [f"WARNING: {options.host} takes requests without a key: set --api-key or GUIDED_API_KEY", ""]
     lines += ["Try:", "", _curl(url, options, "/v1/chat/completions", CHAT_EXAMPLE), ""]
     lines += [_curl(url, options, "/v1/completions", COMPLETION_EXAMPLE), ""]
     lines += [f"Documentation, to try from the browser:  {url}/docs", f"State of the mask pool:  curl {url}/health", ""]

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from guided import regex
 from guided.backends.base import Backend, CompiledGrammar
+from guided.backends.llguidance_schema import corrected
 from guided.backends.matchers import TextMatcher
 from guided.backends.native import guard
 from guided.constraint import USUAL_WHITESPACE, Constraint
@@ -33,8 +34,6 @@ REPEATS_WHITESPACE = tuple(map(int, _VERSION.split(".")[:2])) < (1, 8)
 _ESCAPES = 'bfnrt"\\'
 """Letters that may follow a backslash in JSON strings if a schema names properties. Without `u`: llguidance allows
 escapes in additional keys, so `{"\\u0061": ...}` would evade the schema of `a`."""
-_REPLACED_FORMATS = ("date", "time", "date-time")
-"""`format`s that are replaced by patterns: llguidance's allow a year 0, and leap seconds in any minute."""
 
 
 class LLGuidanceBackend(Backend):
@@ -51,9 +50,7 @@ class LLGuidanceBackend(Backend):
         self._vocabulary = vocabulary
         self._limits = limits
         self._tokenizer = llguidance.LLTokenizer(
-            _Tokenizer(vocabulary),
-            n_vocab=vocabulary.padded_vocab_size,
-            eos_token=list(vocabulary.stop_token_ids),
+            _Tokenizer(vocabulary), n_vocab=vocabulary.padded_vocab_size, eos_token=list(vocabulary.stop_token_ids)
         )
 
     def compile(self, constraint: Constraint) -> LLGuidanceGrammar:
@@ -179,18 +176,11 @@ class _Tokenizer:
         return self._vocabulary.encode(text)
 
 
-def _json_source(schema: dict[str, Any] | bool, whitespace: str | None) -> str:
-    if isinstance(schema, bool):
-        if not schema:
-            raise InvalidConstraint("the schema is `false`: no value satisfies it", param="json_schema", pointer="")
-        schema = {}
-    _check_patterns(schema)
-    _replace_formats(schema)
-    # Options within a schema could disable enforcement. (An unknown option is an error, so only those of version 1.7
-    # are set here.)
-    schema = {keyword: value for keyword, value in schema.items() if keyword != "x-guidance"}
+def _json_source(document: dict[str, Any] | bool, whitespace: str | None) -> str:
+    schema = corrected(document)
+    # An unknown option is an error, so only those of version 1.7 are set here.
     options: dict[str, Any] = {"lenient": False, "coerce_one_of": False, "json_allowed_escapes": None}
-    if any(keyword in ("properties", "patternProperties") for _, keyword, _, _ in walk_keywords(schema)):
+    if any(keyword in ("properties", "patternProperties", "required") for _, keyword, _, _ in walk_keywords(schema)):
         options["json_allowed_escapes"] = _ESCAPES
     options |= _spaced(whitespace)
     return str(llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options))
@@ -204,7 +194,7 @@ def _spaced(whitespace: str | None) -> dict[str, Any]:
             "leave the pattern out, or use another backend",
             param="whitespace_pattern",
         )
-    pattern = regex.canonical(USUAL_WHITESPACE if whitespace is None else whitespace, param="whitespace_pattern")
+    pattern = string_pattern.whitespace(USUAL_WHITESPACE if whitespace is None else whitespace)
     after = ""
     if whitespace is None and REPEATS_WHITESPACE:  # whitespace after commas and colons only
         pattern, after = "", pattern
@@ -214,27 +204,6 @@ def _spaced(whitespace: str | None) -> dict[str, Any]:
         "whitespace_flexible": pattern != "",
         "whitespace_pattern": pattern or None,
     }
-
-
-def _check_patterns(schema: dict[str, Any]) -> None:
-    """Refuse malformed patterns: llguidance accepts some that no regex dialect has, such as `^{2}a`."""
-    for pointer, keyword, value, _ in walk_keywords(schema):
-        patterns = {"pattern": [value], "patternProperties": value}.get(keyword, ())
-        for pattern in patterns:
-            try:
-                regex.parse_search(pattern, param="json_schema")
-            except UnsupportedConstraint:
-                pass  # llguidance decides what it can enforce
-            except InvalidConstraint as error:
-                raise InvalidConstraint(error.message, param="json_schema", pointer=pointer) from None
-
-
-def _replace_formats(schema: dict[str, Any]) -> None:
-    """Replace `_REPLACED_FORMATS` by patterns, in place."""
-    for _, keyword, name, holder in list(walk_keywords(schema)):
-        if keyword == "format" and name in _REPLACED_FORMATS:
-            del holder["format"]
-            holder["allOf"] = [*holder.get("allOf", ()), {"pattern": string_pattern.FORMATS[name]}]
 
 
 def _refusal(message: str, constraint: Constraint) -> Exception:

@@ -76,8 +76,7 @@ class LMFormatEnforcerBackend(Backend):
                 return ChoiceAutomaton(constraint.choices, self._tokens)
         if constraint.whitespace:
             raise UnsupportedConstraint(
-                "lm-format-enforcer has no whitespace pattern, only any whitespace and none",
-                param="whitespace_pattern",
+                "lm-format-enforcer has no whitespace pattern, only any whitespace and none", param="whitespace_pattern"
             )
         schema = {"type": "object"} if constraint.kind == "json_object" else json.loads(constraint.source)
         return JsonAutomaton(lower(schema), self._tokens, spaces=constraint.whitespace is None)

@@ -95,13 +95,13 @@ class _Lowering(SchemaLowering):
             return {"type": "string", "enum": [""]} if lengths.get("maxLength") == 0 else {"type": "string", **lengths}
         for keyword in lengths:
             raise self.refusal(schema, keyword, " next to 'pattern'")
-        try:  # ECMA's classes are ASCII. Narrowed: a full match, not a search
-            pattern = regex.canonical(f"(?a:{schema['pattern']})", small_classes=True, param="json_schema")
+        try:  # narrowed: a full match, not a search
+            node = regex.parse_ecma(schema["pattern"], param="json_schema")
         except InvalidConstraint as error:
             raise self.at_keyword(error, schema, "pattern") from None
-        if not pattern:
+        if node == regex.EMPTY:
             return {"type": "string", "enum": [""]}
-        pattern = f"(?:{pattern})"
+        pattern = f"(?:{regex.render(regex.with_small_classes(node))})"
         self.patterns.add(pattern)
         return {"type": "string", "pattern": pattern}
 

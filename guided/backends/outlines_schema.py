@@ -19,7 +19,7 @@ from guided import regex
 from guided.backends.schema_lowering import ArrayShape, SchemaLowering, any_of, counts
 from guided.errors import UnsupportedConstraint, bounded
 from guided.schema import number_pattern, string_pattern
-from guided.schema.keywords import NUMBER_BOUNDS, Schema, integer_bounds
+from guided.schema.keywords import NUMBER_BOUNDS, Schema, divides_integers, integer_bounds
 
 _ANY: dict[str, Any] = {"anyOf": [{}]}
 """Any value, a few levels deep. outlines writes `{}` alone without parentheses."""
@@ -41,6 +41,8 @@ def to_regex(schema: Schema, whitespace: str | None) -> str:
     Args:
         whitespace: regex for the text between JSON tokens; outlines' default (a space, or none) where None.
     """
+    if whitespace:
+        whitespace = f"(?:{string_pattern.whitespace(whitespace)})"
     lowering = _Lowering(schema)
     document = json.dumps(lowering.lower(lowering.form.root), ensure_ascii=False)
     placeholders = re.compile(rf"{_FIRST_PLACEHOLDER // 10**9}[0-9]{{9}}")
@@ -83,12 +85,10 @@ class _Lowering(SchemaLowering):
     def finite(self, schema: dict[str, Any], keyword: str, values: list[Any]) -> dict[str, Any]:
         parts = []
         for value in values:
-            if isinstance(value, int) and not isinstance(value, bool):
-                parts.append(self._placeholder(str(value)))
-            elif isinstance(value, list | dict):
-                parts.append(self._placeholder(_literal(value)))
-            else:
+            if isinstance(value, bool | str | None):
                 parts.append({"const": value})
+            else:  # outlines writes some numbers with fewer digits
+                parts.append(self._placeholder(_literal(value)))
         return any_of(parts)
 
     def string(self, schema: dict[str, Any]) -> dict[str, Any]:
@@ -121,7 +121,7 @@ class _Lowering(SchemaLowering):
 
     def integer(self, schema: dict[str, Any]) -> dict[str, Any]:
         multiple = schema.get("multipleOf", 1)
-        if 1 / multiple != int(1 / multiple):
+        if not divides_integers(multiple):
             raise self.refusal(schema, "multipleOf")
         low, high = integer_bounds(schema)
         if low is None and high is None:
@@ -152,7 +152,8 @@ class _Lowering(SchemaLowering):
     def _check_bounds(self, schema: dict[str, Any]) -> None:
         for keyword in NUMBER_BOUNDS:
             if abs(schema.get(keyword, 0)) > _LARGEST_BOUND:
-                raise self.refusal(schema, keyword, f" {schema[keyword]}: bounds are enforced up to {_LARGEST_BOUND}")
+                bound = bounded(schema[keyword], 40)
+                raise self.refusal(schema, keyword, f" {bound}: bounds are enforced up to {_LARGEST_BOUND}")
 
     def array(self, schema: dict[str, Any], shape: ArrayShape) -> dict[str, Any]:
         prefix, items, least, most = shape

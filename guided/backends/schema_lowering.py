@@ -6,7 +6,6 @@ refusal names the keyword and its JSON pointer in the user's document.
 
 from __future__ import annotations
 
-import re
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar, NamedTuple
 
@@ -21,10 +20,7 @@ from guided.schema.pointer import escape
 
 _NEVER = ("allOf", "oneOf", "not", "if", "dependentRequired", "dependentSchemas")
 """Keywords that no library enforces, where the normal form still has them."""
-_REASONS = {
-    "oneOf": " with alternatives that may overlap",
-    "allOf": " with parts that can't be merged",
-}
+_REASONS = {"oneOf": " with alternatives that may overlap", "allOf": " with parts that can't be merged"}
 
 
 class ArrayShape(NamedTuple):
@@ -265,5 +261,4 @@ class SchemaLowering(ABC):
 
     def matches(self, pattern: str, name: str) -> bool:
         """Return whether a property's name contains a match of `pattern`."""
-        string_pattern.read(pattern)  # refuses what Python's `re` can't read
-        return re.search(pattern, name) is not None
+        return string_pattern.matches(pattern, name)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from guided.errors import BackendSuspended
@@ -55,20 +55,23 @@ class Suspensions:
         Raises:
             BackendSuspended: all are.
         """
+        suspended = self._seconds_left(backends)
+        usable = tuple(name for name in backends if name not in suspended)
+        if not usable:
+            raise _error(suspended)
+        return usable
+
+    def error(self, backends: Sequence[str]) -> BackendSuspended | None:
+        """Return the error for those of `backends` that are suspended; None if none is."""
+        suspended = self._seconds_left(backends)
+        return _error(suspended) if suspended else None
+
+    def _seconds_left(self, backends: Sequence[str]) -> dict[str, float]:
+        """Return the suspended ones of `backends`, and how long each is suspended for."""
         with self._lock:
             now = self._clock()
             seconds_left = {name: self._record(name).until - now for name in backends}
-        usable = tuple(name for name in backends if seconds_left[name] <= 0)
-        if not usable:
-            seconds = min(seconds_left.values())
-            error = BackendSuspended(
-                f"{' and '.join(backends)} crashed on several constraints and is suspended for {seconds:.0f} s more; "
-                "try another backend",
-                param="backend",
-            )
-            error.retry_after = max(1.0, seconds)
-            raise error
-        return usable
+        return {name: seconds for name, seconds in seconds_left.items() if seconds > 0}
 
     def crashed(self, backend: str, constraint: str) -> None:
         """Record that compiling the constraint with this key crashed the backend."""
@@ -111,3 +114,15 @@ class Suspensions:
 
     def _record(self, backend: str) -> _Record:
         return self._records.setdefault(backend, _Record())
+
+
+def _error(suspended: Mapping[str, float]) -> BackendSuspended:
+    """Return the error for suspended backends and the seconds that are left of each suspension."""
+    seconds = min(suspended.values())
+    error = BackendSuspended(
+        f"{' and '.join(suspended)} crashed on several constraints and is suspended for {seconds:.0f} s more; "
+        "try another backend",
+        param="backend",
+    )
+    error.retry_after = max(1.0, seconds)
+    return error

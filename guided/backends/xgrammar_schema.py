@@ -17,7 +17,7 @@ from typing import Any
 from guided import regex
 from guided.backends.schema_lowering import ArrayShape, SchemaLowering, counts
 from guided.errors import bounded
-from guided.schema.keywords import NUMBER_BOUNDS, OF_TYPE, Schema, integer_bounds
+from guided.schema.keywords import NUMBER_BOUNDS, OF_TYPE, Schema, divides_integers, integer_bounds
 
 PATTERN = "^pattern{}$"
 
@@ -120,25 +120,25 @@ class _Lowering(SchemaLowering):
         bounds = {keyword: schema[keyword] for keyword in NUMBER_BOUNDS if keyword in schema}
         for keyword, bound in bounds.items():
             if abs(bound) > 1e15 or (bound and abs(bound) < 1e-6):
-                raise self.refusal(schema, keyword, f" {bound}: bounds are enforced from 1e-6 to 1e15")
+                raise self.refusal(schema, keyword, f" {bounded(bound, 40)}: bounds are enforced from 1e-6 to 1e15")
         return {"type": "number", **bounds}
 
     def integer(self, schema: dict[str, Any]) -> dict[str, Any]:
         for keyword in NUMBER_BOUNDS:
             if abs(schema.get(keyword, 0)) > _INT64:
-                raise self.refusal(schema, keyword, f" {schema[keyword]}: it is beyond 64 bits")
+                raise self.refusal(schema, keyword, f" {bounded(schema[keyword], 40)}: it is beyond 64 bits")
         low, high = integer_bounds(schema)
         if low is not None and high is not None and low > high:
             raise self.unsatisfiable(schema, "no integer is within the bounds")
         bounds = {"minimum": low, "maximum": high}
         lowered = {"type": "integer", **{keyword: bound for keyword, bound in bounds.items() if bound is not None}}
         multiple = schema.get("multipleOf", 1)
-        if 1 / multiple == int(1 / multiple):
+        if divides_integers(multiple):
             return lowered
         narrow = low is not None and high is not None and high - low < _WIDEST_MULTIPLES
         enforced = narrow or (low is None and high is None)
         if multiple != int(multiple) or multiple > _LARGEST_MULTIPLE or not enforced:
-            raise self.refusal(schema, "multipleOf", f" {multiple} with these bounds")
+            raise self.refusal(schema, "multipleOf", f" {bounded(multiple, 40)} with these bounds")
         return {**lowered, "multipleOf": int(multiple)}
 
     def array(self, schema: dict[str, Any], shape: ArrayShape) -> dict[str, Any]:
@@ -167,6 +167,12 @@ class _Lowering(SchemaLowering):
         allowed = {name: self.lower(value) for name, value in properties.items() if value is not False}
         if len(allowed) < len(properties):
             rest, names = False, True  # narrowed: xgrammar excludes a name only by allowing no others
+        if schema.get("minProperties", 0) > 1 + len(schema.get("required", ())) and (rest is not False or patterns):
+            if schema["minProperties"] > len(allowed):
+                raise self.refusal(schema, "minProperties", ": the same name would count twice")
+            rest, names = False, True  # narrowed: other names could occur twice
+            lowered.pop("patternProperties", None)
+            patterns = {}
         if allowed:
             lowered["properties"] = allowed
         if names is not True:

@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
-from types import TracebackType
 from typing import Literal
 
 import numpy as np
@@ -360,9 +359,7 @@ class GuidedLogitsProcessor:
     def __enter__(self) -> GuidedLogitsProcessor:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
 

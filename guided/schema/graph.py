@@ -12,7 +12,6 @@ from graphlib import CycleError, TopologicalSorter
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
-import attrs
 import referencing
 import referencing.exceptions
 import referencing.jsonschema
@@ -80,10 +79,7 @@ class SchemaGraph:
 
     @classmethod
     def build(
-        cls,
-        document: dict[str, Any],
-        check: Callable[[Position], None] = lambda _: None,
-        param: str = "json_schema",
+        cls, document: dict[str, Any], check: Callable[[Position], None] = lambda _: None, param: str = "json_schema"
     ) -> SchemaGraph:
         """Build the graph of `document`.
 
@@ -188,9 +184,7 @@ class SchemaGraph:
 
     def _resolve(self) -> None:
         """Turn references into edges. A target outside the known schema positions is added."""
-        specification = referencing.jsonschema.specification_with(Dialect.of(self._document).uri)
-        # The package's own function fails for `extends` of draft 3 that is an object.
-        specification = attrs.evolve(specification, subresources_of=_subschemas)  # type: ignore[misc]
+        specification = _specification(Dialect.of(self._document))
         root = specification.create_resource(self._document)
         try:
             start = referencing.Registry().with_resource("", root).crawl().resolver_with_root(root)
@@ -235,6 +229,21 @@ class SchemaGraph:
         return InvalidConstraint(message, param=self._param, pointer=where)
 
 
+def _specification(dialect: Dialect) -> Any:
+    """Return how `referencing` finds identifiers in schemas of a dialect."""
+    known = referencing.jsonschema.specification_with(dialect.uri)
+    if not dialect.is_draft3:
+        return known
+    make: Any = referencing.Specification
+    return make(  # `referencing` takes the keys of an `extends` that is an object for schemas
+        name=known.name,
+        id_of=known.id_of,
+        subresources_of=lambda schema: (child for _, _, child, _ in _children(schema) if isinstance(child, dict)),
+        maybe_in_subresource=known.maybe_in_subresource,
+        anchors_in=lambda _specification, schema: known.anchors_in(schema),
+    )
+
+
 def _exists(reference: str, resolver: Any) -> bool:
     try:
         resolver.lookup(reference)
@@ -253,13 +262,6 @@ def _closure(start: list[Node]) -> Iterator[Node]:
             seen.add(id(node))
             yield node
             todo.extend(reversed([*(child for _, child in node.same), *node.parts]))
-
-
-def _subschemas(schema: Any) -> Iterator[Any]:
-    if isinstance(schema, dict):
-        for _, _, child, _ in _children(schema):
-            if isinstance(child, dict):
-                yield child
 
 
 def _children(schema: dict[str, Any]) -> Iterator[tuple[str, str, Any, bool]]:

@@ -5,6 +5,7 @@ Works on subschemas in the terms of the normal form (`normal_form.py`), without 
 
 from __future__ import annotations
 
+from fractions import Fraction
 from math import ceil, floor
 from typing import Any
 
@@ -64,7 +65,7 @@ def clean(schema: dict[str, Any]) -> Schema:
         value = kept.get(keyword)
         if value is nothing or (nothing is True and value == {}) or (value == nothing and type(value) is type(nothing)):
             kept.pop(keyword, None)
-    _narrow_bounds(kept)
+    narrow_bounds(kept)
     types = [kind for kind in types if _possible(kind, kept)]
     if not types:
         return False
@@ -87,7 +88,7 @@ def _name_required(schema: dict[str, Any]) -> None:
         schema["properties"] = {**schema.get("properties", {}), **dict.fromkeys(missing, rest)}
 
 
-def _narrow_bounds(schema: dict[str, Any]) -> None:
+def narrow_bounds(schema: dict[str, Any]) -> None:
     """Keep one bound per side: the stricter of an inclusive and an exclusive one."""
     for inclusive, exclusive, sign in (("minimum", "exclusiveMinimum", 1), ("maximum", "exclusiveMaximum", -1)):
         if inclusive in schema and exclusive in schema:
@@ -135,6 +136,11 @@ def integer_bounds(schema: dict[str, Any]) -> tuple[int | None, int | None]:
     elif "exclusiveMaximum" in schema:
         high = ceil(schema["exclusiveMaximum"]) - 1
     return low, high
+
+
+def divides_integers(multiple: int | float) -> bool:
+    """Whether every integer is a multiple of `multiple`."""
+    return (1 / Fraction(str(multiple))).denominator == 1
 
 
 def _types(schema: dict[str, Any]) -> list[str]:

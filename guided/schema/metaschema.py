@@ -21,6 +21,7 @@ from jsonschema.validators import extend, validator_for
 from jsonschema_specifications import REGISTRY  # type: ignore[import-untyped]
 
 from guided.errors import bounded
+from guided.schema.instances import enforcing
 from guided.schema.pointer import pointer
 
 Check = Callable[[Any], bool]
@@ -72,9 +73,19 @@ class Dialect:
         meta = self._validator.META_SCHEMA
         return str(meta.get("$id") or meta["id"])
 
+    @property
+    def siblings_of_ref_count(self) -> bool:
+        """Whether keywords next to `$ref` have an effect: from draft 2019-09 on."""
+        return "2020-12" in self.uri or "2019-09" in self.uri
+
+    @property
+    def is_draft3(self) -> bool:
+        """Whether it is draft 3: `divisibleBy`, `extends`, `disallow`, `required: true` in a property."""
+        return "draft-03" in self.uri
+
     def validator(self, document: dict[str, Any]) -> Any:
-        """Return a `jsonschema` validator for instances of `document`; it ignores formats."""
-        return self._validator(document)
+        """Return a validator for instances of `document`."""
+        return enforcing(self._validator)(document)
 
     def fault(self, keyword: str, value: Any) -> Fault | None:
         """Return the error in `value` as the value of `keyword`; None if it is valid or the keyword unknown."""

@@ -17,6 +17,7 @@ In normal form (always draft 2020-12):
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations, zip_longest
@@ -27,11 +28,16 @@ from jsonschema import Draft202012Validator
 
 from guided.errors import InvalidConstraint, UnsupportedConstraint
 from guided.schema.graph import Node, SchemaGraph
+from guided.schema.instances import enforcing
 from guided.schema.keywords import GREATEST, LEAST, OF_TYPE, Schema, clean, common_types, types_of
 from guided.schema.metaschema import Dialect
 
 _MAX_MERGES = 20_000
 _MAX_ALTERNATIVES = 64
+
+
+_NO_SIBLINGS = {"$ref", "$schema", "$comment", "$defs", "default", "definitions", "description", "examples", "title"}
+"""Keywords without an effect next to `$ref`."""
 
 
 class _Inexact(Exception):
@@ -75,6 +81,29 @@ def normalise(schema: Schema) -> NormalForm:
         raise InvalidConstraint(f"a pattern is malformed: {error}", param="json_schema") from None
     except RecursionError:
         raise UnsupportedConstraint("the schema is too deeply recursive", param="json_schema") from None
+    except OverflowError:
+        raise UnsupportedConstraint("the schema has numbers that are too large", param="json_schema") from None
+
+
+def refuse_mixed_dialects(graph: SchemaGraph, dialect: Dialect) -> None:
+    """Refuse a document with parts in another dialect than `dialect`, its own, if they would mean something else in it.
+
+    Raises:
+        UnsupportedConstraint: with the pointer of the part's `$schema`.
+    """
+    for node in graph.nodes():
+        part = node
+        while "$schema" not in part.schema and part.parent is not None:
+            part = part.parent
+        own = Dialect.of(part.schema) if "$schema" in part.schema else dialect
+        differs = own.siblings_of_ref_count != dialect.siblings_of_ref_count
+        has_siblings = "$ref" in node.schema and bool(node.schema.keys() - _NO_SIBLINGS)
+        if own.is_draft3 != dialect.is_draft3 or (differs and has_siblings):
+            raise UnsupportedConstraint(
+                "a '$schema' that differs from the document's can't be enforced",
+                param="json_schema",
+                pointer=f"{part.pointer}/$schema",
+            )
 
 
 class _Normaliser:
@@ -82,9 +111,15 @@ class _Normaliser:
         self._document = document
         self._graph = SchemaGraph.build(document)
         self._nodes = {id(node.schema): node for node in self._graph.nodes()}
-        uri = Dialect.of(document).uri
-        self._siblings_of_ref_count = "2020-12" in uri or "2019-09" in uri
-        self._validator = Dialect.of(document).validator(document)
+        self._dialect = Dialect.of(document)
+        refuse_mixed_dialects(self._graph, self._dialect)
+        self._validator = self._dialect.validator(document)
+        self._anchors = Counter(
+            (anchor, node.schema[anchor])
+            for node in self._graph.nodes()
+            for anchor in ("$dynamicAnchor", "$recursiveAnchor")
+            if node.schema.get(anchor)
+        )
         self._names: dict[int, str] = {}
         self._building: set[str] = set()
         self._unfolding: set[str] = set()
@@ -109,16 +144,19 @@ class _Normaliser:
     def _conjuncts(self, node: Node) -> Iterator[Schema]:
         """Yield the conditions of `node`, each in normal form."""
         schema = node.schema
-        alone = "$ref" in schema and not self._siblings_of_ref_count
+        alone = "$ref" in schema and not self._dialect.siblings_of_ref_count
         if ("enum" in schema or "const" in schema) and not alone:
             yield self._finite(schema)
             return
         for keyword, target in node.same:
             if keyword in ("$ref", "$dynamicRef", "$recursiveRef"):
+                self._refuse_overridden(keyword, node, target)
                 yield {"$ref": f"#/$defs/{self._name(target)}"}
         if alone:
             return
         yield self._own(schema)
+        if _has_schema(schema.get("type")):
+            yield self._any_type(schema["type"])
         for keyword in ("allOf", "extends"):
             parts = schema.get(keyword, [])
             for part in parts if isinstance(parts, list) else [parts]:
@@ -126,6 +164,22 @@ class _Normaliser:
         for keyword in ("anyOf", "oneOf"):
             if keyword in schema:
                 yield self._alternatives(keyword, [self._normal(part) for part in schema[keyword]])
+
+    def _refuse_overridden(self, keyword: str, node: Node, target: Node) -> None:
+        """Refuse a dynamic reference that an outer schema may direct to another target."""
+        anchor = keyword.replace("Ref", "Anchor")
+        if self._anchors[anchor, target.schema.get(anchor)] > 1:
+            raise UnsupportedConstraint(
+                f"{keyword!r} with several targets ({anchor!r} occurs more than once) can't be enforced: use '$ref'",
+                param="json_schema",
+                pointer=f"{node.pointer}/{keyword}",
+            )
+
+    def _any_type(self, options: Any) -> Schema:
+        """Return any of some types, which are names, or schemas in draft 3."""
+        listed = options if isinstance(options, list) else [options]
+        parts = [self._normal(option) if isinstance(option, dict) else clean({"type": option}) for option in listed]
+        return self._alternatives("anyOf", parts)
 
     def _conjunction(self, conjuncts: list[Schema], schema: dict[str, Any]) -> Schema:
         """Combine all of `conjuncts`; those that can't be merged stay under `allOf`."""
@@ -146,9 +200,18 @@ class _Normaliser:
 
         Each alternative is closed separately: a value that needs two of them together is excluded (a subset).
         """
-        if isinstance(merged, dict) and "anyOf" in merged:
+        if merged is False or not schema.keys() & {"unevaluatedProperties", "unevaluatedItems"}:
+            return merged
+        if merged is True:
+            merged = {}
+        if "anyOf" in merged:
             return {"anyOf": [self._close_unevaluated(part, schema) for part in merged["anyOf"]]}
-        if not isinstance(merged, dict) or "$ref" in merged:
+        if "$ref" in merged:
+            try:
+                return self._close_unevaluated(self._definition(merged["$ref"].removeprefix("#/$defs/")), schema)
+            except _Inexact:
+                return {"allOf": [merged, {"unevaluatedProperties": False}]}
+        if "enum" in merged or "const" in merged:
             return merged
         for keyword, standing in (("unevaluatedProperties", "additionalProperties"), ("unevaluatedItems", "items")):
             if keyword in schema:
@@ -165,7 +228,7 @@ class _Normaliser:
         single += ["then", "else"] if "if" in schema else []
         for keyword, value in schema.items():
             if keyword == "type":
-                own["type"] = value
+                own |= {} if _has_schema(value) else {"type": value}
             elif keyword in ("minimum", "maximum"):
                 exclusive = f"exclusive{keyword.capitalize()}"
                 own[exclusive if draft4[exclusive] is True else keyword] = value
@@ -178,11 +241,18 @@ class _Normaliser:
             elif keyword in single:
                 own[keyword] = self._normal(value)
             elif keyword == "disallow":
-                own["not"] = {"type": value}
+                own["not"] = self._any_type(value)
+            elif keyword == "required" and isinstance(value, bool):
+                continue  # draft 3: see below
+            elif keyword == "divisibleBy" and self._dialect.is_draft3:
+                own["multipleOf"] = value
             elif keyword == "dependencies":
                 self._split_dependencies(value, own)
             elif keyword not in ("items", "prefixItems") and any(keyword in keywords for keywords in OF_TYPE.values()):
                 own[keyword] = value
+        if self._dialect.is_draft3:
+            named = schema.get("properties", {}).items()
+            own["required"] = [name for name, part in named if isinstance(part, dict) and part.get("required") is True]
         self._own_items(schema, own)
         return clean(own)
 
@@ -281,7 +351,9 @@ class _Normaliser:
             if name in self._building:
                 raise _Inexact
             needed.extend(found for found in _references(self._form.definitions[name]) if found not in needed)
-        validator = Draft202012Validator({**other, "$defs": {name: self._form.definitions[name] for name in needed}})
+        validator = enforcing(Draft202012Validator)(
+            {**other, "$defs": {name: self._form.definitions[name] for name in needed}}
+        )
         return _valid_values(finite, validator)
 
     def _merge_keywords(self, left: dict[str, Any], right: dict[str, Any]) -> dict[str, Any]:
@@ -385,6 +457,11 @@ class _Normaliser:
             and any(name not in one.get("properties", {}) for name in other.get("required", ()))
             for one, other in ((left, right), (right, left))
         )
+
+
+def _has_schema(types: Any) -> bool:
+    """Whether a list of types contains a schema (draft 3)."""
+    return isinstance(types, list) and any(isinstance(option, dict) for option in types)
 
 
 def _valid_values(finite: dict[str, Any], validator: Any) -> Schema:

@@ -6,11 +6,15 @@ pattern is parsed (`regex.parse_search`: it may match anywhere) and its characte
 
 from __future__ import annotations
 
+import re
+from functools import lru_cache
+
 from guided import regex
 from guided.errors import InvalidConstraint, UnsupportedConstraint
 from guided.regex import Chars, Choice, Node, Repeat, Sequence
 
 _ESCAPED = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t", "\r": "\\r", "\b": "\\b", "\f": "\\f"}
+_BLANKS = regex.ranges_of([(0x09, 0x0A), (0x0D, 0x0D), (0x20, 0x20)])
 PLAIN = regex.complement(regex.ranges_of([(0, 0x1F), (0x22, 0x22), (0x5C, 0x5C), (0x7F, 0x7F)]))
 """Characters that are not escaped in JSON strings (without DEL, which some libraries escape)."""
 
@@ -62,6 +66,33 @@ of them: no leap seconds, no literals for hosts, no unusual notations of address
 def read(pattern: str) -> Node:
     """Return all strings that contain a match of `pattern`. Raises as `regex.canonical` does."""
     return regex.parse_search(pattern, param="json_schema")
+
+
+def whitespace(pattern: str) -> str:
+    """Return a regex for the whitespace between JSON tokens, without what JSON does not allow there. Empty for none.
+
+    Raises:
+        InvalidConstraint: nothing is left of a part of the pattern, or as `regex.canonical` does.
+    """
+
+    def blank(chars: Chars) -> Chars:
+        ranges = regex.intersection(chars.ranges, _BLANKS)
+        if not ranges:
+            message = "the whitespace pattern needs a character other than space, tab, line feed and carriage return"
+            raise InvalidConstraint(message, param="whitespace_pattern")
+        return Chars(ranges)
+
+    return regex.render(regex.map_chars(regex.parse(pattern, param="whitespace_pattern"), blank))
+
+
+def matches(pattern: str, text: str) -> bool:
+    """Return whether `text` contains a match of `pattern`. Raises as `read` does."""
+    return _compiled(pattern).fullmatch(text) is not None
+
+
+@lru_cache(maxsize=256)
+def _compiled(pattern: str) -> re.Pattern[str]:
+    return re.compile(regex.render(read(pattern)))
 
 
 def in_json(node: Node, *, escapes: bool) -> Node:

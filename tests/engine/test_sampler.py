@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from engine.detokenizer import Detokenizer, TokenTexts
+from engine.logits_processors import VllmConfig
 from engine.logits_processors.builtin import SUPPRESSED
+from engine.logits_processors.processors import LogitsProcessors
 from engine.sampler import Sampler
 from engine.sampling_metadata import SamplingMetadata
 from engine.sampling_params import SamplingParams
@@ -40,18 +42,27 @@ def metadata(*sequences: Sequence) -> SamplingMetadata:
     return SamplingMetadata.for_batch(ScheduledBatch(decodes=list(sequences)), torch.device("cpu"), None)
 
 
+def begun(rows: SamplingMetadata) -> Sampler:
+    """A sampler at the beginning of a step."""
+    sampler = Sampler([EOS], LogitsProcessors(VllmConfig(stop_token_ids=frozenset({EOS})), torch.device("cpu")))
+    sampler.begin(rows)
+    return sampler
+
+
 def logits_of(*rows: list[float]) -> torch.Tensor:
     return torch.tensor([row + [-50.0] * (VOCAB - len(row)) for row in rows])
 
 
 def adjusted(it: Sequence, row: list[float]) -> list[float]:
-    found: list[float] = Sampler([EOS]).adjust(logits_of(row), metadata(it))[0, : len(row)].tolist()
+    meta = metadata(it)
+    found: list[float] = begun(meta).adjust(logits_of(row), meta)[0, : len(row)].tolist()
     return found
 
 
 def drawn(count: int, row: list[float], **params: Any) -> Counter[int]:
     it = sequence(**params)
-    sampler, meta, logits = Sampler([EOS]), metadata(it), logits_of(row)
+    meta, logits = metadata(it), logits_of(row)
+    sampler = begun(meta)
     return Counter(sampler.sample(logits.clone(), meta).token_ids[0] for _ in range(count))
 
 
@@ -71,13 +82,17 @@ def test_penalties_are_ctrl_s_and_openai_s() -> None:
 
 def test_penalties_count_what_comes_while_the_batch_stays() -> None:
     it = sequence(frequency_penalty=1.0)
-    sampler, meta = Sampler([EOS]), metadata(it)
+    meta = metadata(it)
+    sampler = begun(meta)
     seen = []
     for token in (3, 3, 4):
+        sampler.begin(meta)
         seen.append(sampler.adjust(logits_of([0.0] * 5), meta)[0, :5].tolist())
         it.append(token)
     assert seen == [[0.0] * 5, [0.0, 0.0, 0.0, -1.0, 0.0], [0.0, 0.0, 0.0, -2.0, 0.0]]
-    found = sampler.adjust(logits_of([0.0] * 5, [0.0] * 5), metadata(sequence(), it))[:, :5].tolist()
+    meta = metadata(sequence(), it)
+    sampler.begin(meta)
+    found = sampler.adjust(logits_of([0.0] * 5, [0.0] * 5), meta)[:, :5].tolist()
     assert found == [[0.0] * 5, [0.0, 0.0, 0.0, -2.0, -1.0]], "a new batch is counted anew"
 
 
@@ -104,7 +119,8 @@ def test_the_mask_wins_over_all_suppression(temperature: float) -> None:
         min_p=0.5,
         top_k=3,
     )
-    sampler, meta = Sampler([EOS]), metadata(it)
+    meta = metadata(it)
+    sampler = begun(meta)
     logits = sampler.adjust(logits_of([1.0, 2.0, 3.0]), meta)
     logits[0, 1:] = float("-inf")
     output = sampler.sample(logits, meta)
@@ -142,7 +158,8 @@ def test_top_k_top_p_and_min_p_leave_out_the_tail() -> None:
 def test_truncation_is_each_row_s_own() -> None:
     rows = [sequence(seed=index, top_k=k) for index, k in enumerate([1, 2, 0, -1])]
     rows += [sequence(temperature=0.0)]
-    sampler, meta = Sampler([EOS]), metadata(*rows)
+    meta = metadata(*rows)
+    sampler = begun(meta)
     logits = logits_of(*[[1.0, 1.1, 1.2, 1.3]] * 5)
     found = [sampler.sample(logits.clone(), meta).token_ids for _ in range(300)]
     seen = [set(column) for column in zip(*found, strict=True)]
@@ -159,22 +176,24 @@ def test_a_row_that_is_all_forbidden_is_broken_and_no_token() -> None:
     logits = logits_of(*[[1.0, 2.0]] * 4)
     logits[:2] = float("-inf")
     logits[2] = float("nan")
-    assert Sampler([EOS]).sample(logits, metadata(*rows)).broken == [0, 1, 2]
-    assert Sampler([EOS]).sample(logits, metadata(*rows), skip={0, 2}).broken == [1]
+    meta = metadata(*rows)
+    assert begun(meta).sample(logits, meta).broken == [0, 1, 2]
+    assert begun(meta).sample(logits, meta, skip={0, 2}).broken == [1]
 
 
 def test_randomness_is_a_sequence_s_own() -> None:
     """Alone, in company, skipped for some steps: the numbers it draws are the same."""
     row = [0.0] * VOCAB
     alone = sequence(seed=9)
-    expected = [Sampler([EOS]).sample(logits_of(row), metadata(alone)).token_ids[0] for _ in range(40)]
+    meta = metadata(alone)
+    expected = [begun(meta).sample(logits_of(row), meta).token_ids[0] for _ in range(40)]
     mine, others = sequence(seed=9), [sequence(seed=index) for index in range(3)]
     found = []
     for step in range(60):
         company = others[: step % 4]
         rows = metadata(*company, mine)
         skip = {len(company)} if step % 3 == 2 else set()
-        tokens = Sampler([EOS]).sample(logits_of(*[row] * (len(company) + 1)), rows, skip).token_ids
+        tokens = begun(rows).sample(logits_of(*[row] * (len(company) + 1)), rows, skip).token_ids
         if not skip:
             found.append(tokens[-1])
     assert found == expected
@@ -195,7 +214,8 @@ def test_logprobs_are_of_the_raw_logits() -> None:
     it = sequence(temperature=0.0, logprobs=2, logit_bias={0: 100})
     plain = sequence(temperature=0.0)
     row = [0.0, 1.0, 2.0, 3.0]
-    sampler, meta = Sampler([EOS]), metadata(plain, it)
+    meta = metadata(plain, it)
+    sampler = begun(meta)
     logits = sampler.adjust(logits_of(row, row), meta)
     logits[1, 1:] = float("-inf")
     output = sampler.sample(logits, meta)
@@ -209,7 +229,8 @@ def test_logprobs_are_of_the_raw_logits() -> None:
 
 def test_logprobs_zero_is_the_sampled_token_alone() -> None:
     it = sequence(temperature=0.0, logprobs=0)
-    sampler, meta = Sampler([EOS]), metadata(it)
+    meta = metadata(it)
+    sampler = begun(meta)
     output = sampler.sample(sampler.adjust(logits_of([0.0, 2.0]), meta), meta)
     assert list(output.logprobs[0]) == [1]
 
@@ -222,8 +243,8 @@ def test_rows_are_sorted_by_kind_of_sampling() -> None:
     rows.append(sequence(temperature=0.5))
     rows[4].params = SamplingParams(seed=3)
     meta = metadata(*rows)
-    assert (meta.greedy, meta.random, meta.guided_rows.tolist()) == ([1], [0, 2, 3, 4], [3])
+    assert (meta.random, meta.guided_rows.tolist()) == ([0, 2, 3, 4], [3])
     again = SamplingMetadata.for_batch(ScheduledBatch(decodes=list(rows)), torch.device("cpu"), meta)
     assert again is meta
     fewer = SamplingMetadata.for_batch(ScheduledBatch(decodes=rows[1:]), torch.device("cpu"), meta)
-    assert (fewer.greedy, fewer.guided_rows.tolist()) == ([0], [2])
+    assert (fewer.random, fewer.guided_rows.tolist()) == ([1, 2, 3], [2])

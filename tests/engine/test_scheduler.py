@@ -29,14 +29,14 @@ def scheduler(num_blocks: int = 16, max_num_seqs: int = 8, max_num_batched_token
 
 def names(batch: ScheduledBatch) -> tuple[list[str], list[str]]:
     return (
-        [prefill.group.request_id for prefill in batch.prefills],
+        [prefill[0].group.request_id for prefill in batch.prefills],
         [sequence.group.request_id for sequence in batch.decodes],
     )
 
 
 def sample(batch: ScheduledBatch) -> None:
     """What the engine does after a step."""
-    for sequence in [s for prefill in batch.prefills for s in prefill.sequences] + batch.decodes:
+    for sequence in [s for prefill in batch.prefills for s in prefill] + batch.decodes:
         sequence.append(1)
 
 
@@ -110,12 +110,12 @@ def test_the_newest_is_preempted_and_comes_back_before_new_groups() -> None:
             break
     assert preempted_at is not None
     assert [sequence.group for sequence in it.preempted] == [new]
-    assert new.num_preemptions == it.num_preemptions == 1
+    assert it.num_preemptions == 1
     assert names(batch) == ([], ["old"]), "a step that preempts starts no new group"
     it.remove(old)
     batch = it.schedule()
     assert names(batch)[0] == ["new", "newest"]
-    assert batch.prefills[0].num_tokens == new.sequences[0].length, "prompt and output are prefilled again"
+    assert batch.prefills[0][0].length == new.sequences[0].length, "prompt and output are prefilled again"
 
 
 def test_every_order_of_ends_gives_all_blocks_back() -> None:
@@ -133,7 +133,7 @@ def test_a_group_of_n_is_prefilled_once_and_copies_what_it_shares() -> None:
     it.add(group("many", 6, n=3))
     batch = it.schedule()
     assert len(batch.prefills) == 1
-    assert len(batch.prefills[0].sequences) == 3
+    assert len(batch.prefills[0]) == 3
     assert it.blocks.num_free == 14
     sample(batch)
     batch = it.schedule()
@@ -150,3 +150,73 @@ def test_a_finished_sequence_leaves_its_group_running() -> None:
     many.sequences[0].finish(SequenceStatus.FINISHED_STOPPED)
     it.drop_finished()
     assert it.schedule().decodes == [many.sequences[1]]
+
+
+def of(client: str, name: str, tokens: int = 4, n: int = 1) -> SequenceGroup:
+    one = group(name, tokens, n)
+    one.client = client
+    return one
+
+
+def clients(it: Scheduler) -> list[str]:
+    return sorted(sequence.group.client for sequence in it.running)
+
+
+def test_clients_take_turns_and_each_ones_order_is_kept() -> None:
+    it = scheduler(num_blocks=64, max_num_seqs=4)
+    for index in range(6):
+        it.add(of("flood", f"f{index}"))
+    for name in "ab":
+        it.add(of("other", name))
+    assert names(it.schedule())[0] == ["f0", "a", "f1", "b"]
+
+
+def test_a_newcomer_replaces_the_newest_of_a_client_that_runs_more() -> None:
+    it = scheduler(num_blocks=64, max_num_seqs=4)
+    for index in range(6):
+        it.add(of("flood", f"f{index}"))
+    sample(it.schedule())
+    assert clients(it) == ["flood"] * 4
+    for name in "abc":
+        it.add(of("other", name))
+    for _ in range(6):
+        sample(it.schedule())
+    assert clients(it) == ["flood", "flood", "other", "other"], "equal shares, and nothing goes back and forth"
+    assert it.num_preemptions == 2
+    assert [sequence.group.request_id for sequence in it.preempted] == ["f2", "f3"]
+
+
+def test_a_wide_group_gives_way_to_another_client() -> None:
+    it = scheduler(num_blocks=64, max_num_seqs=4)
+    wide = of("flood", "wide", n=4)
+    it.add(wide)
+    sample(it.schedule())
+    single = of("other", "single")
+    it.add(single)
+    batch = it.schedule()
+    assert (names(batch)[0], len(batch.decodes)) == (["single"], 3)
+    sample(batch)
+    it.remove(single)
+    assert names(it.schedule())[0] == ["wide"]
+    assert len(it.running) == 4
+    it.remove(wide)
+    assert it.blocks.num_free == it.blocks.num_blocks
+
+
+def test_long_sequences_give_their_blocks_to_another_client() -> None:
+    it = scheduler(num_blocks=8)
+    for index in range(2):
+        it.add(of("flood", f"f{index}", tokens=13))
+    sample(it.schedule())
+    it.add(of("other", "a", tokens=9))
+    assert names(it.schedule())[0] == ["a"]
+    assert clients(it) == ["flood", "other"]
+
+
+def test_one_client_alone_is_not_preempted_for_its_own_groups() -> None:
+    it = scheduler(num_blocks=64, max_num_seqs=2)
+    for index in range(4):
+        it.add(of("only", f"{index}"))
+    for _ in range(4):
+        sample(it.schedule())
+    assert it.num_preemptions == 0

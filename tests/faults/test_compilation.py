@@ -28,6 +28,7 @@ from guided.errors import (
     GuidedError,
     InvalidConstraint,
     PoolUnavailable,
+    UnsupportedConstraint,
     from_wire,
 )
 from guided.limits import CompileLimits
@@ -258,6 +259,7 @@ def state_of(pool: RayPool, name: str = NAME) -> BackendStatus:
 
 
 def test_a_crash_loop_takes_the_backend_out_of_rotation_and_not_the_service(pool: RayPool) -> None:
+    pool.compile(new(), [NAME]).result(WAIT)
     before = state_of(pool).crashes
     for _ in range(CRASHES):  # one constraint, any number of times
         bad = faulty("segfault@compile", "name=again")
@@ -275,5 +277,9 @@ def test_a_crash_loop_takes_the_backend_out_of_rotation_and_not_the_service(pool
     assert (error.status, error.param) == (503, "backend")
     assert 1 <= error.retry_after <= 30
     assert pool.compile(new(), [NAME, "llguidance"]).result(WAIT).backend == "llguidance"
+    # If the others can't enforce the constraint, the suspended one is the reason, unless it was not asked for.
+    recursive = Constraint.json_schema({"items": {"$ref": "#"}})
+    assert type(pool.compile(recursive, [NAME, "outlines"]).exception(WAIT)) is BackendSuspended
+    assert type(pool.compile(recursive, ["outlines"]).exception(WAIT)) is UnsupportedConstraint
     assert state_of(pool, "llguidance").state == "up"
     assert pool.status().healthy

@@ -94,7 +94,7 @@ def compiler() -> Iterator[Compiler]:
 
 
 def decided(compiler: Compiler, constraint: Constraint, backend: str) -> CompileResult:
-    """The outcome, which is there in time and is nobody's crash."""
+    """The outcome. It is there in time, and no compile process crashed."""
     try:
         names = list(candidates(constraint.kind, backend))
     except UnsupportedConstraint as error:

@@ -26,10 +26,15 @@ from engine.model_loader import LoadedModel, load_model
 from engine.server.errors import (
     BodyTooComplex,
     BodyTooLarge,
+    HeaderTooLarge,
+    HostNotAllowed,
     InvalidJson,
+    MalformedRequest,
     ModelNotFound,
     QueueFull,
+    RequestTimeout,
     ShuttingDown,
+    TooManyConnections,
     Unauthorized,
 )
 from guided.backends import BACKENDS
@@ -72,6 +77,11 @@ ERRORS: dict[type[GuidedError], tuple[int, str, bool]] = {
     BodyTooLarge: (413, "body_too_large", False),
     BodyTooComplex: (400, "body_too_complex", False),
     InvalidJson: (400, "invalid_json", False),
+    HeaderTooLarge: (431, "header_too_large", False),
+    HostNotAllowed: (400, "host_not_allowed", False),
+    MalformedRequest: (400, "malformed_request", False),
+    RequestTimeout: (408, "request_timeout", True),
+    TooManyConnections: (503, "too_many_connections", True),
     QueueFull: (429, "queue_full", True),
     LogitsProcessorFailed: (500, "logits_processor_failed", False),
     ShuttingDown: (503, "shutting_down", True),
@@ -301,9 +311,9 @@ class TestClientsThatDontRead:
         whole = server.post(**{**self.MUCH, "stream": False}).json()
         client = server.connect(receive_buffer=4096, **self.MUCH)
         # The engine runs it to its end, and all other requests too.
-        wait_until(lambda: server.context.in_flight == 1 and not server.engine.engine.groups, WAIT)
+        wait_until(lambda: server.context.in_flight == self.MUCH["n"] and not server.engine.engine.groups, WAIT)
         assert server.post(regex="[0-9]{20}", max_tokens=None).status_code == 200
-        assert server.context.in_flight == 1
+        assert server.context.in_flight == self.MUCH["n"]
         *events, done = events_in(read_to_the_end(client))
         client.close()
         assert done == "[DONE]"
@@ -332,7 +342,7 @@ class TestClientsThatDontRead:
         body = {**self.MUCH, "prompt": ["a", "b"], "n": 2}
         whole = server.post(**{**body, "stream": False}).json()
         client = server.connect(receive_buffer=4096, **body)
-        wait_until(lambda: server.context.in_flight == 2 and not server.engine.engine.groups, WAIT)
+        wait_until(lambda: server.context.in_flight == 4 and not server.engine.engine.groups, WAIT)
         *events, done = events_in(read_to_the_end(client))
         client.close()
         assert done == "[DONE]"

@@ -197,7 +197,7 @@ def test_without_xgrammar_every_row_has_a_way(monkeypatch: pytest.MonkeyPatch) -
 
 
 class FakeDevice:
-    """Streams that run nothing before they must: a copy reads its source when somebody waits for it."""
+    """Streams that run nothing before they must: a copy reads its source when it is waited for."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.log: list[str] = []

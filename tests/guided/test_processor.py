@@ -175,7 +175,7 @@ def test_free_closes_matchers_and_is_idempotent() -> None:
 
 
 class FaultyPool(InlinePool):
-    """An inline pool whose next row ends as told."""
+    """An inline pool in which the next row ends as told."""
 
     def __init__(self, error: GuidedError | None = None, late: bool = False) -> None:
         super().__init__(VOCABULARY, ScriptedBackends(VOCABULARY))  # type: ignore[arg-type]

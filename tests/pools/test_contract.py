@@ -43,6 +43,7 @@ class Driver:
         self.pool = pool
         self.bitmask = np.zeros((70, WORDS), np.int32)
         self.sequences: dict[int, GuidedSequence] = {}
+        self.seconds = 0.0
 
     def compile(self, constraint: Constraint, backends: Sequence[str] = LLGUIDANCE) -> Grammar:
         return self.pool.compile(constraint, backends).result(WAIT)
@@ -61,7 +62,8 @@ class Driver:
         """One step of sequences: their masks, or errors."""
         self.pool.submit([self.sequences[each] for each in sequence_ids])
         found = self.pool.collect()
-        assert found.seconds > 0 or not any(len(part.rows) for part in found.ready)
+        self.seconds += found.seconds
+        assert self.seconds > 0 or not any(len(part.rows) for part in found.ready)
         assert not found.late
         found.copy_to(self.bitmask)
         return [found.failed.get(row) or allowed(self.bitmask[row]) for row in range(len(sequence_ids))]

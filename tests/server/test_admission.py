@@ -107,18 +107,8 @@ class TestCounts:
             (TEXT, {"prompt": "a", "stop": ["x"] * 65}, "stop", "65 strings; the limit is 64"),
             (TEXT, {"prompt": "a", "stop": "x" * 1001}, "stop", "1001 characters; the limit is 1000"),
             (TEXT, {"prompt": "a", "stop_token_ids": [1] * 1025}, "stop_token_ids", "1025 tokens; the limit is 1024"),
-            (
-                TEXT,
-                {"prompt": "a", "logit_bias": MANY},
-                "logit_bias",
-                "1025 entries",
-            ),
-            (
-                TEXT,
-                {"prompt": "a", "vllm_xargs": MANY},
-                "vllm_xargs",
-                "1025 entries",
-            ),
+            (TEXT, {"prompt": "a", "logit_bias": MANY}, "logit_bias", "1025 entries"),
+            (TEXT, {"prompt": "a", "vllm_xargs": MANY}, "vllm_xargs", "1025 entries"),
         ],
     )
     def test_a_limit_is_named(
@@ -132,8 +122,8 @@ class TestCounts:
         client = client_with(max_requests=5)
         assert client.post(TEXT, json={"prompt": ["a", "b"], "n": 2, "max_tokens": 1}).status_code == 200
         assert refusal(client, TEXT, {"prompt": ["a", "b"], "n": 3, "max_tokens": 1})[1] == "prompt"
-        client.app.state.context.in_flight = 2  # type: ignore[attr-defined]
-        assert client.post(TEXT, json={"prompt": "a", "n": 4, "max_tokens": 1}).status_code == 429
+        with client.app.state.context.admit(2, "another client"):  # type: ignore[attr-defined]
+            assert client.post(TEXT, json={"prompt": "a", "n": 4, "max_tokens": 1}).status_code == 429
 
 
 class TestTexts:

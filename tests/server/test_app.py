@@ -277,8 +277,7 @@ class TestRefusals:
         assert error_of(post(client, json_schema=schema))["code"] == "constraint_too_large"
 
     @pytest.mark.parametrize(
-        "body",
-        [b"{", b"[]", b"", b"null", b'"x"', b"[" * 100_000, b'{"messages": ' + b"9" * 5000 + b"}", b"\xff\xfe"],
+        "body", [b"{", b"[]", b"", b"null", b'"x"', b"[" * 100_000, b'{"messages": ' + b"9" * 5000 + b"}", b"\xff\xfe"]
     )
     def test_bodies_that_are_no_request(self, client: TestClient, body: bytes) -> None:
         answer = client.post("/v1/chat/completions", content=body, headers={"content-type": "application/json"})
@@ -316,9 +315,7 @@ class TestRefusals:
                 yield body[start : start + 1000]
 
         answer = client.post(
-            "/v1/chat/completions",
-            content=pieces() if chunked else body,
-            headers={"content-type": "application/json"},
+            "/v1/chat/completions", content=pieces() if chunked else body, headers={"content-type": "application/json"}
         )
         assert answer.status_code == 413
         assert error_of(answer)["code"] == "body_too_large"
@@ -331,6 +328,7 @@ class TestRefusals:
             assert answer.status_code == 401
             assert error_of(answer)["code"] == "invalid_api_key"
             assert "secret" not in answer.text
+        assert 'guided_request_failures_total{code="invalid_api_key"} 3.0' in client.get("/metrics").text
         assert client.post("/tokenize", json={"prompt": "a"}).status_code == 401
         key = {"authorization": "Bearer secret"}
         assert client.post("/v1/chat/completions", json=HELLO, headers=key).status_code == 200
@@ -341,12 +339,11 @@ class TestRefusals:
         client = client_with(max_requests=2)
         answer = post(client, "/v1/completions", prompt=["a", "b", "c"])
         assert answer.status_code == 400  # it never fits
-        client.app.state.context.in_flight = 2  # type: ignore[attr-defined]
-        answer = post(client)
+        with client.app.state.context.admit(2, "testclient"):  # type: ignore[attr-defined]
+            answer = post(client)
         assert (answer.status_code, error_of(answer)["code"]) == (429, "queue_full")
         assert int(answer.headers["retry-after"]) >= 1
         assert answer.headers["x-should-retry"] == "true"
-        client.app.state.context.in_flight = 0  # type: ignore[attr-defined]
         assert post(client).status_code == 200
         assert client.app.state.context.in_flight == 0  # type: ignore[attr-defined]
 

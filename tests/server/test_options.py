@@ -14,7 +14,7 @@ from deploy.arguments import RESOURCES, Arguments
 from engine import LLM, AsyncLLM
 from engine.config import EngineConfig, LoadOptions
 from engine.server import cli
-from engine.server.options import OPTIONS, ServeOptions, ServerSettings
+from engine.server.options import OPTIONS, ConnectionLimits, ServeOptions, ServerSettings
 from guided.limits import CompileLimits, Limits
 from guided.pool_options import RayPoolOptions
 
@@ -53,7 +53,8 @@ def test_the_command_line_has_every_option_with_its_default() -> None:
 
 
 def test_ray_serve_has_every_option_but_those_it_sets_itself() -> None:
-    own = {"host", "port", "log_level", "grace_seconds", "ray_address"}
+    own = {"host", "port", "log_level", "grace_seconds", "ray_address", "forwarded_allow_ips"}
+    own |= {each.name for each in fields(ConnectionLimits)}
     assert {option.name for option in OPTIONS if option.process_only} == own
     assert Arguments.model_fields.keys() == {option.name for option in OPTIONS} - own | RESOURCES.keys()
     assert ServeOptions.from_flat(Arguments.model_validate({}).model_dump(exclude=set(RESOURCES))) == ServeOptions()

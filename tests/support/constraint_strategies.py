@@ -168,10 +168,7 @@ def _objects(inner: SearchStrategy[Any]) -> SearchStrategy[Any]:
 
 
 _LEAVES = st.one_of(
-    st.sampled_from(TYPES).map(lambda name: {"type": name}),
-    st.booleans(),
-    st.just({}),
-    st.just({"$ref": "#/$defs/a"}),
+    st.sampled_from(TYPES).map(lambda name: {"type": name}), st.booleans(), st.just({}), st.just({"$ref": "#/$defs/a"})
 )
 SCHEMAS: SearchStrategy[Any] = mostly(st.recursive(_LEAVES, _objects, max_leaves=8), JUNK, of=30)
 

@@ -50,6 +50,11 @@ class FaultyPool:
         self._held.append((held, real))
         return held
 
+    @property
+    def num_held(self) -> int:
+        """Number of compilations that `hold_compiles` holds back."""
+        return len(self._held)
+
     def finish_compiles(self) -> None:
         for held, real in self._held:
             error = real.exception()

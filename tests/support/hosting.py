@@ -22,8 +22,8 @@ from engine.model_loader import LoadedModel
 from engine.server.app import create_app
 from engine.server.cli import listener_on
 from engine.server.context import ServerContext
-from engine.server.options import ServerSettings
-from engine.server.process import drop_stalled_connections
+from engine.server.options import ServeOptions, ServerSettings
+from engine.server.process import drop_stalled_connections, uvicorn_config
 
 WAIT = 60.0
 
@@ -72,7 +72,9 @@ class Hosted:
 
 
 @contextlib.contextmanager
-def hosted(model: LoadedModel, config: EngineConfig | None = None, **settings: Any) -> Iterator[Hosted]:
+def hosted(
+    model: LoadedModel, config: EngineConfig | None = None, options: ServeOptions | None = None, **settings: Any
+) -> Iterator[Hosted]:
     """Serve `model` with a `FaultyPool` until the block ends. The sockets have small buffers."""
     pool = FaultyPool(model.vocabulary)
     engine = AsyncLLM(model, pool, config or EngineConfig(max_num_seqs=8))
@@ -84,7 +86,10 @@ def hosted(model: LoadedModel, config: EngineConfig | None = None, **settings: A
         listener = stack.enter_context(listener_on("127.0.0.1", 0))
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         drop_stalled_connections(listener, server_settings.stall_seconds)
-        server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off", timeout_graceful_shutdown=1))
+        options = options or ServeOptions()
+        server = uvicorn.Server(
+            uvicorn_config(app, options, log_config=None, log_level=None, lifespan="off", timeout_graceful_shutdown=1)
+        )
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="uvicorn")
         thread.start()
         try:

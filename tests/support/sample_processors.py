@@ -4,6 +4,7 @@ parameter, so that outputs can be compared."""
 from __future__ import annotations
 
 import logging
+import threading
 from typing import Any
 
 import numpy as np
@@ -350,3 +351,12 @@ class BadValidator(DummyLogitsProcessor):
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
         raise KeyError("target")
+
+
+class HangsAtAdmission(DummyLogitsProcessor):
+    """Its `validate_params` never returns for a request that asks for it."""
+
+    @classmethod
+    def validate_params(cls, sampling_params: SamplingParams) -> None:
+        if (sampling_params.extra_args or {}).get("hang"):
+            threading.Event().wait()

@@ -124,11 +124,7 @@ class Masker:
     # requests
 
     def begin(
-        self,
-        params: GuidedParams | Exception,
-        stop_token: int,
-        other_bans: bool = False,
-        report_id: str | None = None,
+        self, params: GuidedParams | Exception, stop_token: int, other_bans: bool = False, report_id: str | None = None
     ) -> GuidedRequest:
         """Add a request to the batch, and start to compile its constraint.
 

@@ -15,10 +15,7 @@ class V1Batch(Generic[T]):
         self._rows: dict[int, T] = {}
 
     def update(
-        self,
-        removed: Iterable[int],
-        added: Iterable[tuple[int, T | None]],
-        moved: Iterable[tuple[int, int, bool]],
+        self, removed: Iterable[int], added: Iterable[tuple[int, T | None]], moved: Iterable[tuple[int, int, bool]]
     ) -> list[T]:
         """Apply one step's changes in the order that vLLM prescribes: removed, added, moved.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,77 +12,15 @@ import pytest
 from byte_vocabulary import BYTES, WORDS, allowed, tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scripted_grammar import ScriptedGrammar
-from slow_grammar import SlowGrammar
-from step_driver import WAIT, StepDriver, all_ready, outcomes
-from thread_actor import ThreadActor, close_all
+from step_driver import WAIT, all_ready, outcomes
+from thread_actor import close_all
+from thread_cluster import Cluster, ids, until
 
 from actors.channel import Transport
-from actors.steps import Dispatcher
-from actors.steps.connection import WorkerConnection
-from actors.steps.placement import WorkerDown, WorkerRetiring, WorkerUp
+from actors.steps.placement import WorkerRetiring
 from actors.steps.protocol import Failed, Filled
 from guided.errors import GuidedError, MaskTimeout, PoolUnavailable, TokenRejected, WorkerDied, to_wire
 from guided.messages import encode
-
-ABC = [tokens("abc"), tokens("abd"), tokens("xyz")]
-
-
-class Cluster(StepDriver):
-    """A dispatcher with actors that know the grammars `fast` and `slow`."""
-
-    def __init__(self, transport: Transport, number: int = 2, slots: int = 8, shared: bool = True, **options: Any):
-        self.transport = transport
-        self.rejected: dict[str, GuidedError] = {}
-        defaults = {"mask_limit": 20.0, "pool_wait": 30.0, "max_replays": 0}
-        self.dispatcher = Dispatcher(**{**defaults, **options}, rejection_of=self.rejected.get)
-        super().__init__(self.dispatcher)
-        self.slow = SlowGrammar(ABC, slow_at=1)
-        self.actors: list[ThreadActor] = []
-        for index in range(number):
-            self.join(index, slots, shared)
-
-    def join(self, index: int, slots: int = 8, shared: bool = True) -> ThreadActor:
-        grammars = {"fast": ScriptedGrammar(ABC), "slow": self.slow}
-        actor = ThreadActor(self.transport, grammars, slots=slots, shared=shared, index=index)
-        self.actors.append(actor)
-        self.dispatcher.announce(WorkerUp(actor.connection))
-        return actor
-
-    def on(self, index: int) -> set[int]:
-        """The sequences that are open on an actor."""
-        return ids(self.actors[index].connection)
-
-    def where(self, number: int) -> int:
-        (index,) = [index for index in range(len(self.actors)) if number in self.on(index)]
-        return index
-
-    def end(self, index: int, hung: bool = False) -> None:
-        error = MaskTimeout(f"worker {index} hung") if hung else WorkerDied(f"worker {index} died")
-        self.dispatcher.announce(WorkerDown(self.actors[index].connection, error, "hung" if hung else "died"))
-
-    def close(self) -> None:
-        self.slow.release.set()
-        self.dispatcher.close()
-
-
-def ids(worker: WorkerConnection) -> set[int]:
-    return {state.sequence_id for state in worker.sequences.values()}
-
-
-def until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
-
-
-@pytest.fixture
-def cluster(transport: Transport) -> Iterator[Cluster]:
-    cluster = Cluster(transport)
-    yield cluster
-    cluster.close()
-
 
 # placement
 
@@ -387,10 +325,7 @@ def test_sequences_behind_a_straggler_go_elsewhere(transport: Transport, shared:
     cluster = Straggling(transport, shared=shared)
     cluster.stick()
     first = cluster.others("a")
-    assert sorted(first) in (
-        ["b"] * (5 - len(cluster.neighbours)) + ["late"] * len(cluster.neighbours),
-        ["b"] * 5,
-    )
+    assert sorted(first) in (["b"] * (5 - len(cluster.neighbours)) + ["late"] * len(cluster.neighbours), ["b"] * 5)
     assert cluster.others("a") == ["b"] * 5
     assert ids(cluster.lane) == {1}
     cluster.open(7)
@@ -448,104 +383,6 @@ def test_on_the_only_actor_no_sequence_is_moved(transport: Transport) -> None:
     assert cluster.step(*((sequence, "a") for sequence in range(2, 7)), timeout=0.1) == ["late"] * 5
     cluster.slow.release.set()
     assert cluster.others("a") == ["b"] * 5
-    cluster.close()
-
-
-# actors that end
-
-
-@pytest.mark.parametrize("shared", [True, False], ids=["memory", "tcp"])
-def test_a_dead_actors_sequences_are_lost_once_and_the_others_continue(transport: Transport, shared: bool) -> None:
-    cluster = Cluster(transport, shared=shared)
-    cluster.open(1, 2, 3, 4)
-    assert cluster.step((1, ""), (2, ""), (3, ""), (4, "")) == ["ax"] * 4
-    cluster.end(0)
-    assert set(cluster.dispatcher.failures()) == {1, 3}
-    assert cluster.dispatcher.failures() == {}
-    rows = cluster.step((1, "a"), (2, "a"), (3, "a"), (4, "a"))
-    assert [row if isinstance(row, str) else type(row) for row in rows] == [WorkerDied, "b", WorkerDied, "b"]
-    cluster.open(5)
-    cluster.step((5, ""))
-    assert cluster.where(5) == 1
-    cluster.close()
-
-
-def test_a_death_ends_the_wait_for_its_rows(cluster: Cluster) -> None:
-    cluster.open(1, grammar="slow")
-    cluster.submit((1, "a"))
-    assert cluster.slow.reached.wait(WAIT)
-    cluster.end(cluster.where(1))
-    (error,) = cluster.collect()
-    assert isinstance(error, WorkerDied)
-
-
-def test_a_sequence_that_had_no_mask_from_a_dead_actor_is_placed_again(cluster: Cluster) -> None:
-    cluster.open(1, grammar="slow")
-    cluster.open(2)
-    cluster.open(3)
-    cluster.submit((1, "a"), (2, ""), (3, "a"))  # 3 waits behind 1
-    assert cluster.slow.reached.wait(WAIT)
-    assert cluster.where(1) == cluster.where(3)
-    cluster.end(cluster.where(1))
-    error, *others = cluster.collect()
-    assert isinstance(error, WorkerDied)
-    assert not error.retryable
-    assert others == ["ax", "b"]
-    assert set(cluster.dispatcher.failures()) == {1}
-
-
-def test_a_hang_loses_the_sequence_it_hangs_in_and_moves_the_others(cluster: Cluster) -> None:
-    cluster.open(1, grammar="slow")
-    cluster.open(2)
-    cluster.step((1, ""), (2, ""))
-    cluster.open(3, 4, parent=1)
-    assert cluster.step((3, ""), (4, "")) == ["ax", "ax"]
-    cluster.submit((1, "a"), (3, "a"), (4, "a"), (2, "a"))
-    assert cluster.slow.reached.wait(WAIT)
-    cluster.end(cluster.where(1), hung=True)
-    error, *others = cluster.collect()
-    assert isinstance(error, MaskTimeout)
-    assert others == ["b"] * 3, "they were opened again within the step"
-    assert set(cluster.dispatcher.failures()) == {1}
-    assert cluster.where(3) == cluster.where(4) == 1
-
-
-def test_with_replays_the_sequence_that_was_being_filled_is_tried_alone(transport: Transport) -> None:
-    cluster = Cluster(transport, number=3, max_replays=1)
-    cluster.open(1, grammar="slow")
-    cluster.open(2, 3)
-    cluster.step((1, ""), (2, ""), (3, ""))
-    cluster.submit((1, "a"), (2, "a"), (3, "a"))
-    assert cluster.slow.reached.wait(WAIT)
-    cluster.slow.reached.clear()
-    cluster.end(cluster.where(1))
-    late, *others = cluster.collect(5.0, 0.1)
-    assert late == "late"
-    assert set(others) <= {"b", "late"}, "a mask is late if its sequence was moved away for the suspect"
-    assert cluster.slow.reached.wait(WAIT)
-    assert cluster.on(cluster.where(1)) == {1}, "no other sequence is there"
-    cluster.slow.release.set()
-    settled: set[int] = set()
-    until(lambda: settled.update(cluster.dispatcher.settled(0.05)) or 1 in settled)
-    assert cluster.step((1, "a"), (2, "a"), (3, "a")) == ["b"] * 3
-    assert cluster.dispatcher.failures() == {}
-    cluster.close()
-
-
-def test_a_suspect_that_is_late_is_asked_for_again_once_a_worker_is_up(transport: Transport) -> None:
-    cluster = Cluster(transport, number=1, max_replays=1, mask_limit=4.0)
-    cluster.open(1, grammar="slow")
-    cluster.submit((1, "a"))
-    assert cluster.slow.reached.wait(WAIT)
-    cluster.end(0)
-    assert cluster.collect(0.05) == ["late"]
-    cluster.slow.release.set()
-    cluster.join(1)
-    cluster.join(2)
-    cluster.open(2)
-    assert cluster.step((2, "")) == ["ax"], "a step without the suspect"
-    assert cluster.dispatcher.settled(WAIT) == [1]
-    assert cluster.step((1, "a")) == ["b"]
     cluster.close()
 
 

@@ -57,8 +57,8 @@ class Peer:
 
     def open(self, slot: int, text: str = "", grammar: str = "g", edit: int = 1) -> Open:
         """A request to open a sequence; writes its target."""
-        self.table.target[slot] = edit * EDIT + len(text)
-        return Open(slot, edit, grammar, None, tokens(text))
+        self.table.target[slot] = version = edit * EDIT + len(text)
+        return Open(slot, version, grammar, None, tokens(text))
 
     def answer(self, seconds: float = 10.0) -> Answer | None:
         poller = zmq.Poller()
@@ -83,7 +83,7 @@ class Peer:
 def test_masks_are_written_into_the_table_and_marked_there(transport: Transport) -> None:
     peer = Peer(transport)
     table = peer.table
-    peer.send(peer.open(3), peer.open(0, "a"), peer.ring(3, 0))
+    peer.send(peer.open(3), peer.open(0, "a"))
     for slot, expected in ((3, "ax"), (0, "bc")):
         peer.wait(slot)
         assert allowed(table.mask[slot]) == expected
@@ -102,13 +102,13 @@ def test_masks_are_written_into_the_table_and_marked_there(transport: Transport)
 
 def test_a_failed_row_is_reported_and_its_slot_is_marked(transport: Transport) -> None:
     peer = Peer(transport)
-    peer.send(peer.open(3, "q"), peer.ring(3))
+    peer.send(peer.open(3, "q"))
     answer = peer.answer()
     assert isinstance(answer, Failed)
     assert (answer.slot, answer.version) == (3, peer.table.target[3])
     assert isinstance(from_wire(answer.error), TokenRejected)
     assert peer.table.status[3] == FAILED
-    peer.send(Free([3]), peer.open(3, edit=2), peer.ring(3))
+    peer.send(Free([3]), peer.open(3, edit=2))
     peer.wait(3)
     assert peer.table.status[3] == OK
     assert allowed(peer.table.mask[3]) == "ax"
@@ -118,10 +118,10 @@ def test_a_failed_row_is_reported_and_its_slot_is_marked(transport: Transport) -
 def test_a_request_that_an_edit_has_overtaken_is_skipped(transport: Transport) -> None:
     slow = SlowGrammar([tokens("abc"), tokens("xyz")], slow_at=0)
     peer = Peer(transport, slow=slow)
-    peer.send(peer.open(0, grammar="slow"), peer.open(1), peer.ring(0, 1))
+    peer.send(peer.open(0, grammar="slow"), peer.open(1))
     assert slow.reached.wait(10)
     peer.table.target[1] = 2 * EDIT + 1  # while slot 1 still waits behind slot 0
-    peer.send(Edit(1, 2, 0, tokens("x")), peer.ring(1))
+    peer.send(Edit(1, 2 * EDIT + 1, 0, tokens("x")))
     slow.release.set()
     peer.wait(1)
     assert allowed(peer.table.mask[1]) == "y"
@@ -130,7 +130,7 @@ def test_a_request_that_an_edit_has_overtaken_is_skipped(transport: Transport) -
 
 def test_a_position_that_does_not_fit_the_known_output_is_a_failure(transport: Transport) -> None:
     peer = Peer(transport)
-    peer.send(peer.open(0), peer.ring(0))
+    peer.send(peer.open(0))
     peer.wait(0)
     peer.table.target[0] += 100
     peer.send(peer.ring(0))
@@ -142,7 +142,7 @@ def test_a_position_that_does_not_fit_the_known_output_is_a_failure(transport: T
 
 def test_freed_slots_are_acknowledged(transport: Transport) -> None:
     peer = Peer(transport)
-    peer.send(peer.open(2), peer.ring(2))
+    peer.send(peer.open(2))
     peer.wait(2)
     peer.send(Free([2, 5]))
     deadline = time.monotonic() + 10
@@ -154,7 +154,7 @@ def test_freed_slots_are_acknowledged(transport: Transport) -> None:
 
 def test_without_shared_memory_changed_lines_are_sent(transport: Transport) -> None:
     peer = Peer(transport, shared=False)
-    peer.send(peer.open(3), peer.open(4, "q"), peer.ring(3, 4))
+    peer.send(peer.open(3), peer.open(4, "q"))
     found: list[Any] = [peer.answer(), peer.answer()]
     (failed,) = [each for each in found if isinstance(each, Failed)]
     (lines,) = [each for each in found if isinstance(each, Filled)]
@@ -177,7 +177,7 @@ def test_without_shared_memory_changed_lines_are_sent(transport: Transport) -> N
 def test_a_garbled_frame_is_dropped_and_the_next_one_served(transport: Transport, garbage: bytes) -> None:
     peer = Peer(transport)
     peer.channel.send(garbage)
-    peer.send(peer.open(0), peer.ring(0))
+    peer.send(peer.open(0))
     peer.wait(0)
     assert peer.table.mask.shape == (8, WORDS)
     peer.close()
@@ -187,7 +187,7 @@ def test_a_garbled_frame_is_dropped_and_the_next_one_served(transport: Transport
 def test_finished_masks_do_not_wait_for_a_slow_one(transport: Transport, shared: bool) -> None:
     slow = SlowGrammar([tokens("abc")], slow_at=0)
     peer = Peer(transport, shared, slow=slow)
-    peer.send(peer.open(0), peer.open(1, grammar="slow"), peer.open(2), peer.ring(0, 1, 2))
+    peer.send(peer.open(0), peer.open(1, grammar="slow"), peer.open(2))
     assert slow.reached.wait(10)
     if shared:
         assert (peer.table.ready != FREE).tolist()[:3] == [True, False, False]

@@ -64,7 +64,7 @@ def follow(batch: dict[int, int], update: BatchUpdate, *, added_first: bool) -> 
 
 
 @given(histories, st.booleans())
-def test_whoever_follows_the_updates_has_the_batch(history: list[list[int]], added_first: bool) -> None:
+def test_following_the_updates_gives_the_batch(history: list[list[int]], added_first: bool) -> None:
     every, batch = sequences(), PersistentBatch()
     followed: dict[int, int] = {}
     largest, before = 0, list[int]()
@@ -110,7 +110,7 @@ def test_an_added_request_brings_its_tokens_by_reference() -> None:
 
 
 def test_updates_are_those_that_vllm_documents() -> None:
-    """New ones take the places of the finished from the lowest; what is empty then is filled from the end."""
+    """New ones take the places of the finished, the lowest first. Moves fill what is empty then."""
     a, b, c, d, e, f, *_ = sequences()
     batch = PersistentBatch()
     batch.update([a, b, c, d])

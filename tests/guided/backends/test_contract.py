@@ -137,13 +137,7 @@ CASES = [
         ["SELECT FROM b", "select a", "SELECT a, FROM b"],
         lambda text: re.fullmatch(r"SELECT (?:[a-z]+|\*)(?:, (?:[a-z]+|\*))* FROM [a-z]+", text) is not None,
     ),
-    Case(
-        "gbnf",
-        Constraint.grammar(GBNF),
-        ["1", "12,(3,(4)),5", "((0))"],
-        ["()", "1,,2", ",1", "(1))"],
-        is_list,
-    ),
+    Case("gbnf", Constraint.grammar(GBNF), ["1", "12,(3,(4)),5", "((0))"], ["()", "1,,2", ",1", "(1))"], is_list),
 ]
 
 

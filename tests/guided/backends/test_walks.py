@@ -6,85 +6,23 @@ lengths and formats. A backend may refuse a schema. It may not call it unsatisfi
 
 from __future__ import annotations
 
-import datetime
-import ipaddress
 import json
 import random
-import re
-from collections.abc import Callable
 from typing import Any
 
-import jsonschema
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from benchmarks.random_constraints.validation import FORMATS, problem
+from benchmarks.random_constraints.walks import random_case, run_case
 from guided.backends import BACKENDS, Backends
 from guided.backends.base import Matcher
 from guided.bitmask import allowed_ids, words
 from guided.constraint import Constraint
-from guided.errors import InvalidConstraint, UnsupportedConstraint
+from guided.errors import InvalidConstraint, TokenRejected, UnsupportedConstraint
 from guided.vocabulary import Vocabulary
-
-# ---- formats, as their RFCs have them, without the patterns that are under test --------------------------------------
-
-_LABEL = r"[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
-_UNIT = r"(?:[A-Za-z0-9._~!$&'()*+,;=-]|%[0-9A-Fa-f]{2})"
-_PCHAR = rf"(?:{_UNIT}|[:@])"
-_HOST = rf"(?:\[[0-9A-Fa-fv:.]+\]|{_UNIT}*)"
-_AUTHORITY = rf"//(?:(?:{_UNIT}|:)*@)?{_HOST}(?::[0-9]*)?(?:/{_PCHAR}*)*"
-_ABSOLUTE = rf"/(?:{_PCHAR}+(?:/{_PCHAR}*)*)?"
-_TAIL = rf"(?:\?(?:{_PCHAR}|[/?])*)?(?:#(?:{_PCHAR}|[/?])*)?"
-_URI = rf"[A-Za-z][A-Za-z0-9+.-]*:(?:{_AUTHORITY}|{_ABSOLUTE}|{_PCHAR}+(?:/{_PCHAR}*)*|){_TAIL}"
-_RELATIVE = rf"(?:{_AUTHORITY}|{_ABSOLUTE}|(?:(?:{_UNIT}|@)+(?:/{_PCHAR}*)*)?){_TAIL}"
-_CLOCK = r"T(?:\d+H(?:\d+M(?:\d+S)?)?|\d+M(?:\d+S)?|\d+S)"
-_PERIOD = r"(?:\d+Y(?:\d+M(?:\d+D)?)?|\d+M(?:\d+D)?|\d+D)"
-
-
-def _is_time(text: str) -> bool:
-    return bool(re.fullmatch(r"\d\d:\d\d:\d\d(\.\d+)?([Zz]|[+-]([01]\d|2[0-3]):[0-5]\d)", text, re.ASCII)) and bool(
-        datetime.time.fromisoformat(text[:8])
-    ) | (text[:8] == "00:00:00")
-
-
-def _is_date(text: str) -> bool:
-    return bool(re.fullmatch(r"\d{4}-\d\d-\d\d", text, re.ASCII) and datetime.date.fromisoformat(text))
-
-
-FORMATS: dict[str, Callable[[str], Any]] = {
-    "date": _is_date,
-    "time": _is_time,
-    "date-time": lambda text: _is_date(text[:10]) and text[10] in "Tt" and _is_time(text[11:]),
-    "duration": lambda text: re.fullmatch(rf"P(?:\d+W|{_PERIOD}(?:{_CLOCK})?|{_CLOCK})", text, re.ASCII),
-    "email": lambda text: re.fullmatch(
-        rf"""(?:[\w!#$%&'*+/=?^`{{|}}~.-]+|"(?:[ !#-\[\]-~]|\\[ -~])*")@(?:{_LABEL}(?:\.{_LABEL})*|\[[\w:.]+\])""",
-        text,
-        re.ASCII,
-    ),
-    "hostname": lambda text: len(text) <= 253 and re.fullmatch(rf"{_LABEL}(?:\.{_LABEL})*", text, re.ASCII),
-    "ipv4": lambda text: bool(ipaddress.IPv4Address(text)) | True,
-    "ipv6": lambda text: "%" not in text and ipaddress.IPv6Address(text) is not None,
-    "json-pointer": lambda text: re.fullmatch(r"(?:/(?:[^/~]|~[01])*)*", text),
-    "relative-json-pointer": lambda text: re.fullmatch(r"(?:0|[1-9][0-9]*)(?:#|(?:/(?:[^/~]|~[01])*)*)", text),
-    "uri": lambda text: re.fullmatch(_URI, text, re.ASCII),
-    "uri-reference": lambda text: re.fullmatch(_URI, text, re.ASCII) or re.fullmatch(_RELATIVE, text, re.ASCII),
-    "uuid": lambda text: re.fullmatch(r"[0-9A-Fa-f]{8}-(?:[0-9A-Fa-f]{4}-){3}[0-9A-Fa-f]{12}", text),
-}
-CHECKER = jsonschema.FormatChecker(formats=())
-for _name, _holds in FORMATS.items():
-    CHECKER.checkers[_name] = (lambda value, holds=_holds: not isinstance(value, str) or bool(holds(value)), ValueError)
-
-
-def problem(text: str, schema: Any) -> str | None:
-    """Return why `text` does not satisfy `schema`."""
-    try:
-        document = json.loads(text)
-    except json.JSONDecodeError as error:
-        return f"not JSON: {error}"
-    validator = jsonschema.validators.validator_for(schema, jsonschema.Draft202012Validator)
-    error = next(validator(schema, format_checker=CHECKER).iter_errors(document), None)
-    return None if error is None else str(error.message)
 
 
 def walk(matcher: Matcher, vocabulary: Vocabulary, generator: random.Random, limit: int = 70) -> str | None:
@@ -113,9 +51,66 @@ def backends(vocabulary: Vocabulary) -> Backends:
     return Backends(vocabulary)
 
 
+DRAFT3 = "http://json-schema.org/draft-03/schema#"
+DRAFT7 = "http://json-schema.org/draft-07/schema#"
+LISTS_OF_ANYTHING = {
+    "list": {
+        "$id": "http://x/list",
+        "type": "array",
+        "items": {"$dynamicRef": "#T"},
+        "minItems": 1,
+        "$defs": {"any": {"$dynamicAnchor": "T"}},
+    }
+}
 NULL, BOOLEAN, INTEGER = {"type": "null"}, {"type": "boolean"}, {"type": "integer"}
+NULL_ANCHOR = {"null": {"$dynamicAnchor": "T", **NULL}}
+LISTS_OF_NULLS = {"$id": "http://x/", "$ref": "list", "$defs": {**LISTS_OF_ANYTHING, **NULL_ANCHOR}}
 EMPTY_OBJECT = {"type": "object", "required": ["zz"], "additionalProperties": False}
 KNOWN: list[Any] = [
+    {"type": "number", "exclusiveMinimum": 0, "maximum": 0.25},
+    {"type": "number", "minimum": -0.25, "exclusiveMaximum": 0},
+    {"type": "number", "exclusiveMinimum": 3, "maximum": 3.5},
+    {"allOf": [{"type": "number", "exclusiveMinimum": 0}, {"maximum": 0.25}]},
+    *(
+        {"type": "integer", side: sign * 2**power + step}
+        for side in ("minimum", "maximum")
+        for sign in (-1, 1)
+        for power in (53, 63, 70)
+        for step in (-1, 0, 1)
+    ),
+    {"type": "integer", "minimum": 2**53, "exclusiveMaximum": 2**53 + 2},
+    {"type": "number", "minimum": 2**53 + 1, "maximum": 2**53 + 3},
+    {"minimum": -(2**70), "maximum": -(2**70) + 1},
+    {"const": 2**53 + 1},
+    {"enum": [-(2**63), 2**64 - 1, 1e300]},
+    {"allOf": [{"type": "integer", "multipleOf": 65537}, {"multipleOf": 65539}]},
+    {"type": "string", "pattern": "^[\\x00-\\x1f]$"},
+    {"type": "string", "pattern": "^[^\\x20-\\uffff]$"},
+    {"type": "string", "pattern": "^[[:alpha:]]+$"},
+    {"type": "string", "pattern": "^[a&&b]$"},
+    {"type": "string", "pattern": "^\\d.\\S$"},
+    {"type": "string", "pattern": "^[]a]$"},
+    {"type": "string", "pattern": "^ab|ab$"},
+    {"enum": ["2020-02-29", "2020-02-30", "x"], "format": "date"},
+    {"enum": ["a\n", "a", "٣"], "pattern": "^(a|\\d)$"},
+    {"type": "object", "minProperties": 2},
+    {"type": "object", "minProperties": 2, "properties": {"a": NULL, "b": NULL}},
+    {"type": "object", "minProperties": 3, "properties": {"a": NULL}, "required": ["a"]},
+    LISTS_OF_NULLS,
+    {"$id": "http://x/", "$ref": "list", "$defs": LISTS_OF_ANYTHING},
+    {
+        "$ref": "#/$defs/a",
+        "unevaluatedProperties": False,
+        "$defs": {"a": {"type": "object", "properties": {"a": NULL}}},
+    },
+    {"anyOf": [{}, NULL], "unevaluatedItems": False, "unevaluatedProperties": False},
+    {"type": "array", "prefixItems": [NULL], "additionalItems": True, "minItems": 1},
+    {"$schema": DRAFT7, "type": "array", "items": {"$ref": "#/definitions/a", **NULL}, "definitions": {"a": BOOLEAN}},
+    {"$schema": DRAFT3, "type": "integer", "divisibleBy": 7},
+    {"$schema": DRAFT3, "type": "object", "properties": {"a": {**NULL, "required": True}, "b": NULL}},
+    {"$schema": DRAFT3, "type": ["null", {"type": "boolean"}]},
+    {"$schema": DRAFT3, "extends": {"type": "boolean"}},
+    {"$schema": DRAFT3, "disallow": ["string", {"type": "null"}], "type": "any"},
     {"type": "array", "prefixItems": [NULL, BOOLEAN], "items": False, "minItems": 2},
     {"type": "array", "prefixItems": [NULL, BOOLEAN], "items": INTEGER, "minItems": 1},
     {"type": "array", "prefixItems": [NULL, BOOLEAN], "items": INTEGER, "minItems": 2, "maxItems": 3},
@@ -169,6 +164,45 @@ def test_what_once_went_wrong(backends: Backends, vocabulary: Vocabulary, schema
     hold(backends, vocabulary, schema, 5, 12)
 
 
+@pytest.mark.parametrize(
+    ("schema", "text"),
+    [
+        ({"type": "number", "exclusiveMinimum": 0, "maximum": 0.25}, "0"),
+        ({"type": "number", "minimum": -0.25, "exclusiveMaximum": 0}, "-0"),
+        ({"type": "integer", "minimum": 2**63}, "9223372036854775807"),
+        ({"type": "number", "exclusiveMinimum": 1}, "1.00000000000000000001"),
+        ({"type": "number", "multipleOf": 0.1}, "0.35"),
+        ({"pattern": "^[\\x00-\\x1f]$"}, '"\\""'),
+        ({"pattern": "^[[:alpha:]]+$"}, '"abc"'),
+        ({"pattern": "^\\d$"}, '"٣"'),
+        ({"minProperties": 2}, '{"": 121, "" : 2 }'),
+        ({"properties": {"a": NULL}}, '{"a": 1, "a": null}'),
+        (
+            {
+                "$id": "http://x/",
+                "$ref": "list",
+                "$defs": {**LISTS_OF_ANYTHING, "null": {"$dynamicAnchor": "T", **NULL}},
+            },
+            "[1]",
+        ),
+        ({"enum": ["x"], "format": "date"}, '"x"'),
+        ({"$schema": DRAFT3, "divisibleBy": 7}, "8"),
+        ({"$schema": DRAFT3, "properties": {"a": {"required": True}}}, "{}"),
+    ],
+)
+def test_the_validation_sees_what_is_wrong(schema: Any, text: str) -> None:
+    assert problem(text, schema) is not None
+
+
+@pytest.mark.parametrize("backend", ["llguidance", "xgrammar", "outlines"])
+def test_no_character_beside_the_surrogates_slips_through(backends: Backends, backend: str) -> None:
+    matcher = backends[backend].compile(Constraint.regex(r"[^ -\uffff]")).matcher()
+    for character in "\ud7ff\ue000":
+        with pytest.raises(TokenRejected):
+            matcher.fork().accept_tokens(backends.vocabulary.encode(character))
+    matcher.accept_tokens(backends.vocabulary.encode("😀"))
+
+
 COUNTS = st.integers(0, 3)
 LEAVES = st.one_of(
     st.sampled_from(
@@ -214,3 +248,13 @@ def _containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 @given(schema=st.recursive(LEAVES, _containers, max_leaves=4), seed=st.integers(0, 99))
 def test_random_schemas(backends: Backends, vocabulary: Vocabulary, schema: Any, seed: int) -> None:
     hold(backends, vocabulary, schema, seed, 3)
+
+
+@pytest.mark.parametrize("backend", ["llguidance", "xgrammar", "lm-format-enforcer"])
+@settings(max_examples=12, deadline=None, derandomize=True)
+@given(number=st.integers(0, 10**6))
+def test_random_constraints_of_all_kinds(backends: Backends, backend: str, number: int) -> None:
+    """A small part of `python -m benchmarks.random_outputs`, which also compiles with outlines and survives crashes."""
+    case = random_case(1, number)
+    for result in run_case(backends, case, backend, random.Random(number), 3, 60):
+        assert result.outcome in ("stop", "cut", "refused"), (case.value, result)

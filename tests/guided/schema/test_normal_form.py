@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from jsonschema.validators import validator_for
 
-from guided.errors import InvalidConstraint
+from guided.errors import InvalidConstraint, UnsupportedConstraint
 from guided.limits import DEFAULT_LIMITS
 from guided.schema.document import parse
 from guided.schema.normal_form import NormalForm, normalise
@@ -85,6 +85,59 @@ def test_older_dialects_come_out_as_2020_12() -> None:
         "dependentSchemas": {"t": {"required": ["n"], "properties": {"n": True}}},
         "$defs": {"d0": {"type": "string"}},
     }
+
+
+def test_draft_3_comes_out_as_2020_12() -> None:
+    draft3 = {
+        "$schema": "http://json-schema.org/draft-03/schema#",
+        "properties": {
+            "n": {"type": "integer", "divisibleBy": 7, "required": True},
+            "e": {"extends": {"type": "string"}, "minLength": 1},
+            "t": {"type": ["null", {"type": "boolean"}]},
+            "d": {"disallow": ["string", {"type": "null"}], "required": False},
+        },
+        "required": True,
+    }
+    assert as_document(normalise(draft3)) == {
+        "properties": {
+            "n": {"type": "integer", "multipleOf": 7},
+            "e": {"type": "string", "minLength": 1},
+            "t": {"anyOf": [{"type": "null"}, {"type": "boolean"}]},
+            "d": {"not": {"anyOf": [{"type": "string"}, {"type": "null"}]}},
+        },
+        "required": ["n"],
+    }
+
+
+@pytest.mark.parametrize("keyword", ["dynamic", "recursive"])
+def test_a_reference_with_several_targets_is_refused(keyword: str) -> None:
+    anchor = {f"${keyword}Anchor": "T" if keyword == "dynamic" else True}
+    inner = {"$id": "http://x/list", "items": {f"${keyword}Ref": "#T" if keyword == "dynamic" else "#"}}
+    inner |= {"$defs": {"any": anchor}} if keyword == "dynamic" else anchor
+    draft = "2020-12" if keyword == "dynamic" else "2019-09"
+    schema = {"$schema": f"https://json-schema.org/draft/{draft}/schema", "$id": "http://x/", "$ref": "list"}
+    schema |= {"$defs": {"list": inner}}
+    normalise(schema)
+    with pytest.raises(UnsupportedConstraint, match="several targets") as caught:
+        normalise({**schema, "$defs": {"list": inner, "null": {"$id": "http://x/null", **anchor, "type": "null"}}})
+    assert caught.value.pointer == f"/$defs/list/items/${keyword}Ref"
+
+
+def test_a_part_in_another_dialect_is_refused_where_it_differs() -> None:
+    part = {"$schema": "http://json-schema.org/draft-07/schema#", "type": "array", "items": {"$ref": "#/$defs/a"}}
+    schema = {"properties": {"p": part}, "$defs": {"a": {}}}
+    normalise(schema)
+    part["items"] = {"$ref": "#/$defs/a", "type": "null"}
+    with pytest.raises(UnsupportedConstraint, match=r"\$schema") as caught:
+        normalise(schema)
+    assert caught.value.pointer == "/properties/p/$schema"
+
+
+def test_unevaluated_properties_close_what_a_reference_names() -> None:
+    target = {"type": "object", "properties": {"a": {"type": "null"}}}
+    schema = {"$ref": "#/$defs/a", "unevaluatedProperties": False, "$defs": {"a": target}}
+    assert normalise(schema).root == {**target, "additionalProperties": False}
+    assert normalise({"anyOf": [True, {"type": "null"}], "unevaluatedItems": False}).root == {"items": False}
 
 
 def test_references_are_merged_with_what_stands_next_to_them_unless_recursive() -> None:

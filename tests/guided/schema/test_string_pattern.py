@@ -24,6 +24,7 @@ SEARCHED = [
     "",
     "a|^b",
     "^a|b$",
+    "^ab|^ab$",
     "(^a$)|(^b$)",
     "^(a|b)",
     "[^a]b",
@@ -65,6 +66,45 @@ def test_what_has_to_be_escaped_and_may_not_be_is_refused() -> None:
     for pattern in ('^"$', r"^\\$", "^a\n"):
         with pytest.raises(UnsupportedConstraint, match="escaped"):
             string_pattern.in_json(string_pattern.read(pattern), escapes=False)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "found"),
+    [
+        (r"\d", "0123456789"),
+        (r"\w", "AZ_az09"),
+        (r"\s", "\t\n\v\f\r \xa0\u1680\u2000\u200a\u2028\u2029\u202f\u205f\u3000\ufeff"),
+        (r"[^\S]", "\ufeff "),
+        (".", "a\x00\x85\x1c"),
+        ("[[:alpha:]", ":["),
+        ("[a&&b]", "a&b"),
+        ("[\\b]", "\b"),
+    ],
+)
+def test_classes_are_those_of_ecma_262(pattern: str, found: str) -> None:
+    others = "\x00\x1c\x1d\x85\u180e\u200b٣é狐-^|"
+    for character in found:
+        assert string_pattern.matches(f"^{pattern}$", character), character
+    for character in "\n\r\u2028\u2029" if pattern == "." else others:
+        assert not string_pattern.matches(f"^{pattern}$", character), character
+
+
+def test_whitespace_is_that_of_json() -> None:
+    blanks = re.compile(string_pattern.whitespace(r"\s*|\n\S{0}"))
+    assert blanks.fullmatch(" \t\r\n")
+    assert not blanks.fullmatch("\xa0")
+    assert string_pattern.whitespace("") == ""
+    for pattern in ("a", " |xy", r"\xa0", r"\S"):
+        with pytest.raises(InvalidConstraint, match="carriage return"):
+            string_pattern.whitespace(pattern)
+
+
+def test_what_python_and_ecma_262_read_differently_is_refused() -> None:
+    for pattern in (r"\Aa", r"a\Z", r"\a", r"[\a]", r"\N{DIGIT ONE}", r"\U0001f600", "[]a]", "[^]a]", "a{,2}"):
+        with pytest.raises(UnsupportedConstraint, match="ECMA-262"):
+            string_pattern.read(pattern)
+    for pattern in (r"\\A", r"\[]", r"[a\]{,2}]", r"[[]", r"a\{,2}"):
+        string_pattern.read(pattern)
 
 
 @pytest.mark.parametrize(("pattern", "error"), [("(", InvalidConstraint), ("(?=a)", UnsupportedConstraint)])

@@ -18,6 +18,8 @@ import pytest
 import yaml
 from serving import sse, wait_until
 
+KEY = "secret"
+AUTHORIZED = {"authorization": f"Bearer {KEY}"}
 ROOT = Path(__file__).parents[2]
 
 CLUSTER = """
@@ -33,7 +35,7 @@ sys.stdin.read()
 def ray_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A Ray cluster of its own, in a process of its own."""
     temporary = str(tmp_path_factory.mktemp("r"))
-    environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "token"}
+    environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "token", "GUIDED_API_KEY": KEY}
     environment.pop("RAY_ADDRESS", None)
     with subprocess.Popen(
         [sys.executable, "-c", CLUSTER, temporary],
@@ -104,7 +106,7 @@ def test_the_pool_is_in_the_cluster_that_serve_runs_on(url: str) -> None:
 
 
 def test_guided_answers(url: str) -> None:
-    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0)
     pattern = "20[0-9]{2}-(0[1-9]|1[0-2])"
     answer = client.completions.create(model="guided-default", prompt="A date: ", extra_body={"regex": pattern})
     assert re.fullmatch(pattern, answer.choices[0].text)
@@ -115,8 +117,24 @@ def test_guided_answers(url: str) -> None:
 
 def test_streams(url: str) -> None:
     body = {"messages": [{"role": "user", "content": "yes or no?"}], "choice": ["yes", "no"], "stream": True}
-    events = sse(httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).text)
+    events = sse(httpx.post(f"{url}/v1/chat/completions", json=body, headers=AUTHORIZED, timeout=60).text)
     assert events[-1] == "[DONE]"
     text = "".join(event["choices"][0]["delta"].get("content", "") for event in events[:-1])
     assert text in ("yes", "no")
     assert json.dumps(events[0]["guided"]) == '{"kind": "choice", "backend": "llguidance"}'
+
+
+def test_the_api_key_of_the_environment_is_required(url: str) -> None:
+    body = {"prompt": "a", "max_tokens": 1}
+    for headers in ({}, {"authorization": "Bearer wrong"}):
+        assert httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=60).status_code == 401
+    assert httpx.post(f"{url}/v1/completions", json=body, headers=AUTHORIZED, timeout=60).status_code == 200
+
+
+def test_hosts_are_checked_as_the_shipped_file_says(url: str) -> None:
+    answer = httpx.get(f"{url}/version", headers={"host": "evil.example"}, timeout=60)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "host_not_allowed")
+
+
+def test_ready(url: str) -> None:
+    wait_until(lambda: httpx.get(f"{url}/health/ready", timeout=20).status_code == 200)

@@ -1,0 +1,229 @@
+"""Random JSON Schemas of every draft, with the combinations of keywords that grammar libraries tend to get wrong."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+from benchmarks.random_constraints.languages import Case, pattern
+from benchmarks.random_constraints.validation import FORMATS, problem
+from guided.constraint import Constraint
+
+DRAFTS = {
+    3: "http://json-schema.org/draft-03/schema#",
+    4: "http://json-schema.org/draft-04/schema#",
+    6: "http://json-schema.org/draft-06/schema#",
+    7: "http://json-schema.org/draft-07/schema#",
+    2019: "https://json-schema.org/draft/2019-09/schema",
+    2020: "https://json-schema.org/draft/2020-12/schema",
+}
+_NEAR = [2**k for k in (0, 31, 53, 63, 64, 70)]
+_NUMBERS: list[Any] = [0, 0, 0, 0.25, 0.5, 2.5, 9, 10, 99.9, 100, 1e-7, 1e-20, 1e15, 1e22, 0.1, 1.5e3, 12345.678]
+_NUMBERS += [10**18]
+_NUMBERS += [near + step for near in _NEAR for step in (-1, 0, 1)]
+_MULTIPLES = [1, 2, 7, 10, 0.1, 0.01, 0.07, 1.5, 0.5, 1e-9, 65537, 65539, 1000000, 3]
+_VALUES: list[Any] = [None, True, False, 0, 1, -1, 1.5, 2**53 + 1, -(2**63), 2**64, 1e-7, "", "a", "ab", "é", '"']
+_VALUES += ["\\", "\n", "a\n", "2020-02-30", "2020-02-29", "1.2.3.4", "12:00:00Z", "٣", "5"]
+_VALUES += [1e300, 0.1 + 0.2, 123456789.12345679, -0.0, 1e22, 5e-324, 10**30, [2**53 + 1], {"b": 0.1}]
+_VALUES += [[], [1], ["a", None], {}, {"a": 1}]
+_TYPES = ["null", "boolean", "integer", "number", "string", "array", "object"]
+_NAMES = ["a", "b", "ab", "c d", 'q"', "é"]
+
+
+def random_schema(source: random.Random) -> Case:
+    """Return a schema of a random draft."""
+    draft = source.choice([2020, 2020, *DRAFTS])
+    schema = _Generator(source, draft).document()
+    text = json.dumps(schema)
+    whitespace = source.choice([None] * 9 + ["", r"\s*", "[ ]{0,2}", r" |\n|"])
+    return Case(
+        "json_schema",
+        schema,
+        lambda: Constraint.json_schema(json.loads(text), whitespace=whitespace),
+        lambda output: problem(output, json.loads(text)),
+    )
+
+
+class _Generator:
+    def __init__(self, source: random.Random, draft: int) -> None:
+        self._source = source
+        self._draft = draft
+        self._definitions = "$defs" if draft >= 2019 else "definitions"
+        self._defined: dict[str, Any] = {}
+
+    def document(self) -> dict[str, Any]:
+        """Return a schema with the definitions that it refers to."""
+        schema = self._object_schema(3)
+        if self._draft != 2020 or self._chance(0.3):
+            schema = {"$schema": DRAFTS[self._draft], **schema}
+        for name in "xyz":  # a definition may refer to others
+            if name in self._defined:
+                self._defined[name] = self._schema(1)
+        if self._defined:
+            schema[self._definitions] = self._defined
+        if self._chance(0.02) and self._draft == 2020:
+            schema = self._dynamic(schema)
+        return dict(schema)
+
+    def _chance(self, probability: float) -> bool:
+        return self._source.random() < probability
+
+    def _schema(self, depth: int) -> Any:
+        draw = self._source.random()
+        if draw < 0.03 and self._draft > 4:
+            return draw < 0.02
+        if depth and draw < 0.25:
+            return self._combined(depth)
+        if draw < 0.32:
+            return self._listed(depth)
+        kind = self._source.choice(_TYPES)
+        schema: dict[str, Any] = {} if self._chance(0.12) else {"type": kind}
+        schema |= self._of_type(kind, depth)
+        if self._draft > 3 and self._chance(0.08):
+            other = self._source.choice(_TYPES)
+            schema |= {"type": sorted({kind, other}), **self._of_type(other, depth)}
+        return schema
+
+    def _of_type(self, kind: str, depth: int) -> dict[str, Any]:
+        match kind:
+            case "integer" | "number":
+                return self._number()
+            case "string":
+                return self._string()
+            case "array":
+                return self._array(max(0, depth - 1))
+            case "object":
+                return self._object(max(0, depth - 1))
+        return {}
+
+    def _number(self) -> dict[str, Any]:
+        schema: dict[str, Any] = {}
+        first = self._source.choice(_NUMBERS) * self._source.choice([1, 1, -1])
+        gap = self._source.choice([0, 0.25, 0.5, 1, 1, 2, 100, 2**10, 0.001])
+        if self._chance(0.7):
+            schema |= self._bound("inimum", first)
+        if self._chance(0.6):
+            second = first + gap if self._chance(0.7) else self._source.choice(_NUMBERS)
+            schema |= self._bound("aximum", second)
+        if self._chance(0.2):
+            schema["divisibleBy" if self._draft == 3 else "multipleOf"] = self._source.choice(_MULTIPLES)
+        return schema
+
+    def _bound(self, name: str, value: Any) -> dict[str, Any]:
+        exclusive, plain = f"exclusiveM{name}", f"m{name}"
+        if self._chance(0.5):
+            return {plain: value}
+        return {plain: value, exclusive: True} if self._draft <= 4 else {exclusive: value}
+
+    def _string(self) -> dict[str, Any]:
+        schema: dict[str, Any] = {}
+        if self._chance(0.4):
+            schema["pattern"] = self._pattern()
+        if self._chance(0.2):
+            schema["format"] = self._source.choice([*FORMATS])
+        if self._chance(0.3):
+            schema["minLength"] = self._source.randint(0, 4)
+        if self._chance(0.3):
+            schema["maxLength"] = self._source.randint(0, 6)
+        return schema
+
+    def _pattern(self) -> str:
+        frame = self._source.choice(["^{}$", "^{}$", "^(?:{})$", "^{}", "{}$", "{}", "^a|{}$"])
+        return frame.replace("{}", pattern(self._source))
+
+    def _array(self, depth: int) -> dict[str, Any]:
+        schema: dict[str, Any] = {}
+        tuples, rest = ("prefixItems", "items") if self._draft == 2020 else ("items", "additionalItems")
+        if self._chance(0.35):
+            schema[tuples] = [self._schema(depth) for _ in range(self._source.randint(1, 3))]
+            if self._chance(0.6):
+                schema[rest] = False if self._chance(0.5) else self._object_schema(depth)
+        elif self._chance(0.8):
+            schema["items"] = self._object_schema(depth)
+            if self._chance(0.1):
+                schema["additionalItems"] = False
+        for keyword, most in (("minItems", 3), ("maxItems", 4)):
+            if self._chance(0.4):
+                schema[keyword] = self._source.randint(0, most)
+        if self._chance(0.05):
+            schema["uniqueItems"] = True
+        if self._draft > 4 and self._chance(0.05):
+            schema["contains"] = self._schema(depth)
+        return schema
+
+    def _object_schema(self, depth: int) -> Any:
+        while not isinstance(schema := self._schema(depth), dict):
+            pass
+        return schema
+
+    def _object(self, depth: int) -> dict[str, Any]:
+        schema: dict[str, Any] = {}
+        names = self._source.sample(_NAMES, self._source.randint(0, 3))
+        if names:
+            schema["properties"] = {name: self._object_schema(depth) for name in names}
+        if self._draft == 3:
+            for name in names:
+                if self._chance(0.5):
+                    schema["properties"][name]["required"] = True
+        elif self._chance(0.5) and (required := [name for name in _NAMES[:4] if self._chance(0.3)] or names):
+            schema["required"] = required
+        if self._chance(0.5):
+            schema["additionalProperties"] = False if self._chance(0.5) else self._object_schema(depth)
+        if self._chance(0.15):
+            schema["patternProperties"] = {self._pattern(): self._object_schema(depth)}
+        if self._draft > 3:
+            for keyword in ("minProperties", "maxProperties"):
+                if self._chance(0.2):
+                    schema[keyword] = self._source.randint(0, 3)
+        if self._draft > 4 and self._chance(0.06):
+            schema["propertyNames"] = self._source.choice(
+                [{"pattern": self._pattern()}, {"maxLength": 1}, {"enum": _NAMES}]
+            )
+        if self._chance(0.05):
+            schema["dependentRequired" if self._draft >= 2019 else "dependencies"] = {"a": ["b"]}
+        return schema
+
+    def _listed(self, depth: int) -> dict[str, Any]:
+        values = self._source.sample(_VALUES, self._source.randint(1, 5))
+        schema = {"const": values[0]} if self._draft > 4 and self._chance(0.3) else {"enum": values}
+        return {**self._of_type(self._source.choice(["number", "string", "string", "array", "object"]), 0), **schema}
+
+    def _combined(self, depth: int) -> dict[str, Any]:
+        siblings = self._schema(0) if self._chance(0.3) else {}
+        siblings = siblings if isinstance(siblings, dict) else {}
+        parts = [self._schema(depth - 1) for _ in range(self._source.randint(1, 3))]
+        draw = self._source.random()
+        if draw < 0.3:
+            name = self._source.choice("xyz")
+            self._defined.setdefault(name, True)
+            reference = f"#/{self._definitions}/{name}" if self._chance(0.9) else "#"
+            return {**siblings, "$ref": reference}
+        if self._draft == 3:
+            keyword = self._source.choice(["extends", "extends", "type", "disallow"])
+            if keyword == "extends" and self._chance(0.5):
+                return {**siblings, "extends": parts[0]}
+            return {**siblings, keyword: parts if keyword == "extends" else [*parts, "null"]}
+        keyword = self._source.choice(["allOf", "allOf", "anyOf", "anyOf", "oneOf", "not", "if", "unevaluated"])
+        match keyword:
+            case "not":
+                return {**siblings, "not": parts[0]}
+            case "if":
+                return {**siblings, "if": parts[0], "then": parts[-1]}
+            case "unevaluated":
+                return {
+                    **siblings,
+                    "anyOf": parts,
+                    self._source.choice(["unevaluatedProperties", "unevaluatedItems"]): False,
+                }
+        return {**siblings, keyword: parts}
+
+    def _dynamic(self, schema: dict[str, Any]) -> dict[str, Any]:
+        """Return a list of what the outer or the inner dynamic anchor names."""
+        inner = {"$id": "http://x/list", "type": "array", "items": {"$dynamicRef": "#T"}, "maxItems": 2}
+        inner["$defs"] = {"any": {"$dynamicAnchor": "T"}}
+        outer = {"$dynamicAnchor": "T", "type": self._source.choice(_TYPES)}
+        definitions = {**schema.get("$defs", {}), "list": inner}
+        if self._chance(0.7):
+            definitions["outer"] = outer
+        return {"$id": "http://x/root", "$ref": "http://x/list", "$defs": definitions}

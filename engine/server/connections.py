@@ -1,0 +1,182 @@
+"""Connections: limits on how long and how much a client may send, and on the number of connections.
+
+uvicorn itself limits neither headers nor silent connections, so its protocol is extended here. `docs/design.md`
+compares it with the servers that have such limits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import resource
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from engine.server.errors import HeaderTooLarge, MalformedRequest, RequestTimeout, TooManyConnections
+from engine.server.options import ConnectionLimits
+from guided.error_body import error_body, error_headers
+from guided.errors import GuidedError
+
+_RESERVED_FILES = 128
+"""File descriptors for everything but clients: sockets of the pool, shared memory, pipes, files of the model."""
+
+
+class Connections:
+    """The connections of one server.
+
+    Args:
+        on_early_end: called with the reason when the server ends a connection that its client has not ended.
+    """
+
+    def __init__(self, limits: ConnectionLimits, on_early_end: Callable[[str], None]) -> None:
+        self.limits = limits
+        self.on_early_end = on_early_end
+        self.waiting: dict[LimitedProtocol, None] = {}
+        """Connections that wait for their client, the longest first."""
+        self.count = 0
+        self._most = min(limits.max_connections, _most_by_open_files())
+
+    @property
+    def protocol(self) -> type[asyncio.Protocol]:
+        """The value of uvicorn's option `http`."""
+        return cast(type[asyncio.Protocol], partial(LimitedProtocol, self))
+
+    def make_room(self) -> bool:
+        """If there is one connection too many, end the one that has waited longest. Returns False if none waits."""
+        if self.count <= self._most:
+            return True
+        longest = next(iter(self.waiting), None)
+        if longest is not None:
+            longest.end("evicted")
+        return longest is not None
+
+
+def _most_by_open_files() -> int:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return max(1, soft - len(list(Path("/proc/self/fd").iterdir())) - _RESERVED_FILES)
+
+
+class LimitedProtocol(HttpToolsProtocol):
+    """uvicorn's HTTP protocol within the limits of `Connections`. One instance per connection.
+
+    The methods `on_...` are called by the parser.
+    """
+
+    def __init__(self, connections: Connections, **uvicorn_arguments: Any) -> None:
+        super().__init__(**uvicorn_arguments)
+        self._connections = connections
+        self._limits = connections.limits
+        self._timer: asyncio.TimerHandle | None = None
+        self._in_body = False
+        self._header_error: GuidedError | None = None
+        self._header_bytes = 0
+        """Bytes received since the last request, while its successor's header is not complete."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._connections.count += 1
+        if self._connections.make_room():
+            self._expect(self._limits.header_seconds, "header_timeout")
+        else:
+            self._refuse(TooManyConnections("too many connections: try again"))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._connections.count -= 1
+        self._expect_nothing()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return
+        if not self._in_body:
+            self._header_bytes += len(data)
+        super().data_received(data)
+        if not self._in_body and self._header_bytes > self._limits.max_header_bytes:
+            self._refuse(self._header_too_large())
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._expect(self._limits.header_seconds, "header_timeout")
+
+    def on_headers_complete(self) -> None:
+        size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
+        if size > self._limits.max_header_bytes:
+            self._header_error = self._header_too_large()
+            raise self._header_error  # the parser stops, and `send_400_response` is called
+        self._in_body = True
+        self._header_bytes = 0
+        self._expect(self._limits.body_seconds, "body_timeout")
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._in_body = False
+        self._expect_next_request()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if not self._in_body:
+            self._expect_next_request()
+
+    def _expect_next_request(self) -> None:
+        """Wait for the client if the server has answered everything."""
+        if self.cycle.response_complete:
+            self._expect(self._limits.idle_seconds, "idle")
+        else:
+            self._expect_nothing()
+
+    def _expect(self, seconds: float, reason: str) -> None:
+        """Wait for the client, and end the connection with `reason` after `seconds`."""
+        self._expect_nothing()
+        if not self.transport.is_closing():
+            self._timer = self.loop.call_later(seconds, self.end, reason)
+            self._connections.waiting[self] = None
+
+    def _expect_nothing(self) -> None:
+        self._connections.waiting.pop(self, None)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def end(self, reason: str) -> None:
+        """End the connection, because its client has sent too little for too long, or to make room for another."""
+        begun = self._in_body or self._header_bytes > 0
+        if begun and reason.endswith("_timeout"):
+            seconds = self._limits.body_seconds if self._in_body else self._limits.header_seconds
+            what = "body" if self._in_body else "header"
+            self._refuse(RequestTimeout(f"the {what} of the request did not arrive within {seconds:g} s"), reason)
+        else:
+            self._connections.on_early_end(reason)
+            self._expect_nothing()
+            self.transport.abort()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what the parser rejects. uvicorn calls it."""
+        self._refuse(self._header_error or MalformedRequest(msg))
+
+    def _refuse(self, error: GuidedError, reason: str | None = None) -> None:
+        """Answer with an error and close the connection."""
+        if self.transport.is_closing():
+            return
+        self._connections.on_early_end(reason or error.code)
+        self._expect_nothing()
+        if self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete:
+            self.transport.abort()  # another request's answer is under way
+            return
+        body = json.dumps(error_body(error)).encode()
+        headers = {
+            **error_headers(error),
+            "content-type": "application/json",
+            "content-length": str(len(body)),
+            "connection": "close",
+        }
+        lines = "".join(f"{name}: {text}\r\n" for name, text in headers.items())
+        self.transport.write(STATUS_LINE[error.status] + lines.encode() + b"\r\n" + body)
+        self.transport.close()
+
+    def _header_too_large(self) -> HeaderTooLarge:
+        return HeaderTooLarge(f"URL and headers have more than the limit of {self._limits.max_header_bytes} bytes")

@@ -1,0 +1,55 @@
+"""Validation of the values that a schema lists (`enum`, `const`): `jsonschema` with our patterns and formats.
+
+The package searches patterns with Python's `re`, whose `\\d` and `$` are not those of ECMA-262, ignores `format`, and
+divides doubles for `multipleOf`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from fractions import Fraction
+from functools import cache
+from typing import Any
+
+from jsonschema import ValidationError
+from jsonschema.validators import extend
+
+from guided.errors import UnsupportedConstraint, bounded
+from guided.schema import string_pattern
+
+_UNCHECKED = frozenset(
+    ("color", "host-name", "idn-email", "idn-hostname", "ip-address", "iri", "iri-reference", "phone", "regex", "style")
+) | {"uri-template", "utc-millisec"}
+"""Formats of JSON Schema's drafts without a pattern of ours. Any other unknown format is an annotation."""
+
+
+@cache
+def enforcing(validator: Any) -> Any:
+    """Return a validator class that reads `pattern` as ECMA-262 does, enforces `format`, and does not round.
+
+    Args:
+        validator: a class of the `jsonschema` package.
+    """
+    checks = {"pattern": _pattern, "format": _format, "multipleOf": _multiple, "divisibleBy": _multiple}
+    known = {name: check for name, check in checks.items() if name in validator.VALIDATORS}
+    return extend(validator, known)  # type: ignore[no-untyped-call]
+
+
+def _pattern(_validator: Any, pattern: str, instance: Any, _schema: Any) -> Iterator[ValidationError]:
+    if isinstance(instance, str) and not string_pattern.matches(pattern, instance):
+        yield ValidationError(f"{bounded(instance)!r} does not match {bounded(pattern)!r}")
+
+
+def _multiple(_validator: Any, step: Any, instance: Any, _schema: Any) -> Iterator[ValidationError]:
+    number = isinstance(instance, int | float) and not isinstance(instance, bool)
+    if number and Fraction(str(instance)) % Fraction(str(step)):
+        yield ValidationError(f"{bounded(instance)} is not a multiple of {bounded(step)}")
+
+
+def _format(_validator: Any, name: str, instance: Any, _schema: Any) -> Iterator[ValidationError]:
+    if not isinstance(instance, str):
+        return
+    if name in _UNCHECKED:
+        raise UnsupportedConstraint(f"the format {name!r} next to listed values can't be checked", param="json_schema")
+    if name in string_pattern.FORMATS and not string_pattern.matches(string_pattern.FORMATS[name], instance):
+        yield ValidationError(f"{bounded(instance)!r} is not a {name!r}")

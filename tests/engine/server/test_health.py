@@ -1,0 +1,88 @@
+"""Liveness and readiness."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+from hosting import Hosted, hosted
+from serving import wait_until
+
+from engine.model_loader import load_model
+
+
+@pytest.fixture(scope="module")
+def shared(tiny_llama_dir: Path) -> Iterator[Hosted]:
+    with hosted(load_model(str(tiny_llama_dir), dtype="float32", device="cpu")) as server:
+        yield server
+
+
+@pytest.fixture
+def server(shared: Hosted) -> Iterator[Hosted]:
+    """After each test, a server that is ready."""
+    yield shared
+    shared.pool.hold_compiles, shared.pool.delay = False, lambda sequence, position: 0
+    shared.pool.finish_compiles()
+    wait_until(lambda: get(shared, "ready").status_code == 200)
+    shared.wait_empty()
+
+
+def get(server: Hosted, name: str) -> httpx.Response:
+    return httpx.get(f"{server.url}/health/{name}", timeout=20)
+
+
+def becomes_unready(server: Hosted) -> str:
+    """Wait until the last good check is too old. Returns the reason."""
+    wait_until(lambda: get(server, "ready").status_code == 503)
+    answer = get(server, "ready").json()
+    assert answer["status"] == "unavailable"
+    reason: str = answer["reason"]
+    return reason
+
+
+def test_ready(server: Hosted) -> None:
+    answer = get(server, "ready")
+    assert (answer.status_code, answer.json()["status"]) == (200, "ok")
+    assert answer.json()["seconds"].keys() == {"admission", "compilation", "masks"}
+    assert get(server, "live").json() == {"status": "ok", "reason": None}
+
+
+def test_many_probes_are_one_check(server: Hosted) -> None:
+    wait_until(lambda: get(server, "ready").status_code == 200)
+    before, started = len(server.pool.opened), time.monotonic()
+    with ThreadPoolExecutor(8) as probes:
+        answers = list(probes.map(lambda _: get(server, "ready").status_code, range(60)))
+    assert set(answers) == {200}
+    assert len(server.pool.opened) - before <= 1 + (time.monotonic() - started) / 2
+
+
+def test_compilation_that_hangs_is_not_ready_but_live(server: Hosted) -> None:
+    server.pool.hold_compiles = True
+    assert becomes_unready(server) == "compilation did not answer within 1 s"
+    assert get(server, "live").status_code == 200
+    assert httpx.get(f"{server.url}/health").status_code == 200
+
+
+def test_masks_that_hang_are_not_ready(server: Hosted) -> None:
+    server.pool.delay = lambda sequence, position: 1_000_000
+    assert becomes_unready(server) == "masks did not answer within 1 s"
+
+
+def test_admission_that_hangs_is_not_ready(server: Hosted, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every thread that admits requests is busy."""
+    release = threading.Event()
+    monkeypatch.setattr(server.engine.tokenizer, "encode", lambda *_, **__: release.wait(60) and [1])
+    with ThreadPoolExecutor(40) as clients:
+        for _ in range(40):
+            clients.submit(server.post, max_tokens=1)
+        try:
+            assert becomes_unready(server) == "admission did not answer within 1 s"
+            assert get(server, "live").status_code == 200
+        finally:
+            monkeypatch.undo()
+            release.set()

@@ -1,0 +1,70 @@
+"""A dispatcher with actors on threads: what the engine's thread does, without Ray."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from byte_vocabulary import tokens
+from scripted_grammar import ScriptedGrammar
+from slow_grammar import SlowGrammar
+from step_driver import WAIT, StepDriver
+from thread_actor import ThreadActor
+
+from actors.channel import Transport
+from actors.steps import Dispatcher
+from actors.steps.connection import WorkerConnection
+from actors.steps.placement import WorkerDown, WorkerUp
+from guided.errors import GuidedError, MaskTimeout, WorkerDied
+
+ABC = [tokens("abc"), tokens("abd"), tokens("xyz")]
+
+
+class Cluster(StepDriver):
+    """A dispatcher with actors that know the grammars `fast` and `slow`."""
+
+    def __init__(self, transport: Transport, number: int = 2, slots: int = 8, shared: bool = True, **options: Any):
+        self.transport = transport
+        self.rejected: dict[str, GuidedError] = {}
+        defaults = {"mask_limit": 20.0, "pool_wait": 30.0, "max_replays": 0}
+        self.dispatcher = Dispatcher(**{**defaults, **options}, rejection_of=self.rejected.get)
+        super().__init__(self.dispatcher)
+        self.slow = SlowGrammar(ABC, slow_at=1)
+        self.actors: list[ThreadActor] = []
+        for index in range(number):
+            self.join(index, slots, shared)
+
+    def join(self, index: int, slots: int = 8, shared: bool = True) -> ThreadActor:
+        grammars = {"fast": ScriptedGrammar(ABC), "slow": self.slow}
+        actor = ThreadActor(self.transport, grammars, slots=slots, shared=shared, index=index)
+        self.actors.append(actor)
+        self.dispatcher.announce(WorkerUp(actor.connection))
+        return actor
+
+    def on(self, index: int) -> set[int]:
+        """The sequences that are open on an actor."""
+        return ids(self.actors[index].connection)
+
+    def where(self, number: int) -> int:
+        (index,) = [index for index in range(len(self.actors)) if number in self.on(index)]
+        return index
+
+    def end(self, index: int, hung: bool = False) -> None:
+        error = MaskTimeout(f"worker {index} hung") if hung else WorkerDied(f"worker {index} died")
+        self.dispatcher.announce(WorkerDown(self.actors[index].connection, error, "hung" if hung else "died"))
+
+    def close(self) -> None:
+        self.slow.release.set()
+        self.dispatcher.close()
+
+
+def ids(worker: WorkerConnection) -> set[int]:
+    return {state.sequence_id for state in worker.sequences.values()}
+
+
+def until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
