@@ -18,7 +18,7 @@ from engine.server.errors import ModelNotFound, QueueFull, ShuttingDown
 from engine.server.metrics import Metrics
 from engine.server.options import ServerSettings
 from engine.server.readiness import ReadinessCheck
-from guided.errors import InvalidRequest, bounded
+from guided.errors import bounded
 from guided.limits import Limits
 from guided.vocabulary import Vocabulary
 
@@ -82,15 +82,12 @@ class ServerContext:
         client that fills the server delays the others, but does not lock them out.
 
         Raises:
-            InvalidRequest: these generations alone exceed the limit.
             QueueFull: a limit would be exceeded.
             ShuttingDown: the server takes no more requests.
         """
         if self.shutting_down:
             raise ShuttingDown("the server is shutting down")
         limit = self.settings.max_requests
-        if count > limit:
-            raise InvalidRequest(f"n for each prompt makes {count} generations; the limit is {limit}", param="n")
         share = 1 / len(self._in_flight.keys() | {client})
         used = self._in_flight[client] + count
 
