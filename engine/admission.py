@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Tokens
-from functools import lru_cache
 
 from engine.config import EngineConfig
 from engine.detokenizer import Detokenizer, TokenTexts
 from engine.model_loader import LoadedModel
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence, SequenceGroup, SequenceStatus, sequence_seed
-from guided.constraint import Constraint
 from guided.errors import InvalidRequest
-from guided.limits import DEFAULT_LIMITS, Limits
 
 
 class Admission:
@@ -107,8 +104,8 @@ class Admission:
     def _check_params(self, params: SamplingParams) -> None:
         if params.n > self._max_n:
             raise InvalidRequest(f"n is {params.n}; the limit is {self._max_n}", param="n")
-        if params.constraint is not None and self._limits != DEFAULT_LIMITS:
-            _check_constraint(params.constraint, self._limits)
+        if params.constraint is not None:
+            params.constraint.check(self._limits)
         for name, tokens in (("logit_bias", params.logit_bias or ()), ("stop_token_ids", params.stop_token_ids)):
             beyond = [token for token in tokens if token >= self._vocab_size]
             if beyond:
@@ -116,9 +113,3 @@ class Admission:
                     f"{name} has token {beyond[0]}; the model has {self._vocab_size} tokens", param=name
                 )
         self._validate(params)
-
-
-@lru_cache(maxsize=1024)
-def _check_constraint(constraint: Constraint, limits: Limits) -> None:
-    """Check a constraint that may have been built with other limits. Most requests repeat one: hence the cache."""
-    constraint.check(limits)

@@ -8,6 +8,7 @@ import threading
 import uuid
 from collections import deque
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 
 from engine.base_llm import BaseLLM
@@ -113,6 +114,12 @@ class AsyncLLM(BaseLLM):
             InternalError: the engine's thread has died.
         """
         group = self.engine.admit(request_id or uuid.uuid4().hex, prompt, params, stream=stream)
+        async with aclosing(self.run(group, client)) as outputs:
+            async for output in outputs:
+                yield output
+
+    async def run(self, group: SequenceGroup, client: str = "") -> AsyncGenerator[RequestOutput, None]:
+        """Run a request that `engine.admit` has admitted, as `generate`."""
         group.client = client
         consumer = _Stream(group)
         admitted = finished = False
@@ -122,7 +129,7 @@ class AsyncLLM(BaseLLM):
                 output = await consumer.get()
                 finished = output.finished
                 # Newer snapshots replace unread ones, so the first that is seen may be the last.
-                admitted = admitted or (stream and group.first_token_time is not None)
+                admitted = admitted or (group.stream and group.first_token_time is not None)
                 if finished and output.error is not None and not admitted:
                     raise output.error
                 admitted = True

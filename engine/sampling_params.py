@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,14 @@ from guided.request import GivenConstraint, GivenWhitespace, build, refuse_stops
 
 MAX_LOGPROBS = 20
 """Maximum number of alternatives per token (OpenAI's limit)."""
+MAX_STOPS = 64
+"""Maximum number of stop strings. Each is searched for in every step."""
+MAX_STOP_LENGTH = 1000
+"""Maximum number of characters of a stop string."""
+MAX_STOP_TOKENS = 1024
+"""Maximum number of `stop_token_ids`."""
+MAX_BIASES = 1024
+"""Maximum number of entries of `logit_bias`."""
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: dividing by them would overflow float32."""
@@ -42,7 +50,7 @@ class SamplingParams:
         seed: makes the request repeatable. None: derived from the engine's seed and the request id.
         max_tokens: None: the rest of the context.
         min_tokens: suppress stop tokens before this many tokens (unless nothing else is legal).
-        stop: strings that end the output.
+        stop: strings that end the output, at most `MAX_STOPS`.
         stop_token_ids: tokens that end the output, besides the model's own stop tokens.
         include_stop_str_in_output: keep the stop string, or the stop token's text, at the end of the text.
         ignore_eos: suppress the model's stop tokens (unless nothing else is legal).
@@ -130,9 +138,15 @@ class SamplingParams:
             )
 
     def _check_stops(self) -> None:
+        _check_count("stop", self.stop, MAX_STOPS, "strings")
+        _check_count("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKENS, "tokens")
         if not all(isinstance(text, str) and text for text in self.stop):
             raise InvalidRequest("stop is a non-empty string, or a list of them", param="stop")
         for text in self.stop:
+            if len(text) > MAX_STOP_LENGTH:
+                raise InvalidRequest(
+                    f"a stop string has {len(text)} characters; the limit is {MAX_STOP_LENGTH}", param="stop"
+                )
             try:
                 text.encode("utf-8")
             except UnicodeEncodeError as error:
@@ -141,6 +155,7 @@ class SamplingParams:
             _check_range("stop_token_ids", token, int, Range(0))
 
     def _check_bias(self) -> None:
+        _check_count("logit_bias", self.logit_bias or (), MAX_BIASES, "entries")
         for token, bias in (self.logit_bias or {}).items():
             _check_range("logit_bias", token, int, Range(0))
             _check_range("logit_bias", bias, float, Range(-100, 100))
@@ -191,6 +206,11 @@ _RANGES: dict[str, tuple[type, Range]] = {
     "max_tokens": (int, Range(1)),
 }
 _OPTIONAL = ("seed", "logprobs", "max_tokens")
+
+
+def _check_count(name: str, values: Collection[object], limit: int, what: str) -> None:
+    if len(values) > limit:
+        raise InvalidRequest(f"{name} has {len(values)} {what}; the limit is {limit}", param=name)
 
 
 def _check_range(name: str, value: object, kind: type, allowed: Range) -> None:

@@ -74,14 +74,14 @@ class Constraint:
             document = schema_checks.close_objects(document)
         source = json.dumps(document, ensure_ascii=False, separators=(",", ":"))
         _check_text(source, "JSON schema", limits, param)
-        return cls("json_schema", source, _whitespace(whitespace, limits, param))
+        return cls("json_schema", source, _whitespace(whitespace, limits, param))._checked(limits)
 
     @classmethod
     def json_object(
         cls, *, whitespace: str | None = None, limits: Limits = DEFAULT_LIMITS, param: str = "json_object"
     ) -> Constraint:
         """The output is any JSON object."""
-        return cls("json_object", "", _whitespace(whitespace, limits, param))
+        return cls("json_object", "", _whitespace(whitespace, limits, param))._checked(limits)
 
     @classmethod
     def regex(cls, pattern: str, *, limits: Limits = DEFAULT_LIMITS, param: str = "regex") -> Constraint:
@@ -90,7 +90,7 @@ class Constraint:
         if not pattern:
             raise InvalidConstraint("the regex is empty: only the empty output would match", param=param)
         limits.check_regex(pattern, param)
-        return cls("regex", pattern)
+        return cls("regex", pattern)._checked(limits)
 
     @classmethod
     def choice(cls, choices: Sequence[str], *, limits: Limits = DEFAULT_LIMITS, param: str = "choice") -> Constraint:
@@ -110,7 +110,7 @@ class Constraint:
         for index, option in enumerate(choices):
             _check_text(option, "choice", limits, param, pointer=f"/{index}")
         _check_text(source, "choice", limits, param)
-        return cls("choice", source)
+        return cls("choice", source)._checked(limits)
 
     @classmethod
     def grammar(cls, text: str, *, limits: Limits = DEFAULT_LIMITS, param: str = "grammar") -> Constraint:
@@ -119,14 +119,21 @@ class Constraint:
         if not text.strip():
             raise InvalidConstraint("the grammar is empty: give at least one rule", param=param)
         limits.check_grammar(text, param)
-        return cls("grammar", text)
+        return cls("grammar", text)._checked(limits)
+
+    def _checked(self, limits: Limits) -> Constraint:
+        """Note that this constraint is within `limits`. (Not a field: it takes no part in equality and messages.)"""
+        object.__setattr__(self, "_limits", limits)
+        return self
 
     def check(self, limits: Limits) -> None:
-        """Check this constraint, created under other limits, against `limits`.
+        """Check this constraint against `limits`, unless it was created under them.
 
         Raises:
             ConstraintTooLarge: over one of them.
         """
+        if getattr(self, "_limits", None) == limits:
+            return
         match self.kind:
             case "json_schema":
                 Constraint.json_schema(self.source, whitespace=self.whitespace, limits=limits)

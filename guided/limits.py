@@ -78,6 +78,8 @@ class Limits:
     """Limits on constraints; every refusal names the limit."""
 
     max_constraint_bytes: int = 512 * 1024
+    max_values: int = 25_000
+    """Values in a JSON schema: each object, array, string, number, boolean and null."""
     max_nesting: int = 64
     """Levels of JSON nesting in a schema, or of brackets in a regex or a grammar."""
     max_choices: int = 10_000
@@ -96,7 +98,7 @@ class Limits:
 
     RANGES: ClassVar[Mapping[str, Range]] = dict.fromkeys(
         (
-            *("max_constraint_bytes", "max_nesting", "max_choices", "max_enum"),
+            *("max_constraint_bytes", "max_values", "max_nesting", "max_choices", "max_enum"),
             *("max_repetition", "max_grammar_rules", "max_alternatives"),
         ),
         Range(1),

@@ -262,14 +262,13 @@ class Compiler:
 
     def _end_process(self, task: _CompileTask, process: CompileProcess, error: GuidedError) -> None:
         """Kill the process of an attempt that crashed or exceeded a limit."""
-        seconds = self._attempt_seconds(task)
         task.end_attempt()
         process.kill()
         name = task.backend
         if isinstance(error, CompileTimeout):
             task.timed_out.append(name)
             error = CompileTimeout(
-                f"compiling this constraint took more than {seconds:.3g} s with {name}; "
+                f"compiling this constraint took more than {task.spent:.2g} s, at last with {name}; "
                 "try a simpler one, or another backend"
             )
         elif isinstance(error, BackendError):

@@ -2,74 +2,107 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar, Generic, TypeVar
-
-from pydantic import BaseModel
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Any, ClassVar
 
 from engine.outputs import CompletionOutput, RequestOutput
 from engine.server.context import ServerContext
 from engine.server.generation import Job
-from engine.server.protocol import GenerationRequest, GuidedInfo, Usage
+from engine.server.protocol import GuidedInfo, Usage
 
-Body = TypeVar("Body", bound=GenerationRequest)
+_SLICE = 64
+"""Number of tokens whose log-probabilities are built in one piece: with 20 alternatives, about 2 ms."""
+
+_PIECE_BYTES = 64 << 10
+"""Size of the pieces in which a long answer is sent."""
 
 
-class Answer(ABC, Generic[Body]):
+class Answer(ABC):
     """Writes the bodies of one request's answer. `index` is the index of a choice, over all prompts.
+
+    Log-probabilities of many tokens are built in slices, so that they do not hold the event loop.
 
     Args:
         guided: how the output is constrained. It stands in a whole answer and in the first chunk of a choice.
     """
 
-    response_type: ClassVar[type[BaseModel]]
+    whole_object: ClassVar[str]
+    """The `object` of a whole answer."""
     chunk_object: ClassVar[str]
     """The `object` of a chunk."""
 
-    def __init__(self, context: ServerContext, body: Body, job: Job, guided: GuidedInfo | None) -> None:
+    def __init__(self, context: ServerContext, job: Job, guided: GuidedInfo | None) -> None:
         self.context = context
-        self.body = body
         self.job = job
         self.guided = guided
-        self.include_usage = body.stream_options is not None and body.stream_options.include_usage
         self._created = int(time.time())
         self._sent = [(0, 0, False)] * job.num_choices
         """What a stream's client has been sent of each choice: characters, tokens, and whether it has ended."""
 
     @abstractmethod
-    def choice(self, index: int, output: CompletionOutput) -> BaseModel:
-        """Build a choice of a whole answer."""
+    def message(self, index: int, text: str) -> dict[str, Any]:
+        """Build the part of a whole answer's choice that carries the text."""
 
     @abstractmethod
     def content(self, text: str | None) -> dict[str, Any]:
         """Build the part of a chunk that carries new text. None: the choice has ended."""
 
     @abstractmethod
-    def logprobs(self, index: int, output: CompletionOutput, start: int = 0) -> BaseModel | None:
-        """Build the log-probabilities of the tokens from `start` on; None if the request asked for none."""
+    def logprobs(self, index: int, output: CompletionOutput, which: slice) -> dict[str, Any] | None:
+        """Build the log-probabilities of some tokens; None if the request asked for none. In order of the tokens."""
 
     @abstractmethod
     def opening(self, index: int) -> dict[str, Any] | None:
         """Build a choice's first chunk, if there is something to say before the first token."""
 
-    def whole(self, finished: Sequence[RequestOutput]) -> BaseModel:
-        """Build the answer of a request without `stream`. `finished` has one output per prompt."""
-        n = self.job.params.n
-        choices = [
-            self.choice(prompt * n + each.index, each)
-            for prompt, output in enumerate(finished)
-            for each in output.outputs
-        ]
-        return self.response_type(
-            id=self.job.request_id,
-            created=self._created,
-            model=self.context.model_name,
-            choices=choices,
-            usage=_usage_of(finished),
-            guided=self.guided,
-        )
+    async def whole(self, finished: Sequence[RequestOutput]) -> AsyncIterator[bytes]:
+        """Write the answer of a request without `stream`, in pieces. `finished` has one output per prompt."""
+        written = bytearray()
+        async for part in self._parts(finished):
+            written += part
+            if len(written) >= _PIECE_BYTES:
+                yield bytes(written)
+                written.clear()
+        yield bytes(written)
+
+    async def _parts(self, finished: Sequence[RequestOutput]) -> AsyncIterator[bytes]:
+        yield to_json(self._head(self.whole_object))[:-1] + b',"choices":['
+        for prompt, output in enumerate(finished):
+            for each in output.outputs:
+                index = prompt * self.job.params.n + each.index
+                choice = {
+                    "index": index,
+                    **self.message(index, each.text),
+                    "finish_reason": each.finish_reason,
+                    "stop_reason": each.stop_reason,
+                }
+                logprobs = await self._logprobs_json(index, each)
+                yield (b"," if index else b"") + to_json(choice)[:-1] + b',"logprobs":' + logprobs + b"}"
+        guided = None if self.guided is None else self.guided.model_dump()
+        end = {"usage": _usage_of(finished).model_dump(), "system_fingerprint": None, "guided": guided}
+        yield b"]," + to_json(end)[1:]
+
+    async def _logprobs_json(self, index: int, output: CompletionOutput) -> bytes:
+        """Write a choice's log-probabilities, slice by slice."""
+        lists: dict[str, list[bytes]] = {}
+        constants: dict[str, Any] = {}
+        for start in range(0, max(1, len(output.token_ids)), _SLICE):
+            part = self.logprobs(index, output, slice(start, start + _SLICE))
+            if part is None:
+                return b"null"
+            for name, values in part.items():
+                if isinstance(values, list):
+                    lists.setdefault(name, []).append(to_json(values)[1:-1])
+                else:
+                    constants[name] = values
+            await asyncio.sleep(0)
+        fields = [to_json(name) + b":[" + b",".join(parts) + b"]" for name, parts in lists.items()]
+        fields += [to_json(name) + b":" + to_json(value) for name, value in constants.items()]
+        return b"{" + b",".join(fields) + b"}"
 
     def new_chunks(self, prompt: int, output: RequestOutput) -> Iterator[dict[str, Any]]:
         """Build the chunks for what is new in `output` since the last call."""
@@ -79,11 +112,12 @@ class Answer(ABC, Generic[Body]):
             if ended:
                 continue
             text = completion.text[characters:]
-            if text or (completion.logprobs is not None and len(completion.token_ids) > tokens):
-                logprobs = self.logprobs(index, completion, tokens)
-                yield self.chunk(index, self.content(text), None if logprobs is None else logprobs.model_dump())
-                characters, tokens = characters + len(text), len(completion.token_ids)
-            self._sent[index] = characters, tokens, completion.finish_reason is not None
+            count = tokens if completion.logprobs is None else len(completion.token_ids)
+            while text or tokens < count:
+                which = slice(tokens, min(tokens + _SLICE, count))
+                yield self.chunk(index, self.content(text), self.logprobs(index, completion, which))
+                text, tokens = "", which.stop
+            self._sent[index] = len(completion.text), tokens, completion.finish_reason is not None
             if completion.finish_reason is not None:
                 chunk = self.chunk(index, self.content(None), finish_reason=completion.finish_reason)
                 chunk["choices"][0]["stop_reason"] = completion.stop_reason
@@ -91,7 +125,7 @@ class Answer(ABC, Generic[Body]):
 
     def usage(self, finished: Sequence[RequestOutput]) -> dict[str, Any]:
         """Build the stream's last chunk, which has no choices."""
-        return {**self._head(), "choices": [], "usage": _usage_of(finished).model_dump()}
+        return {**self._head(self.chunk_object), "choices": [], "usage": _usage_of(finished).model_dump()}
 
     def chunk(
         self,
@@ -101,16 +135,16 @@ class Answer(ABC, Generic[Body]):
         finish_reason: str | None = None,
     ) -> dict[str, Any]:
         choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": finish_reason}
-        chunk = {**self._head(), "choices": [choice]}
-        return {**chunk, "usage": None} if self.include_usage else chunk
+        chunk = {**self._head(self.chunk_object), "choices": [choice]}
+        return {**chunk, "usage": None} if self.job.include_usage else chunk
 
-    def _head(self) -> dict[str, Any]:
-        return {
-            "id": self.job.request_id,
-            "object": self.chunk_object,
-            "created": self._created,
-            "model": self.context.model_name,
-        }
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self.job.request_id, "object": kind, "created": self._created, "model": self.context.model_name}
+
+
+def to_json(data: Any) -> bytes:
+    """Write compact JSON in UTF-8."""
+    return json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode()
 
 
 def _usage_of(finished: Sequence[RequestOutput]) -> Usage:

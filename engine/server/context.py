@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Annotated
@@ -14,11 +13,12 @@ from fastapi import Depends, Request
 
 from engine.async_llm import AsyncLLM
 from engine.detokenizer import TokenTexts
+from engine.server.admission_threads import AdmissionThreads
 from engine.server.errors import ModelNotFound, QueueFull, ShuttingDown
 from engine.server.metrics import Metrics
 from engine.server.options import ServerSettings
 from engine.server.readiness import ReadinessCheck
-from guided.errors import InvalidRequest, bounded
+from guided.errors import bounded
 from guided.limits import Limits
 from guided.vocabulary import Vocabulary
 
@@ -29,18 +29,19 @@ class ServerContext:
     settings: ServerSettings
     metrics: Metrics
     texts: TokenTexts
+    admission: AdmissionThreads
     readiness: ReadinessCheck
     created: int = field(default_factory=lambda: int(time.time()))
     shutting_down: bool = False
-    large_answers: Executor = field(default_factory=lambda: ThreadPoolExecutor(1, "large-answers"))
-    """Writes answers that would block the event loop."""
     _in_flight: Counter[str] = field(default_factory=Counter)
     """Generations in flight, by client."""
 
     @classmethod
     def build(cls, engine: AsyncLLM, settings: ServerSettings) -> ServerContext:
         texts = TokenTexts(engine.model.vocabulary, engine.tokenizer)
-        return cls(engine, settings, Metrics(engine), texts, ReadinessCheck(engine, settings.backend))
+        admission = AdmissionThreads(settings.max_waiting)
+        readiness = ReadinessCheck(engine, settings.backend, admission)
+        return cls(engine, settings, Metrics(engine), texts, admission, readiness)
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -81,15 +82,12 @@ class ServerContext:
         client that fills the server delays the others, but does not lock them out.
 
         Raises:
-            InvalidRequest: these generations alone exceed the limit.
             QueueFull: a limit would be exceeded.
             ShuttingDown: the server takes no more requests.
         """
         if self.shutting_down:
             raise ShuttingDown("the server is shutting down")
         limit = self.settings.max_requests
-        if count > limit:
-            raise InvalidRequest(f"n for each prompt makes {count} generations; the limit is {limit}", param="n")
         share = 1 / len(self._in_flight.keys() | {client})
         used = self._in_flight[client] + count
 

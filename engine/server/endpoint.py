@@ -1,30 +1,26 @@
-"""What chat and text completions do alike: build the job, run it, and send an answer or a stream."""
+"""GenerationRoute: what chat and text completions do alike: run the job, and send an answer or a stream."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Coroutine, Iterator, Mapping
+from contextlib import AsyncExitStack, contextmanager
 from typing import Any, TypeVar
 
 from fastapi import Request, Response
 
 from engine.outputs import RequestOutput
+from engine.server.admission import AdmissionRoute
 from engine.server.answers import Answer
 from engine.server.context import ServerContext
 from engine.server.generation import Job, Outputs, cancel, running
-from engine.server.protocol import GenerationRequest
-from engine.server.streaming import EventStream, events
+from engine.server.streaming import AnswerStream, events
 from guided.errors import GuidedError
 
 logger = logging.getLogger("guided.server")
 
-_MANY_LOGPROBS = 256
-"""Number of tokens with log-probabilities from which an answer is large."""
-
 T = TypeVar("T")
-Body = TypeVar("Body", bound=GenerationRequest)
 
 RESPONSES: dict[int | str, dict[str, Any]] = {
     200: {"description": "An answer, or with `stream` its chunks.", "content": {"text/event-stream": {}}}
@@ -32,47 +28,46 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
 """The routes' `responses`, for the documentation page."""
 
 
-async def respond(
-    body: Body,
-    request: Request,
-    context: ServerContext,
-    build_job: Callable[[Body, ServerContext, str], Job],
-    answer_type: type[Answer[Body]],
-    field_names: Mapping[str, str],
-) -> Response:
-    """Answer a generation request.
+class GenerationRoute(AdmissionRoute):
+    """A route whose endpoint returns the request's `Job`. It runs the job and sends the answer, or a stream."""
 
-    Args:
-        build_job: checks everything that does not need the engine. It runs in a thread, because tokenizing and checking
-            a schema take CPU time. Its last argument is the request's `x-request-id`.
-        field_names: fields of the engine's errors, and what the endpoint calls them.
+    def prepare(self, body: Any, request: Request, context: ServerContext) -> tuple[type[Answer], Job]:
+        context.check_model(body.model)
+        prepared: tuple[type[Answer], Job] = self.endpoint(body, request, context)
+        return prepared
 
-    Raises:
-        GuidedError: the request was refused, or it failed before the first byte of the answer.
-    """
-    context.check_model(body.model)
-    try:
-        job = await asyncio.to_thread(build_job, body, context, request.state.request_id)
+    async def respond(self, prepared: tuple[type[Answer], Job], request: Request, context: ServerContext) -> Response:
+        """Run the job.
+
+        Raises:
+            GuidedError: it was refused, or it failed before the first byte of the answer.
+        """
+        answer_type, job = prepared
         async with AsyncExitStack() as stack:
             try:
-                outputs = await _unless_gone(
-                    request, stack.enter_async_context(running(context, job, request.state.client))
-                )
-                answer = answer_type(context, body, job, outputs.guided)
-                # The backend is in a header too, for clients that do not parse the body.
-                headers = {} if outputs.guided is None else {"x-guided-backend": outputs.guided.backend}
-                if body.stream:
+                client = request.state.client
+                outputs = await _unless_gone(request, stack.enter_async_context(running(context, job, client)))
+                answer = answer_type(context, job, outputs.guided)
+                if job.stream:
                     content = events(outputs, answer, context.metrics)
-                    return EventStream(content, stack.pop_all(), headers, context, job)
-                finished = await _unless_gone(request, _finished(outputs))
+                else:
+                    content = answer.whole(await _unless_gone(request, _finished(outputs)))
             except _ClientGone:
                 context.metrics.abandoned("disconnected")
                 logger.info("request %s (x-request-id %s): the client went away", job.request_id, job.http_id)
                 return Response(status_code=499)
-            text = await _written(context, answer, finished)
-            return Response(text, media_type="application/json", headers=headers)
+            # The backend is in a header too, for clients that do not parse the body.
+            headers = {} if outputs.guided is None else {"x-guided-backend": outputs.guided.backend}
+            return AnswerStream(content, stack.pop_all(), headers, context, job)
+
+
+@contextmanager
+def field_names(names: Mapping[str, str]) -> Iterator[None]:
+    """Make errors name the fields as the endpoint does."""
+    try:
+        yield
     except GuidedError as error:
-        error.param = field_names.get(error.param or "", error.param)
+        error.param = names.get(error.param or "", error.param)
         raise
 
 
@@ -82,17 +77,6 @@ async def _finished(outputs: Outputs) -> list[RequestOutput]:
     async for number, output in outputs.stream:
         last[number] = output
     return [last[number] for number in sorted(last)]
-
-
-async def _written(context: ServerContext, answer: Answer[Any], finished: Sequence[RequestOutput]) -> str:
-    """Write a whole answer. A large one is written in a thread, one at a time, because it takes seconds."""
-
-    def write() -> str:
-        return answer.whole(finished).model_dump_json()
-
-    if sum(len(each.logprobs or ()) for output in finished for each in output.outputs) < _MANY_LOGPROBS:
-        return write()
-    return await asyncio.get_running_loop().run_in_executor(context.large_answers, write)
 
 
 class _ClientGone(Exception):

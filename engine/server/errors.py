@@ -37,6 +37,14 @@ class BodyTooLarge(InvalidRequest):
     status = 413
 
 
+class BodyTooComplex(InvalidRequest):
+    code = "body_too_complex"
+
+
+class InvalidJson(InvalidRequest):
+    code = "invalid_json"
+
+
 class HeaderTooLarge(InvalidRequest):
     code = "header_too_large"
     status = 431
@@ -126,8 +134,6 @@ def _describe(errors: Sequence[Any]) -> tuple[str, str | None, str]:
     param = _path(first["loc"])
     if first["type"] in (MISPLACED, UNSUPPORTED):
         return bounded(first["msg"]), param or None, first["type"]
-    if first["type"] == "json_invalid":
-        return f"the body is not JSON: {first['ctx']['error']} at character {first['loc'][-1]}", None, "invalid_json"
     if first["type"] == "extra_forbidden":
         name = str(first["loc"][-1])
         if name in REFUSED:

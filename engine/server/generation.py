@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
+from engine.sequence import SequenceGroup
 from engine.server.context import ServerContext
 from engine.server.errors import ShuttingDown
 from engine.server.protocol import GuidedInfo
@@ -22,7 +23,10 @@ logger = logging.getLogger("guided.server")
 
 @dataclass(frozen=True)
 class Job:
-    """The work of one HTTP request: one engine request per prompt, all with the same parameters."""
+    """The work of one HTTP request: one engine request per prompt, all with the same parameters.
+
+    It holds what the answer needs of the body, but not the body, which may be large.
+    """
 
     request_id: str
     """Id of the engine's request, and `id` of the answer."""
@@ -33,10 +37,32 @@ class Job:
     constraint_field: str | None
     """The field that holds the constraint, as the request spells it."""
     stream: bool
+    field_names: Mapping[str, str] = field(default_factory=dict)
+    """Fields of the engine's errors, and what the endpoint calls them."""
+    include_usage: bool = False
+    echoed: Sequence[str] = ()
+    """The text of each prompt, if the answer repeats it."""
+    groups: Sequence[SequenceGroup] = ()
+    """One per prompt. `admitted` sets them."""
 
     @property
     def num_choices(self) -> int:
         return len(self.prompts) * self.params.n
+
+    def admitted(self, context: ServerContext) -> Job:
+        """Return this job with its engine requests.
+
+        Raises:
+            InvalidRequest: the engine rejects one.
+        """
+        groups = []
+        for number, prompt in enumerate(self.prompts):
+            request_id = self.request_id if len(self.prompts) == 1 else f"{self.request_id}-{number}"
+            try:
+                groups.append(context.engine.engine.admit(request_id, prompt, self.params, stream=self.stream))
+            except GuidedError as error:
+                raise self.respell(error, number) from None
+        return replace(self, groups=groups)
 
     def respell(self, error: GuidedError, prompt: int) -> GuidedError:
         """Make an error of the engine name the request's own field, and which of several prompts it is about."""
@@ -44,6 +70,7 @@ class Job:
             error.param = self.constraint_field or error.param
         if error.param == "prompt" and len(self.prompts) > 1:
             error.message = f"prompt[{prompt}]: {error.message}"
+        error.param = self.field_names.get(error.param or "", error.param)
         return error
 
 
@@ -65,18 +92,11 @@ async def running(context: ServerContext, job: Job, client: str) -> AsyncIterato
         GuidedError: the job is refused (also because its constraint does not compile), or it fails later. Errors that
             an operator can act on are logged here.
     """
-    ids = [job.request_id if len(job.prompts) == 1 else f"{job.request_id}-{i}" for i in range(len(job.prompts))]
     guided = None
     try:
         _check_logprobs(context, job)
         with context.admit(job.num_choices, client):
-            streams = [
-                context.metrics.observed(
-                    context.engine.generate(prompt, job.params, request_id, stream=job.stream, client=client),
-                    job.params,
-                )
-                for prompt, request_id in zip(job.prompts, ids, strict=True)
-            ]
+            streams = [context.metrics.observed(context.engine.run(group, client), job.params) for group in job.groups]
             try:
                 first = await _all_first(streams, job)
                 constraint, backend = job.params.constraint, first[0].backend

@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import codecs
+from typing import Any
 
 from engine.detokenizer import TokenTexts
 from engine.outputs import CompletionOutput
 from engine.sequence import Logprob
-from engine.server.protocol import ChatLogprob, ChatLogprobs, ChatTopLogprob, CompletionLogprobs
 
 FLOOR = -9999.0
 
 
-def chat_logprobs(output: CompletionOutput, texts: TokenTexts, top: int, start: int = 0) -> ChatLogprobs | None:
-    """Build the log-probabilities of the tokens from `start` on, each with its `top` most likely alternatives.
+def chat_logprobs(output: CompletionOutput, texts: TokenTexts, top: int, which: slice) -> dict[str, Any] | None:
+    """Build `ChatLogprobs` of some tokens, each with its `top` most likely alternatives.
 
     Returns None if the request asked for none. The `bytes` of a token may be only a part of a character.
     """
     if output.logprobs is None:
         return None
     content = []
-    for token, alternatives in zip(output.token_ids[start:], output.logprobs[start:], strict=True):
+    for token, alternatives in zip(output.token_ids[which], output.logprobs[which], strict=True):
         best = [_top(texts, each, logprob) for each, logprob in _ranked(alternatives)[:top]]
-        own = _top(texts, token, alternatives[token])
-        content.append(ChatLogprob(token=own.token, logprob=own.logprob, bytes=own.bytes, top_logprobs=best))
-    return ChatLogprobs(content=content)
+        content.append({**_top(texts, token, alternatives[token]), "top_logprobs": best})
+    return {"content": content, "refusal": None}
 
 
 class TextOffsets:
@@ -54,17 +53,17 @@ class TextOffsets:
 
 
 def completion_logprobs(
-    output: CompletionOutput, texts: TokenTexts, place: TextOffsets, start: int = 0
-) -> CompletionLogprobs | None:
-    """Build the log-probabilities of the tokens from `start` on. `top_logprobs` includes the sampled token.
+    output: CompletionOutput, texts: TokenTexts, place: TextOffsets, which: slice
+) -> dict[str, Any] | None:
+    """Build `CompletionLogprobs` of some tokens. `top_logprobs` includes the sampled token.
 
     Args:
-        place: has computed the offsets of the tokens before `start`.
+        place: has computed the offsets of the tokens before.
     """
     if output.logprobs is None:
         return None
     tokens, own, tops, offsets = [], [], [], []
-    for token, alternatives in zip(output.token_ids[start:], output.logprobs[start:], strict=True):
+    for token, alternatives in zip(output.token_ids[which], output.logprobs[which], strict=True):
         text = texts.of(token)
         tokens.append(text)
         own.append(_finite(alternatives[token]))
@@ -72,15 +71,15 @@ def completion_logprobs(
         offset = place.next(token)
         # Stop strings and incomplete characters are not in the text.
         offsets.append(offset if output.finish_reason is None else min(offset, len(output.text)))
-    return CompletionLogprobs(tokens=tokens, token_logprobs=own, top_logprobs=tops, text_offset=offsets)
+    return {"tokens": tokens, "token_logprobs": own, "top_logprobs": tops, "text_offset": offsets}
 
 
 def _ranked(alternatives: dict[int, Logprob]) -> list[tuple[int, Logprob]]:
     return sorted(alternatives.items(), key=lambda item: item[1].rank)
 
 
-def _top(texts: TokenTexts, token: int, logprob: Logprob) -> ChatTopLogprob:
-    return ChatTopLogprob(token=texts.of(token), logprob=_finite(logprob), bytes=list(texts.bytes_of(token)))
+def _top(texts: TokenTexts, token: int, logprob: Logprob) -> dict[str, Any]:
+    return {"token": texts.of(token), "logprob": _finite(logprob), "bytes": list(texts.bytes_of(token))}
 
 
 def _finite(logprob: Logprob) -> float:

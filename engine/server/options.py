@@ -37,6 +37,8 @@ class ServerSettings:
         max_waiting: maximum number of prompts that wait for a grammar or for their turn. Further ones get 429. Beyond
             these two limits, a client that has less than its share of them is still served, up to twice the limit.
         max_body_bytes: maximum size of a request's body. A larger one gets 413.
+        max_body_values: maximum number of values (objects, arrays, strings, numbers, ...) in a request's body.
+        max_outputs: maximum number of outputs of one request: prompts times `n`. `EngineConfig.max_n` limits `n`.
         max_answer_logprobs: maximum number of log-probabilities that an answer with several choices may have. A request
             for more gets 400.
         stall_seconds: time for which a stream's client may read nothing before the request is aborted.
@@ -54,12 +56,15 @@ class ServerSettings:
     max_requests: int = 1024
     max_waiting: int = 512
     max_body_bytes: int = 4 << 20
+    max_body_values: int = 200_000
+    max_outputs: int = 256
     max_answer_logprobs: int = 200_000
     stall_seconds: float = 60.0
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
 
     RANGES: ClassVar[Mapping[str, Range]] = {
-        **dict.fromkeys(("max_requests", "max_waiting", "max_body_bytes", "max_answer_logprobs"), Range(1)),
+        **dict.fromkeys(("max_requests", "max_waiting", "max_body_bytes", "max_body_values"), Range(1)),
+        **dict.fromkeys(("max_outputs", "max_answer_logprobs"), Range(1)),
         "stall_seconds": Range(0, exclusive=True),
     }
 
@@ -366,9 +371,12 @@ OPTIONS = (
     *_panel(
         "Limits of one request (400 beyond)",
         Option("server.max_body_bytes", "Size of a request's body, in bytes (413 beyond)."),
+        Option("server.max_body_values", "Values in a request's body: objects, arrays, strings, numbers, ..."),
+        Option("server.max_outputs", "Outputs of one request: prompts times n."),
         Option("server.max_answer_logprobs", "Log-probabilities that an answer with several choices could have."),
         Option("engine.max_n", "Outputs of one request (n). Default: --max-num-seqs."),
         Option("engine.limits.max_constraint_bytes", "Size of a constraint, in bytes."),
+        Option("engine.limits.max_values", "Values in a JSON schema."),
         Option("engine.limits.max_nesting", "Levels of nesting in a schema, of brackets in a regex or grammar."),
         Option("engine.limits.max_alternatives", "Alternatives: anyOf and oneOf of a schema, | of a regex or grammar."),
         Option("engine.limits.max_enum", "Values of an enum."),

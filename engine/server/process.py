@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import faulthandler
+import gc
 import ipaddress
 import json
 import logging
@@ -57,7 +58,11 @@ def start_engine(options: ServeOptions) -> AsyncLLM:
         raise OSError(f"there is no model directory {model}")
     if not sys.stderr.isatty():
         disable_progress_bar()
-    return AsyncLLM(model, options.pool, options.engine, pool_options=options.ray, **dataclasses.asdict(options.load))
+    engine = AsyncLLM(model, options.pool, options.engine, pool_options=options.ray, **dataclasses.asdict(options.load))
+    # What exists now stays. A garbage collection that visited it would hold all threads for tenths of a second.
+    gc.collect()
+    gc.freeze()
+    return engine
 
 
 def settings_of(options: ServeOptions) -> ServerSettings:

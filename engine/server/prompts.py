@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 import uuid
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -14,6 +15,11 @@ from jinja2 import TemplateError
 from engine.server.protocol import Message
 from guided.errors import InvalidRequest, bounded
 
+_CHARACTERS_PER_TOKEN = 8
+"""Few texts have more. A longer one is suspected to be too long for the context."""
+_SURE = 2
+"""A part of a text with this multiple of the maximum number of tokens shows that the whole is too long."""
+
 
 def encode_chat(
     tokenizer: Any,
@@ -23,6 +29,7 @@ def encode_chat(
     continue_final_message: bool = False,
     variables: Mapping[str, Any] | None = None,
     add_special_tokens: bool = False,
+    max_tokens: int = sys.maxsize,
 ) -> list[int]:
     """Render the messages with the tokenizer's chat template and tokenize them.
 
@@ -30,9 +37,10 @@ def encode_chat(
 
     Args:
         add_special_tokens: add the tokenizer's own special tokens, besides those of the template.
+        max_tokens: as in `encode`.
 
     Raises:
-        InvalidRequest: there is no template, it rejects these messages, or they are not valid Unicode.
+        InvalidRequest: there is no template, it rejects these messages, they are not valid Unicode, or far too long.
     """
     if not tokenizer.chat_template:
         raise InvalidRequest("the tokenizer of this model has no chat template: use /v1/completions", param="messages")
@@ -46,7 +54,9 @@ def encode_chat(
             "continue_final_message needs add_generation_prompt: false and an assistant message at the end",
             param="continue_final_message",
         )
-    escaped = _EscapedSpecialTokens(tokenizer)
+    for each in messages:
+        _check_length(tokenizer, each.text, "messages", max_tokens)
+    escaped = _EscapedSpecialTokens(tokenizer, max_tokens)
     try:
         text: str = tokenizer.apply_chat_template(
             [escaped.escape(message.for_template()) for message in messages],
@@ -61,7 +71,10 @@ def encode_chat(
     ids: list[int] = []
     for piece in escaped.pieces(text):
         # The tokenizer adds its own special tokens to the first piece only.
-        ids += encode(tokenizer, piece, add_special_tokens=add_special_tokens and not ids, param="messages")
+        special = add_special_tokens and not ids
+        ids += encode(tokenizer, piece, add_special_tokens=special, param="messages", max_tokens=max_tokens)
+        if len(ids) > _SURE * max_tokens:
+            raise _too_long("messages", max_tokens)
     return ids
 
 
@@ -72,16 +85,25 @@ class _EscapedSpecialTokens:
     are tokenized separately. (`split_special_tokens` is a setting of the tokenizer, which other threads use meanwhile.)
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, most: int) -> None:
         self._begins = _special_begins(tokenizer)
+        self._most = most
         self._mark = f"<{uuid.uuid4().hex}>"  # unpredictable
 
     def escape(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Insert marks into the fields' special tokens."""
-        return {
-            name: self._begins.sub(lambda first: first[0] + self._mark, value) if isinstance(value, str) else value
-            for name, value in fields.items()
-        }
+        """Insert marks into the fields' special tokens.
+
+        Raises:
+            InvalidRequest: there are more than `most` of them. Each takes at least one token.
+        """
+        marked = dict(fields)
+        for name, value in fields.items():
+            if isinstance(value, str):
+                marked[name], count = self._begins.subn(lambda first: first[0] + self._mark, value, self._most)
+                self._most -= count
+                if self._most <= 0:
+                    raise _too_long("messages", count)
+        return marked
 
     def pieces(self, rendered: str) -> list[str]:
         """Split the rendered text at the marks."""
@@ -92,37 +114,66 @@ class _EscapedSpecialTokens:
 def _special_begins(tokenizer: Any) -> re.Pattern[str]:
     """Compile a pattern for the first character of a special token. (One of a single character can't be split.)"""
     added = getattr(tokenizer, "added_tokens_decoder", None) or {}
-    texts = sorted({str(token) for token in added.values() if token.special and len(str(token)) > 1})
-    return re.compile("|".join(f"{re.escape(text[0])}(?={re.escape(text[1:])})" for text in texts) or r"(?!)")
+    ends: dict[str, list[str]] = {}
+    for text in sorted({str(token) for token in added.values() if token.special and len(str(token)) > 1}):
+        ends.setdefault(text[0], []).append(re.escape(text[1:]))
+    return re.compile("|".join(f"{re.escape(first)}(?={'|'.join(rest)})" for first, rest in ends.items()) or r"(?!)")
 
 
-def encode(tokenizer: Any, text: str, *, add_special_tokens: bool, param: str) -> list[int]:
-    """Tokenize a text.
+def encode(
+    tokenizer: Any, text: str, *, add_special_tokens: bool, param: str, max_tokens: int = sys.maxsize
+) -> list[int]:
+    """Tokenize a text, unless its beginning shows that it is far too long.
+
+    Args:
+        max_tokens: a text with more than twice as many tokens may be refused here. The others are for the caller.
 
     Raises:
-        InvalidRequest: the text has lone surrogates, which JSON can spell.
+        InvalidRequest: the text has lone surrogates, which JSON can spell, or it is far too long.
     """
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise InvalidRequest(f"{param} is not valid Unicode: {bounded(error)}", param=param) from None
+    _check_length(tokenizer, text, param, max_tokens)
     ids: list[int] = tokenizer.encode(text, add_special_tokens=add_special_tokens)
     return ids
 
 
+def _check_length(tokenizer: Any, text: str, param: str, max_tokens: int) -> None:
+    """Refuse a text if one of its beginnings, each twice as long as the one before, has far too many tokens."""
+    length = _CHARACTERS_PER_TOKEN * max_tokens
+    while length < len(text):
+        # Where the text is cut, its tokens may differ from those of the whole: not as many as `max_tokens`.
+        if len(tokenizer.encode(text[:length], add_special_tokens=False)) > _SURE * max_tokens:
+            raise _too_long(param, max_tokens)
+        length *= 2
+
+
+def _too_long(param: str, max_tokens: int) -> InvalidRequest:
+    return InvalidRequest(f"{param} has more than {max_tokens} tokens, which is too long", param=param)
+
+
 def text_prompts(
-    tokenizer: Any, prompt: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]], *, add_special_tokens: bool
+    tokenizer: Any,
+    prompt: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]],
+    *,
+    add_special_tokens: bool,
+    max_tokens: int = sys.maxsize,
 ) -> list[list[int]]:
     """Tokenize the prompts of a completion request: one or many, text or token ids. The engine checks the ids.
 
+    Args:
+        max_tokens: as in `encode`.
+
     Raises:
-        InvalidRequest: there is no prompt, or a text is not valid Unicode.
+        InvalidRequest: there is no prompt, a text is not valid Unicode, or far too long.
     """
     if not prompt and not isinstance(prompt, str):
         raise InvalidRequest("prompt is empty: give at least one", param="prompt")
     many: Sequence[Any] = [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
     return [
-        encode(tokenizer, each, add_special_tokens=add_special_tokens, param="prompt")
+        encode(tokenizer, each, add_special_tokens=add_special_tokens, param="prompt", max_tokens=max_tokens)
         if isinstance(each, str)
         else list(each)
         for each in many

@@ -6,9 +6,9 @@ with 400 (`extra="forbid"`), because ignoring it would give another answer than 
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
@@ -50,6 +50,18 @@ COMPLETION_EXAMPLE: dict[str, Any] = {"prompt": "A date: ", "regex": "20[0-9]{2}
 """Examples on the documentation page, which `guided serve` prints too."""
 
 
+class _FirstError(FailFast):
+    """pydantic's mark, hashable: only then can it be part of a union of types."""
+
+    def __hash__(self) -> int:
+        return hash(self.fail_fast)
+
+
+T = TypeVar("T")
+Many = Annotated[list[T], _FirstError()]
+"""A list that is read up to its first error: otherwise each element could be an error."""
+
+
 class Body(BaseModel):
     """A strict body: no unknown fields, no "3" for 3. Rejected fields are dropped if their value has no effect."""
 
@@ -65,7 +77,12 @@ class Body(BaseModel):
         def is_neutral(name: str, value: Any) -> bool:
             return name in REFUSED and name not in known and (value is None or value in REFUSED[name][1])
 
-        return {name: value for name, value in data.items() if not is_neutral(name, value)}
+        kept = {name: value for name, value in data.items() if not is_neutral(name, value)}
+        # One unknown field is reported. A million of them would be a million errors.
+        names = known.keys() | {field.alias for field in known.values()}
+        for name in [name for name in kept if name not in names][1:]:
+            del kept[name]
+        return kept
 
 
 class JsonSchemaFormat(Body):
@@ -97,7 +114,7 @@ class StructuredOutputs(Body):
 
     json_: dict[str, Any] | str | bool | None = Field(default=None, alias="json")
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Many[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
     structural_tag: Any = None
@@ -134,7 +151,7 @@ class GenerationRequest(Body):
     )
     json_object: bool | None = Field(default=None, description="The output is a JSON object.")
     regex: str | None = Field(default=None, description="The whole output matches.")
-    choice: list[str] | None = Field(default=None, description="The output is one of these.")
+    choice: Many[str] | None = Field(default=None, description="The output is one of these.")
     grammar: str | None = Field(default=None, description="Lark, or GBNF/EBNF with a root rule.")
     backend: str | None = Field(default=None, description="auto, llguidance, xgrammar, outlines or lm-format-enforcer.")
     whitespace_pattern: str | None = Field(
@@ -146,7 +163,7 @@ class GenerationRequest(Body):
     # ... and vLLM's older names.
     guided_json: dict[str, Any] | str | bool | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Many[str] | None = None
     guided_grammar: str | None = None
     guided_decoding_backend: str | None = None
     guided_whitespace_pattern: str | None = None
@@ -159,8 +176,8 @@ class GenerationRequest(Body):
     min_p: float | None = None
     seed: int | None = None
     min_tokens: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | Many[str] | None = None
+    stop_token_ids: Many[int] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     presence_penalty: float | None = None
@@ -172,7 +189,7 @@ class GenerationRequest(Body):
     best_of: int | None = None
     use_beam_search: bool | None = None
     prompt_logprobs: int | None = None
-    vllm_xargs: dict[str, ExtraArg | list[ExtraArg]] | None = Field(
+    vllm_xargs: dict[str, ExtraArg | Many[ExtraArg]] | None = Field(
         default=None, description="For the server's custom logits processors: their `extra_args`."
     )
 
@@ -203,7 +220,7 @@ class TextPart(Body):
 
 class Message(Body):
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart] | None = None
+    content: str | Many[TextPart] | None = None
     name: str | None = None
 
     @property
@@ -227,7 +244,7 @@ class ChatRequest(GenerationRequest):
 
     model_config: ClassVar[ConfigDict] = ConfigDict(json_schema_extra={"examples": [CHAT_EXAMPLE]})
 
-    messages: list[Message] = Field(min_length=1)
+    messages: Annotated[Many[Message], Field(min_length=1)]
     max_completion_tokens: int | None = None
     max_tokens: int | None = Field(default=None, description="Default: what remains of the context.")
     logprobs: bool | None = None
@@ -242,7 +259,7 @@ class CompletionRequest(GenerationRequest):
 
     model_config: ClassVar[ConfigDict] = ConfigDict(json_schema_extra={"examples": [COMPLETION_EXAMPLE]})
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | Many[str] | Many[int] | Many[Many[int]]
     max_tokens: int | None = Field(
         default=None, description="Default: 16, as OpenAI's; with a constraint, what remains of the context."
     )
@@ -256,7 +273,7 @@ class TokenizeRequest(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = None
+    messages: Many[Message] | None = None
     add_special_tokens: bool | None = Field(default=None, description="Default: for a prompt, not for messages.")
     add_generation_prompt: bool = True
     return_token_strs: bool = False
@@ -270,7 +287,7 @@ class TokenizeRequest(Body):
 
 class DetokenizeRequest(Body):
     model: str | None = None
-    tokens: list[int]
+    tokens: Many[int]
 
 
 class ErrorDetail(BaseModel):

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from engine.async_llm import AsyncLLM
 from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
+from engine.server.admission_threads import AdmissionThreads
 from guided.errors import bounded
 
 Stage = Literal["admission", "compilation", "masks"]
@@ -41,9 +42,10 @@ class ReadinessCheck:
     At most one check runs at a time, and at most one starts every few seconds, however many probes there are.
     """
 
-    def __init__(self, engine: AsyncLLM, backend: str) -> None:
+    def __init__(self, engine: AsyncLLM, backend: str, threads: AdmissionThreads) -> None:
         self._engine = engine
         self._backend = backend
+        self._threads = threads
         self._numbers = itertools.count()
         self._last: Readiness | None = None
         self._running: asyncio.Task[Readiness] | None = None
@@ -86,7 +88,7 @@ class ReadinessCheck:
         """Wait for a thread of those that admit requests. A thread cannot be cancelled: it is waited for again."""
         if self._admission is None or self._admission.done():
             admit = self._engine.engine.admit
-            self._admission = asyncio.ensure_future(asyncio.to_thread(admit, "ready", "a", params))
+            self._admission = self._threads.run_small(lambda: admit("ready", "a", params))
         await asyncio.shield(self._admission)
 
 

@@ -49,6 +49,11 @@ def sampling_params(
     )
 
 
+def wants_usage(request: GenerationRequest) -> bool:
+    """Whether a stream ends with a chunk that has the usage."""
+    return request.stream_options is not None and request.stream_options.include_usage
+
+
 def _logit_bias(given: Mapping[str, float] | None) -> dict[int, float] | None:
     """Convert the keys, which are strings in JSON."""
     if given is None:

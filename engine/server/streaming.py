@@ -1,4 +1,4 @@
-"""Server-sent events, as OpenAI's clients read them.
+"""Send an answer piece by piece, or as server-sent events as OpenAI's clients read them.
 
 The status is sent before the first event. A failure after that is one event `data: {"error": ...}`, and the stream ends
 without `[DONE]`.
@@ -7,7 +7,6 @@ without `[DONE]`.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
@@ -17,7 +16,7 @@ from fastapi.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from engine.outputs import RequestOutput
-from engine.server.answers import Answer
+from engine.server.answers import Answer, to_json
 from engine.server.context import ServerContext
 from engine.server.generation import Job, Outputs, report
 from engine.server.metrics import Metrics
@@ -29,8 +28,8 @@ logger = logging.getLogger("guided.server")
 DONE = b"data: [DONE]\n\n"
 
 
-class EventStream(StreamingResponse):
-    """A response that streams a generation and releases its resources at the end, also if it never began.
+class AnswerStream(StreamingResponse):
+    """A response that sends an answer in pieces, and releases the resources at the end, also if it never began.
 
     A slow client delays no other request: of its unread output only the newest snapshot is kept. If it reads nothing
     for `ServerSettings.stall_seconds`, its request is aborted and the connection closed.
@@ -48,7 +47,7 @@ class EventStream(StreamingResponse):
         job: Job,
     ) -> None:
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no", **headers}
-        super().__init__(content, media_type="text/event-stream", headers=headers)
+        super().__init__(content, media_type="text/event-stream" if job.stream else "application/json", headers=headers)
         self._resources = resources
         self._context = context
         self._job = job
@@ -84,7 +83,7 @@ class _Stalled(Exception):
     """The client has read nothing for too long."""
 
 
-async def events(outputs: Outputs, answer: Answer[Any], metrics: Metrics) -> AsyncIterator[bytes]:
+async def events(outputs: Outputs, answer: Answer, metrics: Metrics) -> AsyncIterator[bytes]:
     """Write the whole stream, event by event."""
     job = outputs.job
     finished: dict[int, RequestOutput] = {}
@@ -95,11 +94,11 @@ async def events(outputs: Outputs, answer: Answer[Any], metrics: Metrics) -> Asy
         async for number, output in outputs.stream:
             for chunk in answer.new_chunks(number, output):
                 yield _event(chunk)
-                if job.params.logprobs is not None:
-                    await asyncio.sleep(0)  # after a slow read there can be much to write
+                if job.params.logprobs is not None:  # a chunk takes milliseconds: let other requests go on
+                    await asyncio.sleep(0)
             if output.finished:
                 finished[number] = output
-        if answer.include_usage:
+        if job.include_usage:
             yield _event(answer.usage(list(finished.values())))
         yield DONE
     except GuidedError as error:
@@ -113,4 +112,4 @@ async def events(outputs: Outputs, answer: Answer[Any], metrics: Metrics) -> Asy
 
 
 def _event(data: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    return b"data: " + to_json(data) + b"\n\n"

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
+from fastapi import APIRouter, Request
 
-from fastapi import APIRouter
-
+from engine.server.admission import AdmissionRoute
 from engine.server.context import Context, ServerContext
 from engine.server.prompts import encode, encode_chat
 from engine.server.protocol import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
 from guided.errors import InvalidRequest
 
-router = APIRouter(tags=["tokenization"])
+router = APIRouter(tags=["tokenization"], route_class=AdmissionRoute)
+
+_MAX_CONTEXTS = 8
+"""Maximum number of tokens of `/tokenize`, in contexts of the model. Beyond it, tokenization takes seconds."""
 
 
 @router.post("/tokenize")
-async def tokenize(body: TokenizeRequest, context: Context) -> TokenizeResponse:
+def tokenize(body: TokenizeRequest, request: Request, context: Context) -> TokenizeResponse:
     """Return the token ids of a prompt, or of chat messages in the chat template."""
-    context.check_model(body.model)
-    tokens = await asyncio.to_thread(_tokens, body, context)
+    tokens = _tokens(body, context)
     texts = context.texts
     return TokenizeResponse(
         count=len(tokens),
@@ -29,9 +30,8 @@ async def tokenize(body: TokenizeRequest, context: Context) -> TokenizeResponse:
 
 
 @router.post("/detokenize")
-async def detokenize(body: DetokenizeRequest, context: Context) -> DetokenizeResponse:
+def detokenize(body: DetokenizeRequest, request: Request, context: Context) -> DetokenizeResponse:
     """Return the text of token ids, special tokens included."""
-    context.check_model(body.model)
     texts, size = context.texts, context.vocabulary.padded_vocab_size
     wrong = next((token for token in body.tokens if not 0 <= token < size), None)
     if wrong is not None:
@@ -40,13 +40,14 @@ async def detokenize(body: DetokenizeRequest, context: Context) -> DetokenizeRes
 
 
 def _tokens(body: TokenizeRequest, context: ServerContext) -> list[int]:
-    tokenizer = context.engine.tokenizer
+    tokenizer, most = context.engine.tokenizer, _MAX_CONTEXTS * context.engine.max_model_len
     if body.messages is None:
         special = body.add_special_tokens is not False
-        return encode(tokenizer, body.prompt or "", add_special_tokens=special, param="prompt")
+        return encode(tokenizer, body.prompt or "", add_special_tokens=special, param="prompt", max_tokens=most)
     return encode_chat(
         tokenizer,
         body.messages,
         add_generation_prompt=body.add_generation_prompt,
         add_special_tokens=body.add_special_tokens is True,
+        max_tokens=most,
     )

@@ -9,18 +9,15 @@ from __future__ import annotations
 import difflib
 import json
 import math
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeGuard
 
 from guided.errors import MAX_ECHO, ConstraintTooLarge, InvalidConstraint, bounded
+from guided.json_text import MAX_NUMBER_LENGTH, JsonError, JsonTooLarge, loads
 from guided.limits import Limits
 from guided.schema.graph import Position, SchemaGraph
 from guided.schema.metaschema import TYPES, Dialect
-from guided.schema.pointer import ancestor, escape
-
-_STRING_OR_BRACKET = re.compile(r'"(?:[^"\\]++|\\.)*+"?|[\[{\]}]', re.DOTALL)
-"""Possessive and with an optional closing quote: linear time on any text."""
+from guided.schema.pointer import Place, ancestor, escape, pointer
 
 _BOUNDS = (
     ("minLength", "maxLength"),
@@ -29,6 +26,7 @@ _BOUNDS = (
     ("minContains", "maxContains"),
     ("minimum", "maximum"),
 )
+_MAX_INTEGER = 10**MAX_NUMBER_LENGTH
 _TYPE_NAMES = {type(None): "null", str: "a string", int: "a number", float: "a number", list: "an array"}
 
 
@@ -99,7 +97,7 @@ class _Checker:
         document = self._loads(schema) if isinstance(schema, str) else schema
         if isinstance(document, Mapping) and not isinstance(document, dict):
             document = dict(document)
-        self._check_kind(document, "a JSON schema", "")
+        self._check_kind(document, "a JSON schema", Place())
         self._check_values(document)
         if document is False:
             raise self._invalid("the schema is false: no value satisfies it", "")
@@ -110,105 +108,117 @@ class _Checker:
             self._check_alternatives(graph)
         return document
 
-    def _check_kind(self, schema: Any, what: str, pointer: str) -> None:
+    def _check_kind(self, schema: Any, what: str, place: Place) -> None:
         if not isinstance(schema, dict | bool):
             found = _TYPE_NAMES.get(type(schema), "an unknown value")
-            raise self._invalid(f"{what} is an object or a boolean, not {found}", pointer)
+            raise self._invalid(f"{what} is an object or a boolean, not {found}", place.pointer())
 
     def _loads(self, text: str) -> Any:
         limit = self._limits.max_constraint_bytes
         if len(text) > limit:
             raise self._too_large(f"the JSON schema is {len(text)} characters long; the limit is {limit} bytes")
-        self._check_text_nesting(text)
         try:
-            return json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant)
-        except ValueError as error:  # JSONDecodeError, or raised by one of the hooks
-            raise self._invalid(f"the JSON schema is not valid JSON: {bounded(error)}") from None
-
-    def _check_text_nesting(self, text: str) -> None:
-        """Count brackets first: `json.loads` recurses once for each."""
-        depth = 0
-        for found in _STRING_OR_BRACKET.finditer(text):
-            first = text[found.start()]
-            depth += (first in "[{") - (first in "]}")
-            if depth > self._limits.max_nesting:
-                raise self._too_deep(None)
+            return loads(text, max_values=self._limits.max_values, max_nesting=self._limits.max_nesting)
+        except JsonTooLarge as error:
+            raise self._too_large(f"the JSON schema is too large: {error}") from None
+        except JsonError as error:
+            raise self._invalid(f"the JSON schema is not valid JSON: {error}") from None
 
     def _check_values(self, document: Any) -> None:
         """Check that every value is JSON and none is nested too deep. Visits children in document order."""
-        stack: list[tuple[Any, str, int]] = [(document, "", 0)]
-        size = 0
-        """At most the document's bytes. Counted during the walk: shared objects may stand for any number of bytes."""
-        limit = self._limits.max_constraint_bytes
-        while stack:
-            value, pointer, depth = stack.pop()
-            size += 2 + (len(value) if isinstance(value, str) else 0)  # a digit or a bracket, and a comma
-            if isinstance(value, dict):
-                size += sum(len(key) + 3 for key in value if isinstance(key, str))
-            if size > limit:
-                raise self._too_large(f"the JSON schema is longer than the limit of {limit} bytes")
-            if isinstance(value, str):
-                self._check_string(value, pointer)
-            elif isinstance(value, dict | list | tuple):
-                if depth >= self._limits.max_nesting:
-                    raise self._too_deep(pointer)
-                if isinstance(value, dict):
-                    for key in value:
-                        if not isinstance(key, str):
-                            raise self._invalid(f"the key {bounded(key)} is not a string", pointer)
-                        self._check_string(key, pointer)
-                named = value.items() if isinstance(value, dict) else enumerate(value)
-                children = [(child, f"{pointer}/{escape(str(name))}", depth + 1) for name, child in named]
-                stack.extend(reversed(children))
-            elif isinstance(value, float):
-                if not math.isfinite(value):
-                    raise self._invalid(f"{value} is not a JSON number", pointer)
-            elif value is not None and not isinstance(value, int):
-                raise self._invalid(f"{type(value).__name__} is not a JSON value", pointer)
+        self._size = self._count = 0
+        self._check_value(document, ())
+        path: list[str | int] = []
+        levels = [_members(document)]
+        """For each open container, from the outside in: the members that were not visited yet."""
+        while levels:
+            name, value = next(levels[-1], _NO_MEMBER)
+            if name is None:
+                levels.pop()
+                del path[-1:]
+                continue
+            path.append(name)
+            self._check_value(value, path)
+            if isinstance(value, dict | list | tuple):
+                if len(levels) >= self._limits.max_nesting:
+                    raise self._too_deep(pointer(path))
+                levels.append(_members(value))
+            else:
+                path.pop()
 
-    def _check_string(self, text: str, pointer: str) -> None:
+    def _check_value(self, value: Any, path: Sequence[str | int]) -> None:
+        """Check one value without its members, and count it: shared objects may stand for any number of bytes."""
+        self._count += 1
+        if self._count > self._limits.max_values:
+            raise self._too_large(f"the JSON schema has more than {self._limits.max_values} values")
+        self._size += 2 + (len(value) if isinstance(value, str) else 0)  # a digit or a bracket, and a comma
+        if isinstance(value, str):
+            self._check_string(value, path)
+        elif isinstance(value, dict):
+            for key in value:
+                if not isinstance(key, str):
+                    raise self._invalid(f"the key {bounded(key)} is not a string", pointer(path))
+                self._size += len(key) + 3
+                self._check_string(key, path)
+        elif isinstance(value, float):
+            if not math.isfinite(value):
+                raise self._invalid(f"{value} is not a JSON number", pointer(path))
+        elif isinstance(value, int):
+            if abs(value) >= _MAX_INTEGER:
+                raise self._too_large(f"a number has more than {MAX_NUMBER_LENGTH} digits", pointer(path))
+        elif value is not None and not isinstance(value, list | tuple):
+            raise self._invalid(f"{type(value).__name__} is not a JSON value", pointer(path))
+        if self._size > self._limits.max_constraint_bytes:
+            limit = self._limits.max_constraint_bytes
+            raise self._too_large(f"the JSON schema is longer than the limit of {limit} bytes")
+
+    def _check_string(self, text: str, path: Sequence[str | int]) -> None:
         if "\x00" in text:
-            raise self._invalid("a NUL character, which no backend can take", pointer)
+            raise self._invalid("a NUL character, which no backend can take", pointer(path))
         if not text.isascii():
             try:
                 text.encode("utf-8")
             except UnicodeEncodeError:
-                raise self._invalid("a lone surrogate is not valid Unicode", pointer) from None
+                raise self._invalid("a lone surrogate is not valid Unicode", pointer(path)) from None
 
     def _check_subschema(self, position: Position, dialect: Dialect) -> None:
-        """Check one subschema alone: each value by the dialect's meta-schema, then limits and contradictions."""
-        schema, pointer = position
-        self._check_kind(schema, "a schema", pointer)
+        """Check one subschema alone: limits, then each value by the dialect's meta-schema, then contradictions."""
+        schema, place = position
         if isinstance(schema, bool):
             return
+        self._check_kind(schema, "a schema", place)
+        self._check_sizes(schema, place)
         for keyword, value in schema.items():
             fault = dialect.fault(keyword, value)
             if fault is not None:
                 message = f"{keyword!r} is not valid: {fault.message}{_suggestion(keyword, value)}"
-                raise self._invalid(message, f"{pointer}/{escape(keyword)}{fault.inside}")
-        self._check_patterns(schema, pointer)
-        self._check_sizes(schema, pointer)
-        if "/not/" not in f"{pointer}/":  # under `not`, a schema that no value satisfies is useful
-            self._check_satisfiable(schema, pointer)
+                raise self._invalid(message, place.pointer(keyword) + fault.inside)
+        self._check_patterns(schema, place)
+        if not place.negated:  # under `not`, a schema that no value satisfies is useful
+            self._check_satisfiable(schema, place)
 
-    def _check_patterns(self, schema: dict[str, Any], pointer: str) -> None:
-        if isinstance(schema.get("pattern"), str):
-            self._limits.check_regex(schema["pattern"], self._param, f"{pointer}/pattern")
+    def _check_patterns(self, schema: dict[str, Any], place: Place) -> None:
+        found: list[tuple[str, ...]] = [("pattern",)] if isinstance(schema.get("pattern"), str) else []
         named = schema.get("patternProperties")
-        for pattern in named if isinstance(named, dict) else ():
-            self._limits.check_regex(pattern, self._param, f"{pointer}/patternProperties/{escape(pattern)}")
+        found += [("patternProperties", pattern) for pattern in named] if isinstance(named, dict) else []
+        for keywords in found:
+            try:
+                self._limits.check_regex(schema["pattern"] if len(keywords) == 1 else keywords[1], self._param)
+            except ConstraintTooLarge as error:
+                error.pointer = place.pointer(*keywords)
+                raise
 
-    def _check_sizes(self, schema: dict[str, Any], pointer: str) -> None:
+    def _check_sizes(self, schema: dict[str, Any], place: Place) -> None:
         options, limit = schema.get("enum"), self._limits.max_enum
         if isinstance(options, list) and len(options) > limit:
-            raise self._too_large(f"'enum' has {len(options)} values; the limit is {limit}", f"{pointer}/enum")
+            raise self._too_large(f"'enum' has {len(options)} values; the limit is {limit}", place.pointer("enum"))
         # A lower bound must be generated, at least one token each. Upper bounds are often just a large number (65,535,
         # a million) and are left to the library.
         limit = self._limits.max_repetition
         for keyword in ("minLength", "minItems", "minProperties", "minContains"):
             value = schema.get(keyword)
             if isinstance(value, int | float) and value > limit:
-                raise self._too_large(f"{keyword!r} is {value}; the limit is {limit}", f"{pointer}/{keyword}")
+                raise self._too_large(f"{keyword!r} is {value}; the limit is {limit}", place.pointer(keyword))
 
     def _check_alternatives(self, graph: SchemaGraph) -> None:
         count = 0
@@ -219,34 +229,30 @@ class _Checker:
                 if count > self._limits.max_alternatives:
                     raise self._limits.too_many_alternatives(self._param, f"{node.pointer}/{keyword}")
 
-    def _check_satisfiable(self, schema: dict[str, Any], pointer: str) -> None:
+    def _check_satisfiable(self, schema: dict[str, Any], place: Place) -> None:
         """Find contradictions between neighbouring keywords. The library finds others."""
         for keyword in ("enum", "type"):
             if schema.get(keyword) == []:
-                raise self._invalid(f"{keyword!r} is empty: no value satisfies it", f"{pointer}/{keyword}")
+                raise self._invalid(f"{keyword!r} is empty: no value satisfies it", place.pointer(keyword))
         for low, high in _BOUNDS:
             least, most = schema.get(low), schema.get(high)
             if _is_number(least) and _is_number(most) and least > most:
                 message = f"{low!r} {least} is greater than {high!r} {most}: no value satisfies both"
-                raise self._invalid(message, f"{pointer}/{low}")
+                raise self._invalid(message, place.pointer(low))
         parts = schema.get("allOf")
         if isinstance(parts, list) and any(part is False for part in parts):
-            raise self._invalid(
-                "'allOf' contains false: no value satisfies it", f"{pointer}/allOf/{parts.index(False)}"
-            )
+            where = place.pointer("allOf", parts.index(False))
+            raise self._invalid("'allOf' contains false: no value satisfies it", where)
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    members = dict(pairs)
-    if len(members) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for index, name in enumerate(names) if name in set(names[:index]))
-        raise ValueError(f"the key {bounded(twice, 80)!r} occurs twice in one object")
-    return members
+_NO_MEMBER = (None, None)
 
 
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")
+def _members(container: Any) -> Iterator[tuple[str | int | None, Any]]:
+    """Iterate over the members of an object or array; nothing for another value."""
+    if isinstance(container, dict):
+        return iter(container.items())
+    return enumerate(container) if isinstance(container, list | tuple) else iter(())
 
 
 def _suggestion(keyword: str, value: Any) -> str:

@@ -18,7 +18,7 @@ import referencing.jsonschema
 
 from guided.errors import InvalidConstraint, bounded
 from guided.schema.metaschema import Dialect
-from guided.schema.pointer import escape
+from guided.schema.pointer import Place, escape
 
 _SAME_ONE = ("if", "then", "else", "not")
 _SAME_MANY = ("allOf", "anyOf", "oneOf", "extends", "disallow", "type")
@@ -41,10 +41,10 @@ _LOOKUP_ERRORS = (referencing.exceptions.Unresolvable, ValueError, TypeError, Lo
 
 
 class Position(NamedTuple):
-    """A value in the place of a schema (not checked yet), and its JSON pointer."""
+    """A value in the place of a schema (not checked yet), and where it is."""
 
     schema: Any
-    pointer: str
+    place: Place
 
 
 @dataclass(slots=True, eq=False)
@@ -52,12 +52,17 @@ class Node:
     """One object subschema."""
 
     schema: dict[str, Any]
-    pointer: str
+    place: Place
     parent: Node | None
     same: list[tuple[str, Node]] = field(default_factory=list)
     """(keyword, subschema) applied to the same value: `allOf`, `$ref`, `then`, ..."""
     parts: list[Node] = field(default_factory=list)
     """Applied to a part of the value: a property's, an item's."""
+
+    @property
+    def pointer(self) -> str:
+        """JSON pointer of the subschema."""
+        return self.place.pointer()
 
 
 class SchemaGraph:
@@ -69,6 +74,8 @@ class SchemaGraph:
         self._param = param
         self._nodes: dict[int, Node] = {}
         """By `id` of the subschema; parents before children."""
+        self._unresolved: list[Node] = []
+        """The nodes with references that are not edges yet."""
 
     @classmethod
     def build(
@@ -84,7 +91,7 @@ class SchemaGraph:
             InvalidConstraint: a reference leads out of the document, or to nothing.
         """
         graph = cls(document, check, param)
-        graph._add(document, "")
+        graph._add(document, Place())
         graph._resolve()
         return graph
 
@@ -155,20 +162,21 @@ class SchemaGraph:
                 todo += appliers.get(id(node), [])
         return found
 
-    def _add(self, schema: Any, pointer: str) -> None:
+    def _add(self, schema: Any, place: Place) -> None:
         """Add a subschema and everything inside it."""
         parent: Node | None
-        todo: list[tuple[Any, str, Node | None, str, bool]] = [(schema, pointer, None, "", False)]
+        todo: list[tuple[Any, Place, Node | None, str, bool]] = [(schema, place, None, "", False)]
         while todo:
-            schema, pointer, parent, keyword, same = todo.pop()
+            schema, place, parent, keyword, same = todo.pop()
             node = self._nodes.get(id(schema)) if isinstance(schema, dict) else None
             if node is None:
-                self._check(Position(schema, pointer))
+                self._check(Position(schema, place))
                 if not isinstance(schema, dict):
                     continue
-                node = self._nodes[id(schema)] = Node(schema, pointer, parent)
+                node = self._nodes[id(schema)] = Node(schema, place, parent)
+                self._unresolved.append(node)
                 inside = list(_children(schema))
-                todo.extend((child, f"{pointer}/{at}", node, name, same) for name, at, child, same in reversed(inside))
+                todo.extend((child, Place(place, at), node, name, same) for name, at, child, same in reversed(inside))
             if parent is not None and same:
                 parent.same.append((keyword, node))
             elif parent is not None and keyword not in _KEPT_NAMED:
@@ -178,11 +186,14 @@ class SchemaGraph:
         """Turn references into edges. A target outside the known schema positions is added."""
         specification = _specification(Dialect.of(self._document))
         root = specification.create_resource(self._document)
-        start = referencing.Registry().with_resource("", root).crawl().resolver_with_root(root)
+        try:
+            start = referencing.Registry().with_resource("", root).crawl().resolver_with_root(root)
+        except _LOOKUP_ERRORS as error:
+            message = f"the identifiers and anchors in the schema cannot be read: {bounded(error)}"
+            raise InvalidConstraint(message, param=self._param, pointer="") from None
         resolvers: dict[int, Any] = {}
-        todo = list(self._nodes.values())
-        while todo:
-            known = len(self._nodes)
+        while self._unresolved:
+            todo, self._unresolved = self._unresolved, []
             for node in todo:
                 above = start if node.parent is None else resolvers.get(id(node.parent), start)
                 resolver = above.in_subresource(specification.create_resource(node.schema))
@@ -190,18 +201,16 @@ class SchemaGraph:
                 for keyword in _REFERENCES:
                     if isinstance(node.schema.get(keyword), str):
                         self._link(node, keyword, resolver)
-            todo = list(self._nodes.values())[known:]
 
     def _link(self, node: Node, keyword: str, resolver: Any) -> None:
         reference = node.schema[keyword]
-        where = f"{node.pointer}/{keyword}"
         try:
             target = resolver.lookup(reference).contents
         except _LOOKUP_ERRORS as error:
-            raise self._dangling(reference, where, resolver, error) from None
+            raise self._dangling(reference, node.place.pointer(keyword), resolver, error) from None
         if id(target) not in self._nodes:
             # JSON pointers such as "#/components/schemas/X" may lead anywhere in the document.
-            self._add(target, unquote(reference.partition("#")[2]))
+            self._add(target, Place(None, unquote(reference.partition("#")[2]).removeprefix("/")))
         if isinstance(target, dict):
             node.same.append((keyword, self._nodes[id(target)]))
 

@@ -24,9 +24,11 @@ from serving import ServerProcess, serving, sse, wait_until
 from engine.logits_processors.processors import LogitsProcessorFailed
 from engine.model_loader import LoadedModel, load_model
 from engine.server.errors import (
+    BodyTooComplex,
     BodyTooLarge,
     HeaderTooLarge,
     HostNotAllowed,
+    InvalidJson,
     MalformedRequest,
     ModelNotFound,
     QueueFull,
@@ -73,6 +75,8 @@ ERRORS: dict[type[GuidedError], tuple[int, str, bool]] = {
     Unauthorized: (401, "invalid_api_key", False),
     ModelNotFound: (404, "model_not_found", False),
     BodyTooLarge: (413, "body_too_large", False),
+    BodyTooComplex: (400, "body_too_complex", False),
+    InvalidJson: (400, "invalid_json", False),
     HeaderTooLarge: (431, "header_too_large", False),
     HostNotAllowed: (400, "host_not_allowed", False),
     MalformedRequest: (400, "malformed_request", False),

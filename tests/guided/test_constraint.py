@@ -219,3 +219,18 @@ class TestHostileInputs:
 
     def test_the_list_is_about_inputs_that_exist(self) -> None:
         assert {entry["id"] for entry in hostile()} >= AT_ADMISSION
+
+
+def test_a_constraint_is_not_checked_twice_against_the_same_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    strict = Limits(max_nesting=2)
+    found = [
+        Constraint.json_schema({"enum": [1]}, limits=strict),
+        Constraint.regex("a", limits=strict),
+        Constraint.choice(["a"], limits=strict),
+    ]
+    for name in ("json_schema", "regex", "choice"):
+        monkeypatch.setattr(Constraint, name, None)
+    for constraint in found:
+        constraint.check(strict)
+        with pytest.raises(TypeError):
+            constraint.check(Limits(max_nesting=3))

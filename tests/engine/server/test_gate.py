@@ -115,7 +115,7 @@ class TestShares:
         context: ServerContext = client.app.state.context  # type: ignore[attr-defined]
         assert client.post("/v1/completions", json={**BODY, "n": 2, "prompt": ["a", "b"]}).status_code == 200
         answer = client.post("/v1/completions", json={**BODY, "n": 2, "prompt": ["a", "b", "c"]})
-        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "n")
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt")
         with pytest.raises(InvalidRequest), context.admit(6, "a"):
             pass
         with context.admit(2, "192.0.2.1"):

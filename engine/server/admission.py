@@ -1,0 +1,124 @@
+"""Admission: from the raw body of a request to work for the engine, in stages from cheap to expensive.
+
+1. Size: the gate counts the bytes (`gate.py`).
+2. JSON within limits: number of values, nesting, length of numbers, duplicate keys (`guided.json_text`).
+3. Counts: messages, prompts, prompts times `n`.
+4. Shape (`protocol.py`). A body has at most ten errors.
+5. Meaning: the constraint, the sampling parameters, the prompt's tokens (`chat.py`, `completions.py`).
+
+Stages 2 to 5 take time linear in the body's size, run in a few threads of their own, and never on the event loop. The
+last stage, compilation, runs in processes that can be killed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, get_type_hints
+
+from fastapi import Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+from pydantic import BaseModel, ValidationError
+from starlette.requests import ClientDisconnect
+
+from engine.sampling_params import MAX_BIASES
+from engine.server.context import ServerContext
+from engine.server.errors import BodyTooComplex, InvalidJson, ShuttingDown
+from guided.errors import InvalidRequest
+from guided.json_text import JsonError, JsonTooLarge, loads
+
+MAX_REPORTED = 10
+"""Maximum number of errors of one body that are looked at."""
+
+_NESTING = 256
+"""Maximum nesting of a body: less than Python's stack, and more than a schema's, which has an error of its own."""
+_MAX_ENTRIES = {"logit_bias": MAX_BIASES, "vllm_xargs": 1024, "chat_template_kwargs": 1024}
+
+
+class AdmissionRoute(APIRoute):
+    """A route whose endpoint is a function of `(body, request, context)` that runs in an admission thread.
+
+    The body has passed the stages 2 to 4. The endpoint returns the answer. It is documented like any endpoint.
+    """
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        body_type = get_type_hints(self.endpoint)["body"]
+
+        async def handle(request: Request) -> Response:
+            context: ServerContext = request.app.state.context
+
+            def work(raw: bytes) -> Any:
+                if context.shutting_down:
+                    raise ShuttingDown("the server is shutting down")
+                body = parse(raw, request.headers.get("content-type", ""), body_type, context)
+                return self.prepare(body, request, context)
+
+            try:
+                prepared = await context.admission.run(request, work)
+            except ClientDisconnect:
+                context.metrics.abandoned("disconnected")
+                return Response(status_code=499)
+            return await self.respond(prepared, request, context)
+
+        return handle
+
+    def prepare(self, body: Any, request: Request, context: ServerContext) -> Any:
+        """Call the endpoint. Runs in an admission thread."""
+        context.check_model(body.model)
+        return self.endpoint(body, request, context).model_dump_json()
+
+    async def respond(self, prepared: Any, request: Request, context: ServerContext) -> Response:
+        """Send what `prepare` returned. Runs on the event loop."""
+        return Response(prepared, media_type="application/json")
+
+
+def parse(raw: bytes, content_type: str, body_type: type[BaseModel], context: ServerContext) -> BaseModel:
+    """Take a body through the stages 2 to 4.
+
+    Raises:
+        InvalidRequest: it is not JSON, or over a limit.
+        RequestValidationError: it has the wrong shape.
+    """
+    if not _is_json(content_type):
+        raise InvalidRequest("the body must be a JSON object (content-type: application/json)")
+    limit, nesting = context.settings.max_body_values, max(_NESTING, 2 * context.limits.max_nesting)
+    try:
+        data = loads(raw, max_values=limit, max_nesting=nesting, constants=True)
+    except JsonTooLarge as error:
+        raise BodyTooComplex(f"the body is over a limit: {error} (--max-body-values)") from None
+    except JsonError as error:
+        raise InvalidJson(f"the body is not JSON: {error}") from None
+    if isinstance(data, dict):
+        _check_counts(data, context)
+    try:
+        return body_type.model_validate(data)
+    except ValidationError as error:
+        found = error.errors(include_url=False, include_context=True, include_input=False)[:MAX_REPORTED]
+        raise RequestValidationError([{**each, "loc": ("body", *each["loc"])} for each in found]) from None
+
+
+def _check_counts(data: Mapping[str, Any], context: ServerContext) -> None:
+    """Check the lengths of lists and objects that cost time for each entry."""
+    messages, prompts, n = data.get("messages"), data.get("prompt"), data.get("n")
+    context_length = context.engine.max_model_len
+    if isinstance(messages, list) and len(messages) > context_length:
+        message = f"there are {len(messages)} messages; the context of {context_length} tokens holds fewer"
+        raise InvalidRequest(message, param="messages")
+    count = len(prompts) if isinstance(prompts, list) and prompts and not isinstance(prompts[0], int) else 1
+    times = n if isinstance(n, int) and n > 1 else 1
+    limit = min(context.settings.max_outputs, context.settings.max_requests)
+    if count * times > limit:
+        asked = f"n is {times}" if count == 1 else f"there are {count} prompts with n = {times}"
+        raise InvalidRequest(
+            f"{asked}; the limit of one request is {limit} outputs (--max-outputs)",
+            param="n" if count == 1 else "prompt",
+        )
+    for name, most in _MAX_ENTRIES.items():
+        entries = data.get(name)
+        if isinstance(entries, dict) and len(entries) > most:
+            raise InvalidRequest(f"{name} has {len(entries)} entries; the limit is {most}", param=name)
+
+
+def _is_json(content_type: str) -> bool:
+    kind = content_type.partition(";")[0].strip().lower()
+    return kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))
