@@ -79,9 +79,10 @@ class StepServer:
     def _run(self, loop: Callable[[], None]) -> None:
         try:
             loop()
-        except Exception:
-            # The connection is lost, or this code has a bug. The engine would wait for an actor that stays up without
-            # answering; it notices the end of one.
+        except ConnectionError as error:
+            _log.info("the step server ends: %s", error)
+            self._give_up()
+        except Exception:  # a bug: the engine would wait for an actor that stays up without answering
             _log.exception("the step server ends")
             self._give_up()
 
