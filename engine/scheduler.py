@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from engine.block_manager import BlockManager
 from engine.sequence import Sequence, SequenceGroup, SequenceStatus
 
+_SHARED_STEP = 8
+"""If several clients have requests, the prompts of a step may have this part of its tokens, beyond the first prompt."""
+
 
 @dataclass(slots=True)
 class ScheduledBatch:
@@ -145,10 +148,12 @@ class Scheduler:
             return
         budget = self.max_num_batched_tokens - len(batch.decodes)
         running, queues = self._running_by_client(), self._queues()
+        # Prompts delay the tokens of the running sequences, which may be another client's.
+        soft = budget if len(self._clients) < 2 or not batch.decodes else budget // _SHARED_STEP
         while queues:
             client = min(queues, key=running.__getitem__)
             prefill = queues[client][0]
-            if not self._fits(prefill, budget):
+            if not self._fits(prefill, budget) or (batch.prefills and prefill[0].length > soft):
                 return
             queues[client].popleft()
             if not queues[client]:
@@ -158,7 +163,8 @@ class Scheduler:
             else:
                 self.preempted.remove(prefill[0])
             running[client] += len(prefill)
-            budget -= self._admit(prefill, batch)
+            used = self._admit(prefill, batch)
+            budget, soft = budget - used, soft - used
 
     def _running_by_client(self) -> Counter[str]:
         return Counter(sequence.group.client for sequence in self.running)

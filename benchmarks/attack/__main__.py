@@ -1,7 +1,7 @@
 """Attack the real server beside a good client: `python -m benchmarks.attack`.
 
 Each case is one attack on a default `guided serve` from outside: by bodies, by connections, on its processes. `--list`
-shows them, with the row of the table in issue 11 ("held": an attack that the server withstood). Meanwhile a witness at
+shows them, with a number for its kind ("held": an attack that earlier versions withstood). Meanwhile a witness at
 another address (127.0.0.2) sends small requests, with and without constraints, whose outputs are checked, and asks for
 `/health` every 50 ms, each time on a new connection.
 

@@ -35,8 +35,8 @@ class Connections:
     def __init__(self, limits: ConnectionLimits, on_early_end: Callable[[str], None]) -> None:
         self.limits = limits
         self.on_early_end = on_early_end
-        self.waiting: dict[LimitedProtocol, None] = {}
-        """Connections that wait for their client, the longest first."""
+        self._waiting: dict[str, dict[LimitedProtocol, None]] = {}
+        """Connections that wait for their client, by the client's address, the longest first."""
         self.count = 0
         self._most = min(limits.max_connections, _most_by_open_files())
 
@@ -45,14 +45,27 @@ class Connections:
         """The value of uvicorn's option `http`."""
         return cast(type[asyncio.Protocol], partial(LimitedProtocol, self))
 
+    def add_waiting(self, connection: LimitedProtocol) -> None:
+        """Note that a connection waits for its client from now on."""
+        self._waiting.setdefault(connection.address, {})[connection] = None
+
+    def remove_waiting(self, connection: LimitedProtocol) -> None:
+        """Note that a connection waits no more. Idempotent."""
+        of_address = self._waiting.get(connection.address, {})
+        of_address.pop(connection, None)
+        if not of_address:
+            self._waiting.pop(connection.address, None)
+
     def make_room(self) -> bool:
-        """If there is one connection too many, end the one that has waited longest. Returns False if none waits."""
+        """If there is one connection too many, end one that waits: of the address with most of them, the one that has
+        waited longest. Returns False if none waits."""
         if self.count <= self._most:
             return True
-        longest = next(iter(self.waiting), None)
-        if longest is not None:
-            longest.end("evicted")
-        return longest is not None
+        if not self._waiting:
+            return False
+        of_address = max(self._waiting.values(), key=len)
+        next(iter(of_address)).end("evicted")
+        return True
 
 
 def _most_by_open_files() -> int:
@@ -70,6 +83,8 @@ class LimitedProtocol(HttpToolsProtocol):
         super().__init__(**uvicorn_arguments)
         self._connections = connections
         self._limits = connections.limits
+        self.address = ""
+        """The client's, without port."""
         self._timer: asyncio.TimerHandle | None = None
         self._in_body = False
         self._header_error: GuidedError | None = None
@@ -78,6 +93,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.address = self.client[0] if self.client else ""
         self._connections.count += 1
         if self._connections.make_room():
             self._expect(self._limits.header_seconds, "header_timeout")
@@ -134,10 +150,10 @@ class LimitedProtocol(HttpToolsProtocol):
         self._expect_nothing()
         if not self.transport.is_closing():
             self._timer = self.loop.call_later(seconds, self.end, reason)
-            self._connections.waiting[self] = None
+            self._connections.add_waiting(self)
 
     def _expect_nothing(self) -> None:
-        self._connections.waiting.pop(self, None)
+        self._connections.remove_waiting(self)
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

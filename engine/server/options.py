@@ -101,7 +101,7 @@ class ConnectionLimits:
     max_connections: int = 2048
     max_header_bytes: int = 64 << 10
     header_seconds: float = 10.0
-    body_seconds: float = 60.0
+    body_seconds: float = 30.0
     idle_seconds: float = 75.0
 
     RANGES: ClassVar[Mapping[str, Range]] = {

@@ -171,6 +171,26 @@ def test_clients_take_turns_and_each_ones_order_is_kept() -> None:
     assert names(it.schedule())[0] == ["f0", "a", "f1", "b"]
 
 
+def test_prompts_delay_another_clients_tokens_by_part_of_a_step_only() -> None:
+    it = scheduler(num_blocks=64, max_num_batched_tokens=80)
+    it.add(of("other", "a"))
+    sample(it.schedule())
+    for name in ("1", "2", "3", "4"):
+        it.add(of("flood", name))
+    steps = []
+    for _ in range(2):
+        batch = it.schedule()
+        sample(batch)
+        steps.append(names(batch))
+    assert steps == [(["1", "2"], ["a"]), (["3", "4"], ["a", "1", "2"])]
+    alone = scheduler(num_blocks=64, max_num_batched_tokens=80)
+    alone.add(of("flood", "0"))
+    sample(alone.schedule())
+    for name in ("1", "2", "3", "4"):
+        alone.add(of("flood", name))
+    assert names(alone.schedule()) == (["1", "2", "3", "4"], ["0"])
+
+
 def test_a_newcomer_replaces_the_newest_of_a_client_that_runs_more() -> None:
     it = scheduler(num_blocks=64, max_num_seqs=4)
     for index in range(6):

@@ -46,6 +46,12 @@ class TestBodies:
             (b'{"json_schema": ' + b"[" * 100_000, "body_too_complex", "nested deeper than 256"),
             (b'{"messages": [' + b"0," * 300_000 + b"0]}", "body_too_complex", "more than 200000 values"),
             (b'{"prompt": [' + b'"",' * 300_000 + b'""]}', "body_too_complex", "more than 200000 values"),
+            (
+                b'{"prompt": [' + b"[]," * 30_000 + b"[]]}",
+                "body_too_complex",
+                "more than 25000 keys, objects and arrays",
+            ),
+            (b'{"x": {' + b'"k":0,' * 30_000 + b"}}", "body_too_complex", "more than 25000 keys"),
             (b'{"n": ' + b"1" * 4000 + b"}", "body_too_complex", "a number has more than 100 characters"),
             (b'{"prompt": "a"', "invalid_json", "at character"),
             (b'{"prompt": "\xff"}', "invalid_json", "not UTF-8"),
@@ -87,7 +93,7 @@ class TestBodies:
         assert found.startswith(param)
 
     def test_many_unknown_fields(self, client: TestClient) -> None:
-        body = {"prompt": "a", **{f"unknown-{number}": 0 for number in range(100_000)}}
+        body = {"prompt": "a", **{f"unknown-{number}": 0 for number in range(20_000)}}
         assert refusal(client, TEXT, body)[:2] == ("unknown_parameter", "unknown-0")
 
 
