@@ -152,7 +152,7 @@ class Case:
     what: str
     attack: Attack
     row: str
-    """Of the table in issue 11, or "held"."""
+    """A number for its kind, or "held": an attack that earlier versions withstood."""
     seconds: float = 30.0
     """After this time the attack is hung."""
     setup: Setup = Setup()
