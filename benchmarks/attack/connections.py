@@ -7,8 +7,6 @@ import contextlib
 import resource
 import time
 
-import psutil
-
 from benchmarks.attack.case import Setup, Target, case
 from benchmarks.chaos.client import ask
 from benchmarks.chaos.examples import EXAMPLES
@@ -78,19 +76,15 @@ async def huge_url(target: Target) -> None:
     await target.raw(b"GET /", *[b"a" * MB] * 100, b" HTTP/1.1\r\nhost: a\r\n\r\n", limit=25)
 
 
-@case("5", seconds=40)
+@case("5", seconds=40, setup=Setup(prefix=("prlimit", "--nofile=256")))
 async def few_descriptors(target: Target) -> None:
     """400 silent connections to a server that may have 256 file descriptors."""
-    process = psutil.Process(target.server.process.pid)
-    limits = process.rlimit(psutil.RLIMIT_NOFILE)
-    process.rlimit(psutil.RLIMIT_NOFILE, (256, limits[1]))
     writers = await _open(target, 400)
     try:
         await asyncio.sleep(5)
     finally:
         _close(writers)
         await asyncio.sleep(1)
-        process.rlimit(psutil.RLIMIT_NOFILE, limits)
 
 
 @case("held")

@@ -41,6 +41,10 @@ _EXIT_SECONDS = 8.0
 
 _LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 
+_ACCEPTED_AT_ONCE, _BACKLOG = 32, 2048
+"""Connections that asyncio accepts before it looks at them (more could use up all file descriptors), and connections
+that wait in the kernel."""
+
 _SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Sampling parameters for which a model's `generation_config.json` can set defaults."""
 
@@ -111,6 +115,7 @@ def uvicorn_config(app: FastAPI, options: ServeOptions, **others: Any) -> uvicor
     connections = Connections(options.connections, context.metrics.connection_ended)
     given: dict[str, Any] = {
         "http": connections.protocol,
+        "backlog": _ACCEPTED_AT_ONCE,
         "ws": "none",
         "log_level": options.log_level,
         "timeout_graceful_shutdown": _ANSWER_SECONDS,
@@ -155,6 +160,7 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self.started and sockets:
+            sockets[0].listen(_BACKLOG)  # uvicorn has one option for the kernel's queue and for asyncio's turns
             host, port = sockets[0].getsockname()[:2]
             _say(self._options, _greeting(f"http://{f'[{host}]' if ':' in host else host}:{port}", self._options))
 
