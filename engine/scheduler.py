@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from engine.block_manager import BlockManager
 from engine.sequence import Sequence, SequenceGroup, SequenceStatus
 
-_SHARED_STEP = 8
+_SHARED_STEP = 16
 """If several clients have requests, the prompts of a step may have this part of its tokens, beyond the first prompt."""
 
 

@@ -172,7 +172,7 @@ def test_clients_take_turns_and_each_ones_order_is_kept() -> None:
 
 
 def test_prompts_delay_another_clients_tokens_by_part_of_a_step_only() -> None:
-    it = scheduler(num_blocks=64, max_num_batched_tokens=80)
+    it = scheduler(num_blocks=64, max_num_batched_tokens=160)
     it.add(of("other", "a"))
     sample(it.schedule())
     for name in ("1", "2", "3", "4"):
@@ -183,7 +183,7 @@ def test_prompts_delay_another_clients_tokens_by_part_of_a_step_only() -> None:
         sample(batch)
         steps.append(names(batch))
     assert steps == [(["1", "2"], ["a"]), (["3", "4"], ["a", "1", "2"])]
-    alone = scheduler(num_blocks=64, max_num_batched_tokens=80)
+    alone = scheduler(num_blocks=64, max_num_batched_tokens=160)
     alone.add(of("flood", "0"))
     sample(alone.schedule())
     for name in ("1", "2", "3", "4"):
