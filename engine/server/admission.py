@@ -38,7 +38,7 @@ _MAX_ENTRIES = {"logit_bias": MAX_BIASES, "vllm_xargs": 1024, "chat_template_kwa
 
 
 class AdmissionRoute(APIRoute):
-    """A route whose endpoint is a function of `(body, request, context)` that runs in an admission thread.
+    """A route for endpoints that are functions of `(body, request, context)` and run in an admission thread.
 
     The body has passed the stages 2 to 4. The endpoint returns the answer. It is documented like any endpoint.
     """

@@ -15,7 +15,7 @@ from engine.server.generation import Job
 from engine.server.protocol import GuidedInfo, Usage
 
 _SLICE = 64
-"""Number of tokens whose log-probabilities are built in one piece: with 20 alternatives, about 2 ms."""
+"""Log-probabilities of so many tokens are built in one piece: with 20 alternatives, about 2 ms."""
 
 _PIECE_BYTES = 64 << 10
 """Size of the pieces in which a long answer is sent."""

@@ -29,7 +29,7 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
 
 
 class GenerationRoute(AdmissionRoute):
-    """A route whose endpoint returns the request's `Job`. It runs the job and sends the answer, or a stream."""
+    """A route for endpoints that return the request's `Job`. It runs the job and sends the answer, or a stream."""
 
     def prepare(self, body: Any, request: Request, context: ServerContext) -> tuple[type[Answer], Job]:
         context.check_model(body.model)

@@ -188,7 +188,7 @@ def _merges(schema: dict[str, Any]) -> bool:
 
 
 def _check_multiples(multiples: set[Fraction]) -> None:
-    """Refuse values of `multipleOf` whose least common multiple may not have 32 bits: llguidance would not notice."""
+    """Refuse `multipleOf` values with a least common multiple beyond 32 bits: llguidance would not notice."""
     factor = lcm(*(multiple.denominator for multiple in multiples))
     if len(multiples) > 1 and prod(multiples) * factor ** len(multiples) >= _MULTIPLES:
         raise UnsupportedConstraint(

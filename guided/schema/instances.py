@@ -1,6 +1,6 @@
 """Validation of the values that a schema lists (`enum`, `const`): `jsonschema` with our patterns and formats.
 
-The package searches patterns with Python's `re`, whose `\\d` and `$` are not those of ECMA-262, ignores `format`, and
+The package searches patterns with Python's `re` (its `\\d` and `$` are not those of ECMA-262), ignores `format`, and
 divides doubles for `multipleOf`.
 """
 

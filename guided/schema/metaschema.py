@@ -97,7 +97,7 @@ class Dialect:
             # No format checker: it would compile regexes with Python's `re`, which hangs on some of them.
             validator = self._validators[keyword] = self._describer(rule)
         errors = validator.iter_errors(value)
-        # `best_match` cannot rank errors of draft 3, whose `type` may contain schemas.
+        # `best_match` cannot rank errors of draft 3: its `type` may contain schemas.
         error = next(errors, None) if "extends" in self._validator.VALIDATORS else best_match(errors)
         return None if error is None else Fault(bounded(error.message), pointer(error.absolute_path))
 
