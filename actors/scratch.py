@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 _PREFIX = "guided-"
-_OWNER = "owner"
+_OWNER = "scratch-owner"
 """The file that the owner of a directory has locked. The lock ends with the owner."""
 _log = logging.getLogger(__name__)
 

@@ -59,3 +59,13 @@ def test_if_the_janitor_was_killed_too_the_next_process_removes_it(owner: tuple[
     until(lambda: not path.exists())
     mine.remove()
     assert not Path(mine.path).exists()
+
+
+def test_directories_of_others_are_left_alone(short_directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The vLLM integration's directories have the same prefix, and a file `owner`."""
+    monkeypatch.setattr(tempfile, "tempdir", short_directory)
+    other = Path(tempfile.mkdtemp(prefix="guided-vllm-"))
+    (other / "owner").write_text("{}")
+    mine = ScratchDirectory()
+    mine.remove()
+    assert (other / "owner").exists()
