@@ -86,9 +86,11 @@ class Scheduler:
     def schedule(self) -> ScheduledBatch:
         """Build the next step's batch. It is empty if no sequence can run."""
         batch = ScheduledBatch()
-        self._make_room()
+        has_prefills = bool(self.preempted or self.waiting)
+        if has_prefills:
+            self._make_room()
         preempted = self._schedule_decodes(batch)
-        if not preempted:
+        if has_prefills and not preempted:
             self._schedule_prefills(batch)
         return batch
 
@@ -129,9 +131,10 @@ class Scheduler:
         """
         if len(self._clients) < 2:
             return
-        running, queues = self._running_by_client(), self._queues()
+        queues = self._queues()
         if not queues:
             return
+        running = self._running_by_client()
         client = min(queues, key=running.__getitem__)
         prefill = queues[client][0]
         while not self._fits(prefill, self.max_num_batched_tokens):
