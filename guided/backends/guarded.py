@@ -114,6 +114,8 @@ class GuardedMatcher(Matcher):
         """The library's own matcher."""
         self._text = text
         self._states = states
+        self._asking = False
+        """This copy only finds out what may follow (`_leaves`)."""
         self._checked = -1
         """Length of the complete text that was validated last."""
 
@@ -184,8 +186,8 @@ class GuardedMatcher(Matcher):
                 choice = frame.rule.choice(frame.state, mode in (KEY, BEFORE_KEY))
                 if choice is not None:
                     found += self._chosen(choice, partial, row)
-            elif watched:
-                found += self._in_items(frame, row)
+            if watched and not self._asking:
+                found += self._in_items(state, frame, row)
         return set(found)
 
     def _ending_keys(self, frame: Frame, partial: bytes, row: NDArray[np.int32]) -> Iterator[int]:
@@ -219,9 +221,18 @@ class GuardedMatcher(Matcher):
             row &= pack(sorted(found), len(row) * 32)[: len(row)]
         return self._allowed(found, row)
 
-    def _in_items(self, frame: Frame, row: NDArray[np.int32]) -> Iterable[int]:
+    def _in_items(self, state: State, frame: Frame, row: NDArray[np.int32]) -> list[int]:
         """Return the tokens that may lead to a container which is not allowed, as in an array of unique objects."""
-        return allowed_ids(row).tolist() if any(self._forbidden(frame)) else ()
+        index = self._index
+        found: set[int] = set()
+        for partial, never in self._forbidden(frame):
+            for text in never:
+                for lead in (b"",) if state.mode in (KEY, STRING, SCALAR) else (b"", b" "):
+                    found.update(index.beginning(lead + text[len(partial) :]))
+                    found.update(index.starting_with(lead + text[len(partial) :]))
+            if state.mode not in (KEY, STRING):
+                found.update(index.spaced.allowed(row))
+        return self._allowed(found, row)
 
     def _forbidden(self, frame: Frame) -> Iterator[tuple[bytes, list[bytes]]]:
         """Yield the text of each open container that may become one that is not allowed, and those."""
@@ -260,15 +271,18 @@ class GuardedMatcher(Matcher):
                     return False
                 never = [text for text in choice.never if text.startswith(partial)]
                 sure = partial[0] in choice.endless if partial else bool(choice.endless)
-                if never and not sure and not self._leaves(tokens, partial, never):
+                if never and not sure and not self._asking and not self._leaves(tokens, partial, never):
                     return False
+        if self._asking:
+            return True
         return all(self._leaves(tokens, partial, never) for partial, never in self._forbidden(frame))
 
     def _leaves(self, tokens: list[int], partial: bytes, never: list[bytes]) -> bool:
-        """Whether the library allows a text from `partial` on that is none of `never`."""
-        matcher = self.inner.fork()
+        """Whether some text from `partial` on is none of `never`."""
+        matcher = self.fork()
+        matcher._asking = True
         matcher.accept_tokens(tokens)
-        todo = [(matcher, partial)]
+        todo: list[tuple[GuardedMatcher, bytes]] = [(matcher, partial)]
         row = np.empty(words(self._grammar.vocabulary.padded_vocab_size), np.int32)
         for _ in range(_MAX_QUESTIONS):
             if not todo:
@@ -287,6 +301,7 @@ class GuardedMatcher(Matcher):
                     return True
                 if any(len(rest) > len(content) for rest in same):
                     after = matcher.fork()
+                    after._asking = True
                     after.accept_tokens([token])
                     todo.append((after, partial + content))
         return False

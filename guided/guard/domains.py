@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol
 
 from guided import regex
 from guided.schema import string_pattern
 from guided.schema.keywords import ALL_TYPES, NUMBER_BOUNDS, Schema, integer_bounds
-from guided.schema.normal_form import NormalForm
 
 _MANY = 1000
 _STRINGS = ("", "a", "value", "x" * 40)
@@ -17,12 +16,22 @@ _FIRST = {"string": b'"', "object": b"{", "array": b"[", "boolean": b"tf", "null
 _FIRST |= dict.fromkeys(("number", "integer"), b"-0123456789")
 
 
-def starts(kind: str) -> bytes:
-    """Return the first bytes of values of a type."""
-    return _FIRST[kind]
+class Definitions(Protocol):
+    """Where subschemas are looked up."""
+
+    def target(self, schema: dict[str, Any]) -> Schema:
+        """Return the target of a `$ref`."""
+
+    def base(self, schema: dict[str, Any]) -> dict[str, Any]:
+        """Return an alternative without what is guarded."""
 
 
-def resolved(form: NormalForm, schema: Schema) -> list[Schema]:
+def resolved(form: Definitions, schema: Schema) -> list[Schema]:
+    """Return the alternatives of a schema without `$ref` and `anyOf`, and without what is guarded."""
+    return [form.base(one) if isinstance(one, dict) else one for one in alternatives(form, schema)]
+
+
+def alternatives(form: Definitions, schema: Schema) -> list[Schema]:
     """Return the alternatives of a schema without `$ref` and `anyOf`."""
     found: list[Schema] = []
     todo, seen = [schema], set()
@@ -65,7 +74,7 @@ def listed(schema: Schema) -> list[Any] | None:
     return None
 
 
-def finite(form: NormalForm, schema: Schema) -> list[Any] | None:
+def finite(form: Definitions, schema: Schema) -> list[Any] | None:
     """Return all values of a schema, if they are few and scalar; otherwise None."""
     found: list[Any] = []
     for one in resolved(form, schema):
@@ -83,7 +92,7 @@ def finite(form: NormalForm, schema: Schema) -> list[Any] | None:
     return None if any(isinstance(value, dict | list) for value in found) else found
 
 
-def endless(form: NormalForm, schema: Schema) -> frozenset[int]:
+def endless(form: Definitions, schema: Schema) -> frozenset[int]:
     """Return the first bytes of values that can be continued at any length whatever they began with."""
     found: set[int] = set()
     closed: set[int] = set()
@@ -103,7 +112,7 @@ def endless(form: NormalForm, schema: Schema) -> frozenset[int]:
     return frozenset(found - closed)
 
 
-def at_least(form: NormalForm, schema: Schema, count: int) -> bool:
+def at_least(form: Definitions, schema: Schema, count: int) -> bool:
     """Whether it is certain that a schema allows `count` different values."""
     known = 0
     for one in resolved(form, schema):
@@ -155,7 +164,12 @@ def _language(node: regex.Node) -> int:
     return 1
 
 
-def samples(form: NormalForm, schema: Schema, depth: int = 3) -> Iterator[Any]:
+def endless_pattern(pattern: str) -> bool:
+    """Whether a pattern certainly has many matches."""
+    return _language(string_pattern.read(pattern)) >= _MANY
+
+
+def samples(form: Definitions, schema: Schema, depth: int = 3) -> Iterator[Any]:
     """Yield some values that a schema may allow. The caller checks them."""
     for one in resolved(form, schema):
         values = listed(one)
@@ -167,7 +181,7 @@ def samples(form: NormalForm, schema: Schema, depth: int = 3) -> Iterator[Any]:
             yield from _of_kind(form, part, kind, depth)
 
 
-def _of_kind(form: NormalForm, schema: dict[str, Any], kind: str, depth: int) -> Iterator[Any]:
+def _of_kind(form: Definitions, schema: dict[str, Any], kind: str, depth: int) -> Iterator[Any]:
     match kind:
         case "string":
             yield from _STRINGS

@@ -98,6 +98,10 @@ class _Leaf:
     tables: list[Table]
     items: dict[str, Any]
     """`uniqueItems`, `contains` and its counts."""
+    counts: tuple[int, int | None]
+    """The minimum and maximum number of properties."""
+    required: list[str]
+    """Properties that every alternative for the same text requires."""
 
 
 class _Planner:
@@ -105,17 +109,15 @@ class _Planner:
         self.form = form
         self._leaves: dict[int, _Leaf] = {}
         """By `id` of the subschema in normal form, which `form` keeps alive."""
+        self._building: set[int] = set()
         self._rules: dict[tuple[int, bool], Rule] = {}
         self._leading: set[int] = set()
         """The `id`s of subschemas with a rule in them."""
-        self._temporary: list[Any] = []
 
     def superset(self) -> dict[str, Any]:
         """Return the schema for the library. Raises `_Unguarded`."""
         reachable = list(self._reachable())
         self._find_leading(reachable)
-        if not self._leading:
-            raise _Unguarded
         for schema in reachable:
             self._refuse_ambiguous(schema)
         root = self._stripped(self.form.root)
@@ -151,7 +153,7 @@ class _Planner:
             for inner in self._inner(schema):
                 users.setdefault(id(inner), []).append(id(schema))
             leaf = self._leaf(schema)
-            if leaf is not None and (leaf.tables or leaf.items):
+            if leaf is not None and (leaf.tables or leaf.items or leaf.counts != (0, None)):
                 todo.append(id(schema))
         while todo:
             one = todo.pop()
@@ -160,23 +162,42 @@ class _Planner:
                 todo += users.get(one, [])
 
     def _refuse_ambiguous(self, schema: dict[str, Any]) -> None:
-        """Refuse alternatives of the same type of which one has a rule: the text may not say which one it follows."""
+        """Refuse alternatives of the same type with different rules: the text may not say which one it follows."""
         for kind in ("object", "array") if "anyOf" in schema else ():
             parts = [part for part in schema["anyOf"] if self._admits(part, kind)]
             if len(parts) > 1 and any(id(part) in self._leading for part in parts):
+                self._check_similar([one for part in parts for one in domains.alternatives(self, part)])
+
+    def _check_similar(self, parts: list[Schema]) -> None:
+        """Refuse alternatives that differ in more than required properties without a condition."""
+        leaves = [self._leaf(part) for part in parts]
+        first = leaves[0]
+        if first is None or any(leaf is None for leaf in leaves):
+            raise _Unguarded
+        required = [set(leaf.base.get("required", ())) for leaf in leaves if leaf is not None]
+        shared = set.intersection(*required)
+        for leaf in leaves:
+            assert leaf is not None
+            names = {name for table in leaf.tables for name in table.columns}
+            bounded_size = leaf.base.keys() & {"minProperties", "maxProperties"}
+            same = [
+                (_without_required(one.base), one.items, [(table.columns, table.classes, table.rows) for table in one.tables])
+                for one in (first, leaf)
+            ]
+            if same[0] != same[1] or not names.isdisjoint(set.union(*required) - shared) or bounded_size:
                 raise _Unguarded
-        leaf = self._leaf(schema)
-        if leaf is not None and leaf.items.get("uniqueItems"):
-            items = [*leaf.base.get("prefixItems", []), leaf.base.get("items", True)]
-            if any(id(one) in self._leading and not domains.endless(self.form, one) for one in items):
-                raise _Unguarded
+            leaf.required = sorted(shared)
 
     def _admits(self, schema: Schema, kind: str) -> bool:
-        parts = domains.resolved(self.form, schema)
-        return any(kind in domains.kinds(part if isinstance(part, bool) else self._base(part)) for part in parts)
+        return any(kind in domains.kinds(part) for part in domains.resolved(self, schema))
 
-    def _base(self, schema: dict[str, Any]) -> dict[str, Any]:
-        leaf = self._leaf(schema)
+    def target(self, schema: dict[str, Any]) -> Schema:
+        """See `domains.Definitions`."""
+        return self.form.target(schema)
+
+    def base(self, schema: dict[str, Any]) -> dict[str, Any]:
+        """See `domains.Definitions`."""
+        leaf = None if id(schema) in self._building else self._leaf(schema)
         return schema if leaf is None else leaf.base
 
     def _leaf(self, schema: Schema) -> _Leaf | None:
@@ -184,8 +205,9 @@ class _Planner:
         if isinstance(schema, bool) or any(name in schema for name in _KEPT_APART):
             return None
         if id(schema) not in self._leaves:
-            base, conditions = self._split(schema)
-            self._leaves[id(schema)] = self._guarded(base, conditions)
+            self._building.add(id(schema))
+            self._leaves[id(schema)] = self._guarded(*self._split(schema))
+            self._building.discard(id(schema))
         return self._leaves[id(schema)]
 
     def _split(self, schema: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -215,23 +237,36 @@ class _Planner:
         if items:
             self._check_items(base, items)
         groups = _groups([(self._names(condition), condition) for condition in conditions])
+        counts = int(base.get("minProperties", 0)), base.get("maxProperties")
+        base = {name: value for name, value in base.items() if name not in ("minProperties", "maxProperties")}
+        if counts != (0, None):
+            self._check_counts(base, *counts)
         if not groups:
-            return _Leaf(base, [], items)
-        if base.keys() & {"patternProperties", "minProperties", "maxProperties", "propertyNames"}:
+            return _Leaf(base, [], items, counts, base.get("required", []))
+        if counts != (0, None) or base.keys() & {"patternProperties", "propertyNames"}:
             raise _Unguarded
         base = self._restricted_type(base, conditions)
-        rest = base.get("additionalProperties", True)
-        missing = [name for names, _ in groups for name in names if name not in base.get("properties", {})]
-        if missing and rest is not False:
-            base["properties"] = {**base.get("properties", {}), **dict.fromkeys(missing, rest)}
-        return _Leaf(base, [self._table(base, names, condition) for names, condition in groups], items)
+        tables = [self._table(base, names, condition) for names, condition in groups]
+        return _Leaf(base, tables, items, counts, base.get("required", []))
+
+    def _check_counts(self, base: dict[str, Any], least: int, most: int | None) -> None:
+        """Refuse numbers of properties that could lead into a dead end."""
+        required, patterns = base.get("required", []), base.get("patternProperties", {})
+        is_open = base.get("additionalProperties", True) is not False
+        many = any(domains.endless_pattern(pattern) and one is not False for pattern, one in patterns.items())
+        known = sum(one is not False for one in base.get("properties", {}).values())
+        if "propertyNames" in base or (least > known and not (is_open or many)):
+            raise _Unguarded
+        if (most is not None and len(required) > most) or (patterns and not set(required) <= {*base.get("properties", {})}):
+            raise _Unguarded
 
     def _restricted_type(self, base: dict[str, Any], conditions: list[dict[str, Any]]) -> dict[str, Any]:
         """Return a copy without the types that the conditions forbid. (They describe nothing but objects.)"""
         values: dict[str, Any] = {"null": None, "boolean": True, "array": [], "number": 0.5, "integer": 1, "string": ""}
         validator = self._validator({"allOf": conditions})
         kinds = [kind for kind in domains.kinds(base) if kind == "object" or validator.is_valid(values[kind])]
-        if not kinds:
+        numbers = "number" in domains.kinds(base) and validator.is_valid(0.5) != validator.is_valid(1)
+        if not kinds or numbers:
             raise _Unguarded
         return {**base, "type": kinds} if len(kinds) < len(ALL_TYPES) else dict(base)
 
@@ -244,7 +279,7 @@ class _Planner:
         prefix, rest = base.get("prefixItems", []), base.get("items", True)
         if items.get("uniqueItems"):
             for index in range(least):
-                if not domains.at_least(self.form, prefix[index] if index < len(prefix) else rest, index + 1):
+                if not domains.at_least(self, prefix[index] if index < len(prefix) else rest, index + 1):
                     raise _Unguarded
         if "contains" not in items:
             items.pop("minContains", None)
@@ -256,13 +291,13 @@ class _Planner:
             found = {
                 identity(value)
                 for schema in (items["contains"], rest)
-                for value in domains.samples(self.form, schema)
+                for value in domains.samples(self, schema)
                 if both.is_valid(value)
             }
             if most is not None or len(found) < (wanted if items.get("uniqueItems") else 1):
                 raise _Unguarded
         if upper is not None:
-            values = domains.finite(self.form, items["contains"])
+            values = domains.finite(self, items["contains"])
             if values is None or wanted > upper or least > upper:
                 raise _Unguarded
             items["listed"] = values
@@ -327,11 +362,15 @@ class _Planner:
     def _classes(self, base: dict[str, Any], name: str, condition: Schema) -> list[tuple[Values, Any]]:
         """Return the classes of a property's values that a condition tells apart, each with a value of it."""
         schema = base.get("properties", {}).get(name, base.get("additionalProperties", True))
-        parts = list(self._parts(condition, name))
+        parts = [part for part in self._parts(condition, name) if part not in (True, {})]
+        if schema is False:
+            return []
+        if not parts:
+            return [(Values(None), None)]
         checks = [self._validator(part) for part in parts]
         valid = self._validator(schema)
         mentioned = {identity(value): value for part in parts for value in self._mentioned(part)}
-        known = domains.finite(self.form, schema)
+        known = domains.finite(self, schema)
         values = {identity(value): value for value in known or ()} | (mentioned if known is None else {})
         groups: dict[tuple[bool, ...], list[Any]] = {}
         for value in values.values():
@@ -341,14 +380,14 @@ class _Planner:
         if known is None:
             others = [
                 value
-                for value in domains.samples(self.form, schema)
+                for value in domains.samples(self, schema)
                 if identity(value) not in values and valid.is_valid(value)
             ]
             if len({tuple(check.is_valid(value) for check in checks) for value in others}) > 1:
                 raise _Unguarded  # a condition on the type
             if others:
                 classes.append((Values(None), others[0]))
-            elif schema is not False:
+            else:
                 raise _Unguarded
         return classes
 
@@ -417,10 +456,11 @@ class _Planner:
             return self.rule(schema, first)
 
         def endless(name: str) -> frozenset[int]:
-            return domains.endless(self.form, properties.get(name, rest))
+            return domains.endless(self, properties.get(name, rest))
 
-        required = base.get("required", ())
-        return ObjectRule(member, list(properties), required, rest is not False, leaf.tables, endless)
+        order = [name for name, schema in properties.items() if schema is not False]
+        is_open = rest is not False or bool(patterns)
+        return ObjectRule(member, order, leaf.required, is_open, leaf.tables, leaf.counts, endless)
 
     def _array_rule(self, leaf: _Leaf) -> ArrayRule:
         base, items = leaf.base, leaf.items
@@ -430,12 +470,16 @@ class _Planner:
         return ArrayRule(
             lambda index, first: self.rule(prefix[index] if index < len(prefix) else rest, first),
             bool(items.get("uniqueItems")),
-            frozenset.intersection(*(domains.endless(self.form, one) for one in schemas)) if schemas else frozenset(),
+            frozenset.intersection(*(domains.endless(self, one) for one in schemas)) if schemas else frozenset(),
             contains,
             int(items.get("minContains", 1)) if contains else 0,
             None if items.get("maxContains") is None else int(items["maxContains"]),
             frozenset(map(minified, items.get("listed", ()))),
         )
+
+
+def _without_required(schema: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in schema.items() if name != "required"}
 
 
 def _conditions(schema: dict[str, Any]) -> list[dict[str, Any]]:

@@ -143,6 +143,9 @@ class Members(NamedTuple):
     """The next named property in the schema's order; those before it can't come any more."""
     key: str = ""
     """The last key."""
+    count: int = 0
+    others: frozenset[str] = frozenset()
+    """The properties of tables that the schema does not name otherwise: they may come in any order."""
     rows: tuple[Rows, ...] = ()
     """For each table, the combinations that are left."""
 
@@ -154,6 +157,7 @@ class ObjectRule:
         order: the named properties in the order of generation.
         required: those that the library enforces.
         is_open: the library allows others after them.
+        counts: minimum and maximum number of properties.
         endless: see `Choice`, for the values of a property.
     """
 
@@ -164,6 +168,7 @@ class ObjectRule:
         required: Sequence[str],
         is_open: bool,
         tables: list[Table],
+        counts: tuple[int, int | None],
         endless: Callable[[str], frozenset[int]],
     ) -> None:
         self._member_rule = member_rule
@@ -172,10 +177,12 @@ class ObjectRule:
         self._required = set(required)
         self._is_open = is_open
         self._tables = tables
+        self._unordered = {name for table in tables for name in table.columns if name not in self._positions}
         self._choices: dict[Members, Choice | None] = {}
         self._endless = endless
-        self.vetoes = bool(tables)
-        self.names = frozenset(order) if tables else frozenset()
+        self._least, self._most = counts
+        self.vetoes = bool(tables) or counts != (0, None)
+        self.names = frozenset(self._positions).union(self._unordered) if self.vetoes else frozenset()
 
     def start(self) -> Members:
         """See `Rule`."""
@@ -183,22 +190,28 @@ class ObjectRule:
 
     def key(self, state: Members, key: str) -> Members:
         """See `Rule`."""
-        if not self._tables:
+        if not self.vetoes:
             return Members(key=key)
-        position = self._positions.get(key, len(self._order))
-        if position < state.position:
+        end = len(self._order)
+        position = self._positions.get(key, end)
+        choice = self.choice(state, True)
+        allowed = choice is None or choice.only is None or minified(key) in choice.only
+        if position < state.position or not allowed:
             raise Veto
         rows = self._rows(state, position, key)
-        if not all(rows):
+        if not all(rows) or not self._fits(state, position):
             raise Veto
-        return Members(min(position + 1, len(self._order)), key, rows)
+        others = state.others | {key} if key in self._unordered else state.others
+        return Members(min(position + 1, end), key, state.count + 1, others, rows)
 
     def _rows(self, state: Members, position: int, key: str | None) -> tuple[Rows, ...]:
-        """Return the combinations that are left if `key` comes next, or nothing more."""
-        passed = self._order[state.position : position]
+        """Return the combinations that are left if `key` comes next; if it is None, nothing comes any more."""
+        passed = set(self._order[state.position : position])
+        if key is None:
+            passed |= self._unordered - state.others
         result = []
         for table, rows in zip(self._tables, state.rows, strict=True):
-            absent = [table.columns[name] for name in passed if name in table.columns]
+            absent = [column for name, column in table.columns.items() if name in passed]
             present = table.columns.get(key) if key is not None else None
             if absent or present is not None:
                 rows = frozenset(
@@ -208,6 +221,12 @@ class ObjectRule:
                 )
             result.append(rows)
         return tuple(result)
+
+    def _fits(self, state: Members, position: int) -> bool:
+        """Whether a number of properties is possible if the one at `position` comes next (beyond all: another one)."""
+        later = self._order[position + 1 :]
+        most = self._most is None or state.count + 1 + sum(name in self._required for name in later) <= self._most
+        return most and (self._is_open or state.count + 1 + len(later) >= self._least)
 
     def value(self, state: Members, text: bytes) -> Members:
         """See `Rule`."""
@@ -229,12 +248,12 @@ class ObjectRule:
 
     def close(self, state: Members) -> None:
         """See `Rule`."""
-        if not all(self._rows(state, len(self._order), None)):
+        if state.count < self._least or not all(self._rows(state, len(self._order), None)):
             raise Veto
 
     def choice(self, state: Members, is_key: bool) -> Choice | None:
         """See `Rule`."""
-        if not self._tables:
+        if not self.vetoes:
             return None
         if not is_key:
             return self._values(state)
@@ -245,13 +264,20 @@ class ObjectRule:
         return self._choices[state]
 
     def _keys(self, state: Members) -> Choice | None:
+        end = len(self._order)
         later = self._order[state.position :]
         within = next((index + 1 for index, name in enumerate(later) if name in self._required), None)
-        reachable = later[:within]
-        possible = [name for name in reachable if all(self._rows(state, self._positions[name], name))]
-        if within is None and self._is_open and all(self._rows(state, len(self._order), None)):
-            return None  # other keys may come: the wrong ones are vetoed at their ends
+        possible = [name for name in later[:within] if self._may_follow(state, name)]
+        if within is None and self._is_open and self._fits(state, end):
+            if all(self._rows(state, end, None)):
+                return None  # any other key may come: the wrong ones are vetoed at their ends
+            # Before the end, something else is needed: it comes first.
+            possible += [name for name in self._unordered - state.others if self._may_follow(state, name)]
         return Choice(frozenset(map(minified, possible)), frozenset(), frozenset())
+
+    def _may_follow(self, state: Members, name: str) -> bool:
+        position = self._positions.get(name, len(self._order))
+        return self._fits(state, position) and all(self._rows(state, position, name))
 
     def _values(self, state: Members) -> Choice | None:
         """Return the restriction of the value of the last key."""

@@ -65,6 +65,8 @@ class TokenIndex:
         self.has_end = tokens(re.compile(rb"[\]},]").search)
         self.ends_scalar = tokens(re.compile(rb"[\]}, \t\n\r]").search)
         self.after_value = tokens(re.compile(rb"[ \t\n\r]*[\]},:]").match)
+        self.spaced = tokens(re.compile(rb'[:,{}\[\]"][ \t\n\r]|[ \t\n\r][:,{}\[\]"]').search)
+        """Tokens with whitespace next to a bracket, quote, comma or colon."""
         self.blank = tokens(re.compile(rb"[ \t\n\r]+\Z").match)
 
     def starting_with(self, prefix: bytes) -> Iterator[int]:
