@@ -9,7 +9,7 @@ for draft 3, which it does not know). Corrected are:
 - `date`, `time` and `date-time`: it allows a year 0, and leap seconds in any minute;
 - keywords of other drafts, which it obeys.
 
-Values that it would change are refused. It repeats keys: see `guided.backends.guarded`.
+It counts duplicate keys for `minProperties`; this and values that it would change are refused.
 """
 
 from __future__ import annotations
@@ -104,6 +104,7 @@ def _correct(node: Node, dialect: Dialect) -> None:
     if schema.get("format") in _REPLACED_FORMATS:
         pattern = _pattern(string_pattern.FORMATS[schema.pop("format")])
         schema["allOf"] = [*schema.get("allOf", ()), {"pattern": pattern}]
+    _check_counts(node)
 
 
 def _correct_bounds(node: Node) -> None:
@@ -226,3 +227,11 @@ def _pattern(pattern: str) -> str:
 
     return f"^(?:{regex.render(regex.map_chars(string_pattern.read(pattern), safe))})$"
 
+
+def _check_counts(node: Node) -> None:
+    """Refuse `minProperties` where a name could occur twice: the required ones can't."""
+    schema = node.schema
+    least = schema.get("minProperties", 0)
+    closed = schema.get("additionalProperties") is False and not schema.get("patternProperties")
+    if least > 1 + len(set(schema.get("required", ()))) and not closed:
+        raise _refusal(node, "minProperties", f" {least}: the same name would count twice")

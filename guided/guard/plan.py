@@ -21,9 +21,9 @@ from guided.guard.rules import ArrayRule, ObjectRule, Table, Values, minified
 from guided.guard.text import Rule
 from guided.schema import string_pattern
 from guided.schema.graph import SchemaGraph
-from guided.schema.instances import enforcing, identity
+from guided.schema.instances import enforcing
 from guided.schema.keywords import ALL_TYPES, OF_TYPE, Schema
-from guided.schema.metaschema import Dialect
+from guided.schema.metaschema import Dialect, identity
 from guided.schema.normal_form import NormalForm, normalise
 
 _MAX_ROWS = 1024

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from guided.guard.text import Choice, Rule, Veto
-from guided.schema.instances import identity
+from guided.schema.metaschema import identity
 
 Member = Callable[[Any, int], Rule | None]
 """(key or index, first byte) -> the rule of a container that begins there."""

@@ -23,20 +23,6 @@ _UNCHECKED = frozenset(
 """Formats of JSON Schema's drafts without a pattern of ours. Any other unknown format is an annotation."""
 
 
-def identity(value: Any) -> Any:
-    """Return a hashable that is equal for equal JSON values: 1 equals 1.0, but not true.
-
-    Numbers become strings, because a user can choose integers with equal hashes.
-    """
-    if isinstance(value, dict):
-        return "object", frozenset((name, identity(member)) for name, member in value.items())
-    if isinstance(value, list | tuple):
-        return "array", *map(identity, value)
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    return type(value).__name__, str(value)
-
-
 @cache
 def enforcing(validator: Any) -> Any:
     """Return a validator class that reads `pattern` as ECMA-262 does, enforces `format`, and does not round.

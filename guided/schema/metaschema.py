@@ -21,7 +21,7 @@ from jsonschema.validators import extend, validator_for
 from jsonschema_specifications import REGISTRY  # type: ignore[import-untyped]
 
 from guided.errors import bounded
-from guided.schema.instances import enforcing, identity
+from guided.schema.instances import enforcing
 from guided.schema.pointer import pointer
 
 Check = Callable[[Any], bool]
@@ -212,6 +212,20 @@ _TYPE_CHECKS: dict[str, Check] = {
 
 def _are_unique(values: list[Any]) -> bool:
     return len({identity(value) for value in values}) == len(values)
+
+
+def identity(value: Any) -> Any:
+    """Return a hashable that is equal for equal JSON values: 1 equals 1.0, but not true.
+
+    Numbers become strings, because a user can choose integers with equal hashes.
+    """
+    if isinstance(value, dict):
+        return "object", frozenset((name, identity(member)) for name, member in value.items())
+    if isinstance(value, list | tuple):
+        return "array", *map(identity, value)
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return type(value).__name__, str(value)
 
 
 def _vocabularies(meta: dict[str, Any]) -> list[dict[str, Any]]:
