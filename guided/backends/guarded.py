@@ -143,7 +143,8 @@ class GuardedMatcher(Matcher):
             self._checked = -1
 
     def fork(self) -> GuardedMatcher:
-        return GuardedMatcher(self._grammar, self.inner.fork(), bytearray(self._text), list(self._states))
+        text = self._text[: self._states[-1][1]]
+        return GuardedMatcher(self._grammar, self.inner.fork(), text, list(self._states))
 
     def is_terminated(self) -> bool:
         return self.inner.is_terminated()
