@@ -219,6 +219,7 @@ class GuardedMatcher(Matcher):
                     found.update(index.starting_with(rest) if rest else index.after_value.allowed(row))
         if choice.only is not None:
             found.update(index.blank.allowed(row))
+            found.update(index.after_value.allowed(row))
             row &= pack(sorted(found), len(row) * 32)[: len(row)]
         return self._allowed(found, row)
 
@@ -269,7 +270,9 @@ class GuardedMatcher(Matcher):
             if choice is not None:
                 partial = b"" if state.mode in (BEFORE_VALUE, BEFORE_KEY) else bytes(self._text[state.begin :])
                 if choice.only is not None and not any(text.startswith(partial) for text in choice.only):
-                    return False
+                    if state.mode != BEFORE_KEY or frame.keys:
+                        return False
+                    frame.rule.close(frame.state)  # at once, or never
                 never = [text for text in choice.never if text.startswith(partial)]
                 sure = partial[0] in choice.endless if partial else bool(choice.endless)
                 if never and not sure and not self._asking and not self._leaves(tokens, partial, never):

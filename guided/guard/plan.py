@@ -120,6 +120,8 @@ class _Planner:
         self._find_leading(reachable)
         for schema in reachable:
             self._refuse_ambiguous(schema)
+        if self.form.root is False:
+            raise _Unguarded
         root = self._stripped(self.form.root)
         definitions = {name: self._stripped(one) for name, one in self.form.definitions.items()}
         return {**(root if isinstance(root, dict) else {}), "$defs": definitions}
