@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -114,6 +114,7 @@ class GuardedMatcher(Matcher):
         """The library's own matcher."""
         self._text = text
         self._states = states
+        self._keys_only = grammar.plan.planner is None and not grammar.index.has_later_key
         self._asking = False
         """This copy only finds out what may follow (`_leaves`)."""
         self._checked = -1
@@ -121,19 +122,22 @@ class GuardedMatcher(Matcher):
 
     def accept_tokens(self, token_ids: Sequence[int]) -> None:
         stops = self._grammar.vocabulary.stop_token_ids
-        contents = self._index.contents
+        contents, plain = self._index.contents, self._index.plain
         self.inner.accept_tokens(token_ids)
+        text, states = self._text, self._states
+        state, length = states[-1]
         for token in token_ids:
-            state, length = self._states[-1]
             if token not in stops:
-                self._text += contents[token]
-                try:
-                    state = advance(state, self._text, length, self._plan.root)
-                except Veto:
-                    raise TokenRejected(f"token {token} is not allowed here") from None
+                text += contents[token]
+                if not (plain[token] and state.mode in (KEY, STRING) and not state.escaped):
+                    try:
+                        state = advance(state, text, length, self._plan.root)
+                    except Veto:
+                        raise TokenRejected(f"token {token} is not allowed here") from None
+                length = len(text)
             elif not self._complete(state):
                 raise TokenRejected(f"stop token {token} is not allowed here: the constraint is not satisfied")
-            self._states.append((state, len(self._text)))
+            states.append((state, length))
 
     def rollback(self, count: int) -> None:
         if count:
@@ -158,7 +162,10 @@ class GuardedMatcher(Matcher):
 
     def fill_bitmask(self, row: NDArray[np.int32]) -> None:
         self.inner.fill_bitmask(row)
-        for token in self._candidates(self._states[-1][0], row):
+        state = self._states[-1][0]
+        if self._keys_only and state.mode not in (KEY, BEFORE_KEY):
+            return  # the usual case: no key may end here
+        for token in self._candidates(state, row):
             if not self._allows([token]):
                 row[token >> 5] &= ~_BITS[token & 31]
 
@@ -167,42 +174,42 @@ class GuardedMatcher(Matcher):
         index, mode, frame = self._index, state.mode, state.frame
         if state.escaped:
             return index.quoted.allowed(row)
-        watched = self._plan.planner is not None if frame is None else frame.watched
-        if not watched and mode != KEY:
-            return (index.has_later_key if mode == STRING else index.has_key).allowed(row)
-        found: list[int] = []
+        found = index.has_later_key.allowed(row)
+        if mode in (KEY, BEFORE_KEY):
+            assert frame is not None
+            started = bytes(self._text[state.begin + 1 :]) if mode == KEY else None
+            found += self._ending_keys(frame, started, row)
+        if self._plan.planner is None or (frame is not None and not frame.watched):
+            return found
         if mode == AFTER:
             return index.after_value.allowed(row)
         if mode in (KEY, STRING):
-            found += index.has_later_key.allowed(row)
-            found += index.ends_string_and_more.allowed(row) if watched else ()
+            found += index.ends_string_and_more.allowed(row)
         else:
-            found += index.has_key.allowed(row)
             found += (index.ends_scalar if mode == SCALAR else index.has_end).allowed(row)
         if frame is not None:
-            partial = bytes(self._text[state.begin :]) if mode in (KEY, STRING, SCALAR) else b""
-            if mode == KEY:
-                found += self._ending_keys(frame, partial, row)
             if frame.rule is not None and frame.rule.vetoes:
                 choice = frame.rule.choice(frame.state, mode in (KEY, BEFORE_KEY))
                 if choice is not None:
+                    partial = bytes(self._text[state.begin :]) if mode in (KEY, STRING, SCALAR) else b""
                     found += self._chosen(choice, partial, row)
-            if watched and not self._asking:
+            if not self._asking:
                 found += self._in_items(state, frame, row)
         return set(found)
 
-    def _ending_keys(self, frame: Frame, partial: bytes, row: NDArray[np.int32]) -> Iterator[int]:
-        """Yield the tokens that may end a key which is not allowed."""
-        if b"\\" in partial:
-            yield from self._index.quoted.allowed(row)
-            return
-        yield from self._index.ends_after_escape.allowed(row)
-        keys = frame.keys if frame.rule is None else frame.keys | frame.rule.names
-        started = partial[1:]
+    def _ending_keys(self, frame: Frame, started: bytes | None, row: NDArray[np.int32]) -> list[int]:
+        """Return the tokens that may end a key which is not allowed. `started`: the beginning of the key, if any."""
+        index = self._index
+        keys: Collection[bytes] = frame.keys if frame.rule is None else frame.keys | frame.rule.names
+        if started is None:
+            return self._allowed((token for key in keys for token in index.by_key.get(key, ())), row)
+        if b"\\" in started:
+            return index.quoted.allowed(row) if keys else []
+        keys = [key for key in keys if key.startswith(started)]
+        found = index.ends_after_escape.allowed(row) if keys else []
         for key in keys:
-            whole = key.encode("utf-8", "surrogatepass")
-            if whole.startswith(started):
-                yield from self._allowed(self._index.starting_with(whole[len(started) :] + b'"'), row)
+            found += self._allowed(index.starting_with(key[len(started) :] + b'"'), row)
+        return found
 
     def _allowed(self, tokens: Iterable[int], row: NDArray[np.int32]) -> list[int]:
         return [token for token in tokens if row[token >> 5] & _BITS[token & 31]]

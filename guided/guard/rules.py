@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from guided.guard.text import Choice, Rule, Veto
+from guided.guard.text import Choice, Rule, Veto, encoded
 from guided.schema.metaschema import identity
 
 Member = Callable[[Any, int], Rule | None]
@@ -49,7 +49,7 @@ class ArrayRule:
     most: int | None
     listed: frozenset[bytes]
     """All texts of which `contains` allows at most `most`."""
-    names: frozenset[str] = frozenset()
+    names: frozenset[bytes] = frozenset()
 
     @property
     def vetoes(self) -> bool:
@@ -182,7 +182,7 @@ class ObjectRule:
         self._endless = endless
         self._least, self._most = counts
         self.vetoes = bool(tables) or counts != (0, None)
-        self.names = frozenset(self._positions).union(self._unordered) if self.vetoes else frozenset()
+        self.names = frozenset(map(encoded, {*self._positions, *self._unordered} if self.vetoes else ()))
 
     def start(self) -> Members:
         """See `Rule`."""

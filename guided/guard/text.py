@@ -38,8 +38,8 @@ class Choice(NamedTuple):
 class Rule(Protocol):
     """What holds for one object or array, and for the values in it."""
 
-    names: frozenset[str]
-    """Keys that may be vetoed."""
+    names: frozenset[bytes]
+    """Keys that may be vetoed, in UTF-8."""
     vetoes: bool
     """It may veto something. Otherwise it only leads to the rules of values within."""
 
@@ -71,25 +71,26 @@ class Frame:
     __slots__ = ("begin", "is_object", "keys", "parent", "rule", "state", "watched")
 
     def __init__(
-        self, parent: Frame | None, is_object: bool, begin: int, keys: frozenset[str], rule: Rule | None, state: Any
+        self, parent: Frame | None, is_object: bool, begin: int, keys: frozenset[bytes], rule: Rule | None, state: Any
     ) -> None:
         self.parent = parent
         self.is_object = is_object
         self.begin = begin
         """Offset of its bracket in the text."""
         self.keys = keys
-        """The keys so far."""
+        """The keys so far, in UTF-8."""
         self.rule = rule
         self.state = state
         """The state of the rule."""
         self.watched: bool = (rule is not None and rule.vetoes) or (parent is not None and parent.watched)
         """A rule of this or of an outer container may veto something."""
 
-    def keyed(self, key: str) -> Frame:
-        """Return the frame after a complete key."""
+    def keyed(self, text: bytes) -> Frame:
+        """Return the frame after a complete key (JSON text with its quotes)."""
+        key = encoded(json.loads(text)) if b"\\" in text else text[1:-1]
         if key in self.keys:
             raise Veto
-        state = self.state if self.rule is None else self.rule.key(self.state, key)
+        state = self.state if self.rule is None else self.rule.key(self.state, key.decode("utf-8", "surrogatepass"))
         return Frame(self.parent, True, self.begin, self.keys | {key}, self.rule, state)
 
     def filled(self, text: bytes) -> Frame:
@@ -110,7 +111,7 @@ class State(NamedTuple):
     """The innermost open container."""
 
 
-_NO_KEYS: frozenset[str] = frozenset()
+_NO_KEYS: frozenset[bytes] = frozenset()
 
 
 def advance(state: State, text: bytearray, at: int, root: Callable[[int], Rule | None]) -> State:
@@ -139,7 +140,7 @@ def advance(state: State, text: bytearray, at: int, root: Callable[[int], Rule |
                 continue
             if mode == KEY:
                 assert frame is not None
-                frame = frame.keyed(string(bytes(text[begin:at])))
+                frame = frame.keyed(bytes(text[begin:at]))
             elif frame is not None and frame.rule is not None:
                 frame = frame.filled(bytes(text[begin:at]))
             mode = AFTER
@@ -181,9 +182,7 @@ def advance(state: State, text: bytearray, at: int, root: Callable[[int], Rule |
     return State(mode, escaped, begin, frame)
 
 
-def string(text: bytes) -> str:
-    """Return the value of a JSON string."""
-    if b"\\" in text:
-        value: str = json.loads(text)
-        return value
-    return text[1:-1].decode("utf-8")
+
+def encoded(key: str) -> bytes:
+    """Return a key in UTF-8. Lone surrogates, which JSON can escape, are kept."""
+    return key.encode("utf-8", "surrogatepass")

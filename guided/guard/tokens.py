@@ -13,6 +13,8 @@ from guided.bitmask import pack
 from guided.vocabulary import Vocabulary
 
 _ENDS_AFTER_ESCAPE = re.compile(rb'[^"\\]*(?:\\.[^"\\]*)+"', re.DOTALL)
+_KEY = re.compile(rb'[ \t\n\r]*"([^"\\]*(?:\\.[^"\\]*)*)"', re.DOTALL)
+_LATER_KEY = re.compile(rb'["\d\]}esl][ \t\n\r]*,' + _KEY.pattern + rb'|\A[ \t\n\r]*,' + _KEY.pattern, re.DOTALL)
 _ENDS_AND_MORE = re.compile(rb'[^"\\]*(?:\\.[^"\\]*)*".*[\]},:]', re.DOTALL)
 
 
@@ -24,8 +26,13 @@ class TokenClass:
         self._words = np.flatnonzero(row)
         self._bits = row[self._words]
 
+    def __bool__(self) -> bool:
+        return len(self._words) > 0
+
     def allowed(self, row: NDArray[np.int32]) -> list[int]:
         """Return the tokens of this class that `row` allows."""
+        if not len(self._words):
+            return []
         found = row[self._words]
         found &= self._bits
         tokens: list[int] = []
@@ -45,6 +52,8 @@ class TokenIndex:
         contents = vocabulary.token_bytes
         self.contents = contents
         texts = [(contents[token], token) for token in vocabulary.text_token_ids]
+        self.plain = bytes(not (b'"' in content or b"\\" in content) for content in contents)
+        """By token: whether it only continues the string that it begins in."""
         self._sorted = sorted(texts)
         self._equal: dict[bytes, list[int]] = {}
         for content, token in texts:
@@ -58,10 +67,13 @@ class TokenIndex:
         """Tokens with an escape and then the end of the string that they begin in."""
         self.ends_string_and_more = tokens(_ENDS_AND_MORE.match)
         """Tokens that end the string that they begin in, and have a comma, a colon or a closing bracket after it."""
-        self.has_key = tokens(lambda content: content.count(b'"') >= 2)
-        """Tokens that may have a whole key in them, if they begin outside a string."""
-        self.has_later_key = tokens(lambda content: content.count(b'"') >= 3)
-        """The same, if they begin in a string."""
+        self.by_key: dict[bytes, list[int]] = {}
+        """Tokens that start with a whole key, by its text between the quotes."""
+        for content, token in texts:
+            if match := _KEY.match(content):
+                self.by_key.setdefault(match[1], []).append(token)
+        self.has_later_key = tokens(_LATER_KEY.search)
+        """Tokens with a comma and a whole key after it."""
         self.has_end = tokens(re.compile(rb"[\]},]").search)
         self.ends_scalar = tokens(re.compile(rb"[\]}, \t\n\r]").search)
         self.after_value = tokens(re.compile(rb"[ \t\n\r]*[\]},:]").match)
