@@ -6,13 +6,12 @@ import json
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from guided.backends.base import Backend, CompiledGrammar, Matcher
-from guided.bitmask import allowed_ids, pack, words
+from guided.bitmask import pack, words
 from guided.constraint import Constraint
 from guided.errors import BackendError, InvalidConstraint, TokenRejected, UnsupportedConstraint, bounded
 from guided.guard.plan import Plan, plan_superset, repeats_keys
@@ -23,9 +22,10 @@ from guided.vocabulary import Vocabulary
 _MARKS = {b"keys:": False, b"superset:": True}
 """Prefixes of a serialised grammar that is guarded -> whether the library got a superset."""
 _SPACE = re.compile(rb'("(?:[^"\\]|\\.)*"?)|[ \t\r\n]+', re.DOTALL)
-_FOLLOWS = b',]} \t\n\r:'
+_FOLLOWS = b",]} \t\n\r:"
 _MAX_QUESTIONS = 200
 """Maximum number of masks to compute to find a text that is allowed."""
+_DIGITS = re.compile(rb"-?\d*")
 _BITS = [np.array(1 << bit, np.uint32).view(np.int32)[()] for bit in range(32)]
 
 
@@ -181,20 +181,19 @@ class GuardedMatcher(Matcher):
             found += self._ending_keys(frame, started, row)
         if self._plan.planner is None or (frame is not None and not frame.watched):
             return found
-        if mode == AFTER:
-            return index.after_value.allowed(row)
-        if mode in (KEY, STRING):
-            found += index.ends_string_and_more.allowed(row)
-        else:
-            found += (index.ends_scalar if mode == SCALAR else index.has_end).allowed(row)
-        if frame is not None:
-            if frame.rule is not None and frame.rule.vetoes:
-                choice = frame.rule.choice(frame.state, mode in (KEY, BEFORE_KEY))
-                if choice is not None:
-                    partial = bytes(self._text[state.begin :]) if mode in (KEY, STRING, SCALAR) else b""
-                    found += self._chosen(choice, partial, row)
-            if not self._asking:
-                found += self._in_items(state, frame, row)
+        if not _is_quiet(state):
+            if mode in (KEY, STRING):
+                found += index.ends_string_and_more.allowed(row)
+            else:
+                ends = {AFTER: index.after_value, SCALAR: index.ends_scalar}.get(mode, index.has_end)
+                found += ends.allowed(row)
+        if frame is not None and mode != AFTER and frame.rule is not None and frame.rule.vetoes:
+            choice = frame.rule.choice(frame.state, mode in (KEY, BEFORE_KEY))
+            if choice is not None:
+                partial = bytes(self._text[state.begin :]) if mode in (KEY, STRING, SCALAR) else b""
+                found += self._chosen(choice, partial, row)
+        if frame is not None and not self._asking:
+            found += self._in_items(state, frame, row)
         return set(found)
 
     def _ending_keys(self, frame: Frame, started: bytes | None, row: NDArray[np.int32]) -> list[int]:
@@ -220,14 +219,19 @@ class GuardedMatcher(Matcher):
         found: set[int] = set()
         for text in choice.never if choice.only is None else choice.only:
             if text.startswith(partial):
+                on = choice.only is not None or _may_be_stuck(text, choice)
                 for lead in (b"",) if partial else (b"", b" "):
                     rest = lead + text[len(partial) :]
-                    found.update(index.beginning(rest))
-                    found.update(index.starting_with(rest) if rest else index.after_value.allowed(row))
+                    found.update(index.beginning(rest) if on else ())
+                    found.update(index.starting_with(rest) if rest else index.ends_scalar.allowed(row))
         if choice.only is not None:
             found.update(index.blank.allowed(row))
             found.update(index.after_value.allowed(row))
             row &= pack(sorted(found), len(row) * 32)[: len(row)]
+        elif b"\\" in partial:
+            found.update(index.quoted.allowed(row))
+        elif partial.startswith(b"-0") or (partial[:1] != b'"' and not _DIGITS.fullmatch(partial)):
+            found.update(index.ends_scalar.allowed(row))  # another way to write a number
         return self._allowed(found, row)
 
     def _in_items(self, state: State, frame: Frame, row: NDArray[np.int32]) -> list[int]:
@@ -281,8 +285,9 @@ class GuardedMatcher(Matcher):
                         return False
                     frame.rule.close(frame.state)  # at once, or never
                 never = [text for text in choice.never if text.startswith(partial)]
-                sure = partial[0] in choice.endless if partial else bool(choice.endless)
-                if never and not sure and not self._asking and not self._leaves(tokens, partial, never):
+                stuck = choice.only is None and any(_may_be_stuck(text, choice, partial) for text in never)
+                asks = stuck and not self._asking and (partial or not choice.endless)
+                if asks and not self._leaves(tokens, partial, never):
                     return False
         if self._asking:
             return True
@@ -303,7 +308,7 @@ class GuardedMatcher(Matcher):
             row &= self._grammar.text_tokens
             rests = [text[len(partial) :] for text in never if text.startswith(partial)]
             blanks = not partial.startswith(b'"')
-            for token in allowed_ids(row).tolist():
+            for token in _each(row):
                 content = self._index.contents[token]
                 if blanks and content[0] in b" \t\n\r":
                     continue
@@ -327,3 +332,30 @@ class GuardedMatcher(Matcher):
             raise BackendError(f"the guard let an invalid document through: {bounded(error.message)}")
         self._checked = len(self._text)
         return True
+
+
+def _is_quiet(state: State) -> bool:
+    """Whether no comma and no end of a container can be vetoed next."""
+    frame, complete = state.frame, state.mode == AFTER
+    if frame is None:
+        return False
+    while frame is not None:
+        if frame.rule is not None and frame.rule.vetoes and not frame.rule.is_quiet(frame.state, complete):
+            return False
+        frame, complete = frame.parent, False
+    return True
+
+
+def _may_be_stuck(text: bytes, choice: Choice, partial: bytes = b"0") -> bool:
+    """Whether the library may allow nothing but `text` after `partial`."""
+    return text[0] not in choice.endless or (partial in (b"0", b"-0") and text in (b"0", b"-0"))
+
+
+def _each(row: NDArray[np.int32]) -> Iterator[int]:
+    """Iterate over the tokens that `row` allows."""
+    for index in np.flatnonzero(row).tolist():
+        word = int(row[index]) & 0xFFFFFFFF
+        while word:
+            low = word & -word
+            yield index * 32 + low.bit_length() - 1
+            word ^= low

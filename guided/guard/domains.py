@@ -106,6 +106,7 @@ def endless(form: Definitions, schema: Schema) -> frozenset[int]:
                     and part.get("additionalProperties", True) is not False
                     and not part.keys() & {"maxProperties", "propertyNames"}
                 )
+                or (kind in ("integer", "number") and not part.keys() & {*NUMBER_BOUNDS, "multipleOf"})
                 or (kind == "array" and part.get("items", True) is not False and "maxItems" not in part)
             )
             (found if free else closed).update(_FIRST[kind])
@@ -209,5 +210,3 @@ def _of_kind(form: Definitions, schema: dict[str, Any], kind: str, depth: int) -
             yield {}
             if depth:
                 yield {name: next(samples(form, properties.get(name, True), depth - 1), None) for name in names}
-
-

@@ -22,7 +22,7 @@ from guided.guard.text import Rule
 from guided.schema import string_pattern
 from guided.schema.graph import SchemaGraph
 from guided.schema.instances import enforcing
-from guided.schema.keywords import ALL_TYPES, OF_TYPE, Schema
+from guided.schema.keywords import ALL_TYPES, Schema
 from guided.schema.metaschema import Dialect, identity
 from guided.schema.normal_form import NormalForm, normalise
 
@@ -82,7 +82,7 @@ def plan_superset(document: dict[str, Any] | bool) -> Plan | None:
 
 def _final_validator(document: dict[str, Any]) -> Any:
     """Return a validator without `format`, of which the libraries have their own ideas."""
-    kind = enforcing(type(Dialect.of(document).validator({})))
+    kind: Any = type(Dialect.of(document).validator(document))
     return extend(kind, {"format": lambda *_: None})(document)  # type: ignore[no-untyped-call]
 
 
@@ -183,7 +183,11 @@ class _Planner:
             names = {name for table in leaf.tables for name in table.columns}
             bounded_size = leaf.base.keys() & {"minProperties", "maxProperties"}
             same = [
-                (_without_required(one.base), one.items, [(table.columns, table.classes, table.rows) for table in one.tables])
+                (
+                    _without_required(one.base),
+                    one.items,
+                    [(table.columns, table.classes, table.rows) for table in one.tables],
+                )
                 for one in (first, leaf)
             ]
             if same[0] != same[1] or not names.isdisjoint(set.union(*required) - shared) or bounded_size:
@@ -259,7 +263,9 @@ class _Planner:
         known = sum(one is not False for one in base.get("properties", {}).values())
         if "propertyNames" in base or (least > known and not (is_open or many)):
             raise _Unguarded
-        if (most is not None and len(required) > most) or (patterns and not set(required) <= {*base.get("properties", {})}):
+        if (most is not None and len(required) > most) or (
+            patterns and not set(required) <= {*base.get("properties", {})}
+        ):
             raise _Unguarded
 
     def _restricted_type(self, base: dict[str, Any], conditions: list[dict[str, Any]]) -> dict[str, Any]:
@@ -350,11 +356,7 @@ class _Planner:
         validator = self._validator(condition)
         rows = []
         for row in product(*columns):
-            value = {
-                name: classes[name][number][1]
-                for name, number in zip(classes, row, strict=True)
-                if number >= 0
-            }
+            value = {name: classes[name][number][1] for name, number in zip(classes, row, strict=True) if number >= 0}
             if validator.is_valid(value):
                 rows.append(row)
         if not rows:
@@ -468,11 +470,16 @@ class _Planner:
         base, items = leaf.base, leaf.items
         prefix, rest = base.get("prefixItems", []), base.get("items", True)
         schemas = [*prefix, *([] if rest is False else [rest])]
+        endless = [domains.endless(self, one) for one in schemas]
+        kinds = {kind for one in schemas for part in domains.resolved(self, one) for kind in domains.kinds(part)}
+        known = domains.finite(self, rest) if not prefix and items.get("uniqueItems") else None
         contains = self._validator(items["contains"]).is_valid if "contains" in items else None
         return ArrayRule(
             lambda index, first: self.rule(prefix[index] if index < len(prefix) else rest, first),
             bool(items.get("uniqueItems")),
-            frozenset.intersection(*(domains.endless(self, one) for one in schemas)) if schemas else frozenset(),
+            frozenset.intersection(*endless) if schemas else frozenset(),
+            all(endless) and kinds <= {"string", "array", "object"},
+            None if known is None else frozenset(map(minified, known)),
             contains,
             int(items.get("minContains", 1)) if contains else 0,
             None if items.get("maxContains") is None else int(items["maxContains"]),

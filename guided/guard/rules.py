@@ -25,10 +25,14 @@ def minified(value: Any) -> bytes:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
 
 
+_ZERO_IDENTITY = identity(0)
+_ZERO = {b"0", b"-0"}
+
+
 class Items(NamedTuple):
     """The items of an array so far."""
 
-    count: int = 0
+    number: int = 0
     used: frozenset[Any] = frozenset()
     texts: frozenset[bytes] = frozenset()
     """All items so far, for `uniqueItems`."""
@@ -44,6 +48,10 @@ class ArrayRule:
     unique: bool
     endless: frozenset[int]
     """See `Choice`."""
+    is_free: bool
+    """All items are endless, and no numbers."""
+    domain: frozenset[bytes] | None
+    """All items that are possible, where these are few."""
     contains: Callable[[Any], bool] | None
     least: int
     most: int | None
@@ -62,7 +70,7 @@ class ArrayRule:
 
     def value(self, state: Items, text: bytes) -> Items:
         """See `Rule`."""
-        count, used, texts, matches = state
+        number, used, texts, matches = state
         if self.vetoes:
             value = json.loads(text)
             if self.unique:
@@ -70,15 +78,26 @@ class ArrayRule:
                 if same in used:
                     raise Veto
                 used |= {same}
-                texts |= {minified(value)}
+                texts |= _ZERO if same == _ZERO_IDENTITY else {minified(value)}
             if self.contains is not None and self.contains(value):
                 matches += 1
                 if self.most is not None and matches > self.most:
                     raise Veto
-        return Items(count + 1, used, texts, matches)
+        return Items(number + 1, used, texts, matches)
 
     def comma(self, state: Items) -> None:
         """See `Rule`."""
+        choice = self.choice(state, False)
+        if choice is not None and choice.only is not None and not choice.only:
+            raise Veto
+
+    def is_quiet(self, state: Items, complete: bool) -> bool:
+        """See `Rule`."""
+        if state.matches < self.least:
+            return False
+        if self.unique and self.domain is not None:
+            return len(self.domain - state.texts) > 1
+        return self.is_free or not (complete or self.unique)
 
     def close(self, state: Items) -> None:
         """See `Rule`."""
@@ -88,11 +107,14 @@ class ArrayRule:
     def choice(self, state: Items, is_key: bool) -> Choice | None:
         """See `Rule`."""
         never = state.texts | self.listed if state.matches == self.most else state.texts
-        return Choice(None, never, self.endless) if never else None
+        if not never:
+            return None
+        only = self.domain - never if self.unique and self.domain is not None else None
+        return Choice(only, never, self.endless)
 
     def member(self, state: Items, first: int) -> Rule | None:
         """See `Rule`."""
-        return self.member_rule(state.count, first)
+        return self.member_rule(state.number, first)
 
     def key(self, state: Items, key: str) -> Items:
         """Never called: an array has no keys."""
@@ -143,7 +165,7 @@ class Members(NamedTuple):
     """The next named property in the schema's order; those before it can't come any more."""
     key: str = ""
     """The last key."""
-    count: int = 0
+    number: int = 0
     others: frozenset[str] = frozenset()
     """The properties of tables that the schema does not name otherwise: they may come in any order."""
     rows: tuple[Rows, ...] = ()
@@ -202,7 +224,7 @@ class ObjectRule:
         if not all(rows) or not self._fits(state, position):
             raise Veto
         others = state.others | {key} if key in self._unordered else state.others
-        return Members(min(position + 1, end), key, state.count + 1, others, rows)
+        return Members(min(position + 1, end), key, state.number + 1, others, rows)
 
     def _rows(self, state: Members, position: int, key: str | None) -> tuple[Rows, ...]:
         """Return the combinations that are left if `key` comes next; if it is None, nothing comes any more."""
@@ -225,8 +247,8 @@ class ObjectRule:
     def _fits(self, state: Members, position: int) -> bool:
         """Whether a number of properties is possible if the one at `position` comes next (beyond all: another one)."""
         later = self._order[position + 1 :]
-        most = self._most is None or state.count + 1 + sum(name in self._required for name in later) <= self._most
-        return most and (self._is_open or state.count + 1 + len(later) >= self._least)
+        most = self._most is None or state.number + 1 + sum(name in self._required for name in later) <= self._most
+        return most and (self._is_open or state.number + 1 + len(later) >= self._least)
 
     def value(self, state: Members, text: bytes) -> Members:
         """See `Rule`."""
@@ -248,8 +270,15 @@ class ObjectRule:
 
     def close(self, state: Members) -> None:
         """See `Rule`."""
-        if state.count < self._least or not all(self._rows(state, len(self._order), None)):
+        if state.number < self._least or not all(self._rows(state, len(self._order), None)):
             raise Veto
+
+    def is_quiet(self, state: Members, complete: bool) -> bool:
+        """See `Rule`."""
+        if not complete and any(state.key in table.columns for table in self._tables):
+            return False
+        ends = state.number >= self._least and all(self._rows(state, len(self._order), None))
+        return ends and self.choice(state, True) is None
 
     def choice(self, state: Members, is_key: bool) -> Choice | None:
         """See `Rule`."""

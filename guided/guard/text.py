@@ -1,7 +1,7 @@
-"""The JSON text of one sequence as a state that each token advances: open containers, used keys, and where a value began.
+"""The JSON text of one sequence as a state that each token advances: open containers, used keys, start of the value.
 
-The grammar library checks the syntax; a state only finds out where keys and values end. States are immutable, so rollback
-and fork copy nothing; they refer to the text by offsets.
+The grammar library checks the syntax; a state only finds out where keys and values end. States are immutable, so
+rollback and fork copy nothing; they refer to the text by offsets.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 BEFORE_VALUE, BEFORE_KEY, AFTER, KEY, STRING, SCALAR = range(6)
-"""Where a state is: before a value or a key, after either, in a key, in the string of a value, in a number or literal."""
+"""Where a state is: before a value or key, after either, in a key, in the string of a value, in a number or literal."""
 
 _CHARACTERS = re.compile(rb'[^"\\]*(?:\\.[^"\\]*)*', re.DOTALL)
 _SCALAR = re.compile(rb"[^,\]} \t\n\r]*")
@@ -32,16 +32,20 @@ class Choice(NamedTuple):
     never: frozenset[bytes]
     """None of these."""
     endless: frozenset[int]
-    """First bytes of values that can go on whatever they began with. For others, the library may allow nothing else."""
+    """First bytes of values that can go on whatever they began with. For others, the library may allow nothing else.
+    Numbers that can go on are among them, although `0` can't."""
 
 
 class Rule(Protocol):
     """What holds for one object or array, and for the values in it."""
 
-    names: frozenset[bytes]
-    """Keys that may be vetoed, in UTF-8."""
-    vetoes: bool
-    """It may veto something. Otherwise it only leads to the rules of values within."""
+    @property
+    def names(self) -> frozenset[bytes]:
+        """Keys that may be vetoed, in UTF-8."""
+
+    @property
+    def vetoes(self) -> bool:
+        """Whether it may veto something. Otherwise it only leads to the rules of values within."""
 
     def start(self) -> Any:
         """Return the state in an empty container."""
@@ -57,6 +61,9 @@ class Rule(Protocol):
 
     def close(self, state: Any) -> None:
         """Check that the container may end. Raises `Veto`."""
+
+    def is_quiet(self, state: Any, complete: bool) -> bool:
+        """Whether neither a comma nor the end can be vetoed after the value that is read, or that was if `complete`."""
 
     def choice(self, state: Any, is_key: bool) -> Choice | None:
         """Return which keys or values may come next; None for any that the library allows."""
@@ -180,7 +187,6 @@ def advance(state: State, text: bytearray, at: int, root: Callable[[int], Rule |
                 mode, begin = SCALAR, at
             at += 1
     return State(mode, escaped, begin, frame)
-
 
 
 def encoded(key: str) -> bytes:

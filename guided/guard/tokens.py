@@ -14,7 +14,7 @@ from guided.vocabulary import Vocabulary
 
 _ENDS_AFTER_ESCAPE = re.compile(rb'[^"\\]*(?:\\.[^"\\]*)+"', re.DOTALL)
 _KEY = re.compile(rb'[ \t\n\r]*"([^"\\]*(?:\\.[^"\\]*)*)"', re.DOTALL)
-_LATER_KEY = re.compile(rb'["\d\]}esl][ \t\n\r]*,' + _KEY.pattern + rb'|\A[ \t\n\r]*,' + _KEY.pattern, re.DOTALL)
+_LATER_KEY = re.compile(rb'["\d\]}esl][ \t\n\r]*,' + _KEY.pattern + rb"|\A[ \t\n\r]*," + _KEY.pattern, re.DOTALL)
 _ENDS_AND_MORE = re.compile(rb'[^"\\]*(?:\\.[^"\\]*)*".*[\]},:]', re.DOTALL)
 
 
