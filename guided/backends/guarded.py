@@ -179,7 +179,10 @@ class GuardedMatcher(Matcher):
             assert frame is not None
             started = bytes(self._text[state.begin + 1 :]) if mode == KEY else None
             found += self._ending_keys(frame, started, row)
-        if self._plan.planner is None or (frame is not None and not frame.watched):
+        if self._plan.planner is None:
+            return found
+        found += (index.ends_string_and_opens if mode in (KEY, STRING) else index.opens).allowed(row)
+        if frame is not None and not frame.watched:
             return found
         if not _is_quiet(state):
             if mode in (KEY, STRING):

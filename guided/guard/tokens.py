@@ -15,7 +15,9 @@ from guided.vocabulary import Vocabulary
 _ENDS_AFTER_ESCAPE = re.compile(rb'[^"\\]*(?:\\.[^"\\]*)+"', re.DOTALL)
 _KEY = re.compile(rb'[ \t\n\r]*"([^"\\]*(?:\\.[^"\\]*)*)"', re.DOTALL)
 _LATER_KEY = re.compile(rb'["\d\]}esl][ \t\n\r]*,' + _KEY.pattern + rb"|\A[ \t\n\r]*," + _KEY.pattern, re.DOTALL)
-_ENDS_AND_MORE = re.compile(rb'[^"\\]*(?:\\.[^"\\]*)*".*[\]},:]', re.DOTALL)
+_STRING_END = rb'[^"\\]*(?:\\.[^"\\]*)*"'
+_ENDS_AND_MORE = re.compile(_STRING_END + rb".*[\]},:]", re.DOTALL)
+_OPENS = rb"[{\[][ \t\n\r]*[^ \t\n\r]"
 
 
 class TokenClass:
@@ -74,6 +76,9 @@ class TokenIndex:
                 self.by_key.setdefault(match[1], []).append(token)
         self.has_later_key = tokens(_LATER_KEY.search)
         """Tokens with a comma and a whole key after it."""
+        self.opens = tokens(re.compile(_OPENS).search)
+        """Tokens that open a container and have something of its contents."""
+        self.ends_string_and_opens = tokens(re.compile(_STRING_END + rb".*" + _OPENS, re.DOTALL).match)
         self.has_end = tokens(re.compile(rb"[\]},]").search)
         self.ends_scalar = tokens(re.compile(rb"[\]}, \t\n\r]").search)
         self.after_value = tokens(re.compile(rb"[ \t\n\r]*[\]},:]").match)
