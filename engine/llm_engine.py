@@ -146,7 +146,7 @@ class LLMEngine:
         try:
             if self.processor is None:
                 raise InternalError("this engine was built without a mask pool: it takes no constraints")
-            future = self.processor.initialize(group.request_id, params.constraint, params.backend)
+            future = self.processor.initialize(group.request_id, params.constraint, params.backend, group.client)
         except BaseException:
             self._turns.leave(group)
             raise

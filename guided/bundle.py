@@ -36,12 +36,14 @@ class ProcessorBundle:
     def __init__(self, first: LogitPostProcessor, *others: LogitPostProcessor) -> None:
         self._members = (first, *others)
 
-    def initialize(self, request_id: str, constraint: Constraint, backend: str = "auto") -> Future[Grammar]:
+    def initialize(
+        self, request_id: str, constraint: Constraint, backend: str = "auto", client: str = ""
+    ) -> Future[Grammar]:
         """Initialize the request in every member; the future is done when all of theirs are."""
         futures: list[Future[Grammar]] = []
         try:
             for member in self._members:
-                futures.append(member.initialize(request_id, constraint, backend))
+                futures.append(member.initialize(request_id, constraint, backend, client))
         except BaseException:
             for member in self._members[: len(futures)]:
                 member.free(request_id)

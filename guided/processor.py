@@ -53,11 +53,14 @@ class ApplyReport:
 class LogitPostProcessor(Protocol):
     """What an engine needs of a post-processor. All methods are called from one thread."""
 
-    def initialize(self, request_id: str, constraint: Constraint, backend: str = "auto") -> Future[Grammar]:
+    def initialize(
+        self, request_id: str, constraint: Constraint, backend: str = "auto", client: str = ""
+    ) -> Future[Grammar]:
         """Start what the request needs. Its sequences can be prepared once the future is done.
 
         Args:
             backend: "auto", or the name of one backend.
+            client: see `MaskPool.compile`.
 
         Returns:
             A future that ends with the compiled grammar, or with the error that fails the request.
@@ -152,11 +155,13 @@ class GuidedProcessor:
         """The vocabulary of the masks."""
         return self._pool.vocabulary
 
-    def initialize(self, request_id: str, constraint: Constraint, backend: str = "auto") -> Future[Grammar]:
+    def initialize(
+        self, request_id: str, constraint: Constraint, backend: str = "auto", client: str = ""
+    ) -> Future[Grammar]:
         if request_id in self._requests:
             raise ValueError(f"request {request_id!r} is already initialized")
         load_loose_kernel()
-        future = self._pool.compile(constraint, candidates(constraint.kind, backend))
+        future = self._pool.compile(constraint, candidates(constraint.kind, backend), client)
         self._requests[request_id] = _Request(future)
         return future
 
