@@ -12,7 +12,7 @@ from typing import Any
 Schema = dict[str, Any] | bool
 
 ALL_TYPES = ("null", "boolean", "object", "array", "number", "string")
-_STRING = ("minLength", "maxLength", "pattern", "format", "contentEncoding", "contentMediaType", "contentSchema")
+_STRING = ("minLength", "maxLength", "pattern", "format")
 NUMBER_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 _NUMBER = (*NUMBER_BOUNDS, "multipleOf")
 _ARRAY = (
@@ -42,7 +42,6 @@ _NO_OPS: dict[str, Any] = {
     "propertyNames": True,
     "unevaluatedProperties": True,
     "unevaluatedItems": True,
-    "contentSchema": True,
 }
 
 
@@ -66,6 +65,10 @@ def clean(schema: dict[str, Any]) -> Schema:
         if value is nothing or (nothing is True and value == {}) or (value == nothing and type(value) is type(nothing)):
             kept.pop(keyword, None)
     narrow_bounds(kept)
+    if "not" in kept and (excludes := _excludes(kept["not"], types)) is not None:
+        if excludes:
+            return False
+        del kept["not"]
     types = [kind for kind in types if _possible(kind, kept)]
     if not types:
         return False
@@ -78,6 +81,28 @@ def clean(schema: dict[str, Any]) -> Schema:
     if "contains" in kept and kept.get("minContains") == 0 and "maxContains" not in kept:
         del kept["contains"]
     return kept
+
+
+_COMPOUND = {"$ref", "anyOf", "oneOf", "allOf", "if", "enum", "const"}
+
+
+def cleaned(schema: Schema) -> Schema:
+    """`clean` for any subschema in normal form: those with applicators stay as they are."""
+    return schema if isinstance(schema, bool) or schema.keys() & _COMPOUND else clean(schema)
+
+
+def _excludes(excluded: Schema, types: list[str]) -> bool | None:
+    """Whether `not: excluded` excludes all values of `types` (True), none (False), or some (None)."""
+    if isinstance(excluded, bool) or not excluded:
+        return excluded is not False
+    if excluded.keys() & _COMPOUND:
+        return None
+    inner = types_of(excluded)
+    if excluded.keys() <= {"type"} and all(kind in inner or (kind == "integer" and "number" in inner) for kind in types):
+        return True
+    numeric = {"number", "integer"}
+    overlap = any(kind in inner or (kind in numeric and inner & numeric) for kind in types)
+    return None if overlap else False
 
 
 def _name_required(schema: dict[str, Any]) -> None:
