@@ -14,6 +14,7 @@ from multiprocessing.connection import Connection
 from typing import Any, Literal
 
 import numpy as np
+from jsonschema import Draft202012Validator
 
 from guided.backends import AUTO, Backends, candidates
 from guided.backends.base import Matcher
@@ -21,6 +22,9 @@ from guided.bitmask import words
 from guided.compilation import compile_constraint
 from guided.constraint import Constraint
 from guided.errors import GuidedError, InvalidConstraint, TokenRejected
+from guided.schema import string_pattern
+from guided.schema.keywords import Schema
+from guided.schema.normal_form import NormalForm, normalise
 from guided.vocabulary import Vocabulary
 
 Outcome = Literal["passes", "accepts invalid", "rejects valid", "refused", "timeout", "error"]
@@ -83,7 +87,7 @@ def judge(
         try:
             accepted = replay.accepts(result.grammar.matcher(), test["data"])
             if test["valid"] and not accepted:
-                ordered = in_schema_order(test["data"], entry["schema"])
+                ordered = in_schema_order(test["data"], normalise(json.loads(constraint.source)))
                 accepted = replay.accepts(result.grammar.matcher(), ordered)
                 reordered = reordered or accepted
         except GuidedError as error:
@@ -134,27 +138,50 @@ class _Replay:
         return matcher.is_accepting()
 
 
-def in_schema_order(value: Any, schema: Any) -> Any:
-    """Return `value` with its properties in the order in which `schema` names them."""
-    if isinstance(value, list):
-        return [in_schema_order(item, schema) for item in value]
-    if not isinstance(value, dict):
-        return value
-    order = {name: place for place, name in enumerate(_names(schema))}
-    names = sorted(value, key=lambda name: order.get(name, len(order)))
-    return {name: in_schema_order(value[name], schema) for name in names}
+def in_schema_order(value: Any, form: NormalForm) -> Any:
+    """Return `value` with its properties in the order of the schema, which a grammar may require."""
+    return _Order(form).ordered(value, [form.root])
 
 
-def _names(schema: Any) -> Iterator[str]:
-    """Yield the names of properties anywhere in `schema`, in document order."""
-    if isinstance(schema, dict):
-        for keyword, value in schema.items():
-            if keyword == "properties" and isinstance(value, dict):
-                yield from value
-            yield from _names(value)
-    elif isinstance(schema, list):
-        for value in schema:
-            yield from _names(value)
+class _Order:
+    def __init__(self, form: NormalForm) -> None:
+        self._form = form
+        self._validator = Draft202012Validator({"$defs": form.definitions})
+
+    def ordered(self, value: Any, schemas: Iterable[Schema]) -> Any:
+        """Return `value`, which satisfies all of `schemas`, in their order."""
+        parts = [part for schema in schemas for part in self._parts(value, schema)]
+        if isinstance(value, list):
+            prefixes = [part.get("prefixItems", []) for part in parts]
+            return [
+                self.ordered(item, [p[at] if at < len(p) else s.get("items", True) for p, s in zip(prefixes, parts)])
+                for at, item in enumerate(value)
+            ]
+        if not isinstance(value, dict):
+            return value
+        names = dict.fromkeys(name for part in parts for name in part.get("properties", {}) if name in value)
+        return {name: self.ordered(value[name], self._of(name, parts)) for name in {**names, **value}}
+
+    def _of(self, name: str, parts: list[dict[str, Any]]) -> Iterator[Schema]:
+        for part in parts:
+            yield part.get("properties", {}).get(name, part.get("additionalProperties", True))
+            for pattern, schema in part.get("patternProperties", {}).items():
+                if string_pattern.matches(pattern, name):
+                    yield schema
+
+    def _parts(self, value: Any, schema: Schema) -> Iterator[dict[str, Any]]:
+        """Yield the subschemas with keywords of their own that apply to `value`."""
+        if isinstance(schema, bool):
+            return
+        if "$ref" in schema:
+            yield from self._parts(value, self._form.target(schema))
+        for part in schema.get("allOf", ()):
+            yield from self._parts(value, part)
+        for part in (*schema.get("anyOf", ()), *schema.get("oneOf", ())):
+            if self._validator.evolve(schema={"allOf": [part], "$defs": self._form.definitions}).is_valid(value):
+                yield from self._parts(value, part)
+                break
+        yield schema
 
 
 def judge_all(

@@ -281,8 +281,8 @@ def _not_enforced(document: dict[str, Any], graph: SchemaGraph, dialect: Dialect
                 unknown = isinstance(value, str) and value not in FORMATS
                 if unknown and "string" in types_of({"type": node.schema["type"]} if "type" in node.schema else True):
                     yield Note(node.place.pointer(keyword), format=value)
-            elif not dialect.knows(keyword) and (near := _similar(keyword)):
-                yield Note(node.place.pointer(keyword), suggestion=f"did you mean {near!r}?")
+            elif not dialect.knows(keyword) and (meant := _meant(keyword)):
+                yield Note(node.place.pointer(keyword), suggestion=f"did you mean {meant!r}?")
 
 
 _MAX_NOTES = 50
@@ -291,9 +291,11 @@ _MEANT = ("type", "enum", "const", "$ref", "allOf", "anyOf", "oneOf", *chain(*OF
 
 
 @lru_cache(maxsize=4096)
-def _similar(keyword: str) -> str:
+def _meant(keyword: str) -> str:
     """Return the keyword that `keyword` probably is a misspelling of; empty if there is none."""
-    return next(iter(difflib.get_close_matches(keyword, _MEANT, n=1, cutoff=0.85)), "") if len(keyword) < 30 else ""
+    if len(keyword) > 30 or keyword.startswith(("_", "x-")) or keyword in _MEANT:
+        return ""
+    return next(iter(difflib.get_close_matches(keyword, _MEANT, n=1, cutoff=0.85)), "")
 
 
 _NO_MEMBER = (None, None)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from guided.schema.keywords import Schema, cleaned, types_of
+from guided.schema.keywords import Schema, cleaned, map_parts, types_of
 
 
 class FiniteInstances:
@@ -50,14 +50,8 @@ class FiniteInstances:
         """Return `schema` with false in the place of every part that has no finite instance."""
         if isinstance(schema, bool) or not self.possible(schema):
             return schema is not False and self.possible(schema)
-        kept = dict(schema)
-        for keyword, value in schema.items():
-            if keyword in ("items", "additionalProperties", "contains"):
-                kept[keyword] = self.without_impossible(value)
-            elif keyword in ("properties", "patternProperties"):
-                kept[keyword] = {name: self.without_impossible(part) for name, part in value.items()}
-            elif keyword in ("prefixItems", "allOf"):
-                kept[keyword] = [self.without_impossible(part) for part in value]
-            elif keyword in ("anyOf", "oneOf"):
-                kept[keyword] = [part for part in map(self.without_impossible, value) if part is not False]
+        kept = map_parts(schema, self.without_impossible)
+        for keyword in ("anyOf", "oneOf"):
+            if isinstance(kept, dict) and keyword in kept:
+                kept[keyword] = [part for part in kept[keyword] if part is not False]
         return cleaned(kept)

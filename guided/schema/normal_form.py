@@ -33,15 +33,19 @@ from guided.schema.finite import FiniteInstances
 from guided.schema import string_pattern
 from guided.schema.graph import Node, SchemaGraph
 from guided.schema.instances import enforcing
-from guided.schema.keywords import GREATEST, LEAST, OF_TYPE, Schema, clean, cleaned, common_types, types_of
+from guided.schema.implication import covers, same
+from guided.schema.keywords import GREATEST, LEAST, OF_TYPE, Schema, clean, cleaned, common_types, name_required, types_of
 from guided.schema.metaschema import Dialect
 
-_MAX_MERGES = 20_000
+_MAX_MERGES = 10_000
 _MAX_ALTERNATIVES = 64
 
 
 _NO_SIBLINGS = {"$ref", "$schema", "$comment", "$defs", "default", "definitions", "description", "examples", "title"}
 """Keywords without an effect next to `$ref`."""
+
+
+_REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 
 
 class _Inexact(Exception):
@@ -64,6 +68,11 @@ class NormalForm:
     def note(self, schema: Schema, pointer: str) -> None:
         """Record that `schema` came from `pointer`, unless it already has a pointer."""
         self._origins.setdefault(id(schema), (schema, pointer))
+
+    def note_copy(self, original: Schema, copy: Schema) -> None:
+        """Record that `copy` came from where `original` did."""
+        if id(original) in self._origins:
+            self.note(copy, self.pointer(original))
 
     def target(self, schema: dict[str, Any]) -> Schema:
         """Return the target of a `$ref` in normal form."""
@@ -137,7 +146,14 @@ class _Normaliser:
         while pending := [id_ for id_, name in self._names.items() if name not in self._form.definitions]:
             self._definition(self._names[pending[0]])
         self._exclude_infinite()
-        return self._form
+        form = self._form
+        form.root = self._finished(form.root)
+        form.definitions = {name: self._finished(schema) for name, schema in form.definitions.items()}
+        return form
+
+    def _finished(self, schema: Schema) -> Schema:
+        """Return `schema` with every required name in `properties`."""
+        return name_required(schema, self._form.note_copy)
 
     def _exclude_infinite(self) -> None:
         """Exclude the parts that have no finite instance. A model that begins one could never end it.
@@ -179,22 +195,23 @@ class _Normaliser:
         if ("enum" in schema or "const" in schema) and not alone:
             yield self._finite(schema)
             return
-        for keyword, target in node.same:
-            if keyword in ("$ref", "$dynamicRef", "$recursiveRef"):
-                self._refuse_overridden(keyword, node, target)
-                yield {"$ref": f"#/$defs/{self._name(target)}"}
+        targets = {keyword: target for keyword, target in node.same if keyword in _REFERENCES}
+        own_at = "properties" if "properties" in schema else next(iter(schema), "")
+        for keyword in schema if not alone else ["$ref"]:  # in this order, properties are generated
+            if keyword in targets:
+                self._refuse_overridden(keyword, node, targets[keyword])
+                yield {"$ref": f"#/$defs/{self._name(targets[keyword])}"}
+            elif keyword in ("allOf", "extends"):
+                for part in schema[keyword] if isinstance(schema[keyword], list) else [schema[keyword]]:
+                    yield self._normal(part)
+            elif keyword in ("anyOf", "oneOf"):
+                yield self._alternatives(keyword, [self._normal(part) for part in schema[keyword]])
+            elif keyword == "type" and _has_schema(schema["type"]):
+                yield self._any_type(schema["type"])
+            if keyword == own_at and not alone:
+                yield self._own(schema)
         if alone:
             return
-        yield self._own(schema)
-        if _has_schema(schema.get("type")):
-            yield self._any_type(schema["type"])
-        for keyword in ("allOf", "extends"):
-            parts = schema.get(keyword, [])
-            for part in parts if isinstance(parts, list) else [parts]:
-                yield self._normal(part)
-        for keyword in ("anyOf", "oneOf"):
-            if keyword in schema:
-                yield self._alternatives(keyword, [self._normal(part) for part in schema[keyword]])
         yield from self._conditions(schema)
 
     def _conditions(self, schema: dict[str, Any]) -> Iterator[Schema]:
@@ -369,8 +386,11 @@ class _Normaliser:
                 return {"oneOf": possible}
         flat: list[Schema] = []
         for part in possible:
-            options = part["anyOf"] if isinstance(part, dict) and part.keys() == {"anyOf"} else [part]
-            flat += [option for option in options if not any(_same(option, other) for other in flat)]
+            for option in part["anyOf"] if isinstance(part, dict) and part.keys() == {"anyOf"} else [part]:
+                if not any(covers(other, option) for other in flat):
+                    flat = [*(other for other in flat if not covers(option, other)), option]
+        if len(flat) > _MAX_ALTERNATIVES and len(flat) > len(possible):
+            raise _Inexact
         return flat[0] if len(flat) == 1 else {"anyOf": flat}
 
     def _exclusive(self, parts: Sequence[Schema]) -> list[Schema]:
@@ -404,24 +424,25 @@ class _Normaliser:
         """Return what both allow. Raises `_Inexact` if one subschema can't express it."""
         if left is False or right is False:
             return False
-        if left is True or left == {} or _same(left, right):
+        if left is True or left == {} or same(left, right):
             return right
         if right is True or right == {}:
             return left
         self._spend()
-        for one, other in ((left, right), (right, left)):
-            if "$ref" in one:
-                return self._unfold(one, lambda target, other=other: self._merge(target, other))
+        # The properties of `left` come first, whatever the two are.
+        if "$ref" in left:
+            return self._unfold(left, lambda target: self._merge(target, right))
+        if "$ref" in right:
+            return self._unfold(right, lambda target: self._merge(left, target))
         for one, other in ((left, right), (right, left)):
             if "const" in one or "enum" in one:
                 return self._filter(one, other)
-            if one.keys() & {"allOf", "oneOf"}:
-                raise _Inexact
-        for one, other in ((left, right), (right, left)):
-            if "anyOf" in one:
-                if len(one["anyOf"]) * len(other.get("anyOf", [0])) > _MAX_ALTERNATIVES:
-                    raise _Inexact
-                return self._alternatives("anyOf", [self._merge(part, other) for part in one["anyOf"]])
+        if (left.keys() | right.keys()) & {"allOf", "oneOf"}:
+            raise _Inexact
+        if "anyOf" in left:
+            return self._alternatives("anyOf", [self._merge(part, right) for part in left["anyOf"]])
+        if "anyOf" in right:
+            return self._alternatives("anyOf", [self._merge(left, part) for part in right["anyOf"]])
         result = clean(self._merge_keywords(left, right))
         if isinstance(result, dict):
             self._form.note(result, self._form.pointer(left) or self._form.pointer(right))
@@ -460,7 +481,7 @@ class _Normaliser:
         merged = self._merge_objects(left, right) | self._merge_items(left, right)
         done = {"properties", "patternProperties", "additionalProperties", "items", "prefixItems"}
         for keyword in [name for name in {**left, **right} if name not in done]:
-            if keyword not in left or keyword not in right or _same(left[keyword], right[keyword]):
+            if keyword not in left or keyword not in right or same(left[keyword], right[keyword]):
                 if keyword in ("then", "else", "if") and "if" in left and "if" in right:
                     raise _Inexact
                 merged[keyword] = left.get(keyword, right.get(keyword))
@@ -588,11 +609,6 @@ class _Normaliser:
             if self._disjoint(one, other, depth - 1):
                 return True
         return False
-
-
-def _same(left: Any, right: Any) -> bool:
-    """Whether two JSON values are equal, with members in the same order. (In Python, 1 equals true.)"""
-    return left is right or (left == right and json.dumps(left) == json.dumps(right))
 
 
 def _any_excluded(one: Schema, other: Schema) -> Schema:

@@ -58,10 +58,8 @@ def _uri(more: str) -> tuple[str, str]:
     authority = f"//(({free}|:)*@)?({free})*(:[0-9]*)?(/{path}*)*"
     rest = f"(\\?({path}|[/?])*)?(#({path}|[/?])*)?"
     absolute = f"{authority}|/({path}+(/{path}*)*)?"
-    return (
-        f"^[A-Za-z][A-Za-z0-9+.-]*:({absolute}|{path}+(/{path}*)*|){rest}$",
-        f"^({absolute}|(({free}|@)+(/{path}*)*)?){rest}$",
-    )
+    uri = f"[A-Za-z][A-Za-z0-9+.-]*:({absolute}|{path}+(/{path}*)*|)"
+    return f"^{uri}{rest}$", f"^({uri}|{absolute}|(({free}|@)+(/{path}*)*)?){rest}$"
 
 
 def _regex(depth: int) -> str:
