@@ -26,7 +26,7 @@ from guided.backends.schema_lowering import ArrayShape, SchemaLowering, any_of, 
 from guided.errors import InvalidConstraint, UnsupportedConstraint, bounded
 from guided.regex import Chars
 from guided.schema import string_pattern
-from guided.schema.keywords import Schema, integer_bounds
+from guided.schema.keywords import Schema, clean, integer_bounds
 from guided.schema.string_language import complement_of, pattern_of
 
 _OWN_FORMATS = frozenset(("duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"))
@@ -45,7 +45,7 @@ _CONTROLS_AND_ESCAPED = regex.ranges_of([(0, 0x1F), (0x22, 0x22), (0x5C, 0x5C)])
 
 class LLGuidanceLowering(SchemaLowering):
     library = "llguidance"
-    never = ("oneOf", "not", "if", "dependentSchemas")
+    never = ("not", "if", "dependentSchemas")
 
     def __init__(self, schema: Schema) -> None:
         super().__init__(schema)
@@ -70,8 +70,12 @@ class LLGuidanceLowering(SchemaLowering):
             if "allOf" in schema:
                 self._merges = True
                 return {"allOf": [self.lower(part) for part in schema["allOf"]]}
+            if "oneOf" in schema:
+                return self._one_of(schema)
             if "not" in schema and schema.get("type") == "string":
                 return self._other_strings(schema)
+            if "not" in schema and schema.get("type") == "number" and schema["not"] == {"type": "integer"}:
+                return self._fractions(schema)
         return super().lower(schema)
 
     def part(self, schema: Schema) -> Schema:
@@ -105,6 +109,47 @@ class LLGuidanceLowering(SchemaLowering):
             lowered["pattern"] = patterns[0]
         return {"allOf": [lowered, {"pattern": patterns[1]}]} if len(patterns) > 1 else lowered
 
+    def _one_of(self, schema: dict[str, Any]) -> dict[str, Any]:
+        """Lower overlapping alternatives. Narrowed: each without a property that another one requires."""
+        self._merges = True
+        lowered = []
+        for part in schema["oneOf"]:
+            absent: dict[str, Schema] = {}
+            for other in schema["oneOf"]:
+                if other is not part and not self.form.disjoint(part, other):
+                    absent |= dict.fromkeys(self._telling(schema, part, other), False)
+            alone = {"type": "object", "properties": absent}
+            lowered.append({"allOf": [self.lower(part), alone]} if absent else self.lower(part))
+        return any_of(lowered)
+
+    def _telling(self, schema: dict[str, Any], part: Schema, other: Schema) -> list[str]:
+        """Return names of which `other` requires one, and `part` requires none and declares as few as possible."""
+        mine = self._alternatives(part)
+        required = {name for one in mine for name in one.get("required", ())}
+        declared = {name for one in mine for name in one.get("properties", {})}
+        found = []
+        for one in self._alternatives(other):
+            names = [name for name in one.get("required", ()) if name not in required]
+            if not names:
+                raise self.refusal(schema, "oneOf")
+            found.append(min(names, key=lambda name: name in declared))
+        return found
+
+    def _alternatives(self, schema: Schema) -> list[dict[str, Any]]:
+        """Return the alternatives of a schema, without `$ref` and `anyOf`."""
+        found: list[dict[str, Any]] = []
+        todo, seen = [schema], set()
+        while todo:
+            one = todo.pop()
+            if isinstance(one, dict) and "$ref" in one and one["$ref"] not in seen:
+                seen.add(one["$ref"])
+                todo.append(self.form.target(one))
+            elif isinstance(one, dict) and "anyOf" in one:
+                todo += one["anyOf"]
+            elif one is not False:
+                found.append(one if isinstance(one, dict) else {})
+        return found
+
     def _other_strings(self, schema: dict[str, Any]) -> dict[str, Any]:
         """Lower a string that is under `not`: to a pattern for the other strings."""
         try:
@@ -114,6 +159,23 @@ class LLGuidanceLowering(SchemaLowering):
         kept = {keyword: value for keyword, value in schema.items() if keyword != "not"}
         self.form.note(kept, self.form.pointer(schema))
         return {"allOf": [self.lower(kept), {"pattern": self._pattern(schema, "not", pattern)}]}
+
+    def _fractions(self, schema: dict[str, Any]) -> dict[str, Any]:
+        """Lower numbers that are no integers. Narrowed: to those between -100 and 100."""
+        rest = {keyword: schema[keyword] for keyword in ("type", "multipleOf") if keyword in schema}
+        sides = (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum"))
+        limits = [next((name for name in side if name in schema), side[0]) for side in sides]
+        low, high = (schema.get(limit, infinity) for limit, infinity in zip(limits, (-math.inf, math.inf), strict=True))
+        found = []
+        for integer in range(-100, 100):
+            if low < integer + 1 and high > integer:
+                least = {limits[0]: low} if low > integer else {"exclusiveMinimum": integer}
+                most = {limits[1]: high} if high < integer + 1 else {"exclusiveMaximum": integer + 1}
+                if (between := clean({**rest, **least, **most})) and isinstance(between, dict):
+                    found.append(self.number(between))
+        if not found:
+            raise self.refusal(schema, "not")
+        return any_of(found)
 
     def _pattern(self, schema: Schema, keyword: str, pattern: str) -> str:
         """Return `pattern` in the common subset, without NUL in classes for which it would also write quotes."""

@@ -31,7 +31,7 @@ def violations(schema: dict[str, Any], complement: Callable[[Schema], Schema]) -
         complement: of a subschema of a part.
     """
     if "const" in schema or "enum" in schema:
-        yield from _other_values([schema["const"]] if "const" in schema else schema["enum"])
+        yield from _other_values([schema["const"]] if "const" in schema else schema["enum"], complement)
         return
     types = types_of(schema)
     others = [kind for kind in ALL_TYPES if kind not in types and not (kind == "number" and "integer" in types)]
@@ -55,7 +55,7 @@ def _violations(
     value = schema[keyword]
     if keyword in _OPPOSITES:
         yield {_OPPOSITES[keyword]: value}
-    elif keyword in _COUNTS:
+    elif keyword in _COUNTS and (value or not keyword.startswith("min")):
         least = keyword.startswith("min")
         yield {("max" if least else "min") + keyword[3:]: int(value) - 1 if least else int(value) + 1}
     elif keyword == "required":
@@ -86,11 +86,11 @@ def _violations(
         patterns = dict.fromkeys(schema.get("patternProperties", ()), True)
         names = dict.fromkeys(schema.get("properties", ()), True)
         yield {"not": {"properties": names, "patternProperties": patterns, keyword: value}}
-    elif keyword not in ("minContains", "maxContains"):
+    elif keyword not in ("minContains", "maxContains", *_COUNTS):
         yield {"not": {keyword: value}}
 
 
-def _other_values(values: list[Any]) -> Iterator[Schema]:
+def _other_values(values: list[Any], complement: Callable[[Schema], Schema]) -> Iterator[Schema]:
     """Yield schemas that together allow every value but `values`."""
     kinds: dict[str, list[Any]] = {kind: [] for kind in ALL_TYPES}
     for value in values:
@@ -110,10 +110,22 @@ def _other_values(values: list[Any]) -> Iterator[Schema]:
             yield {"type": "number", **above, **below}
     elif kinds["number"]:
         yield {"type": "number", "not": {"enum": kinds["number"]}}
-    for kind, fewest in (("array", "minItems"), ("object", "minProperties")):
-        if kinds[kind]:
-            empty = not any(kinds[kind])
-            yield {"type": kind, **({fewest: 1} if empty else {"not": {"enum": kinds[kind]}})}
+    for kind in ("array", "object"):
+        if len(kinds[kind]) == 1:
+            described = _described(kinds[kind][0])
+            for keyword in described:
+                for violation in _violations(keyword, described, complement):
+                    yield {"type": kind, **violation}
+        elif kinds[kind]:
+            yield {"type": kind, "not": {"enum": kinds[kind]}}
+
+
+def _described(value: Any) -> dict[str, Any]:
+    """Return the keywords that only `value`, an array or an object, satisfies."""
+    if isinstance(value, list):
+        return {"prefixItems": [{"const": item} for item in value], "minItems": len(value), "items": False}
+    named = {name: {"const": member} for name, member in value.items()}
+    return {"properties": named, "required": list(value), "additionalProperties": False}
 
 
 def _kind(value: Any) -> str:

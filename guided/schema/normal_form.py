@@ -58,6 +58,8 @@ class NormalForm:
 
     root: Schema
     definitions: dict[str, Schema] = field(default_factory=dict)
+    disjoint: Callable[[Schema, Schema], bool] = lambda left, right: False
+    """Whether it is certain that no value satisfies both."""
     _origins: dict[int, tuple[Schema, str]] = field(default_factory=dict)
     """By `id`; the reference to the subschema prevents another use of the `id`."""
 
@@ -79,8 +81,11 @@ class NormalForm:
         return self.definitions[schema["$ref"].removeprefix("#/$defs/")]
 
 
-def normalise(schema: Schema) -> NormalForm:
+def normalise(schema: Schema, *, rewrite: bool = True) -> NormalForm:
     """Return the normal form of a schema that `guided.schema.document.parse` returned.
+
+    Args:
+        rewrite: replace `not`, `if`, `dependentSchemas` and overlapping `oneOf` by alternatives where that is exact.
 
     Raises:
         InvalidConstraint: a pattern that had to be matched is not a regular expression.
@@ -89,7 +94,7 @@ def normalise(schema: Schema) -> NormalForm:
     if isinstance(schema, bool):
         return NormalForm(schema)
     try:
-        return _Normaliser(schema).run()
+        return _Normaliser(schema, rewrite).run()
     except re.error as error:
         raise InvalidConstraint(f"a pattern is malformed: {error}", param="json_schema") from None
     except RecursionError:
@@ -120,8 +125,9 @@ def refuse_mixed_dialects(graph: SchemaGraph, dialect: Dialect) -> None:
 
 
 class _Normaliser:
-    def __init__(self, document: dict[str, Any]) -> None:
+    def __init__(self, document: dict[str, Any], rewrite: bool) -> None:
         self._document = document
+        self._rewrite = rewrite
         self._graph = SchemaGraph.build(document)
         self._nodes = {id(node.schema): node for node in self._graph.nodes()}
         self._dialect = Dialect.of(document)
@@ -147,6 +153,7 @@ class _Normaliser:
             self._definition(self._names[pending[0]])
         self._exclude_infinite()
         form = self._form
+        form.disjoint = lambda left, right: self._disjoint(left, right, 4)
         form.root = self._finished(form.root)
         form.definitions = {name: self._finished(schema) for name, schema in form.definitions.items()}
         return form
@@ -239,7 +246,7 @@ class _Normaliser:
     def _rewritten(self, schema: dict[str, Any], rewrite: Callable[[], Schema]) -> Schema:
         """Return what `rewrite` makes of `schema`, or `schema` itself where that is not exact."""
         try:
-            return rewrite()
+            return rewrite() if self._rewrite else clean(schema)
         except _Inexact:
             return clean(schema)
 
@@ -400,6 +407,8 @@ class _Normaliser:
             alone = part
             for other in parts:
                 if other is not part and not self._disjoint(part, other, 4):
+                    if not self._rewrite:
+                        raise _Inexact
                     alone = self._merge(alone, self._complement(other))
             found.append(alone)
         if self._narrowed:
@@ -446,7 +455,26 @@ class _Normaliser:
         result = clean(self._merge_keywords(left, right))
         if isinstance(result, dict):
             self._form.note(result, self._form.pointer(left) or self._form.pointer(right))
+            return self._with_another_property(result)
         return result
+
+    def _with_another_property(self, schema: dict[str, Any]) -> Schema:
+        """Rewrite `not` with a closed object: some property is present that it does not name."""
+        excluded = schema.get("not", True)
+        parts = [excluded] if isinstance(excluded, bool) or "anyOf" not in excluded else excluded["anyOf"]
+        closed = next((part for part in parts if _only_closes(part)), None)
+        if closed is None:
+            return schema
+        others = [part for part in parts if part is not closed]
+        rest = {keyword: value for keyword, value in schema.items() if keyword != "not"}
+        rest |= {"not": {"anyOf": others}} if others else {}
+        self._form.note(rest, self._form.pointer(schema))
+        if any(name not in closed["properties"] for name in schema.get("required", ())):
+            return self._with_another_property(rest)
+        if schema.get("additionalProperties", True) is not False or schema.get("patternProperties"):
+            return schema
+        names = [name for name in schema.get("properties", {}) if name not in closed["properties"]]
+        return self._alternatives("anyOf", [self._merge(rest, clean({"required": [name]})) for name in names])
 
     def _spend(self) -> None:
         """Count one merge or complement. Raises `_Inexact` after too many."""
@@ -617,6 +645,16 @@ def _any_excluded(one: Schema, other: Schema) -> Schema:
         return {"enum": [*one["enum"], *other["enum"]]}
     parts = [part["anyOf"] if isinstance(part, dict) and "anyOf" in part else [part] for part in (one, other)]
     return {"anyOf": [*parts[0], *parts[1]]}
+
+
+def _only_closes(schema: Schema) -> bool:
+    """Whether `schema` says only which properties an object may have."""
+    return (
+        isinstance(schema, dict)
+        and schema.keys() == {"properties", "patternProperties", "additionalProperties"}
+        and not schema["patternProperties"]
+        and schema["additionalProperties"] is False
+    )
 
 
 def _has_schema(types: Any) -> bool:
