@@ -26,6 +26,7 @@ from guided.backends.schema_lowering import ArrayShape, SchemaLowering, any_of, 
 from guided.errors import InvalidConstraint, UnsupportedConstraint, bounded
 from guided.regex import Chars
 from guided.schema import string_pattern
+from guided.schema.complement import only_closes
 from guided.schema.keywords import Schema, clean, integer_bounds
 from guided.schema.string_language import complement_of, pattern_of
 
@@ -74,6 +75,8 @@ class LLGuidanceLowering(SchemaLowering):
                 return self._one_of(schema)
             if "not" in schema and schema.get("type") == "string":
                 return self._other_strings(schema)
+            if schema.get("type") == "object" and only_closes(schema.get("not", True)):
+                return self.lower(self._with_unnamed(schema))
             if "not" in schema and schema.get("type") == "number" and schema["not"] == {"type": "integer"}:
                 return self._fractions(schema)
         return super().lower(schema)
@@ -159,6 +162,16 @@ class LLGuidanceLowering(SchemaLowering):
         kept = {keyword: value for keyword, value in schema.items() if keyword != "not"}
         self.form.note(kept, self.form.pointer(schema))
         return {"allOf": [self.lower(kept), {"pattern": self._pattern(schema, "not", pattern)}]}
+
+    def _with_unnamed(self, schema: dict[str, Any]) -> dict[str, Any]:
+        """Return an open object with a property that `not` doesn't name. Narrowed: and with no optional one that it does."""
+        required = schema.get("required", [])
+        absent = [name for name in schema["not"]["properties"] if name not in required]
+        kept = {keyword: value for keyword, value in schema.items() if keyword != "not"}
+        kept["properties"] = {**kept.get("properties", {}), **dict.fromkeys(absent, False)}
+        kept["minProperties"] = max(len(required) + 1, kept.get("minProperties", 0))
+        self.form.note(kept, self.form.pointer(schema))
+        return kept
 
     def _fractions(self, schema: dict[str, Any]) -> dict[str, Any]:
         """Lower numbers that are no integers. Narrowed: to those between -100 and 100."""

@@ -90,6 +90,16 @@ def _violations(
         yield {"not": {keyword: value}}
 
 
+def only_closes(schema: Schema) -> bool:
+    """Whether `schema` says only which properties an object may have."""
+    return (
+        isinstance(schema, dict)
+        and schema.keys() == {"properties", "patternProperties", "additionalProperties"}
+        and not schema["patternProperties"]
+        and schema["additionalProperties"] is False
+    )
+
+
 def _other_values(values: list[Any], complement: Callable[[Schema], Schema]) -> Iterator[Schema]:
     """Yield schemas that together allow every value but `values`."""
     kinds: dict[str, list[Any]] = {kind: [] for kind in ALL_TYPES}

@@ -54,4 +54,6 @@ class FiniteInstances:
         for keyword in ("anyOf", "oneOf"):
             if isinstance(kept, dict) and keyword in kept:
                 kept[keyword] = [part for part in kept[keyword] if part is not False]
+                if len(kept[keyword]) == 1:
+                    return kept[keyword][0]  # type: ignore[no-any-return]
         return cleaned(kept)

@@ -28,7 +28,7 @@ from typing import Any
 from jsonschema import Draft202012Validator
 
 from guided.errors import InvalidConstraint, UnsupportedConstraint
-from guided.schema.complement import violations
+from guided.schema.complement import only_closes, violations
 from guided.schema.finite import FiniteInstances
 from guided.schema import string_pattern
 from guided.schema.graph import Node, SchemaGraph
@@ -304,7 +304,10 @@ class _Normaliser:
         if merged is False or any(part is False for part in apart):
             return False
         merged = self._close_unevaluated(merged, schema)
-        return {"allOf": [merged, *apart]} if apart else merged
+        if merged == {}:
+            merged = True
+        parts = [part for part in (merged, *apart) if part is not True]
+        return {"allOf": parts} if len(parts) > 1 else parts[0] if parts else True
 
     def _close_unevaluated(self, merged: Schema, schema: dict[str, Any]) -> Schema:
         """Apply `unevaluatedProperties` and `unevaluatedItems` to the merged alternatives.
@@ -462,7 +465,7 @@ class _Normaliser:
         """Rewrite `not` with a closed object: some property is present that it does not name."""
         excluded = schema.get("not", True)
         parts = [excluded] if isinstance(excluded, bool) or "anyOf" not in excluded else excluded["anyOf"]
-        closed = next((part for part in parts if _only_closes(part)), None)
+        closed = next((part for part in parts if only_closes(part)), None)
         if closed is None:
             return schema
         others = [part for part in parts if part is not closed]
@@ -645,16 +648,6 @@ def _any_excluded(one: Schema, other: Schema) -> Schema:
         return {"enum": [*one["enum"], *other["enum"]]}
     parts = [part["anyOf"] if isinstance(part, dict) and "anyOf" in part else [part] for part in (one, other)]
     return {"anyOf": [*parts[0], *parts[1]]}
-
-
-def _only_closes(schema: Schema) -> bool:
-    """Whether `schema` says only which properties an object may have."""
-    return (
-        isinstance(schema, dict)
-        and schema.keys() == {"properties", "patternProperties", "additionalProperties"}
-        and not schema["patternProperties"]
-        and schema["additionalProperties"] is False
-    )
 
 
 def _has_schema(types: Any) -> bool:
