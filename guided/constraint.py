@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,6 +18,8 @@ from typing import Any, Literal, get_args
 from guided.errors import ConstraintTooLarge, InvalidConstraint, UnsupportedConstraint, bounded
 from guided.limits import DEFAULT_LIMITS, Limits
 from guided.schema import document as schema_checks
+
+logger = logging.getLogger(__name__)
 
 ConstraintKind = Literal["json_schema", "json_object", "regex", "choice", "grammar"]
 USUAL_WHITESPACE = r"( |\r?\n[ \t]{0,40})?"
@@ -86,6 +89,8 @@ class Constraint:
             document = schema_checks.close_objects(document)
         source = json.dumps(document, ensure_ascii=False, separators=(",", ":"))
         _check_text(source, "JSON schema", limits, param)
+        if notes:
+            logger.debug("not enforced in %s: %s", param, ", ".join(map(str, notes)))
         spaces = _whitespace(whitespace, limits, param)
         return cls("json_schema", source, spaces, tuple(map(str, notes)))._checked(limits)
 
