@@ -68,6 +68,8 @@ class RequestOutput:
     finished: bool
     backend: str | None = None
     """The grammar library that enforces the constraint."""
+    not_enforced: tuple[str, ...] = ()
+    """What the schema contains and the output need not satisfy: see `guided.Constraint.not_enforced`."""
     compile_seconds: float = 0.0
     """Seconds of the compilation; 0 if the grammar came from the cache."""
     error: GuidedError | None = None
@@ -78,6 +80,7 @@ class RequestOutput:
     def from_seq_group(cls, group: SequenceGroup) -> RequestOutput:
         """Take a snapshot."""
         outputs = [CompletionOutput.from_sequence(sequence) for sequence in group.sequences]
+        constraint = group.params.constraint
         error = next((output.error for output in outputs if output.error is not None), None)
         return cls(
             group.request_id,
@@ -86,6 +89,7 @@ class RequestOutput:
             outputs,
             group.is_finished,
             group.backend,
+            () if constraint is None else constraint.not_enforced,
             group.compile_seconds,
             error,
             RequestMetrics(group.arrival_time, group.compiled_time, group.first_token_time, group.finished_time),

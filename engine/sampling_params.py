@@ -43,6 +43,7 @@ class SamplingParams:
         grammar: Lark, or GBNF/EBNF.
         backend: the grammar library that enforces the constraint. `auto` picks one.
         whitespace_pattern: JSON constraints only: regex of the whitespace between JSON tokens ("" is none).
+        strict_formats: refuse a `format` in a schema that is not in the specification, instead of ignoring it.
         n: number of outputs.
         temperature: 0 is greedy.
         top_p, top_k, min_p: truncation of the distribution, applied after temperature in the order min_p, top_k,
@@ -77,6 +78,7 @@ class SamplingParams:
     grammar: str | None = None
     backend: str = "auto"
     whitespace_pattern: str | None = None
+    strict_formats: bool = False
     n: int = 1
     temperature: float = 1.0
     top_p: float = 1.0
@@ -172,7 +174,7 @@ class SamplingParams:
         one = take_one([GivenConstraint(kind, kind, getattr(self, kind)) for kind in KINDS if self._is_given(kind)])
         pattern = self.whitespace_pattern
         spaces = take_whitespace(one, [] if pattern is None else [GivenWhitespace("whitespace_pattern", pattern)])
-        built = None if one is None else build(one, spaces)
+        built = None if one is None else build(one, spaces, strict_formats=self.strict_formats)
         if self.constraint is None or one is None:
             return built or self.constraint
         if self.constraint != built:

@@ -45,7 +45,7 @@ class MaskWorker:
         self._grammars: dict[str, CompiledGrammar] = {}
         self._slots: dict[int, _SlotState] = {}
         stop = pack(vocabulary.stop_token_ids, vocabulary.padded_vocab_size)
-        self._permitted = pack(vocabulary.permitted_token_ids, vocabulary.padded_vocab_size) & ~stop
+        self._permitted = vocabulary.permitted_mask & ~stop
         self._stop_words = np.flatnonzero(stop)
         self._stop_bits = stop[self._stop_words]
 

@@ -40,7 +40,9 @@ def create_completion(body: CompletionRequest, request: Request, context: Contex
 def _build_job(body: CompletionRequest, context: ServerContext, http_id: str) -> Job:
     if body.echo and body.logprobs is not None:
         raise InvalidRequest("echo with logprobs is not supported: prompts are not scored", param="echo")
-    wanted = requested_constraint(body, context.settings.backend, context.limits)
+    wanted = requested_constraint(
+        body, context.settings.backend, context.limits, strict_formats=context.settings.strict_formats
+    )
     length = context.engine.max_model_len
     prompts = text_prompts(
         context.engine.tokenizer, body.prompt, add_special_tokens=body.add_special_tokens, max_tokens=length

@@ -101,7 +101,8 @@ async def running(context: ServerContext, job: Job, client: str) -> AsyncIterato
                 first = await _all_first(streams, job)
                 constraint, backend = job.params.constraint, first[0].backend
                 if constraint is not None and backend is not None:
-                    guided = GuidedInfo(kind=constraint.kind, backend=backend)
+                    ignored = list(constraint.not_enforced)
+                    guided = GuidedInfo(kind=constraint.kind, backend=backend, not_enforced=ignored)
                 async with aclosing(_checked(context, _merged(first, streams), job)) as checked:
                     yield Outputs(job, guided, checked)
             finally:

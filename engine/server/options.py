@@ -33,6 +33,7 @@ class ServerSettings:
         api_key: key that requests must carry, or several keys with commas between them. None: no key is needed.
         allowed_hosts: names in the header `Host` that requests may use, without port. Empty, or with `*`: any name.
         backend: grammar backend of requests that name none.
+        strict_formats: reject a `format` that is not in the specification, in requests that do not say.
         max_requests: maximum number of generations that run or wait: n for each prompt. Further ones get 429.
         max_waiting: maximum number of prompts that wait for a grammar or for their turn. Further ones get 429. Beyond
             these two limits, a client that has less than its share of them is still served, up to twice the limit.
@@ -53,6 +54,7 @@ class ServerSettings:
     api_key: str | None = field(default=None, repr=False)
     allowed_hosts: tuple[str, ...] = ()
     backend: str = AUTO
+    strict_formats: bool = False
     max_requests: int = 1024
     max_waiting: int = 512
     max_body_bytes: int = 4 << 20
@@ -314,6 +316,7 @@ OPTIONS = (
             "server.backend",
             "Library of requests that name none: auto, llguidance, xgrammar, outlines, lm-format-enforcer.",
         ),
+        Option("server.strict_formats", "Reject formats in schemas that are not in the specification."),
         Option(
             "ray.address",
             "Join this Ray cluster ('auto': a local one). Default: start one.",

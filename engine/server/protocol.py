@@ -157,6 +157,9 @@ class GenerationRequest(Body):
     whitespace_pattern: str | None = Field(
         default=None, description="JSON constraints: regex of the whitespace between JSON tokens."
     )
+    strict_formats: bool | None = Field(
+        default=None, description="Reject a format in a schema that is not in the specification."
+    )
     # ... OpenAI's, vLLM's ...
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -311,6 +314,9 @@ class GuidedInfo(BaseModel):
 
     kind: str
     backend: str
+    not_enforced: list[str] = Field(
+        default=[], description="JSON pointers of unknown formats and misspelt keywords in the schema."
+    )
 
 
 class Usage(BaseModel):

@@ -66,7 +66,7 @@ def guided_params(params: VLLMParams) -> GuidedParams | None:
     backend = resolve(_backend(extra))
     if given is None:
         return None
-    constraint = build(given, whitespace)
+    constraint = build(given, whitespace, strict_formats=extra.get("strict_formats") in _TRUE)
     candidates(given.kind, backend)
     _reject_conflicts(params, constraint.kind)
     return GuidedParams(constraint, backend, request_id(params))
