@@ -46,6 +46,7 @@ from guided.schema.keywords import (
     types_of,
 )
 from guided.schema.metaschema import Dialect
+from guided.schema.unevaluated import unevaluated
 
 _MAX_MERGES = 10_000
 _MAX_ALTERNATIVES = 64
@@ -208,13 +209,15 @@ class _Normaliser:
         if not isinstance(schema, dict):
             return bool(schema)
         node = self._nodes[id(schema)]
-        result = self._conjunction(list(self._conjuncts(node)), schema)
+        result = self._conjunction(list(self._conjuncts(node)), unevaluated(node))
         if isinstance(result, dict):
             self._form.note(result, node.pointer)
         return result
 
     def _conjuncts(self, node: Node) -> Iterator[Schema]:
         """Yield the conditions of `node`, each in normal form."""
+        if node.refers_to_false:
+            yield False
         schema = node.schema
         alone = "$ref" in schema and not self._dialect.siblings_of_ref_count
         if ("enum" in schema or "const" in schema) and not alone:
