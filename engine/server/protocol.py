@@ -157,6 +157,9 @@ class GenerationRequest(Body):
     whitespace_pattern: str | None = Field(
         default=None, description="JSON constraints: regex of the whitespace between JSON tokens."
     )
+    complete: bool | None = Field(
+        default=None, description="Complete the constraint within max_tokens, instead of being cut off by it."
+    )
     # ... OpenAI's, vLLM's ...
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -311,6 +314,8 @@ class GuidedInfo(BaseModel):
 
     kind: str
     backend: str
+    completed_early: bool | None = None
+    """With `complete`: tokens were forbidden because the rest would not have fit in `max_tokens`."""
 
 
 class Usage(BaseModel):
