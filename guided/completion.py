@@ -9,6 +9,7 @@ the mask allows needs a completion of its own that fits.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -21,10 +22,12 @@ from guided.budget import Budget
 from guided.errors import GuidedError, InvalidRequest
 from guided.vocabulary import Vocabulary
 
-_FIRST_STEPS, _LATER_STEPS, _TOKEN_STEPS = 1200, 400, 60
-"""Tokens that are tried at most: for the first completion of a sequence, after a later token, for a candidate."""
-_CANDIDATES = 64
+_FIRST_STEPS, _LATER_STEPS, _MASK_STEPS = 1000, 160, 120
+"""Tokens that are tried at most: for the first completion of a sequence, after a later token, for a mask."""
+_CANDIDATES = 40
 """Tokens that are tried as the next one. Others are forbidden while the mask is restricted."""
+_SHARED = 4
+"""Completions that were found for one candidate and are tried for the others."""
 _SKIPS = 6
 """Bytes at the beginning of the known completion that a new token may make superfluous."""
 _ALTERNATIVES = 6
@@ -32,11 +35,18 @@ _ALTERNATIVES = 6
 _PATIENCE = (64, 1)
 """Uses of a byte after which others are preferred, in the first and the second attempt."""
 _CLOSING = b"}])>\"'"
-_STRUCTURE = _CLOSING + b",:;=0123456789-+.aZ"
-_TEXT = b"\"' -0aA"
+_STRUCTURE = _CLOSING + b",:;=0123456789Z-+.a"
+_TEXT = b"\" -0aA"
 """Bytes to try first: where structure is expected, and within text."""
 _MARK = ord("~")
 """A byte that is hardly ever allowed except within text."""
+
+
+@dataclass
+class _Steps:
+    """How many tokens a search may still try."""
+
+    left: int
 
 
 _Path = list[tuple[int, list[int]]]
@@ -83,29 +93,28 @@ class Completions:
         """Return the bytes of a token."""
         return self._bytes[token] if token < len(self._bytes) else b""
 
-    def find(self, matcher: Matcher, steps: int) -> Completion | None:
+    def find(self, matcher: Matcher, steps: _Steps, enough: int = 0) -> Completion | None:
         """Search for a short completion of `matcher`'s state, which is left as it is.
 
         Args:
-            steps: tokens to try at most.
+            enough: number of tokens below which no shorter one is searched for.
         """
         for patience in _PATIENCE:
             path: _Path = []
-            found = self._roll_out(matcher, (), steps // len(_PATIENCE), patience, path)
+            found = self._roll_out(matcher, (), steps.left // 2, patience, path, steps)
             if found is not None:
-                return self._shorten(matcher, found, path, steps - len(path))
+                return self._shorten(matcher, found, path, steps, enough)
         return None
 
-    def _shorten(self, matcher: Matcher, best: Completion, path: _Path, steps: int) -> Completion:
+    def _shorten(self, matcher: Matcher, best: Completion, path: _Path, steps: _Steps, enough: int) -> Completion:
         """Try other tokens at each position of the path that led to `best`."""
         for index in range(len(path)):
             for other in path[index][1]:
                 tried: _Path = []
                 prefix = [token for token, _ in path[:index]] + [other]
-                if steps <= 0:
+                if steps.left <= 0 or len(best.tokens) < enough:
                     return best
-                found = self._roll_out(matcher, prefix, min(steps, len(path)), _PATIENCE[0], tried)
-                steps -= len(tried) + 1
+                found = self._roll_out(matcher, prefix, min(steps.left, len(path)), _PATIENCE[0], tried, steps)
                 if found is not None and _is_shorter(found, best):
                     best = found
         return best
@@ -114,9 +123,10 @@ class Completions:
         self,
         matcher: Matcher,
         prefix: Sequence[int],
-        steps: int,
+        most: int,
         patience: int,
         path: _Path,
+        steps: _Steps,
     ) -> Completion | None:
         """Follow the preferred bytes until the constraint is satisfied. `path` gets the tokens and their alternatives."""
         uses = np.zeros(len(self._singles), np.int64)
@@ -125,9 +135,10 @@ class Completions:
             if prefix:
                 trial.accept_tokens(prefix)
             while not trial.is_accepting():
+                steps.left -= 1
                 forced = trial.forced_tokens()
                 choices = [] if forced else self._choose(trial, uses, patience)
-                if len(path) + len(forced) >= steps or not (forced or choices):
+                if len(path) + len(forced) >= most or not (forced or choices):
                     return None
                 trial.accept_tokens(forced or choices[:1])
                 path.extend([(token, []) for token in forced] or [(choices[0], choices[1:])])
@@ -204,10 +215,13 @@ class BudgetedSequence:
         for token in tokens:
             known, left = self._known[-1], self._budget.tokens - len(self._known)
             matcher.accept_tokens([token])
-            if matcher.is_terminated() or matcher.is_accepting():
-                self._known.append(Completion(b"", ()))
-            else:
-                self._known.append(self._after(matcher, known, token, left, _LATER_STEPS))
+            found: Completion | None = Completion(b"", ())
+            if not (matcher.is_terminated() or matcher.is_accepting()):
+                found = None if known is None else self._completions.inherited(matcher, known, token)
+                if found is None or len(found.tokens) >= left:
+                    searched = self._completions.find(matcher, _Steps(_LATER_STEPS))
+                    found = searched if searched is not None and _is_shorter(searched, found) else found
+            self._known.append(found)
 
     def _start(self, matcher: Matcher) -> None:
         """Find the completion of the empty output.
@@ -218,7 +232,7 @@ class BudgetedSequence:
         if self._known:
             return
         least = Completion(b"", ()) if matcher.is_accepting() else None
-        least = least or self._completions.find(matcher, _FIRST_STEPS)
+        least = least or self._completions.find(matcher, _Steps(_FIRST_STEPS))
         if least is None:
             raise InvalidRequest("no short answer to this constraint was found: leave out complete", param="complete")
         needed = len(least.tokens) + 1
@@ -229,17 +243,6 @@ class BudgetedSequence:
                 param="max_tokens",
             )
         self._known.append(least)
-
-    def _after(
-        self, matcher: Matcher, known: Completion | None, token: int, left: int, steps: int
-    ) -> Completion | None:
-        """Return a completion after `token`. `left`: output tokens that may follow `token`."""
-        completions = self._completions
-        found = None if known is None else completions.inherited(matcher, known, token)
-        if found is None or (len(found.tokens) >= left and len(found.tokens) > 1):
-            searched = completions.find(matcher, steps)
-            found = searched if searched is not None and _is_shorter(searched, found) else found
-        return found
 
     def restrict(self, matcher: Matcher, row: NDArray[np.int32]) -> None:
         """Clear the bits of tokens after which no known completion fits.
@@ -260,8 +263,9 @@ class BudgetedSequence:
             kept |= self._completions.plain & row
         candidates = self._candidates(row & ~kept, known)
         fitting = list(self._fitting(matcher, candidates, known, left))
-        kept |= pack(fitting, len(row) * 32)
-        kept &= row
+        if not (fitting or kept.any() or matcher.is_accepting()):
+            fitting = list(known.tokens[:1])  # no completion fits any more: end as soon as possible
+        kept |= pack(fitting, len(row) * 32) & row
         if (kept != row).any():
             self.steered = True
             row[:] = kept
@@ -275,21 +279,26 @@ class BudgetedSequence:
     def _fitting(
         self, matcher: Matcher, candidates: Sequence[int], known: Completion, left: int
     ) -> Iterator[int]:
+        """Yield the candidates with a known completion of fewer than `left` tokens."""
         if left < 1:
             return
-        steps = _LATER_STEPS
+        steps, texts = _Steps(_MASK_STEPS), list[bytes]()
+        completions = self._completions
         for token in candidates:
             try:
                 trial = matcher.fork()
                 trial.accept_tokens([token])
-                found: Completion | None = Completion(b"", ())
-                if not trial.is_accepting():
-                    found = self._after(trial, known, token, left, _TOKEN_STEPS if steps > 0 else 0)
+                if trial.is_accepting():
+                    yield token
+                    continue
             except GuidedError:
                 continue
-            if found is None or len(found.tokens) >= left:
-                steps -= _TOKEN_STEPS
-            else:
+            found = completions.inherited(trial, known, token)
+            found = found or next(filter(None, (completions.checked(trial, text) for text in texts)), None)
+            if found is None and steps.left > 0:
+                found = completions.find(trial, steps, enough=left)
+                texts += [] if found is None or len(texts) >= _SHARED else [found.text]
+            if found is not None and len(found.tokens) < left:
                 yield token
 
 
@@ -312,12 +321,12 @@ def _single_bytes(vocabulary: Vocabulary) -> NDArray[np.int64]:
 
 
 def _rank(order: bytes, byte: int) -> int:
-    """Return the place of a byte: those in `order`, other characters, then white space, openers, escapes, control."""
+    """Return the place of a byte: those in `order`, other characters, openers and escapes, then white space and others."""
     if byte in order:
         return order.index(byte)
-    if byte in b"{[(<\\" or byte < 33 or byte > 126:
-        return 400 + byte
-    return 100 + byte
+    if byte < 33 or byte > 126:
+        return 700 + byte
+    return (400 if byte in b"{[(<\\" else 100) + byte
 
 
 def _rests(known: bytes, new: bytes) -> Iterator[bytes]:
