@@ -10,11 +10,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, get_args
 
-from guided.errors import ConstraintTooLarge, InvalidConstraint, bounded
+from guided.errors import ConstraintTooLarge, InvalidConstraint, UnsupportedConstraint, bounded
 from guided.limits import DEFAULT_LIMITS, Limits
 from guided.schema import document as schema_checks
 
@@ -43,6 +43,9 @@ class Constraint:
     kind: ConstraintKind
     source: str
     whitespace: str | None = None
+    not_enforced: tuple[str, ...] = field(default=(), compare=False)
+    """JSON pointers of what a schema contains and the output need not satisfy: unknown formats (annotations in JSON
+    Schema) and probably misspelt keywords, these with a suggestion in parentheses."""
 
     @cached_property
     def key(self) -> str:
@@ -57,6 +60,7 @@ class Constraint:
         *,
         whitespace: str | None = None,
         additional_properties: bool = True,
+        strict_formats: bool = False,
         limits: Limits = DEFAULT_LIMITS,
         param: str = "json_schema",
     ) -> Constraint:
@@ -64,17 +68,26 @@ class Constraint:
 
         Args:
             additional_properties: False forbids other properties in every object without `additionalProperties`.
+            strict_formats: refuse a `format` that is not in the specification. By default it is not enforced, and
+                listed in `not_enforced`.
 
         Raises:
             InvalidConstraint: not JSON, not a schema (with a JSON pointer), or a remote `$ref`.
+            UnsupportedConstraint: an unknown format with `strict_formats`.
             ConstraintTooLarge: over one of `limits`.
         """
-        document = schema_checks.parse(schema, limits, param)
+        notes: list[schema_checks.Note] = []
+        document = schema_checks.parse(schema, limits, param, notes)
+        unknown = next((note for note in notes if note.format is not None), None)
+        if strict_formats and unknown is not None:
+            message = f"the format {bounded(unknown.format, 60)!r} is not in the specification, so it can't be enforced"
+            raise UnsupportedConstraint(message, param=param, pointer=unknown.pointer)
         if not additional_properties:
             document = schema_checks.close_objects(document)
         source = json.dumps(document, ensure_ascii=False, separators=(",", ":"))
         _check_text(source, "JSON schema", limits, param)
-        return cls("json_schema", source, _whitespace(whitespace, limits, param))._checked(limits)
+        spaces = _whitespace(whitespace, limits, param)
+        return cls("json_schema", source, spaces, tuple(map(str, notes)))._checked(limits)
 
     @classmethod
     def json_object(

@@ -16,14 +16,13 @@ from numpy.typing import NDArray
 
 from guided import regex
 from guided.backends.base import Backend, CompiledGrammar
-from guided.backends.llguidance_schema import corrected
+from guided.backends.llguidance_schema import LLGuidanceLowering
 from guided.backends.matchers import TextMatcher
 from guided.backends.native import guard
 from guided.constraint import USUAL_WHITESPACE, Constraint
 from guided.errors import BackendError, DeadEnd, InvalidConstraint, TokenRejected, UnsupportedConstraint, bounded
 from guided.grammar import to_lark
 from guided.schema import string_pattern
-from guided.schema.document import walk_keywords
 from guided.vocabulary import Vocabulary
 
 _native = guard("llguidance")
@@ -177,10 +176,11 @@ class _Tokenizer:
 
 
 def _json_source(document: dict[str, Any] | bool, whitespace: str | None) -> str:
-    schema = corrected(document)
+    lowering = LLGuidanceLowering(document)
+    schema = lowering.document()
     # An unknown option is an error, so only those of version 1.7 are set here.
     options: dict[str, Any] = {"lenient": False, "coerce_one_of": False, "json_allowed_escapes": None}
-    if any(keyword in ("properties", "patternProperties", "required") for _, keyword, _, _ in walk_keywords(schema)):
+    if lowering.names_properties:
         options["json_allowed_escapes"] = _ESCAPES
     options |= _spaced(whitespace)
     return str(llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options))
