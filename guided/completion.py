@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from guided.backends.base import Matcher
+from guided.backends.base import CompiledGrammar, Matcher
 from guided.bitmask import allowed_ids, pack
 from guided.budget import Budget
 from guided.errors import GuidedError, InvalidRequest
@@ -92,6 +92,10 @@ class Completions:
     def text_of(self, token: int) -> bytes:
         """Return the bytes of a token."""
         return self._bytes[token] if token < len(self._bytes) else b""
+
+    def first(self, matcher: Matcher) -> Completion | None:
+        """Search for a short output, as the completion of the empty one."""
+        return Completion(b"", ()) if matcher.is_accepting() else self.find(matcher, _Steps(_FIRST_STEPS))
 
     def find(self, matcher: Matcher, steps: _Steps, enough: int = 0) -> Completion | None:
         """Search for a short completion of `matcher`'s state, which is left as it is.
@@ -185,6 +189,12 @@ class Completions:
         return None
 
 
+def shortest(vocabulary: Vocabulary, grammar: CompiledGrammar) -> Completion | None:
+    """Search for a short output of a grammar."""
+    permitted = pack(vocabulary.text_token_ids, vocabulary.padded_vocab_size)
+    return Completions(vocabulary, permitted).first(grammar.matcher())
+
+
 class BudgetedSequence:
     """The completions of one sequence, after each of its output tokens.
 
@@ -231,8 +241,7 @@ class BudgetedSequence:
         """
         if self._known:
             return
-        least = Completion(b"", ()) if matcher.is_accepting() else None
-        least = least or self._completions.find(matcher, _Steps(_FIRST_STEPS))
+        least = self._completions.first(matcher)
         if least is None:
             raise InvalidRequest("no short answer to this constraint was found: leave out complete", param="complete")
         needed = len(least.tokens) + 1
