@@ -264,7 +264,8 @@ class LLMEngine:
             self._fail(group, BackendError(f"compiling failed: {type(error).__name__}: {bounded(error)}"))
         else:
             group.set_status(SequenceStatus.WAITING)
-            self._changed[group] = None
+            if not group.params.complete:  # whether `max_tokens` suffices is known with the first mask
+                self._changed[group] = None
 
     def prepare(self, metadata: SamplingMetadata) -> None:
         """Ask the post-processor for the masks of the constrained rows."""

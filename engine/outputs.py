@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from typing import Any
+
 from engine.sequence import Logprob, Sequence, SequenceGroup, SequenceStatus
 from guided.errors import GuidedError
+from guided.output_types import parse_as
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,21 @@ class CompletionOutput:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     error: GuidedError | None = None
+    output_type: Any = None
+    """The request's `output_type`."""
+    completed_early: bool = False
+    """`complete` had an effect: tokens were forbidden because the rest would not have fit in `max_tokens`."""
+
+    @property
+    def parsed(self) -> Any:
+        """The answer as a value of `output_type`. None: the request has no type, or the output did not end `stop`.
+
+        Raises:
+            ValueError: a validator of the type rejects the value.
+        """
+        if self.output_type is None or self.finish_reason != "stop":
+            return None
+        return parse_as(self.output_type, self.text)
 
     @classmethod
     def from_sequence(cls, sequence: Sequence) -> CompletionOutput:
@@ -54,6 +72,8 @@ class CompletionOutput:
             _finish_reason(sequence.status),
             sequence.stop_reason,
             sequence.error,
+            sequence.params.output_type,
+            sequence.guided is not None and sequence.guided.steered,
         )
 
 

@@ -10,6 +10,7 @@ from guided.backends import candidates, resolve
 from guided.constraint import KINDS, Constraint
 from guided.errors import InvalidRequest, bounded
 from guided.limits import Range
+from guided.output_types import constraint_for
 from guided.request import GivenConstraint, GivenWhitespace, build, refuse_stops, take_one, take_whitespace
 
 MAX_LOGPROBS = 20
@@ -31,8 +32,8 @@ GREEDY_BELOW = 1e-5
 class SamplingParams:
     """Parameters of one request. Frozen, so that sequences can share it.
 
-    At most one of `json_schema`, `json_object`, `regex`, `choice` and `grammar` constrains the output. It is checked
-    here and becomes `constraint`. `stop` and `stop_token_ids` are rejected with a constraint: they could end the output
+    At most one of `json_schema`, `json_object`, `regex`, `choice`, `grammar` and `output_type` constrains the output. It
+    is checked here and becomes `constraint`. `stop` and `stop_token_ids` are rejected with a constraint: they could end the output
     before it satisfies the constraint.
 
     Args:
@@ -41,7 +42,11 @@ class SamplingParams:
         regex: the whole output matches.
         choice: the output is one of these.
         grammar: Lark, or GBNF/EBNF.
+        output_type: a Python type: a pydantic model, a dataclass, a `TypedDict`, an `Enum`, a `Literal`, a term of outlines.
+            `CompletionOutput.parsed` is the answer as a value of it.
         backend: the grammar library that enforces the constraint. `auto` picks one.
+        complete: complete the constraint within `max_tokens`: as the end comes near, only tokens after which the rest still
+            fits are allowed. `CompletionOutput.completed_early` says whether that had an effect.
         whitespace_pattern: JSON constraints only: regex of the whitespace between JSON tokens ("" is none).
         strict_formats: refuse a `format` in a schema that is not in the specification, instead of ignoring it.
         n: number of outputs.
@@ -76,7 +81,9 @@ class SamplingParams:
     regex: str | None = None
     choice: Sequence[str] | None = None
     grammar: str | None = None
+    output_type: Any = None
     backend: str = "auto"
+    complete: bool = False
     whitespace_pattern: str | None = None
     strict_formats: bool = False
     n: int = 1
@@ -171,10 +178,17 @@ class SamplingParams:
             raise InvalidRequest("prompt_logprobs is not supported yet", param="prompt_logprobs")
 
     def _build_constraint(self) -> Constraint | None:
-        one = take_one([GivenConstraint(kind, kind, getattr(self, kind)) for kind in KINDS if self._is_given(kind)])
+        given = [GivenConstraint(kind, kind, getattr(self, kind)) for kind in KINDS if self._is_given(kind)]
+        if self.output_type is not None:
+            typed = constraint_for(self.output_type)
+            given.append(GivenConstraint(typed.kind, "output_type", typed.source))
+        one = take_one(given)
         pattern = self.whitespace_pattern
         spaces = take_whitespace(one, [] if pattern is None else [GivenWhitespace("whitespace_pattern", pattern)])
-        built = None if one is None else build(one, spaces, strict_formats=self.strict_formats)
+        if one is not None and one.field == "output_type":
+            built: Constraint | None = constraint_for(self.output_type, whitespace=pattern)
+        else:
+            built = None if one is None else build(one, spaces, strict_formats=self.strict_formats)
         if self.constraint is None or one is None:
             return built or self.constraint
         if self.constraint != built:
@@ -188,6 +202,8 @@ class SamplingParams:
     def _check_constraint(self) -> None:
         resolve(self.backend)
         if self.constraint is None:
+            if self.complete:
+                raise InvalidRequest("complete requires a constraint", param="complete")
             return
         candidates(self.constraint.kind, self.backend)
         refuse_stops(self.constraint, stop=self.stop, stop_token_ids=self.stop_token_ids)

@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 from guided.backends.base import CompiledGrammar, Matcher
 from guided.backends.native import guard
 from guided.bitmask import pack
+from guided.budget import Budget
+from guided.completion import BudgetedSequence, Completions
 from guided.errors import BackendError, DeadEnd, GuidedError
 from guided.vocabulary import Vocabulary
 
@@ -29,6 +31,8 @@ class _SlotState:
     """Output tokens that the matcher has accepted."""
     edit: tuple[int, Sequence[int]] | None = None
     """(start, tokens): the output after `start`, to be applied before the next mask."""
+    budgeted: BudgetedSequence | None = None
+    """Completes the output within its budget, if it has one."""
     error: GuidedError | None = None
     """Why the sequence is over."""
 
@@ -48,6 +52,10 @@ class MaskWorker:
         self._permitted = vocabulary.permitted_mask & ~stop
         self._stop_words = np.flatnonzero(stop)
         self._stop_bits = stop[self._stop_words]
+        self._make_completions = lambda: Completions(vocabulary, self._permitted)
+        self._completions: Completions | None = None
+        self.steered: set[int] = set()
+        """Slots in which a mask was restricted, so that the output fits in its budget."""
 
     @property
     def num_open(self) -> int:
@@ -62,21 +70,30 @@ class MaskWorker:
         """Drop a grammar; open matchers keep what they need of it."""
         self._grammars.pop(key, None)
 
-    def open(self, slot: int, grammar: str, parent: int | None = None, tokens: Sequence[int] = ()) -> None:
+    def open(
+        self,
+        slot: int,
+        grammar: str,
+        parent: int | None = None,
+        tokens: Sequence[int] = (),
+        budget: Budget | None = None,
+    ) -> None:
         """Open a matcher in a slot. An error is kept and returned by the slot's first `fill`.
 
         Args:
             grammar: key of an installed grammar.
             parent: slot of the matcher to copy. None: the matcher starts at the beginning.
             tokens: the sequence's whole output so far.
+            budget: the constraint is completed within it.
         """
         state = self._slots[slot] = _SlotState(edit=(0, tokens))
+        self.steered.discard(slot)
         try:
-            self._start(state, grammar, parent)
+            self._start(state, grammar, parent, budget)
         except GuidedError as error:
             state.error = error
 
-    def _start(self, state: _SlotState, grammar: str, parent: int | None) -> None:
+    def _start(self, state: _SlotState, grammar: str, parent: int | None, budget: Budget | None) -> None:
         with _native:
             source = self._slots.get(parent) if parent is not None else None
             if source is not None and source.matcher is not None:
@@ -85,6 +102,12 @@ class MaskWorker:
                 state.matcher = self._grammars[grammar].matcher()
             else:
                 raise BackendError(f"grammar {grammar} is not installed on this worker")
+            if budget is not None:
+                if source is not None and source.budgeted is not None:
+                    state.budgeted = source.budgeted.fork(budget)
+                else:
+                    self._completions = self._completions or self._make_completions()
+                    state.budgeted = BudgetedSequence(self._completions, budget)
 
     def edit(self, slot: int, start: int, tokens: Sequence[int]) -> None:
         """Replace the output of a slot's sequence from position `start` on. Applied by the next `fill`."""
@@ -124,6 +147,8 @@ class MaskWorker:
             try:
                 with _native:
                     self._advance(state, tokens, row)
+                if state.budgeted is not None and state.budgeted.steered:
+                    self.steered.add(slot)
             except GuidedError as error:
                 state.error, state.matcher = error, None
         return state.error
@@ -139,9 +164,12 @@ class MaskWorker:
         if state.edit is not None:
             tokens = self._rewind(state, matcher, tokens)
         if tokens:
-            matcher.accept_tokens(tokens)
+            if state.budgeted is None:
+                matcher.accept_tokens(tokens)
+            else:
+                state.budgeted.accept(matcher, tokens)
             state.tokens.extend(tokens)
-        self._write(matcher, row)
+        self._write(state, matcher, row)
 
     def _rewind(self, state: _SlotState, matcher: Matcher, new_tokens: Sequence[int]) -> Sequence[int]:
         """Roll the matcher back to where the edited output differs from the accepted one; return what to accept."""
@@ -151,10 +179,12 @@ class MaskWorker:
         keep = start + _common_prefix(state.tokens[start:], tokens)
         if keep < len(state.tokens):
             matcher.rollback(len(state.tokens) - keep)
+            if state.budgeted is not None:
+                state.budgeted.roll_back(keep)
             del state.tokens[keep:]
         return tokens[keep - start :]
 
-    def _write(self, matcher: Matcher, row: NDArray[np.int32]) -> None:
+    def _write(self, state: _SlotState, matcher: Matcher, row: NDArray[np.int32]) -> None:
         accepting = matcher.is_accepting()
         terminated = matcher.is_terminated()
         if terminated:
@@ -162,6 +192,8 @@ class MaskWorker:
         else:
             matcher.fill_bitmask(row)
             np.bitwise_and(row, self._permitted, out=row)
+            if state.budgeted is not None:
+                state.budgeted.restrict(matcher, row)
         if accepting or terminated:
             row[self._stop_words] |= self._stop_bits
         elif not row.any():

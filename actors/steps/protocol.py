@@ -7,7 +7,8 @@ A sequence that is open on a worker holds a slot there, one line of the table. E
     ready[slot]       worker   the version that `mask[slot]` is for; negative if no sequence holds the slot
     mask[slot, :]     worker   the token bitmask
     seconds[slot]     worker   seconds that accepting the tokens and filling the mask took
-    status[slot]      worker   `OK`, or `FAILED`: the sequence is over, and a message says why
+    status[slot]      worker   `OK`; `STEERED`: a mask was restricted, so that the output fits in its budget; or
+                               `FAILED`: the sequence is over, and a message says why
 
 A *version* is the number of output tokens, plus the slot's edit count in the upper 32 bits. The count grows whenever
 the output changes by a message (open, edit) instead of through the columns, so that no two outputs of a slot share a
@@ -37,6 +38,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from guided.budget import Budget
 from guided.errors import Wire
 
 MAX_NEW_TOKENS = 8
@@ -47,7 +49,7 @@ EDIT = 1 << 32
 """One edit, in a version."""
 FREE = -1
 """`ready` of a slot that no sequence has held yet."""
-OK, FAILED = 0, 1
+OK, FAILED, STEERED = 0, 1, 2
 IDLE = -1
 """`busy` of a worker that fills no row."""
 _SLOW_SECONDS = 0.001
@@ -79,6 +81,8 @@ class Open(msgspec.Struct, array_like=True, tag=1, gc=False, frozen=True):
     """Slot of the matcher to copy."""
     tokens: list[int]
     """The sequence's whole output so far."""
+    budget: Budget | None = None
+    """The constraint is completed within it."""
 
 
 class Edit(msgspec.Struct, array_like=True, tag=2, gc=False, frozen=True):
@@ -119,6 +123,8 @@ class Filled(msgspec.Struct, array_like=True, tag=1, gc=False, frozen=True):
     """float32 `[n]`."""
     mask: bytes = b""
     """int32 `[k, words]`, of the slots with a version in `ready`, in order."""
+    steered: bytes = b""
+    """int32 `[m]`: which of the slots are `STEERED`."""
 
 
 Answer = Failed | Filled

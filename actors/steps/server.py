@@ -23,6 +23,7 @@ from actors.steps.protocol import (
     MAX_NEW_TOKENS,
     OK,
     POSITION,
+    STEERED,
     Answer,
     Failed,
     Filled,
@@ -109,7 +110,7 @@ class StepServer:
             self._edits[request.slot] = request.version // EDIT
             if isinstance(request, Open):
                 self._mark(request.slot)  # copying the parent's matcher is native code
-                self._worker.open(request.slot, request.grammar, request.parent, request.tokens)
+                self._worker.open(request.slot, request.grammar, request.parent, request.tokens, request.budget)
                 self._mark(IDLE)
             else:
                 self._worker.edit(request.slot, request.start, request.tokens)
@@ -139,6 +140,8 @@ class StepServer:
             table.seconds[slot] = seconds = time.monotonic() - started
             self._seconds[0] += seconds
             if error is None:
+                if slot in self._worker.steered:
+                    table.status[slot] = STEERED
                 table.ready[slot] = target
                 if self._sender is not None:
                     self._sender.add(slot)
@@ -216,7 +219,10 @@ class _LineSender:
             ready = self._table.ready[slots]
             masks = self._table.mask[slots[ready >= 0]]
             seconds = self._table.seconds[slots]
-            self._send(Filled(slots.tobytes(), ready.tobytes(), seconds.tobytes(), masks.tobytes()))
+            steered = slots[self._table.status[slots] == STEERED]
+            self._send(
+                Filled(slots.tobytes(), ready.tobytes(), seconds.tobytes(), masks.tobytes(), steered.tobytes())
+            )
 
     def run(self) -> None:
         """Send while the server's thread is busy with a slow mask (if the grammar library releases the GIL)."""

@@ -59,6 +59,14 @@ class Answer(ABC):
     def opening(self, index: int) -> dict[str, Any] | None:
         """Build a choice's first chunk, if there is something to say before the first token."""
 
+    def guided_info(self, outputs: Sequence[CompletionOutput] = ()) -> dict[str, Any] | None:
+        """Build `guided`. With `complete`, it says whether that had an effect on one of `outputs`."""
+        if self.guided is None:
+            return None
+        early = {"completed_early": any(each.completed_early for each in outputs)}
+        known = early if self.job.params.complete and outputs else {}
+        return self.guided.model_copy(update=known).model_dump(exclude_none=True)
+
     async def whole(self, finished: Sequence[RequestOutput]) -> AsyncIterator[bytes]:
         """Write the answer of a request without `stream`, in pieces. `finished` has one output per prompt."""
         written = bytearray()
@@ -82,7 +90,7 @@ class Answer(ABC):
                 }
                 logprobs = await self._logprobs_json(index, each)
                 yield (b"," if index else b"") + to_json(choice)[:-1] + b',"logprobs":' + logprobs + b"}"
-        guided = None if self.guided is None else self.guided.model_dump()
+        guided = self.guided_info([each for output in finished for each in output.outputs])
         end = {"usage": _usage_of(finished).model_dump(), "system_fingerprint": None, "guided": guided}
         yield b"]," + to_json(end)[1:]
 
@@ -121,6 +129,8 @@ class Answer(ABC):
             if completion.finish_reason is not None:
                 chunk = self.chunk(index, self.content(None), finish_reason=completion.finish_reason)
                 chunk["choices"][0]["stop_reason"] = completion.stop_reason
+                if self.job.params.complete:
+                    chunk["guided"] = self.guided_info([completion])
                 yield chunk
 
     def usage(self, finished: Sequence[RequestOutput]) -> dict[str, Any]:

@@ -160,6 +160,9 @@ class GenerationRequest(Body):
     strict_formats: bool | None = Field(
         default=None, description="Reject a format in a schema that is not in the specification."
     )
+    complete: bool | None = Field(
+        default=None, description="Complete the constraint within max_tokens, instead of being cut off by it."
+    )
     # ... OpenAI's, vLLM's ...
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -317,6 +320,8 @@ class GuidedInfo(BaseModel):
     not_enforced: list[str] = Field(
         default=[], description="JSON pointers of unknown formats and misspelt keywords in the schema."
     )
+    completed_early: bool | None = None
+    """With `complete`: tokens were forbidden because the rest would not have fit in `max_tokens`."""
 
 
 class Usage(BaseModel):

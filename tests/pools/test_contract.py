@@ -10,8 +10,16 @@ import pytest
 from byte_vocabulary import BYTES, STOP, WORDS, allowed, tokens
 
 from actors import RayPool
+from guided.budget import budget_of
 from guided.constraint import Constraint
-from guided.errors import BackendError, GuidedError, InvalidConstraint, TokenRejected, UnsupportedConstraint
+from guided.errors import (
+    BackendError,
+    GuidedError,
+    InvalidConstraint,
+    InvalidRequest,
+    TokenRejected,
+    UnsupportedConstraint,
+)
 from guided.inline import InlinePool
 from guided.pool import Grammar, MaskPool
 from guided.sequence import GuidedSequence
@@ -290,3 +298,23 @@ def test_status_names_the_pool_and_its_workers(driver: Driver) -> None:
     assert all(worker.pid and worker.node for worker in status.workers)
     assert driver.pool.failures() == {}
     assert driver.pool.vocabulary == BYTES
+
+
+def test_a_budget_restricts_masks_and_says_so(driver: Driver) -> None:
+    constraint = Constraint.regex("(a{20}|b+)c")
+    grammar = driver.compile(constraint)
+    sequence, free = driver.open(grammar), driver.open(grammar)
+    driver.sequences[sequence].budget = budget_of(constraint, 5)
+    assert driver.step(sequence, free) == ["b", "ab"]
+    assert (driver.sequences[sequence].steered, driver.sequences[free].steered) == (True, False)
+    assert [driver.mask(sequence, "bbbc"[:length]) for length in (1, 2, 3, 4)] == ["bc", "bc", "c", "."]
+
+
+def test_a_budget_that_cannot_suffice_is_refused(driver: Driver) -> None:
+    constraint = Constraint.regex("a{20}")
+    sequence = driver.open(driver.compile(constraint))
+    driver.sequences[sequence].budget = budget_of(constraint, 20)
+    (refusal,) = driver.step(sequence)
+    assert isinstance(refusal, InvalidRequest)
+    assert refusal.param == "max_tokens"
+    assert "at least 21" in str(refusal)
