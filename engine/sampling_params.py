@@ -31,7 +31,7 @@ GREEDY_BELOW = 1e-5
 class SamplingParams:
     """Parameters of one request. Frozen, so that sequences can share it.
 
-    At most one of `json_schema`, `json_object`, `regex`, `choice` and `grammar` constrains the output. It is checked
+    At most one of `json_schema`, `json_object`, `regex`, `choice`, `grammar` and `structural_tag` constrains the output. It is checked
     here and becomes `constraint`. `stop` and `stop_token_ids` are rejected with a constraint: they could end the output
     before it satisfies the constraint.
 
@@ -41,6 +41,7 @@ class SamplingParams:
         regex: the whole output matches.
         choice: the output is one of these.
         grammar: Lark, or GBNF/EBNF.
+        structural_tag: free text with constrained parts, in the format of vLLM and xgrammar, or as JSON text.
         backend: the grammar library that enforces the constraint. `auto` picks one.
         whitespace_pattern: JSON constraints only: regex of the whitespace between JSON tokens ("" is none).
         n: number of outputs.
@@ -75,6 +76,7 @@ class SamplingParams:
     regex: str | None = None
     choice: Sequence[str] | None = None
     grammar: str | None = None
+    structural_tag: Mapping[str, Any] | str | None = None
     backend: str = "auto"
     whitespace_pattern: str | None = None
     n: int = 1

@@ -24,6 +24,8 @@ _native = guard("the grammar library")
 class _SlotState:
     """The sequence in one slot."""
 
+    permitted: NDArray[np.int32]
+    """Tokens that the sequence's grammar may allow."""
     matcher: Matcher | None = None
     tokens: list[int] = field(default_factory=list)
     """Output tokens that the matcher has accepted."""
@@ -37,8 +39,8 @@ class MaskWorker:
     """Compiled grammars and open matchers for one vocabulary.
 
     Args:
-        vocabulary: every row is ANDed with its permitted tokens, and its stop tokens are set exactly where the
-            matcher accepts. No backend is trusted with either.
+        vocabulary: every row is ANDed with its permitted tokens (and the special tokens that a structural tag names),
+            and its stop tokens are set exactly where the matcher accepts. No backend is trusted with either.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
@@ -46,6 +48,7 @@ class MaskWorker:
         self._slots: dict[int, _SlotState] = {}
         stop = pack(vocabulary.stop_token_ids, vocabulary.padded_vocab_size)
         self._permitted = pack(vocabulary.permitted_token_ids, vocabulary.padded_vocab_size) & ~stop
+        self._vocabulary = vocabulary
         self._stop_words = np.flatnonzero(stop)
         self._stop_bits = stop[self._stop_words]
 
@@ -70,7 +73,7 @@ class MaskWorker:
             parent: slot of the matcher to copy. None: the matcher starts at the beginning.
             tokens: the sequence's whole output so far.
         """
-        state = self._slots[slot] = _SlotState(edit=(0, tokens))
+        state = self._slots[slot] = _SlotState(self._permitted, edit=(0, tokens))
         try:
             self._start(state, grammar, parent)
         except GuidedError as error:
@@ -81,8 +84,13 @@ class MaskWorker:
             source = self._slots.get(parent) if parent is not None else None
             if source is not None and source.matcher is not None:
                 state.matcher, state.tokens = source.matcher.fork(), list(source.tokens)
+                state.permitted = source.permitted
             elif grammar in self._grammars:
-                state.matcher = self._grammars[grammar].matcher()
+                compiled = self._grammars[grammar]
+                state.matcher = compiled.matcher()
+                if compiled.special_token_ids:
+                    special = pack(compiled.special_token_ids, self._vocabulary.padded_vocab_size)
+                    state.permitted = self._permitted | special
             else:
                 raise BackendError(f"grammar {grammar} is not installed on this worker")
 
@@ -141,7 +149,7 @@ class MaskWorker:
         if tokens:
             matcher.accept_tokens(tokens)
             state.tokens.extend(tokens)
-        self._write(matcher, row)
+        self._write(matcher, row, state.permitted)
 
     def _rewind(self, state: _SlotState, matcher: Matcher, new_tokens: Sequence[int]) -> Sequence[int]:
         """Roll the matcher back to where the edited output differs from the accepted one; return what to accept."""
@@ -154,14 +162,14 @@ class MaskWorker:
             del state.tokens[keep:]
         return tokens[keep - start :]
 
-    def _write(self, matcher: Matcher, row: NDArray[np.int32]) -> None:
+    def _write(self, matcher: Matcher, row: NDArray[np.int32], permitted: NDArray[np.int32]) -> None:
         accepting = matcher.is_accepting()
         terminated = matcher.is_terminated()
         if terminated:
             row[:] = 0
         else:
             matcher.fill_bitmask(row)
-            np.bitwise_and(row, self._permitted, out=row)
+            np.bitwise_and(row, permitted, out=row)
         if accepting or terminated:
             row[self._stop_words] |= self._stop_bits
         elif not row.any():
