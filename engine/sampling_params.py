@@ -31,9 +31,9 @@ GREEDY_BELOW = 1e-5
 class SamplingParams:
     """Parameters of one request. Frozen, so that sequences can share it.
 
-    At most one of `json_schema`, `json_object`, `regex`, `choice`, `grammar` and `structural_tag` constrains the output. It is checked
-    here and becomes `constraint`. `stop` and `stop_token_ids` are rejected with a constraint: they could end the output
-    before it satisfies the constraint.
+    At most one of `json_schema`, `json_object`, `regex`, `choice`, `grammar` and `structural_tag` constrains the
+    output. It is checked here and becomes `constraint`. `stop` and `stop_token_ids` are rejected with a constraint:
+    they could end the output before it satisfies the constraint.
 
     Args:
         json_schema: a JSON schema, as an object or as JSON text.

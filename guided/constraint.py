@@ -17,8 +17,8 @@ from typing import Any, Literal, get_args
 
 from guided.errors import ConstraintTooLarge, InvalidConstraint, bounded
 from guided.limits import DEFAULT_LIMITS, Limits
-from guided import structural_tag
 from guided.schema import document as schema_checks
+from guided.structural_tag import Content, Node, at_content, contents, parse, read
 
 ConstraintKind = Literal["json_schema", "json_object", "regex", "choice", "grammar", "structural_tag"]
 USUAL_WHITESPACE = r"( |\r?\n[ \t]{0,40})?"
@@ -40,8 +40,8 @@ class Constraint:
         source: canonical text. JSON text for `json_schema` (key order kept: it is the order of generation), a JSON
             array for `choice`, the pattern for `regex`, the grammar's text for `grammar`, empty for `json_object`, JSON
             text for `structural_tag`.
-        whitespace: JSON kinds and structural tags only. Whitespace between JSON tokens: None means `USUAL_WHITESPACE`, "" means none,
-            any other value is a regex.
+        whitespace: JSON kinds and structural tags only. Whitespace between JSON tokens: None means `USUAL_WHITESPACE`,
+            "" means none, any other value is a regex.
     """
 
     kind: ConstraintKind
@@ -137,18 +137,16 @@ class Constraint:
         """The output is free text with constrained parts: see `guided/structural_tag.py`."""
         if isinstance(tag, str):
             _check_text(tag, "structural tag", limits, param)
-            tag = structural_tag.read(tag, limits, param)
-        node = structural_tag.parse(tag, limits, param)
-        for content in dict.fromkeys(structural_tag.contents(node)):
-            with structural_tag.at_content(content, param):
-                if content.kind == "json_object":
-                    continue
-                getattr(cls, content.kind)(content.value, limits=limits, param=param)
-        source = json.dumps(tag, ensure_ascii=False, separators=(",", ":"))
+        document = read(tag, limits, param) if isinstance(tag, str) else tag
+        for content in dict.fromkeys(contents(parse(document, limits, param))):
+            if content.kind != "json_object":
+                with at_content(content, param):
+                    getattr(cls, content.kind)(content.value, limits=limits, param=param)
+        source = json.dumps(document, ensure_ascii=False, separators=(",", ":"))
         _check_text(source, "structural tag", limits, param)
         return cls("structural_tag", source, _whitespace(whitespace, limits, param))._checked(limits)
 
-    def inner(self, content: structural_tag.Content) -> Constraint:
+    def inner(self, content: Content) -> Constraint:
         """Return the constraint of a content of this structural tag, which was checked with it."""
         value = content.value
         source = "" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
@@ -180,9 +178,9 @@ class Constraint:
                 getattr(Constraint, kind)(self.source, limits=limits)
 
     @property
-    def tag(self) -> structural_tag.Node:
+    def tag(self) -> Node:
         """The nodes of a `structural_tag` constraint."""
-        return structural_tag.parse(json.loads(self.source), _ANY_SIZE, "structural_tag")
+        return parse(json.loads(self.source), _ANY_SIZE, "structural_tag")
 
     @property
     def choices(self) -> list[str]:

@@ -87,7 +87,6 @@ class Dispatch:
 
 
 Node = Text | Token | Content | FreeText | Series | Either | Times | Dispatch
-NOTHING = Series(())
 
 
 def parse(tag: Mapping[str, Any], limits: Limits, param: str) -> Node:
@@ -213,10 +212,11 @@ class _Reader:
             message = f"formats are nested deeper than {self._limits.max_nesting} levels"
             raise ConstraintTooLarge(message, param=self._param)
         name = format_.get("type")
-        read = self._formats.get(name) if isinstance(name, str) else None
+        name = name if isinstance(name, str) else repr(name)
+        read = self._formats.get(name)
         if read is None:
             instead = f": use {_ADVICE[name]}" if name in _ADVICE else f"; there are {', '.join(self._formats)}"
-            raise self._invalid(f"{bounded(repr(name), 60)} is not a supported format{instead}", f"{at}/type")
+            raise self._invalid(f"{bounded(name, 60)!r} is not a supported format{instead}", f"{at}/type")
         return read(format_, at, depth)
 
     def _content(self, fields: _Fields, at: str, _depth: int) -> Node:
@@ -322,7 +322,9 @@ class _Reader:
         if not rules:
             raise self._invalid("dispatch has no rules", f"{at}/rules")
         self._count(len(rules))
-        return self._checked(Dispatch(tuple(rules), self._flag(fields, at, "loop", True), self._excludes(fields, at)), at)
+        return self._checked(
+            Dispatch(tuple(rules), self._flag(fields, at, "loop", True), self._excludes(fields, at)), at
+        )
 
     def _checked(self, dispatch: Dispatch, at: str) -> Dispatch:
         """Check that each trigger of `dispatch` can occur, and is followed by something."""
@@ -366,17 +368,13 @@ class _Reader:
         return Times(self._format(fields.get("content"), f"{at}/content", depth + 1), low, high)
 
     def _list(
-        self,
-        fields: _Fields,
-        at: str,
-        depth: int,
-        name: str,
-        read: Callable[[Any, str, int], Node] | None = None,
+        self, fields: _Fields, at: str, depth: int, name: str, read: Callable[[Any, str, int], Node] | None = None
     ) -> list[Node]:
         self._known(fields, at, "type", name, *(("separator", "at_least_one", "stop_after_first") if read else ()))
         each = read or self._format
         return [
-            each(item, f"{at}/{name}/{index}", depth + 1) for index, item in enumerate(self._take(fields, at, list, name))
+            each(item, f"{at}/{name}/{index}", depth + 1)
+            for index, item in enumerate(self._take(fields, at, list, name))
         ]
 
     def _mark(self, mark: Any, at: str, depth: int) -> Text | Token:

@@ -1,8 +1,8 @@
 """Read a request's constraint, in any of its spellings, and its backend.
 
 Ours (`json_schema`, `regex`, `choice`, `grammar`, `json_object`, `structural_tag`, `backend`, `whitespace_pattern`),
-OpenAI's `response_format` (also as llama.cpp and TGI spell it), vLLM's `structured_outputs`, SGLang's `ebnf`, and vLLM's
-older `guided_*` names. Errors name the field as the request spells it.
+OpenAI's `response_format` (also as llama.cpp and TGI spell it), vLLM's `structured_outputs`, SGLang's `ebnf`, and
+vLLM's older `guided_*` names. Errors name the field as the request spells it.
 """
 
 from __future__ import annotations
@@ -97,8 +97,9 @@ def _response_format(request: GenerationRequest) -> Iterator[GivenConstraint]:
         requires = next(kind for kind, names in _FORMAT_FIELDS.items() if name in names)
         raise InvalidConstraint(f"{field} requires type {requires}, not {chosen.type}", param=field)
     if chosen.type == "structural_tag":
-        tag = {name: getattr(chosen, name) for name in ("format", "structures", "triggers") if name in given}
-        yield GivenConstraint("structural_tag", "response_format", {"type": "structural_tag", **tag})
+        parts = {"format": chosen.format, "structures": chosen.structures, "triggers": chosen.triggers}
+        tag = {"type": "structural_tag", **{name: value for name, value in parts.items() if value is not None}}
+        yield GivenConstraint("structural_tag", "response_format", tag)
     elif given:
         inner = chosen.json_schema.schema_ if chosen.json_schema is not None else chosen.schema_
         schema = chosen.value if chosen.type == "json" else inner

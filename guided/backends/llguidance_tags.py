@@ -7,7 +7,6 @@ factored, so that no lexeme is a prefix of another one.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
@@ -16,18 +15,7 @@ from guided import regex
 from guided.constraint import Constraint
 from guided.errors import ConstraintTooLarge, UnsupportedConstraint, bounded
 from guided.grammar import regular, slashed
-from guided.structural_tag import (
-    Content,
-    Dispatch,
-    Either,
-    FreeText,
-    Node,
-    Series,
-    Text,
-    Times,
-    Token,
-    at_content,
-)
+from guided.structural_tag import Content, Dispatch, Either, FreeText, Node, Series, Text, Times, Token, at_content
 
 _MAX_PARTS = 20_000
 """Maximum number of parts of the grammar. What follows alternatives with open ends is written for each of them."""
@@ -39,8 +27,8 @@ class _Again:
     """The end of a loop's body: the loop follows."""
 
 
-_Item = Node | _Again
-_Items = tuple[_Item, ...]
+_Items = tuple[Any, ...]
+"""Nodes, and `_Again` at the end."""
 _Head = tuple[Text | Token, _Items]
 """The literal or the token with which an alternative begins, and the rest of it."""
 
@@ -79,7 +67,10 @@ class TagGrammar:
         lexemes = (f"{name}: {body}" for body, name in self._names.items())
         lazy = (f"{rule}[lazy]: {name}" for name, rule in self._lazy.items())
         return {
-            "grammars": [{"lark_grammar": "\n".join((f"start: {start}", *lazy, *lexemes)) + "\n"}, *self._inner.values()]
+            "grammars": [
+                {"lark_grammar": "\n".join((f"start: {start}", *lazy, *lexemes)) + "\n"},
+                *self._inner.values(),
+            ]
         }
 
     def _series(self, items: _Items) -> str:
@@ -121,7 +112,7 @@ class TagGrammar:
         if len(options) == 1:
             return self._series((options[0], *rest))
         if rest and any(map(self._is_open, options)):
-            options, rest = [Series((option, *rest)) for option in options], ()  # type: ignore[arg-type]
+            options, rest = [Series((option, *rest)) for option in options], ()
         try:
             expression = self._factored([head for option in options for head in self._heads((option,))])
         except UnsupportedConstraint:  # one begins with something else than a literal
@@ -139,8 +130,9 @@ class TagGrammar:
             elif isinstance(head, Token):
                 options.append(f"{self._token(head)} {self._alternatives([Series(rest) for _, rest in same])}")
             else:
-                common = os.path.commonprefix([text.text for text, _ in same if isinstance(text, Text)])
-                below = [Series((Text(text.text[len(common) :]), *rest)) for text, rest in same]
+                texts = [(text.text, rest) for text, rest in same if isinstance(text, Text)]
+                common = _common_prefix(texts[0][0], texts[-1][0])  # they are sorted
+                below = [Series((Text(text[len(common) :]), *rest)) for text, rest in texts]
                 options.append(f"{_literal(common)} {self._alternatives(below)}")
         return _any(options)
 
@@ -211,7 +203,7 @@ class TagGrammar:
             self._regular[content] = node
         return self._regular[content]
 
-    def _is_open(self, node: _Item) -> bool:
+    def _is_open(self, node: Any) -> bool:
         """Whether it depends on the text after `node` where it ends."""
         match node:
             case FreeText() | Dispatch():
@@ -268,7 +260,7 @@ class TagGrammar:
 
     def _token(self, token: Token) -> str:
         number = self._special.get(str(token.token)) if isinstance(token.token, str) else token.token
-        if number not in self._special.values():
+        if number is None or number not in self._special.values():
             raise UnsupportedConstraint(
                 f"{bounded(repr(token.token), 60)} is no special token that an output may contain (a stop token ends"
                 " it, and is left out)",
@@ -294,6 +286,11 @@ def _order(head: _Head) -> tuple[int, str, str]:
     """Return a sort key: tokens first. The first two elements are equal for literals that begin alike."""
     mark = head[0]
     return (0, str(mark.token), "") if isinstance(mark, Token) else (1, mark.text[:1], mark.text)
+
+
+def _common_prefix(left: str, right: str) -> str:
+    length = next((index for index, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), len(left))
+    return left[: min(length, len(right))]
 
 
 def _literal(text: str) -> str:

@@ -70,11 +70,24 @@ def response_format(schema: Any) -> dict[str, Any]:
             "structured_outputs.structural_tag",
         ),
         ({"ebnf": GRAMMAR}, Constraint.grammar(GRAMMAR), "ebnf"),
-        ({"response_format": {"type": "json_object", "schema": SCHEMA}}, Constraint.json_schema(SCHEMA), "response_format"),
-        ({"response_format": {"type": "json_schema", "schema": SCHEMA}}, Constraint.json_schema(SCHEMA), "response_format"),
+        (
+            {"response_format": {"type": "json_object", "schema": SCHEMA}},
+            Constraint.json_schema(SCHEMA),
+            "response_format",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "schema": SCHEMA}},
+            Constraint.json_schema(SCHEMA),
+            "response_format",
+        ),
         ({"response_format": {"type": "json", "value": SCHEMA}}, Constraint.json_schema(SCHEMA), "response_format"),
         (
-            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": "true"}}},
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "schema": SCHEMA, "strict": "true"},
+                }
+            },
             Constraint.json_schema(SCHEMA),
             "response_format",
         ),
