@@ -32,9 +32,9 @@ GREEDY_BELOW = 1e-5
 class SamplingParams:
     """Parameters of one request. Frozen, so that sequences can share it.
 
-    At most one of `json_schema`, `json_object`, `regex`, `choice`, `grammar` and `output_type` constrains the output. It
-    is checked here and becomes `constraint`. `stop` and `stop_token_ids` are rejected with a constraint: they could end the output
-    before it satisfies the constraint.
+    At most one of `json_schema`, `json_object`, `regex`, `choice`, `grammar`, `structural_tag` and `output_type`
+    constrains the output. It is checked here and becomes `constraint`. `stop` and `stop_token_ids` are rejected with a
+    constraint: they could end the output before it satisfies the constraint.
 
     Args:
         json_schema: a JSON schema, as an object or as JSON text.
@@ -42,8 +42,9 @@ class SamplingParams:
         regex: the whole output matches.
         choice: the output is one of these.
         grammar: Lark, or GBNF/EBNF.
-        output_type: a Python type: a pydantic model, a dataclass, a `TypedDict`, an `Enum`, a `Literal`, a term of outlines.
-            `CompletionOutput.parsed` is the answer as a value of it.
+        structural_tag: free text with constrained parts, in the format of vLLM and xgrammar, or as JSON text.
+        output_type: a Python type: a pydantic model, a dataclass, a `TypedDict`, an `Enum`, a `Literal`, a term of
+            outlines. `CompletionOutput.parsed` is the answer as a value of it.
         backend: the grammar library that enforces the constraint. `auto` picks one.
         complete: complete the constraint within `max_tokens`: as the end comes near, only tokens after which the rest still
             fits are allowed. `CompletionOutput.completed_early` says whether that had an effect.
@@ -81,6 +82,7 @@ class SamplingParams:
     regex: str | None = None
     choice: Sequence[str] | None = None
     grammar: str | None = None
+    structural_tag: Mapping[str, Any] | str | None = None
     output_type: Any = None
     backend: str = "auto"
     complete: bool = False

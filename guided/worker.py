@@ -26,6 +26,8 @@ _native = guard("the grammar library")
 class _SlotState:
     """The sequence in one slot."""
 
+    permitted: NDArray[np.int32]
+    """Tokens that the sequence's grammar may allow."""
     matcher: Matcher | None = None
     tokens: list[int] = field(default_factory=list)
     """Output tokens that the matcher has accepted."""
@@ -41,8 +43,8 @@ class MaskWorker:
     """Compiled grammars and open matchers for one vocabulary.
 
     Args:
-        vocabulary: every row is ANDed with its permitted tokens, and its stop tokens are set exactly where the
-            matcher accepts. No backend is trusted with either.
+        vocabulary: every row is ANDed with its permitted tokens (and the special tokens that a structural tag names),
+            and its stop tokens are set exactly where the matcher accepts. No backend is trusted with either.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
@@ -50,6 +52,7 @@ class MaskWorker:
         self._slots: dict[int, _SlotState] = {}
         stop = pack(vocabulary.stop_token_ids, vocabulary.padded_vocab_size)
         self._permitted = vocabulary.permitted_mask & ~stop
+        self._vocabulary = vocabulary
         self._stop_words = np.flatnonzero(stop)
         self._stop_bits = stop[self._stop_words]
         self._make_completions = lambda: Completions(vocabulary, self._permitted)
@@ -86,7 +89,7 @@ class MaskWorker:
             tokens: the sequence's whole output so far.
             budget: the constraint is completed within it.
         """
-        state = self._slots[slot] = _SlotState(edit=(0, tokens))
+        state = self._slots[slot] = _SlotState(self._permitted, edit=(0, tokens))
         self.steered.discard(slot)
         try:
             self._start(state, grammar, parent, budget)
@@ -98,8 +101,13 @@ class MaskWorker:
             source = self._slots.get(parent) if parent is not None else None
             if source is not None and source.matcher is not None:
                 state.matcher, state.tokens = source.matcher.fork(), list(source.tokens)
+                state.permitted = source.permitted
             elif grammar in self._grammars:
-                state.matcher = self._grammars[grammar].matcher()
+                compiled = self._grammars[grammar]
+                state.matcher = compiled.matcher()
+                if compiled.special_token_ids:
+                    special = pack(compiled.special_token_ids, self._vocabulary.padded_vocab_size)
+                    state.permitted = self._permitted | special
             else:
                 raise BackendError(f"grammar {grammar} is not installed on this worker")
             if budget is not None:
@@ -191,7 +199,7 @@ class MaskWorker:
             row[:] = 0
         else:
             matcher.fill_bitmask(row)
-            np.bitwise_and(row, self._permitted, out=row)
+            np.bitwise_and(row, state.permitted, out=row)
             if state.budgeted is not None:
                 state.budgeted.restrict(matcher, row)
         if accepting or terminated:
