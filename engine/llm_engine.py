@@ -22,8 +22,8 @@ from engine.logits_processors.loading import processors_of
 from engine.model_loader import LoadedModel
 from engine.model_runner import ModelRunner
 from engine.outputs import RequestOutput
-from engine.sampler import Sampler, SamplerOutput
-from engine.sampling_metadata import SamplingMetadata
+from engine.sampler import Sampler, SamplerOutput, ranked_logprobs
+from engine.sampling_metadata import PromptRows, SamplingMetadata
 from engine.sampling_params import SamplingParams
 from engine.scheduler import ScheduledBatch, Scheduler
 from engine.sequence import Sequence, SequenceGroup, SequenceStatus
@@ -87,7 +87,7 @@ class LLMEngine:
         self.scheduler = Scheduler(
             self.blocks,
             max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=max(config.max_num_batched_tokens, self.max_model_len + config.max_num_seqs),
+            max_num_batched_tokens=config.tokens_per_step(model.device.type == "cpu"),
         )
         self.runner = ModelRunner(model, cache, self.blocks)
         processors = processors_of(model, config, self.max_model_len)
@@ -283,12 +283,25 @@ class LLMEngine:
         return self.runner.execute(batch)
 
     def compute_logits(self, hidden: torch.Tensor, metadata: SamplingMetadata) -> torch.Tensor:
-        """Compute the logits of the sampled rows, float32 `[rows, vocab]`, with everything applied but the mask."""
+        """Compute the logits of the sampled rows, float32 `[rows, vocab]`, with everything applied but the mask.
+
+        Prompt tokens with requested log-probabilities are scored.
+        """
 
         def raw() -> torch.Tensor:
-            return self.runner.compute_logits(hidden, metadata)
+            return self.runner.compute_logits(hidden, metadata.selected)
 
+        for prompt in metadata.prompts:
+            self._score(prompt, hidden)
         return self.sampler.adjust(raw(), metadata, raw)
+
+    def _score(self, prompt: PromptRows, hidden: torch.Tensor) -> None:
+        count = prompt.group.params.prompt_logprobs or 0
+        for done in range(0, len(prompt.tokens), _SCORED_ROWS):
+            own = torch.tensor(prompt.tokens[done : done + _SCORED_ROWS], device=hidden.device)
+            rows = hidden[prompt.first + done :][: len(own)]
+            logprobs = self.runner.compute_logits(rows, None).log_softmax(-1)
+            prompt.group.prompt_logprobs += ranked_logprobs(logprobs, own, [count] * len(own))
 
     def apply(self, logits: torch.Tensor, metadata: SamplingMetadata, *, alone: bool = True) -> ApplyReport:
         """Wait for the masks until the step's deadline, and apply them in place.
@@ -417,6 +430,8 @@ _NOTHING_MASKED = ApplyReport()
 _LEAST_DEADLINE, _DEADLINE_SHARE = 0.001, 0.05
 """Default mask deadline: seconds, or this share of the mean step, whichever is more."""
 _MEAN_WEIGHT = 0.02
+_SCORED_ROWS = 256
+"""Maximum number of prompt tokens that are scored at once: each takes a row of logits."""
 _IDLE_SECONDS = 0.01
 """Time that a step waits for a mask while all sequences are parked. New requests and aborts wait as long."""
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from engine.sequence import Logprob, Sequence, SequenceGroup, SequenceStatus
 from guided.errors import GuidedError
 
+Logprobs = list[dict[int, Logprob] | None]
+
 
 @dataclass(frozen=True, slots=True)
 class RequestMetrics:
@@ -33,7 +35,7 @@ class CompletionOutput:
     token_ids: list[int]
     cumulative_logprob: float | None = None
     """Sum over `token_ids`, if `logprobs` were requested."""
-    logprobs: list[dict[int, Logprob]] | None = None
+    logprobs: Logprobs | None = None
     """For each token: its log-probability and those of the most likely alternatives, by token id."""
     finish_reason: str | None = None
     stop_reason: str | int | None = None
@@ -50,7 +52,7 @@ class CompletionOutput:
             sequence.detokenizer.visible(finished),
             sequence.data.output_token_ids[:],
             sequence.cumulative_logprob if wants_logprobs else None,
-            sequence.logprobs[:] if wants_logprobs else None,
+            [*sequence.logprobs] if wants_logprobs else None,
             _finish_reason(sequence.status),
             sequence.stop_reason,
             sequence.error,
@@ -73,6 +75,8 @@ class RequestOutput:
     error: GuidedError | None = None
     """The error of the first output that has one."""
     metrics: RequestMetrics | None = None
+    prompt_logprobs: Logprobs | None = None
+    """For each prompt token, if they were requested; None for the first. Complete once there is an output token."""
 
     @classmethod
     def from_seq_group(cls, group: SequenceGroup) -> RequestOutput:
@@ -89,6 +93,7 @@ class RequestOutput:
             group.compile_seconds,
             error,
             RequestMetrics(group.arrival_time, group.compiled_time, group.first_token_time, group.finished_time),
+            group.prompt_logprobs[:] if group.params.prompt_logprobs is not None else None,
         )
 
 

@@ -8,9 +8,29 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.scheduler import ScheduledBatch
-from engine.sequence import Sequence
+from engine.scheduler import Chunk, ScheduledBatch
+from engine.sequence import Sequence, SequenceGroup
 from guided.sequence import GuidedSequence
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRows:
+    """Rows of the hidden states that predict prompt tokens with requested log-probabilities."""
+
+    group: SequenceGroup
+    first: int
+    """Row of the hidden states that predicts the first of `tokens`."""
+    tokens: list[int]
+
+    @classmethod
+    def of(cls, chunk: Chunk, begin: int) -> PromptRows | None:
+        """Return the rows of a chunk whose first token is row `begin`. Tokens that are scored already are left out."""
+        group = chunk.sequences[0].group
+        known, prompt = len(group.prompt_logprobs), group.prompt_token_ids
+        last = min(chunk.end + 1, len(prompt))
+        if group.params.prompt_logprobs is None or last <= known:
+            return None
+        return cls(group, begin + known - 1 - chunk.start, prompt[known:last])
 
 
 @dataclass(eq=False)
@@ -24,8 +44,10 @@ class SamplingMetadata:
     selected: torch.Tensor | None
     """int64 `[rows]`: the rows of the hidden states that are sampled. None: all, in order.
 
-    The last row of a prefill is there once for each of its sequences."""
+    The last row of a prefill is there once for each of its sequences. Rows of earlier chunks are not sampled."""
     device: torch.device
+    prompts: tuple[PromptRows, ...] = ()
+    """Prompt tokens to score."""
 
     random: list[int] = field(default_factory=list)
     """Rows that need a random number."""
@@ -54,14 +76,19 @@ class SamplingMetadata:
             return cls(batch.decodes, None, device)
         sequences: list[Sequence] = []
         selected: list[int] = []
+        prompts: list[PromptRows] = []
         end = 0
-        for prefill in batch.prefills:
-            end += prefill[0].length
-            sequences += prefill
-            selected += [end - 1] * len(prefill)
+        for chunk in batch.prefills:
+            asked = PromptRows.of(chunk, end)
+            if asked is not None:
+                prompts.append(asked)
+            end += chunk.end - chunk.start
+            if chunk.is_last:
+                sequences += chunk.sequences
+                selected += [end - 1] * len(chunk.sequences)
         selected += range(end, end + len(batch.decodes))
         rows = torch.tensor(selected, dtype=torch.int64, device=device)
-        return cls(sequences + batch.decodes, rows, device)
+        return cls(sequences + batch.decodes, rows, device, tuple(prompts))
 
     @property
     def is_all_greedy(self) -> bool:

@@ -70,6 +70,11 @@ class SequenceData:
         """Prompt and output."""
         return self.prompt_token_ids + self.output_token_ids
 
+    def span(self, start: int, end: int) -> list[int]:
+        """Return tokens `start` to `end` of prompt and output."""
+        prompt, num_prompt = self.prompt_token_ids, len(self.prompt_token_ids)
+        return prompt[start:end] + self.output_token_ids[max(0, start - num_prompt) : max(0, end - num_prompt)]
+
 
 class Uniforms:
     """Random numbers in [0, 1) of one sequence. They depend on its seed only, not on the rest of the batch."""
@@ -120,6 +125,8 @@ class Sequence:
         self.uniforms = Uniforms(seed)
         self.length = len(prompt_token_ids)
         """Prompt and output tokens, counted."""
+        self.computed = 0
+        """Number of its first tokens with keys and values in the cache, once the scheduled step has run."""
         self.last_token = prompt_token_ids[-1] if prompt_token_ids else -1
         self.cumulative_logprob = 0.0
         self.logprobs: list[dict[int, Logprob]] = []
@@ -173,6 +180,8 @@ class SequenceGroup:
     """The grammar library that enforces the constraint. Known once it is compiled."""
     compile_seconds: float = 0.0
     """Seconds of the compilation; 0 if the grammar came from the cache."""
+    prompt_logprobs: list[dict[int, Logprob] | None] = field(default_factory=lambda: [None])
+    """One entry per scored prompt token, if they were requested. The first token has none."""
     arrival_time: float = field(default_factory=time.monotonic)
     compiled_time: float | None = None
     first_token_time: float | None = None
