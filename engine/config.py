@@ -32,6 +32,8 @@ class EngineConfig:
         block_size: tokens per block of the KV cache.
         num_blocks: blocks of the KV cache. None: as many as `kv_cache_bytes` holds.
         kv_cache_bytes: memory for the KV cache. None: see `kv_cache.plan_blocks`.
+        enable_prefix_caching: keep full blocks of the KV cache after their sequences have ended, while there is room,
+            for prompts that begin with the same tokens. Outputs are the same, except for rounding.
         cpu_threads: torch's threads on a CPU. None: one for a small model (docs/design.md), else torch's own default.
         seed: seed of the engine. A request without a seed derives its own from it.
         parking: a step continues without the sequences that have no mask at the step's deadline. They are sampled when
@@ -53,6 +55,7 @@ class EngineConfig:
     block_size: int = 16
     num_blocks: int | None = None
     kv_cache_bytes: int | None = None
+    enable_prefix_caching: bool = True
     cpu_threads: int | None = None
     seed: int = 0
     parking: bool = True

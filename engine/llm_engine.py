@@ -82,6 +82,7 @@ class LLMEngine:
             config.block_size,
             max_seqs=config.max_num_seqs,
             max_blocks=-(-self.max_model_len // config.block_size),
+            prefix_cache=config.enable_prefix_caching,
         )
         cache = KVCache(model.layers, num_blocks, config.block_size, model.dtype, model.device)
         self.scheduler = Scheduler(

@@ -82,7 +82,7 @@ class Scheduler:
     def remove(self, group: SequenceGroup) -> None:
         """Remove a finished group from all queues and free its blocks."""
         for sequence in group.sequences:
-            self.blocks.free(sequence.seq_id)
+            self._free(sequence)
         self.running = [sequence for sequence in self.running if sequence.group is not group]
         self.prefilling = [prefill for prefill in self.prefilling if prefill[0].group is not group]
         if self.preempted:
@@ -96,7 +96,7 @@ class Scheduler:
         """Remove finished sequences and free their blocks."""
         for sequence in self.running:
             if sequence.status.is_finished:
-                self.blocks.free(sequence.seq_id)
+                self._free(sequence)
         self.running = [sequence for sequence in self.running if not sequence.status.is_finished]
         if self.preempted:  # a parked sequence can be preempted, and finish when it is sampled
             self.preempted = deque(sequence for sequence in self.preempted if not sequence.status.is_finished)
@@ -118,7 +118,7 @@ class Scheduler:
     def _schedule_decodes(self, batch: ScheduledBatch) -> bool:
         """Assign a slot to each running sequence. Return True if sequences had to be preempted for that."""
         queue = self.running
-        append_slot = self.blocks.append_slot
+        append_slot, block_size = self.blocks.append_slot, self.blocks.block_size
         done = 0
         preempted = False
         while done < len(queue):
@@ -126,6 +126,8 @@ class Scheduler:
             if sequence.parked is not None or sequence.computed < sequence.length - 1:
                 done += 1
                 continue
+            if sequence.computed % block_size == 0:
+                self._note_content(sequence)
             try:
                 copy = append_slot(sequence.seq_id, sequence.length - 1)
             except MemoryError:
@@ -143,12 +145,21 @@ class Scheduler:
 
     def preempt(self, sequence: Sequence) -> None:
         """Free the blocks of a sequence that is no longer in `running`, and queue it to be prefilled again."""
-        self.blocks.free(sequence.seq_id)
+        self._free(sequence)
         sequence.status = SequenceStatus.WAITING
         sequence.computed = 0
         self.prefilling = [left for prefill in self.prefilling if (left := [o for o in prefill if o is not sequence])]
         self.num_preemptions += 1
         self.preempted.appendleft(sequence)
+
+    def _free(self, sequence: Sequence) -> None:
+        self._note_content(sequence)
+        self.blocks.free(sequence.seq_id)
+
+    def _note_content(self, sequence: Sequence) -> None:
+        known = self.blocks.known_tokens(sequence.seq_id)
+        if known is not None and sequence.computed >= known + self.blocks.block_size:
+            self.blocks.note_content(sequence.seq_id, sequence.data.span(known, sequence.computed), known)
 
     def _make_room(self) -> None:
         """Preempt sequences of the client that runs the most, if another client's next prefill does not fit.
@@ -187,6 +198,8 @@ class Scheduler:
         if end > start:
             for sequence in prefill:
                 sequence.computed = end
+            # A later prefill of this step can use these blocks: each layer stores all keys before it reads any.
+            self._note_content(prefill[0])
             batch.prefills.append(Chunk(prefill[:], start, end))
         return end - start
 
@@ -234,8 +247,11 @@ class Scheduler:
         )
 
     def _admit(self, prefill: list[Sequence]) -> None:
-        """Assign blocks for all tokens of a prefill."""
-        self.blocks.allocate([sequence.seq_id for sequence in prefill], prefill[0].length)
+        """Assign blocks for all tokens of a prefill. Tokens in the prefix cache are not computed again."""
+        first = prefill[0]
+        tokens = first.data.token_ids if first.params.prompt_logprobs is None else ()
+        computed = self.blocks.allocate([sequence.seq_id for sequence in prefill], first.length, tokens)
         for sequence in prefill:
             sequence.status = SequenceStatus.RUNNING
+            sequence.computed = computed
         self.running.extend(prefill)

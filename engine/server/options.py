@@ -301,6 +301,7 @@ OPTIONS = (
         Option("engine.block_size", "Tokens per block of the KV cache."),
         Option("engine.num_blocks", "Blocks of the KV cache. Default: as many as --kv-cache-mib holds."),
         Option("engine.kv_cache_bytes", "MiB for the KV cache. Default: a share of the free memory.", "kv_cache_mib"),
+        Option("engine.enable_prefix_caching", "Reuse the KV cache of prompts that begin with the same tokens."),
         Option("engine.cpu_threads", "Threads of the forward pass on a CPU. Default: by the model's size."),
         Option("engine.seed", "Seed of requests that have none."),
         Option(
