@@ -165,6 +165,14 @@ class BlockManager:
         blocks[index] = target
         return source, target
 
+    def rewind(self, seq_id: int, num_tokens: int) -> None:
+        """Declare that the sequence's tokens after the first `num_tokens` will be computed again, and may be others."""
+        first = num_tokens // self.block_size
+        del self._prefixes[seq_id][first:]
+        for block in self._blocks[seq_id][first:]:
+            if self._count[block] == 1:  # a shared one is copied before it is written
+                self._forget(block)
+
     def free(self, seq_id: int) -> None:
         """Free the sequence's blocks. A sequence without blocks is ignored."""
         self._prefixes.pop(seq_id, None)

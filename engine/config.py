@@ -36,6 +36,8 @@ class EngineConfig:
             for prompts that begin with the same tokens. Outputs are the same, except for rounding.
         cpu_threads: torch's threads on a CPU. None: one for a small model (docs/design.md), else torch's own default.
         seed: seed of the engine. A request without a seed derives its own from it.
+        forced_tokens: where a constraint allows only one token, append it, and those that follow it without an
+            alternative, without a forward pass for each. Outputs are the same. Read where the mask pool is started.
         parking: a step continues without the sequences that have no mask at the step's deadline. They are sampled when
             their mask is ready. This changes when a token is sampled, never which token.
         mask_deadline: seconds that a step waits for masks once its logits are computed. None: 5 % of the mean step, at
@@ -58,6 +60,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     cpu_threads: int | None = None
     seed: int = 0
+    forced_tokens: bool = True
     parking: bool = True
     mask_deadline: float | None = None
     limits: Limits = DEFAULT_LIMITS

@@ -46,13 +46,18 @@ class CompletionOutput:
         """Take a snapshot."""
         finished = sequence.status.is_finished
         wants_logprobs = sequence.params.logprobs is not None
-        _read_text(sequence, finished)
+        count = sequence.num_output_tokens
+        if not finished:
+            count = max(0, count - sequence.group.held_back)
+        if wants_logprobs:  # those of forced tokens come with the next step
+            count = min(count, len(sequence.logprobs))
+        _read_text(sequence, finished, count)
         return cls(
             sequence.index,
             sequence.detokenizer.visible(finished),
-            sequence.data.output_token_ids[:],
+            sequence.data.output_token_ids[:count],
             sequence.cumulative_logprob if wants_logprobs else None,
-            [*sequence.logprobs] if wants_logprobs else None,
+            [*sequence.logprobs[:count]] if wants_logprobs else None,
             _finish_reason(sequence.status),
             sequence.stop_reason,
             sequence.error,
@@ -103,11 +108,10 @@ def _finish_reason(status: SequenceStatus) -> str | None:
     return "length" if status is SequenceStatus.FINISHED_IGNORED else str(status.value)
 
 
-def _read_text(sequence: Sequence, finished: bool) -> None:
-    """Update the text. The stop token that ended the sequence is left out, unless the request asks for it."""
+def _read_text(sequence: Sequence, finished: bool, count: int) -> None:
+    """Update the text to `count` tokens. The stop token that ended it is left out unless the request asks for it."""
     if sequence.text_complete:
         return
-    count = sequence.num_output_tokens
     if sequence.ended_by_stop_token and not sequence.params.include_stop_str_in_output:
         count -= 1
     sequence.detokenizer.feed(sequence.data.output_token_ids, count)

@@ -116,31 +116,42 @@ class Scheduler:
         return batch
 
     def _schedule_decodes(self, batch: ScheduledBatch) -> bool:
-        """Assign a slot to each running sequence. Return True if sequences had to be preempted for that."""
+        """Assign slots to the new tokens of each running sequence. Return True if sequences were preempted for that.
+
+        A sequence with several new tokens (forced tokens) becomes a prefill of its own.
+        """
         queue = self.running
         append_slot, block_size = self.blocks.append_slot, self.blocks.block_size
+        prefilling = {sequence.seq_id for prefill in self.prefilling for sequence in prefill}
         done = 0
         preempted = False
         while done < len(queue):
             sequence = queue[done]
-            if sequence.parked is not None or sequence.computed < sequence.length - 1:
+            if sequence.parked is not None or sequence.seq_id in prefilling:
                 done += 1
                 continue
             if sequence.computed % block_size == 0:
                 self._note_content(sequence)
             try:
-                copy = append_slot(sequence.seq_id, sequence.length - 1)
+                for position in range(sequence.computed, sequence.length):
+                    copy = append_slot(sequence.seq_id, position)
+                    if copy is not None:
+                        batch.copies.append(copy)
             except MemoryError:
                 self.preempt(queue.pop())
                 preempted = True
                 continue
-            if copy is not None:
-                batch.copies.append(copy)
             done += 1
-        decodes = [one for one in queue if one.parked is None and one.computed == one.length - 1]
-        for sequence in decodes:
-            sequence.computed = sequence.length
-        batch.decodes = decodes
+        behind: list[list[Sequence]] = []
+        for sequence in queue:
+            if sequence.parked is not None or sequence.seq_id in prefilling:
+                continue
+            if sequence.computed == sequence.length - 1:
+                sequence.computed = sequence.length
+                batch.decodes.append(sequence)
+            else:
+                behind.append([sequence])
+        self.prefilling[:0] = behind
         return preempted
 
     def preempt(self, sequence: Sequence) -> None:
@@ -151,6 +162,12 @@ class Scheduler:
         self.prefilling = [left for prefill in self.prefilling if (left := [o for o in prefill if o is not sequence])]
         self.num_preemptions += 1
         self.preempted.appendleft(sequence)
+
+    def rewind(self, sequence: Sequence) -> None:
+        """Have the last token of an output that became shorter computed again."""
+        sequence.computed = min(sequence.computed, sequence.length - 1)
+        if self.blocks.known_tokens(sequence.seq_id) is not None:
+            self.blocks.rewind(sequence.seq_id, sequence.computed)
 
     def _free(self, sequence: Sequence) -> None:
         self._note_content(sequence)
@@ -194,7 +211,7 @@ class Scheduler:
     def _chunk(self, prefill: list[Sequence], batch: ScheduledBatch, budget: int, *, alone: bool) -> int:
         """Schedule the next chunk of a prefill. Returns its number of tokens."""
         start, length = prefill[0].computed, prefill[0].length
-        end = min(length, start + (budget if alone else -(-budget // 2)))
+        end = min(length, start + (budget if alone or length - start <= self.blocks.block_size else -(-budget // 2)))
         if end > start:
             for sequence in prefill:
                 sequence.computed = end
@@ -249,7 +266,8 @@ class Scheduler:
     def _admit(self, prefill: list[Sequence]) -> None:
         """Assign blocks for all tokens of a prefill. Tokens in the prefix cache are not computed again."""
         first = prefill[0]
-        tokens = first.data.token_ids if first.params.prompt_logprobs is None else ()
+        scores = first.params.prompt_logprobs is not None or first.has_unscored_tokens
+        tokens = () if scores else first.data.token_ids
         computed = self.blocks.allocate([sequence.seq_id for sequence in prefill], first.length, tokens)
         for sequence in prefill:
             sequence.status = SequenceStatus.RUNNING

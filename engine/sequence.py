@@ -152,6 +152,19 @@ class Sequence:
         self.last_token = token_id
         self.length += 1
 
+    def roll_back(self, count: int) -> None:
+        """Remove the last `count` output tokens."""
+        del self.data.output_token_ids[-count:]
+        self.length -= count
+        self.last_token = self.data.span(self.length - 1, self.length)[0]
+        while len(self.logprobs) > self.num_output_tokens:
+            self.cumulative_logprob -= next(iter(self.logprobs.pop().values())).logprob  # the token's own comes first
+
+    @property
+    def has_unscored_tokens(self) -> bool:
+        """Log-probabilities are wanted, and output tokens have none yet: the step that computes them scores them."""
+        return self.params.logprobs is not None and len(self.logprobs) < self.num_output_tokens
+
     def add_logprobs(self, token_id: int, entries: dict[int, Logprob]) -> None:
         """Add the log-probabilities that were requested for the newest token."""
         self.logprobs.append(entries)
@@ -176,6 +189,8 @@ class SequenceGroup:
     """Report after every step, not only at the end."""
     client: str = ""
     """The scheduler shares the engine between clients."""
+    held_back: int = 0
+    """Number of newest tokens that outputs do not show before the end: the post-processor may take them back."""
     backend: str | None = None
     """The grammar library that enforces the constraint. Known once it is compiled."""
     compile_seconds: float = 0.0

@@ -24,7 +24,7 @@ from guided.errors import (
 from guided.inline import InlinePool
 from guided.limits import Limits
 from guided.pool import Grammar, MaskPool
-from guided.processor import ApplyReport, GuidedProcessor, LogitPostProcessor
+from guided.processor import ApplyReport, GuidedProcessor, LogitPostProcessor, SampledEdit
 from guided.sequence import GuidedSequence
 from guided.vocabulary import Vocabulary
 
@@ -51,6 +51,7 @@ __all__ = [
     "MaskTimeout",
     "PoolUnavailable",
     "ProcessorBundle",
+    "SampledEdit",
     "TokenRejected",
     "UnsupportedConstraint",
     "Vocabulary",
