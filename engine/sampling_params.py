@@ -65,7 +65,7 @@ class SamplingParams:
         repetition_penalty: CTRL's (arXiv:1909.05858), over prompt and output, > 0; 1 is off.
         logit_bias: token id to a number added to its logit, in [-100, 100].
         logprobs: number of alternatives to report per token (0: only the sampled token). None is off.
-        prompt_logprobs: not supported, rejected.
+        prompt_logprobs: number of alternatives to report per prompt token, as `logprobs`. None is off.
         skip_special_tokens: leave special tokens out of the text.
         spaces_between_special_tokens: accepted for compatibility, without effect: the text is the concatenation of the
             bytes of its tokens.
@@ -176,8 +176,6 @@ class SamplingParams:
             raise InvalidRequest("best_of is not supported: ask for n outputs and choose", param="best_of")
         if self.use_beam_search:
             raise InvalidRequest("beam search is not supported yet", param="use_beam_search")
-        if self.prompt_logprobs is not None:
-            raise InvalidRequest("prompt_logprobs is not supported yet", param="prompt_logprobs")
 
     def _build_constraint(self) -> Constraint | None:
         given = [GivenConstraint(kind, kind, getattr(self, kind)) for kind in KINDS if self._is_given(kind)]
@@ -223,9 +221,10 @@ _RANGES: dict[str, tuple[type, Range]] = {
     "repetition_penalty": (float, Range(0, 100)),
     "seed": (int, Range(-(2**63), 2**64 - 1)),
     "logprobs": (int, Range(0, MAX_LOGPROBS)),
+    "prompt_logprobs": (int, Range(0, MAX_LOGPROBS)),
     "max_tokens": (int, Range(1)),
 }
-_OPTIONAL = ("seed", "logprobs", "max_tokens")
+_OPTIONAL = ("seed", "logprobs", "prompt_logprobs", "max_tokens")
 
 
 def _check_count(name: str, values: Collection[object], limit: int, what: str) -> None:

@@ -57,6 +57,9 @@ class StepMasks:
     """Rows of sequences that are over, with the reason."""
     seconds: float = 0.0
     """Seconds that the workers have spent on masks since the last step, summed."""
+    forced: dict[int, list[int]] = field(default_factory=dict)
+    """By row with only one allowed token: that token and those that follow it without an alternative. Only where the
+    pool was told to look ahead (`forced_tokens`), and there are at least two."""
 
     def copy_to(self, bitmask: NDArray[np.int32], rows: NDArray[np.intp] | None = None) -> None:
         """Copy the ready masks.
@@ -117,6 +120,20 @@ class PoolStatus:
     def healthy(self) -> bool:
         """At least one worker is up."""
         return any(worker.state == "up" for worker in self.workers)
+
+
+MAX_FORCED_TOKENS = 8
+"""Maximum number of forced tokens that are reported at once."""
+
+
+def forced_runs(runs: NDArray[np.int32], rows: NDArray[np.intp]) -> dict[int, list[int]]:
+    """Return the runs of at least two tokens by row.
+
+    Args:
+        runs: int32 `[rows, MAX_FORCED_TOKENS]`, with -1 behind the last token.
+    """
+    found = np.flatnonzero(runs[:, 1] >= 0) if len(runs) else ()
+    return {int(rows[index]): [token for token in runs[index].tolist() if token >= 0] for index in found}
 
 
 class MaskPool(Protocol):

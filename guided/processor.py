@@ -50,8 +50,23 @@ class ApplyReport:
     """Seconds of writing -inf: device work."""
 
 
+@dataclass(frozen=True, slots=True)
+class SampledEdit:
+    """What an engine does with a sequence after a token was sampled: the fields apply in this order."""
+
+    rollback: int = 0
+    """Remove so many output tokens, the sampled one included."""
+    append: Sequence[int] = ()
+    """Append tokens that are not sampled. The engine may leave out any number at the end."""
+    stop: bool = False
+    """End the sequence (`finish_reason` stop)."""
+
+
 class LogitPostProcessor(Protocol):
     """What an engine needs of a post-processor. All methods are called from one thread."""
+
+    max_rollback: int
+    """Maximum of `SampledEdit.rollback`. The engine holds back one output token less until the sequence has ended."""
 
     def initialize(
         self, request_id: str, constraint: Constraint, backend: str = "auto", client: str = ""
@@ -104,6 +119,13 @@ class LogitPostProcessor(Protocol):
             RuntimeError: `prepare` was not called.
         """
 
+    def sampled(self, sequences: Sequence[GuidedSequence]) -> dict[int, SampledEdit]:
+        """Return how outputs are to change, by sequence id. Called after each step, between `apply` and `prepare`.
+
+        Args:
+            sequences: those that got a token in this step and have not ended. Their outputs include it.
+        """
+
     def settled(self, timeout: float = 0.0) -> list[int]:
         """Return late sequences to prepare again, with the tokens and logits they had: their masks are ready, or they
         failed. Waits up to `timeout` seconds for the first."""
@@ -137,6 +159,8 @@ class GuidedProcessor:
         pool: where masks are computed. Passed in, and not shut down here.
     """
 
+    max_rollback = 0
+
     def __init__(self, pool: MaskPool) -> None:
         self._pool = pool
         self._requests: dict[str, _Request] = {}
@@ -147,6 +171,8 @@ class GuidedProcessor:
         self._prepared: Sequence[GuidedSequence] | None = None
         """The step that `apply` is to follow."""
         self._logits_rows: NDArray[np.intp] | None = None
+        self._forced: dict[int, list[int]] = {}
+        """Of this step, by sequence id: see `StepMasks.forced`."""
         self._releasing: list[Future[Grammar]] = []
         """Grammars to be released once they are compiled."""
 
@@ -235,11 +261,23 @@ class GuidedProcessor:
         timeout = max(patience, _FIRST_MASK_SECONDS) if patience is not None and alone else patience
         step = self._pool.collect(timeout, patience)
         report = ApplyReport(wait_seconds=time.perf_counter() - started, mask_seconds=step.seconds)
+        self._forced = {sequences[row].sequence_id: run for row, run in step.forced.items()}
         report.late = [sequences[row].sequence_id for row in step.late]
         if step.failed:
             report.failed = {sequences[row].sequence_id: error for row, error in step.failed.items()}
             self._close(list(report.failed))
         return step, report
+
+    def sampled(self, sequences: Sequence[GuidedSequence]) -> dict[int, SampledEdit]:
+        """Append the tokens that have no alternative, if the pool looks ahead."""
+        if not self._forced:
+            return {}
+        edits: dict[int, SampledEdit] = {}
+        for sequence in sequences:
+            first, *others = self._forced.get(sequence.sequence_id, (-1,))
+            if others and sequence.output_token_ids[-1] == first:
+                edits[sequence.sequence_id] = SampledEdit(append=others)
+        return edits
 
     def settled(self, timeout: float = 0.0) -> list[int]:
         return self._pool.settled(timeout)

@@ -5,6 +5,8 @@ The same class runs in the calling process (`InlinePool`) and in a mask actor.
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -20,6 +22,7 @@ from guided.errors import BackendError, DeadEnd, GuidedError
 from guided.vocabulary import Vocabulary
 
 _native = guard("the grammar library")
+_LOOK_AHEAD_SECONDS = 0.001
 
 
 @dataclass(slots=True)
@@ -50,6 +53,7 @@ class MaskWorker:
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._grammars: dict[str, CompiledGrammar] = {}
         self._slots: dict[int, _SlotState] = {}
+        self._stop_token_ids = frozenset(vocabulary.stop_token_ids)
         stop = pack(vocabulary.stop_token_ids, vocabulary.padded_vocab_size)
         self._permitted = vocabulary.permitted_mask & ~stop
         self._vocabulary = vocabulary
@@ -161,10 +165,33 @@ class MaskWorker:
                 state.error, state.matcher = error, None
         return state.error
 
-    def forced_tokens(self, slot: int) -> list[int]:
-        """Return the only possible continuation of a slot's sequence, as token ids."""
-        matcher = self._slots[slot].matcher
-        return [] if matcher is None else matcher.forced_tokens()
+    def look_ahead(self, slot: int, row: NDArray[np.int32], run: NDArray[np.int32]) -> None:
+        """Write the tokens that follow a mask with only one token, as long as each is the only one allowed.
+
+        These are the tokens that would be sampled one by one: the tokenization does not change.
+
+        Args:
+            row: the mask that `fill` has written.
+            run: int32 `[at least 2]`: the tokens, the first of them that of `row`; -1 behind the last.
+        """
+        run[:] = -1
+        token = _only_token(row)
+        if token is None:
+            return
+        matcher, scratch = self._slots[slot].matcher, np.empty_like(row)
+        assert matcher is not None
+        deadline = time.monotonic() + _LOOK_AHEAD_SECONDS
+        with contextlib.suppress(GuidedError), _native:  # an error ends the sequence where it really gets there
+            ahead = matcher.fork()
+            for place in range(len(run)):
+                run[place] = token
+                if token in self._stop_token_ids or time.monotonic() > deadline:
+                    break
+                ahead.accept_tokens([token])
+                self._write(ahead, scratch)
+                token = _only_token(scratch)
+                if token is None:
+                    break
 
     def _advance(self, state: _SlotState, tokens: Sequence[int], row: NDArray[np.int32]) -> None:
         matcher = state.matcher
@@ -206,6 +233,15 @@ class MaskWorker:
             row[self._stop_words] |= self._stop_bits
         elif not row.any():
             raise DeadEnd("no token is allowed here, and the constraint is not satisfied")
+
+
+def _only_token(row: NDArray[np.int32]) -> int | None:
+    """Return the token that a mask allows if it is the only one."""
+    words = np.flatnonzero(row)
+    if len(words) != 1:
+        return None
+    word = int(row[words[0]]) & 0xFFFFFFFF
+    return None if word & (word - 1) else int(words[0]) * 32 + word.bit_length() - 1
 
 
 def _common_prefix(left: Sequence[int], right: Sequence[int]) -> int:

@@ -103,7 +103,7 @@ class StepServer:
 
     def _handle(self, request: Request) -> None:
         if isinstance(request, Ring):
-            self._fill(self._rung(request))
+            self._fill(self._rung(request), request.look_ahead)
         elif isinstance(request, Free):
             self._free(request.slots)
         else:
@@ -127,7 +127,7 @@ class StepServer:
             self._table.tokens[slots] = np.frombuffer(ring.tokens, np.int32).reshape(-1, MAX_NEW_TOKENS)
         return in_fill_order(slots, self._table)
 
-    def _fill(self, slots: NDArray[np.int32]) -> None:
+    def _fill(self, slots: NDArray[np.int32], look_ahead: bool = False) -> None:
         table = self._table
         for slot, target, tokens in zip(
             slots.tolist(), table.target[slots].tolist(), table.tokens[slots].tolist(), strict=True
@@ -137,6 +137,9 @@ class StepServer:
             started = time.monotonic()
             self._mark(slot, started)
             error = self._fill_slot(slot, target & POSITION, tokens)
+            table.forced[slot] = -1
+            if look_ahead and error is None:
+                self._worker.look_ahead(slot, table.mask[slot], table.forced[slot])
             table.seconds[slot] = seconds = time.monotonic() - started
             self._seconds[0] += seconds
             if error is None:
@@ -220,9 +223,8 @@ class _LineSender:
             masks = self._table.mask[slots[ready >= 0]]
             seconds = self._table.seconds[slots]
             steered = slots[self._table.status[slots] == STEERED]
-            self._send(
-                Filled(slots.tobytes(), ready.tobytes(), seconds.tobytes(), masks.tobytes(), steered.tobytes())
-            )
+            columns = slots, ready, seconds, masks, self._table.forced[slots], steered
+            self._send(Filled(*(column.tobytes() for column in columns)))
 
     def run(self) -> None:
         """Send while the server's thread is busy with a slow mask (if the grammar library releases the GIL)."""

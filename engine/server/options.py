@@ -296,11 +296,14 @@ OPTIONS = (
         Option("load.tokenizer", "Directory or hub name of the tokenizer. Default: the model's."),
         Option("load.revision", "Branch, tag or commit of the model on the hub."),
         Option("engine.max_num_seqs", "Maximum number of sequences in one step."),
-        Option("engine.max_num_batched_tokens", "Maximum number of tokens in one step."),
+        Option(
+            "engine.max_num_batched_tokens", "Maximum number of tokens in a step. Default: 256 on a CPU, else 4096."
+        ),
         Option("engine.max_model_len", "Context length in tokens. Default: the model's own."),
         Option("engine.block_size", "Tokens per block of the KV cache."),
         Option("engine.num_blocks", "Blocks of the KV cache. Default: as many as --kv-cache-mib holds."),
         Option("engine.kv_cache_bytes", "MiB for the KV cache. Default: a share of the free memory.", "kv_cache_mib"),
+        Option("engine.enable_prefix_caching", "Reuse the KV cache of prompts that begin with the same tokens."),
         Option("engine.cpu_threads", "Threads of the forward pass on a CPU. Default: by the model's size."),
         Option("engine.seed", "Seed of requests that have none."),
         Option(
@@ -327,6 +330,7 @@ OPTIONS = (
         Option("ray.spread", "Place the mask actors on all nodes of the Ray cluster."),
         Option("ray.transport", "Masks come over shared memory on this node (auto), or always over tcp."),
         Option("ray.slots", "Maximum number of open sequences per mask actor."),
+        Option("engine.forced_tokens", "Append tokens without an alternative without a forward pass for each."),
         Option("engine.parking", "Continue without sequences that have a late mask. They follow later."),
         Option("engine.mask_deadline", "Seconds that a step waits for late masks. Default: 5 % of a mean step."),
         Option("ray.mask_limit", "Seconds that one mask may take before its request fails."),

@@ -198,7 +198,7 @@ class GenerationRequest(Body):
     spaces_between_special_tokens: bool | None = None
     best_of: int | None = None
     use_beam_search: bool | None = None
-    prompt_logprobs: int | None = None
+    prompt_logprobs: int | None = Field(default=None, description="In every choice. Not with stream.")
     vllm_xargs: dict[str, ExtraArg | Many[ExtraArg]] | None = Field(
         default=None, description="For the server's custom logits processors: their `extra_args`."
     )
@@ -334,6 +334,14 @@ class Usage(BaseModel):
     total_tokens: int = 0
 
 
+class PromptLogprob(BaseModel):
+    """vLLM's `prompt_logprobs`: null for the first token, then one per token by id."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
 class ChatTopLogprob(BaseModel):
     token: str
     logprob: float
@@ -361,6 +369,7 @@ class ChatChoice(BaseModel):
     logprobs: ChatLogprobs | None
     finish_reason: str
     stop_reason: int | str | None = None
+    prompt_logprobs: list[dict[int, PromptLogprob] | None] | None = None
 
 
 class ChatResponse(BaseModel):
@@ -378,8 +387,8 @@ class CompletionLogprobs(BaseModel):
     """OpenAI's older shape. `text_offset` counts characters from the start of the choice's text."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]] | None
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None] | None
     text_offset: list[int]
 
 
@@ -389,6 +398,7 @@ class CompletionChoice(BaseModel):
     logprobs: CompletionLogprobs | None
     finish_reason: str | None
     stop_reason: int | str | None = None
+    prompt_logprobs: list[dict[int, PromptLogprob] | None] | None = None
 
 
 class Completion(BaseModel):

@@ -32,10 +32,11 @@ WAIT = 60.0
 def pool(request: pytest.FixtureRequest) -> Iterator[MaskPool]:
     pool: MaskPool
     if request.param == "inline":
-        pool = InlinePool(BYTES)
+        pool = InlinePool(BYTES, forced_tokens=True)
     else:
         request.getfixturevalue("local_ray")
-        pool = RayPool(BYTES, num_actors=2, transport="auto" if request.param == "ray" else "tcp")
+        transport = "auto" if request.param == "ray" else "tcp"
+        pool = RayPool(BYTES, num_actors=2, transport=transport, forced_tokens=True)
     yield pool
     pool.shutdown()
     pool.shutdown()
@@ -318,3 +319,17 @@ def test_a_budget_that_cannot_suffice_is_refused(driver: Driver) -> None:
     assert isinstance(refusal, InvalidRequest)
     assert refusal.param == "max_tokens"
     assert "at least 21" in str(refusal)
+
+
+def test_tokens_without_an_alternative_come_with_the_mask(driver: Driver) -> None:
+    grammar = driver.compile(Constraint.regex("(a|bcde)x[0-9]"))
+    first, second = driver.open(grammar), driver.open(grammar)
+    driver.step(first, second)
+    driver.write(first, "a")
+    driver.write(second, "b")
+    sequences = [driver.sequences[first], driver.sequences[second]]
+    driver.pool.submit(sequences)
+    found = driver.pool.collect()
+    assert found.forced == {1: tokens("cdex")}, "a single token is sampled as usual"
+    driver.write(second, "bcdex")
+    assert driver.step(first, second) == ["x", "0123456789"]

@@ -171,6 +171,33 @@ class TestCompletions:
         answer = post(client, "/v1/completions", prompt="the fox ", echo=True, choice=["runs"]).json()
         assert answer["choices"][0]["text"] == "the fox runs"
 
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_echo_with_logprobs_covers_the_prompt(self, client: TestClient, stream: bool) -> None:
+        body = {"prompt": ["the fox ", "two"], "echo": True, "choice": ["runs"], "logprobs": 1, "n": 2}
+        answer = post(client, "/v1/completions", stream=stream, **body)
+        chunks = sse(answer.text)[:-1] if stream else [answer.json()]
+        for index in range(4):
+            choices = [one for chunk in chunks for one in chunk["choices"] if one["index"] == index]
+            text = "".join(choice["text"] for choice in choices)
+            assert text == ("the fox runs", "tworuns")[index // 2]
+            found = [choice["logprobs"] for choice in choices if choice["logprobs"]]
+            values = [value for each in found for value in each["token_logprobs"]]
+            assert values[0] is None
+            assert all(value < 0 for value in values[1:])
+            assert next(top for each in found for top in each["top_logprobs"]) is None
+            offsets = [offset for each in found for offset in each["text_offset"]]
+            assert len(offsets) == len(values)
+            assert text[offsets[-2] :].endswith("s")
+            assert all(choice.get("prompt_logprobs") is None for choice in choices)
+
+    def test_prompt_logprobs_are_in_vllms_shape(self, client: TestClient) -> None:
+        choice = post(client, prompt_logprobs=2, max_tokens=2).json()["choices"][0]
+        first, *others = choice["prompt_logprobs"]
+        assert first is None
+        assert all({"logprob", "rank", "decoded_token"} == entry.keys() for each in others for entry in each.values())
+        refused = post(client, prompt_logprobs=2, stream=True)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "prompt_logprobs")
+
     def test_stop_string_ends_and_is_named(self, client: TestClient) -> None:
         whole = post(client, "/v1/completions", prompt="the fox", temperature=0, max_tokens=12, ignore_eos=True).json()
         text = whole["choices"][0]["text"]
