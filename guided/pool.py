@@ -80,6 +80,10 @@ class WorkerStatus:
     node: str | None
     open_sequences: int
     restarts: int
+    node_id: str | None = None
+    """Ray's id of the node."""
+    address: str | None = None
+    """The node's, for other nodes."""
     ends: Mapping[str, int] = field(default_factory=dict)
     """How many incarnations ended, or didn't start, by cause."""
     last_end: str | None = None

@@ -310,7 +310,7 @@ class WorkerConnection:
         state.worker, state.slot, state.incarnation = self, slot, self.incarnation
         parent_slot = parent.slot if parent is not None and parent.worker is self else None
         version = self._next_version(slot, len(tokens))
-        self.queue(Open(slot, version, state.grammar, parent_slot, tokens))
+        self.queue(Open(slot, version, state.grammar, parent_slot, tokens, state.sequence.request_id))
         state.parent_id = None
 
     def edit(self, state: SequenceState, start: int) -> None:

@@ -53,7 +53,7 @@ def test_the_command_line_has_every_option_with_its_default() -> None:
 
 
 def test_ray_serve_has_every_option_but_those_it_sets_itself() -> None:
-    own = {"host", "port", "log_level", "grace_seconds", "ray_address", "forwarded_allow_ips"}
+    own = {"host", "port", "api_key", "ray_address", "forwarded_allow_ips"}
     own |= {each.name for each in fields(ConnectionLimits)}
     assert {option.name for option in OPTIONS if option.process_only} == own
     assert Arguments.model_fields.keys() == {option.name for option in OPTIONS} - own | RESOURCES.keys()
@@ -63,8 +63,8 @@ def test_ray_serve_has_every_option_but_those_it_sets_itself() -> None:
 
 
 def test_ray_serve_reads_values_from_the_command_line_as_text() -> None:
-    given = {"spread": "true", "slots": "9", "transport": "tcp", "kv_cache_mib": "3", "max_enum": "4"}
+    given = {"placement": "spread", "slots": "9", "transport": "tcp", "kv_cache_mib": "3", "max_enum": "4"}
     arguments = Arguments.model_validate(given).model_dump(include=set(given))
     options = ServeOptions.from_flat(arguments)
-    assert options.ray == RayPoolOptions(spread=True, slots=9, transport="tcp")
+    assert options.ray == RayPoolOptions(placement="spread", slots=9, transport="tcp")
     assert options.engine == EngineConfig(kv_cache_bytes=3 << 20, limits=Limits(max_enum=4))
