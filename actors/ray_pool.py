@@ -134,7 +134,14 @@ class RayPool:
 
     def status(self) -> PoolStatus:
         workers = [supervisor.status() for supervisor in self._supervisors]
-        return PoolStatus("ray", workers, self._grammars.compiling, self._grammars.backends(), self._cluster.trouble)
+        return PoolStatus(
+            name="ray",
+            workers=workers,
+            compiling=self._grammars.compiling,
+            backends=self._grammars.backends(),
+            trouble=self._cluster.trouble,
+            replays=self._dispatcher.replays,
+        )
 
     def placement(self) -> dict[int, set[int]]:
         """Return which sequences are open on which actor: their ids, by the actor's pid. From the engine's thread."""

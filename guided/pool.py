@@ -116,6 +116,8 @@ class PoolStatus:
     backends: list[BackendStatus] = field(default_factory=list)
     trouble: str | None = None
     """What keeps workers that end from being replaced, where something does."""
+    replays: int = 0
+    """Sequences that outlived their worker and were opened on another one, since the start."""
 
     @property
     def healthy(self) -> bool:

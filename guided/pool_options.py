@@ -17,7 +17,7 @@ from guided.limits import CompileLimits, Range, check_ranges
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class NodePlacement:
     """Nodes of a Ray cluster on which actors may run."""
 
     text: str
@@ -31,7 +31,7 @@ class Placement:
     """What each actor takes of the resource."""
 
     @classmethod
-    def parse(cls, text: str) -> Placement:
+    def parse(cls, text: str) -> NodePlacement:
         """Read `local`, `spread`, `RESOURCE`, `RESOURCE:AMOUNT` or `LABEL=VALUE`.
 
         Raises:
@@ -54,7 +54,7 @@ class Placement:
         )
 
 
-LOCAL = Placement("local", "local")
+LOCAL = NodePlacement("local", "local")
 
 
 def _port_range(text: str) -> range:
@@ -140,7 +140,7 @@ class RayPoolOptions:
 
     def __post_init__(self) -> None:
         check_ranges(self)
-        Placement.parse(self.placement)
+        NodePlacement.parse(self.placement)
         ports, count = self.ports, self.num_actors or 1
         if ports is not None and len(ports) < count:
             raise ValueError(f"channel_ports has {len(ports)} ports; {count} actors need one each, and spare ones")

@@ -38,7 +38,7 @@ from guided.errors import (
 from guided.grammar_cache import CacheKey, GrammarCache, cache_key
 from guided.messages import encode
 from guided.pool import BackendStatus, Grammar
-from guided.pool_options import Placement, RayPoolOptions
+from guided.pool_options import NodePlacement, RayPoolOptions
 from guided.vocabulary import Vocabulary
 
 _GRACE_SECONDS = 1.0
@@ -429,7 +429,7 @@ class _CompilerHandle:
         actor_class = "actors.compile.compiler:CompileActor"
         options = self._options
         # The compile actor runs on one of the nodes of the mask actors. It takes nothing of their resource.
-        placement = replace(Placement.parse(options.placement), amount=0.0)
+        placement = replace(NodePlacement.parse(options.placement), amount=0.0)
         created = driver.create(
             actor_class,
             owner,

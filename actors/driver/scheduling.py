@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from guided.pool_options import LOCAL, Placement
+from guided.pool_options import LOCAL, NodePlacement
 
 
 @dataclass(frozen=True, slots=True)
 class Scheduling:
     """How Ray places one actor."""
 
-    placement: Placement = LOCAL
+    placement: NodePlacement = LOCAL
     cpus: float = 0.0
     """CPUs that Ray reserves for it."""
     index: int = 0

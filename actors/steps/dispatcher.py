@@ -107,6 +107,8 @@ class Dispatcher:
         """Sequences with an `error`, until they are freed."""
         self._changed: set[SequenceState] = set()
         """Sequences with `changed_from`."""
+        self.replays = 0
+        """Sequences that outlived their worker and are opened on another one, since the start."""
         self._lost: dict[int, GuidedError] = {}
         """For `failures`."""
         self._tried_placing = 0.0
@@ -501,6 +503,7 @@ class Dispatcher:
             if part.worker is worker and part.look():
                 step.failed.update(dict.fromkeys(part.rows[~part.ready].tolist(), down.error))
                 part.remove(~part.ready)
+        self.replays += len(kept)
         worker.sequences.clear()
         worker.close()
         self._displace(kept)

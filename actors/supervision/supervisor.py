@@ -31,7 +31,7 @@ from actors.steps.placement import Cause, WorkerDown, WorkerRetiring, WorkerUp
 from actors.steps.protocol import Segment
 from guided.errors import BackendError, GuidedError, MaskTimeout, PoolUnavailable, WorkerDied, bounded
 from guided.pool import WorkerStatus
-from guided.pool_options import Placement, RayPoolOptions
+from guided.pool_options import NodePlacement, RayPoolOptions
 from guided.vocabulary import Vocabulary
 
 _START_SECONDS = 120.0
@@ -236,7 +236,7 @@ class Supervisor:
             driver.stored(settings.vocabulary),
             settings.memory,
             scheduling=Scheduling(
-                Placement.parse(settings.options.placement),
+                NodePlacement.parse(settings.options.placement),
                 settings.cluster.reserved(settings.options.actor_cpus),
                 self._index,
             ),

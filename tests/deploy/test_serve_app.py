@@ -74,7 +74,13 @@ def url(ray_cluster: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) 
     with (
         log.open("w") as output,
         subprocess.Popen(
-            [Path(sys.executable).with_name("serve"), "run", "--address", ray_cluster[0], str(directory / "serve.yaml")],
+            [
+                Path(sys.executable).with_name("serve"),
+                "run",
+                "--address",
+                ray_cluster[0],
+                str(directory / "serve.yaml"),
+            ],
             stdout=output,
             stderr=subprocess.STDOUT,
             cwd=ROOT,

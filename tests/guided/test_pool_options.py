@@ -6,19 +6,19 @@ from typing import Any
 
 import pytest
 
-from guided.pool_options import Placement, RayPoolOptions
+from guided.pool_options import NodePlacement, RayPoolOptions
 
 
 @pytest.mark.parametrize(
     ("text", "placement"),
     [
-        ("guided_mask", Placement("guided_mask", "resource", "guided_mask", amount=1)),
-        ("guided_mask:0.5", Placement("guided_mask:0.5", "resource", "guided_mask", amount=0.5)),
-        ("ray.io/group=masks", Placement("ray.io/group=masks", "label", "ray.io/group", "masks")),
+        ("guided_mask", NodePlacement("guided_mask", "resource", "guided_mask", amount=1)),
+        ("guided_mask:0.5", NodePlacement("guided_mask:0.5", "resource", "guided_mask", amount=0.5)),
+        ("ray.io/group=masks", NodePlacement("ray.io/group=masks", "label", "ray.io/group", "masks")),
     ],
 )
-def test_a_placement_names_a_resource_or_a_label(text: str, placement: Placement) -> None:
-    assert Placement.parse(text) == placement
+def test_a_placement_names_a_resource_or_a_label(text: str, placement: NodePlacement) -> None:
+    assert NodePlacement.parse(text) == placement
 
 
 @pytest.mark.parametrize(

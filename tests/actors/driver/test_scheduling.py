@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from actors.driver.scheduling import Scheduling
-from guided.pool_options import Placement
+from guided.pool_options import NodePlacement
 
 NODES: list[dict[str, Any]] = [
     {"NodeID": "a", "Alive": True, "Resources": {"CPU": 4, "memory": 1}, "Labels": {"ray.io/node-id": "a"}},
@@ -31,11 +31,11 @@ NODES: list[dict[str, Any]] = [
     ],
 )
 def test_the_second_actor_of_a_pool_on_node_a(placement: str, cpus: float, chosen: tuple[str, dict[str, Any]]) -> None:
-    assert Scheduling(Placement.parse(placement), cpus, index=1).choose(NODES, "a") == chosen
+    assert Scheduling(NodePlacement.parse(placement), cpus, index=1).choose(NODES, "a") == chosen
 
 
 def test_actors_without_cpus_are_placed_on_the_nodes_in_turn() -> None:
-    spread = Placement.parse("spread")
+    spread = NodePlacement.parse("spread")
     assert [Scheduling(spread, 0, index).choose(NODES, "a")[0] for index in range(4)] == ["a", "b", "c", "a"]
 
 
@@ -51,5 +51,5 @@ def test_actors_without_cpus_are_placed_on_the_nodes_in_turn() -> None:
 )
 def test_an_impossible_placement_is_refused_with_what_there_is(placement: str, cpus: float, says: str) -> None:
     with pytest.raises(ValueError, match="node") as raised:
-        Scheduling(Placement.parse(placement), cpus).choose(NODES, "a")
+        Scheduling(NodePlacement.parse(placement), cpus).choose(NODES, "a")
     assert says in str(raised.value)
