@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -48,6 +49,7 @@ class MaskActor:
         is_beside_owner = exit_with_owner(owner)
         limit_memory(memory_limit(memory), watched=is_beside_owner)  # this node may have less memory than the engine's
         leave_out_torch()
+        logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")  # to Ray's file of this process
         # A backend that is written in Python keeps the interpreter lock for as long as it may, for every row of a step.
         sys.setswitchinterval(_SWITCH_SECONDS)
         self._backends = Backends(vocabulary)
