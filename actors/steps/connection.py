@@ -320,7 +320,10 @@ class WorkerConnection:
         state.worker, state.slot, state.incarnation = self, slot, self.incarnation
         parent_slot = parent.slot if parent is not None and parent.worker is self else None
         version = self._next_version(slot, len(tokens))
-        self.queue(Open(slot, version, state.grammar, parent_slot, tokens, state.sequence.budget))
+        sequence = state.sequence
+        self.queue(
+            Open(slot, version, state.grammar, parent_slot, tokens, sequence.request_id, sequence.budget)
+        )
         state.parent_id = None
 
     def edit(self, state: SequenceState, start: int) -> None:

@@ -112,6 +112,8 @@ class Dispatcher:
         """Sequences with `changed_from`."""
         self._budgeted: set[SequenceState] = set()
         """Sequences with a budget."""
+        self.replays = 0
+        """Sequences that outlived their worker and are opened on another one, since the start."""
         self._lost: dict[int, GuidedError] = {}
         """For `failures`."""
         self._tried_placing = 0.0
@@ -515,6 +517,7 @@ class Dispatcher:
             if part.worker is worker and part.look():
                 step.failed.update(dict.fromkeys(part.rows[~part.ready].tolist(), down.error))
                 part.remove(~part.ready)
+        self.replays += len(kept)
         worker.sequences.clear()
         worker.close()
         self._displace(kept)

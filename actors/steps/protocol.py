@@ -85,6 +85,8 @@ class Open(msgspec.Struct, array_like=True, tag=1, gc=False, frozen=True):
     """Slot of the matcher to copy."""
     tokens: list[int]
     """The sequence's whole output so far."""
+    request_id: str = ""
+    """For the worker's log."""
     budget: Budget | None = None
     """The constraint is completed within it."""
 

@@ -64,6 +64,8 @@ class StepServer:
         self._give_up = give_up
         self._edits: dict[int, int] = {}
         """The edit count of each open slot."""
+        self._request_ids: dict[int, str] = {}
+        """The request of each open slot."""
         self._since, self._busy, self._wake, self._seconds = (
             table.mark[name] for name in ("since", "busy", "wake", "seconds")
         )
@@ -109,6 +111,7 @@ class StepServer:
         else:
             self._edits[request.slot] = request.version // EDIT
             if isinstance(request, Open):
+                self._request_ids[request.slot] = request.request_id
                 self._mark(request.slot)  # copying the parent's matcher is native code
                 self._worker.open(request.slot, request.grammar, request.parent, request.tokens, request.budget)
                 self._mark(IDLE)
@@ -150,6 +153,7 @@ class StepServer:
                     self._sender.add(slot)
             else:
                 table.status[slot] = FAILED
+                _log.warning("request %s (slot %d) failed: %s: %s", self._request_ids[slot], slot, error.code, error)
                 self._send(Failed(slot, target, to_wire(error)))
         self._mark(IDLE)
 
@@ -169,6 +173,8 @@ class StepServer:
 
     def _free(self, slots: list[int]) -> None:
         self._worker.free(slots)
+        for slot in slots:
+            self._request_ids.pop(slot, None)
         self._table.status[slots] = OK
         self._table.seconds[slots] = 0.0
         self._table.ready[slots] = [freed(EDIT * self._edits.pop(slot, 0)) for slot in slots]

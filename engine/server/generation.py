@@ -51,6 +51,11 @@ class Job:
         return bool(self.echoed) and self.params.logprobs is not None
 
     @property
+    def log_ids(self) -> dict[str, str]:
+        """Fields of its log records."""
+        return {"request_id": self.request_id, "x_request_id": self.http_id}
+
+    @property
     def num_choices(self) -> int:
         return len(self.prompts) * self.params.n
 
@@ -129,6 +134,7 @@ def report(job: Job, error: GuidedError, guided: GuidedInfo | None) -> None:
     logger.warning(
         "request %s (x-request-id %s) failed: %s: %s%s; constraint %s, backend %s",
         *(job.request_id, job.http_id, error.code, error, where, kind, backend),
+        extra={**job.log_ids, "code": error.code},
     )
 
 

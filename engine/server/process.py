@@ -9,7 +9,6 @@ import faulthandler
 import gc
 import ipaddress
 import json
-import logging
 import math
 import shlex
 import signal
@@ -31,6 +30,7 @@ from engine.async_llm import AsyncLLM
 from engine.server.app import create_app
 from engine.server.connections import Connections
 from engine.server.context import ServerContext
+from engine.server.logs import log_to_stderr, uvicorn_logging
 from engine.server.options import ServeOptions, ServerSettings
 from engine.server.protocol import CHAT_EXAMPLE, COMPLETION_EXAMPLE
 
@@ -97,7 +97,7 @@ def _sampling_defaults(model: str) -> dict[str, Any]:
 
 def serve(options: ServeOptions, listener: socket.socket) -> None:
     """Serve on a bound socket until SIGINT or SIGTERM. Leaves no process behind. Raises what `start_engine` raises."""
-    _log_to_stderr(options.log_level)
+    log_to_stderr(options.log_level, options.log_format)
     drop_stalled_connections(listener, options.server.stall_seconds)
     exit_timer = _ExitTimer(options.grace_seconds + _EXIT_SECONDS)
     with _sigterm_exits(exit_timer):
@@ -123,23 +123,13 @@ def uvicorn_config(app: FastAPI, options: ServeOptions, **others: Any) -> uvicor
         "backlog": _ACCEPTED_AT_ONCE,
         "ws": "none",
         "log_level": options.log_level,
+        "log_config": uvicorn_logging(options.log_format),
         "timeout_graceful_shutdown": _ANSWER_SECONDS,
         "timeout_keep_alive": math.ceil(options.connections.idle_seconds) + 1,  # ours comes first
         "proxy_headers": options.forwarded_allow_ips is not None,
         "forwarded_allow_ips": options.forwarded_allow_ips,
     }
     return uvicorn.Config(app, **{**given, **others})
-
-
-def _log_to_stderr(level: str) -> None:
-    """Send our own log records to stderr. uvicorn and Ray configure theirs."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    for name in ("guided", "actors", "engine"):
-        logger = logging.getLogger(name)
-        logger.handlers[:] = [handler]
-        logger.setLevel(level.upper())
-        logger.propagate = False
 
 
 def drop_stalled_connections(listener: socket.socket, seconds: float) -> None:
@@ -228,7 +218,7 @@ def _sigterm_exits(exit_timer: _ExitTimer) -> Iterator[None]:
 
 
 def _say(options: ServeOptions, text: str) -> None:
-    if options.log_level in ("debug", "info", "warning"):
+    if options.log_level in ("debug", "info", "warning") and options.log_format == "text":
         print(text, file=sys.stderr, flush=True)
 
 
