@@ -175,8 +175,8 @@ class GuidedProcessor:
                 self._open(unknown)
             self._opened = sequences if isinstance(sequences, tuple) else None
         self._logits_rows = None if logits_rows is None else np.asarray(logits_rows, np.intp)
-        self._prepared = sequences
         self._pool.submit(sequences, new_tokens)
+        self._prepared = sequences
 
     def _open(self, sequences: Iterable[GuidedSequence]) -> None:
         opening: list[tuple[GuidedSequence, _Request]] = []
@@ -208,16 +208,19 @@ class GuidedProcessor:
         report.kernel_seconds = time.perf_counter() - started
         return report
 
-    def collect(self, bitmask: NDArray[np.int32]) -> ApplyReport:
-        """Wait for every mask and copy it, instead of `apply`: for an engine that writes -inf itself.
+    def collect(
+        self, bitmask: NDArray[np.int32], patience: float | None = None, alone: bool = True
+    ) -> ApplyReport:
+        """Copy the masks, instead of `apply`: for an engine that writes -inf itself.
 
         Args:
             bitmask: int32 `[rows, words]`. The mask of a sequence is written to its logits row; the rows of failed and
                 late sequences are unchanged.
+            patience, alone: as for `apply`.
         """
         if self._prepared is None:
             raise RuntimeError("collect() without prepare()")
-        step, report = self._collect(self._prepared, None, True)
+        step, report = self._collect(self._prepared, patience, alone)
         step.copy_to(bitmask, self._logits_rows)
         return report
 
