@@ -84,7 +84,6 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
         self._step_wait = step_wait(vllm_config)
         self._outputs: dict[str, _Output] = {}
         """By vLLM's request id."""
-        self._gated = self.reasoner_cls is not None and not self.enable_in_reasoning
         self._failed: list[str] = []
         """Ids of requests that failed since the last `take_failed`."""
         self._missing: list[str] = []
@@ -161,7 +160,7 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
         if output is None or not new_token_ids:
             return True
         start = 0
-        if self._gated:
+        if self.reasoner_cls is not None:
             start = self._get_constraint_bounds(request, new_token_ids, spec_tokens_committed=True).grammar_start
             if start > len(new_token_ids):
                 return True
@@ -237,7 +236,7 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
             given = drafts.get(request_id, [])
             tokens = strip_speculative_padding(given)
             grammar_start = constraint_start = 0
-            if self._gated:
+            if self.reasoner_cls is not None:
                 grammar_start, constraint_start = self._get_constraint_bounds(requests[request_id], tokens)
             first = step.lines
             for count in range(len(tokens) + 1):
