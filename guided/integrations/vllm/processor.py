@@ -9,6 +9,7 @@ after it. The V2 model runner, which keeps tokens on the device, calls `add_requ
 from __future__ import annotations
 
 import logging
+import sys
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from vllm.v1.sample.logits_processor.interface import LogitsProcessor as V1Logit
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext, LogitsProcRequestState
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor as V2LogitsProcessor
 
-from guided.errors import GuidedError, PoolUnavailable
+from guided.errors import GuidedError, InvalidRequest, PoolUnavailable
 from guided.integrations.vllm import activation, error_reports, worker_registry
 from guided.integrations.vllm.configuration import pool_opener, step_wait, stop_token
 from guided.integrations.vllm.masker import UNKNOWN_TOKEN, GuidedRequest, GuidedRow, Masker
@@ -36,6 +37,11 @@ if TYPE_CHECKING:
 
 MAX_ABSENT_STEPS = 256
 """Steps without a slot after which its matcher is closed. Its request has probably ended: V2 does not report it."""
+_SERVER = "vllm.entrypoints.openai.api_server"
+_WITHOUT_MIDDLEWARE = (
+    "constraints in vllm_xargs need the middleware, which gives the request an id to report errors under (start vLLM with "
+    "--middleware guided.integrations.vllm.middleware.GuidedErrors), and a body within its limits"
+)
 _log = logging.getLogger("guided.integrations")
 _instances: weakref.WeakValueDictionary[int, GuidedLogitsProcessor] = weakref.WeakValueDictionary()
 """By id of their configuration. vLLM makes two if the class is both given by name and an entry point."""
@@ -58,6 +64,8 @@ class GuidedLogitsProcessor(V1LogitsProcessor, V2LogitsProcessor):  # type: igno
                 activation.enforce(sampling_params, guided)
             elif guided is not None:
                 worker_registry.check()
+                if _SERVER in sys.modules and request_id(sampling_params) is None:
+                    raise InvalidRequest(_WITHOUT_MIDDLEWARE)
                 sampling_params.extra_args = {**(sampling_params.extra_args or {}), VALIDATED: guided.to_text()}
         except GuidedError as error:
             raise VLLMValidationError(str(error)) from error
