@@ -325,7 +325,7 @@ class LLMEngine:
             return _NOTHING_MASKED
         assert self.processor is not None
         alone = alone and len(metadata.guided) == len(metadata.sequences)
-        report = self.processor.apply(logits, self._patience(), alone)
+        report = self.processor.apply(logits, self._patience(), alone, keep_late=True)
         self.stats.wait_seconds += report.wait_seconds
         self.stats.kernel_seconds += report.kernel_seconds
         self.stats.mask_seconds += report.mask_seconds

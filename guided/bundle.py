@@ -74,12 +74,14 @@ class ProcessorBundle:
         for member in self._members:
             member.prepare(sequences, logits_rows, new_tokens)
 
-    def apply(self, logits: torch.Tensor, patience: float | None = None, alone: bool = True) -> ApplyReport:
+    def apply(
+        self, logits: torch.Tensor, patience: float | None = None, alone: bool = True, keep_late: bool = False
+    ) -> ApplyReport:
         """Apply every member; a sequence that is late or failed in one of them is so in the result."""
         merged = ApplyReport()
         late: set[int] = set()
         for member in self._members:
-            report = member.apply(logits, patience, alone)
+            report = member.apply(logits, patience, alone, keep_late)
             merged.failed.update(report.failed)
             late.update(report.late)
             merged.wait_seconds += report.wait_seconds

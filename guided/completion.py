@@ -36,7 +36,7 @@ _PATIENCE = (64, 1)
 """Uses of a byte after which others are preferred, in the first and the second attempt."""
 _CLOSING = b"}])>\"'"
 _STRUCTURE = _CLOSING + b",:;=0123456789Z-+.a"
-_TEXT = b"\" -0aA"
+_TEXT = b'" -0aA'
 """Bytes to try first: where structure is expected, and within text."""
 _MARK = ord("~")
 """A byte that is hardly ever allowed except within text."""
@@ -124,13 +124,7 @@ class Completions:
         return best
 
     def _roll_out(
-        self,
-        matcher: Matcher,
-        prefix: Sequence[int],
-        most: int,
-        patience: int,
-        path: _Path,
-        steps: _Steps,
+        self, matcher: Matcher, prefix: Sequence[int], most: int, patience: int, path: _Path, steps: _Steps
     ) -> Completion | None:
         """Follow the preferred bytes until the constraint is satisfied. `path` gets the tokens and their alternatives."""
         uses = np.zeros(len(self._singles), np.int64)
@@ -285,9 +279,7 @@ class BudgetedSequence:
         order = np.argsort(self._completions.lengths[ids], kind="stable")[:_CANDIDATES]
         return list(dict.fromkeys([*known.tokens[:1], *ids[order].tolist()]))
 
-    def _fitting(
-        self, matcher: Matcher, candidates: Sequence[int], known: Completion, left: int
-    ) -> Iterator[int]:
+    def _fitting(self, matcher: Matcher, candidates: Sequence[int], known: Completion, left: int) -> Iterator[int]:
         """Yield the candidates with a known completion of fewer than `left` tokens."""
         if left < 1:
             return

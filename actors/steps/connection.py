@@ -321,9 +321,7 @@ class WorkerConnection:
         parent_slot = parent.slot if parent is not None and parent.worker is self else None
         version = self._next_version(slot, len(tokens))
         sequence = state.sequence
-        self.queue(
-            Open(slot, version, state.grammar, parent_slot, tokens, sequence.request_id, sequence.budget)
-        )
+        self.queue(Open(slot, version, state.grammar, parent_slot, tokens, sequence.request_id, sequence.budget))
         state.parent_id = None
 
     def edit(self, state: SequenceState, start: int) -> None:

@@ -22,13 +22,7 @@ from guided.maskbench import OUTCOMES, Result, judge_all
 
 
 def check_files(
-    files: Sequence[Path],
-    tokenizer: Path,
-    options: Mapping[str, Any],
-    *,
-    rewritten: bool,
-    strict: bool,
-    as_json: bool,
+    files: Sequence[Path], tokenizer: Path, options: Mapping[str, Any], *, rewritten: bool, strict: bool, as_json: bool
 ) -> bool:
     """Print a report on each file; return whether all are accepted.
 

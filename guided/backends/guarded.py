@@ -23,7 +23,7 @@ from guided.vocabulary import Vocabulary
 _MARKS = {b"keys:": False, b"superset:": True}
 """Prefixes of a serialised grammar that is guarded -> whether the library got a superset."""
 _SPACE = re.compile(rb'("(?:[^"\\]|\\.)*"?)|[ \t\r\n]+', re.DOTALL)
-_FOLLOWS = b',]} \t\n\r:'
+_FOLLOWS = b",]} \t\n\r:"
 _MAX_QUESTIONS = 200
 """Maximum number of masks to compute to find a text that is allowed."""
 _BITS = [np.array(1 << bit, np.uint32).view(np.int32)[()] for bit in range(32)]

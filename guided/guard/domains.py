@@ -209,5 +209,3 @@ def _of_kind(form: Definitions, schema: dict[str, Any], kind: str, depth: int) -
             yield {}
             if depth:
                 yield {name: next(samples(form, properties.get(name, True), depth - 1), None) for name in names}
-
-

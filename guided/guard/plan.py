@@ -183,7 +183,11 @@ class _Planner:
             names = {name for table in leaf.tables for name in table.columns}
             bounded_size = leaf.base.keys() & {"minProperties", "maxProperties"}
             same = [
-                (_without_required(one.base), one.items, [(table.columns, table.classes, table.rows) for table in one.tables])
+                (
+                    _without_required(one.base),
+                    one.items,
+                    [(table.columns, table.classes, table.rows) for table in one.tables],
+                )
                 for one in (first, leaf)
             ]
             if same[0] != same[1] or not names.isdisjoint(set.union(*required) - shared) or bounded_size:
@@ -259,7 +263,9 @@ class _Planner:
         known = sum(one is not False for one in base.get("properties", {}).values())
         if "propertyNames" in base or (least > known and not (is_open or many)):
             raise _Unguarded
-        if (most is not None and len(required) > most) or (patterns and not set(required) <= {*base.get("properties", {})}):
+        if (most is not None and len(required) > most) or (
+            patterns and not set(required) <= {*base.get("properties", {})}
+        ):
             raise _Unguarded
 
     def _restricted_type(self, base: dict[str, Any], conditions: list[dict[str, Any]]) -> dict[str, Any]:
@@ -350,11 +356,7 @@ class _Planner:
         validator = self._validator(condition)
         rows = []
         for row in product(*columns):
-            value = {
-                name: classes[name][number][1]
-                for name, number in zip(classes, row, strict=True)
-                if number >= 0
-            }
+            value = {name: classes[name][number][1] for name, number in zip(classes, row, strict=True) if number >= 0}
             if validator.is_valid(value):
                 rows.append(row)
         if not rows:

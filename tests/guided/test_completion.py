@@ -118,7 +118,16 @@ def compile_accepts(one: Generator, text: str) -> bool:
 
 @pytest.mark.parametrize(
     ("name", "least"),
-    [("huge", 3), ("choice", 3), ("object", 3), ("tree", 18), ("regex", 3), ("grammar", 2), ("person", 20), ("date", 28)],
+    [
+        ("huge", 3),
+        ("choice", 3),
+        ("object", 3),
+        ("tree", 18),
+        ("regex", 3),
+        ("grammar", 2),
+        ("person", 20),
+        ("date", 28),
+    ],
 )
 def test_the_least_budget_is_that_of_the_shortest_answer(name: str, least: int) -> None:
     assert generator(BYTES, name, "llguidance").least() <= least
@@ -169,7 +178,7 @@ class TestHistory:
         one.mask(slot, tokens(',"age":1'))
         one.worker.edit(slot, len('{"name":"a"'), ())
         assert one.mask(slot, []) == before
-        one.worker.edit(slot, len('{"name":"'), tokens('b'))
+        one.worker.edit(slot, len('{"name":"'), tokens("b"))
         one.worker.open(other, "g", tokens=tokens('{"name":"b'), budget=budget)
         assert one.mask(slot, []) == one.mask(other, [])
 

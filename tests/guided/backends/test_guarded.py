@@ -204,7 +204,9 @@ def test_an_invalid_document_is_an_internal_error(bytewise: Backends, monkeypatc
 
 
 # Shrinking takes minutes here.
-DRAWN = settings(deadline=None, suppress_health_check=list(HealthCheck), phases=(Phase.explicit, Phase.reuse, Phase.generate))
+DRAWN = settings(
+    deadline=None, suppress_health_check=list(HealthCheck), phases=(Phase.explicit, Phase.reuse, Phase.generate)
+)
 KEYS = ["a", "b", "c"]
 VALUES = st.sampled_from([None, True, False, 0, 1, 2, "", "x", "xy"])
 SCALARS = st.sampled_from(
