@@ -9,6 +9,7 @@ import contextlib
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +23,7 @@ from guided.errors import BackendError, DeadEnd, GuidedError
 from guided.vocabulary import Vocabulary
 
 _native = guard("the grammar library")
-_LOOK_AHEAD_SECONDS = 0.001
+_LOOK_AHEAD_SECONDS = 0.002
 
 
 @dataclass(slots=True)
@@ -59,7 +60,7 @@ class MaskWorker:
         self._vocabulary = vocabulary
         self._stop_words = np.flatnonzero(stop)
         self._stop_bits = stop[self._stop_words]
-        self._make_completions = lambda: Completions(vocabulary, self._permitted)
+        self._make_completions = partial(Completions, vocabulary, self._permitted)
         self._completions: Completions | None = None
         self.steered: set[int] = set()
         """Slots in which a mask was restricted, so that the output fits in its budget."""
@@ -178,17 +179,18 @@ class MaskWorker:
         token = _only_token(row)
         if token is None:
             return
-        matcher, scratch = self._slots[slot].matcher, np.empty_like(row)
+        state, scratch = self._slots[slot], np.empty_like(row)
+        matcher = state.matcher
         assert matcher is not None
-        deadline = time.monotonic() + _LOOK_AHEAD_SECONDS
+        deadline = time.thread_time() + _LOOK_AHEAD_SECONDS
         with contextlib.suppress(GuidedError), _native:  # an error ends the sequence where it really gets there
             ahead = matcher.fork()
             for place in range(len(run)):
                 run[place] = token
-                if token in self._stop_token_ids or time.monotonic() > deadline:
+                if token in self._stop_token_ids or time.thread_time() > deadline:
                     break
                 ahead.accept_tokens([token])
-                self._write(ahead, scratch)
+                self._write(state, ahead, scratch)
                 token = _only_token(scratch)
                 if token is None:
                     break
@@ -227,7 +229,7 @@ class MaskWorker:
         else:
             matcher.fill_bitmask(row)
             np.bitwise_and(row, state.permitted, out=row)
-            if state.budgeted is not None:
+            if state.budgeted is not None and matcher is state.matcher:
                 state.budgeted.restrict(matcher, row)
         if accepting or terminated:
             row[self._stop_words] |= self._stop_bits

@@ -75,7 +75,7 @@ def requested_constraint(
         *_fields(request, _OLDER),
     ]
     whitespace = [*_whitespace(request), *backend_whitespace]
-    if len(found) > 1 and len({_build(each, None, request, limits) for each in found}) == 1:
+    if len(found) > 1 and len({_build(each, None, request, limits, strict_formats) for each in found}) == 1:
         found = found[:1]  # guidance's client sends its schema in two fields
     one = take_one(found)
     spaces = take_whitespace(one, whitespace)

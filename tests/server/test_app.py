@@ -70,7 +70,7 @@ class TestChat:
         answer = post(client, max_tokens=200, whitespace_pattern="", **fields)
         assert answer.status_code == 200
         assert answer.headers["x-guided-backend"] == "llguidance"
-        assert answer.json()["guided"] == {"kind": "json_schema", "backend": "llguidance"}
+        assert answer.json()["guided"] == {"kind": "json_schema", "backend": "llguidance", "not_enforced": []}
         assert json.loads(answer.json()["choices"][0]["message"]["content"]) in ({"ok": True}, {"ok": False})
 
     @pytest.mark.parametrize("stream", [False, True])
@@ -524,7 +524,7 @@ class TestDisconnect:
     def test_during_compilation(self, client: TestClient, stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         context: ServerContext = client.app.state.context  # type: ignore[attr-defined]
         never: Future[Any] = Future()
-        monkeypatch.setattr(context.engine.pool, "compile", lambda constraint, backends: never)
+        monkeypatch.setattr(context.engine.pool, "compile", lambda constraint, backends, client: never)
         body = json.dumps({**HELLO, "regex": "a", "stream": stream}).encode()
         sent: list[Any] = []
 
