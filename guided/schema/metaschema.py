@@ -29,6 +29,7 @@ Check = Callable[[Any], bool]
 
 TYPES = ("string", "number", "integer", "boolean", "object", "array", "null")
 """The names of types in every dialect."""
+_OLDER = frozenset({"id", "definitions", "dependencies", "additionalItems", "$recursiveRef", "$recursiveAnchor"})
 _MAX_ERRORS = 10
 """Maximum number of errors per rule and value. An array may have one for each of its elements."""
 _ANNOTATIONS = frozenset(
@@ -100,6 +101,10 @@ class Dialect:
         # `best_match` cannot rank errors of draft 3: its `type` may contain schemas.
         error = next(errors, None) if "extends" in self._validator.VALIDATORS else best_match(errors)
         return None if error is None else Fault(bounded(error.message), pointer(error.absolute_path))
+
+    def knows(self, keyword: str) -> bool:
+        """Whether `keyword` is one of the dialect, or of an older one that is still read."""
+        return keyword in self._keywords or keyword in _OLDER
 
     def _check(self, keyword: str, rule: dict[str, Any]) -> Check:
         check = self._checks.get(keyword)
