@@ -20,7 +20,9 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import zip_longest
 from math import lcm
 from typing import Any
@@ -244,17 +246,15 @@ class _Normaliser:
         for keyword in ("not", "disallow"):
             if keyword in schema:
                 excluded = self._normal(schema[keyword]) if keyword == "not" else self._any_type(schema[keyword])
-                yield self._rewritten({"not": excluded}, lambda excluded=excluded: self._complement(excluded))
+                yield self._rewritten({"not": excluded}, partial(self._complement, excluded))
         if "if" in schema and schema.keys() & {"then", "else"}:
             parts = {name: self._normal(schema.get(name, True)) for name in ("if", "then", "else")}
-            yield self._rewritten(parts, lambda: self._either(parts["if"], parts["then"], parts["else"]))
+            yield self._rewritten(parts, partial(self._either, parts["if"], parts["then"], parts["else"]))
         for name, value in (*schema.get("dependentRequired", {}).items(), *self._dependencies(schema)):
             needs = {"required": [value] if isinstance(value, str) else value}
             then = clean(needs) if isinstance(value, list | str) else self._normal(value)
-            yield self._rewritten(
-                {"dependentSchemas": {name: then}},
-                lambda name=name, then=then: self._either(clean({"required": [name]}), then, True),
-            )
+            present = clean({"required": [name]})
+            yield self._rewritten({"dependentSchemas": {name: then}}, partial(self._either, present, then, True))
 
     def _dependencies(self, schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:
         """Yield `dependentSchemas`, and `dependencies` (until draft 7): names, a schema, or in draft 3 one name."""
@@ -493,7 +493,7 @@ class _Normaliser:
         """Rewrite `not` with a closed object: some property is present that it does not name."""
         excluded = schema.get("not", True)
         parts = [excluded] if isinstance(excluded, bool) or "anyOf" not in excluded else excluded["anyOf"]
-        closed = next((part for part in parts if only_closes(part)), None)
+        closed: Any = next((part for part in parts if only_closes(part)), None)
         if closed is None:
             return schema
         others = [part for part in parts if part is not closed]
@@ -644,7 +644,7 @@ class _Normaliser:
         schema = self._source(name)
         if "$ref" in schema and not self._dialect.siblings_of_ref_count:
             return True
-        outline = {keyword: schema[keyword] for keyword in ("type", "required") if keyword in schema}
+        outline: dict[str, Any] = {key: schema[key] for key in ("type", "required") if key in schema}
         named = schema.get("properties", {}).items()
         outline["properties"] = {
             key: {word: part[word] for word in ("const", "enum") if word in part}
@@ -679,12 +679,9 @@ class _Normaliser:
         if types_of(left) != {"object"} and types_of(right) != {"object"}:
             return False
         for name in dict.fromkeys((*left.get("required", ()), *right.get("required", ()))):
-            try:
-                one, other = (_described(side, name) for side in (left, right))
-            except _Inexact:
-                continue
-            if self._disjoint(one, other, depth - 1):
-                return True
+            with suppress(_Inexact):
+                if self._disjoint(_described(left, name), _described(right, name), depth - 1):
+                    return True
         return False
 
 

@@ -57,6 +57,15 @@ class TestChat:
         assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
         assert answer["guided"] is None
 
+    def test_what_is_not_enforced_is_reported(self, client: TestClient) -> None:
+        schema = {**SCHEMA, "properties": {"ok": {"type": "boolean"}, "é": {"type": "string", "format": "mongoId"}}}
+        answer = post(client, max_tokens=200, whitespace_pattern="", json_schema=schema)
+        assert answer.json()["guided"]["not_enforced"] == ["/properties/é/format"]
+        assert answer.headers["x-guided-not-enforced"] == "/properties/%C3%A9/format"
+        refused = post(client, json_schema=schema, strict_formats=True)
+        assert refused.status_code == 400
+        assert "'mongoId'" in refused.json()["error"]["message"]
+
     @pytest.mark.parametrize(
         "fields",
         [
@@ -70,7 +79,7 @@ class TestChat:
         answer = post(client, max_tokens=200, whitespace_pattern="", **fields)
         assert answer.status_code == 200
         assert answer.headers["x-guided-backend"] == "llguidance"
-        assert answer.json()["guided"] == {"kind": "json_schema", "backend": "llguidance"}
+        assert answer.json()["guided"] == {"kind": "json_schema", "backend": "llguidance", "not_enforced": []}
         assert json.loads(answer.json()["choices"][0]["message"]["content"]) in ({"ok": True}, {"ok": False})
 
     def test_n_outputs_with_seeds_of_their_own(self, client: TestClient) -> None:

@@ -151,7 +151,7 @@ def test_dialects_differ_in_what_they_allow() -> None:
         ({"$ref": "http://example.com/a.json"}, "/$ref", "nothing is fetched"),
         ({"properties": {"a": {"$ref": "other.json#/b"}}}, "/properties/a/$ref", "nothing is fetched"),
         ({"$ref": "file:///etc/passwd"}, "/$ref", "nothing is fetched"),
-        ({"$ref": "https://json-schema.org/draft/2020-12/schema"}, "/$ref", "nothing is fetched"),
+        ({"$ref": "https://json-schema.org/draft/2099-12/schema"}, "/$ref", "nothing is fetched"),
         ({"$ref": "#/$defs/a"}, "/$ref", "leads to nothing"),
         ({"$ref": "#anchor"}, "/$ref", "leads to nothing"),
         ({"$ref": "#/required/x", "required": []}, "/$ref", "leads to nothing"),
@@ -392,7 +392,7 @@ def test_anything_is_accepted_or_refused_and_nothing_else(schema: Any) -> None:
 
 
 @pytest.mark.skipif(not DATA.exists(), reason="shared/data is not here")
-def test_of_real_schemas_only_the_one_with_a_remote_reference_is_refused() -> None:
+def test_no_real_schema_is_refused() -> None:
     refused = []
     with gzip.open(DATA) as lines:
         entries = [json.loads(line) for line in lines]
@@ -402,4 +402,4 @@ def test_of_real_schemas_only_the_one_with_a_remote_reference_is_refused() -> No
         except InvalidConstraint as error:
             refused.append((entry["id"], error.pointer))
     assert len(entries) == 1125
-    assert refused == [("JsonSchemaStore---swagger-2.0", "/definitions/schema/properties/title/$ref")]
+    assert refused == []
