@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from guided.errors import ConstraintTooLarge, InvalidConstraint
 from guided.limits import DEFAULT_LIMITS, Limits
-from guided.schema.document import close_objects, parse, walk_keywords
+from guided.schema.document import close_objects, parse
 
 DATA = Path(__file__).parents[4] / "shared" / "data" / "maskbench-dev.jsonl.gz"
 
@@ -275,30 +275,6 @@ class TestSizes:
         assert message in error.message
 
 
-class TestWalk:
-    def test_pointers_keywords_values_and_subschemas(self) -> None:
-        schema = {
-            "type": "object",
-            "properties": {"a/b": {"enum": [{"type": "x"}]}, "c": {"$ref": "#/$defs/d"}},
-            "$defs": {"d": {"minLength": 1}, "unused": {"maxLength": 2}},
-            "default": {"pattern": "x"},
-        }
-        visited = {pointer: value for pointer, _, value, _ in walk_keywords(schema)}
-        assert visited["/type"] == "object"
-        assert visited["/properties/a~1b/enum"] == [{"type": "x"}]
-        assert visited["/properties/c/$ref"] == "#/$defs/d"
-        assert visited["/$defs/d/minLength"] == 1
-        assert not any("unused" in pointer or pointer.startswith("/default/") for pointer in visited)
-        for pointer, keyword, value, subschema in walk_keywords(schema):
-            assert subschema[keyword] is value
-            assert pointer.endswith(f"/{keyword}")
-
-    def test_recursion_is_visited_once(self) -> None:
-        schema = {"properties": {"next": {"$ref": "#"}, "other": {"$ref": "#/properties/next"}}}
-        assert len(list(walk_keywords(schema))) == 3
-        assert list(walk_keywords(True)) == []
-
-
 class TestCloseObjects:
     @pytest.mark.parametrize(
         "schema",
@@ -386,7 +362,6 @@ def test_anything_is_accepted_or_refused_and_nothing_else(schema: Any) -> None:
         document = check(schema)
     except InvalidConstraint:
         return
-    list(walk_keywords(document))
     if isinstance(close_objects(document), dict):
         check(close_objects(document))
 
