@@ -53,7 +53,7 @@ class LLGuidanceLowering(SchemaLowering):
     """Lowers one schema for llguidance."""
 
     library = "llguidance"
-    never = ("not", "if", "dependentSchemas")
+    never = ("not", "if", "dependentSchemas", "unevaluatedProperties", "unevaluatedItems")
 
     def __init__(self, schema: Schema, *, rewrite: bool = True) -> None:
         super().__init__(schema, rewrite=rewrite)
