@@ -74,10 +74,8 @@ class Vocabulary:
 
     @cached_property
     def permitted_mask(self) -> NDArray[np.int32]:
-        """`permitted_token_ids` as a bitmask, read-only."""
-        mask = pack(self.permitted_token_ids, self.padded_vocab_size)
-        mask.flags.writeable = False
-        return mask
+        """`permitted_token_ids` as a bitmask: int32 `[words]`, not to be changed."""
+        return pack(self.permitted_token_ids, self.padded_vocab_size)
 
     @cached_property
     def special_names(self) -> dict[str, int]:

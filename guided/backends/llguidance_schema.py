@@ -8,7 +8,8 @@ Corrected are:
 - formats: it allows a year 0, and leap seconds in any minute, and lacks some;
 - `not` for strings, `propertyNames`, and counts of properties, which it does not know or only in part.
 
-It merges `allOf` itself. It counts duplicate keys for `minProperties`; this and values that it would change are refused.
+It merges `allOf` itself. It counts duplicate keys for `minProperties`; this and values that it would change are
+refused.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class LLGuidanceLowering(SchemaLowering):
     """Lowers one schema for llguidance."""
 
     library = "llguidance"
-    never = ("not", "if", "dependentSchemas")
+    never = ("not", "if", "dependentSchemas", "unevaluatedProperties", "unevaluatedItems")
 
     def __init__(self, schema: Schema, *, rewrite: bool = True) -> None:
         super().__init__(schema, rewrite=rewrite)
@@ -170,7 +171,7 @@ class LLGuidanceLowering(SchemaLowering):
         return {"allOf": [self.lower(kept), {"pattern": self._pattern(schema, "not", pattern)}]}
 
     def _with_unnamed(self, schema: dict[str, Any]) -> dict[str, Any]:
-        """Return an open object with a property that `not` doesn't name. Narrowed: and with no optional one that it does."""
+        """Return an open object with a property that `not` doesn't name. Narrowed: none that it does."""
         required = schema.get("required", [])
         absent = [name for name in schema["not"]["properties"] if name not in required]
         kept = {keyword: value for keyword, value in schema.items() if keyword != "not"}
@@ -181,7 +182,7 @@ class LLGuidanceLowering(SchemaLowering):
 
     def _fractions(self, schema: dict[str, Any]) -> dict[str, Any]:
         """Lower numbers that are no integers. Narrowed: to those between -100 and 100."""
-        rest = {keyword: schema[keyword] for keyword in ("type", "multipleOf") if keyword in schema}
+        rest: dict[str, Any] = {key: schema[key] for key in ("type", "multipleOf") if key in schema}
         sides = (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum"))
         limits = [next((name for name in side if name in schema), side[0]) for side in sides]
         low, high = (schema.get(limit, infinity) for limit, infinity in zip(limits, (-math.inf, math.inf), strict=True))
@@ -290,7 +291,7 @@ class LLGuidanceLowering(SchemaLowering):
         return self._counted(schema, lowered, closed=rest is False and not patterns)
 
     def _named(self, schema: dict[str, Any]) -> tuple[dict[str, Schema], dict[str, Schema], Schema]:
-        """Return the schemas of properties by name, by pattern, and of the others, as `propertyNames` restricts them."""
+        """Return the schemas of properties by name, by pattern, and of others, as `propertyNames` restricts them."""
         properties: dict[str, Schema] = schema.get("properties", {})
         patterns: dict[str, Schema] = schema.get("patternProperties", {})
         rest: Schema = schema.get("additionalProperties", True)

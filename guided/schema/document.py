@@ -21,7 +21,7 @@ from guided.limits import Limits
 from guided.schema.graph import Position, SchemaGraph
 from guided.schema.keywords import OF_TYPE, types_of
 from guided.schema.metaschema import TYPES, Dialect
-from guided.schema.pointer import Place, ancestor, escape, pointer
+from guided.schema.pointer import Place, ancestor, pointer
 from guided.schema.string_pattern import FORMATS
 
 _BOUNDS = (
@@ -69,18 +69,6 @@ def parse(
         if error.pointer is not None:
             error.pointer = ancestor(bounded(error.pointer, len(error.pointer) * 10), MAX_ECHO)
         raise
-
-
-def walk_keywords(schema: dict[str, Any] | bool) -> Iterator[tuple[str, str, Any, dict[str, Any]]]:
-    """Yield every keyword that takes part in validation: `(pointer of the keyword, keyword, value, its subschema)`.
-
-    The walk starts at the root of a document that `parse` returned, follows applicators and local `$ref`s, and visits
-    each subschema once. A `$defs` entry without a reference takes no part.
-    """
-    if isinstance(schema, dict):
-        for node in SchemaGraph.build(schema).reachable():
-            for keyword, value in node.schema.items():
-                yield f"{node.pointer}/{escape(keyword)}", keyword, value, node.schema
 
 
 def close_objects(schema: dict[str, Any] | bool) -> dict[str, Any] | bool:

@@ -59,6 +59,8 @@ class Node:
     """(keyword, subschema) applied to the same value: `allOf`, `$ref`, `then`, ..."""
     parts: list[Node] = field(default_factory=list)
     """Applied to a part of the value: a property's, an item's."""
+    boolean: dict[str, bool] = field(default_factory=dict)
+    """Keywords of references to true or false."""
 
     @property
     def pointer(self) -> str:
@@ -104,7 +106,7 @@ class SchemaGraph:
 
     def reachable(self) -> Iterator[Node]:
         """Iterate over the subschemas that take part in validation, the root first."""
-        return _closure([self._nodes[id(self._document)]])
+        return closure([self._nodes[id(self._document)]])
 
     def refuse_endless_references(self, param: str) -> None:
         """Refuse a schema that applies itself to the same value: validation would never end.
@@ -141,7 +143,7 @@ class SchemaGraph:
             marked += children
             if any(id(child) in declaring for child in children):
                 marked.append(node)
-        marked += _closure(conditions)
+        marked += closure(conditions)
         partial: dict[int, Node] = {}
         while marked:
             node = marked.pop()
@@ -218,6 +220,8 @@ class SchemaGraph:
                 self._resolvers[id(self._nodes[id(target)])] = found.resolver
         if isinstance(target, dict):
             node.same.append((keyword, self._nodes[id(target)]))
+        else:
+            node.boolean[keyword] = bool(target)
 
     def _dangling(self, reference: str, where: str, resolver: Any, error: Exception) -> InvalidConstraint:
         quoted = bounded(reference, 120)
@@ -257,7 +261,7 @@ def _exists(reference: str, resolver: Any) -> bool:
     return True
 
 
-def _closure(start: list[Node]) -> Iterator[Node]:
+def closure(start: list[Node]) -> Iterator[Node]:
     """Iterate over `start` and all subschemas that they apply, each once, in document order where possible."""
     seen: set[int] = set()
     todo = list(reversed(start))

@@ -18,9 +18,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import zip_longest
 from math import lcm
 from typing import Any
@@ -31,7 +32,7 @@ from guided.errors import InvalidConstraint, UnsupportedConstraint
 from guided.schema import string_pattern
 from guided.schema.complement import only_closes, violations
 from guided.schema.finite import FiniteInstances
-from guided.schema.graph import Node, SchemaGraph
+from guided.schema.graph import Node, SchemaGraph, closure
 from guided.schema.implication import covers, same
 from guided.schema.instances import enforcing
 from guided.schema.keywords import (
@@ -50,6 +51,9 @@ from guided.schema.metaschema import Dialect
 _MAX_MERGES = 10_000
 _MAX_ALTERNATIVES = 64
 _MAX_MERGED_DEFINITIONS = 50
+_MAX_DEFINITIONS = 10_000
+_UNEVALUATED = {"unevaluatedProperties", "unevaluatedItems"}
+_Scope = tuple[tuple[str, int], ...]
 
 
 _NO_SIBLINGS = {"$ref", "$schema", "$comment", "$defs", "default", "definitions", "description", "examples", "title"}
@@ -142,19 +146,24 @@ def refuse_mixed_dialects(graph: SchemaGraph, dialect: Dialect) -> None:
 class _Normaliser:
     def __init__(self, document: dict[str, Any], rewrite: bool) -> None:
         self._document = document
-        self._rewrite = rewrite
         self._graph = SchemaGraph.build(document)
         self._nodes = {id(node.schema): node for node in self._graph.nodes()}
+        # Rewriting names properties and items, which would count as evaluated.
+        self._rewrite = rewrite and not any(node.schema.keys() & _UNEVALUATED for node in self._graph.nodes())
         self._dialect = Dialect.of(document)
         refuse_mixed_dialects(self._graph, self._dialect)
         self._validator = self._dialect.validator(document)
-        self._anchors = Counter(
-            (anchor, node.schema[anchor])
-            for node in self._graph.nodes()
-            for anchor in ("$dynamicAnchor", "$recursiveAnchor")
-            if node.schema.get(anchor)
-        )
-        self._names: dict[int, str] = {}
+        self._recursive_anchors = sum(bool(node.schema.get("$recursiveAnchor")) for node in self._graph.nodes())
+        self._anchors: dict[int, dict[str, int]] = {}
+        """By `id` of a schema resource: the `id`s of the subschemas with a `$dynamicAnchor` in it."""
+        for node in self._graph.nodes():
+            if isinstance(anchor := node.schema.get("$dynamicAnchor"), str):
+                self._anchors.setdefault(_resource(node), {})[anchor] = id(node.schema)
+        self._scope: dict[str, int] = {}
+        """Of each dynamic anchor, the outermost subschema on the way to the present one."""
+        self._names: dict[tuple[int, _Scope], str] = {}
+        self._named: dict[str, tuple[Node, dict[str, int]]] = {}
+        """Definitions: the subschema, and the dynamic scope in which it is reached."""
         self._merged_names: dict[str, str] = {}
         self._merged: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
         """Definitions that are two subschemas merged, where one is recursive."""
@@ -208,7 +217,12 @@ class _Normaliser:
         if not isinstance(schema, dict):
             return bool(schema)
         node = self._nodes[id(schema)]
-        result = self._conjunction(list(self._conjuncts(node)), schema)
+        outer = self._scope
+        self._scope = {**self._anchors.get(_resource(node), {}), **outer} if self._anchors else outer
+        try:
+            result = self._conjunction(list(self._conjuncts(node)), schema)
+        finally:
+            self._scope = outer
         if isinstance(result, dict):
             self._form.note(result, node.pointer)
         return result
@@ -223,14 +237,16 @@ class _Normaliser:
         targets = {keyword: target for keyword, target in node.same if keyword in _REFERENCES}
         own_at = "properties" if "properties" in schema else next(iter(schema), "")
         for keyword in schema if not alone else ["$ref"]:  # in this order, properties are generated
-            if keyword in targets:
-                self._refuse_overridden(keyword, node, targets[keyword])
-                yield {"$ref": f"#/$defs/{self._name(targets[keyword])}"}
+            if keyword in node.boolean:
+                yield node.boolean[keyword]
+            elif keyword in targets:
+                yield {"$ref": f"#/$defs/{self._name(self._directed(keyword, node, targets[keyword]))}"}
             elif keyword in ("allOf", "extends"):
                 for part in schema[keyword] if isinstance(schema[keyword], list) else [schema[keyword]]:
                     yield self._normal(part)
             elif keyword in ("anyOf", "oneOf"):
-                yield self._alternatives(keyword, [self._normal(part) for part in schema[keyword]])
+                parts = [self._normal(part) for part in schema[keyword]]
+                yield self._alternatives(keyword, parts) if self._is_exact(keyword, node) else {"oneOf": parts}
             elif keyword == "type" and _has_schema(schema["type"]):
                 yield self._any_type(schema["type"])
             if keyword == own_at and not alone:
@@ -244,17 +260,17 @@ class _Normaliser:
         for keyword in ("not", "disallow"):
             if keyword in schema:
                 excluded = self._normal(schema[keyword]) if keyword == "not" else self._any_type(schema[keyword])
-                yield self._rewritten({"not": excluded}, lambda excluded=excluded: self._complement(excluded))
+                yield self._rewritten({"not": excluded}, partial(self._complement, excluded))
         if "if" in schema and schema.keys() & {"then", "else"}:
             parts = {name: self._normal(schema.get(name, True)) for name in ("if", "then", "else")}
-            yield self._rewritten(parts, lambda: self._either(parts["if"], parts["then"], parts["else"]))
+            yield self._rewritten(parts, partial(self._either, parts["if"], parts["then"], parts["else"]))
         for name, value in (*schema.get("dependentRequired", {}).items(), *self._dependencies(schema)):
             needs = {"required": [value] if isinstance(value, str) else value}
             then = clean(needs) if isinstance(value, list | str) else self._normal(value)
-            yield self._rewritten(
-                {"dependentSchemas": {name: then}},
-                lambda name=name, then=then: self._either(clean({"required": [name]}), then, True),
-            )
+            present = clean({"required": [name]})
+            absent = clean({"properties": {name: False}})
+            parts = [[present, then], [absent, True]]
+            yield self._alternatives("anyOf", [self._merge(*both) for both in parts])
 
     def _dependencies(self, schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:
         """Yield `dependentSchemas`, and `dependencies` (until draft 7): names, a schema, or in draft 3 one name."""
@@ -289,20 +305,29 @@ class _Normaliser:
                 rest = self._merge(rest, self._complement(part))
             return rest
         self._spend()
-        parts = [cleaned(part) for part in violations(schema, self._complement)]
-        if self._narrowed:
-            raise _Inexact
-        return self._alternatives("anyOf", parts)
+        return self._alternatives("anyOf", [cleaned(part) for part in violations(schema, self._complement)])
 
-    def _refuse_overridden(self, keyword: str, node: Node, target: Node) -> None:
-        """Refuse a dynamic reference that an outer schema may direct to another target."""
-        anchor = keyword.replace("Ref", "Anchor")
-        if self._anchors[anchor, target.schema.get(anchor)] > 1:
+    def _directed(self, keyword: str, node: Node, target: Node) -> Node:
+        """Return the target of a reference in the present dynamic scope."""
+        if keyword == "$dynamicRef":
+            anchor = node.schema[keyword].rpartition("#")[2]
+            if target.schema.get("$dynamicAnchor") == anchor:
+                return self._nodes[self._scope.get(anchor, id(target.schema))]
+        if keyword == "$recursiveRef" and target.schema.get("$recursiveAnchor") and self._recursive_anchors > 1:
             raise UnsupportedConstraint(
-                f"{keyword!r} with several targets ({anchor!r} occurs more than once) can't be enforced: use '$ref'",
+                f"{keyword!r} with several targets ('$recursiveAnchor' occurs more than once) can't be enforced: use"
+                " '$ref'",
                 param="json_schema",
                 pointer=f"{node.pointer}/{keyword}",
             )
+        return target
+
+    def _is_exact(self, keyword: str, node: Node) -> bool:
+        """Whether the alternatives are certain to be what their schemas say: see `_close_unevaluated`."""
+        if keyword == "anyOf" or not self._narrowed:
+            return True
+        parts = [child for name, child in node.same if name == keyword]
+        return not any(one.schema.keys() & _UNEVALUATED for one in closure(parts))
 
     def _any_type(self, options: Any) -> Schema:
         """Return any of some types, which are names, or schemas in draft 3."""
@@ -321,7 +346,11 @@ class _Normaliser:
                 apart.append(conjunct)
         if merged is False or any(part is False for part in apart):
             return False
-        merged = self._close_unevaluated(merged, schema)
+        unevaluated = {keyword: self._normal(schema[keyword]) for keyword in _UNEVALUATED if keyword in schema}
+        if apart and any(value is not True for value in unevaluated.values()):
+            apart.append(unevaluated)  # what counts as evaluated is not known
+        else:
+            merged = self._close_unevaluated(merged, schema)
         if merged == {}:
             merged = True
         parts = [part for part in (merged, *apart) if part is not True]
@@ -336,8 +365,8 @@ class _Normaliser:
             return merged
         if merged is True:
             merged = {}
+        self._narrowed = True
         if "anyOf" in merged:
-            self._narrowed = True
             return {"anyOf": [self._close_unevaluated(part, schema) for part in merged["anyOf"]]}
         if "$ref" in merged:
             try:
@@ -349,7 +378,7 @@ class _Normaliser:
         for keyword, standing in (("unevaluatedProperties", "additionalProperties"), ("unevaluatedItems", "items")):
             if keyword in schema:
                 value = self._normal(schema[keyword])
-                if value is not True and standing not in merged:
+                if value is not True and standing not in merged and standing not in schema:
                     merged = {**merged, standing: value}
         return merged
 
@@ -424,20 +453,22 @@ class _Normaliser:
     def _exclusive(self, parts: Sequence[Schema]) -> list[Schema]:
         """Return each of `parts` without the values that another one allows."""
         found: list[Schema] = []
-        for part in parts:
+        for index, part in enumerate(parts):
             alone = part
-            for other in parts:
-                if other is not part and not self._disjoint(part, other, 4):
+            for other in (*parts[:index], *parts[index + 1 :]):
+                if not self._disjoint(part, other, 4):
                     if not self._rewrite:
                         raise _Inexact
                     alone = self._merge(alone, self._complement(other))
             found.append(alone)
-        if self._narrowed:
-            raise _Inexact
         return found
 
     def _name(self, target: Node) -> str:
-        return self._names.setdefault(id(target.schema), f"d{len(self._names)}")
+        name = self._names.setdefault((id(target.schema), tuple(sorted(self._scope.items()))), f"d{len(self._names)}")
+        if len(self._names) > _MAX_DEFINITIONS:
+            raise UnsupportedConstraint("the dynamic references have too many targets", param="json_schema")
+        self._named.setdefault(name, (target, self._scope))
+        return name
 
     def _definition(self, name: str) -> Schema:
         if name not in self._form.definitions:
@@ -446,11 +477,19 @@ class _Normaliser:
             self._building.add(name)
             try:
                 merged = self._merged.get(name)
-                built = self._normal(self._source(name)) if merged is None else self._merge_apart(*merged)
+                built = self._build(name) if merged is None else self._merge_apart(*merged)
                 self._form.definitions[name] = built
             finally:
                 self._building.discard(name)
         return self._form.definitions[name]
+
+    def _build(self, name: str) -> Schema:
+        node, scope = self._named[name]
+        outer, self._scope = self._scope, scope
+        try:
+            return self._normal(node.schema)
+        finally:
+            self._scope = outer
 
     def _merge_apart(self, left: dict[str, Any], right: dict[str, Any]) -> Schema:
         """Merge two subschemas of which one is a `$ref`, as a definition of its own."""
@@ -493,7 +532,7 @@ class _Normaliser:
         """Rewrite `not` with a closed object: some property is present that it does not name."""
         excluded = schema.get("not", True)
         parts = [excluded] if isinstance(excluded, bool) or "anyOf" not in excluded else excluded["anyOf"]
-        closed = next((part for part in parts if only_closes(part)), None)
+        closed: Any = next((part for part in parts if only_closes(part)), None)
         if closed is None:
             return schema
         others = [part for part in parts if part is not closed]
@@ -641,10 +680,10 @@ class _Normaliser:
         """Return a schema that allows at least what a definition does that isn't finished yet."""
         if name in self._merged:
             return True
-        schema = self._source(name)
+        schema = self._named[name][0].schema
         if "$ref" in schema and not self._dialect.siblings_of_ref_count:
             return True
-        outline = {keyword: schema[keyword] for keyword in ("type", "required") if keyword in schema}
+        outline: dict[str, Any] = {key: schema[key] for key in ("type", "required") if key in schema}
         named = schema.get("properties", {}).items()
         outline["properties"] = {
             key: {word: part[word] for word in ("const", "enum") if word in part}
@@ -652,11 +691,6 @@ class _Normaliser:
             if isinstance(part, dict) and ("$ref" not in part or self._dialect.siblings_of_ref_count)
         }
         return True if self._dialect.is_draft3 else clean(outline)
-
-    def _source(self, name: str) -> dict[str, Any]:
-        """Return the user's schema of a definition."""
-        target = next(id_ for id_, named in self._names.items() if named == name)
-        return self._nodes[target].schema
 
     def _disjoint(self, left: Schema, right: Schema, depth: int) -> bool:
         left, right = self._resolved(left), self._resolved(right)
@@ -679,13 +713,17 @@ class _Normaliser:
         if types_of(left) != {"object"} and types_of(right) != {"object"}:
             return False
         for name in dict.fromkeys((*left.get("required", ()), *right.get("required", ()))):
-            try:
-                one, other = (_described(side, name) for side in (left, right))
-            except _Inexact:
-                continue
-            if self._disjoint(one, other, depth - 1):
-                return True
+            with suppress(_Inexact):
+                if self._disjoint(_described(left, name), _described(right, name), depth - 1):
+                    return True
         return False
+
+
+def _resource(node: Node) -> int:
+    """Return the `id` of the schema resource that a subschema belongs to: the nearest one with an identifier."""
+    while node.parent is not None and "$id" not in node.schema:
+        node = node.parent
+    return id(node.schema)
 
 
 def _any_excluded(one: Schema, other: Schema) -> Schema:

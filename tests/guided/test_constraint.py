@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from guided.constraint import Constraint
-from guided.errors import ConstraintTooLarge, InvalidConstraint
+from guided.errors import ConstraintTooLarge, InvalidConstraint, UnsupportedConstraint
 from guided.limits import DEFAULT_LIMITS, Limits
 
 HOSTILE = Path(__file__).parents[3] / "shared" / "data" / "hostile-inputs.json"
@@ -234,3 +234,32 @@ def test_a_constraint_is_not_checked_twice_against_the_same_limits(monkeypatch: 
         constraint.check(strict)
         with pytest.raises(TypeError):
             constraint.check(Limits(max_nesting=3))
+
+
+@pytest.mark.parametrize(
+    ("schema", "notes"),
+    [
+        ({"format": "date"}, ()),
+        ({"format": "semver"}, ("/format",)),
+        ({"type": "integer", "format": "int32"}, ()),
+        ({"properties": {"a/b": {"type": ["string", "null"], "format": "topic"}}}, ("/properties/a~1b/format",)),
+        ({"$defs": {"unused": {"format": "semver"}}}, ()),
+        ({"type": "string", "maxLenght": 3}, ("/maxLenght (did you mean 'maxLength'?)",)),
+        ({"type": "string", "x-own": 1, "nullable": True, "_format": "date", "contentEncoding": "base64"}, ()),
+        ({"properties": {"maxLenght": {}}}, ()),
+        ({"name": "string"}, (' (no keyword of JSON Schema; did you mean {"properties": {"name": ...}}?)',)),
+        ({}, ()),
+        ({"description": "anything"}, ()),
+    ],
+)
+def test_what_is_not_enforced_is_noted(schema: dict[str, Any], notes: tuple[str, ...]) -> None:
+    constraint = Constraint.json_schema(schema)
+    assert constraint.not_enforced == notes
+    assert constraint == Constraint(constraint.kind, constraint.source)
+
+
+def test_strict_formats_refuse_unknown_ones() -> None:
+    Constraint.json_schema({"format": "uuid", "maxLenght": 1}, strict_formats=True)
+    with pytest.raises(UnsupportedConstraint, match="'semver'") as caught:
+        Constraint.json_schema({"items": {"format": "semver"}}, strict_formats=True)
+    assert caught.value.pointer == "/items/format"

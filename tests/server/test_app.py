@@ -57,6 +57,15 @@ class TestChat:
         assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
         assert answer["guided"] is None
 
+    def test_what_is_not_enforced_is_reported(self, client: TestClient) -> None:
+        schema = {**SCHEMA, "properties": {"ok": {"type": "boolean"}, "é": {"type": "string", "format": "mongoId"}}}
+        answer = post(client, max_tokens=200, whitespace_pattern="", json_schema=schema)
+        assert answer.json()["guided"]["not_enforced"] == ["/properties/é/format"]
+        assert answer.headers["x-guided-not-enforced"] == "/properties/%C3%A9/format"
+        refused = post(client, json_schema=schema, strict_formats=True)
+        assert refused.status_code == 400
+        assert "'mongoId'" in refused.json()["error"]["message"]
+
     @pytest.mark.parametrize(
         "fields",
         [

@@ -278,3 +278,10 @@ def test_fields_that_ask_for_nothing_are_taken() -> None:
 @pytest.mark.parametrize("prompt", ["a", ["a", "b"], [1, 2], [[1], [2, 3]]])
 def test_the_four_shapes_of_a_prompt(prompt: Any) -> None:
     assert CompletionRequest.model_validate({"prompt": prompt}).prompt == prompt
+
+
+def test_strict_formats() -> None:
+    schema = {"type": "string", "format": "semver"}
+    assert of(json_schema=schema).constraint.not_enforced == ("/format",)  # type: ignore[union-attr]
+    with pytest.raises(UnsupportedConstraint, match="semver"):
+        of(json_schema=schema, strict_formats=True)

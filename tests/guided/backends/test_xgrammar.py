@@ -43,21 +43,17 @@ def accepts(backend: XGrammarBackend, schema: Any, value: Any) -> bool:
 @pytest.mark.parametrize(
     ("schema", "keyword", "pointer"),
     [
-        ({"not": {"type": "string"}}, "not", "/not"),
-        ({"if": {"type": "string"}, "then": {"minLength": 2}}, "if", "/if"),
+        ({"type": "array", "not": {"uniqueItems": True}}, "not", "/not"),
         ({"type": "array", "uniqueItems": True}, "uniqueItems", "/uniqueItems"),
         ({"type": "array", "contains": {"const": 1}}, "contains", "/contains"),
         ({"type": "number", "multipleOf": 0.1}, "multipleOf", "/multipleOf"),
         ({"type": "integer", "multipleOf": 7, "minimum": 3}, "multipleOf", "/multipleOf"),
         ({"type": "integer", "maximum": 2**63}, "maximum", "/maximum"),
         ({"type": "number", "minimum": 1e300}, "minimum", "/minimum"),
-        ({"type": "string", "format": "iri-reference"}, "format", "/format"),
         ({"type": "string", "format": "email", "maxLength": 9}, "maxLength", "/format"),
         ({"type": "string", "format": "uri", "pattern": "x"}, "pattern", "/pattern"),
         ({"type": "string", "pattern": "(?=a)b"}, "lookaround", "/pattern"),
         ({"type": "string", "pattern": "^a+b+$", "maxLength": 5}, "maxLength", "/pattern"),
-        ({"type": "object", "dependentRequired": {"a": ["b"]}}, "dependentRequired", "/dependentRequired"),
-        ({"oneOf": [{"type": "number"}, {"minimum": 3}]}, "oneOf", "/oneOf"),
         ({"allOf": [{"pattern": "a"}, {"pattern": "b"}]}, "allOf", "/allOf"),
         ({"patternProperties": {"^a": {"type": "null"}, "^ab": {"type": "string"}}}, "overlap", "/patternProperties"),
         ({"properties": {"ab": {"const": 1}}, "patternProperties": {"b": {"const": 2}}}, "'ab'", "/patternProperties"),
@@ -269,7 +265,7 @@ def test_it_says_nothing_on_stderr(backend: XGrammarBackend, capfd: pytest.Captu
     for token in (0, 257, 287, 288, -1, 10**6):
         with pytest.raises(TokenRejected):
             state.accept_tokens([token])
-    for schema in ({"not": {}}, {"type": "array", "uniqueItems": True}, {"type": "string", "pattern": "a^"}):
+    for schema in ({"enum": [2**70]}, {"type": "array", "uniqueItems": True}, {"type": "string", "pattern": "a^"}):
         with pytest.raises(UnsupportedConstraint):
             matcher(backend, schema)
     for pattern in ("(?!a)b", "a|^b$", r"\Aa\Z"):

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from guided.errors import ConstraintTooLarge, InvalidConstraint
 from guided.limits import DEFAULT_LIMITS, Limits
-from guided.schema.document import close_objects, parse, walk_keywords
+from guided.schema.document import close_objects, parse
 
 DATA = Path(__file__).parents[4] / "shared" / "data" / "maskbench-dev.jsonl.gz"
 
@@ -151,7 +151,7 @@ def test_dialects_differ_in_what_they_allow() -> None:
         ({"$ref": "http://example.com/a.json"}, "/$ref", "nothing is fetched"),
         ({"properties": {"a": {"$ref": "other.json#/b"}}}, "/properties/a/$ref", "nothing is fetched"),
         ({"$ref": "file:///etc/passwd"}, "/$ref", "nothing is fetched"),
-        ({"$ref": "https://json-schema.org/draft/2020-12/schema"}, "/$ref", "nothing is fetched"),
+        ({"$ref": "https://json-schema.org/draft/2099-12/schema"}, "/$ref", "nothing is fetched"),
         ({"$ref": "#/$defs/a"}, "/$ref", "leads to nothing"),
         ({"$ref": "#anchor"}, "/$ref", "leads to nothing"),
         ({"$ref": "#/required/x", "required": []}, "/$ref", "leads to nothing"),
@@ -275,30 +275,6 @@ class TestSizes:
         assert message in error.message
 
 
-class TestWalk:
-    def test_pointers_keywords_values_and_subschemas(self) -> None:
-        schema = {
-            "type": "object",
-            "properties": {"a/b": {"enum": [{"type": "x"}]}, "c": {"$ref": "#/$defs/d"}},
-            "$defs": {"d": {"minLength": 1}, "unused": {"maxLength": 2}},
-            "default": {"pattern": "x"},
-        }
-        visited = {pointer: value for pointer, _, value, _ in walk_keywords(schema)}
-        assert visited["/type"] == "object"
-        assert visited["/properties/a~1b/enum"] == [{"type": "x"}]
-        assert visited["/properties/c/$ref"] == "#/$defs/d"
-        assert visited["/$defs/d/minLength"] == 1
-        assert not any("unused" in pointer or pointer.startswith("/default/") for pointer in visited)
-        for pointer, keyword, value, subschema in walk_keywords(schema):
-            assert subschema[keyword] is value
-            assert pointer.endswith(f"/{keyword}")
-
-    def test_recursion_is_visited_once(self) -> None:
-        schema = {"properties": {"next": {"$ref": "#"}, "other": {"$ref": "#/properties/next"}}}
-        assert len(list(walk_keywords(schema))) == 3
-        assert list(walk_keywords(True)) == []
-
-
 class TestCloseObjects:
     @pytest.mark.parametrize(
         "schema",
@@ -386,13 +362,12 @@ def test_anything_is_accepted_or_refused_and_nothing_else(schema: Any) -> None:
         document = check(schema)
     except InvalidConstraint:
         return
-    list(walk_keywords(document))
     if isinstance(close_objects(document), dict):
         check(close_objects(document))
 
 
 @pytest.mark.skipif(not DATA.exists(), reason="shared/data is not here")
-def test_of_real_schemas_only_the_one_with_a_remote_reference_is_refused() -> None:
+def test_no_real_schema_is_refused() -> None:
     refused = []
     with gzip.open(DATA) as lines:
         entries = [json.loads(line) for line in lines]
@@ -402,4 +377,4 @@ def test_of_real_schemas_only_the_one_with_a_remote_reference_is_refused() -> No
         except InvalidConstraint as error:
             refused.append((entry["id"], error.pointer))
     assert len(entries) == 1125
-    assert refused == [("JsonSchemaStore---swagger-2.0", "/definitions/schema/properties/title/$ref")]
+    assert refused == []

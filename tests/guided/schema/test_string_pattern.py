@@ -209,3 +209,9 @@ def test_less_the_empty_text(pattern: str, text: str) -> None:
     assert regex.nullable(node) == (re.fullmatch(pattern, "") is not None)
     matches = rest is not None and re.fullmatch(regex.render(rest), text) is not None
     assert matches == (text != "" and re.fullmatch(pattern, text) is not None)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.from_regex(string_pattern.FORMATS["regex"]))
+def test_the_format_regex_matches_regular_expressions(text: str) -> None:
+    re.compile(text)
