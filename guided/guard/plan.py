@@ -225,6 +225,8 @@ class _Planner:
                 part = self.form.target(part)
             if isinstance(part, bool):
                 continue
+            if part.keys() & {"unevaluatedProperties", "unevaluatedItems"}:
+                raise _Unguarded
             if "allOf" in schema and any(name in part for name in ("allOf", *_KEPT_APART)):
                 if "anyOf" not in part:
                     raise _Unguarded

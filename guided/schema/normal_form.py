@@ -47,6 +47,7 @@ from guided.schema.keywords import (
     types_of,
 )
 from guided.schema.metaschema import Dialect
+from guided.schema.unevaluated import with_effective
 
 _MAX_MERGES = 10_000
 _MAX_ALTERNATIVES = 64
@@ -220,7 +221,7 @@ class _Normaliser:
         outer = self._scope
         self._scope = {**self._anchors.get(_resource(node), {}), **outer} if self._anchors else outer
         try:
-            result = self._conjunction(list(self._conjuncts(node)), schema)
+            result = self._conjunction(list(self._conjuncts(node)), with_effective(node))
         finally:
             self._scope = outer
         if isinstance(result, dict):

@@ -25,7 +25,7 @@ DIALECTS = {
     "draft7": "http://json-schema.org/draft-07/schema#",
     "draft2020-12": "https://json-schema.org/draft/2020-12/schema",
 }
-LEAST_COMPILED = {"draft7": 185, "draft2020-12": 265}
+LEAST_COMPILED = {"draft7": 225, "draft2020-12": 315}
 """Of 257 and 383 groups."""
 
 INTEGER = "an integer is written without a fraction: `1.0` gains a model nothing"
@@ -46,12 +46,6 @@ REJECTED = {
     ("dependentRequired", "single dependency", "with dependency"): ORDER,
     ("dependentRequired", "multiple dependents required", "with dependencies"): ORDER,
     ("dependentRequired", "dependencies with escaped characters", "quoted quotes"): ORDER,
-    (
-        "dynamicRef",
-        "A $dynamicRef that initially resolves to a schema without a matching $dynamicAnchor behaves like a normal $ref"
-        " to $anchor",
-        "The recursive part doesn't need to validate against the root",
-    ): ORDER,
     ("enum", "enum with 0 does not match false", "float zero is valid"): INTEGER,
     ("enum", "enum with [0] does not match [false]", "[0.0] is valid"): INTEGER,
     ("enum", "enum with 1 does not match true", "float one is valid"): INTEGER,
@@ -60,15 +54,9 @@ REJECTED = {
     (
         "unevaluatedProperties",
         "unevaluatedProperties with anyOf",
-        "when one matches and has no unevaluated properties",
-    ): ORDER,
-    (
-        "unevaluatedProperties",
-        "unevaluatedProperties with anyOf",
         "when two match and has no unevaluated properties",
     ): ALTERNATIVES,
     ("unevaluatedProperties", "unevaluatedProperties with $ref", "with no unevaluated properties"): ORDER,
-    ("unevaluatedProperties", "unevaluatedProperties before $ref", "with no unevaluated properties"): ORDER,
     (
         "vocabulary",
         "schema that uses custom metaschema with with no validation vocabulary",
