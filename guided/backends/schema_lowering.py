@@ -283,8 +283,6 @@ class SchemaLowering(ABC):
 
     def listed_names(self, names: Schema) -> list[str] | None:
         """Return the names that `names`, the schema of `propertyNames`, lists; None if it lists none."""
-        if isinstance(names, dict) and "$ref" in names:
-            names = self.form.target(names)
         if isinstance(names, bool) or not names.keys() & {"enum", "const"}:
             return [] if names is False else None
         values = [names["const"]] if "const" in names else names["enum"]
