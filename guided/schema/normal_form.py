@@ -8,7 +8,10 @@ In normal form (always draft 2020-12):
 
 - there are no annotations, unknown keywords, or keywords without effect (a `minLength` on an integer);
 - `$ref` is "#/$defs/<name>" and has no siblings, nor have `anyOf`, `oneOf`, `enum` and `const`;
-- `oneOf` is an `anyOf` if its alternatives exclude each other;
+- `not`, `if`, `dependentSchemas` and `oneOf` are an `anyOf` without them where that is exact (`complement.py`): of `if`
+  and `then`, or `else` and what `if` does not allow; of each alternative without what the others allow;
+- a `$dynamicRef` is a `$ref` to a definition for the dynamic scope;
+- no part is without a finite instance (`finite.py`), and formats are those of the specification;
 - every name in `required` is in `properties`, unless there are `patternProperties`;
 - tuples are `prefixItems`, and exclusive bounds are numbers;
 - `allOf` remains only where merging was not exact (`not`, `if`, two patterns, recursion, ...).
@@ -88,12 +91,12 @@ class NormalForm:
 
     def note(self, schema: Schema, pointer: str) -> None:
         """Record that `schema` came from `pointer`, unless it already has a pointer."""
-        self._origins.setdefault(id(schema), (schema, pointer))
+        if pointer and not self.pointer(schema):
+            self._origins[id(schema)] = (schema, pointer)
 
     def note_copy(self, original: Schema, copy: Schema) -> None:
         """Record that `copy` came from where `original` did."""
-        if id(original) in self._origins:
-            self.note(copy, self.pointer(original))
+        self.note(copy, self.pointer(original))
 
     def target(self, schema: dict[str, Any]) -> Schema:
         """Return the target of a `$ref` in normal form."""
