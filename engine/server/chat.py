@@ -88,7 +88,7 @@ class _ChatAnswer(Answer):
 
     def opening(self, index: int) -> dict[str, Any]:
         chunk = self.chunk(index, {"delta": {"role": "assistant", "content": ""}})
-        return chunk if self.guided is None else {**chunk, "guided": self.guided.model_dump()}
+        return chunk if self.guided is None else {**chunk, "guided": self.guided_info()}
 
     def content(self, text: str | None) -> dict[str, Any]:
         return {"delta": {} if text is None else {"content": text}}

@@ -56,7 +56,8 @@ class GenerationRoute(AdmissionRoute):
                     content = answer.whole(await _unless_gone(request, _finished(outputs)))
             except _ClientGone:
                 context.metrics.abandoned("disconnected")
-                logger.info("request %s (x-request-id %s): the client went away", job.request_id, job.http_id)
+                text = "request %s (x-request-id %s): the client went away"
+                logger.info(text, job.request_id, job.http_id, extra=job.log_ids)
                 return Response(status_code=499)
             headers = {} if outputs.guided is None else _headers(outputs.guided)
             return AnswerStream(content, stack.pop_all(), headers, context, job)

@@ -38,6 +38,8 @@ def sampling_params(
             "vllm_xargs needs a custom logits processor, and this server has none: see --logits-processors",
             param="vllm_xargs",
         )
+    if request.stream and request.prompt_logprobs is not None and not getattr(request, "echo", False):
+        raise InvalidRequest("prompt_logprobs are not available with stream: true", param="prompt_logprobs")
     return SamplingParams(
         **{**context.settings.sampling_defaults, **given},
         max_tokens=max_tokens,

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from guided import regex
 from guided.backends.base import Backend, CompiledGrammar
 from guided.backends.llguidance_schema import lower
+from guided.backends.llguidance_tags import TagGrammar
 from guided.backends.matchers import TextMatcher
 from guided.backends.native import guard
 from guided.backends.number_limit import NumberLimit
@@ -56,13 +57,18 @@ class LLGuidanceBackend(Backend):
         self._numbers = NumberLimit(vocabulary)
 
     def compile(self, constraint: Constraint) -> LLGuidanceGrammar:
+        special: set[int] = set()
         with _native:
-            source = self._source(constraint)
+            if constraint.kind == "structural_tag":
+                tag = TagGrammar(constraint, self._vocabulary.special_names, self._inner)
+                source, special = json.dumps(tag.source()), tag.special_token_ids
+            else:
+                source = self._source(constraint)
             matcher = llguidance.LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits)
             if matcher.is_error():
                 raise _refusal(matcher.get_error(), constraint)
         numbers = self._numbers if constraint.kind in ("json_schema", "json_object") else None
-        return LLGuidanceGrammar(self._vocabulary, matcher, len(source), numbers)
+        return LLGuidanceGrammar(self._vocabulary, matcher, len(source), numbers, frozenset(special))
 
     def load(self, constraint: Constraint, dumped: bytes) -> LLGuidanceGrammar:
         """Compile again: matchers can't be serialised, and compiling takes a millisecond."""
@@ -83,21 +89,36 @@ class LLGuidanceBackend(Backend):
                 return str(make.grammar_from_regex(regex.render(options)))
             case "grammar":
                 return str(make.grammar_from_lark(to_lark(constraint.source)))
+        raise AssertionError(constraint.kind)
+
+    def _inner(self, content: Constraint) -> dict[str, Any]:
+        """Return a content of a structural tag as an entry of llguidance's list of grammars."""
+        if content.kind == "grammar":
+            return {"lark_grammar": to_lark(content.source)}
+        entry: dict[str, Any] = json.loads(self._source(content))["grammars"][0]
+        return entry
 
 
 class LLGuidanceGrammar(CompiledGrammar):
     """A matcher at the start. Each sequence gets a copy; copies share the automaton of the lexer.
+
 
     Args:
         numbers: limits the digits of numbers; None for a constraint that is not JSON.
     """
 
     def __init__(
-        self, vocabulary: Vocabulary, start: llguidance.LLMatcher, source_bytes: int, numbers: NumberLimit | None
+        self,
+        vocabulary: Vocabulary,
+        start: llguidance.LLMatcher,
+        source_bytes: int,
+        numbers: NumberLimit | None,
+        special_token_ids: frozenset[int] = frozenset(),
     ) -> None:
         self._vocabulary = vocabulary
         self._start = start
         self._numbers = numbers
+        self.special_token_ids = special_token_ids
         self.nbytes = 64 * 1024 + 20 * source_bytes
         """An estimate: llguidance doesn't report it."""
 

@@ -50,6 +50,7 @@ from guided.schema.keywords import (
     types_of,
 )
 from guided.schema.metaschema import Dialect
+from guided.schema.unevaluated import unevaluated
 
 _MAX_MERGES = 5_000
 _MAX_ALTERNATIVES = 64
@@ -229,7 +230,7 @@ class _Normaliser:
         outer = self._scope
         self._scope = {**self._anchors.get(_resource(node), {}), **outer} if self._anchors else outer
         try:
-            result = self._conjunction(list(self._conjuncts(node)), schema)
+            result = self._conjunction(list(self._conjuncts(node)), unevaluated(node))
         finally:
             self._scope = outer
         if isinstance(result, dict):
@@ -360,9 +361,9 @@ class _Normaliser:
                 apart.append(conjunct)
         if merged is False or any(part is False for part in apart):
             return False
-        unevaluated = {keyword: self._normal(schema[keyword]) for keyword in _UNEVALUATED if keyword in schema}
-        if apart and any(value is not True for value in unevaluated.values()):
-            apart.append(unevaluated)  # what counts as evaluated is not known
+        rest = {keyword: self._normal(schema[keyword]) for keyword in _UNEVALUATED if keyword in schema}
+        if apart and any(value is not True for value in rest.values()):
+            apart.append(rest)  # what counts as evaluated is not known
         else:
             merged = self._close_unevaluated(merged, schema)
         if merged == {}:
@@ -392,7 +393,7 @@ class _Normaliser:
         for keyword, standing in (("unevaluatedProperties", "additionalProperties"), ("unevaluatedItems", "items")):
             if keyword in schema:
                 value = self._normal(schema[keyword])
-                if value is not True and standing not in merged and standing not in schema:
+                if value is not True and standing not in merged:
                     merged = {**merged, standing: value}
         return merged
 
