@@ -251,6 +251,8 @@ class SchemaLowering(ABC):
             raise self.refusal(schema, "minProperties")
         if high is not None and (any_names or high < len(allowed)) and high != 0:
             raise self.refusal(schema, "maxProperties")
+        if not declared and any(value is not False for value in schema.get("patternProperties", {}).values()):
+            raise self.refusal(schema, "patternProperties")  # only the empty object would be left
         if not any_names or high == 0:
             allowed = {} if high == 0 else allowed
             self.check_names(schema, allowed)
