@@ -32,7 +32,7 @@ from guided.schema import string_pattern
 from guided.schema.complement import only_closes
 from guided.schema.implication import covers
 from guided.schema.keywords import Schema, clean, integer_bounds
-from guided.schema.string_language import complement_of, pattern_of, without
+from guided.schema.string_language import complement_of, disjoint_patterns, pattern_of, without
 
 _OWN_FORMATS = frozenset(("duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"))
 """Formats that llguidance enforces."""
@@ -43,6 +43,7 @@ _EXACT = 2**53
 _MULTIPLES = 2**32
 _MOST_DIGITS = 9
 """Maximum number of decimals of `multipleOf`."""
+_MAX_PATTERNS = 8
 _MAX_COUNTED = 40
 """Maximum number of alternatives for `minProperties` and `maxProperties`."""
 _REFERENCE = '{"$ref": '
@@ -296,6 +297,8 @@ class LLGuidanceLowering(SchemaLowering):
         patterns: dict[str, Schema] = schema.get("patternProperties", {})
         rest: Schema = schema.get("additionalProperties", True)
         names = schema.get("propertyNames", True)
+        while isinstance(names, dict) and "$ref" in names:
+            names = self.form.target(names)
         if names is True:
             return properties, patterns, rest
         allowed = self.allowed_names(schema, properties)
@@ -317,18 +320,31 @@ class LLGuidanceLowering(SchemaLowering):
     ) -> tuple[dict[str, Schema], dict[str, Schema], Schema]:
         """Exclude named properties from patterns with references: llguidance can't merge recursive ones."""
         properties, found = dict(properties), {}
-        for pattern, value in patterns.items():
+        for pattern, value in self._disjoint(schema, patterns).items():
             names = (
                 [name for name in properties if self.matches(pattern, name)] if _REFERENCE in json.dumps(value) else []
             )
             for name in names:
                 if not covers(value, properties[name]):
-                    properties[name] = {"allOf": [properties[name], value]}
+                    properties[name] = all_of([properties[name], value])
             try:
                 found[without(pattern, names) if names else pattern] = value
             except UnsupportedConstraint:
                 raise self.refusal(schema, "patternProperties", " that match named properties too") from None
         return properties, found, rest
+
+    def _disjoint(self, schema: dict[str, Any], patterns: dict[str, Schema]) -> dict[str, Schema]:
+        """Return `patternProperties` in which no name matches two patterns."""
+        if not 1 < len(patterns) <= _MAX_PATTERNS:
+            return patterns
+        try:
+            found = disjoint_patterns(list(patterns))
+        except UnsupportedConstraint:
+            return patterns  # llguidance may do it
+        except InvalidConstraint as error:
+            raise self.at_keyword(error, schema, "patternProperties") from None
+        parts = [(pattern, [patterns[one] for one in together]) for pattern, together in found]
+        return {pattern: all_of(together) for pattern, together in parts}
 
     def _counted(self, schema: dict[str, Any], lowered: dict[str, Any], *, closed: bool) -> dict[str, Any]:
         """Add `minProperties` and `maxProperties`, which llguidance counts only where every named property is required.
@@ -375,6 +391,14 @@ class LLGuidanceLowering(SchemaLowering):
         properties = {**lowered["properties"], **dict.fromkeys(absent, False)}
         required = [*lowered.get("required", []), *(name for name in optional if name in some)]
         return {**lowered, "properties": properties, **({"required": required} if required else {})}
+
+
+def all_of(parts: list[Schema]) -> Schema:
+    """Return what all of `parts` allow."""
+    if any(part is False for part in parts):
+        return False
+    some = [part for part in parts if part is not True]
+    return {"allOf": some} if len(some) > 1 else some[0] if some else True
 
 
 def lower(schema: Schema) -> tuple[dict[str, Any], bool]:

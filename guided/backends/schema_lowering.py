@@ -251,6 +251,8 @@ class SchemaLowering(ABC):
             raise self.refusal(schema, "minProperties")
         if high is not None and (any_names or high < len(allowed)) and high != 0:
             raise self.refusal(schema, "maxProperties")
+        if not declared and any(value is not False for value in schema.get("patternProperties", {}).values()):
+            raise self.refusal(schema, "patternProperties")  # only the empty object would be left
         if not any_names or high == 0:
             allowed = {} if high == 0 else allowed
             self.check_names(schema, allowed)
@@ -283,8 +285,6 @@ class SchemaLowering(ABC):
 
     def listed_names(self, names: Schema) -> list[str] | None:
         """Return the names that `names`, the schema of `propertyNames`, lists; None if it lists none."""
-        if isinstance(names, dict) and "$ref" in names:
-            names = self.form.target(names)
         if isinstance(names, bool) or not names.keys() & {"enum", "const"}:
             return [] if names is False else None
         values = [names["const"]] if "const" in names else names["enum"]

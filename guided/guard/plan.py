@@ -72,12 +72,14 @@ def plan_superset(document: dict[str, Any] | bool) -> Plan | None:
     """Return the plan for a schema that a library can't enforce; None if the guard can't either."""
     if isinstance(document, bool):
         return None
-    try:
-        planner = _Planner(normalise(json.loads(json.dumps(document))))
-        superset = planner.superset()
-    except (_Unguarded, UnsupportedConstraint):
-        return None
-    return Plan(json.dumps(superset, ensure_ascii=False), planner, _final_validator(document))
+    for rewrite in (True, False):  # rewritten conditions are alternatives, which the guard may not tell apart
+        try:
+            planner = _Planner(normalise(document, rewrite=rewrite))
+            superset = planner.superset()
+        except (_Unguarded, UnsupportedConstraint):
+            continue
+        return Plan(json.dumps(superset, ensure_ascii=False), planner, _final_validator(document))
+    return None
 
 
 def _final_validator(document: dict[str, Any]) -> Any:

@@ -8,7 +8,10 @@ In normal form (always draft 2020-12):
 
 - there are no annotations, unknown keywords, or keywords without effect (a `minLength` on an integer);
 - `$ref` is "#/$defs/<name>" and has no siblings, nor have `anyOf`, `oneOf`, `enum` and `const`;
-- `oneOf` is an `anyOf` if its alternatives exclude each other;
+- `not`, `if`, `dependentSchemas` and `oneOf` are an `anyOf` without them where that is exact (`complement.py`): of `if`
+  and `then`, or `else` and what `if` does not allow; of each alternative without what the others allow;
+- a `$dynamicRef` is a `$ref` to a definition for the dynamic scope;
+- no part is without a finite instance (`finite.py`), and formats are those of the specification;
 - every name in `required` is in `properties`, unless there are `patternProperties`;
 - tuples are `prefixItems`, and exclusive bounds are numbers;
 - `allOf` remains only where merging was not exact (`not`, `if`, two patterns, recursion, ...).
@@ -21,7 +24,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from itertools import zip_longest
 from math import lcm
 from typing import Any
@@ -47,9 +50,9 @@ from guided.schema.keywords import (
     types_of,
 )
 from guided.schema.metaschema import Dialect
-from guided.schema.unevaluated import with_effective
+from guided.schema.unevaluated import unevaluated
 
-_MAX_MERGES = 10_000
+_MAX_MERGES = 5_000
 _MAX_ALTERNATIVES = 64
 _MAX_MERGED_DEFINITIONS = 50
 _MAX_DEFINITIONS = 10_000
@@ -89,12 +92,12 @@ class NormalForm:
 
     def note(self, schema: Schema, pointer: str) -> None:
         """Record that `schema` came from `pointer`, unless it already has a pointer."""
-        self._origins.setdefault(id(schema), (schema, pointer))
+        if pointer and not self.pointer(schema):
+            self._origins[id(schema)] = (schema, pointer)
 
     def note_copy(self, original: Schema, copy: Schema) -> None:
         """Record that `copy` came from where `original` did."""
-        if id(original) in self._origins:
-            self.note(copy, self.pointer(original))
+        self.note(copy, self.pointer(original))
 
     def target(self, schema: dict[str, Any]) -> Schema:
         """Return the target of a `$ref` in normal form."""
@@ -113,8 +116,13 @@ def normalise(schema: Schema, *, rewrite: bool = True) -> NormalForm:
     """
     if isinstance(schema, bool):
         return NormalForm(schema)
+    return _normalised(json.dumps(schema), rewrite)
+
+
+@lru_cache(maxsize=4)  # each backend that is tried asks for it
+def _normalised(text: str, rewrite: bool) -> NormalForm:
     try:
-        return _Normaliser(schema, rewrite).run()
+        return _Normaliser(json.loads(text), rewrite).run()
     except re.error as error:
         raise InvalidConstraint(f"a pattern is malformed: {error}", param="json_schema") from None
     except RecursionError:
@@ -149,7 +157,8 @@ class _Normaliser:
         self._document = document
         self._graph = SchemaGraph.build(document)
         self._nodes = {id(node.schema): node for node in self._graph.nodes()}
-        # Rewriting names properties and items, which would count as evaluated.
+        self._splits_dependencies = rewrite
+        # Other rewriting names properties and items, which would count as evaluated.
         self._rewrite = rewrite and not any(node.schema.keys() & _UNEVALUATED for node in self._graph.nodes())
         self._dialect = Dialect.of(document)
         refuse_mixed_dialects(self._graph, self._dialect)
@@ -221,7 +230,7 @@ class _Normaliser:
         outer = self._scope
         self._scope = {**self._anchors.get(_resource(node), {}), **outer} if self._anchors else outer
         try:
-            result = self._conjunction(list(self._conjuncts(node)), with_effective(node))
+            result = self._conjunction(list(self._conjuncts(node)), unevaluated(node))
         finally:
             self._scope = outer
         if isinstance(result, dict):
@@ -268,10 +277,15 @@ class _Normaliser:
         for name, value in (*schema.get("dependentRequired", {}).items(), *self._dependencies(schema)):
             needs = {"required": [value] if isinstance(value, str) else value}
             then = clean(needs) if isinstance(value, list | str) else self._normal(value)
-            present = clean({"required": [name]})
-            absent = clean({"properties": {name: False}})
-            parts = [[present, then], [absent, True]]
-            yield self._alternatives("anyOf", [self._merge(*both) for both in parts])
+            yield self._depending(name, then)
+
+    def _depending(self, name: str, then: Schema) -> Schema:
+        """Return `then` where the property `name` is present. Exact beside `unevaluatedProperties` too."""
+        if self._splits_dependencies:
+            with suppress(_Inexact):
+                present = self._merge(clean({"required": [name]}), then)
+                return self._alternatives("anyOf", [present, clean({"properties": {name: False}})])
+        return clean({"dependentSchemas": {name: then}})
 
     def _dependencies(self, schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:
         """Yield `dependentSchemas`, and `dependencies` (until draft 7): names, a schema, or in draft 3 one name."""
@@ -347,9 +361,9 @@ class _Normaliser:
                 apart.append(conjunct)
         if merged is False or any(part is False for part in apart):
             return False
-        unevaluated = {keyword: self._normal(schema[keyword]) for keyword in _UNEVALUATED if keyword in schema}
-        if apart and any(value is not True for value in unevaluated.values()):
-            apart.append(unevaluated)  # what counts as evaluated is not known
+        rest = {keyword: self._normal(schema[keyword]) for keyword in _UNEVALUATED if keyword in schema}
+        if apart and any(value is not True for value in rest.values()):
+            apart.append(rest)  # what counts as evaluated is not known
         else:
             merged = self._close_unevaluated(merged, schema)
         if merged == {}:
@@ -379,7 +393,7 @@ class _Normaliser:
         for keyword, standing in (("unevaluatedProperties", "additionalProperties"), ("unevaluatedItems", "items")):
             if keyword in schema:
                 value = self._normal(schema[keyword])
-                if value is not True and standing not in merged and standing not in schema:
+                if value is not True and standing not in merged:
                     merged = {**merged, standing: value}
         return merged
 
@@ -445,11 +459,19 @@ class _Normaliser:
         flat: list[Schema] = []
         for part in possible:
             for option in part["anyOf"] if isinstance(part, dict) and part.keys() == {"anyOf"} else [part]:
-                if not any(covers(other, option) for other in flat):
-                    flat = [*(other for other in flat if not covers(option, other)), option]
-        if len(flat) > _MAX_ALTERNATIVES and len(flat) > len(possible):
-            raise _Inexact
+                if len(flat) <= _MAX_ALTERNATIVES:  # a longer list takes too long to compare
+                    if any(covers(other, option) for other in flat):
+                        continue
+                    flat = [other for other in flat if not covers(option, other)]
+                flat.append(option)
         return flat[0] if len(flat) == 1 else {"anyOf": flat}
+
+    def _few_alternatives(self, parts: Iterator[Schema], count: int) -> Schema:
+        """Return any of `parts`, made from `count` alternatives. Raises `_Inexact` if these have become too many."""
+        result = self._alternatives("anyOf", list(parts))
+        if isinstance(result, dict) and len(result.get("anyOf", ())) > max(count, _MAX_ALTERNATIVES):
+            raise _Inexact
+        return result
 
     def _exclusive(self, parts: Sequence[Schema]) -> list[Schema]:
         """Return each of `parts` without the values that another one allows."""
@@ -520,9 +542,11 @@ class _Normaliser:
         if (left.keys() | right.keys()) & {"allOf", "oneOf"}:
             raise _Inexact
         if "anyOf" in left:
-            return self._alternatives("anyOf", [self._merge(part, right) for part in left["anyOf"]])
+            options = left["anyOf"]
+            return self._few_alternatives((self._merge(part, right) for part in options), len(options))
         if "anyOf" in right:
-            return self._alternatives("anyOf", [self._merge(left, part) for part in right["anyOf"]])
+            options = right["anyOf"]
+            return self._few_alternatives((self._merge(left, part) for part in options), len(options))
         result = clean(self._merge_keywords(left, right))
         if isinstance(result, dict):
             self._form.note(result, self._form.pointer(left) or self._form.pointer(right))

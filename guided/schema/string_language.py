@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import combinations
 from typing import Any
 
 import interegular
@@ -41,6 +42,24 @@ def without(pattern: str, names: Iterable[str]) -> str:
     """Return a pattern for the strings that contain a match of `pattern` and are not in `names`. Raises as above."""
     listed = _machine(regex.choice(map(regex.literal, names)))
     return _whole(_node(_machine(string_pattern.read(pattern)).difference(listed)))
+
+
+def disjoint_patterns(patterns: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """Return disjoint patterns that together match what `patterns` do, each with those of them that match it too.
+
+    Raises as above.
+    """
+    machines = [_machine(string_pattern.read(pattern)) for pattern in patterns]
+    if all((one & other).empty() for one, other in combinations(machines, 2)):
+        return [(pattern, [pattern]) for pattern in patterns]
+    found: list[tuple[Any, list[str]]] = []
+    for pattern, machine in zip(patterns, machines, strict=True):
+        rest, split = machine, []
+        for other, together in found:
+            split += [(other & machine, [*together, pattern]), (other - machine, together)]
+            rest = rest - other
+        found = [(part, together) for part, together in [*split, (rest, [pattern])] if not part.empty()]
+    return [(_whole(_node(part)), together) for part, together in found]
 
 
 def _whole(node: Node) -> str:

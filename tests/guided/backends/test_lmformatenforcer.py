@@ -71,8 +71,7 @@ def test_what_the_library_takes_and_we_do_not(
         ({"type": "array", "items": False}, "items", "/items"),
         ({"type": "object", "minProperties": 1}, "minProperties", "/minProperties"),
         ({"type": "object", "patternProperties": {"a": {}}}, "patternProperties", "/patternProperties"),
-        ({"properties": {"x~/y": {"not": {}}}}, "not", "/properties/x~0~1y/not"),
-        ({"oneOf": [{"type": "string"}, {"maxLength": 2}]}, "oneOf", "/oneOf"),
+        ({"properties": {"x~/y": {"type": "string", "not": {"pattern": "a"}}}}, "not", "/properties/x~0~1y/not"),
         ({"allOf": [{"pattern": "a"}, {"pattern": "b"}]}, "allOf", "/allOf"),
         ({"anyOf": [{"type": "string"}, {"multipleOf": 2}]}, "multipleOf", "/anyOf/1/multipleOf"),
         ({"type": "string", "pattern": "a", "minLength": 3}, "minLength", "/minLength"),
@@ -80,7 +79,6 @@ def test_what_the_library_takes_and_we_do_not(
         ({"enum": ["a\n"]}, "enum", "/enum"),
         ({"enum": [True]}, "enum", "/enum"),
         ({"const": {"a": 1}}, "const", "/const"),
-        ({"if": {"type": "string"}, "then": {"minLength": 1}}, "if", "/if"),
         ({"$defs": {"a": {"format": "date"}}, "items": {"$ref": "#/$defs/a"}}, "format", "/$defs/a/format"),
     ],
     ids=json.dumps,
@@ -197,7 +195,7 @@ def test_nothing_satisfies(backend: LMFormatEnforcerBackend) -> None:
 
 def test_a_schema_that_is_nothing_but_itself_is_refused(backend: LMFormatEnforcerBackend) -> None:
     schema = {"$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}]}}, "$ref": "#/$defs/a"}
-    with pytest.raises(UnsupportedConstraint, match="refers to itself"):
+    with pytest.raises(InvalidConstraint, match="no finite value"):
         backend.compile(Constraint("json_schema", json.dumps(schema)))
 
 

@@ -37,18 +37,16 @@ def fits(grammar: CompiledGrammar, text: str) -> bool:
 @pytest.mark.parametrize(
     ("schema", "keyword", "pointer"),
     [
-        ({"not": {"type": "string"}}, "not", "/not"),
+        ({"type": "array", "not": {"uniqueItems": True}}, "not", "/not"),
         ({"type": "array", "uniqueItems": True}, "uniqueItems", "/uniqueItems"),
         ({"type": "array", "contains": {"const": 1}}, "contains", "/contains"),
         ({"type": "number", "multipleOf": 0.1}, "multipleOf", "/multipleOf"),
         ({"type": "number", "minimum": 0.5}, "minimum", "/minimum"),
-        ({"type": "string", "format": "iri"}, "format", "/format"),
         ({"type": "string", "pattern": r"(a)\1"}, "backreference", "/pattern"),
         ({"type": "object", "patternProperties": {"a": {}}, "additionalProperties": {}, "minProperties": 1}, "p", None),
         ({"type": "object", "minProperties": 2}, "minProperties", "/minProperties"),
         ({"type": "object", "properties": {"a": {}, "b": {}}, "maxProperties": 1}, "maxProperties", "/maxProperties"),
         ({"$ref": "#/$defs/n", "$defs": {"n": {"items": {"$ref": "#/$defs/n"}, "type": "array"}}}, "recursive", None),
-        ({"oneOf": [{"type": "number"}, {"minimum": 3}]}, "oneOf", "/oneOf"),
     ],
 )
 def test_what_it_would_ignore_is_refused_by_name(

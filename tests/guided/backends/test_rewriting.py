@@ -85,7 +85,7 @@ _CONDITIONS = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(_OBJECTS, _CONDITIONS, st.lists(st.dictionaries(_NAMES, _VALUES, max_size=3), min_size=1, max_size=6))
 def test_conditions_on_objects(base: Any, conditions: Any, values: list[Any]) -> None:
     names = {"x": True, "y": True, "z": True}
@@ -101,7 +101,7 @@ def test_conditions_on_objects(base: Any, conditions: Any, values: list[Any]) ->
             assert conditions.keys() & {"oneOf", "not", "if", "dependentSchemas"}, value
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(_PARTS, _PARTS, _VALUES)
 def test_conditions_on_any_value(one: Any, other: Any, value: Any) -> None:
     for schema in (
@@ -141,6 +141,11 @@ def test_conditions_on_any_value(one: Any, other: Any, value: Any) -> None:
             {"type": "object", "propertyNames": {"pattern": "^[a-c]+$", "maxLength": 3}},
             [{}, {"abc": 1}],
             [{"abca": 1}, {"d": 1}],
+        ),
+        (
+            {"patternProperties": {"a": {"type": "integer"}, "^b": {"minimum": 5}, "c": False}, "type": "object"},
+            [{"a": 1}, {"ba": 5}, {"b": 7.5}, {"x": None}],
+            [{"ba": 4}, {"b": 4}, {"ba": 5.5}, {"c": 1}, {"ac": 1}],
         ),
         ({"const": {"b": [1, {"z": 1, "a": 2}], "a": None}}, [{"b": [1, {"z": 1, "a": 2}], "a": None}], [{"b": 1}]),
         (
