@@ -170,7 +170,8 @@ def main() -> None:
     before = machine()
     walks, row_bytes = measure(options.backend, options.data, 30 if options.quick else options.documents)
     seconds = np.concatenate([walk.seconds for walk in walks])
-    sparse, changed = (np.concatenate([getattr(walk, name) for walk in walks]) for name in ("sparse_bytes", "changed"))
+    sparse = np.concatenate([walk.sparse_bytes for walk in walks])
+    changed = np.concatenate([walk.changed for walk in walks])
     measured = {
         "schemas": len(walks),
         "masks": len(seconds),
