@@ -58,7 +58,9 @@ class RayPool:
         self._vocabulary = vocabulary
         self._lock = threading.Lock()
         self._closed = False
-        self._dispatcher = Dispatcher(options.mask_limit, options.pool_wait, options.max_replays, self._rejection)
+        self._dispatcher = Dispatcher(
+            options.mask_limit, options.pool_wait, options.max_replays, self._rejection, options.forced_tokens
+        )
         self._supervisors: list[Supervisor] = []
         with contextlib.ExitStack() as undo:
             self._cluster = Cluster.join(options.address)
@@ -95,8 +97,8 @@ class RayPool:
     def vocabulary(self) -> Vocabulary:
         return self._vocabulary
 
-    def compile(self, constraint: Constraint, backends: Sequence[str]) -> Future[Grammar]:
-        return self._grammars.compile(constraint, backends)
+    def compile(self, constraint: Constraint, backends: Sequence[str], client: str = "") -> Future[Grammar]:
+        return self._grammars.compile(constraint, backends, client)
 
     def release(self, grammar: Grammar) -> None:
         self._grammars.release(grammar)

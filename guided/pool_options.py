@@ -105,6 +105,8 @@ class RayPoolOptions:
         actor_memory_bytes: resident memory of one actor. An actor over the limit is killed, and the sequence that it
             was filling fails. An actor that has grown half way to the limit is replaced once it can be emptied.
             None: 2 GiB or half of the machine's memory, whichever is less.
+        forced_tokens: workers look ahead where a mask allows only one token (`StepMasks.forced`). For engines that call
+            `LogitPostProcessor.sampled`; the engine of this project sets it (`EngineConfig.forced_tokens`).
         max_cache_bytes: memory for compiled grammars that no request uses.
         max_compiling: distinct constraints that are being compiled or wait for it. More are rejected with
             `CompileQueueFull`.
@@ -127,6 +129,7 @@ class RayPoolOptions:
     max_replays: int = 0
     pool_wait: float = 30.0
     actor_memory_bytes: int | None = None
+    forced_tokens: bool = False
     max_cache_bytes: int = DEFAULT_CACHE_BYTES
     max_compiling: int = 256
     compile_limits: CompileLimits = field(default_factory=CompileLimits)

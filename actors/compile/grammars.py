@@ -64,6 +64,7 @@ class _Pending:
 
     constraint: Constraint
     backends: list[str]
+    client: str = ""
     future: Future[Grammar] = field(default_factory=Future)
     since: float = field(default_factory=time.monotonic)
     """`time.monotonic()` when it was asked for; once it is compiled, when the workers were."""
@@ -100,16 +101,16 @@ class Grammars:
         """Number of constraints that are being compiled or installed, or wait for it."""
         return len(self._pending)
 
-    def compile(self, constraint: Constraint, backends: Sequence[str]) -> Future[Grammar]:
+    def compile(self, constraint: Constraint, backends: Sequence[str], client: str = "") -> Future[Grammar]:
         """See `MaskPool.compile`. Returns at once."""
         try:
-            admitted = self._suspensions.admitted(backends)
+            admitted = self._suspensions.admitted(backends, client)
         except BackendSuspended as error:
             return _failed(error)
-        future = self._compiled_by(constraint, admitted)
-        return future if len(admitted) == len(backends) else self._unless_suspended(future, backends)
+        future = self._compiled_by(constraint, admitted, client)
+        return future if len(admitted) == len(backends) else self._unless_suspended(future, backends, client)
 
-    def _unless_suspended(self, future: Future[Grammar], backends: Sequence[str]) -> Future[Grammar]:
+    def _unless_suspended(self, future: Future[Grammar], backends: Sequence[str], client: str) -> Future[Grammar]:
         """Return the result of some of `backends`; if they can't enforce the constraint, the others' suspension."""
         outcome: Future[Grammar] = Future()
         outcome.set_running_or_notify_cancel()
@@ -117,7 +118,7 @@ class Grammars:
         def pass_on(done: Future[Grammar]) -> None:
             error = done.exception()
             if isinstance(error, GuidedError) and is_about_backend(error):
-                error = self._suspensions.error(backends) or error
+                error = self._suspensions.error(backends, client) or error
             if error is None:
                 outcome.set_result(done.result())
             else:
@@ -126,7 +127,7 @@ class Grammars:
         future.add_done_callback(pass_on)
         return outcome
 
-    def _compiled_by(self, constraint: Constraint, backends: Sequence[str]) -> Future[Grammar]:
+    def _compiled_by(self, constraint: Constraint, backends: Sequence[str], client: str) -> Future[Grammar]:
         key = cache_key(constraint, backends)
         with self._lock:
             if self._closed:
@@ -141,7 +142,7 @@ class Grammars:
                     return future
                 if key in self._pending:
                     return self._pending[key].future
-            pending = self._pending[key] = _Pending(constraint, list(backends))
+            pending = self._pending[key] = _Pending(constraint, list(backends), client)
             if new:
                 pending.future, task = future, partial(self._compile, key, pending)
             else:
@@ -260,7 +261,7 @@ class Grammars:
             self._fail(key, PoolUnavailable(f"the compile actor failed: {bounded(error)}"))
             return
         for backend in result.crashed:
-            self._suspensions.crashed(backend, constraint.key)
+            self._suspensions.crashed(backend, constraint.key, pending.client)
         for backend in result.timed_out:
             self._suspensions.timed_out(backend)
         if result.error is not None:

@@ -176,6 +176,9 @@ class _EngineCollector(Collector):
         exposed = stats.prepare_seconds + stats.wait_seconds + stats.kernel_seconds
         counters = (
             ("num_preemptions", "Sequences preempted.", health.num_preemptions),
+            ("prefix_cache_queries", "Tokens looked up in the prefix cache.", health.prefix_cache_queries),
+            ("prefix_cache_hits", "Tokens found in the prefix cache.", health.prefix_cache_hits),
+            ("forced_tokens", "Tokens appended without a forward pass of their own.", stats.forced_tokens),
             ("engine_steps", "Steps of the engine.", stats.steps),
             ("engine_step_seconds", "Seconds spent in steps.", stats.step_seconds),
             ("mask_exposed_seconds", "Mask time that the forward pass did not hide.", exposed),

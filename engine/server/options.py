@@ -36,6 +36,7 @@ class ServerSettings:
         api_key_file: file with such keys, one a line or with commas between them. Read at the start.
         allowed_hosts: names in the header `Host` that requests may use, without port. Empty, or with `*`: any name.
         backend: grammar backend of requests that name none.
+        strict_formats: reject a `format` that is not in the specification, in requests that do not say.
         max_requests: maximum number of generations that run or wait: n for each prompt. Further ones get 429.
         max_waiting: maximum number of prompts that wait for a grammar or for their turn. Further ones get 429. Beyond
             these two limits, a client that has less than its share of them is still served, up to twice the limit.
@@ -57,6 +58,7 @@ class ServerSettings:
     api_key_file: str | None = None
     allowed_hosts: tuple[str, ...] = ()
     backend: str = AUTO
+    strict_formats: bool = False
     max_requests: int = 1024
     max_waiting: int = 512
     max_body_bytes: int = 4 << 20
@@ -310,11 +312,14 @@ OPTIONS = (
         Option("load.tokenizer", "Directory or hub name of the tokenizer. Default: the model's."),
         Option("load.revision", "Branch, tag or commit of the model on the hub."),
         Option("engine.max_num_seqs", "Maximum number of sequences in one step."),
-        Option("engine.max_num_batched_tokens", "Maximum number of tokens in one step."),
+        Option(
+            "engine.max_num_batched_tokens", "Maximum number of tokens in a step. Default: 256 on a CPU, else 4096."
+        ),
         Option("engine.max_model_len", "Context length in tokens. Default: the model's own."),
         Option("engine.block_size", "Tokens per block of the KV cache."),
         Option("engine.num_blocks", "Blocks of the KV cache. Default: as many as --kv-cache-mib holds."),
         Option("engine.kv_cache_bytes", "MiB for the KV cache. Default: a share of the free memory.", "kv_cache_mib"),
+        Option("engine.enable_prefix_caching", "Reuse the KV cache of prompts that begin with the same tokens."),
         Option("engine.cpu_threads", "Threads of the forward pass on a CPU. Default: by the model's size."),
         Option("engine.seed", "Seed of requests that have none."),
         Option(
@@ -330,6 +335,7 @@ OPTIONS = (
             "server.backend",
             "Library of requests that name none: auto, llguidance, xgrammar, outlines, lm-format-enforcer.",
         ),
+        Option("server.strict_formats", "Reject formats in schemas that are not in the specification."),
         Option(
             "ray.address",
             "Join this Ray cluster ('auto': a local one). Default: start one.",
@@ -347,6 +353,7 @@ OPTIONS = (
         Option("ray.channel_ports", "Ports that they connect to: FIRST-LAST. Default: any."),
         Option("ray.transport", "Masks come over shared memory on this node (auto), or always over tcp."),
         Option("ray.slots", "Maximum number of open sequences per mask actor."),
+        Option("engine.forced_tokens", "Append tokens without an alternative without a forward pass for each."),
         Option("engine.parking", "Continue without sequences that have a late mask. They follow later."),
         Option("engine.mask_deadline", "Seconds that a step waits for late masks. Default: 5 % of a mean step."),
         Option("ray.mask_limit", "Seconds that one mask may take before its request fails."),
