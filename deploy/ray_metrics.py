@@ -1,4 +1,4 @@
-"""RayMetrics: the metrics of a replica in Ray's export, with the labels `replica`, `deployment` and `application`.
+"""The metrics of a replica in Ray's export, with the labels `replica`, `deployment` and `application`.
 
 A request for `/metrics` reaches any one replica. Ray exports the metrics of all replicas on every node.
 """
@@ -6,8 +6,8 @@ A request for `/metrics` reaches any one replica. Ray exports the metrics of all
 from __future__ import annotations
 
 import threading
+import time
 import weakref
-from collections.abc import Mapping
 
 from prometheus_client import CollectorRegistry
 from ray.serve import metrics
@@ -15,35 +15,24 @@ from ray.serve import metrics
 _PERIOD_SECONDS = 5.0
 
 
-class RayMetrics:
-    """Copies a registry to Ray every few seconds, as long as this object exists.
+def export_to_ray(registry: CollectorRegistry) -> None:
+    """Copy a registry to Ray every few seconds, as long as it exists, on a thread.
 
     Every sample becomes a gauge with its name (`guided_engine_steps_total`, `..._bucket`), because Ray has no counters
     that can be set. Prometheus reads them as `ray_guided_...`.
     """
+    threading.Thread(target=_run, args=(weakref.ref(registry),), name="ray-metrics", daemon=True).start()
 
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._registry = registry
-        self._gauges: dict[str, metrics.Gauge] = {}
-        stopped = threading.Event()
-        weakref.finalize(self, stopped.set)
-        threading.Thread(target=_run, args=(weakref.ref(self), stopped), name="ray-metrics", daemon=True).start()
 
-    def copy(self) -> None:
-        """Copy all samples now."""
-        for metric in self._registry.collect():
+def _run(reference: weakref.ref[CollectorRegistry]) -> None:
+    gauges: dict[str, metrics.Gauge] = {}
+    while (registry := reference()) is not None:
+        for metric in registry.collect():
             for sample in metric.samples:
-                if not sample.name.endswith("_created"):
-                    self._gauge(sample.name, metric.documentation, sample.labels).set(sample.value, sample.labels)
-
-    def _gauge(self, name: str, text: str, labels: Mapping[str, str]) -> metrics.Gauge:
-        if name not in self._gauges:
-            self._gauges[name] = metrics.Gauge(name, text, tuple(labels))
-        return self._gauges[name]
-
-
-def _run(reference: weakref.ref[RayMetrics], stopped: threading.Event) -> None:
-    while (found := reference()) is not None:
-        found.copy()
-        del found
-        stopped.wait(_PERIOD_SECONDS)
+                if sample.name.endswith("_created"):
+                    continue
+                if sample.name not in gauges:
+                    gauges[sample.name] = metrics.Gauge(sample.name, metric.documentation, tuple(sample.labels))
+                gauges[sample.name].set(sample.value, sample.labels)
+        del registry
+        time.sleep(_PERIOD_SECONDS)

@@ -16,7 +16,7 @@ from fastapi import FastAPI
 from ray import serve
 
 from deploy.arguments import read_arguments
-from deploy.ray_metrics import RayMetrics
+from deploy.ray_metrics import export_to_ray
 from engine.server.app import create_app
 from engine.server.context import ServerContext
 from engine.server.logs import log_to_stderr
@@ -39,13 +39,12 @@ class GuidedServer:
             logger.warning("requests need no API key: set api_key_file, or GUIDED_API_KEY in Ray's environment")
         self._engine = start_engine(options)
         self._settings = settings_of(options)
-        self._metrics: RayMetrics | None = None
         self._last_healthy = time.monotonic()
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         app = create_app(self._engine, self._settings)
         context: ServerContext = app.state.context
-        self._metrics = RayMetrics(context.metrics.registry)
+        export_to_ray(context.metrics.registry)
         return app
 
     def check_health(self) -> None:

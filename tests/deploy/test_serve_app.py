@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -131,7 +130,7 @@ def test_streams(url: str) -> None:
     assert events[-1] == "[DONE]"
     text = "".join(event["choices"][0]["delta"].get("content", "") for event in events[:-1])
     assert text in ("yes", "no")
-    assert json.dumps(events[0]["guided"]) == '{"kind": "choice", "backend": "llguidance", "not_enforced": []}'
+    assert events[0]["guided"].items() >= {"kind": "choice", "backend": "llguidance"}.items()
 
 
 def test_the_api_key_of_the_environment_is_required(url: str) -> None:
