@@ -11,21 +11,21 @@ They run first without the fault and then with it in the same engine. Then two m
   (benchmarks/faults/faulty_matcher.py). It is installed when the library is imported, in vLLM's engine process and in
   each of our mask actors.
 - `error state`: nothing is injected. At some position of the victim's grammar llguidance exceeds its own limits and
-  stays
-  in its error state: it then allows only the end of the text, at any position.
-- `costly grammar`: nothing is injected. The victim's grammar is ambiguous: each mask takes longer than the one before.
-- `slow compile`: nothing is injected. outlines needs more than 10 s for the victim's regex. (vLLM has one backend for all requests,
-  so there the others use outlines too.)
+  stays in its error state: it then allows only the end of the text, at any position.
+- `costly grammar`: nothing is injected. The victim's grammar is ambiguous: each mask takes longer than the one
+  before.
+- `slow compile`: nothing is injected. outlines needs more than 10 s for the victim's regex. (vLLM has one backend for
+  all requests, so there the others use outlines too.)
 - `killed actor`: one of our mask actors is killed (-9) half a second after the requests have begun.
 
-Before all that, one guided request runs beside two unguided ones: the longest gap between two of their tokens shows what the first
-guided request costs the others.
+Before all that, one guided request runs beside two unguided ones: the longest gap between two of their tokens shows
+what the first guided request costs the others.
 
 All engines serve the embedded default model through their `AsyncLLM`, greedily, with one thread and default options.
-vLLM runs with its guidance backend, and with `GUIDED_VLLM=1` and with our logits processor if the interpreter has this
-package (`make test-vllm` makes such an environment). Our engine runs with two mask actors, with and without replays. Each engine and fault has its own
-processes, which are killed after `--limit` seconds. A request that takes longer than 60 s counts as hung. Writes
-benchmarks/results/vllm_faults.{json,png}.
+vLLM runs with its guidance backend, and with `GUIDED_VLLM=1` and with our logits processor if the interpreter has
+this package (`make test-vllm` makes such an environment). Our engine runs with two mask actors, with and without
+replays. Each engine and fault has its own processes, which are killed after `--limit` seconds. A request that takes
+longer than 60 s counts as hung. Writes benchmarks/results/vllm_faults.{json,png}.
 """
 
 from __future__ import annotations

@@ -232,9 +232,7 @@ class GuidedProcessor:
         report.kernel_seconds = time.perf_counter() - started
         return report
 
-    def collect(
-        self, bitmask: NDArray[np.int32], patience: float | None = None, alone: bool = True
-    ) -> ApplyReport:
+    def collect(self, bitmask: NDArray[np.int32], patience: float | None = None, alone: bool = True) -> ApplyReport:
         """Copy the masks, instead of `apply`: for an engine that writes -inf itself.
 
         Args:

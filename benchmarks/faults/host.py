@@ -24,9 +24,7 @@ NEXT_SECONDS = 20.0
 FREE_TOKENS, BEGUN_TOKENS, KILL_SECONDS = 800, 20, 0.5
 
 
-async def ask(
-    engine: Engine, request_id: str, request: Request, limit: float, answer: Answer | None = None
-) -> Answer:
+async def ask(engine: Engine, request_id: str, request: Request, limit: float, answer: Answer | None = None) -> Answer:
     """Run one request to its end, or for `limit` seconds. `answer` is filled meanwhile."""
     answer = answer or Answer(request.name)
     begun = last = time.perf_counter()

@@ -1,8 +1,9 @@
 """Run vLLM's whole engine with one kind of guidance, as a child process of `benchmarks.vllm_plugin`.
 
 The arguments are WAY, MODEL, `dummy` or `real` weights, and the batch size. WAY is `unguided`, `own:BACKEND` (vLLM's
-structured outputs), `switch:POOL` (with `GUIDED_VLLM=1`) or `plugin:POOL` (our logits processor). A command is a list of requests, and its answer is what the
-engine generated and the time that it took. Imports only what vLLM's environment has.
+structured outputs), `switch:POOL` (with `GUIDED_VLLM=1`) or `plugin:POOL` (our logits processor). A command is a list
+of requests, and its answer is what the engine generated and the time that it took. Imports only what vLLM's
+environment has.
 """
 
 from __future__ import annotations

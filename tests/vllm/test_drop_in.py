@@ -167,9 +167,7 @@ class TestSpeculativeDecoding:
         if scheduling == "--async-scheduling":
             drafts["method"] = "ngram_gpu"
         repeated = regex("(abc ){40}")
-        with serving_vllm(
-            vllm_model, "--speculative-config", json.dumps(drafts), scheduling, drop_in=True
-        ) as server:
+        with serving_vllm(vllm_model, "--speculative-config", json.dumps(drafts), scheduling, drop_in=True) as server:
             assert repeated.is_valid(text := said(server.post(repeated.extra))), text
             for name in OWN:
                 fields, is_valid = OWN[name]

@@ -51,7 +51,7 @@ class Host:
         (self.pool,) = pool
 
     def ask(self, *kinds: dict[str, Any], free: int = 1) -> tuple[list[Any], list[Any]]:
-        """Run requests with these constraints beside `free` ones. Returns the first output of each, the guided first."""
+        """Run requests with these constraints beside `free` ones. Returns the outputs of both."""
         params = [
             SamplingParams(max_tokens=200, temperature=0, structured_outputs=StructuredOutputsParams(**kind))
             for kind in kinds

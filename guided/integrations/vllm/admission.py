@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from vllm.exceptions import GenerationError, VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
@@ -22,7 +22,15 @@ from guided.request import GivenConstraint, GivenWhitespace, build, take_whitesp
 if TYPE_CHECKING:
     from vllm import SamplingParams
 
-_KINDS = {"json": "json_schema", "json_object": "json_object", "regex": "regex", "choice": "choice", "grammar": "grammar"}
+    from guided.constraint import ConstraintKind
+
+_KINDS = {
+    "json": "json_schema",
+    "json_object": "json_object",
+    "regex": "regex",
+    "choice": "choice",
+    "grammar": "grammar",
+}
 """vLLM's field -> our kind."""
 _SERVING = "vllm.entrypoints.generate.base.serving"
 
@@ -72,7 +80,8 @@ def _guided_params(outputs: StructuredOutputsParams, config: Any) -> GuidedParam
     if outputs.json_object is False:
         raise InvalidRequest("json_object takes true: leave it out for no constraint", param="structured_outputs")
     field = next(field for field in _KINDS if getattr(outputs, field) is not None)
-    given = GivenConstraint(_KINDS[field], f"structured_outputs.{field}", getattr(outputs, field))  # type: ignore[arg-type]
+    kind = cast("ConstraintKind", _KINDS[field])
+    given = GivenConstraint(kind, f"structured_outputs.{field}", getattr(outputs, field))
     whitespace: list[GivenWhitespace] = []
     if outputs.whitespace_pattern is not None:
         whitespace.append(GivenWhitespace("structured_outputs.whitespace_pattern", outputs.whitespace_pattern))

@@ -77,7 +77,9 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
     def __init__(self, vllm_config: VllmConfig) -> None:
         super().__init__(vllm_config)
         if not self._use_async_grammar_compilation:
-            raise ValueError("guided's structured outputs don't work with distributed_executor_backend=external_launcher")
+            raise ValueError(
+                "guided's structured outputs don't work with distributed_executor_backend=external_launcher"
+            )
         self._opener = pool_opener(vllm_config)
         weakref.finalize(self, self._opener.close)
         self._masker = Masker(self._opener, self._note_failure, vllm_config.model_config.get_vocab_size())
@@ -167,7 +169,9 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
             request.structured_output_request.reasoning_ended = True
         for mask, token in zip(output.masks if output.masks is not None else (), new_token_ids, strict=False):
             if not int(mask[token >> 5]) >> (token & 31) & 1:
-                self._masker.fail(output.request, TokenRejected(f"the engine sampled token {token}, which is forbidden"))
+                self._masker.fail(
+                    output.request, TokenRejected(f"the engine sampled token {token}, which is forbidden")
+                )
                 break
         output.tokens.extend(new_token_ids[start:])
         return output.request.error is None
@@ -229,7 +233,9 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
 
     # steps
 
-    def _prepare(self, requests: Mapping[str, Request], request_ids: Sequence[str], drafts: dict[str, list[int]]) -> _Step:
+    def _prepare(
+        self, requests: Mapping[str, Request], request_ids: Sequence[str], drafts: dict[str, list[int]]
+    ) -> _Step:
         step = _Step(request_ids, drafts)
         for request_id in request_ids:
             output = self._outputs[request_id]

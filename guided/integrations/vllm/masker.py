@@ -1,12 +1,11 @@
 """Masker: computes the masks of the guided rows of a vLLM batch, in a pool.
 
-A row is without a mask if its request has failed, or if the mask is late: not ready at the step's deadline. Such a row is
-allowed one token only, a stop token. The caller discards that token, or it ends the request.
+A row is without a mask if its request has failed, or if the mask is late: not ready at the step's deadline. Such a row
+is allowed one token only, a stop token. The caller discards that token, or it ends the request.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import threading
@@ -15,6 +14,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
+from operator import methodcaller
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -42,8 +42,8 @@ UNKNOWN_TOKEN = InternalError(
     "guided.integrations.vllm.processor:GuidedLogitsProcessor), not to those of entry points"
 )
 _FLOOR = -1e4
-"""Lowest logit of an allowed token. vLLM, or another processor, may have written -inf to every token that a mask allows:
-such a token is sampled only if nothing else is left."""
+"""Lowest logit of an allowed token. vLLM, or another processor, may have written -inf to every token that a mask
+allows: such a token is sampled only if nothing else is left."""
 
 
 @dataclass(eq=False, slots=True)
@@ -115,9 +115,7 @@ class Masker:
 
     # requests
 
-    def begin(
-        self, params: GuidedParams | Exception, stop_token: int, report_id: str | None = None
-    ) -> GuidedRequest:
+    def begin(self, params: GuidedParams | Exception, stop_token: int, report_id: str | None = None) -> GuidedRequest:
         """Add a request, and compile its constraint once the pool is open. From any thread.
 
         Args:
@@ -157,14 +155,14 @@ class Masker:
         with self._lock:
             request.ended = True
         self.release(request)
-        self._free(request, lambda processor: processor.free(request.name))
+        self._free(request, methodcaller("free", request.name))
 
     def release(self, request: GuidedRequest) -> None:
         """Close a request's matchers. Its next row opens them again, from its tokens."""
         if request.sequences:
             self._discard_step()
         for sequence in request.sequences:
-            self._free(request, lambda processor, freed=sequence.sequence_id: processor.free_sequence(freed))
+            self._free(request, methodcaller("free_sequence", sequence.sequence_id))
         request.sequences.clear()
         request.committed.clear()
         request.late.clear()

@@ -152,7 +152,9 @@ def _reject_near_misses(extra: Mapping[str, Any]) -> None:
         meant = [_NEAR_MISSES[plain]] if plain in _NEAR_MISSES else get_close_matches(plain, known, 1, _CLOSE)
         if meant or plain == "structural_tag" or plain.startswith("guided_"):
             hint = f"did you mean {meant[0]}? " if meant else ""
-            raise InvalidRequest(f"there is no {bounded(name, 60)} here: {hint}there are {', '.join(known)}", param=name)
+            raise InvalidRequest(
+                f"there is no {bounded(name, 60)} here: {hint}there are {', '.join(known)}", param=name
+            )
 
 
 def _given(extra: Mapping[str, Any]) -> list[GivenConstraint]:

@@ -1,4 +1,4 @@
-"""The part of `GuidedManager` that is in vLLM's scheduler: a request without its mask leaves the batch for some steps."""
+"""The part of `GuidedManager` in vLLM's scheduler: a request without its mask leaves the batch for some steps."""
 
 from __future__ import annotations
 

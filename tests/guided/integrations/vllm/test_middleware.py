@@ -430,7 +430,9 @@ class TestUntouched:
         asyncio.run(GuidedErrors(app, Errors())(scope, nothing, nothing))
         assert seen == [(scope, nothing, nothing)]
 
-    @pytest.mark.parametrize(("method", "content_type"), [("GET", b"application/json"), ("POST", b"multipart/form-data")])
+    @pytest.mark.parametrize(
+        ("method", "content_type"), [("GET", b"application/json"), ("POST", b"multipart/form-data")]
+    )
     def test_other_bodies(self, method: str, content_type: bytes) -> None:
         seen = []
 
