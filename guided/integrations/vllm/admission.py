@@ -72,8 +72,8 @@ def enforce(params: SamplingParams, guided: GuidedParams | None) -> None:
 def _guided_params(outputs: StructuredOutputsParams, config: Any) -> GuidedParams:
     if outputs.structural_tag is not None:
         raise UnsupportedConstraint(
-            "structural tags are not supported here: use structured_outputs.json, or response_format json_schema. Tools "
-            "with tool_choice auto need none; for required and named tools, start vLLM with "
+            "structural tags are not supported here: use structured_outputs.json, or response_format json_schema. "
+            "Tools with tool_choice auto need none; for required and named tools, start vLLM with "
             "VLLM_ENFORCE_STRICT_TOOL_CALLING=0",
             param="structured_outputs.structural_tag",
         )

@@ -3,7 +3,8 @@
 
 In vLLM, a logits processor can only make a request end with a stop token, as if its output was complete. The engine's
 process reports the error out of band (`guided.integrations.vllm.error_reports`). The middleware gives each request
-with a constraint in `vllm_xargs` an id of its own for that report, and changes its answer, on every route that takes JSON:
+with a constraint in `vllm_xargs` an id of its own for that report, and changes its answer, on every route that takes
+JSON:
 
 - Not streamed: the answer is held back until it is complete, and replaced by an error if the request failed.
 - Streamed: nothing is sent before the first piece of text, so a failure before it has its HTTP status too. A failure

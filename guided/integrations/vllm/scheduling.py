@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 def guided_scheduler(base: type[Any]) -> type[Any]:
     """Return a subclass of vLLM's scheduler class `base` that skips requests without a mask."""
-    return type(f"Guided{base.__name__}", (_GuidedScheduling, base), {})
+    return type(f"Guided{base.__name__}", (_GuidedScheduling, base), {"__module__": __name__})
 
 
 class _GuidedScheduling:
