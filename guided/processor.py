@@ -52,14 +52,32 @@ class ApplyReport:
     """Seconds of writing -inf: device work."""
 
 
+@dataclass(frozen=True, slots=True)
+class SampledEdit:
+    """What an engine does with a sequence after a token was sampled: the fields apply in this order."""
+
+    rollback: int = 0
+    """Remove so many output tokens, the sampled one included."""
+    append: Sequence[int] = ()
+    """Append tokens that are not sampled. The engine may leave out any number at the end."""
+    stop: bool = False
+    """End the sequence (`finish_reason` stop)."""
+
+
 class LogitPostProcessor(Protocol):
     """What an engine needs of a post-processor. All methods but `initialize` are called from one thread."""
 
-    def initialize(self, request_id: str, constraint: Constraint, backend: str = "auto") -> Future[Grammar]:
+    max_rollback: int
+    """Maximum of `SampledEdit.rollback`. The engine holds back one output token less until the sequence has ended."""
+
+    def initialize(
+        self, request_id: str, constraint: Constraint, backend: str = "auto", client: str = ""
+    ) -> Future[Grammar]:
         """Start what the request needs. Its sequences can be prepared once the future is done.
 
         Args:
             backend: "auto", or the name of one backend.
+            client: see `MaskPool.compile`.
 
         Returns:
             A future that ends with the compiled grammar, or with the error that fails the request.
@@ -108,6 +126,13 @@ class LogitPostProcessor(Protocol):
             ValueError: the logits are narrower than the vocabulary.
         """
 
+    def sampled(self, sequences: Sequence[GuidedSequence]) -> dict[int, SampledEdit]:
+        """Return how outputs are to change, by sequence id. Called after each step, between `apply` and `prepare`.
+
+        Args:
+            sequences: those that got a token in this step and have not ended. Their outputs include it.
+        """
+
     def settled(self, timeout: float = 0.0) -> list[int]:
         """Return late sequences to prepare again, with the tokens and logits they had: their masks are ready, or they
         failed. Waits up to `timeout` seconds for the first."""
@@ -141,6 +166,8 @@ class GuidedProcessor:
         pool: where masks are computed. Passed in, and not shut down here.
     """
 
+    max_rollback = 0
+
     def __init__(self, pool: MaskPool) -> None:
         self._pool = pool
         self._requests: dict[str, _Request] = {}
@@ -151,6 +178,8 @@ class GuidedProcessor:
         self._prepared: Sequence[GuidedSequence] | None = None
         """The step that `apply` is to follow."""
         self._logits_rows: NDArray[np.intp] | None = None
+        self._forced: dict[int, list[int]] = {}
+        """Of this step, by sequence id: see `StepMasks.forced`."""
         self._thread = 0
         """The thread that called `prepare`."""
         self._stop_mask = pack(pool.vocabulary.stop_token_ids[:1], pool.vocabulary.padded_vocab_size)
@@ -162,11 +191,13 @@ class GuidedProcessor:
         """The vocabulary of the masks."""
         return self._pool.vocabulary
 
-    def initialize(self, request_id: str, constraint: Constraint, backend: str = "auto") -> Future[Grammar]:
+    def initialize(
+        self, request_id: str, constraint: Constraint, backend: str = "auto", client: str = ""
+    ) -> Future[Grammar]:
         if request_id in self._requests:
             raise ValueError(f"request {request_id!r} is already initialized")
         load_loose_kernel()
-        future = self._pool.compile(constraint, candidates(constraint.kind, backend))
+        future = self._pool.compile(constraint, candidates(constraint.kind, backend), client)
         self._requests[request_id] = _Request(future)
         return future
 
@@ -267,11 +298,23 @@ class GuidedProcessor:
         timeout = max(patience, _FIRST_MASK_SECONDS) if patience is not None and alone else patience
         step = self._pool.collect(timeout, patience)
         report = ApplyReport(wait_seconds=time.perf_counter() - started, mask_seconds=step.seconds)
+        self._forced = {sequences[row].sequence_id: run for row, run in step.forced.items()}
         report.late = [sequences[row].sequence_id for row in step.late]
         if step.failed:
             report.failed = {sequences[row].sequence_id: error for row, error in step.failed.items()}
             self._close(list(report.failed))
         return step, report
+
+    def sampled(self, sequences: Sequence[GuidedSequence]) -> dict[int, SampledEdit]:
+        """Append the tokens that have no alternative, if the pool looks ahead."""
+        if not self._forced:
+            return {}
+        edits: dict[int, SampledEdit] = {}
+        for sequence in sequences:
+            first, *others = self._forced.get(sequence.sequence_id, (-1,))
+            if others and sequence.output_token_ids[-1] == first:
+                edits[sequence.sequence_id] = SampledEdit(append=others)
+        return edits
 
     def settled(self, timeout: float = 0.0) -> list[int]:
         return self._pool.settled(timeout)

@@ -99,7 +99,7 @@ def guided_params(params: VLLMParams) -> GuidedParams | None:
         if extra.get("backend") is not None:
             raise InvalidRequest(f"backend needs a constraint beside it: {', '.join(KINDS)}", param="backend")
         return None
-    constraint = build(given, whitespace)
+    constraint = build(given, whitespace, strict_formats=extra.get("strict_formats") in _TRUE)
     candidates(given.kind, backend)
     if params.structured_outputs is not None and not is_ours(params.structured_outputs):
         raise InvalidConstraint(
@@ -150,7 +150,7 @@ def _reject_near_misses(extra: Mapping[str, Any]) -> None:
             raise InvalidRequest(f"{name} is called {_FORMER_NAMES[name]} here", param=name)
         plain = name.lower().replace("-", "_")
         meant = [_NEAR_MISSES[plain]] if plain in _NEAR_MISSES else get_close_matches(plain, known, 1, _CLOSE)
-        if meant or plain == "structural_tag" or plain.startswith("guided_"):
+        if meant or plain.startswith("guided_"):
             hint = f"did you mean {meant[0]}? " if meant else ""
             raise InvalidRequest(
                 f"there is no {bounded(name, 60)} here: {hint}there are {', '.join(known)}", param=name
