@@ -79,7 +79,9 @@ def _guided_params(outputs: StructuredOutputsParams, config: Any) -> GuidedParam
     whitespace: list[GivenWhitespace] = []
     if outputs.whitespace_pattern is not None:
         whitespace.append(GivenWhitespace("structured_outputs.whitespace_pattern", outputs.whitespace_pattern))
-    elif field in ("json", "json_object", "structural_tag") and (outputs.disable_any_whitespace or config.disable_any_whitespace):
+    elif field in ("json", "json_object", "structural_tag") and (
+        outputs.disable_any_whitespace or config.disable_any_whitespace
+    ):
         whitespace.append(GivenWhitespace("structured_outputs.disable_any_whitespace", ""))
     open_objects = not (outputs.disable_additional_properties or config.disable_additional_properties)
     constraint = build(given, take_whitespace(given, whitespace), additional_properties=open_objects)
