@@ -167,17 +167,3 @@ class TestFaults:
         assert not ended.is_set(), "the constraint was compiled too soon: the test is void"
         assert max(gaps[1:]) < 5
         thread.join(WAIT)
-
-
-class TestSpeculativeDecoding:
-    @pytest.mark.parametrize("scheduling", ["--async-scheduling", "--no-async-scheduling"])
-    def test_draft_tokens(self, vllm_model: Path, scheduling: str) -> None:
-        drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
-        if scheduling == "--async-scheduling":
-            drafts["method"] = "ngram_gpu"
-        repeated = regex("(abc ){40}")
-        with serving_vllm(vllm_model, "--speculative-config", json.dumps(drafts), scheduling, drop_in=True) as server:
-            assert repeated.is_valid(text := said(server.post(repeated.extra))), text
-            for name in OWN:
-                fields, is_valid = OWN[name]
-                assert is_valid(text := said(server.post(**fields))), text
