@@ -278,6 +278,7 @@ class Masker:
             token is discarded in any case: after the end of the output, or after an invalid draft token.
         """
         bitmask = np.empty((len(self._rows), words(self._width)), np.int32)
+        computed = set(self._prepared.values()) if self._in_step else set()
         if self._in_step:
             self._in_step = False
             assert self._processor is not None
@@ -291,7 +292,8 @@ class Masker:
             except Exception as error:
                 self._fail_rows(error)
         for index, row in enumerate(self._rows):
-            if index in self._discarded or row.request.error is not None or row.request.late:
+            without = index not in computed or index in self._discarded
+            if without or row.request.error is not None or row.request.late:
                 bitmask[index] = pack([row.request.stop_token], self._width)
         return bitmask
 
