@@ -11,15 +11,21 @@ They run first without the fault and then with it in the same engine. Then two m
   (benchmarks/faults/faulty_matcher.py). It is installed when the library is imported, in vLLM's engine process and in
   each of our mask actors.
 - `error state`: nothing is injected. At some position of the victim's grammar llguidance exceeds its own limits and
-  stays
-  in its error state: it then allows only the end of the text, at any position.
-- `costly grammar`: nothing is injected. The victim's grammar is ambiguous: each mask takes longer than the one before.
+  stays in its error state: it then allows only the end of the text, at any position.
+- `costly grammar`: nothing is injected. The victim's grammar is ambiguous: each mask takes longer than the one
+  before.
+- `slow compile`: nothing is injected. outlines needs more than 10 s for the victim's regex. (vLLM has one backend for
+  all requests, so there the others use outlines too.)
+- `killed actor`: one of our mask actors is killed (-9) half a second after the requests have begun.
+
+Before all that, one guided request runs beside two unguided ones: the longest gap between two of their tokens shows
+what the first guided request costs the others.
 
 All engines serve the embedded default model through their `AsyncLLM`, greedily, with one thread and default options.
-vLLM runs with its guidance backend, and with our plugin if the interpreter has it (`make test-vllm` makes such an
-environment). Our engine runs with two mask actors, with and without replays. Each engine and fault has its own
-processes, which are killed after `--limit` seconds. A request that takes longer than 60 s counts as hung. Writes
-benchmarks/results/vllm_faults.{json,png}.
+vLLM runs with its guidance backend, and with `GUIDED_VLLM=1` and with our logits processor if the interpreter has
+this package (`make test-vllm` makes such an environment). Our engine runs with two mask actors, with and without
+replays. Each engine and fault has its own processes, which are killed after `--limit` seconds. A request that takes
+longer than 60 s counts as hung. Writes benchmarks/results/vllm_faults.{json,png}.
 """
 
 from __future__ import annotations
@@ -47,9 +53,9 @@ from benchmarks.faults.requests import Answer, bystanders, is_valid, next_reques
 from benchmarks.paths import RESULTS, ROOT
 from benchmarks.report import canvas, machine, print_table, write_json
 
-ALL_FAULTS = (*FAULTS, "error state", "costly grammar")
+ALL_FAULTS = (*FAULTS, "error state", "costly grammar", "slow compile", "killed actor")
 MODEL = ROOT / "engine" / "default_model" / "checkpoint"
-STAGES = ("warm-up", "without", "with", "next")
+STAGES = ("first", "warm-up", "without", "with", "next")
 COLUMNS = {
     "fault": "fault",
     "system": "system",
@@ -59,6 +65,8 @@ COLUMNS = {
     "others": "others not valid",
     "ratio": "their time, with/without",
     "longest_gap": "longest gap s",
+    "unguided_gap": "of unguided",
+    "first_gap": "at first request",
     "engine": "engine",
     "next": "next requests",
 }
@@ -77,6 +85,7 @@ def systems(options: argparse.Namespace) -> dict[str, tuple[str, str]]:
     if vllm is not None:
         found["vLLM"] = ("vllm", vllm.python)
         if has_plugin(vllm.python):
+            found["vLLM, GUIDED_VLLM=1"] = ("vllm:switch", vllm.python)
             found["vLLM, our plugin"] = ("vllm:plugin", vllm.python)
     for replays in options.max_replays:
         found[f"ours, max_replays={replays}"] = (f"ours:{replays}", sys.executable)
@@ -155,7 +164,9 @@ def evaluate(fault: str, system: str, seen: dict[str, Any]) -> dict[str, Any]:
     if "with" not in answers:
         # The engine's process is gone, and all connections with it.
         return row | {"victim": "no answer", "valid": "0 of 8", "engine": f"host ended {seen['ended']}", "next": "none"}
+    row["first_gap"] = max(answer.longest_gap for answer in answers["first"])
     hurt, *others = answers["with"]
+    row["unguided_gap"] = max(answer.longest_gap for answer in others if answer.name.startswith("plain"))
     requests = bystanders()
     outcomes = [_outcome(one, answer) for one, answer in zip(requests, others, strict=True)]
     row |= {"victim": _victim_answer(hurt, _outcome(victim(fault, marked=True), hurt)), "victim_seconds": hurt.seconds}
@@ -264,6 +275,8 @@ def main() -> None:
     with tqdm(total=len(options.fault) * len(taking_part), unit=" runs", disable=None) as bar:
         for fault in options.fault:
             for system, (engine, python) in taking_part.items():
+                if fault == "killed actor" and engine == "vllm":
+                    continue  # it has no actors
                 bar.set_description(f"{fault}, {system}")
                 rows.append(evaluate(fault, system, observe(engine, python, fault, options.limit)))
                 bar.update()

@@ -4,7 +4,9 @@ The same requests run, all at once, through vLLM's own engine (its `LLM`, with t
 
 - `unguided`: without constraints, with the same numbers of tokens as the plugin's answers.
 - `own, guidance`, `own, xgrammar`: vLLM's structured outputs, with masks in the engine's process.
-- `plugin, ray`, `plugin, inline`: our plugin with llguidance, with masks in two Ray actors or in the engine's process.
+- `switch, ray`, `switch, inline`: the same requests with `GUIDED_VLLM=1`, with masks in two Ray actors or in the
+  engine's process.
+- `plugin, ray`, `plugin, inline`: our logits processor with llguidance.
 
 Three of four requests have a JSON Schema (eight different ones), the others a regex. All outputs are finite, and JSON
 has no white space between tokens. Answers are checked. The models are `embedded`, the default model of 2.9 million
@@ -40,6 +42,8 @@ WAYS = {
     "unguided": "unguided",
     "own, guidance": "own:guidance",
     "own, xgrammar": "own:xgrammar",
+    "switch, ray": "switch:ray",
+    "switch, inline": "switch:inline",
     "plugin, ray": "plugin:ray",
     "plugin, inline": "plugin:inline",
 }

@@ -1,10 +1,11 @@
-"""The engines under test: vLLM's `AsyncLLM`, with its own masks or with our plugin, and our `AsyncLLM`.
+"""The engines under test: vLLM's `AsyncLLM`, with its own masks or with ours in two ways, and our `AsyncLLM`.
 
 vLLM's engine runs in the environment that has vLLM. Its engine core is a separate process, as it is in its server.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator
 from typing import Any, Protocol
 
@@ -29,7 +30,9 @@ class Engine(Protocol):
 
 
 class _VLLM:
-    def __init__(self, model: str, plugin: bool) -> None:
+    def __init__(self, model: str, way: str, backend: str) -> None:
+        if way == "switch":
+            os.environ["GUIDED_VLLM"] = "1"
         from vllm import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -38,26 +41,28 @@ class _VLLM:
             enforce_eager=True,
             max_num_seqs=16,
             max_model_len=MAX_MODEL_LEN,
-            structured_outputs_config={"backend": "guidance", "disable_any_whitespace": True},
+            structured_outputs_config={"backend": backend, "disable_any_whitespace": backend == "guidance"},
             disable_log_stats=True,
-            logits_processors=[PLUGIN] if plugin else None,
-            additional_config={"guided": {"num_actors": 2}} if plugin else {},
+            logits_processors=[PLUGIN] if way == "plugin" else None,
+            additional_config={"guided": {"num_actors": 2}} if way else {},
         )
-        self._plugin = plugin
+        self._way = way
         self._engine = AsyncLLM.from_engine_args(arguments)
 
     async def generate(self, request_id: str, request: Request) -> AsyncIterator[Output]:
         from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
         kind: dict[str, Any] = {}
-        if request.constraint and self._plugin:
+        if request.constraint and (self._way == "plugin" or (self._way and request.backend)):
             kind["extra_args"] = {**_plain(request), "guided_request_id": request_id}
         elif request.constraint:
             kind["structured_outputs"] = StructuredOutputsParams(**request.constraint)
         params = SamplingParams(temperature=0, max_tokens=request.max_tokens, ignore_eos=not request.constraint, **kind)
         async for output in self._engine.generate(PROMPT, params, request_id):
             one = output.outputs[0]
-            error = self._reported(request_id) if one.finish_reason and self._plugin else None
+            error = self._reported(request_id) if one.finish_reason and self._way else None
+            if one.finish_reason == "error":
+                error = error or "error"
             yield one.text, len(one.token_ids), one.finish_reason, error
 
     @staticmethod
@@ -105,12 +110,17 @@ def _plain(request: Request) -> dict[str, Any]:
     constraint: dict[str, Any] = {names[kind]: source for kind, source in request.constraint.items()}
     if "json_schema" in constraint:
         constraint["whitespace_pattern"] = ""
-    return {**constraint, "backend": "llguidance"} if constraint else {}
+    return {**constraint, "backend": request.backend or "llguidance"} if constraint else {}
 
 
-def vllm(model: str, plugin: bool = False) -> Engine:
-    """Return vLLM's engine with its guidance backend or with our plugin, and defaults for the rest."""
-    return _VLLM(model, plugin)
+def vllm(model: str, way: str = "", backend: str = "guidance") -> Engine:
+    """Return vLLM's engine, with defaults for the rest.
+
+    Args:
+        way: "": vLLM's own masks. "plugin": our logits processor. "switch": `GUIDED_VLLM=1`.
+        backend: of structured outputs.
+    """
+    return _VLLM(model, way, backend)
 
 
 def ours(model: str, max_replays: int) -> Engine:

@@ -12,6 +12,8 @@ import sys
 import time
 from collections.abc import Sequence
 
+import psutil
+
 from benchmarks.child_process import answer_writer
 from benchmarks.faults.engines import Engine, ours, vllm
 from benchmarks.faults.requests import Answer, Request, bystanders, next_requests, victim
@@ -19,11 +21,12 @@ from benchmarks.faults.requests import Answer, Request, bystanders, next_request
 REQUEST_SECONDS = 60.0
 """A request that takes longer counts as hung."""
 NEXT_SECONDS = 20.0
+FREE_TOKENS, BEGUN_TOKENS, KILL_SECONDS = 800, 20, 0.5
 
 
-async def ask(engine: Engine, request_id: str, request: Request, limit: float) -> Answer:
-    """Run one request to its end, or for `limit` seconds."""
-    answer = Answer(request.name)
+async def ask(engine: Engine, request_id: str, request: Request, limit: float, answer: Answer | None = None) -> Answer:
+    """Run one request to its end, or for `limit` seconds. `answer` is filled meanwhile."""
+    answer = answer or Answer(request.name)
     begun = last = time.perf_counter()
 
     async def follow() -> None:
@@ -52,6 +55,29 @@ async def ask_all(engine: Engine, name: str, requests: Sequence[Request], limit:
     )
 
 
+async def ask_first(engine: Engine, request: Request) -> list[Answer]:
+    """Run the first guided request beside two that are not guided and have begun. Returns the latter's answers."""
+    plain = [Answer(f"plain {index}") for index in range(2)]
+    free = Request("plain", FREE_TOKENS)
+    running = [
+        asyncio.ensure_future(ask(engine, f"first-{index}", free, REQUEST_SECONDS, answer))
+        for index, answer in enumerate(plain)
+    ]
+    while any(answer.tokens < BEGUN_TOKENS for answer in plain) and not all(task.done() for task in running):
+        await asyncio.sleep(0.01)
+    for answer in plain:
+        answer.longest_gap = 0.0
+    await ask(engine, "first-guided", request, REQUEST_SECONDS)
+    return await asyncio.gather(*running)
+
+
+async def kill_an_actor() -> None:
+    """Kill one of this process's mask actors, after a while."""
+    await asyncio.sleep(KILL_SECONDS)
+    family = psutil.Process().children(recursive=True)
+    next(process for process in family if process.name().startswith("ray::MaskActor")).kill()
+
+
 async def state(engine: Engine) -> str:
     try:
         return await asyncio.wait_for(engine.state(), NEXT_SECONDS)
@@ -66,12 +92,17 @@ async def run(engine_name: str, fault: str, model: str) -> None:
         write({"stage": stage, **fields})
 
     name, _, option = engine_name.partition(":")
-    engine = vllm(model, option == "plugin") if name == "vllm" else ours(model, int(option))
+    backend = "outlines" if fault == "slow compile" and not option else "guidance"
+    engine = vllm(model, option, backend) if name == "vllm" else ours(model, int(option))
     others = bystanders()
+    report("first", answers=[dataclasses.asdict(answer) for answer in await ask_first(engine, others[0])])
     for stage, marked in (("warm-up", False), ("without", False), ("with", True)):
         report(f"begins {stage}")
         requests = [victim(fault, marked), *others]
+        killing = asyncio.ensure_future(kill_an_actor()) if fault == "killed actor" and marked else None
         found = await ask_all(engine, stage, requests, REQUEST_SECONDS)
+        if killing is not None:
+            await killing
         report(stage, answers=[dataclasses.asdict(answer) for answer in found])
     report("state", engine=await state(engine))
     found = await ask_all(engine, "next", next_requests(), NEXT_SECONDS)

@@ -19,6 +19,8 @@ ERROR_STATE = 'start: /[a-f]{60}/ "<" s ">"\ns: s s s | s s | /[a-z]/ | /[a-c]+/
 Every text of the language has the `>`."""
 COSTLY = 'start: "<" s ">"\ns: /[a-f]/ | s s | s s s | s s s s'
 """Each mask takes llguidance longer than the one before, up to a second at 100 tokens. No fault is injected."""
+SLOW_TO_COMPILE = "[ab]*a[ab]{25}"
+"""outlines-core takes more than 10 s and all the memory that it is allowed. No fault is injected."""
 UNAMBIGUOUS = 'start: /[a-f]{60}/ "<" /[a-f]{60}/ ">"'
 COSTLY_TOKENS = 60
 PLAIN_TOKENS = 160
@@ -32,6 +34,8 @@ class Request:
     max_tokens: int
     constraint: dict[str, Any] = field(default_factory=dict)
     """At most one of `json`, `regex`, `grammar`."""
+    backend: str = ""
+    """The backend, if it is not llguidance."""
 
 
 @dataclass
@@ -66,6 +70,8 @@ def victim(fault: str, marked: bool) -> Request:
         return Request("victim", 400, {"grammar": ERROR_STATE if marked else UNAMBIGUOUS})
     if fault == "costly grammar":
         return Request("victim", COSTLY_TOKENS, {"grammar": COSTLY if marked else UNAMBIGUOUS})
+    if fault == "slow compile":
+        return Request("victim", 100, {"regex": SLOW_TO_COMPILE if marked else "[ab]{30}"}, "outlines")
     return Request("victim", 400, {"json": _people(MARK if marked else ORDINARY, 4)})
 
 

@@ -1,13 +1,15 @@
 """Run vLLM's whole engine with one kind of guidance, as a child process of `benchmarks.vllm_plugin`.
 
 The arguments are WAY, MODEL, `dummy` or `real` weights, and the batch size. WAY is `unguided`, `own:BACKEND` (vLLM's
-structured outputs), `plugin:ray` or `plugin:inline` (ours). A command is a list of requests, and its answer is what the
-engine generated and the time that it took. Imports only what vLLM's environment has.
+structured outputs), `switch:POOL` (with `GUIDED_VLLM=1`) or `plugin:POOL` (our logits processor). A command is a list
+of requests, and its answer is what the engine generated and the time that it took. Imports only what vLLM's
+environment has.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from typing import Any
@@ -20,14 +22,18 @@ MAX_MODEL_LEN = 1024
 
 def engine(way: str, model: str, dummy: bool, max_num_seqs: int) -> Any:
     """Return vLLM's `LLM`. Its engine core is another process."""
+    kind, _, backend = way.partition(":")
+    if kind == "switch":
+        os.environ["GUIDED_VLLM"] = "1"
     from vllm import LLM
 
-    kind, _, backend = way.partition(":")
     options: dict[str, Any] = {}
-    if kind == "own":
-        options["structured_outputs_config"] = {"backend": backend, "disable_any_whitespace": True}
+    if kind in ("own", "switch"):
+        named = backend if kind == "own" else "guidance"
+        options["structured_outputs_config"] = {"backend": named, "disable_any_whitespace": True}
     if kind == "plugin":
         options["logits_processors"] = [PLUGIN]
+    if kind in ("plugin", "switch"):
         options["additional_config"] = {"guided": {"pool": backend, **({"num_actors": 2} if backend == "ray" else {})}}
     if dummy:
         options["load_format"] = "dummy"
@@ -53,7 +59,7 @@ def params(way: str, request: dict[str, Any]) -> Any:
     constraint = {name: request[name] for name in ("json", "regex") if name in request}
     if kind == "unguided":
         return SamplingParams(**usual, ignore_eos=True)
-    if kind == "own":
+    if kind in ("own", "switch"):
         return SamplingParams(**usual, structured_outputs=StructuredOutputsParams(**constraint))
     extra = {"regex": request["regex"]} if "regex" in request else {"json_schema": request["json"]}
     if "json_schema" in extra:

@@ -18,7 +18,10 @@ import psutil
 from guided.integrations.vllm.error_reports import REQUEST_ID, take
 
 PLUGIN = "guided.integrations.vllm.processor:GuidedLogitsProcessor"
-OPTIONS = {"guided": {"pool": "ray", "num_actors": 2}}
+DROP_IN = {"guided": {"pool": "ray", "num_actors": 2}}
+"""With the switch: two actors, and defaults for the rest."""
+OPTIONS = {"guided": {**DROP_IN["guided"], "max_replays": 0, "step_wait": 20}}
+"""With the logits processor: actors that die fail requests, and a busy machine does not."""
 MAX_MODEL_LEN = 512
 ALSO_ENDS = "<|user|>"
 """The model's second end token."""

@@ -18,7 +18,7 @@ from typing import IO, Any
 
 import httpx
 import psutil
-from vllm_engine import MAX_MODEL_LEN, OPTIONS, PLUGIN
+from vllm_engine import DROP_IN, MAX_MODEL_LEN, OPTIONS, PLUGIN
 
 MIDDLEWARE = "guided.integrations.vllm.middleware.GuidedErrors"
 STARTS = 600.0
@@ -84,7 +84,7 @@ def serving_vllm(model: Path, *arguments: str, drop_in: bool = False, **environm
     command += ["--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", "16"]
     if not drop_in:
         command += ["--logits-processors", PLUGIN, "--middleware", MIDDLEWARE]
-    command += ["--additional-config", json.dumps(OPTIONS), *arguments]
+    command += ["--additional-config", json.dumps(DROP_IN if drop_in else OPTIONS), *arguments]
     # A short path: the length of socket paths is limited.
     with tempfile.TemporaryFile() as log, tempfile.TemporaryDirectory("", "g", "/tmp", True) as files:
         process = subprocess.Popen(

@@ -17,6 +17,12 @@ from vllm_engine import mask_actors
 from vllm_server import WAIT, Server, serving_vllm, text_of
 
 _NUMBERS = r"<[0-9]{1,4}(,[0-9]{1,4})?>"
+TAG = {
+    "type": "tag",
+    "begin": "<person>",
+    "content": {"type": "json_schema", "json_schema": SCHEMA},
+    "end": "</person>",
+}
 OWN = {
     "json": ({"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}}, satisfies(SCHEMA)),
     "json text": ({"structured_outputs": {"json": json.dumps(SCHEMA), "whitespace_pattern": ""}}, satisfies(SCHEMA)),
@@ -24,6 +30,10 @@ OWN = {
     "choice": ({"structured_outputs": {"choice": CITIES}}, CITIES.__contains__),
     "lark": ({"structured_outputs": {"grammar": LARK}}, matches(_NUMBERS)),
     "gbnf": ({"structured_outputs": {"grammar": GBNF}}, matches(_NUMBERS)),
+    "structural tag": (
+        {"structured_outputs": {"structural_tag": json.dumps({"type": "structural_tag", "format": TAG})}},
+        lambda text: satisfies(SCHEMA)(text.removeprefix("<person>").removesuffix("</person>")),
+    ),
     "response_format": (
         {"response_format": {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA}}},
         satisfies(SCHEMA),
@@ -85,7 +95,6 @@ class TestErrors:
             ({"structured_outputs": {"json": {"type": 7}}}, "at '/type'"),
             ({"structured_outputs": {"regex": ""}}, "the regex is empty"),
             ({"structured_outputs": {"choice": ["a", ""]}}, "every choice is a non-empty string"),
-            ({"structured_outputs": {"structural_tag": "{}"}}, "structural tags are not supported"),
             ({"structured_outputs": {"regex": "a"}, "ignore_eos": True}, "ignore_eos can't be kept"),
             ({"structured_outputs": {"regex": "a"}, "vllm_xargs": {"regex": "a"}}, "takes one constraint"),
             ({"vllm_xargs": {"regexp": "a"}}, "did you mean regex?"),
@@ -158,17 +167,3 @@ class TestFaults:
         assert not ended.is_set(), "the constraint was compiled too soon: the test is void"
         assert max(gaps[1:]) < 5
         thread.join(WAIT)
-
-
-class TestSpeculativeDecoding:
-    @pytest.mark.parametrize("scheduling", ["--async-scheduling", "--no-async-scheduling"])
-    def test_draft_tokens(self, vllm_model: Path, scheduling: str) -> None:
-        drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
-        if scheduling == "--async-scheduling":
-            drafts["method"] = "ngram_gpu"
-        repeated = regex("(abc ){40}")
-        with serving_vllm(vllm_model, "--speculative-config", json.dumps(drafts), scheduling, drop_in=True) as server:
-            assert repeated.is_valid(text := said(server.post(repeated.extra))), text
-            for name in OWN:
-                fields, is_valid = OWN[name]
-                assert is_valid(text := said(server.post(**fields))), text

@@ -37,21 +37,20 @@ OWN: list[tuple[dict[str, Any], Any]] = [
 class Host:
     """vLLM's engine in this process."""
 
-    def __init__(self, model: Path, pool: list[FaultyPool], asynchronous: bool, **arguments: Any) -> None:
+    def __init__(self, model: Path, pool: list[FaultyPool], **arguments: Any) -> None:
         self.llm = LLM(
             model=str(model),
             load_format="dummy",
             enforce_eager=True,
             max_model_len=MAX_MODEL_LEN,
             max_num_seqs=16,
-            async_scheduling=asynchronous,
             disable_log_stats=True,
             **arguments,
         )
         (self.pool,) = pool
 
     def ask(self, *kinds: dict[str, Any], free: int = 1) -> tuple[list[Any], list[Any]]:
-        """Run requests with these constraints beside `free` ones. Returns the first output of each, the guided first."""
+        """Run requests with these constraints beside `free` ones. Returns the outputs of both."""
         params = [
             SamplingParams(max_tokens=200, temperature=0, structured_outputs=StructuredOutputsParams(**kind))
             for kind in kinds
@@ -66,7 +65,14 @@ class Host:
         self.pool.fails = lambda sequence_id, position: False
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["sync", "async"])
+DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
+
+
+@pytest.fixture(
+    scope="module",
+    params=[{"async_scheduling": False}, {"async_scheduling": True}, {"speculative_config": DRAFTS}],
+    ids=["sync", "async", "drafts"],
+)
 def host(request: pytest.FixtureRequest, vllm_model: Path) -> Iterator[Host]:
     pools: list[FaultyPool] = []
 
@@ -85,7 +91,7 @@ def host(request: pytest.FixtureRequest, vllm_model: Path) -> Iterator[Host]:
         patched.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         patched.setenv("GUIDED_VLLM", "1")
         activation.activate()
-        host = Host(vllm_model, pools, request.param)
+        host = Host(vllm_model, pools, **request.param)
         yield host
         host.llm.llm_engine.engine_core.shutdown()
 

@@ -27,10 +27,13 @@ from vllm.v1.worker.gpu.sample.logits_processor import (
     build_custom_logits_processors_params_validator,
 )
 
+from guided.constraint import Constraint
 from guided.embedded.vllm import GuidedLogitsProcessor as FormerPath
 from guided.inline import InlinePool
 from guided.integrations.vllm import error_reports, run_directory
-from guided.integrations.vllm.processor import GuidedLogitsProcessor, model_vocabulary
+from guided.integrations.vllm.configuration import model_vocabulary
+from guided.integrations.vllm.processor import GuidedLogitsProcessor
+from guided.integrations.vllm.request_params import VALIDATED, GuidedParams
 from guided.integrations.vllm.v2_batch import TokenCopies
 from guided.vocabulary import Vocabulary
 
@@ -86,7 +89,7 @@ class Runner:
             ),
             scheduler_config=SimpleNamespace(async_scheduling=True),
             speculative_config=SimpleNamespace(num_speculative_tokens=drafts) if drafts else None,
-            additional_config={"guided": options},
+            additional_config={"guided": {"step_wait": 60, **options}},
             model_config=SimpleNamespace(
                 logits_processors=[NAME, *others], get_vocab_size=lambda: WIDTH, is_diffusion=diffusion
             ),
@@ -168,12 +171,14 @@ def use_pool(monkeypatch: pytest.MonkeyPatch, fail_at: int | None = None) -> tup
         options.update(given)
         return pool
 
-    monkeypatch.setattr("guided.integrations.vllm.processor.open_pool", open_pool)
+    monkeypatch.setattr("guided.integrations.vllm.configuration.open_pool", open_pool)
     return pool, options
 
 
 def guided(*choices: str, name: str | None = None) -> Request:
-    extra = {"choice": list(choices), **({"guided_request_id": name} if name else {})}
+    """A request that was admitted."""
+    extra: dict[str, Any] = {"choice": list(choices), **({"guided_request_id": name} if name else {})}
+    extra[VALIDATED] = GuidedParams(Constraint.choice(choices)).to_text()
     params = SamplingParams(max_tokens=50, extra_args=extra)
     params.update_from_generation_config({}, STOP)
     return Request(params, [5, 6, 7])
@@ -357,7 +362,7 @@ def test_the_pool_is_opened_with_the_options_of_the_configuration(monkeypatch: p
     runner = Runner(pool="ray", mask_limit=20)
     runner.add(guided("12"))
     runner.step()
-    assert options == {"pool": "ray", "mask_limit": 20}
+    assert options == {"pool": "ray", "mask_limit": 20, "max_replays": 2}
 
 
 def test_diffusion_models_are_rejected() -> None:

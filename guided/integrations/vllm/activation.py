@@ -1,6 +1,6 @@
 """The switch: with the environment variable `GUIDED_VLLM=1`, vLLM's structured outputs use our pool.
 
-vLLM calls `activate`, a general plugin, in every process before anything else. Classes of vLLM are replaced in two places:
+vLLM calls `activate`, a general plugin, in every process before anything else. Two parts of vLLM are replaced:
 the manager of structured outputs, in the engine's process, and the validation of `structured_outputs`, in the process
 that admits requests. Both are internal to vLLM, so they are replaced only in versions with which this was tested.
 """
@@ -36,8 +36,8 @@ def activate() -> None:
     version = vllm.__version__.partition("+")[0]
     if version not in TESTED_VERSIONS:
         _log.warning(
-            "%s has no effect: it was not tested with vLLM %s, but with %s. vLLM's own backends enforce response_format "
-            "and structured_outputs. For masks of guided, pass --logits-processors "
+            "%s has no effect: it was not tested with vLLM %s, but with %s. vLLM's own backends enforce "
+            "response_format and structured_outputs. For masks of guided, pass --logits-processors "
             "guided.integrations.vllm.processor:GuidedLogitsProcessor and put constraints into vllm_xargs",
             SWITCH,
             version,

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import sys
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from vllm.exceptions import GenerationError, VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
 
 from guided.backends import candidates, resolve
-from guided.errors import GuidedError, InvalidRequest, UnsupportedConstraint
+from guided.errors import GuidedError, InvalidRequest
 from guided.integrations.vllm import error_reports
 from guided.integrations.vllm.request_params import FROM_EXTRA_ARGS, GuidedParams, is_ours, reject_overwriting
 from guided.request import GivenConstraint, GivenWhitespace, build, take_whitespace
@@ -22,12 +22,15 @@ from guided.request import GivenConstraint, GivenWhitespace, build, take_whitesp
 if TYPE_CHECKING:
     from vllm import SamplingParams
 
+    from guided.constraint import ConstraintKind
+
 _KINDS = {
     "json": "json_schema",
     "json_object": "json_object",
     "regex": "regex",
     "choice": "choice",
     "grammar": "grammar",
+    "structural_tag": "structural_tag",
 }
 """vLLM's field -> our kind."""
 _SERVING = "vllm.entrypoints.generate.base.serving"
@@ -68,21 +71,17 @@ def enforce(params: SamplingParams, guided: GuidedParams | None) -> None:
 
 
 def _guided_params(outputs: StructuredOutputsParams, config: Any) -> GuidedParams:
-    if outputs.structural_tag is not None:
-        raise UnsupportedConstraint(
-            "structural tags are not supported here: use structured_outputs.json, or response_format json_schema. Tools "
-            "with tool_choice auto need none; for required and named tools, start vLLM with "
-            "VLLM_ENFORCE_STRICT_TOOL_CALLING=0",
-            param="structured_outputs.structural_tag",
-        )
     if outputs.json_object is False:
         raise InvalidRequest("json_object takes true: leave it out for no constraint", param="structured_outputs")
     field = next(field for field in _KINDS if getattr(outputs, field) is not None)
-    given = GivenConstraint(_KINDS[field], f"structured_outputs.{field}", getattr(outputs, field))  # type: ignore[arg-type]
+    kind = cast("ConstraintKind", _KINDS[field])
+    given = GivenConstraint(kind, f"structured_outputs.{field}", getattr(outputs, field))
     whitespace: list[GivenWhitespace] = []
     if outputs.whitespace_pattern is not None:
         whitespace.append(GivenWhitespace("structured_outputs.whitespace_pattern", outputs.whitespace_pattern))
-    elif field in ("json", "json_object") and (outputs.disable_any_whitespace or config.disable_any_whitespace):
+    elif field in ("json", "json_object", "structural_tag") and (
+        outputs.disable_any_whitespace or config.disable_any_whitespace
+    ):
         whitespace.append(GivenWhitespace("structured_outputs.disable_any_whitespace", ""))
     open_objects = not (outputs.disable_additional_properties or config.disable_additional_properties)
     constraint = build(given, take_whitespace(given, whitespace), additional_properties=open_objects)

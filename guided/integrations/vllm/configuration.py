@@ -5,7 +5,7 @@ Options are set by `--additional-config '{"guided": {"pool": "ray", "num_actors"
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -77,7 +77,7 @@ def _given(config: VllmConfig) -> dict[str, Any]:
     return dict(additional.get("guided") or {})
 
 
-def _find_pool(pool: str, **options: Any) -> Any:
+def _find_pool(pool: str, **options: Any) -> Callable[[Vocabulary], MaskPool]:
     return find_pool(pool, options)
 
 

@@ -43,8 +43,6 @@ class _Output:
     """Output tokens that the grammar has consumed. Those of the reasoning before it are not among them."""
     masks: NDArray[np.int32] | None = None
     """`[1 + drafts, words]`: the masks of the last step."""
-    slow: bool = False
-    """A mask of this request was late. From then on, it joins a batch only when its mask is ready."""
     asked: int = -1
     """Number of tokens for which a slow request's mask was last asked for."""
 
@@ -85,7 +83,9 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
         self._masker = Masker(self._opener, self._note_failure, vllm_config.model_config.get_vocab_size())
         self._step_wait = step_wait(vllm_config)
         self._outputs: dict[str, _Output] = {}
-        """By vLLM's request id."""
+        """By vLLM's request id. The thread that receives requests adds to it."""
+        self._slow: dict[str, _Output] = {}
+        """Requests with a mask that was late. From then on, they join a batch only when their masks are ready."""
         self._failed: list[str] = []
         """Ids of requests that failed since the last `take_failed`."""
         self._missing: list[str] = []
@@ -145,7 +145,7 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
                 tokens = scheduled_spec_decode_tokens[request_id]
                 scheduled_spec_decode_tokens[request_id] = [*tokens[:invalid], *[-1] * (len(tokens) - invalid)]
             if output.request.late or output.request.error is not None:
-                output.slow = True
+                self._slow[request_id] = output
                 self._missing.append(request_id)
         return bitmask
 
@@ -154,7 +154,7 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
         output = self._outputs.get(request.request_id)
         if output is None:
             return spec_tokens
-        return [] if output.slow else list(strip_speculative_padding(spec_tokens))
+        return [] if request.request_id in self._slow else list(strip_speculative_padding(spec_tokens))
 
     def accept_tokens(self, request: Request, new_token_ids: list[int]) -> bool:
         """Add sampled tokens to a request's output. Returns False, which ends the request, if a mask forbids one."""
@@ -195,7 +195,7 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
         Args:
             in_flight: whether a token of a request is being computed.
         """
-        slow = {name: output for name, output in self._outputs.items() if output.slow}
+        slow = self._slow
         if not slow:
             return set()
         held = {name for name, output in slow.items() if output.request.error is not None or in_flight(name)}
@@ -228,6 +228,7 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
         """Free the matchers and grammars of requests that are over. Unknown ids are ignored."""
         for request_id in request_ids:
             output = self._outputs.pop(request_id, None)
+            self._slow.pop(request_id, None)
             if output is not None:
                 self._masker.end(output.request)
 

@@ -1,12 +1,11 @@
 """Masker: computes the masks of the guided rows of a vLLM batch, in a pool.
 
-A row is without a mask if its request has failed, or if the mask is late: not ready at the step's deadline. Such a row is
-allowed one token only, a stop token. The caller discards that token, or it ends the request.
+A row is without a mask if its request has failed, or if the mask is late: not ready at the step's deadline. Such a row
+is allowed one token only, a stop token. The caller discards that token, or it ends the request.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import threading
@@ -15,6 +14,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
+from operator import methodcaller
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -42,8 +42,8 @@ UNKNOWN_TOKEN = InternalError(
     "guided.integrations.vllm.processor:GuidedLogitsProcessor), not to those of entry points"
 )
 _FLOOR = -1e4
-"""Lowest logit of an allowed token. vLLM, or another processor, may have written -inf to every token that a mask allows:
-such a token is sampled only if nothing else is left."""
+"""Lowest logit of an allowed token. vLLM, or another processor, may have written -inf to every token that a mask
+allows: such a token is sampled only if nothing else is left."""
 
 
 @dataclass(eq=False, slots=True)
@@ -155,14 +155,14 @@ class Masker:
         with self._lock:
             request.ended = True
         self.release(request)
-        self._free(request, lambda processor: processor.free(request.name))
+        self._free(request, methodcaller("free", request.name))
 
     def release(self, request: GuidedRequest) -> None:
         """Close a request's matchers. Its next row opens them again, from its tokens."""
         if request.sequences:
             self._discard_step()
         for sequence in request.sequences:
-            self._free(request, lambda processor, freed=sequence.sequence_id: processor.free_sequence(freed))
+            self._free(request, methodcaller("free_sequence", sequence.sequence_id))
         request.sequences.clear()
         request.committed.clear()
         request.late.clear()
@@ -278,6 +278,7 @@ class Masker:
             token is discarded in any case: after the end of the output, or after an invalid draft token.
         """
         bitmask = np.empty((len(self._rows), words(self._width)), np.int32)
+        computed = set(self._prepared.values()) if self._in_step else set()
         if self._in_step:
             self._in_step = False
             assert self._processor is not None
@@ -291,7 +292,8 @@ class Masker:
             except Exception as error:
                 self._fail_rows(error)
         for index, row in enumerate(self._rows):
-            if index in self._discarded or row.request.error is not None or row.request.late:
+            without = index not in computed or index in self._discarded
+            if without or row.request.error is not None or row.request.late:
                 bitmask[index] = pack([row.request.stop_token], self._width)
         return bitmask
 

@@ -2,15 +2,16 @@
 `vllm serve --middleware guided.integrations.vllm.middleware.GuidedErrors`.
 
 In vLLM, a logits processor can only make a request end with a stop token, as if its output was complete. The engine's
-process reports the error out of band (`guided.integrations.vllm.error_reports`). The middleware gives each request with a
-constraint in `vllm_xargs` an id of its own for that report, and changes its answer, on every route that takes JSON:
+process reports the error out of band (`guided.integrations.vllm.error_reports`). The middleware gives each request
+with a constraint in `vllm_xargs` an id of its own for that report, and changes its answer, on every route that takes
+JSON:
 
 - Not streamed: the answer is held back until it is complete, and replaced by an error if the request failed.
 - Streamed: nothing is sent before the first piece of text, so a failure before it has its HTTP status too. A failure
   after it is sent as one event `data: {"error": ...}`, which ends the stream without `[DONE]`.
 
-It writes objects in `vllm_xargs` as JSON text, because vLLM's server takes no objects there. Guided beam search is rejected,
-because vLLM ignores `vllm_xargs` there. Other requests pass unchanged.
+It writes objects in `vllm_xargs` as JSON text, because vLLM's server takes no objects there. Guided beam search is
+rejected, because vLLM ignores `vllm_xargs` there. Other requests pass unchanged.
 """
 
 from __future__ import annotations

@@ -39,8 +39,8 @@ MAX_ABSENT_STEPS = 256
 """Steps without a slot after which its matcher is closed. Its request has probably ended: V2 does not report it."""
 _SERVER = "vllm.entrypoints.openai.api_server"
 _WITHOUT_MIDDLEWARE = (
-    "constraints in vllm_xargs need the middleware, which gives the request an id to report errors under (start vLLM with "
-    "--middleware guided.integrations.vllm.middleware.GuidedErrors), and a body within its limits"
+    "constraints in vllm_xargs need the middleware, which gives the request an id to report errors under (start vLLM "
+    "with --middleware guided.integrations.vllm.middleware.GuidedErrors), and a body within its limits"
 )
 _log = logging.getLogger("guided.integrations")
 _instances: weakref.WeakValueDictionary[int, GuidedLogitsProcessor] = weakref.WeakValueDictionary()

@@ -150,7 +150,7 @@ def _reject_near_misses(extra: Mapping[str, Any]) -> None:
             raise InvalidRequest(f"{name} is called {_FORMER_NAMES[name]} here", param=name)
         plain = name.lower().replace("-", "_")
         meant = [_NEAR_MISSES[plain]] if plain in _NEAR_MISSES else get_close_matches(plain, known, 1, _CLOSE)
-        if meant or plain == "structural_tag" or plain.startswith("guided_"):
+        if meant or plain.startswith("guided_"):
             hint = f"did you mean {meant[0]}? " if meant else ""
             raise InvalidRequest(
                 f"there is no {bounded(name, 60)} here: {hint}there are {', '.join(known)}", param=name

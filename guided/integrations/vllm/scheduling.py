@@ -1,4 +1,4 @@
-"""The part of `GuidedManager` that is in vLLM's scheduler: a request without its mask leaves the batch for some steps."""
+"""The part of `GuidedManager` in vLLM's scheduler: a request without its mask leaves the batch for some steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 def guided_scheduler(base: type[Any]) -> type[Any]:
     """Return a subclass of vLLM's scheduler class `base` that skips requests without a mask."""
-    return type(f"Guided{base.__name__}", (_GuidedScheduling, base), {})
+    return type(f"Guided{base.__name__}", (_GuidedScheduling, base), {"__module__": __name__})
 
 
 class _GuidedScheduling:

@@ -13,6 +13,7 @@ from faulty_pool import without_rows
 from numpy.typing import NDArray
 from scripted_grammar import STOP, ScriptedBackends
 
+from guided.bitmask import allowed_ids
 from guided.constraint import Constraint
 from guided.errors import GuidedError, InternalError, PoolUnavailable, WorkerDied
 from guided.inline import InlinePool
@@ -514,3 +515,40 @@ def test_a_request_that_ends_before_its_masks_are_applied() -> None:
     subject.masker.end(other)
     assert subject.codes() == [("a", "backend_error")]
     assert allowed(subject.step(GuidedRow(request, 0, [1])), 0) == [STOP]
+
+
+# masks that are not waited for
+
+
+def test_a_late_row_is_parked_until_its_mask_is_ready() -> None:
+    pool = Broken()
+    subject = Subject(lambda: pool)
+    one, other = subject.begin("123", name="one"), subject.begin("45", name="other")
+    subject.step(GuidedRow(one, 0, []), GuidedRow(other, 1, []))
+    pool.late_steps = 1
+    assert subject.masker.prepare([GuidedRow(one, 0, [1]), GuidedRow(other, 1, [4])])
+    masks = subject.masker.collect(0.0, park=True)
+    assert [allowed_ids(row).tolist() for row in masks] == [[STOP], [5]]
+    assert one.late <= subject.masker.settled()
+    assert not other.late
+    assert subject.masker.prepare([GuidedRow(one, 0, [1])])
+    assert allowed_ids(subject.masker.collect(0.0, park=True)[0]).tolist() == [2]
+    assert not one.late
+    assert not subject.failed
+
+
+def test_a_row_without_a_grammar_allows_a_stop_token_only() -> None:
+    opens = threading.Event()
+    subject = Subject(lambda: (opens.wait(60), inline())[1])
+    assert not subject.masker.prepare([GuidedRow(subject.begin("12"), 0, [])])
+    assert allowed_ids(subject.masker.collect(0.0)[0]).tolist() == [STOP]
+    opens.set()
+
+
+def test_a_request_that_ends_before_the_pool_is_open_is_not_compiled() -> None:
+    opens, pool = threading.Event(), Broken()
+    subject = Subject(lambda: (opens.wait(60), pool)[1])
+    subject.masker.end(subject.begin("12"))
+    opens.set()
+    assert allowed(subject.step(GuidedRow(subject.begin("34"), 0, [])), 0) == [3]
+    assert pool.released == 0

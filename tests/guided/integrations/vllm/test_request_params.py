@@ -133,9 +133,7 @@ def test_near_misses_are_not_ignored(name: str, meant: str) -> None:
     assert rejected.value.param == name
 
 
-def test_structural_tags_and_options_without_a_constraint_are_not_ignored() -> None:
-    with pytest.raises(InvalidRequest, match="structural_tag"):
-        guided_params(params({"structural_tag": "{}"}))
+def test_options_without_a_constraint_are_not_ignored() -> None:
     with pytest.raises(InvalidRequest, match="needs a constraint"):
         guided_params(params({"backend": "outlines"}))
 
