@@ -87,7 +87,7 @@ class _TextAnswer(Answer):
         text = self._echoed(index)
         chunk = self.chunk(index, self.content(text))
         if self.guided is not None:
-            return {**chunk, "guided": self.guided.model_dump()}
+            return {**chunk, "guided": self.guided.model_dump(exclude_defaults=True)}
         return chunk if text else None
 
     def content(self, text: str | None) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Coroutine, Iterator, Mapping
 from contextlib import AsyncExitStack, contextmanager
 from typing import Any, TypeVar
+from urllib.parse import quote
 
 from fastapi import Request, Response
 
@@ -15,6 +16,7 @@ from engine.server.admission import AdmissionRoute
 from engine.server.answers import Answer
 from engine.server.context import ServerContext
 from engine.server.generation import Job, Outputs, cancel, running
+from engine.server.protocol import GuidedInfo
 from engine.server.streaming import AnswerStream, events
 from guided.errors import GuidedError
 
@@ -47,7 +49,10 @@ class GenerationRoute(AdmissionRoute):
             try:
                 client = request.state.client
                 outputs = await _unless_gone(request, stack.enter_async_context(running(context, job, client)))
-                answer = answer_type(context, job, outputs.guided)
+                guided = outputs.guided
+                if ignored := request.state.ignored:
+                    guided = (guided or GuidedInfo()).model_copy(update={"ignored": ignored})
+                answer = answer_type(context, job, guided)
                 if job.stream:
                     content = events(outputs, answer, context.metrics)
                 else:
@@ -57,7 +62,9 @@ class GenerationRoute(AdmissionRoute):
                 logger.info("request %s (x-request-id %s): the client went away", job.request_id, job.http_id)
                 return Response(status_code=499)
             # The backend is in a header too, for clients that do not parse the body.
-            headers = {} if outputs.guided is None else {"x-guided-backend": outputs.guided.backend}
+            headers = {} if outputs.guided is None else {"x-guided-backend": str(outputs.guided.backend)}
+            if ignored:
+                headers["x-guided-ignored"] = ", ".join(map(quote, ignored))
             return AnswerStream(content, stack.pop_all(), headers, context, job)
 
 
