@@ -72,9 +72,10 @@ def output_form(
     if calls is None and wanted.constraint is None:
         return OutputForm(wanted, parser=parser, shows_special_tokens=special)
     whole, found = _combined(body, context, wanted, calls, reasoning, thinking)
-    kind = "tools" if calls is not None else wanted.constraint and wanted.constraint.kind
+    kind = "structural_tag" if wanted.constraint is None else wanted.constraint.kind
     length = 24 if calls is None else calls.format.id_length
-    return OutputForm(replace(wanted, constraint=whole), kind, found, parser, special, length)
+    name = kind if calls is None else "tools"
+    return OutputForm(replace(wanted, constraint=whole), name, found, parser, special, length)
 
 
 def _combined(

@@ -58,10 +58,11 @@ def encode_chat(
         )
     rendered = [message.for_template() for message in messages]
     functions = [tool.for_template() for tool in tools]
-    for text, param in ((each.text, "messages") for each in messages):
-        _check_length(tokenizer, text, param, max_tokens)
-    for param, extra in (("messages", [each.get("tool_calls") for each in rendered]), ("tools", functions)):
-        _check_length(tokenizer, json.dumps(extra), param, max_tokens)
+    for message in messages:
+        _check_length(tokenizer, message.text, "messages", max_tokens)
+    calls = json.dumps([each.get("tool_calls") for each in rendered])
+    for param, written in (("messages", calls), ("tools", json.dumps(functions))):
+        _check_length(tokenizer, written, param, max_tokens)
     escaped = _EscapedSpecialTokens(tokenizer, max_tokens)
     try:
         text: str = tokenizer.apply_chat_template(
@@ -73,8 +74,8 @@ def encode_chat(
             **escaped.escape(variables or {}),
         )
     except (TemplateError, ValueError, TypeError) as error:
-        message = f"the chat template refuses these messages: {bounded(error)}"
-        raise InvalidRequest(message, param="messages") from error
+        refusal = f"the chat template refuses these messages: {bounded(error)}"
+        raise InvalidRequest(refusal, param="messages") from error
     ids: list[int] = []
     for piece in escaped.pieces(text):
         # The tokenizer adds its own special tokens to the first piece only.
@@ -161,7 +162,11 @@ def _check_length(tokenizer: Any, text: str, param: str, max_tokens: int) -> Non
 
 
 def _too_long(param: str, max_tokens: int) -> InvalidRequest:
-    return ContextLengthExceeded(f"{param} has more than {max_tokens} tokens, which is too long", param=param)
+    return ContextLengthExceeded(
+        f"This model's maximum context length is {max_tokens} tokens. However, {param} has more. Please reduce the length"
+        " of the messages.",
+        param=param,
+    )
 
 
 def text_prompts(

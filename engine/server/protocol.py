@@ -291,10 +291,8 @@ class Message(Body):
                 {"id": call.id, "type": "function", "function": call.function.for_template()}
                 for call in self.tool_calls
             ]
-        for name in ("name", "tool_call_id", "reasoning_content"):
-            if (value := getattr(self, name)) is not None:
-                message[name] = value
-        return message
+        others = {"name": self.name, "tool_call_id": self.tool_call_id, "reasoning_content": self.reasoning_content}
+        return message | {name: value for name, value in others.items() if value is not None}
 
 
 class FunctionDefinition(Body):

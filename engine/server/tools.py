@@ -86,7 +86,7 @@ def _known(chosen: Sequence[Any], known: Sequence[str]) -> list[str]:
     for each in chosen:
         function = each.get("function", each) if isinstance(each, dict) else None
         name = function.get("name") if isinstance(function, dict) else None
-        if name not in known:
+        if not isinstance(name, str) or name not in known:
             shown = ", ".join(known[:10]) or "none"
             raise _invalid(f"there is no tool {bounded(name, 140)!r}; there are: {bounded(shown)}")
         names.append(name)
