@@ -18,6 +18,7 @@ import math
 from collections.abc import Iterator
 from decimal import Decimal
 from fractions import Fraction
+from functools import lru_cache
 from math import lcm, prod
 from typing import Any
 
@@ -214,6 +215,7 @@ def _correct_patterns(node: Node) -> None:
         raise type(error)(error.message, param="json_schema", pointer=pointer) from None
 
 
+@lru_cache(maxsize=256)  # the tools of one request have many properties with the same format
 def _pattern(pattern: str) -> str:
     """Return `pattern` for llguidance, without NUL in classes for which it would also write quotes."""
 
