@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, get_args
 
-from guided.errors import ConstraintTooLarge, InvalidConstraint, bounded
+from guided.errors import ConstraintTooLarge, InvalidConstraint, UnsupportedConstraint, bounded
 from guided.limits import DEFAULT_LIMITS, Limits
 from guided.schema import document as schema_checks
 from guided.structural_tag import Content, Node, at_content, contents, parse, read
+
+logger = logging.getLogger(__name__)
 
 ConstraintKind = Literal["json_schema", "json_object", "regex", "choice", "grammar", "structural_tag"]
 USUAL_WHITESPACE = r"( |\r?\n[ \t]{0,40})?"
@@ -47,6 +50,9 @@ class Constraint:
     kind: ConstraintKind
     source: str
     whitespace: str | None = None
+    not_enforced: tuple[str, ...] = field(default=(), compare=False)
+    """JSON pointers of what a schema contains and the output need not satisfy: unknown formats (annotations in JSON
+    Schema) and probably misspelt keywords, these with a suggestion in parentheses."""
 
     @cached_property
     def key(self) -> str:
@@ -61,6 +67,7 @@ class Constraint:
         *,
         whitespace: str | None = None,
         additional_properties: bool = True,
+        strict_formats: bool = False,
         limits: Limits = DEFAULT_LIMITS,
         param: str = "json_schema",
     ) -> Constraint:
@@ -68,17 +75,28 @@ class Constraint:
 
         Args:
             additional_properties: False forbids other properties in every object without `additionalProperties`.
+            strict_formats: refuse a `format` that is not in the specification. By default it is not enforced, and
+                listed in `not_enforced`.
 
         Raises:
             InvalidConstraint: not JSON, not a schema (with a JSON pointer), or a remote `$ref`.
+            UnsupportedConstraint: an unknown format with `strict_formats`.
             ConstraintTooLarge: over one of `limits`.
         """
-        document = schema_checks.parse(schema, limits, param)
+        notes: list[schema_checks.Note] = []
+        document = schema_checks.parse(schema, limits, param, notes)
+        unknown = next((note for note in notes if note.format is not None), None)
+        if strict_formats and unknown is not None:
+            message = f"the format {bounded(unknown.format, 60)!r} is not in the specification, so it can't be enforced"
+            raise UnsupportedConstraint(message, param=param, pointer=unknown.pointer)
         if not additional_properties:
             document = schema_checks.close_objects(document)
         source = json.dumps(document, ensure_ascii=False, separators=(",", ":"))
         _check_text(source, "JSON schema", limits, param)
-        return cls("json_schema", source, _whitespace(whitespace, limits, param))._checked(limits)
+        if notes:
+            logger.debug("not enforced in %s: %s", param, ", ".join(map(str, notes)))
+        spaces = _whitespace(whitespace, limits, param)
+        return cls("json_schema", source, spaces, tuple(map(str, notes)))._checked(limits)
 
     @classmethod
     def json_object(
@@ -131,6 +149,7 @@ class Constraint:
         tag: Mapping[str, Any] | str,
         *,
         whitespace: str | None = None,
+        strict_formats: bool = False,
         limits: Limits = DEFAULT_LIMITS,
         param: str = "structural_tag",
     ) -> Constraint:
@@ -138,13 +157,19 @@ class Constraint:
         if isinstance(tag, str):
             _check_text(tag, "structural tag", limits, param)
         document = read(tag, limits, param) if isinstance(tag, str) else tag
+        unknown: list[str] = []
         for content in dict.fromkeys(contents(parse(document, limits, param))):
+            options: dict[str, Any] = {"limits": limits, "param": param}
+            if content.kind == "json_schema":
+                options["strict_formats"] = strict_formats
             if content.kind != "json_object":
                 with at_content(content, param):
-                    getattr(cls, content.kind)(content.value, limits=limits, param=param)
+                    inner: Constraint = getattr(cls, content.kind)(content.value, **options)
+                unknown += [content.pointer + pointer for pointer in inner.not_enforced]
         source = json.dumps(document, ensure_ascii=False, separators=(",", ":"))
         _check_text(source, "structural tag", limits, param)
-        return cls("structural_tag", source, _whitespace(whitespace, limits, param))._checked(limits)
+        spaces = _whitespace(whitespace, limits, param)
+        return cls("structural_tag", source, spaces, tuple(unknown))._checked(limits)
 
     def inner(self, content: Content) -> Constraint:
         """Return the constraint of a content of this structural tag, which was checked with it."""

@@ -68,6 +68,7 @@ def build(
     whitespace: GivenWhitespace | None = None,
     *,
     additional_properties: bool = True,
+    strict_formats: bool = False,
     limits: Limits = DEFAULT_LIMITS,
 ) -> Constraint:
     """Build the constraint.
@@ -81,6 +82,7 @@ def build(
         match one.kind:
             case "json_schema":
                 options |= {"whitespace": spaces, "additional_properties": additional_properties}
+                options |= {"strict_formats": strict_formats}
                 return Constraint.json_schema(one.value, **options)
             case "json_object":
                 return Constraint.json_object(whitespace=spaces, **options)
@@ -91,7 +93,8 @@ def build(
             case "grammar":
                 return Constraint.grammar(one.value, **options)
             case "structural_tag":
-                return Constraint.structural_tag(one.value, whitespace=spaces, **options)
+                options |= {"whitespace": spaces, "strict_formats": strict_formats}
+                return Constraint.structural_tag(one.value, **options)
     except InvalidConstraint as error:
         if whitespace is not None and "whitespace" in error.message and error.param == one.field:
             error.param = whitespace.field  # the pattern is at fault, not the schema

@@ -14,8 +14,11 @@ from functools import cached_property
 from typing import Any
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
+from guided.bitmask import pack
 from guided.errors import InvalidRequest
 from guided.token_bytes import TokenBytes, from_huggingface, from_sentencepiece, from_tekken
 
@@ -68,6 +71,13 @@ class Vocabulary:
     def permitted_token_ids(self) -> tuple[int, ...]:
         """All tokens that a mask may allow, ascending: text tokens and stop tokens."""
         return tuple(sorted({*self.text_token_ids, *self.stop_token_ids}))
+
+    @cached_property
+    def permitted_mask(self) -> NDArray[np.int32]:
+        """`permitted_token_ids` as a bitmask, read-only."""
+        mask = pack(self.permitted_token_ids, self.padded_vocab_size)
+        mask.flags.writeable = False
+        return mask
 
     @cached_property
     def special_names(self) -> dict[str, int]:

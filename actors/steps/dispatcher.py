@@ -22,7 +22,7 @@ from actors.steps.connection import SequenceState, StepOutputs, StepPart, Worker
 from actors.steps.placement import Placement, Recovery, WorkerDown, WorkerRetiring, WorkerUp
 from actors.steps.protocol import FREE
 from guided.errors import BackendError, GuidedError, MaskTimeout, PoolUnavailable
-from guided.pool import Grammar, ReadyMasks, StepMasks
+from guided.pool import Grammar, ReadyMasks, StepMasks, forced_runs
 from guided.sequence import GuidedSequence
 
 _LOOK_SECONDS = 0.001
@@ -84,6 +84,7 @@ class Dispatcher:
         pool_wait: seconds that a sequence waits for a worker before it fails with `PoolUnavailable`.
         max_replays: see `Recovery`.
         rejection_of: returns why no actor loads a grammar any more, by its key.
+        forced_tokens: workers look ahead where a mask allows only one token.
     """
 
     def __init__(
@@ -92,7 +93,9 @@ class Dispatcher:
         pool_wait: float,
         max_replays: int,
         rejection_of: Callable[[str], GuidedError | None] = lambda key: None,
+        forced_tokens: bool = False,
     ) -> None:
+        self._forced_tokens = forced_tokens
         self._give_up_seconds = _GIVE_UP_FACTOR * mask_limit
         self._pool_wait = pool_wait
         self._max_replays = max_replays
@@ -107,6 +110,10 @@ class Dispatcher:
         """Sequences with an `error`, until they are freed."""
         self._changed: set[SequenceState] = set()
         """Sequences with `changed_from`."""
+        self._budgeted: set[SequenceState] = set()
+        """Sequences with a budget."""
+        self.replays = 0
+        """Sequences that outlived their worker and are opened on another one, since the start."""
         self._lost: dict[int, GuidedError] = {}
         """For `failures`."""
         self._tried_placing = 0.0
@@ -133,7 +140,10 @@ class Dispatcher:
 
     def open(self, sequence: GuidedSequence, grammar: Grammar) -> None:
         """See `MaskPool.open`."""
-        self._sequences[sequence.sequence_id] = SequenceState(sequence, grammar.key, sequence.parent_id)
+        state = SequenceState(sequence, grammar.key, sequence.parent_id)
+        self._sequences[sequence.sequence_id] = state
+        if sequence.budget is not None:
+            self._budgeted.add(state)
 
     def free(self, sequence_ids: Collection[int]) -> None:
         """See `MaskPool.free`."""
@@ -147,7 +157,8 @@ class Dispatcher:
             send_all(self._workers)
 
     def _forget(self, state: SequenceState) -> None:
-        for states in (self._late, self._failed, self._changed, self._placement.suspects, self._placement.stragglers):
+        late, placement = self._late, self._placement
+        for states in (late, self._failed, self._changed, self._budgeted, placement.suspects, placement.stragglers):
             states.discard(state)
 
     def rollback(self, sequence_id: int, length: int) -> None:
@@ -340,9 +351,13 @@ class Dispatcher:
             if part.missing:
                 slots, rows = slots[part.ready], rows[part.ready]
             found.ready.append(ReadyMasks(part.table.mask, slots, rows))
+            if self._forced_tokens:
+                found.forced |= forced_runs(part.table.forced[slots], rows)
             ready_rows += len(rows)
         if self._late or self._placement.stragglers:
             self._note_ready(step)
+        for state in self._budgeted:
+            state.note_steered()
         if ready_rows:
             self._placement.note_typical(found.seconds / ready_rows)
         step.all_ready = ready_rows == len(step.sequences)
@@ -468,6 +483,7 @@ class Dispatcher:
         while self._events:
             event = self._events.popleft()
             if isinstance(event, WorkerUp):
+                event.worker.look_ahead = self._forced_tokens
                 self._placement.add(event.worker)
                 self._poller.register(event.worker.socket, zmq.POLLIN)
             elif isinstance(event, WorkerRetiring):
@@ -501,6 +517,7 @@ class Dispatcher:
             if part.worker is worker and part.look():
                 step.failed.update(dict.fromkeys(part.rows[~part.ready].tolist(), down.error))
                 part.remove(~part.ready)
+        self.replays += len(kept)
         worker.sequences.clear()
         worker.close()
         self._displace(kept)

@@ -39,7 +39,8 @@ def create_chat_completion(body: ChatRequest, request: Request, context: Context
 
 
 def _build_job(body: ChatRequest, context: ServerContext, http_id: str, names: Mapping[str, str]) -> Job:
-    wanted = requested_constraint(body, context.settings.backend, context.limits)
+    strict = context.settings.strict_formats
+    wanted = requested_constraint(body, context.settings.backend, context.limits, strict_formats=strict)
     calls = offered_calls(body, context, wanted)
     effort = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
     prompt = encode_chat(
@@ -145,7 +146,7 @@ class _ChatAnswer(Answer):
 
     def opening(self, index: int) -> dict[str, Any]:
         chunk = self.chunk(index, {"delta": {"role": "assistant", "content": ""}})
-        return chunk if self.guided is None else {**chunk, "guided": self.guided.model_dump(exclude_defaults=True)}
+        return chunk if self.guided is None else {**chunk, "guided": self.guided_info()}
 
     def content(self, text: str | None) -> dict[str, Any]:
         return {"delta": {} if text is None else {"content": text}}

@@ -53,9 +53,16 @@ class RequestedConstraint:
 
 
 def requested_constraint(
-    request: GenerationRequest, default_backend: str = AUTO, limits: Limits = DEFAULT_LIMITS
+    request: GenerationRequest,
+    default_backend: str = AUTO,
+    limits: Limits = DEFAULT_LIMITS,
+    *,
+    strict_formats: bool = False,
 ) -> RequestedConstraint:
     """Read the request's constraint, check it against `limits`, and read its backend.
+
+    Args:
+        strict_formats: for requests that do not say.
 
     Raises:
         InvalidRequest, InvalidConstraint, ConstraintTooLarge, UnsupportedConstraint: `param` is the field.
@@ -68,13 +75,14 @@ def requested_constraint(
         *_fields(request, _OLDER),
     ]
     whitespace = [*_whitespace(request), *backend_whitespace]
-    if len(found) > 1 and len({_build(each, None, request, limits) for each in found}) == 1:
+    if len(found) > 1 and len({_build(each, None, request, limits, strict_formats) for each in found}) == 1:
         found = found[:1]  # guidance's client sends its schema in two fields
     one = take_one(found)
     spaces = take_whitespace(one, whitespace)
     if one is None:
         return RequestedConstraint(backend=backend)
-    constraint = _build(one, spaces, request, limits)
+    strict = strict_formats if request.strict_formats is None else request.strict_formats
+    constraint = _build(one, spaces, request, limits, strict)
     candidates(one.kind, backend, param=backend_field)  # rejects a backend that lacks the kind, before anything runs
     return RequestedConstraint(constraint, backend, one.field)
 
@@ -167,10 +175,10 @@ def _backend(request: GenerationRequest, default: str) -> tuple[str, str, list[G
 
 
 def _build(
-    one: GivenConstraint, whitespace: GivenWhitespace | None, request: GenerationRequest, limits: Limits
+    one: GivenConstraint, whitespace: GivenWhitespace | None, request: GenerationRequest, limits: Limits, strict: bool
 ) -> Constraint:
     closed = request.structured_outputs is not None and request.structured_outputs.disable_additional_properties
     if closed and one.kind != "json_schema":
         field = "structured_outputs.disable_additional_properties"
         raise InvalidRequest(f"{field} requires a JSON schema, not {one.field}", param=field)
-    return build(one, whitespace, additional_properties=not closed, limits=limits)
+    return build(one, whitespace, additional_properties=not closed, strict_formats=strict, limits=limits)

@@ -18,7 +18,7 @@ from engine.server.context import ServerContext
 from engine.server.generation import Job, Outputs, cancel, running
 from engine.server.protocol import GuidedInfo
 from engine.server.streaming import AnswerStream, events
-from guided.errors import GuidedError
+from guided.errors import GuidedError, bounded
 
 logger = logging.getLogger("guided.server")
 
@@ -59,12 +59,10 @@ class GenerationRoute(AdmissionRoute):
                     content = answer.whole(await _unless_gone(request, _finished(outputs)))
             except _ClientGone:
                 context.metrics.abandoned("disconnected")
-                logger.info("request %s (x-request-id %s): the client went away", job.request_id, job.http_id)
+                text = "request %s (x-request-id %s): the client went away"
+                logger.info(text, job.request_id, job.http_id, extra=job.log_ids)
                 return Response(status_code=499)
-            # The backend is in a header too, for clients that do not parse the body.
-            headers = {} if outputs.guided is None else {"x-guided-backend": str(outputs.guided.backend)}
-            if ignored:
-                headers["x-guided-ignored"] = ", ".join(map(quote, ignored))
+            headers = {} if guided is None else _headers(guided)
             return AnswerStream(content, stack.pop_all(), headers, context, job)
 
 
@@ -76,6 +74,15 @@ def field_names(names: Mapping[str, str]) -> Iterator[None]:
     except GuidedError as error:
         error.param = names.get(error.param or "", error.param)
         raise
+
+
+def _headers(guided: GuidedInfo) -> dict[str, str]:
+    """Return what is in headers too, for clients that do not parse the body."""
+    headers = {} if guided.backend is None else {"x-guided-backend": guided.backend}
+    for name, listed in (("not-enforced", guided.not_enforced), ("ignored", guided.ignored)):
+        if listed:
+            headers[f"x-guided-{name}"] = bounded(", ".join(map(quote, listed)), 1000).rstrip("…")
+    return headers
 
 
 async def _finished(outputs: Outputs) -> list[RequestOutput]:

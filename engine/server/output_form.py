@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 from engine.server.constraints import RequestedConstraint
 from engine.server.context import ServerContext
@@ -103,8 +103,9 @@ def _combined(
     found = dict(places(document, owners))
     candidates("structural_tag", wanted.backend)
     try:
-        whitespace = None if given is None else given.whitespace
-        return Constraint.structural_tag(document, whitespace=whitespace, limits=context.limits), found
+        options: dict[str, Any] = {"whitespace": None if given is None else given.whitespace, "limits": context.limits}
+        strict = body.strict_formats is True or (body.strict_formats is None and context.settings.strict_formats)
+        return Constraint.structural_tag(document, strict_formats=strict, **options), found
     except InvalidConstraint as error:
         locate(error, found)
         raise

@@ -184,6 +184,12 @@ class GenerationRequest(Body):
     whitespace_pattern: str | None = Field(
         default=None, description="JSON constraints: regex of the whitespace between JSON tokens."
     )
+    strict_formats: bool | None = Field(
+        default=None, description="Reject a format in a schema that is not in the specification."
+    )
+    complete: bool | None = Field(
+        default=None, description="Complete the constraint within max_tokens, instead of being cut off by it."
+    )
     # ... OpenAI's, vLLM's ...
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -217,7 +223,7 @@ class GenerationRequest(Body):
     spaces_between_special_tokens: bool | None = None
     best_of: int | None = None
     use_beam_search: bool | None = None
-    prompt_logprobs: int | None = None
+    prompt_logprobs: int | None = Field(default=None, description="In every choice. Not with stream.")
     vllm_xargs: dict[str, ExtraArg | Many[ExtraArg]] | None = Field(
         default=None, description="For the server's custom logits processors: their `extra_args`."
     )
@@ -397,7 +403,12 @@ class GuidedInfo(BaseModel):
 
     kind: str | None = None
     backend: str | None = None
-    ignored: list[str] = []
+    not_enforced: list[str] = Field(
+        default=[], description="JSON pointers of unknown formats and misspelt keywords in the schema."
+    )
+    completed_early: bool | None = None
+    """With `complete`: tokens were forbidden because the rest would not have fit in `max_tokens`."""
+    ignored: list[str] | None = None
     """Fields of the request that are unknown or have no effect."""
 
 
@@ -405,6 +416,14 @@ class Usage(BaseModel):
     prompt_tokens: int = 0
     completion_tokens: int = 0
     total_tokens: int = 0
+
+
+class PromptLogprob(BaseModel):
+    """vLLM's `prompt_logprobs`: null for the first token, then one per token by id."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
 
 
 class ChatTopLogprob(BaseModel):
@@ -442,6 +461,7 @@ class ChatChoice(BaseModel):
     logprobs: ChatLogprobs | None
     finish_reason: str
     stop_reason: int | str | None = None
+    prompt_logprobs: list[dict[int, PromptLogprob] | None] | None = None
 
 
 class ChatResponse(BaseModel):
@@ -459,8 +479,8 @@ class CompletionLogprobs(BaseModel):
     """OpenAI's older shape. `text_offset` counts characters from the start of the choice's text."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]] | None
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None] | None
     text_offset: list[int]
 
 
@@ -470,6 +490,7 @@ class CompletionChoice(BaseModel):
     logprobs: CompletionLogprobs | None
     finish_reason: str | None
     stop_reason: int | str | None = None
+    prompt_logprobs: list[dict[int, PromptLogprob] | None] | None = None
 
 
 class Completion(BaseModel):

@@ -97,7 +97,7 @@ class TestBodies:
         body = {"prompt": "a", **{f"unknown-{number}": 0 for number in range(20_000)}}
         assert refusal(client_with(strict_fields=True), TEXT, body)[:2] == ("unknown_parameter", "unknown-0")
         answer = client_with().post(TEXT, json=body)
-        assert answer.json()["guided"] == {"ignored": [f"unknown-{number}" for number in range(MAX_IGNORED)]}
+        assert answer.json()["guided"]["ignored"] == [f"unknown-{number}" for number in range(MAX_IGNORED)]
 
 
 class TestCounts:

@@ -16,11 +16,12 @@ def test_what_has_no_effect_is_named(client: TestClient) -> None:
     assert answer.json()["guided"] == {
         "kind": "regex",
         "backend": "llguidance",
+        "not_enforced": [],
         "ignored": ["user", "ünknown", "annotated"],
     }
     assert answer.headers["x-guided-ignored"] == "user, %C3%BCnknown, annotated"
     streamed = client.post(CHAT, json={**USER, "stream": True, "ünknown": 1})
-    assert '"guided":{"ignored":["ünknown","annotated"]}' in streamed.text.split("\n\n")[0]
+    assert '"guided":{"not_enforced":[],"ignored":["ünknown","annotated"]}' in streamed.text.split("\n\n")[0]
     plain = client.post(CHAT, json={"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3})
     assert plain.json()["guided"] is None
     assert "x-guided-ignored" not in plain.headers

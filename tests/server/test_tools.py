@@ -67,7 +67,7 @@ def test_required(hermes: TestClient, seed: int) -> None:
     assert len(calls_of(choice["message"])) == 1
     assert choice["message"]["content"] is None
     assert choice["finish_reason"] == "tool_calls"
-    assert body["guided"] == {"kind": "tools", "backend": "llguidance"}
+    assert body["guided"] == {"kind": "tools", "backend": "llguidance", "not_enforced": []}
     assert len(choice["message"]["tool_calls"][0]["id"]) == len("call_") + 24 - 5
 
 
@@ -141,6 +141,12 @@ def test_without_strict_the_arguments_are_any_object(hermes: TestClient) -> None
     tools = [tool("f")]  # no parameters: no arguments
     message = ask(hermes, tools=tools, tool_choice="required", parallel_tool_calls=False)["choices"][0]["message"]
     assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == {}
+
+
+def test_unknown_formats_are_named(hermes: TestClient) -> None:
+    tools = [tool("f", {"properties": {"a": {"type": "string", "format": "color", "maxLength": 2}}}, strict=True)]
+    body = ask(hermes, tools=[*TOOLS, *tools], tool_choice="required", parallel_tool_calls=False)
+    assert body["guided"]["not_enforced"] == ["tools[2].function.parameters/properties/a/format"]
 
 
 def test_a_call_that_is_cut(hermes: TestClient) -> None:
