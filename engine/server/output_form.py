@@ -13,7 +13,7 @@ from engine.server.protocol import ChatRequest
 from engine.server.tools import places, requested_calls
 from guided.backends import candidates
 from guided.constraint import Constraint
-from guided.errors import InvalidConstraint
+from guided.errors import InvalidConstraint, InvalidRequest
 from guided.model_formats import Calls, ReasoningFormat, answer_format, as_format
 from guided.output_parser import OutputParser
 
@@ -57,6 +57,9 @@ def output_form(
     thinking = _thinking(reasoning, prompt, context)
     if reasoning is not None and thinking == "no" and not reasoning.answer:
         reasoning = None
+    if body.max_reasoning_tokens is not None and context.reasoning_format is None:
+        message = "the model's chat template has none of the known thinking phases: choose one with --reasoning-format"
+        raise InvalidRequest(message, param="max_reasoning_tokens")
     if calls is None and reasoning is None:
         return OutputForm(wanted)
 
@@ -69,7 +72,7 @@ def output_form(
 
     texts = f"{reasoning}{calls and calls.format}"
     special = any(name in texts for name in context.vocabulary.special_names)
-    if calls is None and wanted.constraint is None:
+    if calls is None and wanted.constraint is None and body.max_reasoning_tokens is None:
         return OutputForm(wanted, parser=parser, shows_special_tokens=special)
     whole, found = _combined(body, context, wanted, calls, reasoning, thinking)
     kind = "structural_tag" if wanted.constraint is None else wanted.constraint.kind
@@ -89,7 +92,8 @@ def _combined(
     """Return the constraint on the whole output, and where its parts come from."""
     given = wanted.constraint
     answer = calls.answer if calls is not None else None if given is None else as_format(given)
-    document = {"type": "structural_tag", "format": answer_format(calls or answer, reasoning, thinking)}
+    limit = body.max_reasoning_tokens
+    document = {"type": "structural_tag", "format": answer_format(calls or answer, reasoning, thinking, limit)}
     owners: dict[int, tuple[str, str]] = {}
     if calls is not None:
         numbers = {tool.function.name: index for index, tool in enumerate(body.tools or ())}

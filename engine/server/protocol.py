@@ -343,6 +343,9 @@ class ChatRequest(GenerationRequest):
     reasoning: Literal["free", "constrained"] | None = Field(
         default=None, description="Where the constraint starts: after the thinking phase (free), or at the first token."
     )
+    max_reasoning_tokens: int | None = Field(
+        default=None, ge=0, description="After so many tokens, the thinking phase ends."
+    )
     reasoning_effort: str | None = Field(default=None, description="Passed to the chat template.")
 
 

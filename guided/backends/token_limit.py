@@ -1,6 +1,7 @@
 """A limit on the tokens of free text at the beginning of an output: the thinking phase.
 
-Once the text has as many tokens as it may, the mask allows only the tokens that spell the text's end.
+Once the text has as many tokens as it may, and ends with a whole character, the mask allows only the tokens that spell
+the text's end.
 """
 
 from __future__ import annotations
@@ -12,20 +13,30 @@ from numpy.typing import NDArray
 
 from guided.backends.base import CompiledGrammar, Matcher
 from guided.bitmask import pack
-from guided.structural_tag import Either, FreeText, Node, Series, Text, Times
+from guided.errors import UnsupportedConstraint
+from guided.structural_tag import FreeText, Node, Series, Text, Times, has_limit
 from guided.vocabulary import Vocabulary
 
 
-def first_limit(node: Node) -> tuple[str, int, str] | None:
-    """Return begin, limit and end of free text with a limit, if an output begins with it; else None."""
+def limited(grammar: CompiledGrammar, vocabulary: Vocabulary, node: Node) -> CompiledGrammar:
+    """Return `grammar` of a structural tag with the limit of its free text, if there is one.
+
+    Raises:
+        UnsupportedConstraint: the limit is not at the beginning of the output, or no literal ends the text.
+    """
+    if not has_limit(node):
+        return grammar
     items = _flat(node)
     begin = ""
     while items and isinstance(items[0], Text):
         begin, items = begin + items[0].text, items[1:]
     match items:
-        case [FreeText(_, int(limit)), Text(end), *_] if end:
-            return begin, limit, end
-    return None
+        case [FreeText(_, int(limit)), Text(end), *rest] if end and not any(map(has_limit, rest)):
+            return LimitedGrammar(grammar, vocabulary, begin, limit, end)
+    raise UnsupportedConstraint(
+        "max_tokens can be enforced on the text at the beginning of an output only, and if literal text ends it",
+        param="structural_tag",
+    )
 
 
 def _flat(node: Node) -> list[Node]:
@@ -33,9 +44,21 @@ def _flat(node: Node) -> list[Node]:
     match node:
         case Series(items):
             return [inner for item in items for inner in _flat(item)]
-        case Times(item, _, 1) | Either((item,)):
+        case Times(item, _, 1):
             return _flat(item)
     return [node]
+
+
+_REST_OF_CHARACTER = 3
+"""Maximum number of tokens that complete a character: the limit can be exceeded by them."""
+
+
+def _is_whole(text: bytes) -> bool:
+    try:
+        text.decode("utf-8")
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 class LimitedGrammar(CompiledGrammar):
@@ -66,15 +89,20 @@ class LimitedGrammar(CompiledGrammar):
     def missing(self, tokens: Sequence[int]) -> list[int]:
         """Return the tokens that must come after `tokens`: the end of the text, if it has reached its limit."""
         start = self._length(self.begin, tokens)
-        if start is None or len(tokens) - start < self.limit:
+        count = 0 if start is None else len(tokens) - start
+        if start is None or not self.limit <= count <= self.limit + len(self.end) + _REST_OF_CHARACTER:
+            return []  # too early, or over
+        decode = self.vocabulary.decode
+        cuts = range(self.limit, min(count, self.limit + _REST_OF_CHARACTER) + 1)
+        cut = next((start + cut for cut in cuts if _is_whole(decode(tokens[start : start + cut]))), None)
+        if cut is None:
             return []
         if isinstance(self.end, list):
-            return [] if self.end[0] in tokens[start : start + self.limit + 1] else self.end
-        decode = self.vocabulary.decode
-        if self.end in decode(tokens[start : start + self.limit]):
+            return [] if self.end[0] in tokens[start : cut + 1] else self.end
+        spelled = decode(tokens[cut:])
+        if self.end in decode(tokens[start:cut]) or not self.end.startswith(spelled):
             return []
-        spelled = decode(tokens[start + self.limit :])
-        return self.vocabulary.encode(self.end[len(spelled) :]) if self.end.startswith(spelled) else []
+        return self.vocabulary.encode(self.end[len(spelled) :])
 
     def _length(self, begin: bytes | list[int], tokens: Sequence[int]) -> int | None:
         """Return the number of tokens of `begin`, if `tokens` begin with it."""

@@ -58,18 +58,36 @@ def test_a_prompt_that_ends_the_thoughts(thinking: Callable[[str], TestClient]) 
     assert json.loads(choice["message"]["content"])["a"] in (1, 2)
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_thoughts_and_answer_are_split(thinking: Callable[[str], TestClient], stream: bool) -> None:
-    """The model thinks if it wants to: here, a schema is the answer, and its grammar forces the way there."""
-    client = thinking("")
-    tag = {"type": "structural_tag", "format": {"type": "const_string", "value": "<think>so</think>\n\nyes"}}
-    fields = {"structural_tag": tag, "reasoning": "constrained"}
-    assert ask(client, **fields)["message"]["content"] == "<think>so</think>\n\nyes"
-    forced = {"logit_bias": {}, "json_schema": SCHEMA}
-    body = client.post(CHAT, json={**USER, **forced, "stream": stream})
-    if stream:
-        events = sse(body.text)
-        text = "".join(c["delta"].get("content", "") for e in events if e != "[DONE]" for c in e["choices"])
+@pytest.mark.parametrize(
+    "fields", [{"json_schema": SCHEMA}, {"regex": "yes|no"}, {"json_schema": SCHEMA, "stream": True}]
+)
+def test_a_limit_on_the_thoughts(thinking: Callable[[str], TestClient], fields: dict[str, Any]) -> None:
+    """After the limit, the mask forces the end of the thoughts, and then the constraint holds."""
+    client = thinking("<think>\n")
+    if fields.get("stream"):
+        events = sse(client.post(CHAT, json={**USER, **fields, "max_reasoning_tokens": 6}).text)
+        deltas = [choice["delta"] for event in events if event != "[DONE]" for choice in event["choices"]]
+        message = {name: "".join(d.get(name, "") for d in deltas) for name in ("content", "reasoning_content")}
     else:
-        text = body.json()["choices"][0]["message"]["content"]
-    assert text == "" or json.loads(text)["a"] in (1, 2)
+        choice = ask(client, **fields, max_reasoning_tokens=6)
+        assert choice["finish_reason"] == "stop"
+        message = choice["message"]
+    if "regex" in fields:
+        assert message["content"] in ("yes", "no")
+    else:
+        assert json.loads(message["content"])["a"] in (1, 2)
+    tokenizer = client.app.state.context.engine.tokenizer  # type: ignore[attr-defined]
+    assert 0 < len(tokenizer.encode(message["reasoning_content"], add_special_tokens=False)) <= 8
+    assert "</think>" not in message["content"] + message["reasoning_content"]
+
+
+def test_a_limit_without_a_constraint(thinking: Callable[[str], TestClient]) -> None:
+    message = ask(thinking("<think>\n"), max_reasoning_tokens=3)["message"]
+    assert message["content"]
+    assert message["reasoning_content"]
+
+
+def test_a_limit_without_thoughts(client: TestClient) -> None:
+    error = client.post(CHAT, json={**USER, "max_reasoning_tokens": 3}).json()["error"]
+    assert error["param"] == "max_reasoning_tokens"
+    assert "--reasoning-format" in error["message"]
