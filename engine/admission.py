@@ -10,7 +10,7 @@ from engine.detokenizer import Detokenizer, TokenTexts
 from engine.model_loader import LoadedModel
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence, SequenceGroup, SequenceStatus, sequence_seed
-from guided.errors import InvalidRequest
+from guided.errors import ContextLengthExceeded, InvalidRequest
 
 
 class Admission:
@@ -89,14 +89,16 @@ class Admission:
         """Check the context length. Every API reports this error."""
         have, limit = len(token_ids), self._max_model_len
         if have >= limit:
-            return InvalidRequest(
-                f"the prompt has {have} tokens; the context of {limit} tokens must hold it and at least one more",
+            return ContextLengthExceeded(
+                f"This model's maximum context length is {limit} tokens. However, your messages resulted in {have}"
+                " tokens, and the output needs at least one. Please reduce the length of the messages.",
                 param="prompt",
             )
         if params.max_tokens is not None and have + params.max_tokens > limit:
-            return InvalidRequest(
-                f"max_tokens is {params.max_tokens} and the prompt has {have} tokens: the context of {limit} tokens "
-                f"leaves {limit - have} for the output",
+            return ContextLengthExceeded(
+                f"This model's maximum context length is {limit} tokens. However, you requested"
+                f" {have + params.max_tokens} tokens ({have} in the messages, {params.max_tokens} in the completion)."
+                " Please reduce the length of the messages or completion.",
                 param="max_tokens",
             )
         return None

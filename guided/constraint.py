@@ -149,6 +149,7 @@ class Constraint:
         tag: Mapping[str, Any] | str,
         *,
         whitespace: str | None = None,
+        strict_formats: bool = False,
         limits: Limits = DEFAULT_LIMITS,
         param: str = "structural_tag",
     ) -> Constraint:
@@ -156,13 +157,19 @@ class Constraint:
         if isinstance(tag, str):
             _check_text(tag, "structural tag", limits, param)
         document = read(tag, limits, param) if isinstance(tag, str) else tag
+        unknown: list[str] = []
         for content in dict.fromkeys(contents(parse(document, limits, param))):
+            options: dict[str, Any] = {"limits": limits, "param": param}
+            if content.kind == "json_schema":
+                options["strict_formats"] = strict_formats
             if content.kind != "json_object":
                 with at_content(content, param):
-                    getattr(cls, content.kind)(content.value, limits=limits, param=param)
+                    inner: Constraint = getattr(cls, content.kind)(content.value, **options)
+                unknown += [content.pointer + pointer for pointer in inner.not_enforced]
         source = json.dumps(document, ensure_ascii=False, separators=(",", ":"))
         _check_text(source, "structural tag", limits, param)
-        return cls("structural_tag", source, _whitespace(whitespace, limits, param))._checked(limits)
+        spaces = _whitespace(whitespace, limits, param)
+        return cls("structural_tag", source, spaces, tuple(unknown))._checked(limits)
 
     def inner(self, content: Content) -> Constraint:
         """Return the constraint of a content of this structural tag, which was checked with it."""

@@ -2,6 +2,7 @@
 
 GuidedError
 ├── InvalidRequest              the request is wrong: HTTP 400; names `param` and, if there is one, a JSON pointer
+│   ├── ContextLengthExceeded   the prompt and its output do not fit into the model's context
 │   └── InvalidConstraint       the constraint is malformed, or no output satisfies it
 │       ├── ConstraintTooLarge  the constraint exceeds a stated limit
 │       └── UnsupportedConstraint   the backend can't enforce the constraint: names both
@@ -60,6 +61,10 @@ class GuidedError(Exception):
 class InvalidRequest(GuidedError):
     code = "invalid_request"
     status = 400
+
+
+class ContextLengthExceeded(InvalidRequest):
+    code = "context_length_exceeded"
 
 
 class InvalidConstraint(InvalidRequest):

@@ -198,12 +198,14 @@ def answer_format(
     answer: dict[str, Any] | Calls | None,
     reasoning: ReasoningFormat | None,
     thinking: Literal["open", "possible", "no"] = "no",
+    max_tokens: int | None = None,
 ) -> dict[str, Any]:
     """Return the format of a whole output: the thinking phase, then calls or the answer.
 
     Args:
         answer: calls, or the format of an answer without them. None: any text.
         thinking: the prompt ends within a thinking phase (`open`), or the model may begin one.
+        max_tokens: maximum number of tokens of the thoughts.
     """
     form = calls_format(answer, reasoning) if isinstance(answer, Calls) else _answered(reasoning, answer)
     if reasoning is None or thinking == "no":
@@ -211,7 +213,7 @@ def answer_format(
     thoughts = {
         "type": "tag",
         "begin": reasoning.begin if thinking == "possible" else "",
-        "content": {"type": "any_text"},
+        "content": {"type": "any_text", "max_tokens": max_tokens},
         "end": reasoning.end,
     }
     lines = {"type": "optional", "content": {"type": "or", "elements": [_literal("\n"), _literal("\n\n")]}}

@@ -93,7 +93,8 @@ def build(
             case "grammar":
                 return Constraint.grammar(one.value, **options)
             case "structural_tag":
-                return Constraint.structural_tag(one.value, whitespace=spaces, **options)
+                options |= {"whitespace": spaces, "strict_formats": strict_formats}
+                return Constraint.structural_tag(one.value, **options)
     except InvalidConstraint as error:
         if whitespace is not None and "whitespace" in error.message and error.param == one.field:
             error.param = whitespace.field  # the pattern is at fault, not the schema

@@ -49,9 +49,10 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class FreeText:
-    """Any text without the strings in `excludes`."""
+    """Any text without the strings in `excludes`, of at most `max_tokens` tokens."""
 
     excludes: tuple[str, ...] = ()
+    max_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +123,20 @@ def contents(node: Node) -> Iterator[Content]:
         case Dispatch(rules):
             for _, item in rules:
                 yield from contents(item)
+
+
+def has_limit(node: Node) -> bool:
+    """Whether free text of a structural tag has `max_tokens`."""
+    match node:
+        case FreeText():
+            return node.max_tokens is not None
+        case Series(items) | Either(items):
+            return any(map(has_limit, items))
+        case Times(item):
+            return has_limit(item)
+        case Dispatch(rules):
+            return any(has_limit(item) for _, item in rules)
+    return False
 
 
 @contextmanager
@@ -233,10 +248,12 @@ class _Reader:
 
     def _any_text(self, fields: _Fields, at: str, _depth: int) -> Node:
         self._known(fields, at, "type", "excludes", "max_tokens", "max_chars")
-        for name in ("max_tokens", "max_chars"):
-            if fields.get(name) is not None:
-                raise self._invalid(f"{name} is not supported", f"{at}/{name}")
-        return FreeText(self._excludes(fields, at))
+        if fields.get("max_chars") is not None:
+            raise self._invalid("max_chars is not supported", f"{at}/max_chars")
+        limit = None if fields.get("max_tokens") is None else self._take(fields, at, int, "max_tokens")
+        if limit is not None and limit < 0:
+            raise self._invalid("max_tokens is not negative", f"{at}/max_tokens")
+        return FreeText(self._excludes(fields, at), limit)
 
     def _or(self, fields: _Fields, at: str, depth: int) -> Node:
         options = self._list(fields, at, depth, "elements")

@@ -24,6 +24,7 @@ from starlette.requests import ClientDisconnect
 from engine.sampling_params import MAX_BIASES
 from engine.server.context import ServerContext
 from engine.server.errors import BodyTooComplex, InvalidJson, ShuttingDown
+from engine.server.protocol import WITHOUT_EFFECT
 from guided.errors import InvalidRequest
 from guided.json_text import JsonError, JsonTooLarge, loads
 
@@ -52,7 +53,9 @@ class AdmissionRoute(APIRoute):
             def work(raw: bytes) -> Any:
                 if context.shutting_down:
                     raise ShuttingDown("the server is shutting down")
-                body = parse(raw, request.headers.get("content-type", ""), body_type, context)
+                ignored = None if context.settings.strict_fields else list[str]()
+                body = parse(raw, request.headers.get("content-type", ""), body_type, context, ignored)
+                request.state.ignored = ignored or []
                 return self.prepare(body, request, context)
 
             try:
@@ -74,8 +77,13 @@ class AdmissionRoute(APIRoute):
         return Response(prepared, media_type="application/json")
 
 
-def parse(raw: bytes, content_type: str, body_type: type[BaseModel], context: ServerContext) -> BaseModel:
+def parse(
+    raw: bytes, content_type: str, body_type: type[BaseModel], context: ServerContext, ignored: list[str] | None = None
+) -> BaseModel:
     """Take a body through the stages 2 to 4.
+
+    Args:
+        ignored: takes the names of fields that have no effect. None: unknown fields are rejected.
 
     Raises:
         InvalidRequest: it is not JSON, or over a limit.
@@ -92,8 +100,10 @@ def parse(raw: bytes, content_type: str, body_type: type[BaseModel], context: Se
         raise InvalidJson(f"the body is not JSON: {error}") from None
     if isinstance(data, dict):
         _check_counts(data, context)
+    if ignored is not None and isinstance(data, dict):
+        ignored += [name for name in WITHOUT_EFFECT if data.get(name) is not None]
     try:
-        return body_type.model_validate(data)
+        return body_type.model_validate(data, context={"ignored": ignored})
     except ValidationError as error:
         found = error.errors(include_url=False, include_context=True, include_input=False)[:MAX_REPORTED]
         raise RequestValidationError([{**each, "loc": ("body", *each["loc"])} for each in found]) from None

@@ -53,6 +53,15 @@ class Answer(ABC):
     def content(self, text: str | None) -> dict[str, Any]:
         """Build the part of a chunk that carries new text. None: the choice has ended."""
 
+    def contents(self, index: int, output: CompletionOutput, sent: int) -> list[dict[str, Any]]:
+        """Build the parts of chunks for the text of `output` after its first `sent` characters."""
+        text = output.text[sent:]
+        return [self.content(text)] if text else []
+
+    def finish_reason(self, index: int, output: CompletionOutput) -> str | None:
+        """Return why the choice ended. Called after its text was built."""
+        return output.finish_reason
+
     @abstractmethod
     def logprobs(self, index: int, output: CompletionOutput, which: slice) -> dict[str, Any] | None:
         """Build the log-probabilities of some tokens; None if the request asked for none. In order of the tokens."""
@@ -91,7 +100,7 @@ class Answer(ABC):
                 choice = {
                     "index": index,
                     **self.message(index, each.text),
-                    "finish_reason": each.finish_reason,
+                    "finish_reason": self.finish_reason(index, each),
                     "stop_reason": each.stop_reason,
                 }
                 logprobs = await self._logprobs_json(index, self.scored(index, output, each))
@@ -147,15 +156,16 @@ class Answer(ABC):
             characters, tokens, ended = self._sent[index]
             if ended:
                 continue
-            text = each.text[characters:]
+            contents = self.contents(index, each, characters)
             count = tokens if completion.logprobs is None else len(completion.token_ids)
-            while text or tokens < count:
+            while contents or tokens < count:
                 which = slice(tokens, min(tokens + _SLICE, count))
-                yield self.chunk(index, self.content(text), self.logprobs(index, completion, which))
-                text, tokens = "", which.stop
+                content = contents.pop(0) if contents else self.content("")
+                yield self.chunk(index, content, self.logprobs(index, completion, which))
+                tokens = which.stop
             self._sent[index] = len(each.text), tokens, completion.finish_reason is not None
             if completion.finish_reason is not None:
-                chunk = self.chunk(index, self.content(None), finish_reason=completion.finish_reason)
+                chunk = self.chunk(index, self.content(None), finish_reason=self.finish_reason(index, completion))
                 chunk["choices"][0]["stop_reason"] = completion.stop_reason
                 if self.job.params.complete:
                     chunk["guided"] = self.guided_info([completion])

@@ -8,6 +8,7 @@ from typing import Any
 from fastapi import Depends, FastAPI
 from fastapi.security import HTTPBearer
 from fastapi_offline import FastAPIOffline
+from starlette.middleware.cors import CORSMiddleware
 
 from engine.async_llm import AsyncLLM
 from engine.server import chat, completions, health, metrics, models, tokenization
@@ -18,9 +19,9 @@ from engine.server.options import ServerSettings
 from engine.server.protocol import ErrorAnswer
 
 DESCRIPTION = """
-An OpenAI-compatible server with guided decoding. Add one of `json_schema`, `json_object`, `regex`, `choice` and
-`grammar` to a request (or OpenAI's `response_format`, vLLM's `structured_outputs`, the older `guided_*` names), and the
-output satisfies it. `guided` in the answer names the backend.
+An OpenAI-compatible server with guided decoding. Add one of `json_schema`, `json_object`, `regex`, `choice`,
+`grammar` and `structural_tag` to a request (or OpenAI's `response_format`, vLLM's `structured_outputs`, the older
+`guided_*` names), and the output satisfies it. Chats may offer `tools`. `guided` in the answer names the backend.
 """
 
 
@@ -40,6 +41,14 @@ def create_app(engine: AsyncLLM, settings: ServerSettings) -> FastAPI:
     )
     app.state.context = context = ServerContext.build(engine, settings)
     app.add_middleware(Gate, context=context)
+    if settings.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.allowed_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "x-guided-backend", "x-guided-ignored", "x-should-retry", "retry-after"],
+        )
     install_handlers(app)
     for routes in (chat, completions, tokenization, models, health, metrics):
         app.include_router(routes.router)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -15,10 +16,12 @@ from engine.server.context import Context, ServerContext
 from engine.server.endpoint import RESPONSES, GenerationRoute, field_names
 from engine.server.generation import Job
 from engine.server.logprobs import chat_logprobs
+from engine.server.output_form import offered_calls, output_form
 from engine.server.prompts import encode_chat
-from engine.server.protocol import ChatRequest, ChatResponse
+from engine.server.protocol import ChatRequest, ChatResponse, GuidedInfo
 from engine.server.sampling import sampling_params, wants_usage
 from guided.errors import InvalidRequest
+from guided.output_parser import Piece
 
 router = APIRouter(tags=["generation"], route_class=GenerationRoute)
 
@@ -36,18 +39,24 @@ def create_chat_completion(body: ChatRequest, request: Request, context: Context
 
 
 def _build_job(body: ChatRequest, context: ServerContext, http_id: str, names: Mapping[str, str]) -> Job:
-    wanted = requested_constraint(
-        body, context.settings.backend, context.limits, strict_formats=context.settings.strict_formats
-    )
-    params = sampling_params(body, wanted, max_tokens=_max_tokens(body), logprobs=_logprobs(body), context=context)
+    strict = context.settings.strict_formats
+    wanted = requested_constraint(body, context.settings.backend, context.limits, strict_formats=strict)
+    calls = offered_calls(body, context, wanted)
+    effort = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
     prompt = encode_chat(
         context.engine.tokenizer,
         body.messages,
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
-        variables=body.chat_template_kwargs,
+        variables={**effort, **(body.chat_template_kwargs or {})},
+        tools=body.tools or () if calls is not None else (),
         max_tokens=context.engine.max_model_len,
     )
+    form = output_form(body, context, wanted, calls, prompt)
+    limit, logprobs = _max_tokens(body), _logprobs(body)
+    params = sampling_params(body, form.wanted, max_tokens=limit, logprobs=logprobs, context=context)
+    if form.shows_special_tokens:
+        params = replace(params, skip_special_tokens=False)
     job = Job(
         f"chatcmpl-{uuid.uuid4().hex}",
         http_id,
@@ -57,6 +66,10 @@ def _build_job(body: ChatRequest, context: ServerContext, http_id: str, names: M
         body.stream,
         field_names=names,
         include_usage=wants_usage(body),
+        kind=form.kind,
+        places=form.places,
+        parser=form.parser,
+        call_id_length=form.id_length,
     )
     return job.admitted(context)
 
@@ -83,8 +96,53 @@ class _ChatAnswer(Answer):
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
+    def __init__(self, context: ServerContext, job: Job, guided: GuidedInfo | None) -> None:
+        super().__init__(context, job, guided)
+        self._parsers = [None if job.parser is None else job.parser() for _ in range(job.num_choices)]
+
     def message(self, index: int, text: str) -> dict[str, Any]:
-        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if (parser := self._parsers[index]) is not None:
+            calls: list[dict[str, Any]] = []
+            parts = {"text": "", "reasoning": ""}
+            for piece in parser.feed(text, finished=True):
+                if piece.kind == "call":
+                    calls.append(self._call(piece.text))
+                elif piece.kind == "arguments":
+                    calls[piece.index]["function"]["arguments"] += piece.text
+                else:
+                    parts[piece.kind] += piece.text
+            message["content"] = parts["text"] if parts["text"] or not calls else None
+            message |= {"reasoning_content": parts["reasoning"]} if parts["reasoning"] else {}
+            message |= {"tool_calls": calls} if calls else {}
+        return {"message": message}
+
+    def _call(self, name: str) -> dict[str, Any]:
+        number = f"call_{uuid.uuid4().hex[:24]}"[-self.job.call_id_length :]
+        return {"id": number, "type": "function", "function": {"name": name, "arguments": ""}}
+
+    def contents(self, index: int, output: CompletionOutput, sent: int) -> list[dict[str, Any]]:
+        parser = self._parsers[index]
+        if parser is None:
+            return super().contents(index, output, sent)
+        return [self._delta(piece) for piece in parser.feed(output.text, output.finish_reason is not None)]
+
+    def _delta(self, piece: Piece) -> dict[str, Any]:
+        match piece.kind:
+            case "call":
+                delta: dict[str, Any] = {"tool_calls": [{"index": piece.index, **self._call(piece.text)}]}
+            case "arguments":
+                delta = {"tool_calls": [{"index": piece.index, "function": {"arguments": piece.text}}]}
+            case "reasoning":
+                delta = {"reasoning_content": piece.text}
+            case _:
+                delta = {"content": piece.text}
+        return {"delta": delta}
+
+    def finish_reason(self, index: int, output: CompletionOutput) -> str | None:
+        parser = self._parsers[index]
+        called = parser is not None and parser.num_calls and parser.complete
+        return "tool_calls" if called and output.finish_reason == "stop" else output.finish_reason
 
     def opening(self, index: int) -> dict[str, Any]:
         chunk = self.chunk(index, {"delta": {"role": "assistant", "content": ""}})

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Annotated
+from functools import cached_property
+from typing import Annotated, TypeVar
 
 from fastapi import Depends, Request
 
@@ -18,9 +19,13 @@ from engine.server.errors import ModelNotFound, QueueFull, ShuttingDown
 from engine.server.metrics import Metrics
 from engine.server.options import ServerSettings
 from engine.server.readiness import ReadinessCheck
+from guided.backends import AUTO
 from guided.errors import bounded
 from guided.limits import Limits
+from guided.model_formats import REASONING_FORMATS, TOOL_FORMATS, ReasoningFormat, ToolFormat, detect
 from guided.vocabulary import Vocabulary
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -42,6 +47,21 @@ class ServerContext:
         admission = AdmissionThreads(settings.max_waiting)
         readiness = ReadinessCheck(engine, settings.backend, admission)
         return cls(engine, settings, Metrics(engine), texts, admission, readiness)
+
+    @cached_property
+    def tool_format(self) -> ToolFormat | None:
+        """The model's format of function calls. None: none is known."""
+        return self._format(self.settings.tool_format, TOOL_FORMATS)
+
+    @cached_property
+    def reasoning_format(self) -> ReasoningFormat | None:
+        """The model's format of its thinking phase. None: it has none."""
+        return self._format(self.settings.reasoning_format, REASONING_FORMATS)
+
+    def _format(self, chosen: str, formats: Mapping[str, T]) -> T | None:
+        template = self.engine.tokenizer.chat_template
+        found = detect(str(template or ""), formats) if chosen == AUTO else chosen
+        return formats.get(found or "")
 
     @property
     def vocabulary(self) -> Vocabulary:

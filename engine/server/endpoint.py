@@ -49,7 +49,10 @@ class GenerationRoute(AdmissionRoute):
             try:
                 client = request.state.client
                 outputs = await _unless_gone(request, stack.enter_async_context(running(context, job, client)))
-                answer = answer_type(context, job, outputs.guided)
+                guided = outputs.guided
+                if ignored := request.state.ignored:
+                    guided = (guided or GuidedInfo()).model_copy(update={"ignored": ignored})
+                answer = answer_type(context, job, guided)
                 if job.stream:
                     content = events(outputs, answer, context.metrics)
                 else:
@@ -59,7 +62,7 @@ class GenerationRoute(AdmissionRoute):
                 text = "request %s (x-request-id %s): the client went away"
                 logger.info(text, job.request_id, job.http_id, extra=job.log_ids)
                 return Response(status_code=499)
-            headers = {} if outputs.guided is None else _headers(outputs.guided)
+            headers = {} if guided is None else _headers(guided)
             return AnswerStream(content, stack.pop_all(), headers, context, job)
 
 
@@ -75,9 +78,10 @@ def field_names(names: Mapping[str, str]) -> Iterator[None]:
 
 def _headers(guided: GuidedInfo) -> dict[str, str]:
     """Return what is in headers too, for clients that do not parse the body."""
-    headers = {"x-guided-backend": guided.backend}
-    if guided.not_enforced:
-        headers["x-guided-not-enforced"] = bounded(", ".join(map(quote, guided.not_enforced)), 1000).rstrip("…")
+    headers = {} if guided.backend is None else {"x-guided-backend": guided.backend}
+    for name, listed in (("not-enforced", guided.not_enforced), ("ignored", guided.ignored)):
+        if listed:
+            headers[f"x-guided-{name}"] = bounded(", ".join(map(quote, listed)), 1000).rstrip("…")
     return headers
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,6 +17,7 @@ from engine.server.errors import ShuttingDown
 from engine.server.protocol import GuidedInfo
 from guided.constraint import KINDS
 from guided.errors import CompileTimeout, GuidedError, InternalError, InvalidConstraint, InvalidRequest
+from guided.output_parser import OutputParser
 
 logger = logging.getLogger("guided.server")
 
@@ -44,6 +45,13 @@ class Job:
     """The text of each prompt, if the answer repeats it."""
     groups: Sequence[SequenceGroup] = ()
     """One per prompt. `admitted` sets them."""
+    kind: str | None = None
+    """What the answer calls the constraint, if it is a part of the one that is enforced."""
+    places: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    """JSON pointers into the constraint -> the field that describes this place, and the pointer in the field."""
+    parser: Callable[[], OutputParser] | None = None
+    """Makes the parser of a choice's output. None: the output is text."""
+    call_id_length: int = 24
 
     @property
     def echoes_logprobs(self) -> bool:
@@ -78,10 +86,27 @@ class Job:
         """Make an error of the engine name the request's own field, and which of several prompts it is about."""
         if isinstance(error, InvalidConstraint) and (error.param is None or error.param in KINDS):
             error.param = self.constraint_field or error.param
+            locate(error, self.places)
         if error.param == "prompt" and len(self.prompts) > 1:
             error.message = f"prompt[{prompt}]: {error.message}"
         error.param = self.field_names.get(error.param or "", error.param)
         return error
+
+
+def locate(error: GuidedError, places: Mapping[str, tuple[str, str]]) -> None:
+    """Make an error at one of `places` in a constraint name the request's field."""
+    for place, (field_name, pointer) in places.items():
+        if error.pointer is not None and f"{error.pointer}/".startswith(f"{place}/"):
+            error.param, error.pointer = field_name, pointer + error.pointer[len(place) :]
+            return
+
+
+def respell_pointer(pointer: str, places: Mapping[str, tuple[str, str]]) -> str:
+    """Return a pointer into a constraint as one into the request's field: functions' schemas are named."""
+    for place, (field_name, inner) in places.items():
+        if f"{pointer}/".startswith(f"{place}/"):
+            return (field_name if field_name.startswith("tools[") else "") + inner + pointer[len(place) :]
+    return pointer
 
 
 @dataclass
@@ -111,8 +136,8 @@ async def running(context: ServerContext, job: Job, client: str) -> AsyncIterato
                 first = await _all_first(streams, job)
                 constraint, backend = job.params.constraint, first[0].backend
                 if constraint is not None and backend is not None:
-                    ignored = list(constraint.not_enforced)
-                    guided = GuidedInfo(kind=constraint.kind, backend=backend, not_enforced=ignored)
+                    unknown = [respell_pointer(each, job.places) for each in constraint.not_enforced]
+                    guided = GuidedInfo(kind=job.kind or constraint.kind, backend=backend, not_enforced=unknown)
                 async with aclosing(_checked(context, _merged(first, streams), job)) as checked:
                     yield Outputs(job, guided, checked)
             finally:

@@ -17,7 +17,9 @@ from engine.config import EngineConfig, LoadOptions
 from engine.default_model import checkpoint_path
 from engine.server.logs import LogFormat
 from guided.backends import AUTO, resolve
+from guided.errors import InvalidRequest
 from guided.limits import Range, check_ranges
+from guided.model_formats import REASONING_FORMATS, TOOL_FORMATS
 from guided.pool_options import RayPoolOptions
 
 DEFAULT_MODEL = "guided-default"
@@ -47,9 +49,14 @@ class ServerSettings:
             for more gets 400.
         stall_seconds: time for which a stream's client may read nothing before the request is aborted.
         sampling_defaults: fields of `SamplingParams` for what a request leaves out.
+        tool_format: how the model writes function calls: a name of `TOOL_FORMATS`, `auto` (by its chat template) or
+            `none`.
+        reasoning_format: how the model writes its thinking: a name of `REASONING_FORMATS`, `auto`, `none`.
+        strict_fields: reject unknown fields of a request, instead of ignoring them.
+        allowed_origins: web pages (`https://example.org`, or `*`) that may use the server from a browser.
 
     Raises:
-        InvalidRequest: there is no such backend.
+        InvalidRequest: there is no such backend or format.
         ValueError: a value is out of range.
     """
 
@@ -67,6 +74,10 @@ class ServerSettings:
     max_answer_logprobs: int = 200_000
     stall_seconds: float = 60.0
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
+    tool_format: str = AUTO
+    reasoning_format: str = AUTO
+    strict_fields: bool = False
+    allowed_origins: tuple[str, ...] = ()
 
     RANGES: ClassVar[Mapping[str, Range]] = {
         **dict.fromkeys(("max_requests", "max_waiting", "max_body_bytes", "max_body_values"), Range(1)),
@@ -77,6 +88,9 @@ class ServerSettings:
     def __post_init__(self) -> None:
         resolve(self.backend)
         check_ranges(self)
+        for name, known in (("tool_format", TOOL_FORMATS), ("reasoning_format", REASONING_FORMATS)):
+            if (chosen := getattr(self, name)) not in (AUTO, "none", *known):
+                raise InvalidRequest(f"there is no {name} {chosen!r}: choose one of auto, none, {', '.join(known)}")
         if self.api_key and not self.api_keys:
             raise ValueError("api_key holds no key")
 
@@ -296,6 +310,14 @@ OPTIONS = (
         "Default: if HOST is a loopback address, the names of this machine's loopback; else any.",
         metavar="NAME",
     ),
+    Option(
+        "server.allowed_origins",
+        "A web page's origin that may use the server from a browser (CORS), or * for any. Can be repeated.",
+        metavar="ORIGIN",
+    ),
+    Option("server.strict_fields", "Reject unknown fields of a request, instead of ignoring them."),
+    Option("server.tool_format", f"How the model writes calls: auto, none, {', '.join(TOOL_FORMATS)}."),
+    Option("server.reasoning_format", f"How the model writes thoughts: auto, none, {', '.join(REASONING_FORMATS)}."),
     Option(
         "forwarded_allow_ips",
         "Addresses of proxies, with commas, that X-Forwarded-For is believed from. Default: none.",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 import sys
 import uuid
@@ -12,8 +13,8 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from engine.server.protocol import Message
-from guided.errors import InvalidRequest, bounded
+from engine.server.protocol import Message, Tool
+from guided.errors import ContextLengthExceeded, InvalidRequest, bounded
 
 _CHARACTERS_PER_TOKEN = 8
 """Few texts have more. A longer one is suspected to be too long for the context."""
@@ -28,6 +29,7 @@ def encode_chat(
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
     variables: Mapping[str, Any] | None = None,
+    tools: Sequence[Tool] = (),
     add_special_tokens: bool = False,
     max_tokens: int = sys.maxsize,
 ) -> list[int]:
@@ -54,20 +56,26 @@ def encode_chat(
             "continue_final_message needs add_generation_prompt: false and an assistant message at the end",
             param="continue_final_message",
         )
-    for each in messages:
-        _check_length(tokenizer, each.text, "messages", max_tokens)
+    rendered = [message.for_template() for message in messages]
+    functions = [tool.for_template() for tool in tools]
+    for message in messages:
+        _check_length(tokenizer, message.text, "messages", max_tokens)
+    calls = json.dumps([each.get("tool_calls") for each in rendered])
+    for param, written in (("messages", calls), ("tools", json.dumps(functions))):
+        _check_length(tokenizer, written, param, max_tokens)
     escaped = _EscapedSpecialTokens(tokenizer, max_tokens)
     try:
         text: str = tokenizer.apply_chat_template(
-            [escaped.escape(message.for_template()) for message in messages],
+            escaped.escape(rendered),
+            **({"tools": escaped.escape(functions)} if functions else {}),
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             **escaped.escape(variables or {}),
         )
     except (TemplateError, ValueError, TypeError) as error:
-        message = f"the chat template refuses these messages: {bounded(error)}"
-        raise InvalidRequest(message, param="messages") from error
+        refusal = f"the chat template refuses these messages: {bounded(error)}"
+        raise InvalidRequest(refusal, param="messages") from error
     ids: list[int] = []
     for piece in escaped.pieces(text):
         # The tokenizer adds its own special tokens to the first piece only.
@@ -90,19 +98,22 @@ class _EscapedSpecialTokens:
         self._most = most
         self._mark = f"<{uuid.uuid4().hex}>"  # unpredictable
 
-    def escape(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Insert marks into the fields' special tokens.
+    def escape(self, value: Any) -> Any:
+        """Return a copy of `value` with marks in the special tokens of its strings.
 
         Raises:
             InvalidRequest: there are more than `most` of them. Each takes at least one token.
         """
-        marked = dict(fields)
-        for name, value in fields.items():
-            if isinstance(value, str):
-                marked[name], count = self._begins.subn(lambda first: first[0] + self._mark, value, self._most)
-                self._most -= count
-                if self._most <= 0:
-                    raise _too_long("messages", count)
+        if isinstance(value, Mapping):
+            return {self.escape(name): self.escape(inner) for name, inner in value.items()}
+        if isinstance(value, list):
+            return [self.escape(inner) for inner in value]
+        if not isinstance(value, str):
+            return value
+        marked, count = self._begins.subn(lambda first: first[0] + self._mark, value, self._most)
+        self._most -= count
+        if self._most <= 0:
+            raise _too_long("messages", count)
         return marked
 
     def pieces(self, rendered: str) -> list[str]:
@@ -151,7 +162,11 @@ def _check_length(tokenizer: Any, text: str, param: str, max_tokens: int) -> Non
 
 
 def _too_long(param: str, max_tokens: int) -> InvalidRequest:
-    return InvalidRequest(f"{param} has more than {max_tokens} tokens, which is too long", param=param)
+    return ContextLengthExceeded(
+        f"This model's maximum context length is {max_tokens} tokens. However, {param} has more. Please reduce the"
+        " length of the messages.",
+        param=param,
+    )
 
 
 def text_prompts(

@@ -1,11 +1,14 @@
 """Request and response bodies of the HTTP API: their shape. `guided.constraint` checks the meaning of a constraint.
 
-The shapes are OpenAI's, plus vLLM's sampling fields, plus every spelling of a constraint. An unknown field is rejected
-with 400 (`extra="forbid"`), because ignoring it would give another answer than requested.
+The shapes are OpenAI's, plus vLLM's sampling fields, plus every spelling of a constraint. A known field that would
+change the answer, and is not supported, is rejected with 400. An unknown field is ignored, and the answer says so; with
+`--strict-fields` it is rejected.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationInfo, field_validator, model_validator
@@ -23,7 +26,6 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "refusal": ("refusals are not supported", ()),
     "annotations": ("annotations are not supported", ([],)),
     "suffix": ("the models served here don't fill in the middle", ("",)),
-    "reasoning_effort": ("reasoning is not supported", ("none",)),
     "verbosity": ("verbosity is not supported", ()),
     "web_search_options": ("web search is not supported", ()),
     "chat_template": ("a request can't bring its own chat template", ()),
@@ -32,6 +34,12 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "logits_processors": ("logits processors can't be sent with a request", ([],)),
 }
 """Known fields that are rejected: the reason, and the values besides null that are accepted as without effect."""
+
+WITHOUT_EFFECT = (
+    *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
+    *("prompt_cache_retention", "prediction"),
+)
+"""Known fields that can't change the answer."""
 
 
 MISPLACED, UNSUPPORTED = "invalid_request", "unsupported_parameter"
@@ -62,14 +70,23 @@ Many = Annotated[list[T], _FirstError()]
 """A list that is read up to its first error: otherwise each element could be an error."""
 
 
+MAX_IGNORED = 20
+"""Maximum number of ignored fields that an answer names."""
+
+
 class Body(BaseModel):
-    """A strict body: no unknown fields, no "3" for 3. Rejected fields are dropped if their value has no effect."""
+    """A body with strict types: no "3" for 3. Rejected fields are dropped if their value has no effect.
+
+    Unknown fields are dropped, and noted in the list `ignored` of the validation context. Without this list, they are
+    rejected, as they are where `tolerant` is False.
+    """
 
     model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True)
+    tolerant: ClassVar[bool] = True
 
     @model_validator(mode="before")
     @classmethod
-    def _drop_neutral(cls, data: Any) -> Any:
+    def _drop_neutral(cls, data: Any, info: ValidationInfo) -> Any:
         if not isinstance(data, dict):
             return data
         known = cls.model_fields
@@ -80,14 +97,20 @@ class Body(BaseModel):
         kept = {name: value for name, value in data.items() if not is_neutral(name, value)}
         # One unknown field is reported. A million of them would be a million errors.
         names = known.keys() | {field.alias for field in known.values()}
-        for name in [name for name in kept if name not in names][1:]:
+        unknown = [name for name in kept if name not in names]
+        ignored: list[str] | None = (info.context or {}).get("ignored") if cls.tolerant else None
+        drop = unknown[1:] if ignored is None else [name for name in unknown if name not in REFUSED]
+        for name in drop:
             del kept[name]
+            if ignored is not None and name not in ignored and len(ignored) < MAX_IGNORED:
+                ignored.append(str(name)[:60])
         return kept
 
 
 class JsonSchemaFormat(Body):
     """OpenAI's `response_format.json_schema`. The schema is always enforced, `strict` or not."""
 
+    tolerant = False
     name: str
     description: str | None = None
     schema_: dict[str, Any] | bool | None = Field(default=None, alias="schema")
@@ -97,6 +120,7 @@ class JsonSchemaFormat(Body):
 class ResponseFormat(Body):
     """OpenAI's `response_format`, and the forms of other servers."""
 
+    tolerant = False
     type: Literal["text", "json_object", "json_schema", "json", "structural_tag"]
     json_schema: JsonSchemaFormat | None = None
     schema_: dict[str, Any] | bool | None = Field(
@@ -111,6 +135,7 @@ class ResponseFormat(Body):
 class StructuredOutputs(Body):
     """vLLM's `structured_outputs`: exactly one of the constraint fields."""
 
+    tolerant = False
     json_: dict[str, Any] | str | bool | None = Field(default=None, alias="json")
     regex: str | None = None
     choice: Many[str] | None = None
@@ -212,7 +237,6 @@ class GenerationRequest(Body):
     prompt_cache_key: Any = None
     prompt_cache_retention: Any = None
     prediction: Any = None
-    parallel_tool_calls: Any = None
 
 
 class TextPart(Body):
@@ -228,10 +252,35 @@ class TextPart(Body):
         return data
 
 
+class CalledFunction(Body):
+    name: str
+    arguments: str | dict[str, Any] = ""
+
+    def for_template(self) -> dict[str, Any]:
+        """Convert to the form of chat templates: the arguments are an object there."""
+        arguments: Any = self.arguments
+        if isinstance(arguments, str):
+            with contextlib.suppress(ValueError, RecursionError):
+                arguments = json.loads(arguments)
+        return {"name": self.name, "arguments": arguments if isinstance(arguments, dict) else self.arguments}
+
+
+class ToolCall(Body):
+    """A function call in an assistant's message."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = None
+
+
 class Message(Body):
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Many[TextPart] | None = None
     name: str | None = None
+    tool_calls: Many[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
 
     @property
     def text(self) -> str:
@@ -240,10 +289,34 @@ class Message(Body):
             return "\n".join(part.text for part in self.content)
         return self.content or ""
 
-    def for_template(self) -> dict[str, str]:
+    def for_template(self) -> dict[str, Any]:
         """Convert to the form of chat templates. `developer` is OpenAI's newer name for `system`."""
-        message = {"role": "system" if self.role == "developer" else self.role, "content": self.text}
-        return message if self.name is None else {**message, "name": self.name}
+        message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.text}
+        if self.tool_calls:
+            message["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": call.function.for_template()}
+                for call in self.tool_calls
+            ]
+        others = {"name": self.name, "tool_call_id": self.tool_call_id, "reasoning_content": self.reasoning_content}
+        return message | {name: value for name, value in others.items() if value is not None}
+
+
+class FunctionDefinition(Body):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = Field(default=None, description="false: the arguments are any object.")
+
+
+class Tool(Body):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+    function: FunctionDefinition
+
+    def for_template(self) -> dict[str, Any]:
+        """Convert to the form of chat templates."""
+        return {"type": "function", "function": self.function.model_dump(exclude_none=True, exclude={"strict"})}
 
 
 TemplateValue = str | int | float | bool | None
@@ -262,6 +335,18 @@ class ChatRequest(GenerationRequest):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, TemplateValue] | None = None
+    tools: Many[Tool] | None = None
+    tool_choice: str | dict[str, Any] | None = Field(
+        default=None, description="none, auto, required, a function, or allowed_tools."
+    )
+    parallel_tool_calls: bool | None = None
+    reasoning: Literal["free", "constrained"] | None = Field(
+        default=None, description="Where the constraint starts: after the thinking phase (free), or at the first token."
+    )
+    max_reasoning_tokens: int | None = Field(
+        default=None, ge=0, description="After so many tokens, the thinking phase ends."
+    )
+    reasoning_effort: str | None = Field(default=None, description="Passed to the chat template.")
 
 
 class CompletionRequest(GenerationRequest):
@@ -317,15 +402,17 @@ class ErrorAnswer(BaseModel):
 
 
 class GuidedInfo(BaseModel):
-    """How the output was constrained. Null in an answer without a constraint."""
+    """How the output was constrained, and what of the request had no effect. Null if there is nothing to say."""
 
-    kind: str
-    backend: str
+    kind: str | None = None
+    backend: str | None = None
     not_enforced: list[str] = Field(
         default=[], description="JSON pointers of unknown formats and misspelt keywords in the schema."
     )
     completed_early: bool | None = None
     """With `complete`: tokens were forbidden because the rest would not have fit in `max_tokens`."""
+    ignored: list[str] | None = None
+    """Fields of the request that are unknown or have no effect."""
 
 
 class Usage(BaseModel):
@@ -357,10 +444,18 @@ class ChatLogprobs(BaseModel):
     refusal: None = None
 
 
+class ResponseCall(BaseModel):
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
 class ResponseMessage(BaseModel):
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None
     refusal: None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ResponseCall] | None = None
 
 
 class ChatChoice(BaseModel):

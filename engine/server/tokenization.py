@@ -8,7 +8,7 @@ from engine.server.admission import AdmissionRoute
 from engine.server.context import Context, ServerContext
 from engine.server.prompts import encode, encode_chat
 from engine.server.protocol import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
-from guided.errors import InvalidRequest
+from guided.errors import ContextLengthExceeded, InvalidRequest
 
 router = APIRouter(tags=["tokenization"], route_class=AdmissionRoute)
 
@@ -19,7 +19,10 @@ _MAX_CONTEXTS = 8
 @router.post("/tokenize")
 def tokenize(body: TokenizeRequest, request: Request, context: Context) -> TokenizeResponse:
     """Return the token ids of a prompt, or of chat messages in the chat template."""
-    tokens = _tokens(body, context)
+    try:
+        tokens = _tokens(body, context)
+    except ContextLengthExceeded as error:
+        raise InvalidRequest(f"{error.param} is more than {_MAX_CONTEXTS} contexts long", param=error.param) from None
     texts = context.texts
     return TokenizeResponse(
         count=len(tokens),

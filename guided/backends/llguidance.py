@@ -22,6 +22,7 @@ from guided.backends.llguidance_tags import TagGrammar
 from guided.backends.matchers import TextMatcher
 from guided.backends.native import guard
 from guided.backends.number_limit import NumberLimit
+from guided.backends.token_limit import limited
 from guided.constraint import USUAL_WHITESPACE, Constraint
 from guided.errors import BackendError, DeadEnd, InvalidConstraint, TokenRejected, UnsupportedConstraint, bounded
 from guided.grammar import to_lark
@@ -56,7 +57,7 @@ class LLGuidanceBackend(Backend):
         )
         self._numbers = NumberLimit(vocabulary)
 
-    def compile(self, constraint: Constraint) -> LLGuidanceGrammar:
+    def compile(self, constraint: Constraint) -> CompiledGrammar:
         special: set[int] = set()
         with _native:
             if constraint.kind == "structural_tag":
@@ -68,9 +69,10 @@ class LLGuidanceBackend(Backend):
             if matcher.is_error():
                 raise _refusal(matcher.get_error(), constraint)
         numbers = self._numbers if constraint.kind in ("json_schema", "json_object") else None
-        return LLGuidanceGrammar(self._vocabulary, matcher, len(source), numbers, frozenset(special))
+        grammar = LLGuidanceGrammar(self._vocabulary, matcher, len(source), numbers, frozenset(special))
+        return limited(grammar, self._vocabulary, constraint.tag) if constraint.kind == "structural_tag" else grammar
 
-    def load(self, constraint: Constraint, dumped: bytes) -> LLGuidanceGrammar:
+    def load(self, constraint: Constraint, dumped: bytes) -> CompiledGrammar:
         """Compile again: matchers can't be serialised, and compiling takes a millisecond."""
         return self.compile(constraint)
 

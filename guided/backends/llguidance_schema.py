@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from decimal import Decimal
 from fractions import Fraction
+from functools import lru_cache
 from itertools import combinations
 from math import comb, lcm, prod
 from typing import Any
@@ -199,18 +200,8 @@ class LLGuidanceLowering(SchemaLowering):
         return any_of(found)
 
     def _pattern(self, schema: Schema, keyword: str, pattern: str) -> str:
-        """Return `pattern` in the common subset, without NUL in classes for which it would also write quotes."""
-
-        def safe(chars: Chars) -> Chars:
-            if regex.intersection(chars.ranges, _CONTROLS_AND_ESCAPED) == _CONTROLS_AND_ESCAPED:
-                return chars
-            ranges = regex.intersection(chars.ranges, regex.complement(((0, 0),)))
-            if not ranges:
-                raise UnsupportedConstraint("the pattern needs a NUL character, which llguidance can't write in JSON")
-            return Chars(ranges)
-
         try:
-            return f"^(?:{regex.render(regex.map_chars(string_pattern.read(pattern), safe))})$"
+            return _common_pattern(pattern)
         except InvalidConstraint as error:
             raise self.at_keyword(error, schema, keyword) from None
 
@@ -444,3 +435,18 @@ def _numbers(value: Any) -> Iterator[int | float]:
             todo.extend(value)
         elif isinstance(value, int | float) and not isinstance(value, bool):
             yield value
+
+
+@lru_cache(maxsize=256)  # the functions of one request have many properties with the same format
+def _common_pattern(pattern: str) -> str:
+    """Return `pattern` in the common subset, without NUL in classes for which it would also write quotes."""
+
+    def safe(chars: Chars) -> Chars:
+        if regex.intersection(chars.ranges, _CONTROLS_AND_ESCAPED) == _CONTROLS_AND_ESCAPED:
+            return chars
+        ranges = regex.intersection(chars.ranges, regex.complement(((0, 0),)))
+        if not ranges:
+            raise UnsupportedConstraint("the pattern needs a NUL character, which llguidance can't write in JSON")
+        return Chars(ranges)
+
+    return f"^(?:{regex.render(regex.map_chars(string_pattern.read(pattern), safe))})$"

@@ -54,7 +54,9 @@ class TagFormat:
                 with at_content(first, "structural_tag"):
                     grammar = self._grammar_of(self._constraint.inner(first))
                 return [{"type": "grammar", "grammar": grammar}, *self._series(rest)]
-            case FreeText(excludes):
+            case FreeText(excludes, limit):
+                if limit is not None:
+                    raise self._refusal("max_tokens")
                 return self._until({"type": "any_text", "excludes": [*excludes]}, rest)
             case Dispatch(rules, loop, excludes):
                 written = [[self._plain(trigger), self._one(node)] for trigger, node in rules]

@@ -118,8 +118,8 @@ class TestTokenizer:
         assert text == "<|begin|><|system|>Be brief.<|end|><|user|>Hi<|end|><|assistant|>"
 
     def test_chat_template_refuses_an_unknown_role(self, tokenizer: PreTrainedTokenizerFast) -> None:
-        with pytest.raises(Exception, match="unknown role: tool"):
-            tokenizer.apply_chat_template([{"role": "tool", "content": "x"}], tokenize=False)
+        with pytest.raises(Exception, match="unknown role: critic"):
+            tokenizer.apply_chat_template([{"role": "critic", "content": "x"}], tokenize=False)
 
 
 class TestCorpus:

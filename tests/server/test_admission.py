@@ -19,6 +19,7 @@ from engine.server.admission_threads import AdmissionThreads
 from engine.server.answers import Answer
 from engine.server.errors import QueueFull
 from engine.server.generation import Job
+from engine.server.protocol import MAX_IGNORED
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 JSON = {"content-type": "application/json"}
@@ -92,9 +93,11 @@ class TestBodies:
         assert found is not None
         assert found.startswith(param)
 
-    def test_many_unknown_fields(self, client: TestClient) -> None:
+    def test_many_unknown_fields(self, client_with: Callable[..., TestClient]) -> None:
         body = {"prompt": "a", **{f"unknown-{number}": 0 for number in range(20_000)}}
-        assert refusal(client, TEXT, body)[:2] == ("unknown_parameter", "unknown-0")
+        assert refusal(client_with(strict_fields=True), TEXT, body)[:2] == ("unknown_parameter", "unknown-0")
+        answer = client_with().post(TEXT, json=body)
+        assert answer.json()["guided"]["ignored"] == [f"unknown-{number}" for number in range(MAX_IGNORED)]
 
 
 class TestCounts:
@@ -155,8 +158,8 @@ class TestTexts:
 
         monkeypatch.setattr(tokenizer, "encode", counted)
         code, found, message = refusal(client, path, body)
-        assert (code, found) == ("invalid_request", param)
-        assert "too long" in message
+        assert (code, found) == ("invalid_request" if path == "/tokenize" else "context_length_exceeded", param)
+        assert "8 contexts long" in message or message.startswith("This model's maximum context length is 512 tokens.")
         assert sum(lengths) < 100_000
 
     def test_long_texts_of_few_tokens_are_taken(self, client: TestClient) -> None:

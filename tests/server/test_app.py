@@ -260,7 +260,6 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("fields", "param"),
         [
-            ({"nonesuch": 1}, "nonesuch"),
             ({"tools": [{"type": "function"}]}, "tools"),
             ({"temperature": "1"}, "temperature"),
             ({"temperature": -1}, "temperature"),

@@ -229,6 +229,64 @@ def test_errors_in_contents_say_where(backends: Backends, backend: str) -> None:
     assert caught.value.pointer == "/format/content/json_schema/properties/a/pattern"
 
 
+def limited(limit: int, begin: str = "", end: str = "</t>") -> dict[str, Any]:
+    return series(tag(begin, {**TEXT, "max_tokens": limit}, end), text("!"))
+
+
+@pytest.mark.parametrize(("begin", "end"), [("", "</t>"), ("<t>", "</t>"), ("<|user|>", "<|system|>")])
+def test_a_limit_on_the_tokens_of_free_text(backends: Backends, vocabulary: Vocabulary, begin: str, end: str) -> None:
+    grammar = backends["llguidance"].compile(of(limited(5, begin, end)))
+    worker = MaskWorker(vocabulary)
+    worker.install("g", grammar)
+    worker.open(0, "g")
+    row = np.zeros(words(vocabulary.padded_vocab_size), np.int32)
+    names = vocabulary.special_names
+    first = [names[begin]] if begin in names else vocabulary.encode(begin)
+    last = [names[end]] if end in names else vocabulary.encode(end)
+    a = vocabulary.encode("a")[0]
+    output: list[int] = []
+    for token in [*first, a, a, a, a, a]:
+        assert worker.fill(0, output[-1:], row) is None
+        assert token in allowed_ids(row)
+        output.append(token)
+    for token in last:  # exactly the end is allowed
+        assert worker.fill(0, output[-1:], row) is None
+        assert list(allowed_ids(row)) == [token]
+        output.append(token)
+    assert worker.fill(0, output[-1:], row) is None
+    assert list(allowed_ids(row)) == vocabulary.encode("!")
+    # A character is completed first.
+    wide = vocabulary.encode("狐")
+    assert len(wide) > 1
+    worker.open(4, "g", tokens=[*first, a, a, a, a, wide[0]])
+    assert worker.fill(4, (), row) is None
+    assert wide[1] in allowed_ids(row)
+    worker.edit(4, len(first) + 5, wide[1:])
+    assert worker.fill(4, (), row) is None
+    assert list(allowed_ids(row)) == last[:1]
+    # A fork, a replay and rejected drafts.
+    worker.open(1, "g", parent=0, tokens=output[:-1])
+    worker.open(2, "g", tokens=output[:-1])
+    worker.edit(0, len(output) - 1, ())
+    for slot in (0, 1, 2):
+        assert worker.fill(slot, (), row) is None
+        assert list(allowed_ids(row)) == last[-1:]
+    # Text that ends by itself has no more to spell.
+    worker.open(3, "g", tokens=[*first, a, *last])
+    assert worker.fill(3, (), row) is None
+    assert list(allowed_ids(row)) == vocabulary.encode("!")
+
+
+@pytest.mark.parametrize(
+    "form", [{**TEXT, "max_tokens": 3}, series(pattern("a"), limited(3)), series(limited(3), limited(3))]
+)
+def test_limits_that_cannot_be_enforced(backends: Backends, form: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedConstraint, match=r"max_tokens|where a part ends"):
+        backends["llguidance"].compile(of(form))
+    with pytest.raises(UnsupportedConstraint, match="max_tokens"):
+        backends["xgrammar"].compile(of(form))
+
+
 LEAVES = st.one_of(
     st.sampled_from(["a", "ab", "<", "<b", "b>"]).map(lambda value: (text(value), re.escape(value))),
     st.sampled_from(["a*", "[ab]", "a|bb", "<?b"]).map(lambda value: (pattern(value), f"(?:{value})")),

@@ -1,0 +1,64 @@
+"""Fields without effect, the codes that other programs look for, and web pages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from starlette.testclient import TestClient
+
+CHAT = "/v1/chat/completions"
+USER: dict[str, Any] = {"messages": [{"role": "user", "content": "hi", "annotated": 1}], "max_tokens": 3}
+
+
+def test_what_has_no_effect_is_named(client: TestClient) -> None:
+    answer = client.post(CHAT, json={**USER, "user": "u", "regex": "[ab]{2}", "ünknown": 1})
+    assert answer.json()["guided"] == {
+        "kind": "regex",
+        "backend": "llguidance",
+        "not_enforced": [],
+        "ignored": ["user", "ünknown", "annotated"],
+    }
+    assert answer.headers["x-guided-ignored"] == "user, %C3%BCnknown, annotated"
+    streamed = client.post(CHAT, json={**USER, "stream": True, "ünknown": 1})
+    assert '"guided":{"not_enforced":[],"ignored":["ünknown","annotated"]}' in streamed.text.split("\n\n")[0]
+    plain = client.post(CHAT, json={"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3})
+    assert plain.json()["guided"] is None
+    assert "x-guided-ignored" not in plain.headers
+
+
+def test_strict_fields(client_with: Callable[..., TestClient]) -> None:
+    error = client_with(strict_fields=True).post(CHAT, json=USER).json()["error"]
+    assert (error["code"], error["param"]) == ("unknown_parameter", "messages[0].annotated")
+
+
+def test_a_constraint_has_no_unknown_fields(client: TestClient) -> None:
+    for field in ({"response_format": {"type": "text", "jsn": 1}}, {"structured_outputs": {"regexp": "a"}}):
+        error = client.post(CHAT, json={**USER, **field}).json()["error"]
+        assert error["code"] == "unknown_parameter"
+
+
+def test_known_fields_that_would_change_the_answer(client: TestClient) -> None:
+    error = client.post(CHAT, json={**USER, "modalities": ["audio"]}).json()["error"]
+    assert (error["code"], error["param"]) == ("unsupported_parameter", "modalities")
+
+
+def test_the_context_is_too_short(client: TestClient) -> None:
+    long = {"messages": [{"role": "user", "content": "word " * 700}]}
+    for fields in (long, {**USER, "max_tokens": 5000}):
+        error = client.post(CHAT, json=fields).json()["error"]
+        assert error["code"] == "context_length_exceeded"
+        assert error["message"].startswith("This model's maximum context length is 512 tokens. However, ")
+
+
+def test_pages_of_other_origins(client_with: Callable[..., TestClient]) -> None:
+    asked = {"origin": "https://example.org", "access-control-request-method": "POST"}
+    allowing = client_with(allowed_origins=("https://example.org",), api_key="k")
+    preflight = allowing.options(CHAT, headers={**asked, "access-control-request-headers": "authorization"})
+    assert preflight.status_code == 200
+    assert preflight.headers["access-control-allow-origin"] == "https://example.org"
+    refused = allowing.post(CHAT, json=USER, headers={"origin": "https://example.org"})
+    assert refused.status_code == 401
+    assert "access-control-allow-origin" in refused.headers
+    assert allowing.options(CHAT, headers={**asked, "origin": "https://other.org"}).status_code == 400
+    assert "access-control-allow-origin" not in client_with().post(CHAT, json=USER, headers=asked).headers

@@ -1,0 +1,229 @@
+"""Function calls in chats: what is offered, what is enforced, what the answer looks like, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import jsonschema
+import pytest
+from serving import sse
+from starlette.testclient import TestClient
+
+CHAT = "/v1/chat/completions"
+USER = {"messages": [{"role": "user", "content": "hi"}], "seed": 3, "max_tokens": 150}
+DICE = {
+    "type": "object",
+    "properties": {"sides": {"enum": [4, 6, 20]}, "loud": {"type": "boolean"}},
+    "required": ["sides", "loud"],
+    "additionalProperties": False,
+}
+CITY = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"]}
+
+
+def tool(name: str, parameters: Any = None, **fields: Any) -> dict[str, Any]:
+    function = {"name": name, "description": f"does {name}", **fields}
+    return {"type": "function", "function": function if parameters is None else {**function, "parameters": parameters}}
+
+
+TOOLS = [tool("roll_dice", {**DICE}), tool("get_weather", {**CITY, "additionalProperties": False})]
+SCHEMAS: dict[str, Any] = {"roll_dice": DICE, "get_weather": CITY}
+
+
+@pytest.fixture
+def hermes(client_with: Callable[..., TestClient]) -> TestClient:
+    return client_with(tool_format="hermes")
+
+
+def ask(client: TestClient, **fields: Any) -> dict[str, Any]:
+    answer = client.post(CHAT, json={**USER, "tools": TOOLS, **fields})
+    assert answer.status_code == 200, answer.text
+    body: dict[str, Any] = answer.json()
+    return body
+
+
+def refusal(client: TestClient, **fields: Any) -> dict[str, Any]:
+    answer = client.post(CHAT, json={**USER, "tools": TOOLS, **fields})
+    assert answer.status_code == 400, answer.text
+    error: dict[str, Any] = answer.json()["error"]
+    return error
+
+
+def calls_of(message: dict[str, Any]) -> list[tuple[str, Any]]:
+    """Return name and arguments of each call. They validate."""
+    found = []
+    for call in message["tool_calls"]:
+        name, arguments = call["function"]["name"], json.loads(call["function"]["arguments"])
+        jsonschema.validate(arguments, SCHEMAS[name])
+        found.append((name, arguments))
+    return found
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_required(hermes: TestClient, seed: int) -> None:
+    body = ask(hermes, tool_choice="required", parallel_tool_calls=False, seed=seed)
+    choice = body["choices"][0]
+    assert len(calls_of(choice["message"])) == 1
+    assert choice["message"]["content"] is None
+    assert choice["finish_reason"] == "tool_calls"
+    assert body["guided"] == {"kind": "tools", "backend": "llguidance", "not_enforced": []}
+    assert len(choice["message"]["tool_calls"][0]["id"]) == len("call_") + 24 - 5
+
+
+def test_a_named_function(hermes: TestClient) -> None:
+    choice = {"type": "function", "function": {"name": "get_weather"}}
+    message = ask(hermes, tool_choice=choice)["choices"][0]["message"]
+    assert [name for name, _ in calls_of(message)] == ["get_weather"]
+
+
+def test_allowed_tools(hermes: TestClient) -> None:
+    allowed = {"mode": "required", "tools": [{"type": "function", "function": {"name": "roll_dice"}}]}
+    for choice in ({"type": "allowed_tools", "allowed_tools": allowed}, {"type": "allowed_tools", **allowed}):
+        message = ask(hermes, tool_choice=choice, parallel_tool_calls=False)["choices"][0]["message"]
+        assert [name for name, _ in calls_of(message)] == ["roll_dice"]
+
+
+@pytest.mark.parametrize("backend", ["llguidance", "xgrammar"])
+def test_auto_guards_calls_from_the_trigger_on(hermes: TestClient, backend: str) -> None:
+    """The model is random, so a bias makes it begin a call."""
+    tokenizer = hermes.app.state.context.engine.tokenizer  # type: ignore[attr-defined]
+    fields = {"logit_bias": {str(tokenizer.encode("<", add_special_tokens=False)[0]): 100}, "backend": backend}
+    text = ask(hermes, **fields, max_tokens=30)["choices"][0]
+    assert text["finish_reason"] == "length"
+    assert set(text["message"]["content"]) == {"<"}
+    # Beside another constraint, calls stand at the beginning: the answer is no call, whatever it contains.
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["<tool_call>"]}}}
+    choice = ask(hermes, response_format=form, backend=backend, max_tokens=300)["choices"][0]
+    if not choice["message"].get("tool_calls"):
+        assert (choice["message"]["content"], choice["finish_reason"]) == ('"<tool_call>"', "stop")
+
+
+def test_none(hermes: TestClient) -> None:
+    body = ask(hermes, tool_choice="none", max_tokens=5)
+    assert body["guided"] is None
+    assert isinstance(body["choices"][0]["message"]["content"], str)
+
+
+def test_streams_are_the_answer_in_pieces(hermes: TestClient) -> None:
+    fields = {"tool_choice": "required", "seed": 5, "n": 2}
+    whole = ask(hermes, **fields)["choices"]
+    answer = hermes.post(CHAT, json={**USER, "tools": TOOLS, **fields, "stream": True})
+    assert answer.status_code == 200
+    events = sse(answer.text)
+    assert events.pop() == "[DONE]"
+    built: list[dict[int, dict[str, str]]] = [{}, {}]
+    pieces = 0
+    for event in events:
+        for choice in event["choices"]:
+            for delta in choice["delta"].get("tool_calls", []):
+                call = built[choice["index"]].setdefault(delta["index"], {"arguments": ""})
+                if "id" in delta:
+                    call |= {"id": delta["id"], "name": delta["function"]["name"]}
+                    assert "id" in call
+                call["arguments"] += delta["function"]["arguments"]
+                pieces += 1
+    for choice, calls in zip(whole, built, strict=True):
+        expected = [(c["function"]["name"], c["function"]["arguments"]) for c in choice["message"]["tool_calls"]]
+        assert [(calls[index]["name"], calls[index]["arguments"]) for index in sorted(calls)] == expected
+    assert pieces > 8
+    assert {choice["finish_reason"] for event in events[-2:] for choice in event["choices"]} <= {
+        None,
+        "tool_calls",
+        "length",
+    }
+
+
+def test_without_strict_the_arguments_are_any_object(hermes: TestClient) -> None:
+    tools = [tool("f", DICE, strict=False)]
+    message = ask(hermes, tools=tools, tool_choice="required", parallel_tool_calls=False, temperature=0)["choices"][0]
+    assert message["message"]["tool_calls"][0]["function"]["name"] == "f"
+    tools = [tool("f")]  # no parameters: no arguments
+    message = ask(hermes, tools=tools, tool_choice="required", parallel_tool_calls=False)["choices"][0]["message"]
+    assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == {}
+
+
+def test_unknown_formats_are_named(hermes: TestClient) -> None:
+    tools = [tool("f", {"properties": {"a": {"type": "string", "format": "color", "maxLength": 2}}}, strict=True)]
+    body = ask(hermes, tools=[*TOOLS, *tools], tool_choice="required", parallel_tool_calls=False)
+    assert body["guided"]["not_enforced"] == ["tools[2].function.parameters/properties/a/format"]
+
+
+def test_a_call_that_is_cut(hermes: TestClient) -> None:
+    choice = ask(hermes, tool_choice="required", max_tokens=32)["choices"][0]
+    assert choice["finish_reason"] == "length"
+
+
+def test_a_conversation_with_calls() -> None:
+    from transformers import AutoTokenizer
+
+    from engine.default_model import checkpoint_path
+    from engine.server.prompts import encode_chat
+    from engine.server.protocol import Message, Tool
+
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint_path())
+    call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"a": "<|end|>"}'}}
+    messages = [
+        Message.model_validate({"role": "user", "content": "go"}),
+        Message.model_validate({"role": "assistant", "content": None, "tool_calls": [call]}),
+        Message.model_validate({"role": "tool", "tool_call_id": "call_1", "content": "3 <|end|>"}),
+    ]
+    tools = [Tool.model_validate(tool("f", CITY))]
+    ids = encode_chat(tokenizer, messages, tools=tools)
+    text = tokenizer.decode(ids)
+    assert '<tool_call>\n{"name": "f", "arguments": {"a": "<|end|>"}}\n</tool_call><|end|>' in text
+    assert "<|user|><tool_response>3 <|end|>" in text
+    assert '"enum": ["Rome", "Oslo"]' in text
+    assert ids.count(tokenizer.eos_token_id) == 4  # the system's text and three messages
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words", "pointer"),
+    [
+        ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice", ["'x'", "roll_dice"], None),
+        ({"tool_choice": "sometimes"}, "tool_choice", ["sometimes"], None),
+        ({"tool_choice": {"type": "custom"}}, "tool_choice", ["allowed_tools"], None),
+        (
+            {"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}},
+            "tool_choice",
+            ["list of tools"],
+            None,
+        ),
+        ({"tool_choice": "required", "tools": []}, "tool_choice", ["needs tools"], None),
+        ({"tools": [*TOOLS, tool("roll_dice")]}, "tools[2].function.name", ["tools[0]", "unique"], None),
+        ({"tools": [tool("no spaces")]}, "tools[0].function.name", ["no spaces"], None),
+        (
+            {"tools": [*TOOLS, tool("f", {"type": "object", "properties": {"a": {"type": "strin"}}})]},
+            "tools[2].function.parameters",
+            [],
+            "/properties/a/type",
+        ),
+        (
+            {"tools": [*TOOLS, tool("f", {"properties": {"a": {"type": "string", "pattern": "(?=a)b"}}})]},
+            "tools[2].function.parameters",
+            [],
+            "/properties/a/pattern",
+        ),
+        ({"tools": [tool("f", {"type": "array"})]}, "tools[0].function.parameters", ["object"], None),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": 1}}}},
+            "response_format",
+            [],
+            "/type",
+        ),
+        ({"tool_choice": "required", "backend": "outlines"}, "backend", ["structural_tag"], None),
+    ],
+)
+def test_refusals(
+    hermes: TestClient, fields: dict[str, Any], param: str, words: list[str], pointer: str | None
+) -> None:
+    error = refusal(hermes, **fields)
+    assert (error["param"], error["pointer"]) == (param, pointer)
+    assert all(word in error["message"] for word in words), error["message"]
+
+
+def test_a_model_without_a_format_of_calls(client: TestClient) -> None:
+    error = refusal(client)
+    assert error["param"] == "tools"
+    assert "--tool-format" in error["message"]
+    assert client.post(CHAT, json={**USER, "tools": TOOLS, "tool_choice": "none", "max_tokens": 2}).status_code == 200
