@@ -32,8 +32,8 @@ _SKIPS = 6
 """Bytes at the beginning of the known completion that a new token may make superfluous."""
 _ALTERNATIVES = 6
 """Other tokens that are tried at each position of a completion, to find a shorter one."""
-_PATIENCE = (64, 1)
-"""Uses of a byte after which others are preferred, in the first and the second attempt."""
+_PATIENCE = (64, 2)
+"""Uses of a byte after which others are preferred, in the first attempt, and in the others."""
 _CLOSING = b"}])>\"'"
 _STRUCTURE = _CLOSING + b",:;=0123456789Z-+.a"
 _TEXT = b"\" -0aA"
@@ -118,7 +118,7 @@ class Completions:
                 prefix = [token for token, _ in path[:index]] + [other]
                 if steps.left <= 0 or len(best.tokens) < enough:
                     return best
-                found = self._roll_out(matcher, prefix, min(steps.left, len(path)), _PATIENCE[0], tried, steps)
+                found = self._roll_out(matcher, prefix, min(steps.left, len(path)), _PATIENCE[1], tried, steps)
                 if found is not None and _is_shorter(found, best):
                     best = found
         return best
