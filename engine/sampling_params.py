@@ -32,9 +32,9 @@ GREEDY_BELOW = 1e-5
 class SamplingParams:
     """Parameters of one request. Frozen, so that sequences can share it.
 
-    At most one of `json_schema`, `json_object`, `regex`, `choice`, `grammar` and `output_type` constrains the output. It
-    is checked here and becomes `constraint`. `stop` and `stop_token_ids` are rejected with a constraint: they could end the output
-    before it satisfies the constraint.
+    At most one of `json_schema`, `json_object`, `regex`, `choice`, `grammar` and `output_type` constrains the output.
+    It is checked here and becomes `constraint`. `stop` and `stop_token_ids` are rejected with a constraint: they could
+    end the output before it satisfies the constraint.
 
     Args:
         json_schema: a JSON schema, as an object or as JSON text.
@@ -42,11 +42,11 @@ class SamplingParams:
         regex: the whole output matches.
         choice: the output is one of these.
         grammar: Lark, or GBNF/EBNF.
-        output_type: a Python type: a pydantic model, a dataclass, a `TypedDict`, an `Enum`, a `Literal`, a term of outlines.
-            `CompletionOutput.parsed` is the answer as a value of it.
+        output_type: a Python type: a pydantic model, a dataclass, a `TypedDict`, an `Enum`, a `Literal`, a term of
+            outlines. `CompletionOutput.parsed` is the answer as a value of it.
         backend: the grammar library that enforces the constraint. `auto` picks one.
-        complete: complete the constraint within `max_tokens`: as the end comes near, only tokens after which the rest still
-            fits are allowed. `CompletionOutput.completed_early` says whether that had an effect.
+        complete: complete the constraint within `max_tokens`: as the end comes near, only tokens after which the rest
+            still fits are allowed. `CompletionOutput.completed_early` says whether that had an effect.
         whitespace_pattern: JSON constraints only: regex of the whitespace between JSON tokens ("" is none).
         n: number of outputs.
         temperature: 0 is greedy.

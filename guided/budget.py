@@ -13,8 +13,9 @@ from guided.constraint import Constraint
 from guided.errors import GuidedError
 
 _MARGIN = 24
-"""Tokens that a value of JSON can need (an escape, the rest of a number, closing brackets), besides what its schema demands."""
+"""Tokens that a value of JSON can need (an escape, the rest of a number, closing brackets) besides its schema's."""
 _MAX_JUMP = 1 << 20
+_MAX_HINT = 10_000
 
 
 class Budget(NamedTuple):
@@ -32,10 +33,13 @@ class Budget(NamedTuple):
     """Maximum jump of a later token."""
     text_jump: int
     """Maximum jump of a token that is plain text within a JSON string."""
+    hint: str = ""
+    """A short output, if one is known."""
 
 
 def budget_of(constraint: Constraint, tokens: int) -> Budget:
     """Return the budget of a sequence. The estimates are generous: tokens are counted as characters."""
+    hint = ""
     match constraint.kind:
         case "json_schema":
             return _of_schema(json.loads(constraint.source), tokens)
@@ -43,13 +47,14 @@ def budget_of(constraint: Constraint, tokens: int) -> Budget:
             return Budget(tokens, _MARGIN, _MARGIN, 0)
         case "choice":
             jump = max(len(option.encode()) for option in constraint.choices)
+            hint = min(constraint.choices, key=len)
         case "regex":
-            jump = _worst(constraint.source)
+            jump, hint = _worst(constraint.source), _short_match(constraint.source)
         case "grammar":
             counts = math.prod(max(1, int(count)) for count in re.findall(r"\{(\d{1,6})", constraint.source))
             jump = len(constraint.source) * counts
     jump = min(jump, _MAX_JUMP)
-    return Budget(tokens, jump, jump, jump)
+    return Budget(tokens, jump, jump, jump, hint)
 
 
 def _of_schema(schema: Any, tokens: int) -> Budget:
@@ -66,6 +71,29 @@ def _worst(pattern: str) -> int:
         return _rest(regex.parse(pattern))[1]
     except GuidedError:  # refused when it is compiled
         return len(pattern)
+
+
+def _short_match(pattern: str) -> str:
+    """Return a shortest match; empty if there is none, or it is long."""
+    try:
+        node = regex.parse(pattern)
+        return _text(node) if _rest(node)[0] <= _MAX_HINT else ""
+    except GuidedError:
+        return ""
+
+
+def _text(node: regex.Node) -> str:
+    match node:
+        case regex.Chars(ranges):
+            usual = (each for each in "a0 " if any(low <= ord(each) <= high for low, high in ranges))
+            return next(usual, chr(ranges[0][0]))
+        case regex.Sequence(items):
+            return "".join(map(_text, items))
+        case regex.Choice(options):
+            return min(map(_text, options), key=len)
+        case regex.Repeat(item, low, _):
+            return _text(item) * low
+    return ""
 
 
 def _rest(node: regex.Node) -> tuple[int, int]:

@@ -32,11 +32,13 @@ _SKIPS = 6
 """Bytes at the beginning of the known completion that a new token may make superfluous."""
 _ALTERNATIVES = 6
 """Other tokens that are tried at each position of a completion, to find a shorter one."""
+_ENDINGS = 40
+"""Other tokens of which it is tried whether one of them ends the output."""
 _PATIENCE = (64, 2)
 """Uses of a byte after which others are preferred, in the first attempt, and in the others."""
 _CLOSING = b"}])>\"'"
 _STRUCTURE = _CLOSING + b",:;=0123456789Z-+.a"
-_TEXT = b"\" -0aA"
+_TEXT = b'" -0aA'
 """Bytes to try first: where structure is expected, and within text."""
 _MARK = ord("~")
 """A byte that is hardly ever allowed except within text."""
@@ -93,9 +95,12 @@ class Completions:
         """Return the bytes of a token."""
         return self._bytes[token] if token < len(self._bytes) else b""
 
-    def first(self, matcher: Matcher) -> Completion | None:
+    def first(self, matcher: Matcher, hint: str) -> Completion | None:
         """Search for a short output, as the completion of the empty one."""
-        return Completion(b"", ()) if matcher.is_accepting() else self.find(matcher, _Steps(_FIRST_STEPS))
+        if matcher.is_accepting():
+            return Completion(b"", ())
+        hinted = self.checked(matcher, hint.encode()) if hint else None
+        return hinted or self.find(matcher, _Steps(_FIRST_STEPS))
 
     def find(self, matcher: Matcher, steps: _Steps, enough: int = 0) -> Completion | None:
         """Search for a short completion of `matcher`'s state, which is left as it is.
@@ -112,10 +117,14 @@ class Completions:
 
     def _shorten(self, matcher: Matcher, best: Completion, path: _Path, steps: _Steps, enough: int) -> Completion:
         """Try other tokens at each position of the path that led to `best`."""
-        for index in range(len(path)):
-            for other in path[index][1]:
+        tokens = [token for token, _ in path]
+        for index, (_, others) in enumerate(path):
+            ending = self._ending(matcher, tokens[:index], others, steps)
+            if ending is not None:  # later positions are no better
+                return ending if _is_shorter(ending, best) else best
+            for other in others[:_ALTERNATIVES]:
                 tried: _Path = []
-                prefix = [token for token, _ in path[:index]] + [other]
+                prefix = [*tokens[:index], other]
                 if steps.left <= 0 or len(best.tokens) < enough:
                     return best
                 found = self._roll_out(matcher, prefix, min(steps.left, len(path)), _PATIENCE[1], tried, steps)
@@ -123,16 +132,25 @@ class Completions:
                     best = found
         return best
 
-    def _roll_out(
-        self,
-        matcher: Matcher,
-        prefix: Sequence[int],
-        most: int,
-        patience: int,
-        path: _Path,
-        steps: _Steps,
+    def _ending(
+        self, matcher: Matcher, prefix: Sequence[int], others: Sequence[int], steps: _Steps
     ) -> Completion | None:
-        """Follow the preferred bytes until the constraint is satisfied. `path` gets the tokens and their alternatives."""
+        """Return `prefix` and the first of `others` that satisfies the constraint."""
+        for other in others:
+            steps.left -= 1
+            trial = matcher.fork()
+            try:
+                trial.accept_tokens([*prefix, other])
+            except GuidedError:
+                continue
+            if steps.left > 0 and trial.is_accepting():
+                return Completion(b"".join(map(self.text_of, [*prefix, other])), (*prefix, other))
+        return None
+
+    def _roll_out(
+        self, matcher: Matcher, prefix: Sequence[int], most: int, patience: int, path: _Path, steps: _Steps
+    ) -> Completion | None:
+        """Follow the preferred bytes until the constraint is satisfied. `path` gets tokens and their alternatives."""
         uses = np.zeros(len(self._singles), np.int64)
         try:
             trial = matcher.fork()
@@ -160,12 +178,12 @@ class Completions:
         allowed = np.flatnonzero((row[self._words] >> self._bits) & 1)
         if not len(allowed):
             ids = allowed_ids(row)
-            return ids[np.argsort(self.lengths[ids], kind="stable")[: 1 + _ALTERNATIVES]].tolist()
+            return ids[np.argsort(self.lengths[ids], kind="stable")[: 1 + _ENDINGS]].tolist()
         ranks = self._ranks[1 if self._mark in allowed else 0]
         worn = np.where(self._closing, 0, uses // patience * 1000)
         allowed = allowed[np.argsort((ranks + worn)[allowed], kind="stable")]
         uses[allowed[0]] += 1
-        return self._singles[allowed[: 1 + _ALTERNATIVES]].tolist()
+        return self._singles[allowed[: 1 + _ENDINGS]].tolist()
 
     def checked(self, matcher: Matcher, text: bytes) -> Completion | None:
         """Return `text` as a completion if `matcher` accepts it, in as few tokens as the tokenizer spells it."""
@@ -189,10 +207,10 @@ class Completions:
         return None
 
 
-def shortest(vocabulary: Vocabulary, grammar: CompiledGrammar) -> Completion | None:
-    """Search for a short output of a grammar."""
+def shortest(vocabulary: Vocabulary, grammar: CompiledGrammar, hint: str) -> Completion | None:
+    """Search for a short output of a grammar. `hint`: `Budget.hint`."""
     permitted = pack(vocabulary.text_token_ids, vocabulary.padded_vocab_size)
-    return Completions(vocabulary, permitted).first(grammar.matcher())
+    return Completions(vocabulary, permitted).first(grammar.matcher(), hint)
 
 
 class BudgetedSequence:
@@ -241,7 +259,7 @@ class BudgetedSequence:
         """
         if self._known:
             return
-        least = self._completions.first(matcher)
+        least = self._completions.first(matcher, self._budget.hint)
         if least is None:
             raise InvalidRequest("no short answer to this constraint was found: leave out complete", param="complete")
         needed = len(least.tokens) + 1
@@ -285,9 +303,7 @@ class BudgetedSequence:
         order = np.argsort(self._completions.lengths[ids], kind="stable")[:_CANDIDATES]
         return list(dict.fromkeys([*known.tokens[:1], *ids[order].tolist()]))
 
-    def _fitting(
-        self, matcher: Matcher, candidates: Sequence[int], known: Completion, left: int
-    ) -> Iterator[int]:
+    def _fitting(self, matcher: Matcher, candidates: Sequence[int], known: Completion, left: int) -> Iterator[int]:
         """Yield the candidates with a known completion of fewer than `left` tokens."""
         if left < 1:
             return
@@ -330,7 +346,7 @@ def _single_bytes(vocabulary: Vocabulary) -> NDArray[np.int64]:
 
 
 def _rank(order: bytes, byte: int) -> int:
-    """Return the place of a byte: those in `order`, other characters, openers and escapes, then white space and others."""
+    """Return the place of a byte: those in `order`, other characters, openers and escapes, white space and others."""
     if byte in order:
         return order.index(byte)
     if byte < 33 or byte > 126:

@@ -1,8 +1,8 @@
 """Python types as constraints, and answers parsed back into them.
 
-A type is anything that pydantic describes (a model, a dataclass, a `TypedDict`, an `Enum`, a `Literal`, `list[int]`, ...)
-or a term of the outlines package (`outlines.types`). pydantic and outlines are optional: each is imported when a type
-needs it.
+A type is anything that pydantic describes (a model, a dataclass, a `TypedDict`, an `Enum`, a `Literal`, `list[int]`) or
+a term of the outlines package (`outlines.types`). pydantic and outlines are optional: each is imported when a type needs
+it.
 """
 
 from __future__ import annotations
@@ -108,7 +108,9 @@ def _schema_generator() -> Any:
 
 def _is_term(output_type: Any) -> bool:
     """Whether this is a term of outlines. If it is, outlines is imported already."""
-    return any(base.__module__ == "outlines.types.dsl" and base.__name__ == "Term" for base in type(output_type).__mro__)
+    return any(
+        base.__module__ == "outlines.types.dsl" and base.__name__ == "Term" for base in type(output_type).__mro__
+    )
 
 
 def _constraint_of_term(term: Any, whitespace: str | None, limits: Limits, param: str) -> Constraint:
@@ -123,7 +125,9 @@ def _constraint_of_term(term: Any, whitespace: str | None, limits: Limits, param
     try:
         pattern = to_regex(term)
     except (TypeError, NotImplementedError, RecursionError) as error:
-        raise InvalidConstraint(f"outlines has no regex for {bounded(term, 120)}: {bounded(error)}", param=param) from None
+        raise InvalidConstraint(
+            f"outlines has no regex for {bounded(term, 120)}: {bounded(error)}", param=param
+        ) from None
     return Constraint.regex(pattern, limits=limits, param=param)
 
 

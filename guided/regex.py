@@ -1,8 +1,8 @@
 """Regular expressions in a common subset that every grammar library reads in the same way.
 
 The libraries differ in `\\d`, `.` and anchors. So a pattern is parsed with Python's own parser (its meaning is that of
-`re.fullmatch`, with the other spellings of `regex_syntax`), turned into a small tree, and written in the common subset: literals, classes of code point ranges,
-groups, alternatives, repetitions. Anything else is refused by name.
+`re.fullmatch`, with the other spellings of `regex_syntax`), turned into a small tree, and written in the common subset:
+literals, classes of code point ranges, groups, alternatives, repetitions. Anything else is refused by name.
 """
 
 from __future__ import annotations

@@ -220,9 +220,7 @@ class _LineSender:
             masks = self._table.mask[slots[ready >= 0]]
             seconds = self._table.seconds[slots]
             steered = slots[self._table.status[slots] == STEERED]
-            self._send(
-                Filled(slots.tobytes(), ready.tobytes(), seconds.tobytes(), masks.tobytes(), steered.tobytes())
-            )
+            self._send(Filled(slots.tobytes(), ready.tobytes(), seconds.tobytes(), masks.tobytes(), steered.tobytes()))
 
     def run(self) -> None:
         """Send while the server's thread is busy with a slow mask (if the grammar library releases the GIL)."""

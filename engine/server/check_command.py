@@ -1,4 +1,4 @@
-"""The commands `guided check` and `guided maskbench`: read files, and print what `guided.check` and MaskBench report."""
+"""The commands `guided check` and `guided maskbench`: they print what `guided.check` and MaskBench report."""
 
 from __future__ import annotations
 
@@ -22,13 +22,7 @@ from guided.maskbench import OUTCOMES, Result, judge_all
 
 
 def check_files(
-    files: Sequence[Path],
-    tokenizer: Path,
-    options: Mapping[str, Any],
-    *,
-    rewritten: bool,
-    strict: bool,
-    as_json: bool,
+    files: Sequence[Path], tokenizer: Path, options: Mapping[str, Any], *, rewritten: bool, strict: bool, as_json: bool
 ) -> bool:
     """Print a report on each file; return whether all are accepted.
 

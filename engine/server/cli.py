@@ -130,12 +130,15 @@ app.command()(serve)
 def check(
     files: Annotated[list[Path], typer.Argument(help="Files to check; - is standard input.", allow_dash=True)],
     kind: Annotated[
-        Kind | None, typer.Option(help="What the files contain. Default: by name (.json, .regex, .lark, .gbnf) or text.")
+        Kind | None,
+        typer.Option(help="What the files contain. Default: by name (.json, .regex, .lark, .gbnf) or text."),
     ] = None,
     backend: Annotated[str, typer.Option(help="The grammar backend, or auto.", callback=_backend)] = AUTO,
     tokenizer: Annotated[
         Path | None,
-        typer.Option(help="tokenizer.json, tekken.json, or a model's folder. Default: the embedded model's.", exists=True),
+        typer.Option(
+            help="tokenizer.json, tekken.json, or a model's folder. Default: the embedded model's.", exists=True
+        ),
     ] = None,
     samples: Annotated[int, typer.Option(help="Random valid outputs to print for each.", min=0)] = 0,
     seed: Annotated[int, typer.Option(help="Of the samples.")] = 0,
@@ -165,7 +168,9 @@ def check(
 
 @app.command()
 def maskbench(
-    file: Annotated[Path, typer.Argument(help="MaskBench's schemas: lines of JSON, maybe .gz.", exists=True, dir_okay=False)],
+    file: Annotated[
+        Path, typer.Argument(help="MaskBench's schemas: lines of JSON, maybe .gz.", exists=True, dir_okay=False)
+    ],
     backend: Annotated[str, typer.Option(help="The grammar backend, or auto.", callback=_backend)] = AUTO,
     tokenizer: Annotated[
         Path | None, typer.Option(help="As for check. Measure with a large one: the masks depend on it.", exists=True)

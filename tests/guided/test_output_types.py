@@ -56,7 +56,11 @@ class Movie(TypedDict):
 @pytest.mark.parametrize(
     ("output_type", "text", "value"),
     [
-        (Person, '{"name": "Ada", "color": "red", "price": 1.5}', Person(name="Ada", color=Color.RED, price=Decimal("1.5"))),
+        (
+            Person,
+            '{"name": "Ada", "color": "red", "price": 1.5}',
+            Person(name="Ada", color=Color.RED, price=Decimal("1.5")),
+        ),
         (Point, '{"x": 3, "tags": ["a"]}', Point(3, ["a"])),
         (Movie, '{"title": "M", "year": 1931}', {"title": "M", "year": 1931}),
         (Level, "2", Level.HIGH),
@@ -71,7 +75,9 @@ def test_a_type_is_a_schema_and_parses_its_answers(output_type: Any, text: str, 
     assert parse_as(output_type, text) == value
 
 
-@pytest.mark.parametrize(("output_type", "value"), [(Color, Color.DARK_BLUE), (Literal["red", "dark blue"], "dark blue")])
+@pytest.mark.parametrize(
+    ("output_type", "value"), [(Color, Color.DARK_BLUE), (Literal["red", "dark blue"], "dark blue")]
+)
 def test_strings_are_a_choice_of_plain_texts(output_type: Any, value: Any) -> None:
     assert constraint_for(output_type) == Constraint.choice(["red", "dark blue"])
     assert parse_as(output_type, "dark blue") == value
@@ -136,7 +142,7 @@ class TestTermsOfOutlines:
 def _recorded_interface() -> ModuleType:
     """The classes of `outlines.types.dsl` 1.3 that are used here, with its attributes and its `to_regex`."""
     module: Any = ModuleType("outlines.types.dsl")
-    source = '''
+    source = """
 import re
 
 class Term:
@@ -152,7 +158,8 @@ class CFG(Term):
     def __init__(self, definition): self.definition = definition
 
 class JsonSchema(Term):
-    def __init__(self, schema, whitespace_pattern=None): self.schema, self.whitespace_pattern = schema, whitespace_pattern
+    def __init__(self, schema, whitespace_pattern=None):
+        self.schema, self.whitespace_pattern = schema, whitespace_pattern
 
 class Sequence(Term):
     def __init__(self, terms): self.terms = terms
@@ -162,6 +169,6 @@ def to_regex(term):
     if isinstance(term, Regex): return f"({term.pattern})"
     if isinstance(term, Sequence): return "".join(map(to_regex, term.terms))
     raise TypeError(f"Cannot convert object {term!r} to a regular expression.")
-'''
+"""
     exec(source, module.__dict__)
     return module  # type: ignore[no-any-return]
