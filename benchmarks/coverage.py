@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 
 from engine.default_model import checkpoint_path
 from guided.backends import BACKENDS, Backends
-from guided.check import Report, check, vocabulary_of
+from guided.backends.base import CompiledGrammar
+from guided.check import check, vocabulary_of
 from guided.compilation import compile_with
 from guided.constraint import Constraint
 from guided.errors import GuidedError
@@ -31,7 +32,8 @@ refused: `guided check FILE` says what becomes of yours.
 
 *exact*: a library enforces the keyword. *rewritten*: it is replaced by keywords that a library enforces, with the same
 meaning. *guarded*: the library enforces a superset, and a validator beside it vetoes tokens. *refused*: 400, with the
-keyword's pointer. `auto` takes the first backend that does not refuse.
+keyword's pointer. *narrower*: some valid values are never generated. `auto` takes the first
+backend that does not refuse.
 
 | keyword | sample | auto | {backends} |
 |---|---|---|{lines}|
@@ -180,39 +182,39 @@ class Row(NamedTuple):
 
 
 def row(sample: Sample, backends: Backends) -> Row:
-    """Compile a sample with `auto` and with each backend.
+    """Compile a sample with each backend.
 
     Raises:
-        AssertionError: a backend decides an instance wrongly.
+        AssertionError: a backend accepts the invalid instance.
     """
-    text = json.dumps(sample.schema)
-    constraint = Constraint.json_schema(text)
-    alone = [_verdict(sample, check(sample.keyword, text, backends, backend=name)) for name in BACKENDS]
-    for name, verdict in zip(BACKENDS, alone, strict=True):
-        if verdict != "refused":
-            grammar = compile_with(backends, constraint, name).grammar
-            accepted = [_accepts(grammar, backends, value) for value in (sample.valid, sample.invalid)]
-            assert accepted == [True, False], (sample.keyword, name, accepted)
+    alone = [_verdict(sample, name, backends) for name in BACKENDS]
     first = next(((name, each) for name, each in zip(BACKENDS, alone, strict=True) if each != "refused"), None)
     return Row(sample.keyword, sample.schema, "refused" if first is None else f"{first[1]} ({first[0]})", alone)
 
 
-def _verdict(sample: Sample, report: Report) -> str:
+def _verdict(sample: Sample, name: str, backends: Backends) -> str:
+    text = json.dumps(sample.schema)
+    report = check(sample.keyword, text, backends, backend=name)
     if not report.accepted:
         return "refused"
-    if report.guarded:
-        return "guarded"
+    grammar = compile_with(backends, Constraint.json_schema(text), name).grammar
+    assert not _accepts(grammar, backends, sample.invalid), f"{name} accepts what violates {sample.keyword}"
     keyword = sample.keyword.split()[0].rstrip(",:")
-    return "rewritten" if keyword in report.rewritten else "exact"
+    how = "guarded" if report.guarded else "rewritten" if keyword in report.rewritten else "exact"
+    return how if _accepts(grammar, backends, sample.valid) else f"{how}, narrower"
 
 
-def _accepts(grammar: Any, backends: Backends, value: Any) -> bool:
-    matcher = grammar.matcher()
-    try:
-        matcher.accept_tokens(backends.vocabulary.encode(json.dumps(value, separators=(",", ":"))))
-    except GuidedError:
-        return False
-    return bool(matcher.is_accepting())
+def _accepts(grammar: CompiledGrammar, backends: Backends, value: Any) -> bool:
+    """Whether `value` is an output, with or without spaces between its JSON tokens."""
+    for separators in ((",", ":"), (", ", ": ")):
+        matcher = grammar.matcher()
+        try:
+            matcher.accept_tokens(backends.vocabulary.encode(json.dumps(value, separators=separators)))
+        except GuidedError:
+            continue
+        if matcher.is_accepting():
+            return True
+    return False
 
 
 def page() -> str:
