@@ -40,6 +40,9 @@ class EngineHealth:
     kv_cache_usage: float
     """Share of the blocks in use, 0 to 1."""
     num_preemptions: int
+    prefix_cache_queries: int
+    """Prompt tokens that were looked up in the prefix cache, and how many it had."""
+    prefix_cache_hits: int
     stats: EngineStats
 
 
@@ -169,6 +172,8 @@ class AsyncLLM(BaseLLM):
             num_waiting_for_grammar=for_grammar,
             kv_cache_usage=1.0 - blocks.num_free / blocks.num_blocks,
             num_preemptions=scheduler.num_preemptions,
+            prefix_cache_queries=blocks.tokens_looked_up,
+            prefix_cache_hits=blocks.tokens_found,
             stats=self.engine.stats,
         )
 

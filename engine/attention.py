@@ -1,14 +1,14 @@
 """Paged attention for transformers' models: keys and values are stored in blocks, and block tables find them.
 
 The function is registered with transformers' `AttentionInterface`, so that transformers' modeling code calls it. All
-sequences of a step are flattened in one row: prefills first, then one token of each decoding sequence. (The layout is
-vLLM's, arXiv:2309.06180.)
+sequences of a step are flattened in one row: chunks of prefills first, then one token of each decoding sequence. (The
+layout is vLLM's, arXiv:2309.06180.)
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -38,6 +38,17 @@ class KVStore(Protocol):
         """Read the keys and values of blocks `tables` (int64 `[rows, blocks]`) as `[rows, kv_heads, slots, dim]`."""
 
 
+class Prefill(NamedTuple):
+    """A chunk of a sequence: tokens `start` to `end` of the row."""
+
+    start: int
+    end: int
+    before: int = 0
+    """Number of the sequence's tokens before the chunk. Their keys and values are in the store."""
+    table: torch.Tensor | None = None
+    """int64 `[1, blocks]`: the sequence's blocks, if there are tokens before."""
+
+
 @dataclass
 class PagedContext:
     """The step, as the attention function needs it.
@@ -45,14 +56,14 @@ class PagedContext:
     Args:
         store: keys and values.
         slots: int64 `[tokens]`: slot of each token's key and value.
-        prefills: (start, end) of each prefill within the row.
+        prefills: the chunks, which come first in the row.
         tables: int64 `[decodes, blocks]`: blocks of the decoding sequences, padded with any valid block.
         lengths: int64 `[decodes]`: their numbers of tokens, including the current one.
     """
 
     store: KVStore
     slots: torch.Tensor
-    prefills: list[tuple[int, int]]
+    prefills: list[Prefill]
     tables: torch.Tensor
     lengths: torch.Tensor
     block_size: int = 1
@@ -103,11 +114,14 @@ def paged_attention(
     paged.store.write(layer, paged.slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
     if not paged.prefills:
         return _decode(query, paged, layer, scaling, sliding_window, key.shape), None
-    parts = [
-        _prefill(query[..., start:end, :], key[..., start:end, :], value[..., start:end, :], scaling, sliding_window)
-        for start, end in paged.prefills
-    ]
-    first = paged.prefills[-1][1]
+    parts: list[torch.Tensor] = []
+    for prefill in paged.prefills:
+        part = slice(prefill.start, prefill.end)
+        keys, values = key[..., part, :], value[..., part, :]
+        if prefill.table is not None:
+            keys, values = paged.store.gather(layer, prefill.table)
+        parts.append(_prefill(query[..., part, :], keys, values, prefill.before, scaling, sliding_window))
+    first = paged.prefills[-1].end
     if first < query.shape[2]:
         parts.append(_decode(query[:, :, first:], paged, layer, scaling, sliding_window, key.shape))
     return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)), None
@@ -124,15 +138,24 @@ def _refuse_unknown(module: torch.nn.Module, attention_mask: torch.Tensor | None
 
 
 def _prefill(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None, window: int | None
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, before: int, scaling: float | None, window: int | None
 ) -> torch.Tensor:
-    """Attention within one sequence: `[1, heads, tokens, dim]` in, `[1, tokens, heads, dim]` out."""
+    """Attention within one sequence: `[1, heads, tokens, dim]` in, `[1, tokens, heads, dim]` out.
+
+    Args:
+        key, value: those of all tokens up to the last of `query`; what follows is ignored.
+        before: number of tokens before the first of `query`.
+    """
     tokens, groups = query.shape[2], query.shape[1] // key.shape[1]
+    total = before + tokens
+    key, value = key[:, :, :total], value[:, :, :total]
     if groups > 1:
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     mask = None
-    if window is not None and window < tokens:
-        mask = torch.ones(tokens, tokens, dtype=torch.bool, device=query.device).tril_().triu_(1 - window)
+    if before or (window is not None and window < tokens):
+        mask = torch.ones(tokens, total, dtype=torch.bool, device=query.device).tril_(before)
+        if window is not None:
+            mask = mask.triu_(before + 1 - window)
     attended = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None, scale=scaling)
     return attended.transpose(1, 2)
 

@@ -58,7 +58,7 @@ class BaseLLM:
         _set_threads(self.model, config.cpu_threads)
         self._own_pool: MaskPool | None = None
         if isinstance(pool, str):
-            pool = self._own_pool = open_pool(pool, self.model.vocabulary, pool_options)
+            pool = self._own_pool = open_pool(pool, self.model.vocabulary, pool_options, config.forced_tokens)
         self.pool: MaskPool = pool
         try:
             self.engine = LLMEngine(self.model, config, self.pool)
@@ -79,7 +79,7 @@ class BaseLLM:
 
 
 def open_pool(
-    choice: PoolChoice, vocabulary: Vocabulary, options: RayPoolOptions | Mapping[str, Any] | None = None
+    choice: PoolChoice, vocabulary: Vocabulary, options: RayPoolOptions | Mapping[str, Any] | None, forced_tokens: bool
 ) -> MaskPool:
     """Start a mask pool. The caller shuts it down.
 
@@ -90,11 +90,11 @@ def open_pool(
     if not isinstance(options, RayPoolOptions):
         options = RayPoolOptions(**(options or {}))
     if choice == "inline":
-        return InlinePool(vocabulary, max_cache_bytes=options.max_cache_bytes)
+        return InlinePool(vocabulary, max_cache_bytes=options.max_cache_bytes, forced_tokens=forced_tokens)
     if choice == "ray":
         from actors import RayPool  # Ray is optional and slow to import
 
-        pool: MaskPool = RayPool(vocabulary, options)
+        pool: MaskPool = RayPool(vocabulary, options, forced_tokens=forced_tokens)
         return pool
     raise ValueError(f"pool is {choice!r}; it must be inline, ray, or a MaskPool")
 

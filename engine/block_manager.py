@@ -1,11 +1,20 @@
-"""BlockManager: assigns blocks of the KV cache to sequences. Shared blocks are counted and copied on write."""
+"""BlockManager: assigns blocks of the KV cache to sequences. Shared blocks are counted and copied on write.
+
+With the prefix cache, full blocks are found again by their content: by their tokens and the block before them. A block
+that no sequence uses keeps its content until it is needed, least recently used first.
+"""
 
 from __future__ import annotations
 
+import itertools
+from collections import OrderedDict
 from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
+
+_Content = tuple[int, tuple[int, ...]]
+"""Id of the prefix before a block (0: none), and the block's tokens. Compared exactly, so no two prefixes collide."""
 
 
 class BlockManager:
@@ -17,14 +26,29 @@ class BlockManager:
     Args:
         max_seqs: rows of `tables`.
         max_blocks: columns of `tables`: maximum number of blocks of one sequence.
+        prefix_cache: find blocks again by their content.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, *, max_seqs: int, max_blocks: int) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, *, max_seqs: int, max_blocks: int, prefix_cache: bool = False
+    ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.tables: NDArray[np.int64] = np.zeros((max_seqs, max_blocks), dtype=np.int64)
-        self._free = list(range(num_blocks))[::-1]
+        self.tokens_looked_up = 0
+        """Number of tokens of which the prefix cache was asked for, and how many it had."""
+        self.tokens_found = 0
+        self._prefix_cache = prefix_cache
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        """The next block to be used comes first."""
         self._count = [0] * num_blocks
+        self._known: dict[_Content, tuple[int, int]] = {}
+        """(id of the prefix that ends with this content, block)."""
+        self._content: dict[int, _Content] = {}
+        """Of the blocks in `_known`."""
+        self._prefix_ids = itertools.count(1)
+        self._prefixes: dict[int, list[int]] = {}
+        """By sequence: the prefix ids of its first blocks, as far as these are known."""
         self._blocks: dict[int, list[int]] = {}
         self._rows: dict[int, int] = {}
         self._free_rows = list(range(max_seqs))[::-1]
@@ -46,26 +70,74 @@ class BlockManager:
         """Return the sequence's blocks, in the order of its tokens."""
         return list(self._blocks[seq_id])
 
-    def allocate(self, seq_ids: Sequence[int], num_tokens: int) -> None:
+    def allocate(self, seq_ids: Sequence[int], num_tokens: int, tokens: Sequence[int] = ()) -> int:
         """Assign blocks for the `num_tokens` tokens that the sequences have in common.
+
+        Args:
+            tokens: these tokens, to look up their beginning in the prefix cache. Empty: nothing is looked up.
+
+        Returns:
+            How many of the first tokens were found. It is less than `num_tokens`: the last token is computed.
 
         Raises:
             MemoryError: not enough blocks are free.
         """
         first, *others = seq_ids
-        needed = self.blocks_for(num_tokens)
-        if needed > len(self._free):
+        prefixes, found = self._find(tokens)
+        needed = self.blocks_for(num_tokens) - len(found)
+        if needed + sum(not self._count[block] for block in found) > len(self._free):
             raise MemoryError(f"{needed} blocks are needed, {len(self._free)} are free")
-        self._adopt(first, [self._take() for _ in range(needed)])
+        for block in found:
+            self._free.pop(block, None)
+            self._count[block] += 1
+        self._adopt(first, found + [self._take() for _ in range(needed)], prefixes)
         for seq_id in others:
             self.fork(first, seq_id)
+        self.tokens_looked_up += len(tokens)
+        self.tokens_found += len(found) * self.block_size
+        return len(found) * self.block_size
+
+    def _find(self, tokens: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Return prefix ids and blocks of the longest known beginning of `tokens`, without the last token."""
+        size = self.block_size
+        prefixes: list[int] = []
+        blocks: list[int] = []
+        for start in range(0, len(tokens) - size if self._prefix_cache else 0, size):
+            known = self._known.get((prefixes[-1] if prefixes else 0, tuple(tokens[start : start + size])))
+            if known is None:
+                break
+            prefixes.append(known[0])
+            blocks.append(known[1])
+        return prefixes, blocks
+
+    def note_content(self, seq_id: int, tokens: Sequence[int], start: int) -> None:
+        """Declare what the sequence's full blocks contain, so that other sequences find them.
+
+        Args:
+            tokens: the sequence's tokens from `start` on that are in the cache, or will be after this step.
+            start: number of tokens in the sequence's blocks that are known (`known_tokens`).
+        """
+        size, blocks, prefixes = self.block_size, self._blocks[seq_id], self._prefixes[seq_id]
+        for offset in range(0, len(tokens) - size + 1, size):
+            block = blocks[(start + offset) // size]
+            content = (prefixes[-1] if prefixes else 0, tuple(tokens[offset : offset + size]))
+            known = self._known.get(content)
+            if known is None:
+                known = self._known[content] = next(self._prefix_ids), block
+                self._content[block] = content
+            prefixes.append(known[0])
+
+    def known_tokens(self, seq_id: int) -> int | None:
+        """Return the number of tokens in the sequence's blocks with known content. None: nothing is to be noted."""
+        prefixes = self._prefixes.get(seq_id)
+        return None if prefixes is None or not self._prefix_cache else len(prefixes) * self.block_size
 
     def fork(self, parent_id: int, child_id: int) -> None:
         """Share all blocks of `parent_id` with `child_id`."""
         shared = self._blocks[parent_id]
         for block in shared:
             self._count[block] += 1
-        self._adopt(child_id, list(shared))
+        self._adopt(child_id, list(shared), list(self._prefixes[parent_id]))
 
     def append_slot(self, seq_id: int, position: int) -> tuple[int, int] | None:
         """Make the slot of `position` (the sequence's last or next one) writable for the sequence.
@@ -93,23 +165,49 @@ class BlockManager:
         blocks[index] = target
         return source, target
 
+    def rewind(self, seq_id: int, num_tokens: int) -> None:
+        """Declare that the sequence's tokens after the first `num_tokens` will be computed again, and may be others."""
+        first = num_tokens // self.block_size
+        del self._prefixes[seq_id][first:]
+        for block in self._blocks[seq_id][first:]:
+            if self._count[block] == 1:  # a shared one is copied before it is written
+                self._forget(block)
+
     def free(self, seq_id: int) -> None:
         """Free the sequence's blocks. A sequence without blocks is ignored."""
-        for block in self._blocks.pop(seq_id, ()):
-            self._count[block] -= 1
-            if not self._count[block]:
-                self._free.append(block)
+        self._prefixes.pop(seq_id, None)
+        for block in reversed(self._blocks.pop(seq_id, ())):  # the last one is used again first
+            self._release(block)
         row = self._rows.pop(seq_id, None)
         if row is not None:
             self._free_rows.append(row)
 
+    def forget_content(self) -> None:
+        """Empty the prefix cache."""
+        self._known.clear()
+        self._content.clear()
+
+    def _release(self, block: int) -> None:
+        self._count[block] -= 1
+        if not self._count[block]:
+            self._free[block] = None
+            if block not in self._content:
+                self._free.move_to_end(block, last=False)
+
     def _take(self) -> int:
-        block = self._free.pop()
+        block, _ = self._free.popitem(last=False)
+        self._forget(block)
         self._count[block] = 1
         return block
 
-    def _adopt(self, seq_id: int, blocks: list[int]) -> None:
+    def _forget(self, block: int) -> None:
+        content = self._content.pop(block, None)
+        if content is not None:
+            del self._known[content]
+
+    def _adopt(self, seq_id: int, blocks: list[int], prefixes: list[int]) -> None:
         row = self._free_rows.pop()
         self._rows[seq_id] = row
         self._blocks[seq_id] = blocks
+        self._prefixes[seq_id] = prefixes
         self.tables[row, : len(blocks)] = blocks

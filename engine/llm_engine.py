@@ -22,14 +22,14 @@ from engine.logits_processors.loading import processors_of
 from engine.model_loader import LoadedModel
 from engine.model_runner import ModelRunner
 from engine.outputs import RequestOutput
-from engine.sampler import Sampler, SamplerOutput
-from engine.sampling_metadata import SamplingMetadata
+from engine.sampler import Sampler, SamplerOutput, ranked_logprobs
+from engine.sampling_metadata import SamplingMetadata, ScoredRows
 from engine.sampling_params import SamplingParams
 from engine.scheduler import ScheduledBatch, Scheduler
 from engine.sequence import Sequence, SequenceGroup, SequenceStatus
 from guided.errors import BackendError, GuidedError, InternalError, bounded
 from guided.pool import Grammar, MaskPool
-from guided.processor import ApplyReport, GuidedProcessor, LogitPostProcessor
+from guided.processor import ApplyReport, GuidedProcessor, LogitPostProcessor, SampledEdit
 
 
 @dataclass
@@ -46,6 +46,8 @@ class EngineStats:
     """Mask time of the workers, exposed or hidden."""
     hidden_seconds: float = 0.0
     """The part of it that no step waited for."""
+    forced_tokens: int = 0
+    """Tokens that were appended without a forward pass of their own."""
     parked: int = 0
     """Number of sequences that are parked now."""
     parkings: int = 0
@@ -82,12 +84,13 @@ class LLMEngine:
             config.block_size,
             max_seqs=config.max_num_seqs,
             max_blocks=-(-self.max_model_len // config.block_size),
+            prefix_cache=config.enable_prefix_caching,
         )
         cache = KVCache(model.layers, num_blocks, config.block_size, model.dtype, model.device)
         self.scheduler = Scheduler(
             self.blocks,
             max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=max(config.max_num_batched_tokens, self.max_model_len + config.max_num_seqs),
+            max_num_batched_tokens=config.tokens_per_step(model.device.type == "cpu"),
         )
         self.runner = ModelRunner(model, cache, self.blocks)
         processors = processors_of(model, config, self.max_model_len)
@@ -122,6 +125,8 @@ class LLMEngine:
         if group.request_id in self.groups:
             raise ValueError(f"request {group.request_id!r} is running already")
         if group.params.constraint is not None and not group.is_finished:
+            if self.processor is not None:
+                group.held_back = max(0, self.processor.max_rollback - 1)
             group.set_status(SequenceStatus.WAITING_FOR_GRAMMAR)
             if self._turns.enter(group):
                 self._compile(group)
@@ -146,7 +151,7 @@ class LLMEngine:
         try:
             if self.processor is None:
                 raise InternalError("this engine was built without a mask pool: it takes no constraints")
-            future = self.processor.initialize(group.request_id, params.constraint, params.backend)
+            future = self.processor.initialize(group.request_id, params.constraint, params.backend, group.client)
         except BaseException:
             self._turns.leave(group)
             raise
@@ -284,12 +289,31 @@ class LLMEngine:
         return self.runner.execute(batch)
 
     def compute_logits(self, hidden: torch.Tensor, metadata: SamplingMetadata) -> torch.Tensor:
-        """Compute the logits of the sampled rows, float32 `[rows, vocab]`, with everything applied but the mask."""
+        """Compute the logits of the sampled rows, float32 `[rows, vocab]`, with everything applied but the mask.
+
+        Other tokens with requested log-probabilities are scored.
+        """
 
         def raw() -> torch.Tensor:
-            return self.runner.compute_logits(hidden, metadata)
+            return self.runner.compute_logits(hidden, metadata.selected)
 
+        for rows in metadata.scored:
+            self._score(rows, hidden)
         return self.sampler.adjust(raw(), metadata, raw)
+
+    def _score(self, scored: ScoredRows, hidden: torch.Tensor) -> None:
+        sequence, params = scored.sequence, scored.sequence.params
+        count = (params.prompt_logprobs if scored.of_prompt else params.logprobs) or 0
+        for done in range(0, len(scored.tokens), _SCORED_ROWS):
+            own = torch.tensor(scored.tokens[done : done + _SCORED_ROWS], device=hidden.device)
+            rows = hidden[scored.first + done :][: len(own)]
+            logprobs = self.runner.compute_logits(rows, None).log_softmax(-1)
+            entries = ranked_logprobs(logprobs, own, [count] * len(own))
+            if scored.of_prompt:
+                sequence.group.prompt_logprobs += entries
+            else:
+                for token, each in zip(own.tolist(), entries, strict=True):
+                    sequence.add_logprobs(token, each)
 
     def apply(self, logits: torch.Tensor, metadata: SamplingMetadata, *, alone: bool = True) -> ApplyReport:
         """Wait for the masks until the step's deadline, and apply them in place.
@@ -301,7 +325,7 @@ class LLMEngine:
             return _NOTHING_MASKED
         assert self.processor is not None
         alone = alone and len(metadata.guided) == len(metadata.sequences)
-        report = self.processor.apply(logits, self._patience(), alone)
+        report = self.processor.apply(logits, self._patience(), alone, keep_late=True)
         self.stats.wait_seconds += report.wait_seconds
         self.stats.kernel_seconds += report.kernel_seconds
         self.stats.mask_seconds += report.mask_seconds
@@ -376,8 +400,47 @@ class LLMEngine:
                 metadata.sequences[row].add_logprobs(sampled.token_ids[row], entries)
         for row in metadata.stop_checked:
             any_ended |= _end_by_stop_string(metadata.sequences[row])
+        if metadata.guided:
+            any_ended |= self._follow_sampled(metadata, skipped)
         if any_ended:
             self._drop_ended(metadata)
+
+    def _follow_sampled(self, metadata: SamplingMetadata, skipped: frozenset[int]) -> bool:
+        """Change outputs as the post-processor wants it. Returns whether a sequence has ended."""
+        assert self.processor is not None
+        rows = [metadata.sequences[row] for row in metadata.guided_rows.tolist() if row not in skipped]
+        sequences = {one.seq_id: one for one in rows if not one.status.is_finished}
+        edits = self.processor.sampled([one.guided for one in sequences.values() if one.guided is not None])
+        for sequence_id, edit in edits.items():
+            self._follow(sequences[sequence_id], edit)
+        if edits:
+            self._appended = None
+        return any(sequences[sequence_id].status.is_finished for sequence_id in edits)
+
+    def _follow(self, sequence: Sequence, edit: SampledEdit) -> None:
+        assert self.processor is not None
+        if edit.rollback:
+            if edit.rollback > self.processor.max_rollback:
+                limit = self.processor.max_rollback
+                self._fail(sequence.group, InternalError(f"{edit.rollback} tokens to roll back; the limit is {limit}"))
+                return
+            sequence.roll_back(min(edit.rollback, sequence.num_output_tokens))
+            self.scheduler.rewind(sequence)
+            self.processor.rollback(sequence.seq_id, sequence.num_output_tokens)
+            self._metadata = None  # penalties are counted again
+        for token in edit.append:
+            is_last = token in sequence.stop_ids or sequence.length + 1 >= sequence.max_length
+            if is_last and sequence.params.logprobs is not None:
+                break  # the last token is sampled: no later step would score it
+            sequence.append(token)
+            self.stats.forced_tokens += 1
+            if not sequence.params.is_greedy:
+                sequence.uniforms.next()  # as if it were sampled
+            if is_last:
+                _end_by_token(sequence, token)
+                return
+        if edit.stop:
+            sequence.finish(SequenceStatus.FINISHED_STOPPED)
 
     def _drop_ended(self, metadata: SamplingMetadata) -> None:
         self.scheduler.drop_finished()
@@ -418,6 +481,8 @@ _NOTHING_MASKED = ApplyReport()
 _LEAST_DEADLINE, _DEADLINE_SHARE = 0.001, 0.05
 """Default mask deadline: seconds, or this share of the mean step, whichever is more."""
 _MEAN_WEIGHT = 0.02
+_SCORED_ROWS = 256
+"""Maximum number of prompt tokens that are scored at once: each takes a row of logits."""
 _IDLE_SECONDS = 0.01
 """Time that a step waits for a mask while all sequences are parked. New requests and aborts wait as long."""
 

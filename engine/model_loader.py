@@ -10,7 +10,7 @@ import torch
 from huggingface_hub import HfApi, try_to_load_from_cache
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from engine.attention import ATTENTION, PagedContext, UnsupportedModelError, register
+from engine.attention import ATTENTION, PagedContext, Prefill, UnsupportedModelError, register
 from engine.config import LoadOptions
 from engine.kv_cache import LayerShapes
 from guided.errors import bounded
@@ -209,7 +209,7 @@ def _probe(model: Any) -> dict[int, LayerShapes]:
     first, total = len(prompts[0]), sum(map(len, prompts))
     recorder = _Recorder()
     nothing = torch.zeros(0, dtype=torch.int64, device=device)
-    context = PagedContext(recorder, nothing, [(0, first), (first, total)], nothing, nothing)
+    context = PagedContext(recorder, nothing, [Prefill(0, first), Prefill(first, total)], nothing, nothing)
     positions = torch.cat([torch.arange(len(prompt), device=device) for prompt in prompts])
     model.set_attn_implementation(ATTENTION)
     with torch.inference_mode():

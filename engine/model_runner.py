@@ -7,11 +7,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine.attention import PagedContext
+from engine.attention import PagedContext, Prefill
 from engine.block_manager import BlockManager
 from engine.kv_cache import KVCache
 from engine.model_loader import LoadedModel
-from engine.sampling_metadata import SamplingMetadata
 from engine.scheduler import ScheduledBatch
 
 
@@ -26,23 +25,28 @@ class ModelRunner:
     def _prepare_inputs(self, batch: ScheduledBatch) -> dict[str, Any]:
         """Build the model's arguments: token ids and positions, int64 `[1, tokens]`, and the attention's context.
 
-        The prefills' tokens come first, then one token of each decoding sequence. Token ids, positions and slots are
+        The chunks' tokens come first, then one token of each decoding sequence. Token ids, positions and slots are
         one array, so that one transfer is enough.
         """
         size, tables, row_of = self._cache.block_size, self._blocks.tables, self._blocks.row
         decodes = batch.decodes
-        num_prefilled = sum(prefill[0].length for prefill in batch.prefills)
+        num_prefilled = sum(chunk.end - chunk.start for chunk in batch.prefills)
+        device = self._model.device
         packed = np.empty((3, num_prefilled + len(decodes)), dtype=np.int64)
         token_ids, positions, slots = packed
-        prefills: list[tuple[int, int]] = []
+        prefills: list[Prefill] = []
         end = 0
-        for prefill in batch.prefills:
-            sequence, start = prefill[0], end
-            end += sequence.length
-            prefills.append((start, end))
-            token_ids[start:end] = sequence.data.token_ids
-            positions[start:end] = at = np.arange(sequence.length)
-            slots[start:end] = tables[row_of(sequence.seq_id), at // size] * size + at % size
+        for chunk in batch.prefills:
+            sequence, start = chunk.sequences[0], end
+            end += chunk.end - chunk.start
+            row = row_of(sequence.seq_id)
+            token_ids[start:end] = sequence.data.span(chunk.start, chunk.end)
+            positions[start:end] = at = np.arange(chunk.start, chunk.end)
+            slots[start:end] = tables[row, at // size] * size + at % size
+            table = None
+            if chunk.start:
+                table = torch.from_numpy(tables[row : row + 1, : -(-chunk.end // size)]).to(device, copy=True)
+            prefills.append(Prefill(start, end, chunk.start, table))
         rows = [row_of(sequence.seq_id) for sequence in decodes]
         width = 0
         if decodes:
@@ -51,7 +55,6 @@ class ModelRunner:
             block, offset = np.divmod(positions[end:], size)
             slots[end:] = tables[rows, block] * size + offset
             width = max(lengths) // size + 1
-        device = self._model.device
         tokens_at, positions_at, slots_at = torch.from_numpy(packed).to(device, non_blocking=True)
         tables_at = torch.from_numpy(tables[rows, :width]).to(device, non_blocking=True)
         context = PagedContext(self._cache, slots_at, prefills, tables_at, positions_at[end:] + 1, size)
@@ -65,9 +68,9 @@ class ModelRunner:
         hidden: torch.Tensor = self._model.body(**inputs, use_cache=False).last_hidden_state[0]
         return hidden
 
-    def compute_logits(self, hidden: torch.Tensor, metadata: SamplingMetadata) -> torch.Tensor:
-        """Compute the logits of the sampled rows: float32 `[rows, padded_vocab_size]`."""
-        if metadata.selected is not None:
-            hidden = hidden.index_select(0, metadata.selected)
+    def compute_logits(self, hidden: torch.Tensor, selected: torch.Tensor | None) -> torch.Tensor:
+        """Compute the logits of the selected rows, or of all: float32 `[rows, padded_vocab_size]`."""
+        if selected is not None:
+            hidden = hidden.index_select(0, selected)
         logits: torch.Tensor = self._model.head(hidden)
         return logits.float()

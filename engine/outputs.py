@@ -9,6 +9,8 @@ from engine.sequence import Logprob, Sequence, SequenceGroup, SequenceStatus
 from guided.errors import GuidedError
 from guided.output_types import parse_as
 
+Logprobs = list[dict[int, Logprob] | None]
+
 
 @dataclass(frozen=True, slots=True)
 class RequestMetrics:
@@ -35,7 +37,7 @@ class CompletionOutput:
     token_ids: list[int]
     cumulative_logprob: float | None = None
     """Sum over `token_ids`, if `logprobs` were requested."""
-    logprobs: list[dict[int, Logprob]] | None = None
+    logprobs: Logprobs | None = None
     """For each token: its log-probability and those of the most likely alternatives, by token id."""
     finish_reason: str | None = None
     stop_reason: str | int | None = None
@@ -61,13 +63,18 @@ class CompletionOutput:
         """Take a snapshot."""
         finished = sequence.status.is_finished
         wants_logprobs = sequence.params.logprobs is not None
-        _read_text(sequence, finished)
+        count = sequence.num_output_tokens
+        if not finished:
+            count = max(0, count - sequence.group.held_back)
+        if wants_logprobs:  # those of forced tokens come with the next step
+            count = min(count, len(sequence.logprobs))
+        _read_text(sequence, finished, count)
         return cls(
             sequence.index,
             sequence.detokenizer.visible(finished),
-            sequence.data.output_token_ids[:],
+            sequence.data.output_token_ids[:count],
             sequence.cumulative_logprob if wants_logprobs else None,
-            sequence.logprobs[:] if wants_logprobs else None,
+            [*sequence.logprobs[:count]] if wants_logprobs else None,
             _finish_reason(sequence.status),
             sequence.stop_reason,
             sequence.error,
@@ -87,16 +94,21 @@ class RequestOutput:
     finished: bool
     backend: str | None = None
     """The grammar library that enforces the constraint."""
+    not_enforced: tuple[str, ...] = ()
+    """What the schema contains and the output need not satisfy: see `guided.Constraint.not_enforced`."""
     compile_seconds: float = 0.0
     """Seconds of the compilation; 0 if the grammar came from the cache."""
     error: GuidedError | None = None
     """The error of the first output that has one."""
     metrics: RequestMetrics | None = None
+    prompt_logprobs: Logprobs | None = None
+    """For each prompt token, if they were requested; None for the first. Complete once there is an output token."""
 
     @classmethod
     def from_seq_group(cls, group: SequenceGroup) -> RequestOutput:
         """Take a snapshot."""
         outputs = [CompletionOutput.from_sequence(sequence) for sequence in group.sequences]
+        constraint = group.params.constraint
         error = next((output.error for output in outputs if output.error is not None), None)
         return cls(
             group.request_id,
@@ -105,9 +117,11 @@ class RequestOutput:
             outputs,
             group.is_finished,
             group.backend,
+            () if constraint is None else constraint.not_enforced,
             group.compile_seconds,
             error,
             RequestMetrics(group.arrival_time, group.compiled_time, group.first_token_time, group.finished_time),
+            group.prompt_logprobs[:] if group.params.prompt_logprobs is not None else None,
         )
 
 
@@ -117,11 +131,10 @@ def _finish_reason(status: SequenceStatus) -> str | None:
     return "length" if status is SequenceStatus.FINISHED_IGNORED else str(status.value)
 
 
-def _read_text(sequence: Sequence, finished: bool) -> None:
-    """Update the text. The stop token that ended the sequence is left out, unless the request asks for it."""
+def _read_text(sequence: Sequence, finished: bool, count: int) -> None:
+    """Update the text to `count` tokens. The stop token that ended it is left out unless the request asks for it."""
     if sequence.text_complete:
         return
-    count = sequence.num_output_tokens
     if sequence.ended_by_stop_token and not sequence.params.include_stop_str_in_output:
         count -= 1
     sequence.detokenizer.feed(sequence.data.output_token_ids, count)

@@ -158,15 +158,24 @@ class Sampler:
         assert raw is not None, "adjust comes before sample"
         self._raw = None
         counts = [metadata.sequences[row].params.logprobs or 0 for row in rows]
-        own_ids = chosen[rows]
-        own = raw.gather(1, own_ids[:, None])
-        ranks = (raw > own).sum(-1) + 1
-        best = raw.topk(min(max(counts), raw.shape[1]), dim=-1)
-        found: dict[int, dict[int, Logprob]] = {}
-        columns = (own_ids.tolist(), own[:, 0].tolist(), ranks.tolist(), best.indices.tolist(), best.values.tolist())
-        for row, count, token, value, rank, ids, values in zip(rows, counts, *columns, strict=True):
-            entries = {token: Logprob(value, rank)}
-            for place, (other, logprob) in enumerate(zip(ids[:count], values[:count], strict=True), start=1):
-                entries.setdefault(other, Logprob(logprob, place))
-            found[row] = entries
-        return found
+        return dict(zip(rows, ranked_logprobs(raw, chosen[rows], counts), strict=True))
+
+
+def ranked_logprobs(logprobs: torch.Tensor, own_ids: torch.Tensor, counts: list[int]) -> list[dict[int, Logprob]]:
+    """Return each row's entries: its own token and the `counts[row]` most likely ones.
+
+    Args:
+        logprobs: float32 `[rows, vocab]`.
+        own_ids: int64 `[rows]`.
+    """
+    own = logprobs.gather(1, own_ids[:, None])
+    ranks = (logprobs > own).sum(-1) + 1
+    best = logprobs.topk(min(max(counts), logprobs.shape[1]), dim=-1)
+    found: list[dict[int, Logprob]] = []
+    columns = (own_ids.tolist(), own[:, 0].tolist(), ranks.tolist(), best.indices.tolist(), best.values.tolist())
+    for count, token, value, rank, ids, values in zip(counts, *columns, strict=True):
+        entries = {token: Logprob(value, rank)}
+        for place, (other, logprob) in enumerate(zip(ids[:count], values[:count], strict=True), start=1):
+            entries.setdefault(other, Logprob(logprob, place))
+        found.append(entries)
+    return found

@@ -2,15 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.scheduler import ScheduledBatch
+from engine.scheduler import Chunk, ScheduledBatch
 from engine.sequence import Sequence
 from guided.sequence import GuidedSequence
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredRows:
+    """Rows of the hidden states that predict tokens with requested log-probabilities, which were not sampled: prompt
+    tokens and forced tokens."""
+
+    sequence: Sequence
+    first: int
+    """Row of the hidden states that predicts the first of `tokens`."""
+    tokens: list[int]
+    of_prompt: bool
+
+    @classmethod
+    def of(cls, chunk: Chunk, begin: int) -> Iterator[ScoredRows]:
+        """Yield the rows of a chunk whose first token is row `begin`. Tokens that are scored already are left out."""
+        sequence = chunk.sequences[0]
+        group, num_prompt = sequence.group, len(sequence.data.prompt_token_ids)
+        wanted: list[tuple[int, int]] = []
+        if sequence.params.prompt_logprobs is not None:
+            wanted.append((len(group.prompt_logprobs), min(chunk.end + 1, num_prompt)))
+        if sequence.has_unscored_tokens:
+            wanted.append((num_prompt + len(sequence.logprobs), min(chunk.end + 1, sequence.length)))
+        for known, last in wanted:
+            if known < last:
+                tokens = sequence.data.span(known, last)
+                yield cls(sequence, begin + known - 1 - chunk.start, tokens, of_prompt=known < num_prompt)
 
 
 @dataclass(eq=False)
@@ -24,8 +52,10 @@ class SamplingMetadata:
     selected: torch.Tensor | None
     """int64 `[rows]`: the rows of the hidden states that are sampled. None: all, in order.
 
-    The last row of a prefill is there once for each of its sequences."""
+    The last row of a prefill is there once for each of its sequences. Rows of earlier chunks are not sampled."""
     device: torch.device
+    scored: tuple[ScoredRows, ...] = ()
+    """Tokens to score that are not sampled."""
 
     random: list[int] = field(default_factory=list)
     """Rows that need a random number."""
@@ -54,14 +84,17 @@ class SamplingMetadata:
             return cls(batch.decodes, None, device)
         sequences: list[Sequence] = []
         selected: list[int] = []
+        scored: list[ScoredRows] = []
         end = 0
-        for prefill in batch.prefills:
-            end += prefill[0].length
-            sequences += prefill
-            selected += [end - 1] * len(prefill)
+        for chunk in batch.prefills:
+            scored += ScoredRows.of(chunk, end)
+            end += chunk.end - chunk.start
+            if chunk.is_last:
+                sequences += chunk.sequences
+                selected += [end - 1] * len(chunk.sequences)
         selected += range(end, end + len(batch.decodes))
         rows = torch.tensor(selected, dtype=torch.int64, device=device)
-        return cls(sequences + batch.decodes, rows, device)
+        return cls(sequences + batch.decodes, rows, device, tuple(scored))
 
     @property
     def is_all_greedy(self) -> bool:

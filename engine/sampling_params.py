@@ -32,9 +32,9 @@ GREEDY_BELOW = 1e-5
 class SamplingParams:
     """Parameters of one request. Frozen, so that sequences can share it.
 
-    At most one of `json_schema`, `json_object`, `regex`, `choice`, `grammar` and `output_type` constrains the output.
-    It is checked here and becomes `constraint`. `stop` and `stop_token_ids` are rejected with a constraint: they could
-    end the output before it satisfies the constraint.
+    At most one of `json_schema`, `json_object`, `regex`, `choice`, `grammar`, `structural_tag` and `output_type`
+    constrains the output. It is checked here and becomes `constraint`. `stop` and `stop_token_ids` are rejected with a
+    constraint: they could end the output before it satisfies the constraint.
 
     Args:
         json_schema: a JSON schema, as an object or as JSON text.
@@ -42,12 +42,14 @@ class SamplingParams:
         regex: the whole output matches.
         choice: the output is one of these.
         grammar: Lark, or GBNF/EBNF.
+        structural_tag: free text with constrained parts, in the format of vLLM and xgrammar, or as JSON text.
         output_type: a Python type: a pydantic model, a dataclass, a `TypedDict`, an `Enum`, a `Literal`, a term of
             outlines. `CompletionOutput.parsed` is the answer as a value of it.
         backend: the grammar library that enforces the constraint. `auto` picks one.
         complete: complete the constraint within `max_tokens`: as the end comes near, only tokens after which the rest
             still fits are allowed. `CompletionOutput.completed_early` says whether that had an effect.
         whitespace_pattern: JSON constraints only: regex of the whitespace between JSON tokens ("" is none).
+        strict_formats: refuse a `format` in a schema that is not in the specification, instead of ignoring it.
         n: number of outputs.
         temperature: 0 is greedy.
         top_p, top_k, min_p: truncation of the distribution, applied after temperature in the order min_p, top_k,
@@ -63,7 +65,7 @@ class SamplingParams:
         repetition_penalty: CTRL's (arXiv:1909.05858), over prompt and output, > 0; 1 is off.
         logit_bias: token id to a number added to its logit, in [-100, 100].
         logprobs: number of alternatives to report per token (0: only the sampled token). None is off.
-        prompt_logprobs: not supported, rejected.
+        prompt_logprobs: number of alternatives to report per prompt token, as `logprobs`. None is off.
         skip_special_tokens: leave special tokens out of the text.
         spaces_between_special_tokens: accepted for compatibility, without effect: the text is the concatenation of the
             bytes of its tokens.
@@ -80,10 +82,12 @@ class SamplingParams:
     regex: str | None = None
     choice: Sequence[str] | None = None
     grammar: str | None = None
+    structural_tag: Mapping[str, Any] | str | None = None
     output_type: Any = None
     backend: str = "auto"
     complete: bool = False
     whitespace_pattern: str | None = None
+    strict_formats: bool = False
     n: int = 1
     temperature: float = 1.0
     top_p: float = 1.0
@@ -172,8 +176,6 @@ class SamplingParams:
             raise InvalidRequest("best_of is not supported: ask for n outputs and choose", param="best_of")
         if self.use_beam_search:
             raise InvalidRequest("beam search is not supported yet", param="use_beam_search")
-        if self.prompt_logprobs is not None:
-            raise InvalidRequest("prompt_logprobs is not supported yet", param="prompt_logprobs")
 
     def _build_constraint(self) -> Constraint | None:
         given = [GivenConstraint(kind, kind, getattr(self, kind)) for kind in KINDS if self._is_given(kind)]
@@ -186,7 +188,7 @@ class SamplingParams:
         if one is not None and one.field == "output_type":
             built: Constraint | None = constraint_for(self.output_type, whitespace=pattern)
         else:
-            built = None if one is None else build(one, spaces)
+            built = None if one is None else build(one, spaces, strict_formats=self.strict_formats)
         if self.constraint is None or one is None:
             return built or self.constraint
         if self.constraint != built:
@@ -219,9 +221,10 @@ _RANGES: dict[str, tuple[type, Range]] = {
     "repetition_penalty": (float, Range(0, 100)),
     "seed": (int, Range(-(2**63), 2**64 - 1)),
     "logprobs": (int, Range(0, MAX_LOGPROBS)),
+    "prompt_logprobs": (int, Range(0, MAX_LOGPROBS)),
     "max_tokens": (int, Range(1)),
 }
-_OPTIONAL = ("seed", "logprobs", "max_tokens")
+_OPTIONAL = ("seed", "logprobs", "prompt_logprobs", "max_tokens")
 
 
 def _check_count(name: str, values: Collection[object], limit: int, what: str) -> None:

@@ -8,16 +8,27 @@ from dataclasses import dataclass, field
 from engine.block_manager import BlockManager
 from engine.sequence import Sequence, SequenceGroup, SequenceStatus
 
-_SHARED_STEP = 16
-"""If several clients have requests, the prompts of a step may have this part of its tokens, beyond the first prompt."""
+
+@dataclass(slots=True)
+class Chunk:
+    """Part of a prefill: tokens `start` to `end` of sequences that have the same tokens and blocks."""
+
+    sequences: list[Sequence]
+    start: int
+    end: int
+
+    @property
+    def is_last(self) -> bool:
+        """The sequences are sampled after this chunk."""
+        return self.end == self.sequences[0].length
 
 
 @dataclass(slots=True)
 class ScheduledBatch:
-    """The work of one step: prefills, and one token for each decoding sequence."""
+    """The work of one step: chunks of prefills, and one token for each decoding sequence."""
 
-    prefills: list[list[Sequence]] = field(default_factory=list)
-    """Each is all sequences of a new group, which have the same tokens, or one preempted sequence."""
+    prefills: list[Chunk] = field(default_factory=list)
+    """Each is of all sequences of a new group, or of one preempted sequence."""
     decodes: list[Sequence] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     """(source, target) blocks to copy before the forward pass. All sources are read before any target is written."""
@@ -32,12 +43,16 @@ class Scheduler:
     start in the order of their arrival. A group that does not fit replaces sequences of a client that has more, newest
     first. The newest sequence is preempted first if blocks run out.
 
+    A step computes one token of each decoding sequence. The rest of its tokens goes to prefills, in chunks: those that
+    have begun first, and to each at most half of what is left while others wait, so that a long prompt delays neither
+    the running sequences nor a short prompt for long.
+
     A preempted sequence loses its blocks. It is prefilled again, prompt and output, before new groups start. Groups
     that wait for their grammar are skipped and keep their turn. Parked sequences are skipped and keep their blocks.
 
     Args:
         max_num_seqs: maximum number of running sequences.
-        max_num_batched_tokens: maximum number of tokens in a step: at least the longest sequence plus `max_num_seqs`.
+        max_num_batched_tokens: maximum number of tokens in a step: more than `max_num_seqs`.
     """
 
     def __init__(self, blocks: BlockManager, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
@@ -47,6 +62,8 @@ class Scheduler:
         self.waiting: deque[SequenceGroup] = deque()
         self.preempted: deque[Sequence] = deque()
         self.running: list[Sequence] = []
+        self.prefilling: list[list[Sequence]] = []
+        """The part of `running` with a prefill that has begun and not ended."""
         self.num_preemptions = 0
         self._clients: Counter[str] = Counter()
         """Unfinished groups by client."""
@@ -65,8 +82,9 @@ class Scheduler:
     def remove(self, group: SequenceGroup) -> None:
         """Remove a finished group from all queues and free its blocks."""
         for sequence in group.sequences:
-            self.blocks.free(sequence.seq_id)
+            self._free(sequence)
         self.running = [sequence for sequence in self.running if sequence.group is not group]
+        self.prefilling = [prefill for prefill in self.prefilling if prefill[0].group is not group]
         if self.preempted:
             self.preempted = deque(sequence for sequence in self.preempted if sequence.group is not group)
         if group in self.waiting:
@@ -78,7 +96,7 @@ class Scheduler:
         """Remove finished sequences and free their blocks."""
         for sequence in self.running:
             if sequence.status.is_finished:
-                self.blocks.free(sequence.seq_id)
+                self._free(sequence)
         self.running = [sequence for sequence in self.running if not sequence.status.is_finished]
         if self.preempted:  # a parked sequence can be preempted, and finish when it is sampled
             self.preempted = deque(sequence for sequence in self.preempted if not sequence.status.is_finished)
@@ -90,39 +108,75 @@ class Scheduler:
         if has_prefills:
             self._make_room()
         preempted = self._schedule_decodes(batch)
+        budget = self.max_num_batched_tokens - len(batch.decodes)
+        if self.prefilling:
+            budget = self._continue_prefills(batch, budget)
         if has_prefills and not preempted:
-            self._schedule_prefills(batch)
+            self._schedule_prefills(batch, budget)
         return batch
 
     def _schedule_decodes(self, batch: ScheduledBatch) -> bool:
-        """Assign a slot to each running sequence. Return True if sequences had to be preempted for that."""
+        """Assign slots to the new tokens of each running sequence. Return True if sequences were preempted for that.
+
+        A sequence with several new tokens (forced tokens) becomes a prefill of its own.
+        """
         queue = self.running
-        append_slot = self.blocks.append_slot
+        append_slot, block_size = self.blocks.append_slot, self.blocks.block_size
+        prefilling = {sequence.seq_id for prefill in self.prefilling for sequence in prefill}
         done = 0
         preempted = False
         while done < len(queue):
             sequence = queue[done]
-            if sequence.parked is not None:
+            if sequence.parked is not None or sequence.seq_id in prefilling:
                 done += 1
                 continue
+            if sequence.computed % block_size == 0:
+                self._note_content(sequence)
             try:
-                copy = append_slot(sequence.seq_id, sequence.length - 1)
+                for position in range(sequence.computed, sequence.length):
+                    copy = append_slot(sequence.seq_id, position)
+                    if copy is not None:
+                        batch.copies.append(copy)
             except MemoryError:
                 self.preempt(queue.pop())
                 preempted = True
                 continue
-            if copy is not None:
-                batch.copies.append(copy)
             done += 1
-        batch.decodes = [sequence for sequence in queue if sequence.parked is None]
+        behind: list[list[Sequence]] = []
+        for sequence in queue:
+            if sequence.parked is not None or sequence.seq_id in prefilling:
+                continue
+            if sequence.computed == sequence.length - 1:
+                sequence.computed = sequence.length
+                batch.decodes.append(sequence)
+            else:
+                behind.append([sequence])
+        self.prefilling[:0] = behind
         return preempted
 
     def preempt(self, sequence: Sequence) -> None:
         """Free the blocks of a sequence that is no longer in `running`, and queue it to be prefilled again."""
-        self.blocks.free(sequence.seq_id)
+        self._free(sequence)
         sequence.status = SequenceStatus.WAITING
+        sequence.computed = 0
+        self.prefilling = [left for prefill in self.prefilling if (left := [o for o in prefill if o is not sequence])]
         self.num_preemptions += 1
         self.preempted.appendleft(sequence)
+
+    def rewind(self, sequence: Sequence) -> None:
+        """Have the last token of an output that became shorter computed again."""
+        sequence.computed = min(sequence.computed, sequence.length - 1)
+        if self.blocks.known_tokens(sequence.seq_id) is not None:
+            self.blocks.rewind(sequence.seq_id, sequence.computed)
+
+    def _free(self, sequence: Sequence) -> None:
+        self._note_content(sequence)
+        self.blocks.free(sequence.seq_id)
+
+    def _note_content(self, sequence: Sequence) -> None:
+        known = self.blocks.known_tokens(sequence.seq_id)
+        if known is not None and sequence.computed >= known + self.blocks.block_size:
+            self.blocks.note_content(sequence.seq_id, sequence.data.span(known, sequence.computed), known)
 
     def _make_room(self) -> None:
         """Preempt sequences of the client that runs the most, if another client's next prefill does not fit.
@@ -137,7 +191,7 @@ class Scheduler:
         running = self._running_by_client()
         client = min(queues, key=running.__getitem__)
         prefill = queues[client][0]
-        while not self._fits(prefill, self.max_num_batched_tokens):
+        while not self._fits(prefill):
             most = max(running, key=running.__getitem__, default=client)
             if running[most] - 1 < running[client] + len(prefill):
                 return
@@ -146,17 +200,34 @@ class Scheduler:
             self.running.remove(newest)
             self.preempt(newest)
 
-    def _schedule_prefills(self, batch: ScheduledBatch) -> None:
+    def _continue_prefills(self, batch: ScheduledBatch, budget: int) -> int:
+        """Schedule a chunk of each prefill that has begun. Returns the number of tokens that are left."""
+        last = None if self.preempted or self.waiting else self.prefilling[-1]
+        for prefill in self.prefilling:
+            budget -= self._chunk(prefill, batch, budget, alone=prefill is last)
+        self.prefilling = [prefill for prefill in self.prefilling if prefill[0].computed < prefill[0].length]
+        return budget
+
+    def _chunk(self, prefill: list[Sequence], batch: ScheduledBatch, budget: int, *, alone: bool) -> int:
+        """Schedule the next chunk of a prefill. Returns its number of tokens."""
+        start, length = prefill[0].computed, prefill[0].length
+        end = min(length, start + (budget if alone or length - start <= self.blocks.block_size else -(-budget // 2)))
+        if end > start:
+            for sequence in prefill:
+                sequence.computed = end
+            # A later prefill of this step can use these blocks: each layer stores all keys before it reads any.
+            self._note_content(prefill[0])
+            batch.prefills.append(Chunk(prefill[:], start, end))
+        return end - start
+
+    def _schedule_prefills(self, batch: ScheduledBatch, budget: int) -> None:
         if len(self.running) >= self.max_num_seqs:
             return
-        budget = self.max_num_batched_tokens - len(batch.decodes)
         running, queues = self._running_by_client(), self._queues()
-        # Prompts delay the tokens of the running sequences, which may be another client's.
-        soft = budget if len(self._clients) < 2 or not batch.decodes else budget // _SHARED_STEP
         while queues:
             client = min(queues, key=running.__getitem__)
             prefill = queues[client][0]
-            if not self._fits(prefill, budget) or (batch.prefills and prefill[0].length > soft):
+            if budget < min(self.blocks.block_size, prefill[0].length) or not self._fits(prefill):
                 return
             queues[client].popleft()
             if not queues[client]:
@@ -166,8 +237,10 @@ class Scheduler:
             else:
                 self.preempted.remove(prefill[0])
             running[client] += len(prefill)
-            used = self._admit(prefill, batch)
-            budget, soft = budget - used, soft - used
+            self._admit(prefill)
+            budget -= self._chunk(prefill, batch, budget, alone=not queues)
+            if prefill[0].computed < prefill[0].length:
+                self.prefilling.append(prefill)
 
     def _running_by_client(self) -> Counter[str]:
         return Counter(sequence.group.client for sequence in self.running)
@@ -183,21 +256,20 @@ class Scheduler:
                 queues.setdefault(group.client, deque()).append(group.sequences)
         return queues
 
-    def _fits(self, prefill: list[Sequence], budget: int) -> bool:
-        num_tokens = prefill[0].length
+    def _fits(self, prefill: list[Sequence]) -> bool:
         spare = self._watermark if self.running else 0
         return (
-            num_tokens <= budget
-            and len(self.running) + len(prefill) <= self.max_num_seqs
-            and self.blocks.blocks_for(num_tokens) + spare <= self.blocks.num_free
+            len(self.running) + len(prefill) <= self.max_num_seqs
+            and self.blocks.blocks_for(prefill[0].length) + spare <= self.blocks.num_free
         )
 
-    def _admit(self, prefill: list[Sequence], batch: ScheduledBatch) -> int:
-        """Run a prefill in this step. Returns its number of tokens."""
-        num_tokens = prefill[0].length
-        self.blocks.allocate([sequence.seq_id for sequence in prefill], num_tokens)
+    def _admit(self, prefill: list[Sequence]) -> None:
+        """Assign blocks for all tokens of a prefill. Tokens in the prefix cache are not computed again."""
+        first = prefill[0]
+        scores = first.params.prompt_logprobs is not None or first.has_unscored_tokens
+        tokens = () if scores else first.data.token_ids
+        computed = self.blocks.allocate([sequence.seq_id for sequence in prefill], first.length, tokens)
         for sequence in prefill:
             sequence.status = SequenceStatus.RUNNING
+            sequence.computed = computed
         self.running.extend(prefill)
-        batch.prefills.append(prefill)
-        return num_tokens

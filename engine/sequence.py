@@ -71,6 +71,11 @@ class SequenceData:
         """Prompt and output."""
         return self.prompt_token_ids + self.output_token_ids
 
+    def span(self, start: int, end: int) -> list[int]:
+        """Return tokens `start` to `end` of prompt and output."""
+        prompt, num_prompt = self.prompt_token_ids, len(self.prompt_token_ids)
+        return prompt[start:end] + self.output_token_ids[max(0, start - num_prompt) : max(0, end - num_prompt)]
+
 
 class Uniforms:
     """Random numbers in [0, 1) of one sequence. They depend on its seed only, not on the rest of the batch."""
@@ -121,6 +126,8 @@ class Sequence:
         self.uniforms = Uniforms(seed)
         self.length = len(prompt_token_ids)
         """Prompt and output tokens, counted."""
+        self.computed = 0
+        """Number of its first tokens with keys and values in the cache, once the scheduled step has run."""
         self.last_token = prompt_token_ids[-1] if prompt_token_ids else -1
         self.cumulative_logprob = 0.0
         self.logprobs: list[dict[int, Logprob]] = []
@@ -146,6 +153,19 @@ class Sequence:
         self.last_token = token_id
         self.length += 1
 
+    def roll_back(self, count: int) -> None:
+        """Remove the last `count` output tokens."""
+        del self.data.output_token_ids[-count:]
+        self.length -= count
+        self.last_token = self.data.span(self.length - 1, self.length)[0]
+        while len(self.logprobs) > self.num_output_tokens:
+            self.cumulative_logprob -= next(iter(self.logprobs.pop().values())).logprob  # the token's own comes first
+
+    @property
+    def has_unscored_tokens(self) -> bool:
+        """Log-probabilities are wanted, and output tokens have none yet: the step that computes them scores them."""
+        return self.params.logprobs is not None and len(self.logprobs) < self.num_output_tokens
+
     def add_logprobs(self, token_id: int, entries: dict[int, Logprob]) -> None:
         """Add the log-probabilities that were requested for the newest token."""
         self.logprobs.append(entries)
@@ -170,10 +190,14 @@ class SequenceGroup:
     """Report after every step, not only at the end."""
     client: str = ""
     """The scheduler shares the engine between clients."""
+    held_back: int = 0
+    """Number of newest tokens that outputs do not show before the end: the post-processor may take them back."""
     backend: str | None = None
     """The grammar library that enforces the constraint. Known once it is compiled."""
     compile_seconds: float = 0.0
     """Seconds of the compilation; 0 if the grammar came from the cache."""
+    prompt_logprobs: list[dict[int, Logprob] | None] = field(default_factory=lambda: [None])
+    """One entry per scored prompt token, if they were requested. The first token has none."""
     arrival_time: float = field(default_factory=time.monotonic)
     compiled_time: float | None = None
     first_token_time: float | None = None

@@ -25,7 +25,7 @@ from guided.inline import InlinePool
 from guided.limits import Limits
 from guided.output_types import constraint_for, parse_as
 from guided.pool import Grammar, MaskPool
-from guided.processor import ApplyReport, GuidedProcessor, LogitPostProcessor
+from guided.processor import ApplyReport, GuidedProcessor, LogitPostProcessor, SampledEdit
 from guided.sequence import GuidedSequence
 from guided.vocabulary import Vocabulary
 
@@ -52,6 +52,7 @@ __all__ = [
     "MaskTimeout",
     "PoolUnavailable",
     "ProcessorBundle",
+    "SampledEdit",
     "TokenRejected",
     "UnsupportedConstraint",
     "Vocabulary",

@@ -50,7 +50,7 @@ def budget_of(constraint: Constraint, tokens: int) -> Budget:
             hint = min(constraint.choices, key=len)
         case "regex":
             jump, hint = _worst(constraint.source), _short_match(constraint.source)
-        case "grammar":
+        case "grammar" | "structural_tag":
             counts = math.prod(max(1, int(count)) for count in re.findall(r"\{(\d{1,6})", constraint.source))
             jump = len(constraint.source) * counts
     jump = min(jump, _MAX_JUMP)

@@ -15,7 +15,7 @@ import numpy as np
 from guided.constraint import Constraint
 from guided.errors import GuidedError
 from guided.pool import Grammar
-from guided.processor import ApplyReport, LogitPostProcessor
+from guided.processor import ApplyReport, LogitPostProcessor, SampledEdit
 from guided.sequence import GuidedSequence
 
 if TYPE_CHECKING:
@@ -35,13 +35,16 @@ class ProcessorBundle:
 
     def __init__(self, first: LogitPostProcessor, *others: LogitPostProcessor) -> None:
         self._members = (first, *others)
+        self.max_rollback = max(member.max_rollback for member in self._members)
 
-    def initialize(self, request_id: str, constraint: Constraint, backend: str = "auto") -> Future[Grammar]:
+    def initialize(
+        self, request_id: str, constraint: Constraint, backend: str = "auto", client: str = ""
+    ) -> Future[Grammar]:
         """Initialize the request in every member; the future is done when all of theirs are."""
         futures: list[Future[Grammar]] = []
         try:
             for member in self._members:
-                futures.append(member.initialize(request_id, constraint, backend))
+                futures.append(member.initialize(request_id, constraint, backend, client))
         except BaseException:
             for member in self._members[: len(futures)]:
                 member.free(request_id)
@@ -71,12 +74,14 @@ class ProcessorBundle:
         for member in self._members:
             member.prepare(sequences, logits_rows, new_tokens)
 
-    def apply(self, logits: torch.Tensor, patience: float | None = None, alone: bool = True) -> ApplyReport:
+    def apply(
+        self, logits: torch.Tensor, patience: float | None = None, alone: bool = True, keep_late: bool = False
+    ) -> ApplyReport:
         """Apply every member; a sequence that is late or failed in one of them is so in the result."""
         merged = ApplyReport()
         late: set[int] = set()
         for member in self._members:
-            report = member.apply(logits, patience, alone)
+            report = member.apply(logits, patience, alone, keep_late)
             merged.failed.update(report.failed)
             late.update(report.late)
             merged.wait_seconds += report.wait_seconds
@@ -84,6 +89,13 @@ class ProcessorBundle:
             merged.kernel_seconds += report.kernel_seconds
         merged.late = sorted(late.difference(merged.failed))
         return merged
+
+    def sampled(self, sequences: Sequence[GuidedSequence]) -> dict[int, SampledEdit]:
+        """Ask every member. The last one that wants to change a sequence decides."""
+        edits: dict[int, SampledEdit] = {}
+        for member in self._members:
+            edits.update(member.sampled(sequences))
+        return edits
 
     def settled(self, timeout: float = 0.0) -> list[int]:
         """Return the sequences that settled in some member. One that is still late in another is late again."""

@@ -20,7 +20,16 @@ from guided.compilation import compile_constraint, grammar_key
 from guided.constraint import Constraint
 from guided.errors import BackendError, GuidedError
 from guided.grammar_cache import DEFAULT_CACHE_BYTES, CacheKey, GrammarCache, cache_key
-from guided.pool import BackendStatus, Grammar, PoolStatus, ReadyMasks, StepMasks, WorkerStatus
+from guided.pool import (
+    MAX_FORCED_TOKENS,
+    BackendStatus,
+    Grammar,
+    PoolStatus,
+    ReadyMasks,
+    StepMasks,
+    WorkerStatus,
+    forced_runs,
+)
 from guided.sequence import GuidedSequence
 from guided.vocabulary import Vocabulary
 from guided.worker import MaskWorker
@@ -33,11 +42,17 @@ class InlinePool:
         vocabulary: the vocabulary of the masks.
         backends: tokenizer data to share with other pools.
         max_cache_bytes: memory for compiled grammars that no request uses.
+        forced_tokens: look ahead where a mask allows only one token (`StepMasks.forced`).
     """
 
     def __init__(
-        self, vocabulary: Vocabulary, backends: Backends | None = None, max_cache_bytes: int = DEFAULT_CACHE_BYTES
+        self,
+        vocabulary: Vocabulary,
+        backends: Backends | None = None,
+        max_cache_bytes: int = DEFAULT_CACHE_BYTES,
+        forced_tokens: bool = False,
     ) -> None:
+        self._forced_tokens = forced_tokens
         self._vocabulary = vocabulary
         self._backends = backends or Backends(vocabulary)
         self._cache = GrammarCache(max_cache_bytes)
@@ -47,12 +62,13 @@ class InlinePool:
         self._open: set[int] = set()
         self._step: Sequence[GuidedSequence] = ()
         self._masks: NDArray[np.int32] = np.empty((0, words(vocabulary.padded_vocab_size)), np.int32)
+        self._runs: NDArray[np.int32] = np.empty((0, MAX_FORCED_TOKENS), np.int32)
 
     @property
     def vocabulary(self) -> Vocabulary:
         return self._vocabulary
 
-    def compile(self, constraint: Constraint, backends: Sequence[str]) -> Future[Grammar]:
+    def compile(self, constraint: Constraint, backends: Sequence[str], client: str = "") -> Future[Grammar]:
         key = cache_key(constraint, backends)
         future, new = self._cache.acquire(key)
         if new:
@@ -97,6 +113,7 @@ class InlinePool:
         sequences, self._step = self._step, ()
         if len(self._masks) < len(sequences):
             self._masks = np.empty((2 * len(sequences), self._masks.shape[1]), np.int32)
+            self._runs = np.full((len(self._masks), MAX_FORCED_TOKENS), -1, np.int32)
         step = StepMasks()
         started = time.perf_counter()
         ready: list[int] = []
@@ -104,10 +121,13 @@ class InlinePool:
             error = self._fill(sequence, self._masks[row])
             if error is None:
                 ready.append(row)
+                if self._forced_tokens:
+                    self._worker.look_ahead(sequence.sequence_id, self._masks[row], self._runs[row])
             else:
                 step.failed[row] = error
         if sequences:
             rows = np.array(ready, np.intp)
+            step.forced = forced_runs(self._runs[rows], rows)
             step.ready.append(ReadyMasks(self._masks, rows, rows))
             step.seconds = time.perf_counter() - started
         return step

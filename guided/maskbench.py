@@ -9,6 +9,7 @@ import json
 import multiprocessing
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any, Literal
@@ -154,7 +155,9 @@ class _Order:
         if isinstance(value, list):
             prefixes = [part.get("prefixItems", []) for part in parts]
             return [
-                self.ordered(item, [p[at] if at < len(p) else s.get("items", True) for p, s in zip(prefixes, parts)])
+                self.ordered(
+                    item, [p[at] if at < len(p) else s.get("items", True) for p, s in zip(prefixes, parts, strict=True)]
+                )
                 for at, item in enumerate(value)
             ]
         if not isinstance(value, dict):
@@ -165,9 +168,10 @@ class _Order:
     def _of(self, name: str, parts: list[dict[str, Any]]) -> Iterator[Schema]:
         for part in parts:
             yield part.get("properties", {}).get(name, part.get("additionalProperties", True))
-            for pattern, schema in part.get("patternProperties", {}).items():
-                if string_pattern.matches(pattern, name):
-                    yield schema
+            with suppress(InvalidConstraint):  # a pattern that we can't read
+                for pattern, schema in part.get("patternProperties", {}).items():
+                    if string_pattern.matches(pattern, name):
+                        yield schema
 
     def _parts(self, value: Any, schema: Schema) -> Iterator[dict[str, Any]]:
         """Yield the subschemas with keywords of their own that apply to `value`."""

@@ -57,6 +57,9 @@ class StepMasks:
     """Rows of sequences that are over, with the reason."""
     seconds: float = 0.0
     """Seconds that the workers have spent on masks since the last step, summed."""
+    forced: dict[int, list[int]] = field(default_factory=dict)
+    """By row with only one allowed token: that token and those that follow it without an alternative. Only where the
+    pool was told to look ahead (`forced_tokens`), and there are at least two."""
 
     def copy_to(self, bitmask: NDArray[np.int32], rows: NDArray[np.intp] | None = None) -> None:
         """Copy the ready masks.
@@ -80,6 +83,10 @@ class WorkerStatus:
     node: str | None
     open_sequences: int
     restarts: int
+    node_id: str | None = None
+    """Ray's id of the node."""
+    address: str | None = None
+    """The node's, for other nodes."""
     ends: Mapping[str, int] = field(default_factory=dict)
     """How many incarnations ended, or didn't start, by cause."""
     last_end: str | None = None
@@ -112,11 +119,27 @@ class PoolStatus:
     backends: list[BackendStatus] = field(default_factory=list)
     trouble: str | None = None
     """What keeps workers that end from being replaced, where something does."""
+    replays: int = 0
+    """Sequences that outlived their worker and were opened on another one, since the start."""
 
     @property
     def healthy(self) -> bool:
         """At least one worker is up."""
         return any(worker.state == "up" for worker in self.workers)
+
+
+MAX_FORCED_TOKENS = 8
+"""Maximum number of forced tokens that are reported at once."""
+
+
+def forced_runs(runs: NDArray[np.int32], rows: NDArray[np.intp]) -> dict[int, list[int]]:
+    """Return the runs of at least two tokens by row.
+
+    Args:
+        runs: int32 `[rows, MAX_FORCED_TOKENS]`, with -1 behind the last token.
+    """
+    found = np.flatnonzero(runs[:, 1] >= 0) if len(runs) else ()
+    return {int(rows[index]): [token for token in runs[index].tolist() if token >= 0] for index in found}
 
 
 class MaskPool(Protocol):
@@ -126,8 +149,10 @@ class MaskPool(Protocol):
     def vocabulary(self) -> Vocabulary:
         """The vocabulary of the masks."""
 
-    def compile(self, constraint: Constraint, backends: Sequence[str]) -> Future[Grammar]:
+    def compile(self, constraint: Constraint, backends: Sequence[str], client: str = "") -> Future[Grammar]:
         """Compile with the first of `backends` that can enforce all of `constraint`, and install it on the workers.
+
+        A backend that only the constraints of one `client` crash is suspended for that client.
 
         The future ends with `InvalidConstraint`, `UnsupportedConstraint` (the last backend's, if none can),
         `CompileTimeout`, `CompileQueueFull`, `PoolUnavailable` or `BackendError`. Equal constraints share one

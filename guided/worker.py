@@ -5,6 +5,8 @@ The same class runs in the calling process (`InlinePool`) and in a mask actor.
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -20,12 +22,15 @@ from guided.errors import BackendError, DeadEnd, GuidedError
 from guided.vocabulary import Vocabulary
 
 _native = guard("the grammar library")
+_LOOK_AHEAD_SECONDS = 0.002
 
 
 @dataclass(slots=True)
 class _SlotState:
     """The sequence in one slot."""
 
+    permitted: NDArray[np.int32]
+    """Tokens that the sequence's grammar may allow."""
     matcher: Matcher | None = None
     tokens: list[int] = field(default_factory=list)
     """Output tokens that the matcher has accepted."""
@@ -41,19 +46,21 @@ class MaskWorker:
     """Compiled grammars and open matchers for one vocabulary.
 
     Args:
-        vocabulary: every row is ANDed with its permitted tokens, and its stop tokens are set exactly where the
-            matcher accepts. No backend is trusted with either.
+        vocabulary: every row is ANDed with its permitted tokens (and the special tokens that a structural tag names),
+            and its stop tokens are set exactly where the matcher accepts. No backend is trusted with either.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._grammars: dict[str, CompiledGrammar] = {}
         self._slots: dict[int, _SlotState] = {}
+        self._stop_token_ids = frozenset(vocabulary.stop_token_ids)
         stop = pack(vocabulary.stop_token_ids, vocabulary.padded_vocab_size)
-        self._permitted = pack(vocabulary.permitted_token_ids, vocabulary.padded_vocab_size) & ~stop
+        self._permitted = vocabulary.permitted_mask & ~stop
+        self._vocabulary = vocabulary
         self._stop_words = np.flatnonzero(stop)
         self._stop_bits = stop[self._stop_words]
-        self._make_completions = lambda: Completions(vocabulary, self._permitted)
-        self._completions: Completions | None = None
+        self._completions: dict[bytes, Completions] = {}
+        """By the permitted tokens."""
         self.steered: set[int] = set()
         """Slots in which a mask was restricted, so that the output fits in its budget."""
 
@@ -86,7 +93,7 @@ class MaskWorker:
             tokens: the sequence's whole output so far.
             budget: the constraint is completed within it.
         """
-        state = self._slots[slot] = _SlotState(edit=(0, tokens))
+        state = self._slots[slot] = _SlotState(self._permitted, edit=(0, tokens))
         self.steered.discard(slot)
         try:
             self._start(state, grammar, parent, budget)
@@ -98,16 +105,23 @@ class MaskWorker:
             source = self._slots.get(parent) if parent is not None else None
             if source is not None and source.matcher is not None:
                 state.matcher, state.tokens = source.matcher.fork(), list(source.tokens)
+                state.permitted = source.permitted
             elif grammar in self._grammars:
-                state.matcher = self._grammars[grammar].matcher()
+                compiled = self._grammars[grammar]
+                state.matcher = compiled.matcher()
+                if compiled.special_token_ids:
+                    special = pack(compiled.special_token_ids, self._vocabulary.padded_vocab_size)
+                    state.permitted = self._permitted | special
             else:
                 raise BackendError(f"grammar {grammar} is not installed on this worker")
             if budget is not None:
                 if source is not None and source.budgeted is not None:
                     state.budgeted = source.budgeted.fork(budget)
                 else:
-                    self._completions = self._completions or self._make_completions()
-                    state.budgeted = BudgetedSequence(self._completions, budget)
+                    key = state.permitted.tobytes()
+                    if key not in self._completions:
+                        self._completions[key] = Completions(self._vocabulary, state.permitted)
+                    state.budgeted = BudgetedSequence(self._completions[key], budget)
 
     def edit(self, slot: int, start: int, tokens: Sequence[int]) -> None:
         """Replace the output of a slot's sequence from position `start` on. Applied by the next `fill`."""
@@ -153,10 +167,34 @@ class MaskWorker:
                 state.error, state.matcher = error, None
         return state.error
 
-    def forced_tokens(self, slot: int) -> list[int]:
-        """Return the only possible continuation of a slot's sequence, as token ids."""
-        matcher = self._slots[slot].matcher
-        return [] if matcher is None else matcher.forced_tokens()
+    def look_ahead(self, slot: int, row: NDArray[np.int32], run: NDArray[np.int32]) -> None:
+        """Write the tokens that follow a mask with only one token, as long as each is the only one allowed.
+
+        These are the tokens that would be sampled one by one: the tokenization does not change.
+
+        Args:
+            row: the mask that `fill` has written.
+            run: int32 `[at least 2]`: the tokens, the first of them that of `row`; -1 behind the last.
+        """
+        run[:] = -1
+        token = _only_token(row)
+        if token is None:
+            return
+        state, scratch = self._slots[slot], np.empty_like(row)
+        matcher = state.matcher
+        assert matcher is not None
+        deadline = time.thread_time() + _LOOK_AHEAD_SECONDS
+        with contextlib.suppress(GuidedError), _native:  # an error ends the sequence where it really gets there
+            ahead = matcher.fork()
+            for place in range(len(run)):
+                run[place] = token
+                if token in self._stop_token_ids or time.thread_time() > deadline:
+                    break
+                ahead.accept_tokens([token])
+                self._write(state, ahead, scratch)
+                token = _only_token(scratch)
+                if token is None:
+                    break
 
     def _advance(self, state: _SlotState, tokens: Sequence[int], row: NDArray[np.int32]) -> None:
         matcher = state.matcher
@@ -191,13 +229,22 @@ class MaskWorker:
             row[:] = 0
         else:
             matcher.fill_bitmask(row)
-            np.bitwise_and(row, self._permitted, out=row)
-            if state.budgeted is not None:
+            np.bitwise_and(row, state.permitted, out=row)
+            if state.budgeted is not None and matcher is state.matcher:
                 state.budgeted.restrict(matcher, row)
         if accepting or terminated:
             row[self._stop_words] |= self._stop_bits
         elif not row.any():
             raise DeadEnd("no token is allowed here, and the constraint is not satisfied")
+
+
+def _only_token(row: NDArray[np.int32]) -> int | None:
+    """Return the token that a mask allows if it is the only one."""
+    words = np.flatnonzero(row)
+    if len(words) != 1:
+        return None
+    word = int(row[words[0]]) & 0xFFFFFFFF
+    return None if word & (word - 1) else int(words[0]) * 32 + word.bit_length() - 1
 
 
 def _common_prefix(left: Sequence[int], right: Sequence[int]) -> int:

@@ -40,6 +40,7 @@ from actors.steps.protocol import (
 )
 from guided.errors import GuidedError, from_wire
 from guided.messages import encode
+from guided.pool import MAX_FORCED_TOKENS
 from guided.sequence import GuidedSequence
 
 if TYPE_CHECKING:
@@ -235,6 +236,9 @@ class WorkerConnection:
         installed: keys of the grammars that the actor has; updated while it lives.
     """
 
+    look_ahead = False
+    """Ask for forced tokens. Set by the dispatcher."""
+
     def __init__(
         self,
         index: int,
@@ -316,7 +320,8 @@ class WorkerConnection:
         state.worker, state.slot, state.incarnation = self, slot, self.incarnation
         parent_slot = parent.slot if parent is not None and parent.worker is self else None
         version = self._next_version(slot, len(tokens))
-        self.queue(Open(slot, version, state.grammar, parent_slot, tokens, state.sequence.budget))
+        sequence = state.sequence
+        self.queue(Open(slot, version, state.grammar, parent_slot, tokens, sequence.request_id, sequence.budget))
         state.parent_id = None
 
     def edit(self, state: SequenceState, start: int) -> None:
@@ -359,12 +364,12 @@ class WorkerConnection:
     def ring(self, slots: NDArray[np.intp]) -> Ring:
         """Add the request to fill `slots` to the next frame, and return it. Their columns and `asked` are written."""
         if self.shared:
-            request = Ring(slots.astype(np.int32).tobytes())
+            request = Ring(slots.astype(np.int32).tobytes(), look_ahead=self.look_ahead)
         else:
             slots = in_fill_order(slots, self.table)
             self._unanswered.append(slots)
             target, tokens = self.table.target[slots], self.table.tokens[slots]
-            request = Ring(slots.astype(np.int32).tobytes(), target.tobytes(), tokens.tobytes())
+            request = Ring(slots.astype(np.int32).tobytes(), target.tobytes(), tokens.tobytes(), self.look_ahead)
         self.queue(request)
         return request
 
@@ -441,6 +446,8 @@ class WorkerConnection:
         filled = ready >= 0
         masks = np.frombuffer(lines.mask, np.int32).reshape(np.count_nonzero(filled), self.table.mask.shape[1])
         self.table.mask[slots[filled]] = masks
+        if lines.forced:
+            self.table.forced[slots] = np.frombuffer(lines.forced, np.int32).reshape(len(slots), MAX_FORCED_TOKENS)
         self.table.seconds[slots] = seconds = np.frombuffer(lines.seconds, np.float32)
         self._seconds[0] += seconds.sum()
         self.table.status[slots[~filled]] = OK

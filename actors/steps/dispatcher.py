@@ -22,7 +22,7 @@ from actors.steps.connection import SequenceState, StepOutputs, StepPart, Worker
 from actors.steps.placement import Placement, Recovery, WorkerDown, WorkerRetiring, WorkerUp
 from actors.steps.protocol import FREE
 from guided.errors import BackendError, GuidedError, MaskTimeout, PoolUnavailable
-from guided.pool import Grammar, ReadyMasks, StepMasks
+from guided.pool import Grammar, ReadyMasks, StepMasks, forced_runs
 from guided.sequence import GuidedSequence
 
 _LOOK_SECONDS = 0.001
@@ -84,6 +84,7 @@ class Dispatcher:
         pool_wait: seconds that a sequence waits for a worker before it fails with `PoolUnavailable`.
         max_replays: see `Recovery`.
         rejection_of: returns why no actor loads a grammar any more, by its key.
+        forced_tokens: workers look ahead where a mask allows only one token.
     """
 
     def __init__(
@@ -92,7 +93,9 @@ class Dispatcher:
         pool_wait: float,
         max_replays: int,
         rejection_of: Callable[[str], GuidedError | None] = lambda key: None,
+        forced_tokens: bool = False,
     ) -> None:
+        self._forced_tokens = forced_tokens
         self._give_up_seconds = _GIVE_UP_FACTOR * mask_limit
         self._pool_wait = pool_wait
         self._max_replays = max_replays
@@ -109,6 +112,8 @@ class Dispatcher:
         """Sequences with `changed_from`."""
         self._budgeted: set[SequenceState] = set()
         """Sequences with a budget."""
+        self.replays = 0
+        """Sequences that outlived their worker and are opened on another one, since the start."""
         self._lost: dict[int, GuidedError] = {}
         """For `failures`."""
         self._tried_placing = 0.0
@@ -346,6 +351,8 @@ class Dispatcher:
             if part.missing:
                 slots, rows = slots[part.ready], rows[part.ready]
             found.ready.append(ReadyMasks(part.table.mask, slots, rows))
+            if self._forced_tokens:
+                found.forced |= forced_runs(part.table.forced[slots], rows)
             ready_rows += len(rows)
         if self._late or self._placement.stragglers:
             self._note_ready(step)
@@ -476,6 +483,7 @@ class Dispatcher:
         while self._events:
             event = self._events.popleft()
             if isinstance(event, WorkerUp):
+                event.worker.look_ahead = self._forced_tokens
                 self._placement.add(event.worker)
                 self._poller.register(event.worker.socket, zmq.POLLIN)
             elif isinstance(event, WorkerRetiring):
@@ -509,6 +517,7 @@ class Dispatcher:
             if part.worker is worker and part.look():
                 step.failed.update(dict.fromkeys(part.rows[~part.ready].tolist(), down.error))
                 part.remove(~part.ready)
+        self.replays += len(kept)
         worker.sequences.clear()
         worker.close()
         self._displace(kept)

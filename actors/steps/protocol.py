@@ -6,6 +6,7 @@ A sequence that is open on a worker holds a slot there, one line of the table. E
     target[slot]      engine   the version of the output that a mask is wanted for
     ready[slot]       worker   the version that `mask[slot]` is for; negative if no sequence holds the slot
     mask[slot, :]     worker   the token bitmask
+    forced[slot, :]   worker   the tokens from here on that have no alternative, -1 behind the last
     seconds[slot]     worker   seconds that accepting the tokens and filling the mask took
     status[slot]      worker   `OK`; `STEERED`: a mask was restricted, so that the output fits in its budget; or
                                `FAILED`: the sequence is over, and a message says why
@@ -40,6 +41,7 @@ from numpy.typing import NDArray
 
 from guided.budget import Budget
 from guided.errors import Wire
+from guided.pool import MAX_FORCED_TOKENS
 
 MAX_NEW_TOKENS = 8
 """New tokens of a slot that fit in the table; more are sent in a message."""
@@ -67,6 +69,8 @@ class Ring(msgspec.Struct, array_like=True, tag=0, gc=False, frozen=True):
     """int64 `[n]`, if the table is not shared."""
     tokens: bytes = b""
     """int32 `[n, MAX_NEW_TOKENS]`, if the table is not shared."""
+    look_ahead: bool = False
+    """Fill `forced` too."""
 
 
 class Open(msgspec.Struct, array_like=True, tag=1, gc=False, frozen=True):
@@ -81,6 +85,8 @@ class Open(msgspec.Struct, array_like=True, tag=1, gc=False, frozen=True):
     """Slot of the matcher to copy."""
     tokens: list[int]
     """The sequence's whole output so far."""
+    request_id: str = ""
+    """For the worker's log."""
     budget: Budget | None = None
     """The constraint is completed within it."""
 
@@ -123,6 +129,8 @@ class Filled(msgspec.Struct, array_like=True, tag=1, gc=False, frozen=True):
     """float32 `[n]`."""
     mask: bytes = b""
     """int32 `[k, words]`, of the slots with a version in `ready`, in order."""
+    forced: bytes = b""
+    """int32 `[n, MAX_FORCED_TOKENS]`."""
     steered: bytes = b""
     """int32 `[m]`: which of the slots are `STEERED`."""
 
@@ -150,6 +158,7 @@ class SlotTable:
     target: NDArray[np.int64]
     ready: NDArray[np.int64]
     mask: NDArray[np.int32]
+    forced: NDArray[np.int32]
     seconds: NDArray[np.float32]
     status: NDArray[np.int32]
     mark: NDArray[np.void]
@@ -173,14 +182,17 @@ class SlotTable:
             columns[name] = np.frombuffer(memory, dtype, slots, offset)
             offset += columns[name].nbytes
         tokens = np.frombuffer(memory, np.int32, slots * MAX_NEW_TOKENS, offset).reshape(slots, MAX_NEW_TOKENS)
+        offset += tokens.nbytes
+        forced = np.frombuffer(memory, np.int32, slots * MAX_FORCED_TOKENS, offset).reshape(slots, MAX_FORCED_TOKENS)
         mask = np.frombuffer(memory, np.int32, slots * words, _mask_offset(slots)).reshape(slots, words)
         mark = np.frombuffer(memory, _MARK, 1, _MARK_OFFSET)
-        return cls(tokens=tokens, mask=mask, mark=mark, **columns)  # type: ignore[arg-type]
+        return cls(tokens=tokens, mask=mask, forced=forced, mark=mark, **columns)  # type: ignore[arg-type]
 
     def clear(self) -> None:
         """Mark every slot as free and the worker as idle."""
         self.target[:] = 0
         self.ready[:] = FREE
+        self.forced[:] = -1
         self.mark["busy"] = IDLE
 
 
@@ -195,7 +207,7 @@ def _size(slots: int, words: int) -> int:
 
 
 def _mask_offset(slots: int) -> int:
-    columns = slots * (8 + 8 + 4 + 4 + 4 * MAX_NEW_TOKENS)
+    columns = slots * (8 + 8 + 4 + 4 + 4 * MAX_NEW_TOKENS + 4 * MAX_FORCED_TOKENS)
     return -(-(_COLUMNS_OFFSET + columns) // mmap.PAGESIZE) * mmap.PAGESIZE
 
 

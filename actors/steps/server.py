@@ -64,6 +64,8 @@ class StepServer:
         self._give_up = give_up
         self._edits: dict[int, int] = {}
         """The edit count of each open slot."""
+        self._request_ids: dict[int, str] = {}
+        """The request of each open slot."""
         self._since, self._busy, self._wake, self._seconds = (
             table.mark[name] for name in ("since", "busy", "wake", "seconds")
         )
@@ -103,12 +105,13 @@ class StepServer:
 
     def _handle(self, request: Request) -> None:
         if isinstance(request, Ring):
-            self._fill(self._rung(request))
+            self._fill(self._rung(request), request.look_ahead)
         elif isinstance(request, Free):
             self._free(request.slots)
         else:
             self._edits[request.slot] = request.version // EDIT
             if isinstance(request, Open):
+                self._request_ids[request.slot] = request.request_id
                 self._mark(request.slot)  # copying the parent's matcher is native code
                 self._worker.open(request.slot, request.grammar, request.parent, request.tokens, request.budget)
                 self._mark(IDLE)
@@ -127,7 +130,7 @@ class StepServer:
             self._table.tokens[slots] = np.frombuffer(ring.tokens, np.int32).reshape(-1, MAX_NEW_TOKENS)
         return in_fill_order(slots, self._table)
 
-    def _fill(self, slots: NDArray[np.int32]) -> None:
+    def _fill(self, slots: NDArray[np.int32], look_ahead: bool = False) -> None:
         table = self._table
         for slot, target, tokens in zip(
             slots.tolist(), table.target[slots].tolist(), table.tokens[slots].tolist(), strict=True
@@ -137,6 +140,9 @@ class StepServer:
             started = time.monotonic()
             self._mark(slot, started)
             error = self._fill_slot(slot, target & POSITION, tokens)
+            table.forced[slot] = -1
+            if look_ahead and error is None:
+                self._worker.look_ahead(slot, table.mask[slot], table.forced[slot])
             table.seconds[slot] = seconds = time.monotonic() - started
             self._seconds[0] += seconds
             if error is None:
@@ -147,6 +153,7 @@ class StepServer:
                     self._sender.add(slot)
             else:
                 table.status[slot] = FAILED
+                _log.warning("request %s (slot %d) failed: %s: %s", self._request_ids[slot], slot, error.code, error)
                 self._send(Failed(slot, target, to_wire(error)))
         self._mark(IDLE)
 
@@ -166,6 +173,8 @@ class StepServer:
 
     def _free(self, slots: list[int]) -> None:
         self._worker.free(slots)
+        for slot in slots:
+            self._request_ids.pop(slot, None)
         self._table.status[slots] = OK
         self._table.seconds[slots] = 0.0
         self._table.ready[slots] = [freed(EDIT * self._edits.pop(slot, 0)) for slot in slots]
@@ -220,7 +229,8 @@ class _LineSender:
             masks = self._table.mask[slots[ready >= 0]]
             seconds = self._table.seconds[slots]
             steered = slots[self._table.status[slots] == STEERED]
-            self._send(Filled(slots.tobytes(), ready.tobytes(), seconds.tobytes(), masks.tobytes(), steered.tobytes()))
+            columns = slots, ready, seconds, masks, self._table.forced[slots], steered
+            self._send(Filled(*(column.tobytes() for column in columns)))
 
     def run(self) -> None:
         """Send while the server's thread is busy with a slow mask (if the grammar library releases the GIL)."""

@@ -30,7 +30,7 @@ def processors_of(model: LoadedModel, config: EngineConfig, max_model_len: int) 
     """
     description = VllmConfig(
         ModelConfig(model.name, max_model_len, model.vocabulary.padded_vocab_size, model.dtype, model.config),
-        SchedulerConfig(config.max_num_seqs, config.max_num_batched_tokens),
+        SchedulerConfig(config.max_num_seqs, config.tokens_per_step(model.device.type == "cpu")),
         model.tokenizer,
         frozenset(model.vocabulary.stop_token_ids),
     )

@@ -10,8 +10,10 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any, ClassVar
 
 from engine.outputs import CompletionOutput, RequestOutput
+from engine.sequence import Logprob
 from engine.server.context import ServerContext
 from engine.server.generation import Job
+from engine.server.logprobs import FLOOR
 from engine.server.protocol import GuidedInfo, Usage
 
 _SLICE = 64
@@ -55,6 +57,10 @@ class Answer(ABC):
     def logprobs(self, index: int, output: CompletionOutput, which: slice) -> dict[str, Any] | None:
         """Build the log-probabilities of some tokens; None if the request asked for none. In order of the tokens."""
 
+    def scored(self, index: int, output: RequestOutput, completion: CompletionOutput) -> CompletionOutput:
+        """Return the tokens that `logprobs` is to report."""
+        return completion
+
     @abstractmethod
     def opening(self, index: int) -> dict[str, Any] | None:
         """Build a choice's first chunk, if there is something to say before the first token."""
@@ -88,8 +94,12 @@ class Answer(ABC):
                     "finish_reason": each.finish_reason,
                     "stop_reason": each.stop_reason,
                 }
-                logprobs = await self._logprobs_json(index, each)
-                yield (b"," if index else b"") + to_json(choice)[:-1] + b',"logprobs":' + logprobs + b"}"
+                logprobs = await self._logprobs_json(index, self.scored(index, output, each))
+                prompt_logprobs = b""
+                if self.job.params.prompt_logprobs is not None and not self.job.echoes_logprobs:
+                    prompt_logprobs = b',"prompt_logprobs":' + await self._prompt_logprobs_json(output)
+                choice_json = to_json(choice)[:-1] + b',"logprobs":' + logprobs + prompt_logprobs + b"}"
+                yield (b"," if index else b"") + choice_json
         guided = self.guided_info([each for output in finished for each in output.outputs])
         end = {"usage": _usage_of(finished).model_dump(), "system_fingerprint": None, "guided": guided}
         yield b"]," + to_json(end)[1:]
@@ -112,20 +122,38 @@ class Answer(ABC):
         fields += [to_json(name) + b":" + to_json(value) for name, value in constants.items()]
         return b"{" + b",".join(fields) + b"}"
 
+    async def _prompt_logprobs_json(self, output: RequestOutput) -> bytes:
+        """Write the prompt's log-probabilities in vLLM's shape, slice by slice."""
+        entries, parts = output.prompt_logprobs or [], []
+        for start in range(0, len(entries), _SLICE):
+            parts.append(to_json([self._prompt_entry(each) for each in entries[start : start + _SLICE]])[1:-1])
+            await asyncio.sleep(0)
+        return b"[" + b",".join(parts) + b"]"
+
+    def _prompt_entry(self, entry: dict[int, Logprob] | None) -> dict[int, Any] | None:
+        if entry is None:
+            return None
+        text = self.context.texts.of
+        return {
+            token: {"logprob": max(one.logprob, FLOOR), "rank": one.rank, "decoded_token": text(token)}
+            for token, one in entry.items()
+        }
+
     def new_chunks(self, prompt: int, output: RequestOutput) -> Iterator[dict[str, Any]]:
         """Build the chunks for what is new in `output` since the last call."""
-        for completion in output.outputs:
-            index = prompt * self.job.params.n + completion.index
+        for each in output.outputs:
+            index = prompt * self.job.params.n + each.index
+            completion = self.scored(index, output, each)
             characters, tokens, ended = self._sent[index]
             if ended:
                 continue
-            text = completion.text[characters:]
+            text = each.text[characters:]
             count = tokens if completion.logprobs is None else len(completion.token_ids)
             while text or tokens < count:
                 which = slice(tokens, min(tokens + _SLICE, count))
                 yield self.chunk(index, self.content(text), self.logprobs(index, completion, which))
                 text, tokens = "", which.stop
-            self._sent[index] = len(completion.text), tokens, completion.finish_reason is not None
+            self._sent[index] = len(each.text), tokens, completion.finish_reason is not None
             if completion.finish_reason is not None:
                 chunk = self.chunk(index, self.content(None), finish_reason=completion.finish_reason)
                 chunk["choices"][0]["stop_reason"] = completion.stop_reason

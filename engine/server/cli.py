@@ -8,6 +8,7 @@ import inspect
 import math
 import os
 import socket
+import time
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -122,8 +123,49 @@ def _backend(name: str) -> str:
         raise typer.BadParameter(str(error)) from None
 
 
-serve.__signature__ = inspect.Signature([_parameter(option) for option in OPTIONS])  # type: ignore[attr-defined]
+def doctor(**values: Any) -> None:
+    """Check whether this machine can serve with these options, and say what to do. Exit status 1: it cannot."""
+    from engine.server.doctor import examine
+
+    colours = {"ok": typer.colors.GREEN, "warning": typer.colors.YELLOW, "error": typer.colors.RED}
+    failed = False
+    for finding in examine(_options(values)):
+        failed |= finding.level == "error"
+        level = typer.style(f"{finding.level:8}", fg=colours[finding.level])
+        typer.echo(f"{level}{finding.subject}: {finding.text}")
+    raise typer.Exit(failed)
+
+
+@app.command()
+def top(
+    url: Annotated[str, typer.Argument(help="The server.")] = "http://127.0.0.1:8000",
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two readings.")] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="Print one view and end.")] = False,
+) -> None:
+    """Show a running server: engine, mask actors by node, queues, exposed mask time, last failures."""
+    from rich.console import Console
+    from rich.live import Live
+
+    from engine.server.top import View
+
+    view, console = View.of(url), Console()
+    with contextlib.suppress(KeyboardInterrupt):
+        if once:
+            time.sleep(interval)
+            view.update()
+            console.print(view.render())
+            raise typer.Exit(view.now.problem is not None)
+        with Live(view.render(), console=console, screen=console.is_terminal, auto_refresh=False) as live:
+            while True:
+                time.sleep(interval)
+                view.update()
+                live.update(view.render(), refresh=True)
+
+
+_signature = inspect.Signature([_parameter(option) for option in OPTIONS])
+serve.__signature__ = doctor.__signature__ = _signature  # type: ignore[attr-defined]
 app.command()(serve)
+app.command()(doctor)
 
 
 @app.command()

@@ -9,7 +9,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
-from engine.outputs import CompletionOutput
+from engine.outputs import CompletionOutput, RequestOutput
 from engine.server.answers import Answer
 from engine.server.constraints import requested_constraint
 from engine.server.context import Context, ServerContext
@@ -19,7 +19,6 @@ from engine.server.logprobs import TextOffsets, completion_logprobs
 from engine.server.prompts import text_prompts
 from engine.server.protocol import Completion, CompletionRequest, GuidedInfo
 from engine.server.sampling import sampling_params, wants_usage
-from guided.errors import InvalidRequest
 
 router = APIRouter(tags=["generation"], route_class=GenerationRoute)
 
@@ -38,9 +37,9 @@ def create_completion(body: CompletionRequest, request: Request, context: Contex
 
 
 def _build_job(body: CompletionRequest, context: ServerContext, http_id: str) -> Job:
-    if body.echo and body.logprobs is not None:
-        raise InvalidRequest("echo with logprobs is not supported: prompts are not scored", param="echo")
-    wanted = requested_constraint(body, context.settings.backend, context.limits)
+    wanted = requested_constraint(
+        body, context.settings.backend, context.limits, strict_formats=context.settings.strict_formats
+    )
     length = context.engine.max_model_len
     prompts = text_prompts(
         context.engine.tokenizer, body.prompt, add_special_tokens=body.add_special_tokens, max_tokens=length
@@ -48,6 +47,8 @@ def _build_job(body: CompletionRequest, context: ServerContext, http_id: str) ->
     max_tokens = body.max_tokens
     if max_tokens is None and wanted.constraint is None:
         max_tokens = max(1, min(OPENAI_MAX_TOKENS, length - max(map(len, prompts))))
+    if body.echo and body.logprobs is not None:
+        body.prompt_logprobs = body.logprobs
     params = sampling_params(body, wanted, max_tokens=max_tokens, logprobs=body.logprobs, context=context)
     job = Job(
         f"cmpl-{uuid.uuid4().hex}",
@@ -95,6 +96,18 @@ class _TextAnswer(Answer):
 
     def logprobs(self, index: int, output: CompletionOutput, which: slice) -> dict[str, Any] | None:
         return completion_logprobs(output, self.context.texts, self._offsets[index], which)
+
+    def scored(self, index: int, output: RequestOutput, completion: CompletionOutput) -> CompletionOutput:
+        if not self.job.echoes_logprobs or not completion.token_ids:
+            return completion
+        assert output.prompt_logprobs is not None
+        assert completion.logprobs is not None
+        return replace(
+            completion,
+            text=self._echoed(index) + completion.text,
+            token_ids=output.prompt_token_ids + completion.token_ids,
+            logprobs=[*output.prompt_logprobs, *completion.logprobs],
+        )
 
     def _echoed(self, index: int) -> str:
         """The text of the choice's prompt, if the request asks for it back."""

@@ -46,6 +46,16 @@ class Job:
     """One per prompt. `admitted` sets them."""
 
     @property
+    def echoes_logprobs(self) -> bool:
+        """Whether `logprobs` covers the prompt too."""
+        return bool(self.echoed) and self.params.logprobs is not None
+
+    @property
+    def log_ids(self) -> dict[str, str]:
+        """Fields of its log records."""
+        return {"request_id": self.request_id, "x_request_id": self.http_id}
+
+    @property
     def num_choices(self) -> int:
         return len(self.prompts) * self.params.n
 
@@ -101,7 +111,8 @@ async def running(context: ServerContext, job: Job, client: str) -> AsyncIterato
                 first = await _all_first(streams, job)
                 constraint, backend = job.params.constraint, first[0].backend
                 if constraint is not None and backend is not None:
-                    guided = GuidedInfo(kind=constraint.kind, backend=backend)
+                    ignored = list(constraint.not_enforced)
+                    guided = GuidedInfo(kind=constraint.kind, backend=backend, not_enforced=ignored)
                 async with aclosing(_checked(context, _merged(first, streams), job)) as checked:
                     yield Outputs(job, guided, checked)
             finally:
@@ -123,6 +134,7 @@ def report(job: Job, error: GuidedError, guided: GuidedInfo | None) -> None:
     logger.warning(
         "request %s (x-request-id %s) failed: %s: %s%s; constraint %s, backend %s",
         *(job.request_id, job.http_id, error.code, error, where, kind, backend),
+        extra={**job.log_ids, "code": error.code},
     )
 
 
@@ -133,15 +145,19 @@ def _check_logprobs(context: ServerContext, job: Job) -> None:
         InvalidRequest: the answer could have too many.
     """
     params, limit = job.params, context.settings.max_answer_logprobs
-    if params.logprobs is None or job.num_choices == 1:
+    if job.num_choices == 1:
         return
-    longest = context.engine.max_model_len
-    tokens = sum(params.max_tokens or max(0, longest - len(prompt)) for prompt in job.prompts)
-    if (count := tokens * params.n * (params.logprobs + 1)) > limit:
+    longest, count = context.engine.max_model_len, 0
+    for prompt in job.prompts:
+        if params.logprobs is not None:
+            count += (params.max_tokens or max(0, longest - len(prompt))) * params.n * (params.logprobs + 1)
+        if params.prompt_logprobs is not None:
+            count += len(prompt) * params.n * (params.prompt_logprobs + 1)
+    if count > limit:
         raise InvalidRequest(
             f"prompts, n, max_tokens and logprobs together allow {count} log-probabilities; the limit for several "
             f"choices is {limit}",
-            param="logprobs",
+            param="logprobs" if params.logprobs is not None else "prompt_logprobs",
         )
 
 

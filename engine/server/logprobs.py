@@ -21,6 +21,7 @@ def chat_logprobs(output: CompletionOutput, texts: TokenTexts, top: int, which: 
         return None
     content = []
     for token, alternatives in zip(output.token_ids[which], output.logprobs[which], strict=True):
+        assert alternatives is not None
         best = [_top(texts, each, logprob) for each, logprob in _ranked(alternatives)[:top]]
         content.append({**_top(texts, token, alternatives[token]), "top_logprobs": best})
     return {"content": content, "refusal": None}
@@ -55,19 +56,23 @@ class TextOffsets:
 def completion_logprobs(
     output: CompletionOutput, texts: TokenTexts, place: TextOffsets, which: slice
 ) -> dict[str, Any] | None:
-    """Build `CompletionLogprobs` of some tokens. `top_logprobs` includes the sampled token.
+    """Build `CompletionLogprobs` of some tokens. `top_logprobs` includes the sampled token. The first token of an
+    echoed prompt has none.
 
     Args:
         place: has computed the offsets of the tokens before.
     """
     if output.logprobs is None:
         return None
-    tokens, own, tops, offsets = [], [], [], []
+    tokens: list[str] = []
+    own: list[float | None] = []
+    tops: list[dict[str, float] | None] = []
+    offsets: list[int] = []
     for token, alternatives in zip(output.token_ids[which], output.logprobs[which], strict=True):
-        text = texts.of(token)
-        tokens.append(text)
-        own.append(_finite(alternatives[token]))
-        tops.append({texts.of(each): _finite(logprob) for each, logprob in _ranked(alternatives)})
+        tokens.append(texts.of(token))
+        own.append(None if alternatives is None else _finite(alternatives[token]))
+        ranked = None if alternatives is None else _ranked(alternatives)
+        tops.append(None if ranked is None else {texts.of(each): _finite(logprob) for each, logprob in ranked})
         offset = place.next(token)
         # Stop strings and incomplete characters are not in the text.
         offsets.append(offset if output.finish_reason is None else min(offset, len(output.text)))

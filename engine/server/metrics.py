@@ -176,6 +176,9 @@ class _EngineCollector(Collector):
         exposed = stats.prepare_seconds + stats.wait_seconds + stats.kernel_seconds
         counters = (
             ("num_preemptions", "Sequences preempted.", health.num_preemptions),
+            ("prefix_cache_queries", "Tokens looked up in the prefix cache.", health.prefix_cache_queries),
+            ("prefix_cache_hits", "Tokens found in the prefix cache.", health.prefix_cache_hits),
+            ("forced_tokens", "Tokens appended without a forward pass of their own.", stats.forced_tokens),
             ("engine_steps", "Steps of the engine.", stats.steps),
             ("engine_step_seconds", "Seconds spent in steps.", stats.step_seconds),
             ("mask_exposed_seconds", "Mask time that the forward pass did not hide.", exposed),
@@ -184,6 +187,7 @@ class _EngineCollector(Collector):
             ("mask_seconds", "Seconds that workers spent on masks, exposed or hidden.", stats.mask_seconds),
             ("mask_parkings", "Times that a sequence was parked because of a late mask.", stats.parkings),
             ("mask_parked_seconds", "Seconds that sequences were parked.", stats.parked_seconds),
+            ("mask_replays", "Sequences opened on another mask actor after the end of theirs.", health.pool.replays),
             ("mask_actor_restarts", "Mask actors replaced.", sum(worker.restarts for worker in workers)),
         )
         for name, text, value in gauges:

@@ -13,7 +13,7 @@ from engine.server.protocol import GenerationRequest
 from guided.constraint import KINDS
 from guided.errors import InvalidRequest, bounded
 
-_CONVERTED = {*KINDS, "backend", "whitespace_pattern", "max_tokens", "logprobs", "logit_bias"}
+_CONVERTED = {*KINDS, "backend", "whitespace_pattern", "strict_formats", "max_tokens", "logprobs", "logit_bias"}
 _SAME_NAME = sorted({each.name for each in fields(SamplingParams)} & GenerationRequest.model_fields.keys() - _CONVERTED)
 """Fields that mean the same in a request and in `SamplingParams`."""
 
@@ -38,6 +38,8 @@ def sampling_params(
             "vllm_xargs needs a custom logits processor, and this server has none: see --logits-processors",
             param="vllm_xargs",
         )
+    if request.stream and request.prompt_logprobs is not None and not getattr(request, "echo", False):
+        raise InvalidRequest("prompt_logprobs are not available with stream: true", param="prompt_logprobs")
     return SamplingParams(
         **{**context.settings.sampling_defaults, **given},
         max_tokens=max_tokens,

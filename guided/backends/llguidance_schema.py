@@ -13,8 +13,10 @@ It merges `allOf` itself. It counts duplicate keys for `minProperties`; this and
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
+from contextlib import suppress
 from decimal import Decimal
 from fractions import Fraction
 from itertools import combinations
@@ -27,8 +29,9 @@ from guided.errors import InvalidConstraint, UnsupportedConstraint, bounded
 from guided.regex import Chars
 from guided.schema import string_pattern
 from guided.schema.complement import only_closes
+from guided.schema.implication import covers
 from guided.schema.keywords import Schema, clean, integer_bounds
-from guided.schema.string_language import complement_of, pattern_of
+from guided.schema.string_language import complement_of, pattern_of, without
 
 _OWN_FORMATS = frozenset(("duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"))
 """Formats that llguidance enforces."""
@@ -41,15 +44,18 @@ _MOST_DIGITS = 9
 """Maximum number of decimals of `multipleOf`."""
 _MAX_COUNTED = 40
 """Maximum number of alternatives for `minProperties` and `maxProperties`."""
+_REFERENCE = '{"$ref": '
 _CONTROLS_AND_ESCAPED = regex.ranges_of([(0, 0x1F), (0x22, 0x22), (0x5C, 0x5C)])
 
 
 class LLGuidanceLowering(SchemaLowering):
+    """Lowers one schema for llguidance."""
+
     library = "llguidance"
     never = ("not", "if", "dependentSchemas")
 
-    def __init__(self, schema: Schema) -> None:
-        super().__init__(schema)
+    def __init__(self, schema: Schema, *, rewrite: bool = True) -> None:
+        super().__init__(schema, rewrite=rewrite)
         self.names_properties = False
         """Some object has properties with schemas of their own."""
         self._multiples: set[Fraction] = set()
@@ -262,7 +268,7 @@ class LLGuidanceLowering(SchemaLowering):
         return lowered
 
     def object(self, schema: dict[str, Any]) -> dict[str, Any]:
-        properties, patterns, rest = self._named(schema)
+        properties, patterns, rest = self._apart(schema, *self._named(schema))
         self._merges = self._merges or bool(patterns)
         lowered: dict[str, Any] = {"type": "object"}
         if properties:
@@ -304,6 +310,24 @@ class LLGuidanceLowering(SchemaLowering):
             return properties, {pattern_of(names): rest}, False
         except UnsupportedConstraint:
             raise self.refusal(schema, "propertyNames") from None
+
+    def _apart(
+        self, schema: dict[str, Any], properties: dict[str, Schema], patterns: dict[str, Schema], rest: Schema
+    ) -> tuple[dict[str, Schema], dict[str, Schema], Schema]:
+        """Exclude named properties from patterns with references: llguidance can't merge recursive ones."""
+        properties, found = dict(properties), {}
+        for pattern, value in patterns.items():
+            names = (
+                [name for name in properties if self.matches(pattern, name)] if _REFERENCE in json.dumps(value) else []
+            )
+            for name in names:
+                if not covers(value, properties[name]):
+                    properties[name] = {"allOf": [properties[name], value]}
+            try:
+                found[without(pattern, names) if names else pattern] = value
+            except UnsupportedConstraint:
+                raise self.refusal(schema, "patternProperties", " that match named properties too") from None
+        return properties, found, rest
 
     def _counted(self, schema: dict[str, Any], lowered: dict[str, Any], *, closed: bool) -> dict[str, Any]:
         """Add `minProperties` and `maxProperties`, which llguidance counts only where every named property is required.
@@ -350,6 +374,22 @@ class LLGuidanceLowering(SchemaLowering):
         properties = {**lowered["properties"], **dict.fromkeys(absent, False)}
         required = [*lowered.get("required", []), *(name for name in optional if name in some)]
         return {**lowered, "properties": properties, **({"required": required} if required else {})}
+
+
+def lower(schema: Schema) -> tuple[dict[str, Any], bool]:
+    """Return a schema that llguidance enforces, and whether some object in it names properties.
+
+    Raises as `SchemaLowering` does.
+    """
+    try:
+        lowering = LLGuidanceLowering(schema)
+        return lowering.document(), lowering.names_properties
+    except UnsupportedConstraint as refusal:
+        # Overlapping alternatives may be narrowed where exact ones need what llguidance lacks.
+        with suppress(UnsupportedConstraint):
+            lowering = LLGuidanceLowering(schema, rewrite=False)
+            return lowering.document(), lowering.names_properties
+        raise refusal
 
 
 def _inner(low: Any, exclusive: bool) -> int | float | None:

@@ -56,8 +56,8 @@ class SchemaLowering(ABC):
     max_subschemas: ClassVar[int | None] = None
     """Limit for libraries that get schemas with references expanded."""
 
-    def __init__(self, schema: Schema) -> None:
-        self.form = normalise(schema)
+    def __init__(self, schema: Schema, *, rewrite: bool = True) -> None:
+        self.form = normalise(schema, rewrite=rewrite)
         if self.form.root is False:
             raise InvalidConstraint("no value satisfies the schema", param="json_schema", pointer="")
         self._expanding: list[str] = []

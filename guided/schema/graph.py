@@ -59,6 +59,8 @@ class Node:
     """(keyword, subschema) applied to the same value: `allOf`, `$ref`, `then`, ..."""
     parts: list[Node] = field(default_factory=list)
     """Applied to a part of the value: a property's, an item's."""
+    refers_to_false: bool = False
+    """It has a reference to the schema `false`."""
 
     @property
     def pointer(self) -> str:
@@ -218,6 +220,7 @@ class SchemaGraph:
                 self._resolvers[id(self._nodes[id(target)])] = found.resolver
         if isinstance(target, dict):
             node.same.append((keyword, self._nodes[id(target)]))
+        node.refers_to_false |= target is False
 
     def _dangling(self, reference: str, where: str, resolver: Any, error: Exception) -> InvalidConstraint:
         quoted = bounded(reference, 120)

@@ -53,4 +53,3 @@ def _covers_keyword(keyword: str, general: dict[str, Any], specific: dict[str, A
         beyond = [part for name, part in named.items() if name not in general.get("properties", {})]
         return not general.get("patternProperties") and all(covers(value, part) for part in [rest, *beyond])
     return other is not None and same(value, other)
-

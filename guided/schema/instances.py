@@ -17,6 +17,7 @@ from jsonschema.validators import extend
 from guided.errors import bounded
 from guided.schema import string_pattern
 
+
 @cache
 def enforcing(validator: Any) -> Any:
     """Return a validator class that reads `pattern` as ECMA-262 does, enforces `format`, and does not round.

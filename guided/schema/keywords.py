@@ -98,7 +98,9 @@ def _excludes(excluded: Schema, types: list[str]) -> bool | None:
     if excluded.keys() & COMPOUND:
         return None
     inner = types_of(excluded)
-    if excluded.keys() <= {"type"} and all(kind in inner or (kind == "integer" and "number" in inner) for kind in types):
+    if excluded.keys() <= {"type"} and all(
+        kind in inner or (kind == "integer" and "number" in inner) for kind in types
+    ):
         return True
     numeric = {"number", "integer"}
     overlap = any(kind in inner or (kind in numeric and inner & numeric) for kind in types)

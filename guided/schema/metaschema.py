@@ -216,18 +216,18 @@ _TYPE_CHECKS: dict[str, Check] = {
 
 
 def _are_unique(values: list[Any]) -> bool:
-    return len({_identity(value) for value in values}) == len(values)
+    return len({identity(value) for value in values}) == len(values)
 
 
-def _identity(value: Any) -> Any:
+def identity(value: Any) -> Any:
     """Return a hashable that is equal for equal JSON values: 1 equals 1.0, but not true.
 
     Numbers become strings, because a user can choose integers with equal hashes.
     """
     if isinstance(value, dict):
-        return "object", frozenset((name, _identity(member)) for name, member in value.items())
+        return "object", frozenset((name, identity(member)) for name, member in value.items())
     if isinstance(value, list | tuple):
-        return "array", *map(_identity, value)
+        return "array", *map(identity, value)
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     return type(value).__name__, str(value)

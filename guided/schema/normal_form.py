@@ -21,24 +21,36 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import combinations, zip_longest
+from itertools import zip_longest
 from math import lcm
 from typing import Any
 
 from jsonschema import Draft202012Validator
 
 from guided.errors import InvalidConstraint, UnsupportedConstraint
+from guided.schema import string_pattern
 from guided.schema.complement import only_closes, violations
 from guided.schema.finite import FiniteInstances
-from guided.schema import string_pattern
 from guided.schema.graph import Node, SchemaGraph
-from guided.schema.instances import enforcing
 from guided.schema.implication import covers, same
-from guided.schema.keywords import GREATEST, LEAST, OF_TYPE, Schema, clean, cleaned, common_types, name_required, types_of
+from guided.schema.instances import enforcing
+from guided.schema.keywords import (
+    GREATEST,
+    LEAST,
+    OF_TYPE,
+    Schema,
+    clean,
+    cleaned,
+    common_types,
+    name_required,
+    types_of,
+)
 from guided.schema.metaschema import Dialect
+from guided.schema.unevaluated import unevaluated
 
 _MAX_MERGES = 10_000
 _MAX_ALTERNATIVES = 64
+_MAX_MERGED_DEFINITIONS = 50
 
 
 _NO_SIBLINGS = {"$ref", "$schema", "$comment", "$defs", "default", "definitions", "description", "examples", "title"}
@@ -50,6 +62,10 @@ _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 
 class _Inexact(Exception):
     """Two subschemas can't be merged without a change of meaning."""
+
+
+class _Recursive(_Inexact):
+    """A definition is needed within itself."""
 
 
 @dataclass(slots=True)
@@ -140,6 +156,9 @@ class _Normaliser:
             if node.schema.get(anchor)
         )
         self._names: dict[int, str] = {}
+        self._merged_names: dict[str, str] = {}
+        self._merged: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
+        """Definitions that are two subschemas merged, where one is recursive."""
         self._building: set[str] = set()
         self._unfolding: set[str] = set()
         self._merges = 0
@@ -149,8 +168,8 @@ class _Normaliser:
 
     def run(self) -> NormalForm:
         self._form.root = self._normal(self._document)
-        while pending := [id_ for id_, name in self._names.items() if name not in self._form.definitions]:
-            self._definition(self._names[pending[0]])
+        while pending := {*self._names.values(), *self._merged} - self._form.definitions.keys():
+            self._definition(min(pending))
         self._exclude_infinite()
         form = self._form
         form.disjoint = lambda left, right: self._disjoint(left, right, 4)
@@ -171,7 +190,7 @@ class _Normaliser:
         form = self._form
         finite = FiniteInstances(form.definitions)
         infinite = [name for name, schema in form.definitions.items() if not finite.possible(schema)]
-        if not any(form.definitions[name] is not False for name in infinite):
+        if not infinite:
             return
         if form.root is not False and not finite.possible(form.root):
             at = next((pointer for name in infinite if (pointer := form.pointer(form.definitions[name]))), "")
@@ -190,13 +209,15 @@ class _Normaliser:
         if not isinstance(schema, dict):
             return bool(schema)
         node = self._nodes[id(schema)]
-        result = self._conjunction(list(self._conjuncts(node)), schema)
+        result = self._conjunction(list(self._conjuncts(node)), unevaluated(node))
         if isinstance(result, dict):
             self._form.note(result, node.pointer)
         return result
 
     def _conjuncts(self, node: Node) -> Iterator[Schema]:
         """Yield the conditions of `node`, each in normal form."""
+        if node.refers_to_false:
+            yield False
         schema = node.schema
         alone = "$ref" in schema and not self._dialect.siblings_of_ref_count
         if ("enum" in schema or "const" in schema) and not alone:
@@ -424,13 +445,25 @@ class _Normaliser:
     def _definition(self, name: str) -> Schema:
         if name not in self._form.definitions:
             if name in self._building:
-                raise _Inexact  # recursive: it can't be merged into itself
+                raise _Recursive  # it can't be merged into itself
             self._building.add(name)
             try:
-                self._form.definitions[name] = self._normal(self._source(name))
+                merged = self._merged.get(name)
+                built = self._normal(self._source(name)) if merged is None else self._merge_apart(*merged)
+                self._form.definitions[name] = built
             finally:
                 self._building.discard(name)
         return self._form.definitions[name]
+
+    def _merge_apart(self, left: dict[str, Any], right: dict[str, Any]) -> Schema:
+        """Merge two subschemas of which one is a `$ref`, as a definition of its own."""
+        within, self._unfolding = self._unfolding, set()
+        try:
+            return self._merge_unfolded(left, right)
+        except _Inexact:
+            return {"allOf": [left, right]}
+        finally:
+            self._unfolding = within
 
     def _merge(self, left: Schema, right: Schema) -> Schema:
         """Return what both allow. Raises `_Inexact` if one subschema can't express it."""
@@ -442,10 +475,8 @@ class _Normaliser:
             return left
         self._spend()
         # The properties of `left` come first, whatever the two are.
-        if "$ref" in left:
-            return self._unfold(left, lambda target: self._merge(target, right))
-        if "$ref" in right:
-            return self._unfold(right, lambda target: self._merge(left, target))
+        if "$ref" in left or "$ref" in right:
+            return self._merge_references(left, right)
         for one, other in ((left, right), (right, left)):
             if "const" in one or "enum" in one:
                 return self._filter(one, other)
@@ -479,6 +510,22 @@ class _Normaliser:
         names = [name for name in schema.get("properties", {}) if name not in closed["properties"]]
         return self._alternatives("anyOf", [self._merge(rest, clean({"required": [name]})) for name in names])
 
+    def _merge_references(self, left: dict[str, Any], right: dict[str, Any]) -> Schema:
+        """Merge two subschemas of which one is a `$ref`. A recursive one becomes a definition of its own."""
+        try:
+            return self._merge_unfolded(left, right)
+        except _Recursive:
+            name = self._merged_names.setdefault(json.dumps([left, right]), f"m{len(self._merged_names)}")
+            if len(self._merged_names) > _MAX_MERGED_DEFINITIONS:
+                raise _Inexact from None
+            self._merged[name] = (left, right)
+            return {"$ref": f"#/$defs/{name}"}
+
+    def _merge_unfolded(self, left: dict[str, Any], right: dict[str, Any]) -> Schema:
+        if "$ref" in left:
+            return self._unfold(left, lambda target: self._merge(target, right))
+        return self._unfold(right, lambda target: self._merge(left, target))
+
     def _spend(self) -> None:
         """Count one merge or complement. Raises `_Inexact` after too many."""
         self._merges += 1
@@ -489,7 +536,7 @@ class _Normaliser:
         """Return what `use` makes of the target of `reference`. Raises `_Inexact` within itself: it would not end."""
         name = reference["$ref"].removeprefix("#/$defs/")
         if name in self._unfolding:
-            raise _Inexact
+            raise _Recursive
         self._unfolding.add(name)
         try:
             return use(self._definition(name))
@@ -595,6 +642,8 @@ class _Normaliser:
 
     def _outline(self, name: str) -> Schema:
         """Return a schema that allows at least what a definition does that isn't finished yet."""
+        if name in self._merged:
+            return True
         schema = self._source(name)
         if "$ref" in schema and not self._dialect.siblings_of_ref_count:
             return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import interegular
@@ -36,6 +37,12 @@ def complement_of(schema: Schema) -> str:
         raise UnsupportedConstraint("the pattern is too deep to be negated") from None
 
 
+def without(pattern: str, names: Iterable[str]) -> str:
+    """Return a pattern for the strings that contain a match of `pattern` and are not in `names`. Raises as above."""
+    listed = _machine(regex.choice(map(regex.literal, names)))
+    return _whole(_node(_machine(string_pattern.read(pattern)).difference(listed)))
+
+
 def _whole(node: Node) -> str:
     return f"^(?:{regex.render(node)})$"
 
@@ -64,9 +71,18 @@ def _strings(schema: Schema, *, exact: bool = False) -> Node:
 
 def _complement(node: Node) -> Node:
     """Return all other strings."""
-    machine = interegular.parse_pattern(regex.render(node)).to_fsm().reduce().everythingbut().reduce()
+    return _node(_machine(node).everythingbut())
+
+
+def _machine(node: Node) -> Any:
+    return interegular.parse_pattern(regex.render(node)).to_fsm().reduce()
+
+
+def _node(machine: Any) -> Node:
+    """Return the texts that `machine` accepts."""
+    machine = machine.reduce()
     if len(machine.states) > _MAX_STATES:
-        raise UnsupportedConstraint("the pattern is too large to be negated")
+        raise UnsupportedConstraint("the pattern has too many states")
     listed = regex.ranges_of((ord(symbol), ord(symbol)) for symbol in machine.alphabet if symbol is not anything_else)
     ranges = {
         key: regex.ranges_of(
@@ -109,5 +125,5 @@ def _without_states(edges: dict[Any, dict[Any, Node]], start: Any) -> Node:
         if size > _MAX_NODES:
             raise UnsupportedConstraint("the pattern is too large to be negated")
     if "end" not in edges["start"]:
-        raise UnsupportedConstraint("the pattern matches every string")
+        raise UnsupportedConstraint("no string is left")
     return edges["start"]["end"]

@@ -43,9 +43,7 @@ _BEYOND_ASCII = r"\u00a0-\ud7ff\uf900-\ufdcf\ufdf0-\uffef"
 _WIDE_LABEL = f"({_LABEL}|[a-z0-9\u00e0-\u00f6\u00f8-\u00ff\u0430-\u044f\u3041-\u3096\u4e00-\u9fa5]{{1,15}})"
 _POINTER = "(/([^/~]|~[01])*)*"
 _VARIABLE = r"([A-Za-z0-9_]|%[0-9A-Fa-f]{2})+(\.([A-Za-z0-9_]|%[0-9A-Fa-f]{2})+)*(:[1-9][0-9]{0,3}|\*)?"
-_TEMPLATE = (
-    r"([^\x00-\x20\x7f-\x9f\"'<>%\\^`{|}]|%[0-9A-Fa-f]{2}" + rf"|\{{[+#./;?&]?{_VARIABLE}(,{_VARIABLE})*\}})*"
-)
+_TEMPLATE = r"([^\x00-\x20\x7f-\x9f\"'<>%\\^`{|}]|%[0-9A-Fa-f]{2}" + rf"|\{{[+#./;?&]?{_VARIABLE}(,{_VARIABLE})*\}})*"
 _ESCAPE = r"\\[dDwWsSnrtfv\\^$.|?*+()\[\]{}/]"
 _CLASS = rf"\[\^?([^\x00-\x1f\\\[\]^&~|-]|a-z|A-Z|0-9|{_ESCAPE})+-?\]"
 _COUNT = r"([*+?]|\{([0-9]{1,3},?|[01],[1-9][0-9]{0,2}|[2-9],[1-9][0-9]{1,2})\})\??"
@@ -91,9 +89,9 @@ FORMATS = {
     "uuid": "^[0-9A-Fa-f]{8}-[0-9A-Fa-f]{4}-[0-9A-Fa-f]{4}-[0-9A-Fa-f]{4}-[0-9A-Fa-f]{12}$",
 }
 FORMATS |= {"host-name": FORMATS["hostname"], "ip-address": FORMATS["ipv4"]}  # draft 3
-"""The formats of the specification as patterns. Other formats are annotations. Each matches valid values only, but not all
-of them: no leap seconds, no literals for hosts, no unusual notations of addresses. (Source: RFC 3339, 5321, 1123, 2673,
-4291, 6901, 3986, 3987, 6570, 4122. The limit of 253 characters for a hostname is not enforced.)"""
+"""The formats of the specification as patterns. Other formats are annotations. Each matches valid values only, but not
+all of them: no leap seconds, no literals for hosts, no unusual notations of addresses. (Source: RFC 3339, 5321, 1123,
+2673, 4291, 6901, 3986, 3987, 6570, 4122. The limit of 253 characters for a hostname is not enforced.)"""
 
 
 def read(pattern: str) -> Node:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine import attention
-from engine.attention import PagedContext, UnsupportedModelError, paged_attention
+from engine.attention import PagedContext, Prefill, UnsupportedModelError, paged_attention
 from engine.config import EngineConfig
 from engine.kv_cache import KVCache, LayerShapes, block_bytes, plan_blocks
 
@@ -41,14 +41,14 @@ def plainly(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, windo
 
 @settings(max_examples=40, deadline=None)
 @given(
-    prefills=st.lists(st.integers(1, 9), max_size=3),
+    prefills=st.lists(st.tuples(st.integers(0, 9), st.integers(1, 9)), max_size=3),
     decodes=st.lists(st.integers(1, 17), max_size=4),
     window=st.sampled_from([None, 1, 3, 50]),
     seed=st.integers(0, 99),
     one_by_one=st.booleans(),
 )
 def test_prefills_and_decodes_in_one_row(
-    prefills: list[int], decodes: list[int], window: int | None, seed: int, one_by_one: bool
+    prefills: list[tuple[int, int]], decodes: list[int], window: int | None, seed: int, one_by_one: bool
 ) -> None:
     if not prefills and not decodes:
         return
@@ -57,19 +57,22 @@ def test_prefills_and_decodes_in_one_row(
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator)
 
-    store, width = cache(), max([-(-length // BLOCK) for length in decodes], default=0)
-    tables = torch.randperm(32, generator=generator)[: width * len(decodes)].view(len(decodes), width)
-    free = torch.randperm(32, generator=generator)  # prefills may overlap decodes' padding only: give them the rest
+    store, width = cache(64), max([-(-length // BLOCK) for length in decodes], default=0)
+    tables = torch.randperm(64, generator=generator)[: width * len(decodes)].view(len(decodes), width)
+    free = torch.randperm(64, generator=generator)  # prefills may overlap decodes' padding only: give them the rest
     rest = [block for block in free.tolist() if block not in set(tables.flatten().tolist())]
     expected, slots, spans, keys, values, queries = [], [], [], [], [], []
     end = 0
-    for length in prefills:
-        k, v, q = random(length, KV_HEADS, DIM), random(length, KV_HEADS, DIM), random(length, HEADS, DIM)
-        mine = [rest.pop() for _ in range(-(-length // BLOCK))]
-        slots += [mine[at // BLOCK] * BLOCK + at % BLOCK for at in range(length)]
-        spans.append((end, end + length))
+    for before, length in prefills:
+        total = before + length
+        k, v, q = random(total, KV_HEADS, DIM), random(total, KV_HEADS, DIM), random(length, HEADS, DIM)
+        mine = [rest.pop() for _ in range(-(-total // BLOCK))]
+        where = [mine[at // BLOCK] * BLOCK + at % BLOCK for at in range(total)]
+        store.write(0, torch.tensor(where[:before], dtype=torch.int64), k[:before], v[:before])
+        slots += where[before:]
+        spans.append(Prefill(end, end + length, before, torch.tensor([mine]) if before else None))
         end += length
-        keys.append(k), values.append(v), queries.append(q)
+        keys.append(k[before:]), values.append(v[before:]), queries.append(q)
         expected.append(plainly(q, k, v, window))
     for row, length in zip(tables, decodes, strict=True):
         k, v, q = random(length, KV_HEADS, DIM), random(length, KV_HEADS, DIM), random(1, HEADS, DIM)
@@ -95,7 +98,9 @@ def test_prefills_and_decodes_in_one_row(
 
 def test_an_unknown_keyword_is_refused_by_name() -> None:
     one = torch.zeros(1, HEADS, 1, DIM)
-    context = PagedContext(cache(), torch.zeros(1, dtype=torch.int64), [(0, 1)], torch.zeros(0, 0), torch.zeros(0))
+    context = PagedContext(
+        cache(), torch.zeros(1, dtype=torch.int64), [Prefill(0, 1)], torch.zeros(0, 0), torch.zeros(0)
+    )
     for keyword in ("softcap", "s_aux"):
         with pytest.raises(UnsupportedModelError, match=keyword):
             paged_attention(LAYER, one, one[:, :2], one[:, :2], None, paged=context, **{keyword: 1.0})

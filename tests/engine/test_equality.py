@@ -112,6 +112,29 @@ def test_batched_with_mixed_lengths(pair: Pair) -> None:
     check(pair, many, [[one.token_ids for one in output.outputs] for output in found])
 
 
+def test_prefilled_in_chunks_and_scored(pair: Pair) -> None:
+    many = prompts(5)
+    config = EngineConfig(max_num_seqs=4, block_size=4, max_num_batched_tokens=11, num_blocks=60, max_model_len=120)
+    llm = LLM(pair.loaded, config=config)
+    wanted = [greedy(n=1 + index % 2, prompt_logprobs=3 if index % 2 else None) for index in range(len(many))]
+    found = llm.generate(many, wanted, use_tqdm=False)
+    assert llm.engine.stats.steps > NEW_TOKENS + sum(map(len, many)) // 11
+    check(pair, many, [[one.token_ids for one in output.outputs] for output in found])
+    for prompt, params, output in zip(many, wanted, found, strict=True):
+        if params.prompt_logprobs is None:
+            assert output.prompt_logprobs is None
+            continue
+        expected = pair.reference(torch.tensor([prompt])).logits[0].log_softmax(-1)
+        first, *others = output.prompt_logprobs or ()
+        assert first is None
+        assert len(others) == len(prompt) - 1
+        for row, token, entries in zip(expected, prompt[1:], others, strict=False):
+            assert entries is not None
+            assert entries[token].logprob == pytest.approx(row[token].item(), abs=1e-3)
+            best = [one.logprob for one in sorted(entries.values(), key=lambda one: one.rank)]
+            assert best[:3] == pytest.approx(row.topk(3).values.tolist(), abs=1e-3)
+
+
 def test_preempted_and_with_n(pair: Pair) -> None:
     many = prompts(6, longest=40)
     config = EngineConfig(max_num_seqs=16, block_size=4, num_blocks=34, max_model_len=96)

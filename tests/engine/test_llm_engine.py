@@ -215,3 +215,24 @@ def test_a_cache_too_small_for_one_sequence_is_refused(make_engine: MakeEngine) 
     with pytest.raises(ValueError, match="kv_cache_bytes"):
         make_engine(kv_cache_bytes=1000)
     assert make_engine(max_num_seqs=3).blocks.num_blocks == 24, "no more than all sequences can use"
+
+
+def test_the_prefix_cache_changes_no_output(make_engine: MakeEngine, run: Run) -> None:
+    """Free and guided, with n, after preemption, and a second time when all prompts are known."""
+    start = list(range(20, 50))
+    requests = {
+        f"{place}": (
+            [*start[: 10 + 7 * place], 100 + place],
+            SamplingParams(max_tokens=24, seed=place, n=1 + place % 2, regex="[a-z ]{30}" if place % 3 else None),
+        )
+        for place in range(4)
+    }
+    config = {"block_size": 4, "num_blocks": 22, "max_model_len": 72, "max_num_batched_tokens": 24}
+    expected = run(make_engine(enable_prefix_caching=False, **config), requests)
+    engine = make_engine(**config)
+    for _ in range(2):
+        found = run(engine, requests)
+        for name, output in expected.items():
+            assert [one.token_ids for one in found[name].outputs] == [one.token_ids for one in output.outputs]
+    assert engine.blocks.tokens_found > engine.blocks.tokens_looked_up // 3
+    assert engine.scheduler.num_preemptions > 0

@@ -40,7 +40,7 @@ from guided.errors import InvalidConstraint, InvalidRequest, UnsupportedConstrai
         ("logit_bias", {3: 101}),
         ("logit_bias", dict.fromkeys(range(1025), 1)),
         ("logprobs", 21),
-        ("prompt_logprobs", 1),
+        ("prompt_logprobs", 21),
         ("best_of", 3),
         ("use_beam_search", True),
         ("whitespace_pattern", " "),

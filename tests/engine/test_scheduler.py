@@ -29,14 +29,18 @@ def scheduler(num_blocks: int = 16, max_num_seqs: int = 8, max_num_batched_token
 
 def names(batch: ScheduledBatch) -> tuple[list[str], list[str]]:
     return (
-        [prefill[0].group.request_id for prefill in batch.prefills],
+        [chunk.sequences[0].group.request_id for chunk in batch.prefills],
         [sequence.group.request_id for sequence in batch.decodes],
     )
 
 
+def spans(batch: ScheduledBatch) -> list[tuple[int, int]]:
+    return [(chunk.start, chunk.end) for chunk in batch.prefills]
+
+
 def sample(batch: ScheduledBatch) -> None:
     """What the engine does after a step."""
-    for sequence in [s for prefill in batch.prefills for s in prefill] + batch.decodes:
+    for sequence in [s for chunk in batch.prefills if chunk.is_last for s in chunk.sequences] + batch.decodes:
         sequence.append(1)
 
 
@@ -54,14 +58,53 @@ def test_prompts_first_then_one_token_each_and_newcomers_join() -> None:
 
 
 def test_sequences_and_tokens_of_a_step_are_limited_and_the_order_is_kept() -> None:
-    it = scheduler(max_num_seqs=3, max_num_batched_tokens=20)
-    for name, tokens, n in (("a", 12, 1), ("b", 9, 1), ("c", 1, 2)):
+    it = scheduler(max_num_seqs=3, max_num_batched_tokens=12)
+    for name, tokens, n in (("a", 6, 1), ("b", 9, 1), ("c", 1, 2)):
         it.add(group(name, tokens, n))
     batch = it.schedule()
-    assert names(batch) == (["a"], []), "b is over the tokens, and c doesn't overtake it"
+    assert names(batch) == (["a", "b"], []), "c's two are over the sequences"
+    assert spans(batch) == [(0, 6), (0, 3)]
     sample(batch)
     batch = it.schedule()
-    assert names(batch) == (["b"], ["a"]), "c's two are over the sequences"
+    assert names(batch) == (["b"], ["a"])
+    assert spans(batch) == [(3, 9)]
+
+
+def test_a_long_prompt_is_prefilled_in_chunks_and_delays_neither_tokens_nor_short_prompts() -> None:
+    it = scheduler(num_blocks=64, max_num_batched_tokens=20)
+    it.add(group("running", 4))
+    sample(it.schedule())
+    it.add(group("long", 50, n=2))
+    batch = it.schedule()
+    sample(batch)
+    assert (names(batch), spans(batch)) == ((["long"], ["running"]), [(0, 19)])
+    it.add(group("short", 5))
+    batch = it.schedule()
+    sample(batch)
+    assert (names(batch), spans(batch)) == ((["long", "short"], ["running"]), [(19, 29), (0, 5)])
+    sampled = []
+    while not sampled:
+        batch = it.schedule()
+        sampled = [one for chunk in batch.prefills if chunk.is_last for one in chunk.sequences]
+        sample(batch)
+    assert [one.group.request_id for one in sampled] == ["long", "long"]
+    assert [one.num_output_tokens for one in it.running] == [5, 1, 1, 3]
+
+
+def test_a_preempted_part_of_a_prefill_starts_again() -> None:
+    it = scheduler(num_blocks=64, max_num_batched_tokens=20)
+    it.add(group("long", 50, n=2))
+    it.schedule()
+    second = it.running.pop()
+    it.preempt(second)
+    batch = it.schedule()
+    assert spans(batch) == [(20, 30), (0, 10)]
+    for _ in range(8):
+        sample(batch)
+        batch = it.schedule()
+    assert all(one.num_output_tokens > 1 for one in it.running)
+    it.remove(second.group)
+    assert it.blocks.num_free == it.blocks.num_blocks
 
 
 def test_a_group_that_waits_for_its_grammar_is_skipped_and_keeps_its_turn() -> None:
@@ -115,7 +158,7 @@ def test_the_newest_is_preempted_and_comes_back_before_new_groups() -> None:
     it.remove(old)
     batch = it.schedule()
     assert names(batch)[0] == ["new", "newest"]
-    assert batch.prefills[0][0].length == new.sequences[0].length, "prompt and output are prefilled again"
+    assert batch.prefills[0].end == new.sequences[0].length, "prompt and output are prefilled again"
 
 
 def test_every_order_of_ends_gives_all_blocks_back() -> None:
@@ -133,7 +176,7 @@ def test_a_group_of_n_is_prefilled_once_and_copies_what_it_shares() -> None:
     it.add(group("many", 6, n=3))
     batch = it.schedule()
     assert len(batch.prefills) == 1
-    assert len(batch.prefills[0]) == 3
+    assert len(batch.prefills[0].sequences) == 3
     assert it.blocks.num_free == 14
     sample(batch)
     batch = it.schedule()
@@ -169,26 +212,6 @@ def test_clients_take_turns_and_each_ones_order_is_kept() -> None:
     for name in "ab":
         it.add(of("other", name))
     assert names(it.schedule())[0] == ["f0", "a", "f1", "b"]
-
-
-def test_prompts_delay_another_clients_tokens_by_part_of_a_step_only() -> None:
-    it = scheduler(num_blocks=64, max_num_batched_tokens=160)
-    it.add(of("other", "a"))
-    sample(it.schedule())
-    for name in ("1", "2", "3", "4"):
-        it.add(of("flood", name))
-    steps = []
-    for _ in range(2):
-        batch = it.schedule()
-        sample(batch)
-        steps.append(names(batch))
-    assert steps == [(["1", "2"], ["a"]), (["3", "4"], ["a", "1", "2"])]
-    alone = scheduler(num_blocks=64, max_num_batched_tokens=160)
-    alone.add(of("flood", "0"))
-    sample(alone.schedule())
-    for name in ("1", "2", "3", "4"):
-        alone.add(of("flood", name))
-    assert names(alone.schedule()) == (["1", "2", "3", "4"], ["0"])
 
 
 def test_a_newcomer_replaces_the_newest_of_a_client_that_runs_more() -> None:

@@ -13,7 +13,7 @@ from guided.constraint import Constraint
 from guided.errors import BackendError, GuidedError, UnsupportedConstraint
 from guided.inline import InlinePool
 from guided.pool import Grammar
-from guided.processor import ApplyReport, GuidedProcessor, LogitPostProcessor
+from guided.processor import ApplyReport, GuidedProcessor, LogitPostProcessor, SampledEdit
 from guided.sequence import GuidedSequence
 from guided.vocabulary import Vocabulary
 
@@ -29,6 +29,8 @@ VOCABULARY = Vocabulary(
 class Banning:
     """A post-processor of an application's own: bans a token, is late or fails when told, and notes its calls."""
 
+    max_rollback = 1
+
     def __init__(self, banned: int | None = None) -> None:
         self.banned = banned
         self.rejects = False
@@ -37,7 +39,9 @@ class Banning:
         self.failed: dict[int, GuidedError] = {}
         self.calls: list[Any] = []
 
-    def initialize(self, request_id: str, constraint: Constraint, backend: str = "auto") -> Future[Grammar]:
+    def initialize(
+        self, request_id: str, constraint: Constraint, backend: str = "auto", client: str = ""
+    ) -> Future[Grammar]:
         if self.rejects:
             raise UnsupportedConstraint("not with me")
         self.calls.append(("initialize", request_id))
@@ -46,7 +50,7 @@ class Banning:
     def prepare(self, sequences: Sequence[GuidedSequence], logits_rows: Any = None, new_tokens: Any = None) -> None:
         self.calls.append(("prepare", [sequence.sampling_params for sequence in sequences]))
 
-    def apply(self, logits: torch.Tensor, patience: float | None = None, alone: bool = True) -> ApplyReport:
+    def apply(self, logits: torch.Tensor, *options: Any, **named: Any) -> ApplyReport:
         self.calls.append(("finite", torch.isfinite(logits[0]).nonzero().flatten().tolist()))
         if self.banned is not None:
             logits[:, self.banned] = -torch.inf
@@ -58,6 +62,10 @@ class Banning:
 
     def failures(self) -> dict[str, GuidedError]:
         return {}
+
+    def sampled(self, sequences: Sequence[GuidedSequence]) -> dict[int, SampledEdit]:
+        self.calls.append(("sampled", *(each.sequence_id for each in sequences)))
+        return {each.sequence_id: SampledEdit(rollback=1) for each in sequences if each.output_token_ids[-1] == 3}
 
     def rollback(self, sequence_id: int, length: int) -> None:
         self.calls.append(("rollback", sequence_id, length))
@@ -138,3 +146,12 @@ def test_a_request_that_one_member_rejects_is_freed_in_the_others() -> None:
     with pytest.raises(UnsupportedConstraint):
         ProcessorBundle(first, second).initialize("r", Constraint.choice(["12"]))
     assert first.calls == [("initialize", "r"), ("free", "r")]
+
+
+def test_a_member_changes_outputs() -> None:
+    case = Case()
+    assert case.bundle.max_rollback == 1
+    case.sequence.output_token_ids = [5]
+    assert case.bundle.sampled([case.sequence]) == {}
+    case.sequence.output_token_ids = [5, 3]
+    assert case.bundle.sampled([case.sequence]) == {1: SampledEdit(rollback=1)}

@@ -143,3 +143,28 @@ def test_after_any_edits_the_mask_is_that_of_the_output(data: st.DataObject) -> 
         known = output
         following = {s[len(output)] for s in SENTENCES if s[: len(output)] == output and len(s) > len(output)}
         assert allowed == sorted(following | ({STOP} if output in SENTENCES else set()))
+
+
+def ahead(filled: Filled, *tokens: int) -> tuple[list[int], list[int]]:
+    """The allowed tokens after `tokens` more, and the forced ones."""
+    run = np.full(8, 7, np.int32)
+    allowed = filled.mask(*tokens)
+    filled.worker.look_ahead(SLOT, filled.bitmask[1], run)
+    return allowed, run[run >= 0].tolist()
+
+
+def test_looking_ahead_finds_the_tokens_without_an_alternative_and_changes_nothing() -> None:
+    filled = Filled()
+    assert ahead(filled) == ([1, 6], [])
+    assert ahead(filled, 6) == ([6], [6, 6, STOP])
+    assert ahead(filled, 6) == ([6], [6, STOP])
+    longer = Filled(ScriptedGrammar([[1] * 20]))
+    assert ahead(longer) == ([1], [1] * 8)
+    assert ahead(longer, 1, 1) == ([1], [1] * 8)
+
+
+def test_an_error_ahead_is_none_yet() -> None:
+    filled = Filled(ScriptedGrammar([[1, 2, 3, 4], [1, 2, 3, 5]], fail_at=2))
+    assert ahead(filled) == ([1], [1, 2])
+    error = filled.worker.fill(SLOT, [1, 2], filled.bitmask[1])
+    assert isinstance(error, BackendError)

@@ -32,10 +32,11 @@ WAIT = 60.0
 def pool(request: pytest.FixtureRequest) -> Iterator[MaskPool]:
     pool: MaskPool
     if request.param == "inline":
-        pool = InlinePool(BYTES)
+        pool = InlinePool(BYTES, forced_tokens=True)
     else:
         request.getfixturevalue("local_ray")
-        pool = RayPool(BYTES, num_actors=2, transport="auto" if request.param == "ray" else "tcp")
+        transport = "auto" if request.param == "ray" else "tcp"
+        pool = RayPool(BYTES, num_actors=2, transport=transport, forced_tokens=True)
     yield pool
     pool.shutdown()
     pool.shutdown()
@@ -264,7 +265,7 @@ def test_a_grammar_outlives_its_release_while_a_sequence_has_it_open(driver: Dri
     [
         (lambda: Constraint.regex("a(b"), InvalidConstraint),
         (lambda: Constraint.grammar("start: undefined_rule"), InvalidConstraint),
-        (lambda: Constraint.json_schema({"type": "array", "uniqueItems": True}), UnsupportedConstraint),
+        (lambda: Constraint.json_schema({"contains": {"pattern": "a"}, "maxContains": 2}), UnsupportedConstraint),
     ],
 )
 def test_what_cant_be_compiled_says_so(
@@ -278,12 +279,12 @@ def test_what_cant_be_compiled_says_so(
 
 
 def test_the_next_backend_is_tried_where_the_first_refuses(driver: Driver) -> None:
-    constraint = Constraint.json_schema({"type": "object", "properties": {"a": {"type": "null"}}, "minProperties": 1})
-    with pytest.raises(UnsupportedConstraint, match="minProperties"):
-        driver.compile(constraint, ("llguidance", "outlines"))
-    grammar = driver.compile(constraint, ("llguidance", "outlines", "xgrammar"))
-    assert grammar.backend == "xgrammar"
-    assert "{" in driver.mask(driver.open(grammar), "")
+    constraint = Constraint.json_schema({"type": "array", "items": {"$ref": "#"}})
+    with pytest.raises(UnsupportedConstraint, match="recursive"):
+        driver.compile(constraint, ("outlines",))
+    grammar = driver.compile(constraint, ("outlines", "llguidance"))
+    assert grammar.backend == "llguidance"
+    assert "[" in driver.mask(driver.open(grammar), "")
 
 
 def test_a_sequence_that_was_never_opened_has_no_mask(driver: Driver) -> None:
@@ -315,3 +316,17 @@ def test_a_budget_that_cannot_suffice_is_refused(driver: Driver) -> None:
     assert isinstance(refusal, InvalidRequest)
     assert refusal.param == "max_tokens"
     assert "at least 21" in str(refusal)
+
+
+def test_tokens_without_an_alternative_come_with_the_mask(driver: Driver) -> None:
+    grammar = driver.compile(Constraint.regex("(a|bcde)x[0-9]"))
+    first, second = driver.open(grammar), driver.open(grammar)
+    driver.step(first, second)
+    driver.write(first, "a")
+    driver.write(second, "b")
+    sequences = [driver.sequences[first], driver.sequences[second]]
+    driver.pool.submit(sequences)
+    found = driver.pool.collect()
+    assert found.forced == {1: tokens("cdex")}, "a single token is sampled as usual"
+    driver.write(second, "bcdex")
+    assert driver.step(first, second) == ["x", "0123456789"]

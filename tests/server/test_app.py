@@ -70,7 +70,7 @@ class TestChat:
         answer = post(client, max_tokens=200, whitespace_pattern="", **fields)
         assert answer.status_code == 200
         assert answer.headers["x-guided-backend"] == "llguidance"
-        assert answer.json()["guided"] == {"kind": "json_schema", "backend": "llguidance"}
+        assert answer.json()["guided"] == {"kind": "json_schema", "backend": "llguidance", "not_enforced": []}
         assert json.loads(answer.json()["choices"][0]["message"]["content"]) in ({"ok": True}, {"ok": False})
 
     @pytest.mark.parametrize("stream", [False, True])
@@ -170,6 +170,33 @@ class TestCompletions:
     def test_echo(self, client: TestClient) -> None:
         answer = post(client, "/v1/completions", prompt="the fox ", echo=True, choice=["runs"]).json()
         assert answer["choices"][0]["text"] == "the fox runs"
+
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_echo_with_logprobs_covers_the_prompt(self, client: TestClient, stream: bool) -> None:
+        body = {"prompt": ["the fox ", "two"], "echo": True, "choice": ["runs"], "logprobs": 1, "n": 2}
+        answer = post(client, "/v1/completions", stream=stream, **body)
+        chunks = sse(answer.text)[:-1] if stream else [answer.json()]
+        for index in range(4):
+            choices = [one for chunk in chunks for one in chunk["choices"] if one["index"] == index]
+            text = "".join(choice["text"] for choice in choices)
+            assert text == ("the fox runs", "tworuns")[index // 2]
+            found = [choice["logprobs"] for choice in choices if choice["logprobs"]]
+            values = [value for each in found for value in each["token_logprobs"]]
+            assert values[0] is None
+            assert all(value < 0 for value in values[1:])
+            assert next(top for each in found for top in each["top_logprobs"]) is None
+            offsets = [offset for each in found for offset in each["text_offset"]]
+            assert len(offsets) == len(values)
+            assert text[offsets[-2] :].endswith("s")
+            assert all(choice.get("prompt_logprobs") is None for choice in choices)
+
+    def test_prompt_logprobs_are_in_vllms_shape(self, client: TestClient) -> None:
+        choice = post(client, prompt_logprobs=2, max_tokens=2).json()["choices"][0]
+        first, *others = choice["prompt_logprobs"]
+        assert first is None
+        assert all({"logprob", "rank", "decoded_token"} == entry.keys() for each in others for entry in each.values())
+        refused = post(client, prompt_logprobs=2, stream=True)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "prompt_logprobs")
 
     def test_stop_string_ends_and_is_named(self, client: TestClient) -> None:
         whole = post(client, "/v1/completions", prompt="the fox", temperature=0, max_tokens=12, ignore_eos=True).json()
@@ -497,7 +524,7 @@ class TestDisconnect:
     def test_during_compilation(self, client: TestClient, stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         context: ServerContext = client.app.state.context  # type: ignore[attr-defined]
         never: Future[Any] = Future()
-        monkeypatch.setattr(context.engine.pool, "compile", lambda constraint, backends: never)
+        monkeypatch.setattr(context.engine.pool, "compile", lambda constraint, backends, client: never)
         body = json.dumps({**HELLO, "regex": "a", "stream": stream}).encode()
         sent: list[Any] = []
 

@@ -67,7 +67,12 @@ def as_document(form: NormalForm) -> Any:
             {"type": "object", "properties": {"a": False, "b": True}},
         ),
         (
-            {"properties": {"k": {"enum": [1, 2]}}, "type": "object", "required": ["k"], "not": {"properties": {"k": {"const": 1}}}},
+            {
+                "properties": {"k": {"enum": [1, 2]}},
+                "type": "object",
+                "required": ["k"],
+                "not": {"properties": {"k": {"const": 1}}},
+            },
             {"properties": {"k": {"enum": [2]}}, "type": "object", "required": ["k"]},
         ),
         (
@@ -87,10 +92,20 @@ def as_document(form: NormalForm) -> Any:
             },
         ),
         (
-            {"type": "object", "additionalProperties": False, "properties": {"a": {}, "b": {}}, "dependentRequired": {"a": ["b"]}},
+            {
+                "type": "object",
+                "additionalProperties": False,
+                "properties": {"a": {}, "b": {}},
+                "dependentRequired": {"a": ["b"]},
+            },
             {
                 "anyOf": [
-                    {"type": "object", "properties": {"a": True, "b": True}, "additionalProperties": False, "required": ["a", "b"]},
+                    {
+                        "type": "object",
+                        "properties": {"a": True, "b": True},
+                        "additionalProperties": False,
+                        "required": ["a", "b"],
+                    },
                     {"type": "object", "properties": {"a": False, "b": True}, "additionalProperties": False},
                 ]
             },
@@ -225,7 +240,10 @@ def test_parts_without_a_finite_instance_are_excluded() -> None:
         {"$ref": "#/$defs/endless", "$defs": defs},
         {"properties": {"n": {"$ref": "#"}}, "required": ["n"], "type": "object"},
         {"type": "array", "items": {"$ref": "#"}, "minItems": 1},
-        {"anyOf": [{"type": "array", "prefixItems": [{"$ref": "#"}], "minItems": 1}, {"$ref": "#/$defs/endless"}], "$defs": defs},
+        {
+            "anyOf": [{"type": "array", "prefixItems": [{"$ref": "#"}], "minItems": 1}, {"$ref": "#/$defs/endless"}],
+            "$defs": defs,
+        },
     ):
         with pytest.raises(InvalidConstraint, match="no finite value"):
             normalise(schema)

@@ -1,0 +1,208 @@
+"""After sampling: forced tokens, and post-processors that append, roll back or stop."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+import torch
+
+from engine.config import EngineConfig
+from engine.llm_engine import LLMEngine
+from engine.model_loader import LoadedModel
+from engine.outputs import RequestOutput
+from engine.sampling_params import SamplingParams
+from guided.bundle import ProcessorBundle
+from guided.constraint import Constraint
+from guided.errors import GuidedError
+from guided.inline import InlinePool
+from guided.pool import Grammar
+from guided.processor import ApplyReport, GuidedProcessor, SampledEdit
+from guided.sequence import GuidedSequence
+
+Run = Callable[..., dict[str, RequestOutput]]
+PROMPT = "As JSON: "
+NAMES = ("identifier", "description", "approved")
+SCHEMA = {
+    "type": "object",
+    "properties": {"identifier": {"type": "integer"}, "description": {"enum": ["quick"]}, "approved": {"const": True}},
+    "required": list(NAMES),
+    "additionalProperties": False,
+}
+
+
+def requests(**others: Any) -> dict[str, tuple[Any, SamplingParams]]:
+    fields: dict[str, dict[str, Any]] = {
+        "greedy": {"temperature": 0.0},
+        "random": {"seed": 5, "n": 2},
+        "scored": {"seed": 6, "logprobs": 2},
+        "penalised": {"temperature": 0.0, "repetition_penalty": 1.2, "logit_bias": {30: 2.0}},
+        "short": {"temperature": 0.0, "max_tokens": 9},
+        "short and scored": {"seed": 3, "max_tokens": 9, "logprobs": 0},
+    }
+    schema = {"json_schema": SCHEMA, "whitespace_pattern": "", "max_tokens": 60}
+    found = {name: (PROMPT, SamplingParams(**{**schema, **params, **others})) for name, params in fields.items()}
+    return {**found, "free": (PROMPT, SamplingParams(temperature=0.0, max_tokens=20))}
+
+
+@pytest.fixture
+def engine_with(tiny_model: LoadedModel) -> Callable[..., LLMEngine]:
+    def make(forced_tokens: bool, other: Any = None, **config: Any) -> LLMEngine:
+        pool = InlinePool(tiny_model.vocabulary, forced_tokens=forced_tokens)
+        processor = None if other is None else ProcessorBundle(GuidedProcessor(pool), other)
+        return LLMEngine(tiny_model, EngineConfig(max_model_len=128, **config), pool, processor)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    "config", [{}, {"block_size": 4, "num_blocks": 36}, {"max_num_seqs": 3, "max_num_batched_tokens": 8}]
+)
+def test_forced_tokens_save_steps_and_change_no_output(
+    engine_with: Callable[..., LLMEngine], run: Run, config: dict[str, Any]
+) -> None:
+    without = engine_with(False)
+    expected, engine = run(without, requests()), engine_with(True, **config)
+    found = run(engine, requests())
+    for name, output in expected.items():
+        for one, same in zip(found[name].outputs, output.outputs, strict=True):
+            assert (one.token_ids, one.text, one.finish_reason) == (same.token_ids, same.text, same.finish_reason)
+            assert (one.logprobs is None) == (same.logprobs is None)
+            for entries, others in zip(one.logprobs or (), same.logprobs or (), strict=True):
+                assert entries is not None
+                assert others is not None
+                assert list(entries) == list(others)
+                assert [each.logprob for each in entries.values()] == pytest.approx(
+                    [each.logprob for each in others.values()], abs=1e-3
+                )
+    tokens = sum(len(one.token_ids) for output in found.values() for one in output.outputs)
+    assert engine.stats.forced_tokens > tokens // 4
+    if not config:
+        assert engine.stats.steps < without.stats.steps * 0.8
+    for name in NAMES:
+        assert json.loads(found["greedy"].outputs[0].text).keys() == set(NAMES), name
+
+
+class Own:
+    """A post-processor of an application's own. It changes outputs as told."""
+
+    def __init__(self, decide: Callable[[list[int]], SampledEdit | None], max_rollback: int = 0) -> None:
+        self.decide = decide
+        self.max_rollback = max_rollback
+        self.banned: tuple[int, int] | None = None
+        """(length of the output, token)."""
+        self.sequences: Sequence[GuidedSequence] = ()
+        self.rows: Any = None
+
+    def initialize(self, request_id: str, constraint: Constraint, backend: str = "auto") -> Future[Grammar]:
+        future: Future[Grammar] = Future()
+        future.set_result(Grammar("own", "own", constraint, ("own",)))
+        return future
+
+    def prepare(self, sequences: Sequence[GuidedSequence], logits_rows: Any = None, new_tokens: Any = None) -> None:
+        self.sequences, self.rows = sequences, logits_rows
+
+    def apply(self, logits: torch.Tensor, patience: float | None = None, alone: bool = True) -> ApplyReport:
+        for row, sequence in zip(self.rows, self.sequences, strict=True):
+            if self.banned is not None and len(sequence.output_token_ids) == self.banned[0]:
+                logits[row, self.banned[1]] = -torch.inf
+        return ApplyReport()
+
+    def sampled(self, sequences: Sequence[GuidedSequence]) -> dict[int, SampledEdit]:
+        decided = {each.sequence_id: self.decide(list(each.output_token_ids)) for each in sequences}
+        return {name: edit for name, edit in decided.items() if edit is not None}
+
+    def settled(self, timeout: float = 0.0) -> list[int]:
+        return []
+
+    def failures(self) -> dict[str, GuidedError]:
+        return {}
+
+    def rollback(self, sequence_id: int, length: int) -> None:
+        pass
+
+    def free_sequence(self, sequence_id: int) -> None:
+        pass
+
+    def free(self, request_id: str) -> None:
+        pass
+
+
+REGEX = "[0-9]{20}"
+DIGITS = SamplingParams(regex=REGEX, temperature=0.0, max_tokens=30, logprobs=1, frequency_penalty=0.5)
+
+
+def test_a_processor_rolls_back_and_the_sequence_takes_another_way(
+    engine_with: Callable[..., LLMEngine], run: Run
+) -> None:
+    """It takes the last four tokens back once, and bans the first of them: no output shows them."""
+    expected = run(engine_with(False), {"r": (PROMPT, DIGITS)})["r"].outputs[0]
+    done: list[list[int]] = []
+
+    def decide(output: list[int]) -> SampledEdit | None:
+        if len(output) < 9 or done:
+            return None
+        done.append(output)
+        own.banned = (5, output[5])
+        return SampledEdit(rollback=4)
+
+    own = Own(decide, max_rollback=4)
+    engine = engine_with(False, own, block_size=4)
+    engine.add_request("r", PROMPT, DIGITS)
+    shown: list[list[int]] = []
+    while engine.has_unfinished:
+        shown += [output.outputs[0].token_ids for output in engine.step()]
+    *_, last = shown
+    assert done == [expected.token_ids[:9]]
+    assert last[:5] == expected.token_ids[:5]
+    assert last[5] != expected.token_ids[5]
+    assert all(last[: len(one)] == one for one in shown), "what was shown stays"
+    text = engine.model.vocabulary.decode(last).decode()
+    assert re.fullmatch(REGEX, text)
+    again = run(engine_with(False, Own(lambda output: None)), {"r": (PROMPT, DIGITS)})["r"].outputs[0]
+    assert again.token_ids == expected.token_ids
+    assert engine.blocks.num_free == engine.blocks.num_blocks
+
+
+def test_after_a_rollback_the_same_tokens_have_the_same_logprobs(
+    engine_with: Callable[..., LLMEngine], run: Run
+) -> None:
+    expected = run(engine_with(False), {"r": (PROMPT, DIGITS)})["r"].outputs[0]
+    places = [3, 9, 16]
+
+    def decide(output: list[int]) -> SampledEdit | None:
+        if places and len(output) == places[0]:
+            return SampledEdit(rollback=places.pop(0) // 3 + 1)
+        return None
+
+    found = run(engine_with(False, Own(decide, 9), block_size=4), {"r": (PROMPT, DIGITS)})["r"].outputs[0]
+    assert found.token_ids == expected.token_ids
+    assert found.cumulative_logprob == pytest.approx(expected.cumulative_logprob, abs=1e-3)
+    assert len(found.logprobs or ()) == len(found.token_ids)
+
+
+def test_a_processor_appends_and_stops(engine_with: Callable[..., LLMEngine], run: Run) -> None:
+    engine = engine_with(False)
+    digits = engine.model.vocabulary.encode("7"), engine.model.vocabulary.encode("8")
+    (seven,), (eight,) = digits
+
+    def decide(output: list[int]) -> SampledEdit | None:
+        if len(output) == 2:
+            return SampledEdit(rollback=1, append=[seven, eight, seven])
+        return SampledEdit(stop=True) if len(output) > 6 else None
+
+    found = run(engine_with(False, Own(decide, 1)), {"r": (PROMPT, DIGITS)})["r"].outputs[0]
+    assert found.token_ids[1:4] == [seven, eight, seven]
+    assert (len(found.token_ids), found.finish_reason) == (7, "stop")
+    assert len(found.logprobs or ()) == 7
+
+
+def test_more_than_was_declared_is_not_rolled_back(engine_with: Callable[..., LLMEngine], run: Run) -> None:
+    own = Own(lambda output: SampledEdit(rollback=2) if len(output) == 3 else None, 1)
+    found = run(engine_with(False, own), {"r": (PROMPT, DIGITS)})["r"]
+    assert found.error is not None
+    assert "2 tokens to roll back; the limit is 1" in str(found.error)
