@@ -178,12 +178,14 @@ class Completions:
         allowed = np.flatnonzero((row[self._words] >> self._bits) & 1)
         if not len(allowed):
             ids = allowed_ids(row)
-            return ids[np.argsort(self.lengths[ids], kind="stable")[: 1 + _ENDINGS]].tolist()
+            by_length: list[int] = ids[np.argsort(self.lengths[ids], kind="stable")[: 1 + _ENDINGS]].tolist()
+            return by_length
         ranks = self._ranks[1 if self._mark in allowed else 0]
         worn = np.where(self._closing, 0, uses // patience * 1000)
         allowed = allowed[np.argsort((ranks + worn)[allowed], kind="stable")]
         uses[allowed[0]] += 1
-        return self._singles[allowed[: 1 + _ENDINGS]].tolist()
+        chosen: list[int] = self._singles[allowed[: 1 + _ENDINGS]].tolist()
+        return chosen
 
     def checked(self, matcher: Matcher, text: bytes) -> Completion | None:
         """Return `text` as a completion if `matcher` accepts it, in as few tokens as the tokenizer spells it."""
