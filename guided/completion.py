@@ -30,6 +30,8 @@ _SHARED = 4
 """Completions that were found for one candidate and are tried for the others."""
 _SKIPS = 6
 """Bytes at the beginning of the known completion that a new token may make superfluous."""
+_JOINTS = (b",", b'",')
+"""What may be missing between a new token and the known completion."""
 _ALTERNATIVES = 6
 """Other tokens that are tried at each position of a completion, to find a shorter one."""
 _ENDINGS = 40
@@ -82,6 +84,8 @@ class Completions:
         texts = [token for token in plain if _is_text(vocabulary.token_bytes[token])]
         self.plain = pack(texts, len(permitted) * 32)
         """int32 `[words]`: tokens that are plain text within a JSON string."""
+        self.samples = sorted(texts, key=lambda token: self.lengths[token])[:: max(1, len(texts) - 1)][:2]
+        """The shortest and the longest of them."""
         self.short = pack([token for token in texts if self.lengths[token] <= 2], len(permitted) * 32)
         """int32 `[words]`: those of one or two bytes. All are allowed only within a string that may be anything."""
         self._singles = _single_bytes(vocabulary)
@@ -198,6 +202,11 @@ class Completions:
         except GuidedError:
             return None
 
+    def ended(self, matcher: Matcher, output: bytes) -> Completion | None:
+        """Return a part at the end of `output` that completes this one, too."""
+        ends = (joint + output[start:] for start in range(min(_SKIPS, len(output))) for joint in (b"", *_JOINTS))
+        return next(filter(None, (self.checked(matcher, end) for end in ends)), None)
+
     def inherited(self, matcher: Matcher, known: Completion, token: int) -> Completion | None:
         """Derive a completion after `token`, which `matcher` has accepted, from the one before it."""
         if known.tokens[:1] == (token,):
@@ -248,6 +257,7 @@ class BudgetedSequence:
             found: Completion | None = Completion(b"", ())
             if not (matcher.is_terminated() or matcher.is_accepting()):
                 found = None if known is None else self._completions.inherited(matcher, known, token)
+                found = found or self._completions.ended(matcher, self._budget.hint.encode())
                 if found is None or len(found.tokens) >= left:
                     searched = self._completions.find(matcher, _Steps(_LATER_STEPS))
                     found = searched if searched is not None and _is_shorter(searched, found) else found
@@ -289,9 +299,11 @@ class BudgetedSequence:
             return
         kept = np.zeros_like(row)
         if spare >= budget.text_jump and not (self._completions.short & ~row).any():
-            kept |= self._completions.plain & row
+            samples = self._completions.samples  # not so where the known completion is within the string
+            if len(list(self._fitting(matcher, samples, known, left, _Steps(0)))) == len(samples):
+                kept |= self._completions.plain & row
         candidates = self._candidates(row & ~kept, known)
-        fitting = list(self._fitting(matcher, candidates, known, left))
+        fitting = list(self._fitting(matcher, candidates, known, left, _Steps(_MASK_STEPS)))
         if not (fitting or kept.any() or matcher.is_accepting()):
             fitting = list(known.tokens[:1])  # no completion fits any more: end as soon as possible
         kept |= pack(fitting, len(row) * 32) & row
@@ -305,11 +317,13 @@ class BudgetedSequence:
         order = np.argsort(self._completions.lengths[ids], kind="stable")[:_CANDIDATES]
         return list(dict.fromkeys([*known.tokens[:1], *ids[order].tolist()]))
 
-    def _fitting(self, matcher: Matcher, candidates: Sequence[int], known: Completion, left: int) -> Iterator[int]:
+    def _fitting(
+        self, matcher: Matcher, candidates: Sequence[int], known: Completion, left: int, steps: _Steps
+    ) -> Iterator[int]:
         """Yield the candidates with a known completion of fewer than `left` tokens."""
         if left < 1:
             return
-        steps, texts = _Steps(_MASK_STEPS), list[bytes]()
+        texts = list[bytes]()
         completions = self._completions
         for token in candidates:
             try:
@@ -363,3 +377,5 @@ def _rests(known: bytes, new: bytes) -> Iterator[bytes]:
         return
     for skipped in range(min(_SKIPS, len(known)) + 1):
         yield known[skipped:]
+    for joint in _JOINTS:
+        yield joint + known
