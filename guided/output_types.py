@@ -67,7 +67,8 @@ def _strings(output_type: Any) -> list[str] | None:
     """Return the values of an `Enum` or a `Literal` if all are non-empty strings."""
     values: list[Any] = []
     if isinstance(output_type, enum.EnumMeta):
-        values = [each.value for each in output_type.__members__.values()]
+        members: dict[str, Any] = dict(output_type.__members__)
+        values = [member.value for member in members.values()]
     elif get_origin(output_type) is Literal:
         values = list(get_args(output_type))
     plain = all(type(value) is str and value for value in values)
