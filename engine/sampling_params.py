@@ -46,8 +46,8 @@ class SamplingParams:
         output_type: a Python type: a pydantic model, a dataclass, a `TypedDict`, an `Enum`, a `Literal`, a term of
             outlines. `CompletionOutput.parsed` is the answer as a value of it.
         backend: the grammar library that enforces the constraint. `auto` picks one.
-        complete: complete the constraint within `max_tokens`: as the end comes near, only tokens after which the rest still
-            fits are allowed. `CompletionOutput.completed_early` says whether that had an effect.
+        complete: complete the constraint within `max_tokens`: as the end comes near, only tokens after which the rest
+            still fits are allowed. `CompletionOutput.completed_early` says whether that had an effect.
         whitespace_pattern: JSON constraints only: regex of the whitespace between JSON tokens ("" is none).
         strict_formats: refuse a `format` in a schema that is not in the specification, instead of ignoring it.
         n: number of outputs.

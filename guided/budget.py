@@ -13,8 +13,10 @@ from guided.constraint import Constraint
 from guided.errors import GuidedError
 
 _MARGIN = 24
-"""Tokens that a value of JSON can need (an escape, the rest of a number, closing brackets), besides what its schema demands."""
+"""Tokens that a value of JSON can need (an escape, the rest of a number, closing brackets) besides its schema's."""
 _MAX_JUMP = 1 << 20
+_MAX_HINT = 10_000
+_MAX_VALUES = 1_000
 
 
 class Budget(NamedTuple):
@@ -32,10 +34,13 @@ class Budget(NamedTuple):
     """Maximum jump of a later token."""
     text_jump: int
     """Maximum jump of a token that is plain text within a JSON string."""
+    hint: str = ""
+    """A text that is probably a short output. Whether it is one, the matcher says."""
 
 
 def budget_of(constraint: Constraint, tokens: int) -> Budget:
     """Return the budget of a sequence. The estimates are generous: tokens are counted as characters."""
+    hint = ""
     match constraint.kind:
         case "json_schema":
             return _of_schema(json.loads(constraint.source), tokens)
@@ -43,13 +48,14 @@ def budget_of(constraint: Constraint, tokens: int) -> Budget:
             return Budget(tokens, _MARGIN, _MARGIN, 0)
         case "choice":
             jump = max(len(option.encode()) for option in constraint.choices)
+            hint = min(constraint.choices, key=len)
         case "regex":
-            jump = _worst(constraint.source)
-        case "grammar":
+            jump, hint = _worst(constraint.source), _short_match(constraint.source)
+        case "grammar" | "structural_tag":
             counts = math.prod(max(1, int(count)) for count in re.findall(r"\{(\d{1,6})", constraint.source))
             jump = len(constraint.source) * counts
     jump = min(jump, _MAX_JUMP)
-    return Budget(tokens, jump, jump, jump)
+    return Budget(tokens, jump, jump, jump, hint)
 
 
 def _of_schema(schema: Any, tokens: int) -> Budget:
@@ -57,7 +63,9 @@ def _of_schema(schema: Any, tokens: int) -> Budget:
     inner = max((sizes.of(each) for each in _subschemas(schema)), default=0)
     has_patterns = re.search(r'"(pattern|patternProperties|format|propertyNames)":', json.dumps(schema))
     jump = min(inner, _MAX_JUMP) + _MARGIN
-    return Budget(tokens, max(jump, min(sizes.of(schema), _MAX_JUMP)), jump, jump if has_patterns else 0)
+    hint = json.dumps(_Instances(schema).of(schema), ensure_ascii=False, separators=(",", ":"))
+    first = max(jump, min(sizes.of(schema), _MAX_JUMP))
+    return Budget(tokens, first, jump, jump if has_patterns else 0, hint if len(hint) <= _MAX_HINT else "")
 
 
 def _worst(pattern: str) -> int:
@@ -66,6 +74,29 @@ def _worst(pattern: str) -> int:
         return _rest(regex.parse(pattern))[1]
     except GuidedError:  # refused when it is compiled
         return len(pattern)
+
+
+def _short_match(pattern: str) -> str:
+    """Return a shortest match; empty if there is none, or it is long."""
+    try:
+        node = regex.parse(pattern)
+        return _text(node) if _rest(node)[0] <= _MAX_HINT else ""
+    except GuidedError:
+        return ""
+
+
+def _text(node: regex.Node) -> str:
+    match node:
+        case regex.Chars(ranges):
+            usual = (each for each in "a0 " if any(low <= ord(each) <= high for low, high in ranges))
+            return next(usual, chr(ranges[0][0]))
+        case regex.Sequence(items):
+            return "".join(map(_text, items))
+        case regex.Choice(options):
+            return min(map(_text, options), key=len)
+        case regex.Repeat(item, low, _):
+            return _text(item) * low
+    return ""
 
 
 def _rest(node: regex.Node) -> tuple[int, int]:
@@ -129,17 +160,7 @@ class _Sizes:
         )
 
     def _reference(self, schema: Mapping[str, Any]) -> int:
-        target: Any = self._root
-        pointer = schema.get("$ref")
-        if not isinstance(pointer, str) or not pointer.startswith("#"):
-            return 0
-        for step in filter(None, pointer[1:].split("/")):
-            step = step.replace("~1", "/").replace("~0", "~")
-            if isinstance(target, Mapping):
-                target = target.get(step)
-            elif isinstance(target, list) and step.isdecimal() and int(step) < len(target):
-                target = target[int(step)]
-        return self.of(target)
+        return self.of(_target(self._root, schema))
 
     def _object(self, schema: Mapping[str, Any]) -> int:
         properties = schema.get("properties")
@@ -157,6 +178,71 @@ class _Sizes:
         prefix = [self.of(each) + 1 for key in ("prefixItems", "items") for each in _list(schema.get(key))]
         item = max(self.of(schema.get(key)) for key in ("items", "additionalItems", "contains"))
         return sum(prefix) + (_count(schema, "minItems") + _count(schema, "minContains")) * (item + 2) + item
+
+
+class _Instances:
+    """Guesses short instances. A wrong guess does no harm."""
+
+    def __init__(self, root: Any) -> None:
+        self._root = root
+        self._left = _MAX_VALUES
+
+    def of(self, schema: Any) -> Any:
+        """Return what may be a short instance of `schema`."""
+        self._left -= 1
+        if not isinstance(schema, Mapping) or self._left < 0:
+            return 0
+        if "const" in schema:
+            return schema["const"]
+        options = _list(schema.get("enum")) or [
+            self.of({**schema, **_mapping(each), "anyOf": 0, "oneOf": 0})
+            for each in [*_list(schema.get("anyOf")), *_list(schema.get("oneOf"))]
+        ]
+        if options:
+            return min(options, key=lambda value: len(json.dumps(value)))
+        if "$ref" in schema:
+            return self.of(_target(self._root, schema))
+        return self._typed(
+            {**schema, **{key: value for each in _list(schema.get("allOf")) for key, value in _mapping(each).items()}}
+        )
+
+    def _typed(self, schema: Mapping[str, Any]) -> Any:
+        kind = schema.get("type")
+        kind = kind[0] if isinstance(kind, list) and kind else kind
+        if kind == "object" or (kind is None and "properties" in schema):
+            properties = _mapping(schema.get("properties"))
+            names = [name for name in properties if name in _list(schema.get("required"))]
+            names += [name for name in _list(schema.get("required")) if name not in names]
+            found = {name: self.of(properties.get(name)) for name in names}
+            return found | {str(index): 0 for index in range(min(_count(schema, "minProperties"), 99) - len(found))}
+        if kind == "array" or (kind is None and "items" in schema):
+            count = min(max(_count(schema, "minItems"), _count(schema, "minContains")), 99)
+            items = [self.of(each) for each in _list(schema.get("prefixItems"))[:count]]
+            items += [self.of(schema["contains"])] if "contains" in schema and not items else []
+            return items + [self.of(schema.get("items")) for _ in range(count - len(items))]
+        if kind == "string":
+            pattern = schema.get("pattern")
+            text = _short_match(pattern.removeprefix("^").removesuffix("$")) if isinstance(pattern, str) else ""
+            return text.ljust(min(_count(schema, "minLength"), _MAX_HINT), "a")
+        return {"null": None, "boolean": True}.get(str(kind), math.ceil(schema.get("minimum", 0)))
+
+
+def _target(root: Any, schema: Mapping[str, Any]) -> Any:
+    """Return the target of a `$ref` within the document; None if it is elsewhere."""
+    pointer, target = schema.get("$ref"), root
+    if not isinstance(pointer, str) or not pointer.startswith("#"):
+        return None
+    for step in filter(None, pointer[1:].split("/")):
+        step = step.replace("~1", "/").replace("~0", "~")
+        if isinstance(target, Mapping):
+            target = target.get(step)
+        elif isinstance(target, list) and step.isdecimal() and int(step) < len(target):
+            target = target[int(step)]
+    return target
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
 
 
 def _scalar(schema: Mapping[str, Any]) -> int:

@@ -144,10 +144,11 @@ def check(
         report.accepted, report.backend, report.compile_seconds = True, compiled.backend, compiled.seconds
         report.not_enforced = list(constraint.not_enforced)
         _describe_changes(report, constraint, compiled)
-        short = shortest(backends.vocabulary, compiled.grammar)
+        budget, chance = budget_of(constraint, _SAMPLE_TOKENS), random.Random(seed)
+        short = shortest(backends.vocabulary, compiled.grammar, budget.hint)
         if short is not None:
             report.least_tokens = len(short.tokens) + 1
-            budget, chance = budget_of(constraint, report.least_tokens + _SAMPLE_TOKENS), random.Random(seed)
+            budget = budget._replace(tokens=report.least_tokens + _SAMPLE_TOKENS)
             report.samples = [_sample(budget, compiled, backends.vocabulary, chance) for _ in range(samples)]
     except GuidedError as error:
         report.accepted, report.error, report.pointer = False, error.message, error.pointer
@@ -193,9 +194,29 @@ def _describe_changes(report: Report, constraint: Constraint, compiled: Compiled
 
 
 _REWRITTEN = frozenset(
-    "not if then else oneOf allOf dependencies dependentRequired dependentSchemas uniqueItems contains minContains "
-    "maxContains minProperties maxProperties patternProperties propertyNames unevaluatedProperties unevaluatedItems "
-    "$dynamicRef $recursiveRef".split()
+    [
+        "not",
+        "if",
+        "then",
+        "else",
+        "oneOf",
+        "allOf",
+        "dependencies",
+        "dependentRequired",
+        "dependentSchemas",
+        "uniqueItems",
+        "contains",
+        "minContains",
+        "maxContains",
+        "minProperties",
+        "maxProperties",
+        "patternProperties",
+        "propertyNames",
+        "unevaluatedProperties",
+        "unevaluatedItems",
+        "$dynamicRef",
+        "$recursiveRef",
+    ]
 )
 """Keywords that rewriting or the guard can replace."""
 

@@ -30,10 +30,14 @@ _SHARED = 4
 """Completions that were found for one candidate and are tried for the others."""
 _SKIPS = 6
 """Bytes at the beginning of the known completion that a new token may make superfluous."""
+_JOINTS = (b",", b'",')
+"""What may be missing between a new token and the known completion."""
 _ALTERNATIVES = 6
 """Other tokens that are tried at each position of a completion, to find a shorter one."""
-_PATIENCE = (64, 1)
-"""Uses of a byte after which others are preferred, in the first and the second attempt."""
+_ENDINGS = 40
+"""Other tokens of which it is tried whether one of them ends the output."""
+_PATIENCE = (64, 2)
+"""Uses of a byte after which others are preferred, in the first attempt, and in the others."""
 _CLOSING = b"}])>\"'"
 _STRUCTURE = _CLOSING + b",:;=0123456789Z-+.a"
 _TEXT = b'" -0aA'
@@ -80,6 +84,8 @@ class Completions:
         texts = [token for token in plain if _is_text(vocabulary.token_bytes[token])]
         self.plain = pack(texts, len(permitted) * 32)
         """int32 `[words]`: tokens that are plain text within a JSON string."""
+        self.samples = sorted(texts, key=lambda token: self.lengths[token])[:: max(1, len(texts) - 1)][:2]
+        """The shortest and the longest of them."""
         self.short = pack([token for token in texts if self.lengths[token] <= 2], len(permitted) * 32)
         """int32 `[words]`: those of one or two bytes. All are allowed only within a string that may be anything."""
         self._singles = _single_bytes(vocabulary)
@@ -93,9 +99,12 @@ class Completions:
         """Return the bytes of a token."""
         return self._bytes[token] if token < len(self._bytes) else b""
 
-    def first(self, matcher: Matcher) -> Completion | None:
+    def first(self, matcher: Matcher, hint: str) -> Completion | None:
         """Search for a short output, as the completion of the empty one."""
-        return Completion(b"", ()) if matcher.is_accepting() else self.find(matcher, _Steps(_FIRST_STEPS))
+        if matcher.is_accepting():
+            return Completion(b"", ())
+        hinted = self.checked(matcher, hint.encode()) if hint else None
+        return hinted or self.find(matcher, _Steps(_FIRST_STEPS))
 
     def find(self, matcher: Matcher, steps: _Steps, enough: int = 0) -> Completion | None:
         """Search for a short completion of `matcher`'s state, which is left as it is.
@@ -112,21 +121,40 @@ class Completions:
 
     def _shorten(self, matcher: Matcher, best: Completion, path: _Path, steps: _Steps, enough: int) -> Completion:
         """Try other tokens at each position of the path that led to `best`."""
-        for index in range(len(path)):
-            for other in path[index][1]:
+        tokens = [token for token, _ in path]
+        for index, (_, others) in enumerate(path):
+            ending = self._ending(matcher, tokens[:index], others, steps)
+            if ending is not None:  # later positions are no better
+                return ending if _is_shorter(ending, best) else best
+            for other in others[:_ALTERNATIVES]:
                 tried: _Path = []
-                prefix = [token for token, _ in path[:index]] + [other]
+                prefix = [*tokens[:index], other]
                 if steps.left <= 0 or len(best.tokens) < enough:
                     return best
-                found = self._roll_out(matcher, prefix, min(steps.left, len(path)), _PATIENCE[0], tried, steps)
+                found = self._roll_out(matcher, prefix, min(steps.left, len(path)), _PATIENCE[1], tried, steps)
                 if found is not None and _is_shorter(found, best):
                     best = found
         return best
 
+    def _ending(
+        self, matcher: Matcher, prefix: Sequence[int], others: Sequence[int], steps: _Steps
+    ) -> Completion | None:
+        """Return `prefix` and the first of `others` that satisfies the constraint."""
+        for other in others:
+            steps.left -= 1
+            trial = matcher.fork()
+            try:
+                trial.accept_tokens([*prefix, other])
+            except GuidedError:
+                continue
+            if steps.left > 0 and trial.is_accepting():
+                return Completion(b"".join(map(self.text_of, [*prefix, other])), (*prefix, other))
+        return None
+
     def _roll_out(
         self, matcher: Matcher, prefix: Sequence[int], most: int, patience: int, path: _Path, steps: _Steps
     ) -> Completion | None:
-        """Follow the preferred bytes until the constraint is satisfied. `path` gets the tokens and their alternatives."""
+        """Follow the preferred bytes until the constraint is satisfied. `path` gets tokens and their alternatives."""
         uses = np.zeros(len(self._singles), np.int64)
         try:
             trial = matcher.fork()
@@ -154,12 +182,14 @@ class Completions:
         allowed = np.flatnonzero((row[self._words] >> self._bits) & 1)
         if not len(allowed):
             ids = allowed_ids(row)
-            return ids[np.argsort(self.lengths[ids], kind="stable")[: 1 + _ALTERNATIVES]].tolist()
+            by_length: list[int] = ids[np.argsort(self.lengths[ids], kind="stable")[: 1 + _ENDINGS]].tolist()
+            return by_length
         ranks = self._ranks[1 if self._mark in allowed else 0]
         worn = np.where(self._closing, 0, uses // patience * 1000)
         allowed = allowed[np.argsort((ranks + worn)[allowed], kind="stable")]
         uses[allowed[0]] += 1
-        return self._singles[allowed[: 1 + _ALTERNATIVES]].tolist()
+        chosen: list[int] = self._singles[allowed[: 1 + _ENDINGS]].tolist()
+        return chosen
 
     def checked(self, matcher: Matcher, text: bytes) -> Completion | None:
         """Return `text` as a completion if `matcher` accepts it, in as few tokens as the tokenizer spells it."""
@@ -172,6 +202,11 @@ class Completions:
         except GuidedError:
             return None
 
+    def ended(self, matcher: Matcher, output: bytes) -> Completion | None:
+        """Return a part at the end of `output` that completes this one, too."""
+        ends = (joint + output[start:] for start in range(min(_SKIPS, len(output))) for joint in (b"", *_JOINTS))
+        return next(filter(None, (self.checked(matcher, end) for end in ends)), None)
+
     def inherited(self, matcher: Matcher, known: Completion, token: int) -> Completion | None:
         """Derive a completion after `token`, which `matcher` has accepted, from the one before it."""
         if known.tokens[:1] == (token,):
@@ -183,10 +218,10 @@ class Completions:
         return None
 
 
-def shortest(vocabulary: Vocabulary, grammar: CompiledGrammar) -> Completion | None:
-    """Search for a short output of a grammar."""
+def shortest(vocabulary: Vocabulary, grammar: CompiledGrammar, hint: str) -> Completion | None:
+    """Search for a short output of a grammar. `hint`: `Budget.hint`."""
     permitted = pack(vocabulary.text_token_ids, vocabulary.padded_vocab_size)
-    return Completions(vocabulary, permitted).first(grammar.matcher())
+    return Completions(vocabulary, permitted).first(grammar.matcher(), hint)
 
 
 class BudgetedSequence:
@@ -222,6 +257,7 @@ class BudgetedSequence:
             found: Completion | None = Completion(b"", ())
             if not (matcher.is_terminated() or matcher.is_accepting()):
                 found = None if known is None else self._completions.inherited(matcher, known, token)
+                found = found or self._completions.ended(matcher, self._budget.hint.encode())
                 if found is None or len(found.tokens) >= left:
                     searched = self._completions.find(matcher, _Steps(_LATER_STEPS))
                     found = searched if searched is not None and _is_shorter(searched, found) else found
@@ -235,7 +271,7 @@ class BudgetedSequence:
         """
         if self._known:
             return
-        least = self._completions.first(matcher)
+        least = self._completions.first(matcher, self._budget.hint)
         if least is None:
             raise InvalidRequest("no short answer to this constraint was found: leave out complete", param="complete")
         needed = len(least.tokens) + 1
@@ -263,9 +299,11 @@ class BudgetedSequence:
             return
         kept = np.zeros_like(row)
         if spare >= budget.text_jump and not (self._completions.short & ~row).any():
-            kept |= self._completions.plain & row
+            samples = self._completions.samples  # not so where the known completion is within the string
+            if len(list(self._fitting(matcher, samples, known, left, _Steps(0)))) == len(samples):
+                kept |= self._completions.plain & row
         candidates = self._candidates(row & ~kept, known)
-        fitting = list(self._fitting(matcher, candidates, known, left))
+        fitting = list(self._fitting(matcher, candidates, known, left, _Steps(_MASK_STEPS)))
         if not (fitting or kept.any() or matcher.is_accepting()):
             fitting = list(known.tokens[:1])  # no completion fits any more: end as soon as possible
         kept |= pack(fitting, len(row) * 32) & row
@@ -279,11 +317,13 @@ class BudgetedSequence:
         order = np.argsort(self._completions.lengths[ids], kind="stable")[:_CANDIDATES]
         return list(dict.fromkeys([*known.tokens[:1], *ids[order].tolist()]))
 
-    def _fitting(self, matcher: Matcher, candidates: Sequence[int], known: Completion, left: int) -> Iterator[int]:
+    def _fitting(
+        self, matcher: Matcher, candidates: Sequence[int], known: Completion, left: int, steps: _Steps
+    ) -> Iterator[int]:
         """Yield the candidates with a known completion of fewer than `left` tokens."""
         if left < 1:
             return
-        steps, texts = _Steps(_MASK_STEPS), list[bytes]()
+        texts = list[bytes]()
         completions = self._completions
         for token in candidates:
             try:
@@ -322,7 +362,7 @@ def _single_bytes(vocabulary: Vocabulary) -> NDArray[np.int64]:
 
 
 def _rank(order: bytes, byte: int) -> int:
-    """Return the place of a byte: those in `order`, other characters, openers and escapes, then white space and others."""
+    """Return the place of a byte: those in `order`, other characters, openers and escapes, white space and others."""
     if byte in order:
         return order.index(byte)
     if byte < 33 or byte > 126:
@@ -337,3 +377,5 @@ def _rests(known: bytes, new: bytes) -> Iterator[bytes]:
         return
     for skipped in range(min(_SKIPS, len(known)) + 1):
         yield known[skipped:]
+    for joint in _JOINTS:
+        yield joint + known

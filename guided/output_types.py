@@ -1,8 +1,7 @@
 """Python types as constraints, and answers parsed back into them.
 
-A type is anything that pydantic describes (a model, a dataclass, a `TypedDict`, an `Enum`, a `Literal`, `list[int]`, ...)
-or a term of the outlines package (`outlines.types`). pydantic and outlines are optional: each is imported when a type
-needs it.
+A type is anything that pydantic describes (a model, a dataclass, a `TypedDict`, an `Enum`, a `Literal`, `list[int]`) or
+a term of the outlines package (`outlines.types`). pydantic and outlines are optional, and imported when needed.
 """
 
 from __future__ import annotations
@@ -68,7 +67,8 @@ def _strings(output_type: Any) -> list[str] | None:
     """Return the values of an `Enum` or a `Literal` if all are non-empty strings."""
     values: list[Any] = []
     if isinstance(output_type, enum.EnumMeta):
-        values = [member.value for member in output_type]
+        members: dict[str, Any] = dict(output_type.__members__)
+        values = [member.value for member in members.values()]
     elif get_origin(output_type) is Literal:
         values = list(get_args(output_type))
     plain = all(type(value) is str and value for value in values)
@@ -101,7 +101,8 @@ def _schema_generator() -> Any:
         """Writes a `Decimal` as a number: pydantic's alternative, a string, has a pattern with lookaround."""
 
         def decimal_schema(self, schema: Any) -> Any:
-            return self.float_schema({**schema, "type": "float"})
+            numeric: Any = {**schema, "type": "float"}
+            return self.float_schema(numeric)
 
     return Generator
 

@@ -1,8 +1,8 @@
 """Regular expressions in a common subset that every grammar library reads in the same way.
 
 The libraries differ in `\\d`, `.` and anchors. So a pattern is parsed with Python's own parser (its meaning is that of
-`re.fullmatch`), turned into a small tree, and written in the common subset: literals, classes of code point ranges,
-groups, alternatives, repetitions. Anything else is refused by name.
+`re.fullmatch`, with the other spellings of `regex_syntax`), turned into a small tree, and written in the common subset:
+literals, classes of code point ranges, groups, alternatives, repetitions. Anything else is refused by name.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from itertools import pairwise
 from typing import Any
 
 from guided.errors import InvalidConstraint, UnsupportedConstraint, bounded
+from guided.regex_syntax import python_syntax
 
 Ranges = tuple[tuple[int, int], ...]
 """Code points as inclusive ranges: ascending, disjoint, not adjacent."""
@@ -96,7 +97,7 @@ def literal(text: str) -> Node:
 
 def parse(pattern: str, *, param: str = "regex") -> Node:
     """Parse `pattern` into a tree. Raises as `canonical` does."""
-    parsed = _parsed(pattern, param)
+    parsed = _parsed(pattern, param, ecma=False)
     return _Reader(pattern, param).sequence(parsed, parsed.state.flags, start=True, end=True)
 
 
@@ -105,13 +106,13 @@ def parse_search(pattern: str, *, param: str = "regex") -> Node:
 
     Raises as `canonical` does.
     """
-    parsed = _parsed(pattern, param)
+    parsed = _parsed(pattern, param, ecma=True)
     return _search(parsed, parsed.state.flags, _Reader(pattern, param, ecma=True))
 
 
 def parse_ecma(pattern: str, *, param: str = "regex") -> Node:
     """Return all texts that `pattern`, read as ECMA-262 reads it, matches as a whole. Raises as `canonical` does."""
-    parsed = _parsed(pattern, param)
+    parsed = _parsed(pattern, param, ecma=True)
     return _Reader(pattern, param, ecma=True).sequence(parsed, parsed.state.flags, start=True, end=True)
 
 
@@ -138,13 +139,15 @@ def _anchored(parsed: Any, edge: int, anchor: str) -> bool:
     return operation == "SUBPATTERN" and _anchored(argument[3], edge, anchor)
 
 
-def _parsed(pattern: str, param: str) -> Any:
+def _parsed(pattern: str, param: str, *, ecma: bool) -> Any:
+    rewritten = python_syntax(pattern, param, ecma=ecma)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # "possible nested set": the meaning is that of `re`
-            return _sre.parse(pattern)
+            return _sre.parse(rewritten)
     except re.error as error:
-        raise InvalidConstraint(f"the regex {bounded(pattern, 120)!r} is malformed: {error}", param=param) from None
+        why = error if rewritten == pattern else error.msg  # its position is that in `rewritten`
+        raise InvalidConstraint(f"the regex {bounded(pattern, 120)!r} is malformed: {why}", param=param) from None
     except (OverflowError, RecursionError) as error:
         raise InvalidConstraint(f"the regex {bounded(pattern, 120)!r} is too large: {error}", param=param) from None
 
@@ -182,7 +185,7 @@ class _Reader:
         """Refuse what `re` and ECMA-262 both read, each with another meaning."""
         for token in _TOKEN.finditer(self._pattern):
             other = next((escape for escape in re.findall(r"\\.", token[0], re.DOTALL) if escape in _ONLY_PYTHON), None)
-            if other is not None or token[0] in ("[]", "[^]", "{,"):
+            if other is not None or token[0] in ("[]", "{,"):
                 raise self._unsupported(f"{other or token[0]!r}, which is not the same in Python and in ECMA-262")
 
     def sequence(self, parsed: Any, flags: int, *, start: bool, end: bool) -> Node:

@@ -9,7 +9,6 @@ import contextlib
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,8 +59,8 @@ class MaskWorker:
         self._vocabulary = vocabulary
         self._stop_words = np.flatnonzero(stop)
         self._stop_bits = stop[self._stop_words]
-        self._make_completions = partial(Completions, vocabulary, self._permitted)
-        self._completions: Completions | None = None
+        self._completions: dict[bytes, Completions] = {}
+        """By the permitted tokens."""
         self.steered: set[int] = set()
         """Slots in which a mask was restricted, so that the output fits in its budget."""
 
@@ -119,8 +118,10 @@ class MaskWorker:
                 if source is not None and source.budgeted is not None:
                     state.budgeted = source.budgeted.fork(budget)
                 else:
-                    self._completions = self._completions or self._make_completions()
-                    state.budgeted = BudgetedSequence(self._completions, budget)
+                    key = state.permitted.tobytes()
+                    if key not in self._completions:
+                        self._completions[key] = Completions(self._vocabulary, state.permitted)
+                    state.budgeted = BudgetedSequence(self._completions[key], budget)
 
     def edit(self, slot: int, start: int, tokens: Sequence[int]) -> None:
         """Replace the output of a slot's sequence from position `start` on. Applied by the next `fill`."""

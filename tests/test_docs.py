@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import coverage
+
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("guided", "actors", "engine", "deploy", "benchmarks", "examples")
 FOLDERS = {
@@ -54,3 +56,7 @@ def test_failure_model_names_existing_tests_in_every_row() -> None:
     for row in rows:
         assert len(re.split(r" \| ", row)) == 8, row
         assert "::test_" in row or row.rstrip(" |").endswith("as above"), row
+
+
+def test_coverage_is_what_the_code_says() -> None:
+    assert coverage.PAGE.read_text() == coverage.page(), "run python -m benchmarks.coverage"

@@ -24,6 +24,7 @@ from actors.steps.protocol import (
     MAX_NEW_TOKENS,
     OK,
     POSITION,
+    STEERED,
     Answer,
     Edit,
     Failed,
@@ -34,7 +35,6 @@ from actors.steps.protocol import (
     Ring,
     Segment,
     SlotTable,
-    STEERED,
     freed,
     in_fill_order,
 )

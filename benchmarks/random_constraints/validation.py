@@ -18,7 +18,7 @@ from functools import cache
 from typing import Any
 
 import jsonschema
-import regex  # type: ignore[import-untyped]
+import regex
 from jsonschema.validators import extend, validator_for
 
 _LABEL = r"[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?"

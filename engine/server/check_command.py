@@ -1,4 +1,4 @@
-"""The commands `guided check` and `guided maskbench`: read files, and print what `guided.check` and MaskBench report."""
+"""The commands `guided check` and `guided maskbench`: they print what `guided.check` and MaskBench report."""
 
 from __future__ import annotations
 

@@ -158,7 +158,8 @@ class CFG(Term):
     def __init__(self, definition): self.definition = definition
 
 class JsonSchema(Term):
-    def __init__(self, schema, whitespace_pattern=None): self.schema, self.whitespace_pattern = schema, whitespace_pattern
+    def __init__(self, schema, whitespace_pattern=None):
+        self.schema, self.whitespace_pattern = schema, whitespace_pattern
 
 class Sequence(Term):
     def __init__(self, terms): self.terms = terms

@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 
 import pytest
+import regex as unicode_regex
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from guided.errors import InvalidConstraint, UnsupportedConstraint
-from guided.regex import canonical
+from guided.regex import canonical, parse_ecma, render
 
 ATOMS = ["a", "b", "é", "日", r"\d", r"\w", r"\s", r"\D", r"\W", r"\S", ".", "[a-c]", "[^a]", r"[^\W\d]", r"[\]\-^&~]"]
 ATOMS += [r"\.", r"\x41", r"\u00e9", r"\n", "/", "-", r"[\s\S]", "(?i:k)", "(?i:[a-f]x)", "(?s:.)", '"']
@@ -88,3 +89,78 @@ def test_classes_for_libraries_that_enumerate() -> None:
     assert canonical(r"\w+", small_classes=True) == "[0-9A-Z_a-z]+"
     assert canonical("[一-龥]", small_classes=True) == "[一-龥]"
     assert canonical('[^"]', small_classes=True) == '[^"]'
+
+
+# The dialect: ECMA-262 with the spellings of Python and Rust. The oracle is the package `regex`.
+
+_PROPERTIES = ["L", "Letter", "Lu", "Nd", "P", "Script=Greek", "Greek", "sc=Cyrl", "White_Space", "Alphabetic", "ASCII"]
+ecma_atoms = st.one_of(
+    st.sampled_from(["a", "[a-f]", r"\d", r"\w", "(?<x>b)", r"\/", "é", r"[\w.-]"]),
+    st.sampled_from(_PROPERTIES).map(lambda name: rf"\p{{{name}}}"),
+    st.sampled_from(_PROPERTIES).map(lambda name: rf"\P{{{name}}}"),
+    st.sampled_from(_PROPERTIES).map(lambda name: rf"[^\p{{{name}}}b]"),
+    st.sampled_from(_PROPERTIES).map(lambda name: rf"[\P{{{name}}}1-3]"),
+)
+ecma_texts = st.text(alphabet="abxYéÄ\u03b1Ω\u0436Ж1\u0663.-_/ \u00a0日😀", max_size=5)
+
+
+@given(st.lists(ecma_atoms, min_size=1, max_size=3), st.sampled_from(["", "+", "*", "?"]), ecma_texts)
+@settings(max_examples=60, deadline=None)
+def test_properties_and_named_groups(atoms: list[str], count: str, text: str) -> None:
+    atoms = [atom.replace("<x>", f"<x{index}>") for index, atom in enumerate(atoms)]
+    pattern = "".join(atoms) + count
+    # In a schema's pattern \d and \w are ASCII.
+    ascii_only = pattern.replace(r"\d", "[0-9]").replace(r"[\w.-]", "[a-zA-Z0-9_.-]").replace(r"\w", "[a-zA-Z0-9_]")
+    expected = bool(unicode_regex.fullmatch(ascii_only, text))
+    assert bool(re.fullmatch(render(parse_ecma(pattern)), text)) == expected
+
+
+@pytest.mark.parametrize(
+    ("pattern", "texts", "others"),
+    [
+        (r"\pL+", ["aé日"], ["1", ""]),
+        (r"\u{41}\x{1F600}", ["A😀"], ["u"]),
+        (r"\ud83d\ude00", ["😀"], []),
+        (r"[\ud83d\ude00-\u{1F64F}]", ["😀", "😁"], ["\ud83d"]),
+        (r"\cJ", ["\n"], ["J", "cJ"]),
+        (r"(?<year>\d{4})-(?P<month>\d\d)", ["2024-02"], ["2024"]),
+        (r"[^]x", ["\nx", "ax"], ["x"]),
+        (r"[[]", ["["], ["[]"]),
+        (r"[:alpha:]", [":", "a"], ["b"]),
+        (r"[\]&&x]", ["]", "&", "x"], ["\\"]),
+        (r"^[\u0000-\u001f]$", ["\x00", "\x1f"], ['"', "\\", " "]),
+    ],
+)
+def test_spellings_of_other_dialects(pattern: str, texts: list[str], others: list[str]) -> None:
+    matches = re.compile(render(parse_ecma(pattern))).fullmatch
+    assert all(matches(text) for text in texts)
+    assert not any(matches(text) for text in others)
+
+
+def test_rusts_end_in_a_regex() -> None:
+    assert canonical(r"\Aab\z") == "ab"
+    with pytest.raises(InvalidConstraint):
+        parse_ecma(r"ab\z")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "named"),
+    [
+        ("[[:alpha:]]+", "POSIX class"),
+        ("[^x[:^digit:]]", "POSIX class"),
+        ("[a-z&&[^aeiou]]", "&&"),
+        (r"(?<x>a)\k<x>", "backreference"),
+        (r"\p{L}" * 40, "too many"),
+    ],
+)
+def test_what_dialects_read_differently_is_refused(pattern: str, named: str) -> None:
+    for read in (parse_ecma, canonical):
+        with pytest.raises(InvalidConstraint, match=named):
+            read(pattern)
+
+
+@pytest.mark.parametrize("pattern", [r"\p{Nonsense}", r"\p{}", r"\u{110000}", r"\p{L", r"[z-\p{L}]"])
+def test_properties_and_code_points_that_do_not_exist(pattern: str) -> None:
+    with pytest.raises(InvalidConstraint) as caught:
+        parse_ecma(pattern)
+    assert not isinstance(caught.value, UnsupportedConstraint)

@@ -57,8 +57,9 @@ class Driver:
     def compile(self, constraint: Constraint, backends: Sequence[str] = LLGUIDANCE) -> Grammar:
         return self.pool.compile(constraint, backends).result(WAIT)
 
-    def open(self, grammar: Grammar, text: str = "", parent: int | None = None) -> int:
-        sequence = GuidedSequence("request", next(_ids), tokens(text), parent_id=parent)
+    def open(self, grammar: Grammar, text: str = "", parent: int | None = None, budget: int | None = None) -> int:
+        limit = None if budget is None else budget_of(grammar.constraint, budget)
+        sequence = GuidedSequence("request", next(_ids), tokens(text), parent_id=parent, budget=limit)
         self.sequences[sequence.sequence_id] = sequence
         self.pool.open(sequence, grammar)
         return sequence.sequence_id
@@ -302,19 +303,15 @@ def test_status_names_the_pool_and_its_workers(driver: Driver) -> None:
 
 
 def test_a_budget_restricts_masks_and_says_so(driver: Driver) -> None:
-    constraint = Constraint.regex("(a{20}|b+)c")
-    grammar = driver.compile(constraint)
-    sequence, free = driver.open(grammar), driver.open(grammar)
-    driver.sequences[sequence].budget = budget_of(constraint, 5)
+    grammar = driver.compile(Constraint.regex("(a{20}|b+)c"))
+    sequence, free = driver.open(grammar, budget=5), driver.open(grammar)
     assert driver.step(sequence, free) == ["b", "ab"]
     assert (driver.sequences[sequence].steered, driver.sequences[free].steered) == (True, False)
     assert [driver.mask(sequence, "bbbc"[:length]) for length in (1, 2, 3, 4)] == ["bc", "bc", "c", "."]
 
 
 def test_a_budget_that_cannot_suffice_is_refused(driver: Driver) -> None:
-    constraint = Constraint.regex("a{20}")
-    sequence = driver.open(driver.compile(constraint))
-    driver.sequences[sequence].budget = budget_of(constraint, 20)
+    sequence = driver.open(driver.compile(Constraint.regex("a{20}")), budget=20)
     (refusal,) = driver.step(sequence)
     assert isinstance(refusal, InvalidRequest)
     assert refusal.param == "max_tokens"

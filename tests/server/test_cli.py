@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import socket
 import subprocess
 import sys
@@ -145,3 +147,60 @@ def test_what_is_out_of_range_is_a_usage_error(arguments: tuple[str, ...], says:
     code, text = run("serve", *arguments)
     assert code == 2
     assert says in " ".join(text.replace("│", " ").split())
+
+
+class TestCheck:
+    def test_the_status_and_the_reports(self, tmp_path: Path) -> None:
+        good, bad, loose = tmp_path / "good.json", tmp_path / "bad.regex", tmp_path / "loose.json"
+        good.write_text('{"type": "integer", "minimum": 3, "maximum": 5}')
+        bad.write_text("a(?=b)")
+        loose.write_text('{"type": "string", "format": "semver"}')
+        code, text = run("check", str(good), str(loose), "--samples", "2")
+        assert code == 0
+        assert f"{good}: accepted (JSON schema), llguidance" in text
+        assert text.count("sample: ") == 4
+        assert run("check", str(loose), "--strict")[0] == 1
+        code, text = run("check", str(good), str(bad), "--json")
+        assert code == 1
+        reports = [json.loads(line) for line in text.splitlines()]
+        assert [report["accepted"] for report in reports] == [True, False]
+        assert "lookaround" in reports[1]["error"]
+
+    def test_standard_input(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        result = CliRunner().invoke(app, ["check", "-"], input='root ::= "a"\n')
+        assert result.exit_code == 0
+        assert "accepted (GBNF grammar)" in result.output
+
+    def test_wrong_calls_are_noticed_before_anything_slow(self) -> None:
+        for arguments in (
+            ["nosuch.json"],
+            ["-", "--backend", "pencil"],
+            ["-", "--samples", "-1"],
+            ["-", "--kind", "x"],
+        ):
+            code = (
+                "import sys; sys.argv = ['guided', 'check', *" + repr(arguments) + "]\n"
+                "from engine.server.cli import main\n"
+                "try: main()\n"
+                "except SystemExit as end: print(end.code, 'llguidance' in sys.modules, 'torch' in sys.modules)"
+            )
+            done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+            assert done.stdout.strip() == "2 False False"
+
+
+def test_maskbench(tmp_path: Path) -> None:
+    entries = [
+        {
+            "id": "a",
+            "schema": {"type": "integer"},
+            "tests": [{"valid": True, "data": 1}, {"valid": False, "data": "x"}],
+        },
+        {"id": "b", "schema": {"type": "string", "pattern": "(?=a)"}, "tests": []},
+    ]
+    data = tmp_path / "bench.jsonl"
+    data.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    code, text = run("maskbench", str(data))
+    assert code == 0
+    assert re.search(r"passes\s+│\s+1\s+│\s+50\.0", text)
+    assert re.search(r"refused\s+│\s+1\s+│", text)
+    assert run("maskbench", str(tmp_path / "missing"))[0] == 2

@@ -1,0 +1,91 @@
+"""Reports on constraints without a model."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import jsonschema
+import pytest
+from byte_vocabulary import BYTES
+
+from engine.default_model import checkpoint_path
+from guided.backends import Backends
+from guided.check import check, kind_of, vocabulary_of
+from guided.errors import InvalidRequest
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"not": {"type": "string"}}, "f": {"type": "string", "format": "semver"}},
+    "required": ["f"],
+}
+
+
+@pytest.fixture(scope="module")
+def backends() -> Backends:
+    return Backends(BYTES)
+
+
+def test_an_accepted_schema(backends: Backends) -> None:
+    report = check("x.json", json.dumps(SCHEMA), backends, samples=3)
+    assert (report.accepted, report.backend, report.kind) == (True, "llguidance", "JSON schema")
+    assert report.rewritten == ["not"]
+    assert report.not_enforced == ["/properties/f/format"]
+    assert report.least_tokens == len('{"f":""}') + 1
+    assert report.compile_seconds > 0
+    assert '"not"' not in report.compiled
+    assert len(set(report.samples)) > 1
+    for sample in report.samples:
+        jsonschema.validate(json.loads(sample), SCHEMA)
+
+
+def test_a_refused_schema_has_a_pointer_and_the_reasons_of_all(backends: Backends) -> None:
+    schema = {"type": "object", "properties": {"x": {"type": "string", "pattern": "^(?!a)"}}}
+    report = check("x.json", json.dumps(schema), backends)
+    assert not report.accepted
+    assert report.pointer == "/properties/x/pattern"
+    assert set(report.refusals) == {"llguidance", "xgrammar", "outlines", "lm-format-enforcer"}
+    assert not check("x.json", '{"type": "nosuch"}', backends).accepted
+
+
+def test_a_regex(backends: Backends) -> None:
+    report = check("-", "a{2}[0-9]\n", backends, samples=2, backend="outlines")
+    assert (report.kind, report.backend, report.least_tokens) == ("regex", "outlines", 4)
+    assert all(re.fullmatch("aa[0-9]", sample) for sample in report.samples)
+    again = [check("-", "[a-z]{9}", backends, samples=2, seed=5).samples for _ in range(2)]
+    assert again[0] == again[1]
+
+
+def test_gbnf_is_shown_as_lark(backends: Backends) -> None:
+    report = check("-", 'root ::= "a" | "(" root ")"', backends, samples=1)
+    assert report.kind == "GBNF grammar"
+    assert "start" in report.compiled
+    assert check("-", 'start: "a" start | "b"', backends).kind == "Lark grammar"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "kind"),
+    [
+        ("a.json", "", "json_schema"),
+        ("a.lark", "", "grammar"),
+        ("a.GBNF", "", "grammar"),
+        ("a.regex", '{"type": "object"}', "regex"),
+        ("-", ' {"type": "object"}', "json_schema"),
+        ("-", "true", "json_schema"),
+        ("-", 'start: "a"', "grammar"),
+        ("a.txt", "?start.2: x", "grammar"),
+        ("-", "[a-z]+://x", "regex"),
+    ],
+)
+def test_the_kind_is_found(name: str, text: str, kind: str) -> None:
+    assert kind_of(name, text) == kind
+
+
+def test_the_vocabulary_of_a_model(tmp_path: Path, mistral_data: Path) -> None:
+    assert vocabulary_of(checkpoint_path()) == vocabulary_of(checkpoint_path() / "tokenizer.json")
+    with pytest.raises(InvalidRequest, match="neither"):
+        vocabulary_of(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(InvalidRequest, match="can't be read"):
+        vocabulary_of(tmp_path)
