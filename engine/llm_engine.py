@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from engine.admission import Admission
+from engine.beam_search import Hypothesis
 from engine.block_manager import BlockManager
 from engine.compile_turns import CompileTurns
 from engine.config import EngineConfig
@@ -101,7 +102,7 @@ class LLMEngine:
         """Requests that have not finished, by id."""
         self.awake = threading.Event()
         """Set when a step could do something new. The thread that waits for it clears it."""
-        self.admit = Admission(model, config, self.max_model_len, processors.validate).admit
+        self.admit = Admission(model, config, self.max_model_len, num_blocks, processors.validate).admit
         """Check a request and tokenize its prompt, without queueing it. Call it from any thread."""
         self._metadata: SamplingMetadata | None = None
         self._compiled: deque[tuple[SequenceGroup, Future[Grammar]]] = deque()
@@ -210,9 +211,7 @@ class LLMEngine:
         """Sample parked sequences with a mask by now, from the kept logits. Waits `timeout` seconds at most."""
         if not self._parked:
             return
-        assert self.processor is not None
-        settled = [self._parked[seq_id] for seq_id in self.processor.settled(timeout) if seq_id in self._parked]
-        settled = settled[: self.config.max_num_seqs]  # the limit of a batch; the rest follows in the next step
+        settled = self._settled(timeout)
         if not settled:
             return
         with torch.inference_mode():
@@ -226,9 +225,27 @@ class LLMEngine:
                 self._unpark(sequence)
         self.append(sampled, metadata, skipped)
 
-    def _park(self, sequence: Sequence, logits: torch.Tensor, row: int, metadata: SamplingMetadata) -> None:
+    def _settled(self, timeout: float) -> list[Sequence]:
+        """Return parked sequences that can be sampled now: of beams all, or none."""
+        waits = any(one.parked is not None and one.parked.is_late for one in self._parked.values())
+        ids = self.processor.settled(timeout) if waits and self.processor is not None else []
+        settled = {seq_id: self._parked[seq_id] for seq_id in ids if seq_id in self._parked}
+        found = [one for one in settled.values() if one.group.beams is None]
+        for group in dict.fromkeys(one.group for one in self._parked.values() if one.group.beams is not None):
+            beams = group.unfinished()
+            if all(one.parked is not None and (not one.parked.is_late or one.seq_id in settled) for one in beams):
+                found[:0] = beams
+        limit = self.config.max_num_seqs  # of a batch; the rest follows in the next step
+        while len(found) > limit and found[limit].group is found[limit - 1].group:
+            limit -= 1
+        return found[:limit]
+
+    def _park(
+        self, sequence: Sequence, logits: torch.Tensor, row: int, metadata: SamplingMetadata, is_late: bool = True
+    ) -> None:
         if sequence.parked is None and not sequence.status.is_finished:  # an earlier row may have ended the group
             sequence.parked = self.sampler.park(logits, row, metadata)
+            sequence.parked.is_late = is_late
             self._parked[sequence.seq_id] = sequence
             self.stats.parkings += 1
             self.stats.parked = len(self._parked)
@@ -369,12 +386,25 @@ class LLMEngine:
                     continue
                 excluded.append(row)
             skipped = frozenset(excluded)
+        if metadata.beams:
+            skipped |= self._hold_beams(logits, metadata, skipped)
         sampled = self.sampler.sample(logits, metadata, skipped)
         for row, failure in sampled.failed.items():
             self._fail(metadata.sequences[row].group, failure)
         for row in sampled.broken:
             self._fail(metadata.sequences[row].group, InternalError("no token of this step has a finite logit"))
         return sampled, skipped
+
+    def _hold_beams(self, logits: torch.Tensor, metadata: SamplingMetadata, skipped: frozenset[int]) -> frozenset[int]:
+        """Park beams if not all beams of their group can be sampled now. Returns their rows."""
+        sampled = {metadata.sequences[row] for row in metadata.beams if row not in skipped}
+        held: set[int] = set()
+        for row in metadata.beams:
+            sequence = metadata.sequences[row]
+            if not sampled.issuperset(sequence.group.unfinished()):
+                held.add(row)
+                self._park(sequence, logits, row, metadata, is_late=False)
+        return frozenset(held)
 
     def append(self, sampled: SamplerOutput, metadata: SamplingMetadata, skipped: frozenset[int]) -> None:
         """Append the tokens, and end what is complete."""
@@ -385,9 +415,11 @@ class LLMEngine:
         for row, (sequence, token) in enumerate(zip(metadata.sequences, sampled.token_ids, strict=True)):
             if row in skipped or (sequence.status is not running and sequence.status is not waiting):
                 continue
-            sequence.append(token)
             group = sequence.group
             changed[group] = None
+            if group.beams is not None:
+                continue
+            sequence.append(token)
             if group.first_token_time is None:
                 group.first_token_time = now
             if token in sequence.stop_ids or sequence.length >= sequence.max_length:
@@ -401,14 +433,50 @@ class LLMEngine:
             any_ended |= _end_by_stop_string(metadata.sequences[row])
         if metadata.guided:
             any_ended |= self._follow_sampled(metadata, skipped)
+        if sampled.beam_logprobs is not None:
+            self._append_beams(sampled.beam_logprobs, metadata, skipped)
         if any_ended:
             self._drop_ended(metadata)
+
+    def _append_beams(self, logprobs: torch.Tensor, metadata: SamplingMetadata, skipped: frozenset[int]) -> None:
+        """Continue beam searches, and end those that are complete."""
+        groups: dict[SequenceGroup, dict[Sequence, int]] = {}
+        for place, row in enumerate(metadata.beams):
+            sequence = metadata.sequences[row]
+            if row not in skipped and not sequence.status.is_finished:
+                groups.setdefault(sequence.group, {})[sequence] = place
+        for group, places in groups.items():
+            assert group.beams is not None
+            group.first_token_time = group.first_token_time or time.monotonic()
+            outputs = [one.data.output_token_ids[:] for one in group.sequences]
+            chosen = group.beams.advance(logprobs[[places[one] for one in group.sequences]], outputs)
+            if chosen is None:
+                self._finish_beams(group, group.beams.finished)
+                continue
+            self.scheduler.take_over(group.sequences, [one.beam for one in chosen])
+            for own, sequence, one in zip(outputs, group.sequences, chosen, strict=True):
+                output = outputs[one.beam]
+                if own != output and self.processor is not None and sequence.guided is not None:
+                    self.processor.rollback(sequence.seq_id, _common_length(own, output))
+                sequence.take_over([*output, one.token], one.logprob)
+        if groups:
+            self._appended = self._metadata = None  # penalties are counted again
+
+    def _finish_beams(self, group: SequenceGroup, finished: list[Hypothesis]) -> None:
+        for sequence in group.sequences:
+            sequence.finish(SequenceStatus.FINISHED_STOPPED)
+        self._forget(group)
+        del group.sequences[max(1, len(finished)) :]
+        for sequence, one in zip(group.sequences, finished, strict=False):
+            sequence.take_over(one.tokens, one.candidate.logprob)
+            sequence.status = SequenceStatus.RUNNING
+            _end_by_token(sequence, one.candidate.token)
 
     def _follow_sampled(self, metadata: SamplingMetadata, skipped: frozenset[int]) -> bool:
         """Change outputs as the post-processor wants it. Returns whether a sequence has ended."""
         assert self.processor is not None
         rows = [metadata.sequences[row] for row in metadata.guided_rows.tolist() if row not in skipped]
-        sequences = {one.seq_id: one for one in rows if not one.status.is_finished}
+        sequences = {one.seq_id: one for one in rows if not one.status.is_finished and one.group.beams is None}
         edits = self.processor.sampled([one.guided for one in sequences.values() if one.guided is not None])
         for sequence_id, edit in edits.items():
             self._follow(sequences[sequence_id], edit)
@@ -494,6 +562,10 @@ def _end_by_token(sequence: Sequence, token: int) -> None:
         sequence.stop_reason = token if token in sequence.params.stop_token_ids else None
     else:
         sequence.finish(SequenceStatus.FINISHED_LENGTH_CAPPED)
+
+
+def _common_length(left: list[int], right: list[int]) -> int:
+    return next((place for place, (a, b) in enumerate(zip(left, right, strict=True)) if a != b), len(left))
 
 
 def _end_by_stop_string(sequence: Sequence) -> bool:

@@ -68,6 +68,7 @@ class SamplingMetadata:
     with_min_tokens: list[int] = field(default_factory=list)
     without_eos: list[int] = field(default_factory=list)
     with_logprobs: list[int] = field(default_factory=list)
+    beams: list[int] = field(default_factory=list)
     with_min_p: list[int] = field(default_factory=list)
     """Random rows only."""
     stop_checked: list[int] = field(default_factory=list)
@@ -114,7 +115,8 @@ class SamplingMetadata:
                 (params.has_penalties, self.penalised),
                 (params.min_tokens, self.with_min_tokens),
                 (params.ignore_eos, self.without_eos),
-                (params.logprobs is not None, self.with_logprobs),
+                (params.needs_logprobs, self.with_logprobs),
+                (params.use_beam_search, self.beams),
                 (params.stop, self.stop_checked),
             ):
                 if applies:

@@ -138,8 +138,9 @@ class Scheduler:
                     if copy is not None:
                         batch.copies.append(copy)
             except MemoryError:
-                self.preempt(queue.pop())
-                preempted = True
+                self.preempt(queue[-1])
+                queue, preempted = self.running, True
+                done = min(done, len(queue))
                 continue
             done += 1
         behind: list[list[Sequence]] = []
@@ -155,13 +156,28 @@ class Scheduler:
         return preempted
 
     def preempt(self, sequence: Sequence) -> None:
-        """Free the blocks of a sequence that is no longer in `running`, and queue it to be prefilled again."""
-        self._free(sequence)
-        sequence.status = SequenceStatus.WAITING
-        sequence.computed = 0
-        self.prefilling = [left for prefill in self.prefilling if (left := [o for o in prefill if o is not sequence])]
-        self.num_preemptions += 1
-        self.preempted.appendleft(sequence)
+        """Free the blocks of a sequence, and queue it to be prefilled again. With a beam, all beams are preempted."""
+        preempted = {sequence}
+        if sequence.group.beams is not None:
+            preempted.update(one for one in self.running if one.group is sequence.group)
+        self.running = [one for one in self.running if one not in preempted]
+        self.prefilling = [left for prefill in self.prefilling if (left := [o for o in prefill if o not in preempted])]
+        for one in sorted(preempted, key=lambda one: -one.index):
+            self._free(one)
+            one.status = SequenceStatus.WAITING
+            one.computed = 0
+            self.num_preemptions += 1
+            self.preempted.appendleft(one)
+
+    def take_over(self, beams: list[Sequence], parents: list[int]) -> None:
+        """Give each beam the blocks of beam `parents[i]`."""
+        if any(beam.status is not SequenceStatus.RUNNING for beam in beams):
+            for beam in beams:  # some have no blocks
+                if beam.status is SequenceStatus.RUNNING:
+                    self.preempt(beam)
+            return
+        ids = [beam.seq_id for beam in beams]
+        self.blocks.take_over({ids[own]: ids[parent] for own, parent in enumerate(parents) if own != parent})
 
     def rewind(self, sequence: Sequence) -> None:
         """Have the last token of an output that became shorter computed again."""
@@ -195,10 +211,9 @@ class Scheduler:
             most = max(running, key=running.__getitem__, default=client)
             if running[most] - 1 < running[client] + len(prefill):
                 return
-            running[most] -= 1
             newest = next(sequence for sequence in reversed(self.running) if sequence.group.client == most)
-            self.running.remove(newest)
             self.preempt(newest)
+            running = self._running_by_client()
 
     def _continue_prefills(self, batch: ScheduledBatch, budget: int) -> int:
         """Schedule a chunk of each prefill that has begun. Returns the number of tokens that are left."""
@@ -232,15 +247,19 @@ class Scheduler:
             queues[client].popleft()
             if not queues[client]:
                 del queues[client]
+            running[client] += len(prefill)
             if prefill is prefill[0].group.sequences:
                 self.waiting.remove(prefill[0].group)
+                parts = [prefill]
             else:
-                self.preempted.remove(prefill[0])
-            running[client] += len(prefill)
-            self._admit(prefill)
-            budget -= self._chunk(prefill, batch, budget, alone=not queues)
-            if prefill[0].computed < prefill[0].length:
-                self.prefilling.append(prefill)
+                for sequence in prefill:
+                    self.preempted.remove(sequence)
+                parts = [[sequence] for sequence in prefill]
+            for part in parts:
+                self._admit(part)
+                budget -= self._chunk(part, batch, budget, alone=not queues and part is parts[-1])
+                if part[0].computed < part[0].length:
+                    self.prefilling.append(part)
 
     def _running_by_client(self) -> Counter[str]:
         return Counter(sequence.group.client for sequence in self.running)
@@ -250,7 +269,11 @@ class Scheduler:
         queues: dict[str, deque[list[Sequence]]] = {}
         for sequence in self.preempted:
             if sequence.parked is None:
-                queues.setdefault(sequence.group.client, deque()).append([sequence])
+                queue = queues.setdefault(sequence.group.client, deque())
+                if queue and sequence.group.beams is not None and queue[-1][0].group is sequence.group:
+                    queue[-1].append(sequence)  # beams start together: one alone could not go on
+                else:
+                    queue.append([sequence])
         for group in self.waiting:
             if not group.waits_for_grammar:
                 queues.setdefault(group.client, deque()).append(group.sequences)
@@ -258,9 +281,10 @@ class Scheduler:
 
     def _fits(self, prefill: list[Sequence]) -> bool:
         spare = self._watermark if self.running else 0
+        parts = 1 if prefill is prefill[0].group.sequences else len(prefill)
         return (
             len(self.running) + len(prefill) <= self.max_num_seqs
-            and self.blocks.blocks_for(prefill[0].length) + spare <= self.blocks.num_free
+            and self.blocks.blocks_for(prefill[0].length) * parts + spare <= self.blocks.num_free
         )
 
     def _admit(self, prefill: list[Sequence]) -> None:

@@ -10,6 +10,7 @@ from enum import Enum
 
 import torch
 
+from engine.beam_search import BeamSearch
 from engine.detokenizer import Detokenizer
 from engine.sampling_params import SamplingParams
 from guided.errors import GuidedError
@@ -56,6 +57,8 @@ class Parked:
     """float32 `[vocab]`: raw log-probabilities, where some were asked for."""
     since: float
     """`time.monotonic()` of when it was parked."""
+    is_late: bool = True
+    """Its mask is missing. If not, it is a beam that waits for the others."""
 
 
 @dataclass(slots=True)
@@ -128,6 +131,8 @@ class Sequence:
         self.computed = 0
         """Number of its first tokens with keys and values in the cache, once the scheduled step has run."""
         self.last_token = prompt_token_ids[-1] if prompt_token_ids else -1
+        self.edits = 0
+        """Number of times that output tokens were replaced or removed."""
         self.cumulative_logprob = 0.0
         self.logprobs: list[dict[int, Logprob]] = []
         self.stop_reason: str | int | None = None
@@ -152,10 +157,19 @@ class Sequence:
         self.last_token = token_id
         self.length += 1
 
+    def take_over(self, output: list[int], logprob: float) -> None:
+        """Replace the output."""
+        self.data.output_token_ids[:] = output
+        self.length = len(self.data.prompt_token_ids) + len(output)
+        self.last_token = output[-1]
+        self.cumulative_logprob = logprob
+        self.edits += 1
+
     def roll_back(self, count: int) -> None:
         """Remove the last `count` output tokens."""
         del self.data.output_token_ids[-count:]
         self.length -= count
+        self.edits += 1
         self.last_token = self.data.span(self.length - 1, self.length)[0]
         while len(self.logprobs) > self.num_output_tokens:
             self.cumulative_logprob -= next(iter(self.logprobs.pop().values())).logprob  # the token's own comes first
@@ -163,7 +177,7 @@ class Sequence:
     @property
     def has_unscored_tokens(self) -> bool:
         """Log-probabilities are wanted, and output tokens have none yet: the step that computes them scores them."""
-        return self.params.logprobs is not None and len(self.logprobs) < self.num_output_tokens
+        return self.params.needs_logprobs and len(self.logprobs) < self.num_output_tokens
 
     def add_logprobs(self, token_id: int, entries: dict[int, Logprob]) -> None:
         """Add the log-probabilities that were requested for the newest token."""
@@ -189,6 +203,8 @@ class SequenceGroup:
     """Report after every step, not only at the end."""
     client: str = ""
     """The scheduler shares the engine between clients."""
+    beams: BeamSearch | None = None
+    """Set if it is a beam search. Its sequences are the beams: they are sampled in the same step, or parked."""
     held_back: int = 0
     """Number of newest tokens that outputs do not show before the end: the post-processor may take them back."""
     backend: str | None = None
