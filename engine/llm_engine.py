@@ -47,6 +47,9 @@ class EngineStats:
     """Mask time of the workers, exposed or hidden."""
     hidden_seconds: float = 0.0
     """The part of it that no step waited for."""
+    drafted_tokens: int = 0
+    """Draft tokens (speculative decoding), and those of them that were accepted."""
+    accepted_tokens: int = 0
     forced_tokens: int = 0
     """Tokens that were appended without a forward pass of their own."""
     parked: int = 0
@@ -92,9 +95,12 @@ class LLMEngine:
             self.blocks,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.tokens_per_step(model.device.type == "cpu"),
+            num_drafts=config.num_speculative_tokens,
         )
         self.runner = ModelRunner(model, cache, self.blocks)
         processors = processors_of(model, config, self.max_model_len)
+        if processors.classes and config.num_speculative_tokens:
+            raise ValueError("num_speculative_tokens does not work with custom logits processors: use one of them")
         self.sampler = Sampler(model.vocabulary.stop_token_ids, processors)
         self.processor = GuidedProcessor(pool) if processor is None and pool is not None else processor
         self.stats = EngineStats()
@@ -297,6 +303,8 @@ class LLMEngine:
         new_tokens = None
         if self._appended is not None and self._appended[0] is metadata:
             new_tokens = self._appended[1][metadata.guided_rows]
+        for sequence_id, length in metadata.changed.items():
+            self.processor.rollback(sequence_id, length)
         self.processor.prepare(metadata.guided, metadata.guided_rows, new_tokens)
         self.stats.prepare_seconds += time.perf_counter() - started
 
@@ -378,7 +386,12 @@ class LLMEngine:
             for row in metadata.guided_rows.tolist():
                 sequence = metadata.sequences[row]
                 error = report.failed.get(sequence.seq_id)
-                if error is not None:
+                if sequence.drafted_from is not None:
+                    if error is None and sequence.seq_id not in late:
+                        continue
+                    assert self.processor is not None
+                    self.processor.free_sequence(sequence.seq_id)  # opened again when it is needed
+                elif error is not None:
                     self._fail(sequence.group, error)
                 elif sequence.seq_id in late:
                     self._park(sequence, logits, row, metadata)
@@ -392,7 +405,8 @@ class LLMEngine:
         for row, failure in sampled.failed.items():
             self._fail(metadata.sequences[row].group, failure)
         for row in sampled.broken:
-            self._fail(metadata.sequences[row].group, InternalError("no token of this step has a finite logit"))
+            if metadata.sequences[row].drafted_from is None:
+                self._fail(metadata.sequences[row].group, InternalError("no token of this step has a finite logit"))
         return sampled, skipped
 
     def _hold_beams(self, logits: torch.Tensor, metadata: SamplingMetadata, skipped: frozenset[int]) -> frozenset[int]:
@@ -415,6 +429,8 @@ class LLMEngine:
         for row, (sequence, token) in enumerate(zip(metadata.sequences, sampled.token_ids, strict=True)):
             if row in skipped or (sequence.status is not running and sequence.status is not waiting):
                 continue
+            if sequence.drafted_from is not None:
+                continue
             group = sequence.group
             changed[group] = None
             if group.beams is not None:
@@ -427,16 +443,45 @@ class LLMEngine:
                 any_ended = True
         self._appended = None if skipped else (metadata, np.array(sampled.token_ids, np.int32))
         for row, entries in sampled.logprobs.items():
-            if row not in skipped:
+            if row not in skipped and metadata.sequences[row].drafted_from is None:
                 metadata.sequences[row].add_logprobs(sampled.token_ids[row], entries)
         for row in metadata.stop_checked:
             any_ended |= _end_by_stop_string(metadata.sequences[row])
+        for row, drafts in metadata.drafted.items():
+            if row not in skipped:
+                any_ended |= self._accept(row, drafts, sampled, metadata, skipped)
         if metadata.guided:
             any_ended |= self._follow_sampled(metadata, skipped)
         if sampled.beam_logprobs is not None:
             self._append_beams(sampled.beam_logprobs, metadata, skipped)
         if any_ended:
             self._drop_ended(metadata)
+
+    def _accept(
+        self, row: int, drafts: list[int], sampled: SamplerOutput, metadata: SamplingMetadata, skipped: frozenset[int]
+    ) -> bool:
+        """Append the tokens of the rows after accepted drafts. Returns whether the sequence has ended."""
+        sequence = metadata.sequences[row]
+        self._appended = None
+        self.stats.drafted_tokens += len(drafts)
+        for draft in drafts:
+            accepted = sampled.token_ids[row] == draft
+            row += 1
+            if sequence.status.is_finished or not accepted or row in skipped or row in sampled.broken:
+                break
+            token = sampled.token_ids[row]
+            self.stats.accepted_tokens += 1
+            sequence.append(token)
+            sequence.computed += 1
+            if not sequence.params.is_greedy:
+                sequence.uniforms.next()
+            if token in sequence.stop_ids or sequence.length >= sequence.max_length:
+                _end_by_token(sequence, token)
+            if row in sampled.logprobs:
+                sequence.add_logprobs(token, sampled.logprobs[row])
+            if sequence.params.stop:
+                _end_by_stop_string(sequence)
+        return sequence.status.is_finished
 
     def _append_beams(self, logprobs: torch.Tensor, metadata: SamplingMetadata, skipped: frozenset[int]) -> None:
         """Continue beam searches, and end those that are complete."""
@@ -476,7 +521,11 @@ class LLMEngine:
         """Change outputs as the post-processor wants it. Returns whether a sequence has ended."""
         assert self.processor is not None
         rows = [metadata.sequences[row] for row in metadata.guided_rows.tolist() if row not in skipped]
-        sequences = {one.seq_id: one for one in rows if not one.status.is_finished and one.group.beams is None}
+        sequences = {
+            one.seq_id: one
+            for one in rows
+            if not one.status.is_finished and one.group.beams is None and one.drafted_from is None
+        }
         edits = self.processor.sampled([one.guided for one in sequences.values() if one.guided is not None])
         for sequence_id, edit in edits.items():
             self._follow(sequences[sequence_id], edit)
@@ -516,7 +565,9 @@ class LLMEngine:
                 if sequence.group.is_finished:
                     self._forget(sequence.group)
                 elif self.processor is not None:
-                    self.processor.free_sequence(sequence.seq_id)
+                    drafts = sequence.drafts.guided if sequence.drafts is not None else []
+                    for sequence_id in (sequence.seq_id, *(one.sequence_id for one in drafts)):
+                        self.processor.free_sequence(sequence_id)
 
     # -- ends
 

@@ -56,6 +56,10 @@ class SamplingMetadata:
     device: torch.device
     scored: tuple[ScoredRows, ...] = ()
     """Tokens to score that are not sampled."""
+    drafted: dict[int, list[int]] = field(default_factory=dict)
+    """By row of a sequence with drafts: the drafts. Their rows follow."""
+    changed: dict[int, int] = field(default_factory=dict)
+    """By id of a draft's row: the length of the output that its matcher can keep."""
 
     random: list[int] = field(default_factory=list)
     """Rows that need a random number."""
@@ -86,16 +90,26 @@ class SamplingMetadata:
         sequences: list[Sequence] = []
         selected: list[int] = []
         scored: list[ScoredRows] = []
+        drafted: dict[int, list[int]] = {}
+        changed: dict[int, int] = {}
         end = 0
         for chunk in batch.prefills:
             scored += ScoredRows.of(chunk, end)
             end += chunk.end - chunk.start
-            if chunk.is_last:
+            if chunk.drafts:
+                drafts = chunk.sequences[0].drafts
+                assert drafts is not None
+                drafted[len(sequences)] = chunk.drafts
+                rows = drafts.rows(chunk.drafts)
+                changed.update((row.seq_id, length) for row, length in rows if length is not None)
+                sequences += [chunk.sequences[0], *(row for row, _ in rows)]
+                selected += range(end - len(chunk.drafts) - 1, end)
+            elif chunk.is_last:
                 sequences += chunk.sequences
                 selected += [end - 1] * len(chunk.sequences)
         selected += range(end, end + len(batch.decodes))
-        rows = torch.tensor(selected, dtype=torch.int64, device=device)
-        return cls(sequences + batch.decodes, rows, device, tuple(scored))
+        where = torch.tensor(selected, dtype=torch.int64, device=device)
+        return cls(sequences + batch.decodes, where, device, tuple(scored), drafted, changed)
 
     @property
     def is_all_greedy(self) -> bool:
@@ -117,7 +131,7 @@ class SamplingMetadata:
                 (params.ignore_eos, self.without_eos),
                 (params.needs_logprobs, self.with_logprobs),
                 (params.use_beam_search, self.beams),
-                (params.stop, self.stop_checked),
+                (params.stop and sequence.drafted_from is None, self.stop_checked),
             ):
                 if applies:
                     rows.append(row)

@@ -6,6 +6,7 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from engine.block_manager import BlockManager
+from engine.drafter import Drafts
 from engine.sequence import Sequence, SequenceGroup, SequenceStatus
 
 
@@ -16,11 +17,13 @@ class Chunk:
     sequences: list[Sequence]
     start: int
     end: int
+    drafts: list[int] = field(default_factory=list)
+    """The last tokens of the chunk, if they are drafts."""
 
     @property
     def is_last(self) -> bool:
         """The sequences are sampled after this chunk."""
-        return self.end == self.sequences[0].length
+        return self.end - len(self.drafts) == self.sequences[0].length
 
 
 @dataclass(slots=True)
@@ -53,10 +56,14 @@ class Scheduler:
     Args:
         max_num_seqs: maximum number of running sequences.
         max_num_batched_tokens: maximum number of tokens in a step: more than `max_num_seqs`.
+        num_drafts: maximum number of drafts of a decoding sequence.
     """
 
-    def __init__(self, blocks: BlockManager, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    def __init__(
+        self, blocks: BlockManager, *, max_num_seqs: int, max_num_batched_tokens: int, num_drafts: int = 0
+    ) -> None:
         self.blocks = blocks
+        self.num_drafts = num_drafts
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.waiting: deque[SequenceGroup] = deque()
@@ -112,8 +119,31 @@ class Scheduler:
         if self.prefilling:
             budget = self._continue_prefills(batch, budget)
         if has_prefills and not preempted:
-            self._schedule_prefills(batch, budget)
+            budget = self._schedule_prefills(batch, budget)
+        if self.num_drafts:
+            self._schedule_drafts(batch, budget)
         return batch
+
+    def _schedule_drafts(self, batch: ScheduledBatch, budget: int) -> None:
+        """Turn decoding sequences with drafts into chunks, as far as tokens and blocks are left."""
+        decodes: list[Sequence] = []
+        for sequence in batch.decodes:
+            drafts: list[int] = []
+            if sequence.group.beams is None:
+                sequence.drafts = sequence.drafts or Drafts(sequence)
+                limit = min(self.num_drafts, budget, sequence.max_length - sequence.length - 1)
+                drafts = sequence.drafts.propose(limit) if limit > 0 else []
+            try:
+                for position in range(sequence.length, sequence.length + len(drafts)):
+                    self.blocks.append_slot(sequence.seq_id, position)
+            except MemoryError:
+                drafts = []
+            if drafts:
+                batch.prefills.append(Chunk([sequence], sequence.length - 1, sequence.length + len(drafts), drafts))
+                budget -= len(drafts)
+            else:
+                decodes.append(sequence)
+        batch.decodes = decodes
 
     def _schedule_decodes(self, batch: ScheduledBatch) -> bool:
         """Assign slots to the new tokens of each running sequence. Return True if sequences were preempted for that.
@@ -235,15 +265,16 @@ class Scheduler:
             batch.prefills.append(Chunk(prefill[:], start, end))
         return end - start
 
-    def _schedule_prefills(self, batch: ScheduledBatch, budget: int) -> None:
+    def _schedule_prefills(self, batch: ScheduledBatch, budget: int) -> int:
+        """Start prefills. Returns the number of tokens that are left."""
         if len(self.running) >= self.max_num_seqs:
-            return
+            return budget
         running, queues = self._running_by_client(), self._queues()
         while queues:
             client = min(queues, key=running.__getitem__)
             prefill = queues[client][0]
             if budget < min(self.blocks.block_size, prefill[0].length) or not self._fits(prefill):
-                return
+                return budget
             queues[client].popleft()
             if not queues[client]:
                 del queues[client]
@@ -260,6 +291,7 @@ class Scheduler:
                 budget -= self._chunk(part, batch, budget, alone=not queues and part is parts[-1])
                 if part[0].computed < part[0].length:
                     self.prefilling.append(part)
+        return budget
 
     def _running_by_client(self) -> Counter[str]:
         return Counter(sequence.group.client for sequence in self.running)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import itertools
 import time
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,6 +17,9 @@ from engine.detokenizer import Detokenizer
 from engine.sampling_params import SamplingParams
 from guided.errors import GuidedError
 from guided.sequence import GuidedSequence
+
+if TYPE_CHECKING:
+    from engine.drafter import Drafts
 
 _sequence_ids = itertools.count()
 
@@ -95,6 +100,15 @@ class Uniforms:
             self._drawn = numbers.flip(0).tolist()
         return self._drawn.pop()
 
+    def ahead(self, count: int) -> Uniforms:
+        """Return numbers that begin `count` numbers after the next one. These numbers stay the same."""
+        while len(self._drawn) <= count:
+            numbers = torch.rand(self._DRAW, generator=self._generator, dtype=torch.float64)
+            self._drawn[:0] = numbers.flip(0).tolist()
+        ahead = copy.copy(self)
+        ahead._drawn = self._drawn[: len(self._drawn) - count]
+        return ahead
+
 
 class Sequence:
     """One output while it is generated.
@@ -117,7 +131,7 @@ class Sequence:
         seed: int,
         detokenizer: Detokenizer,
     ) -> None:
-        self.seq_id = next(_sequence_ids)
+        self.seq_id = self.next_id()
         self.index = index
         self.params = params
         self.data = SequenceData(prompt_token_ids)
@@ -144,8 +158,16 @@ class Sequence:
         self.parked: Parked | None = None
         """Set while its mask is late. It does not run, and keeps its blocks unless it is preempted."""
         self.group: SequenceGroup
+        self.drafted_from: Sequence | None = None
+        """Set if this is only the row of a draft (`engine.drafter`)."""
+        self.drafts: Drafts | None = None
         self.guided: GuidedSequence | None = None
         """Its view for the post-processor, if there is a constraint. Set with the group."""
+
+    @staticmethod
+    def next_id() -> int:
+        """Return an id for a sequence, or for a matcher of its own."""
+        return next(_sequence_ids)
 
     @property
     def num_output_tokens(self) -> int:
