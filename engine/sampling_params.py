@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from engine.keywords import refuse_unknown
 from guided.backends import candidates, resolve
 from guided.constraint import KINDS, Constraint
 from guided.errors import InvalidRequest, bounded
@@ -111,6 +112,10 @@ class SamplingParams:
     early_stopping: bool | str = False
     constraint: Constraint | None = field(default=None, repr=False)
     """Normally None: it is built from the fields above. Instead of them, a ready `Constraint` can be given."""
+
+    def __new__(cls, *values: Any, **fields: Any) -> SamplingParams:
+        refuse_unknown(cls.__name__, fields, cls.__dataclass_fields__)
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())

@@ -184,6 +184,9 @@ class TestCompletions:
         assert len({choice["text"] for choice in beams["choices"]}) == 2
         best = post(client, "/v1/completions", best_of=3, **{**body, "temperature": 1}).json()
         assert len(best["choices"]) == 2
+        for fields in ({"best_of": 3}, {"use_beam_search": True}):
+            refused = post(client, "/v1/completions", **body, **fields, stream=True)
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, next(iter(fields)))
 
     def test_prompt_logprobs_are_in_vllms_shape(self, client: TestClient) -> None:
         choice = post(client, prompt_logprobs=2, max_tokens=2).json()["choices"][0]
@@ -259,8 +262,7 @@ class TestRefusals:
             ({"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens"),
             ({"n": 1000}, "n"),
             ({"n": 0}, "n"),
-            ({"best_of": 3, "stream": True}, "best_of"),
-            ({"use_beam_search": True, "stream": True, "temperature": 0}, "use_beam_search"),
+            ({"best_of": 0}, "best_of"),
             ({"use_beam_search": True, "temperature": 1}, "temperature"),
             ({"top_logprobs": 3}, "top_logprobs"),
             ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
