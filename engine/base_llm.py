@@ -71,6 +71,8 @@ class BaseLLM:
         self.pool: MaskPool = pool
         try:
             self.engine = LLMEngine(self.model, config, self.pool)
+            if self.model.device.type == "cuda":
+                self.engine.warm_up()
         except BaseException:  # for example a logits processor that cannot be loaded
             BaseLLM.shutdown(self)
             raise

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
 from collections.abc import Sequence as Tokens
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -31,6 +34,8 @@ from engine.sequence import Sequence, SequenceGroup, SequenceStatus
 from guided.errors import BackendError, GuidedError, InternalError, bounded
 from guided.pool import Grammar, MaskPool
 from guided.processor import ApplyReport, GuidedProcessor, LogitPostProcessor, SampledEdit
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -117,6 +122,8 @@ class LLMEngine:
         self._parked: dict[int, Sequence] = {}
         self._appended: tuple[SamplingMetadata, NDArray[np.int32]] | None = None
         """Metadata and tokens of the last step, if each row got a token."""
+        self._prepared: SamplingMetadata | None = None
+        """The step that `apply` is to follow."""
         self._mean_step = 0.0
         """Moving average of a step's seconds, without the time that it waits for masks."""
 
@@ -200,7 +207,7 @@ class LLMEngine:
         if batch.is_empty:
             self.resume(_IDLE_SECONDS)
         else:
-            with torch.inference_mode():
+            with self._surviving(batch), torch.inference_mode():
                 metadata = self._metadata = SamplingMetadata.for_batch(batch, self.model.device, self._metadata)
                 self.prepare(metadata)
                 self.sampler.begin(metadata)
@@ -208,10 +215,50 @@ class LLMEngine:
                 logits = self.compute_logits(hidden, metadata)
                 report = self.apply(logits, metadata)
                 sampled, skipped = self.sample(logits, metadata, report)
-            self.append(sampled, metadata, skipped)
-            self._note_step(time.perf_counter() - started, report.wait_seconds)
+                self.append(sampled, metadata, skipped)
+                self._note_step(time.perf_counter() - started, report.wait_seconds)
         changed, self._changed = self._changed, {}
         return [RequestOutput.from_seq_group(group) for group in changed if group.stream or group.is_finished]
+
+    @contextlib.contextmanager
+    def _surviving(self, batch: ScheduledBatch) -> Iterator[None]:
+        """If the device runs out of memory in a step, fail its newest group. The others are prefilled again."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            logger.exception("a step ran out of memory")
+            sequences = batch.decodes + [one for chunk in batch.prefills for one in chunk.sequences]
+            newest = max((one.group for one in sequences), key=lambda group: group.arrival_time)
+            self._fail(newest, InternalError(f"the device ran out of memory: {bounded(error)}"))
+            self.blocks.forget_content()  # some was noted that was never computed
+            for sequence in sequences:
+                if sequence in self.scheduler.running:
+                    sequence.computed = 0
+                    self.scheduler.preempt(sequence)
+            self._metadata = self._appended = None
+            if self._prepared is not None:  # the post-processor expects it
+                self.apply(torch.zeros(len(self._prepared.sequences), 1), self._prepared)
+            if self.model.device.type == "cuda":
+                torch.cuda.empty_cache()
+
+    def warm_up(self) -> None:
+        """Run one guided request with the largest prefill, so that no request waits for the compilation of kernels."""
+        started = time.monotonic()
+        longest = min(self.scheduler.max_num_batched_tokens, self.max_model_len - 2)
+        params = SamplingParams(temperature=0.0, max_tokens=2, regex="[0-9]{9}" if self.processor is not None else None)
+        group = self.add_request("warm-up", [0] * max(1, longest), params, stream=False)
+        while not group.is_finished:
+            self.awake.clear()
+            if not self.has_work:
+                self.awake.wait()
+            self.step()
+        self.step()  # reports its end
+        self.blocks.forget_content()
+        self.stats = EngineStats()
+        error = group.sequences[0].error
+        seconds = time.monotonic() - started
+        how = f"failed: {error}" if error is not None else f"took {seconds:.1f} s"
+        logger.info("warm-up on %s: a guided request with %d tokens %s", self.model.device, longest, how)
 
     def resume(self, timeout: float = 0.0) -> None:
         """Sample parked sequences with a mask by now, from the kept logits. Waits `timeout` seconds at most."""
@@ -305,6 +352,7 @@ class LLMEngine:
             new_tokens = self._appended[1][metadata.guided_rows]
         for sequence_id, length in metadata.changed.items():
             self.processor.rollback(sequence_id, length)
+        self._prepared = metadata
         self.processor.prepare(metadata.guided, metadata.guided_rows, new_tokens)
         self.stats.prepare_seconds += time.perf_counter() - started
 
@@ -350,6 +398,7 @@ class LLMEngine:
         assert self.processor is not None
         alone = alone and len(metadata.guided) == len(metadata.sequences)
         report = self.processor.apply(logits, self._patience(), alone)
+        self._prepared = None
         self.stats.wait_seconds += report.wait_seconds
         self.stats.kernel_seconds += report.kernel_seconds
         self.stats.mask_seconds += report.mask_seconds

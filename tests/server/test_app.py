@@ -184,6 +184,8 @@ class TestCompletions:
         assert len({choice["text"] for choice in beams["choices"]}) == 2
         best = post(client, "/v1/completions", best_of=3, **{**body, "temperature": 1}).json()
         assert len(best["choices"]) == 2
+        hot = post(client, "/v1/completions", use_beam_search=True, **{**body, "temperature": 1})
+        assert (hot.status_code, hot.json()["error"]["param"]) == (400, "temperature")
         for fields in ({"best_of": 3}, {"use_beam_search": True}):
             refused = post(client, "/v1/completions", **body, **fields, stream=True)
             assert (refused.status_code, refused.json()["error"]["param"]) == (400, next(iter(fields)))
@@ -263,7 +265,6 @@ class TestRefusals:
             ({"n": 1000}, "n"),
             ({"n": 0}, "n"),
             ({"best_of": 0}, "best_of"),
-            ({"use_beam_search": True, "temperature": 1}, "temperature"),
             ({"top_logprobs": 3}, "top_logprobs"),
             ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
             ({"logit_bias": {"x": 1}}, "logit_bias"),
