@@ -17,7 +17,7 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -25,13 +25,14 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils.monitor import recv_monitor_message
 
-from guided.errors import InternalError
+from guided.errors import InternalError, PoolUnavailable
 
 _LENGTH = struct.Struct("<I")
 _CHUNK = 1 << 18
 _SCHEME = "unix://"
 _IPC_PATH_BYTES = 107
 """sockaddr_un.sun_path, without its NUL."""
+_ALL_ADDRESSES = ("0.0.0.0", "::", "*")
 _CREDENTIALS = struct.Struct("3i")
 """struct ucred of unix(7): process, user, group."""
 _SEND_TIMEOUT = struct.pack("ll", 5, 0)
@@ -105,12 +106,18 @@ class Transport:
     Args:
         directory: for the sockets of local channels; mode 0700, short.
         host: this machine's address for other nodes.
+        listen_on: address that remote channels listen on. None: `host`. If it is one address, actors connect to it.
+        ports: ports of remote channels. None: any free port.
     """
 
-    def __init__(self, directory: str, host: str) -> None:
+    def __init__(
+        self, directory: str, host: str, listen_on: str | None = None, ports: Sequence[int] | None = None
+    ) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._directory = directory
-        self._host = host
+        self._listen_on = (listen_on or host).strip("[]")
+        self._host = host if self._listen_on in _ALL_ADDRESSES else self._listen_on
+        self._ports = ports
         self._channels: weakref.WeakSet[LocalChannel] = weakref.WeakSet()
         self._clients: set[bytes] = set()
         self._authenticator: ThreadAuthenticator | None = None
@@ -126,9 +133,28 @@ class Transport:
         return channel
 
     def tcp(self) -> Channel:
-        """Create a channel to an actor on another node: authenticated both ways, encrypted."""
+        """Create a channel to an actor on another node: authenticated both ways, encrypted.
+
+        Raises:
+            PoolUnavailable: the address cannot be listened on, or no port is free.
+        """
         self._authenticate()
-        return RemoteChannel(self._context, self._host, self._admit, self._forget)
+        return RemoteChannel(self._context, self._bind, self._host, self._admit, self._forget)
+
+    def _bind(self, socket: zmq.Socket[bytes]) -> int:
+        """Bind a socket to a free port and return the port."""
+        for port in self._ports or ("*",):
+            try:
+                socket.bind(_tcp_endpoint(self._listen_on, port))
+                return int(socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+            except zmq.ZMQError as error:
+                if error.errno != zmq.EADDRINUSE:
+                    text = (
+                        f"cannot listen on {self._listen_on} port {port}: {error.strerror}; choose another channel_host"
+                    )
+                    raise PoolUnavailable(text) from None
+        taken = "no port is free" if self._ports is None else f"ports {self._ports[0]} to {self._ports[-1]} are taken"
+        raise PoolUnavailable(f"{taken} on {self._listen_on}: widen channel_ports")
 
     def callback(self, domain: str, key: bytes) -> bool:
         """Return whether a client's public key was handed out (called by the authenticator's thread)."""
@@ -163,6 +189,10 @@ class Transport:
 def connect(context: zmq.Context[zmq.Socket[bytes]], address: Address) -> WorkerEnd:
     """Connect an actor to its channel. Ending `context` ends a `receive` that waits over TCP."""
     return _LocalEnd(address) if address.endpoint.startswith(_SCHEME) else _RemoteEnd(context, address)
+
+
+def _tcp_endpoint(host: str, port: int | str) -> str:
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
 class _Frames:
@@ -309,6 +339,7 @@ class RemoteChannel:
     """Engine side of a ZeroMQ connection; see `Channel`.
 
     Args:
+        bind: binds a socket and returns the port.
         host: this machine's address for other nodes.
         admit, forget: take the public key of the one client that may connect, for as long as it may.
     """
@@ -316,24 +347,30 @@ class RemoteChannel:
     def __init__(
         self,
         context: zmq.Context[zmq.Socket[bytes]],
+        bind: Callable[[zmq.Socket[bytes]], int],
         host: str,
         admit: Callable[[bytes], None],
         forget: Callable[[bytes], None],
     ) -> None:
         server_key, server_secret = zmq.curve_keypair()
         client_key, client_secret = zmq.curve_keypair()
-        admit(client_key)
         self._forget = forget
         socket = context.socket(zmq.PAIR)
         socket.linger = 0
+        socket.ipv6 = True
         socket.sndhwm = 0  # an actor that does not read is ended by its supervisor; until then nothing is dropped
         socket.curve_server = True
         socket.curve_secretkey, socket.curve_publickey = server_secret, server_key
         socket.heartbeat_ivl, socket.heartbeat_timeout = _HEARTBEAT_MS, _HEARTBEAT_TIMEOUT_MS
         socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
-        port = socket.bind_to_random_port(f"tcp://{host}")
+        try:
+            port = bind(socket)
+        except PoolUnavailable:
+            socket.close()
+            raise
+        admit(client_key)
         self.socket = socket
-        self.address = Address(f"tcp://{host}:{port}", server_key, client_key, client_secret)
+        self.address = Address(_tcp_endpoint(host, port), server_key, client_key, client_secret)
         name = f"inproc://monitor-{next(_serial)}"
         socket.monitor(name, zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
         self._candidates: set[int] = set()
@@ -395,6 +432,7 @@ class _RemoteEnd:
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: Address) -> None:
         self._socket = socket = context.socket(zmq.PAIR)
         socket.linger = 0
+        socket.ipv6 = True
         socket.reconnect_ivl = -1
         if address.server_key:
             socket.curve_serverkey = address.server_key

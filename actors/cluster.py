@@ -116,6 +116,12 @@ class Cluster:
         """The address of this node for other nodes."""
         return self.driver()[1].host
 
+    def reserved(self, cpus: float | None) -> float:
+        """Return the CPUs that Ray reserves for an actor: `cpus`, or by default 1. A local cluster has none to give."""
+        if self._address is None:
+            return 0.0
+        return 1.0 if cpus is None else cpus
+
     def when_lost(self, call: Callable[[], None]) -> None:
         """Register a function that is called whenever the driver is lost, with all actors and objects, before the next
         driver is used."""

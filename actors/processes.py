@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import platform
 import resource
 import select
 import signal
 import threading
 import time
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,11 +31,32 @@ _log = logging.getLogger(__name__)
 
 
 class ActorLocation(NamedTuple):
-    """Where an actor runs. `node_id` is Ray's."""
+    """Where an actor runs, and which version of this package it has."""
 
     pid: int
     node_id: str
+    """Ray's id of the node."""
     host: str
+    address: str = ""
+    """The node's, for other nodes."""
+    pid_namespace: int = 0
+    """Of its process, as in `pid_namespace`."""
+    version: str = ""
+
+    @classmethod
+    def of_this_actor(cls) -> ActorLocation:
+        """Describe the current process, an actor."""
+        import ray  # only actors load Ray
+
+        address = str(ray.util.get_node_ip_address())
+        return cls(os.getpid(), node_id(), platform.node(), address, pid_namespace(), package_version())
+
+    def is_beside(self, node_id: str) -> bool:
+        """Return whether this process, on the node with that id, can look up the actor's pid.
+
+        A container has pids of its own. It may use the Ray of its host, with the same node id.
+        """
+        return self.node_id == node_id and self.pid_namespace == pid_namespace()
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,20 +148,22 @@ class Owner:
     """As in `ProcessReading`."""
     node_id: str
     """Ray's id of its node."""
+    pid_namespace: int
 
     @classmethod
     def this_process(cls, node_id: str) -> Owner:
         """Describe the current process, on the node with that id."""
         reading = ProcessReading.of(os.getpid())
         assert reading is not None
-        return cls(os.getpid(), reading.started, node_id)
+        return cls(os.getpid(), reading.started, node_id, pid_namespace())
 
 
 def exit_with_owner(owner: Owner) -> bool:
     """End this process as soon as the owner's process ends.
 
     Returns:
-        Whether the owner is on this node. If not, Ray ends this process when it loses the driver.
+        Whether the owner is on this node, and not in another container. If it is elsewhere, Ray ends this process when
+        it loses the driver.
     """
 
     def watch() -> None:
@@ -148,10 +173,23 @@ def exit_with_owner(owner: Owner) -> bool:
             process.wait()
         os._exit(0)  # not sys.exit: a grammar library may block the main thread forever
 
-    same_node = node_id() == owner.node_id
-    if same_node:
+    is_beside = node_id() == owner.node_id and pid_namespace() == owner.pid_namespace
+    if is_beside:
         threading.Thread(target=watch, name="owner-watch", daemon=True).start()
-    return same_node
+    return is_beside
+
+
+def pid_namespace() -> int:
+    """Return the number of the namespace that this process's pid belongs to: each container has its own."""
+    return os.stat("/proc/self/ns/pid").st_ino
+
+
+def package_version() -> str:
+    """Return the installed version of this package, or "" if it is not installed."""
+    try:
+        return version("guided")
+    except PackageNotFoundError:
+        return ""
 
 
 def node_id() -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import itertools
-import os
 import threading
 import time
 import weakref
@@ -30,6 +29,7 @@ from actors.steps import Dispatcher
 from actors.supervision.supervisor import IncarnationSettings, Supervisor
 from guided.bitmask import words
 from guided.constraint import Constraint
+from guided.cpus import available_cpus
 from guided.errors import GuidedError
 from guided.pool import Grammar, PoolStatus, StepMasks
 from guided.pool_options import RayPoolOptions
@@ -67,7 +67,7 @@ class RayPool:
             undo.callback(self._cluster.leave)
             self._scratch = ScratchDirectory()
             undo.callback(self._scratch.remove)
-            self._transport = Transport(self._scratch.path, self._cluster.host)
+            self._transport = Transport(self._scratch.path, self._cluster.host, options.channel_host, options.ports)
             undo.callback(self._transport.close)
             self._grammars = Grammars(self._cluster, vocabulary, options)
             undo.pop_all()
@@ -82,7 +82,7 @@ class RayPool:
                 options=options,
             )
             incarnations = itertools.count(1)
-            for index in range(options.num_actors or max(2, min(8, (os.cpu_count() or 1) // 4))):
+            for index in range(options.num_actors or max(2, min(8, available_cpus() // 4))):
                 supervisor = Supervisor(index, settings, incarnations.__next__, self._dispatcher.announce)
                 self._supervisors.append(supervisor)
             for supervisor in self._supervisors:
@@ -97,8 +97,8 @@ class RayPool:
     def vocabulary(self) -> Vocabulary:
         return self._vocabulary
 
-    def compile(self, constraint: Constraint, backends: Sequence[str]) -> Future[Grammar]:
-        return self._grammars.compile(constraint, backends)
+    def compile(self, constraint: Constraint, backends: Sequence[str], client: str = "") -> Future[Grammar]:
+        return self._grammars.compile(constraint, backends, client)
 
     def release(self, grammar: Grammar) -> None:
         self._grammars.release(grammar)
@@ -136,7 +136,14 @@ class RayPool:
 
     def status(self) -> PoolStatus:
         workers = [supervisor.status() for supervisor in self._supervisors]
-        return PoolStatus("ray", workers, self._grammars.compiling, self._grammars.backends(), self._cluster.trouble)
+        return PoolStatus(
+            name="ray",
+            workers=workers,
+            compiling=self._grammars.compiling,
+            backends=self._grammars.backends(),
+            trouble=self._cluster.trouble,
+            replays=self._dispatcher.replays,
+        )
 
     def placement(self) -> dict[int, set[int]]:
         """Return which sequences are open on which actor: their ids, by the actor's pid. From the engine's thread."""

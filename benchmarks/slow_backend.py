@@ -55,7 +55,7 @@ class _SlowMatcher:
         return self._inner.forced_tokens()
 
 
-class _SlowGrammar:
+class _SlowGrammar(CompiledGrammar):
     def __init__(self, inner: CompiledGrammar, kind: Kind) -> None:
         self._inner, self._kind = inner, kind
         self.nbytes = inner.nbytes

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from pydantic import ConfigDict, create_model
 
-from engine.server.options import OPTIONS
+from engine.server.options import OPTIONS, ServeOptions
 
 RESOURCES = {"num_cpus": 1.0, "num_gpus": 0.0}
 """What Ray reserves for a replica, unless the arguments say otherwise. A replica sees no GPUs but those."""
@@ -16,6 +18,25 @@ _fields |= {option.name: (option.type, option.default) for option in OPTIONS if 
 Arguments = create_model("Arguments", __config__=ConfigDict(extra="forbid"), **_fields)
 """`args` in the configuration, or `name=value` on the command line: the options of `guided serve`, and `RESOURCES`.
 
-Options for which Ray Serve has its own settings are missing: host, port, log_level, grace_seconds, ray_address, and
-those of connections.
+Missing are options for which Ray Serve has its own settings (host, port, ray_address, and those of connections) and
+`api_key`, because Ray keeps the arguments and shows them in its dashboard.
 """
+
+
+def read_arguments(given: Mapping[str, Any]) -> tuple[dict[str, float], ServeOptions]:
+    """Return the resources and the options of a replica.
+
+    Raises:
+        ValueError: an argument is unknown or out of range, or the device does not match the reserved GPUs.
+    """
+    arguments = Arguments.model_validate(given).model_dump()
+    resources = {name: arguments.pop(name) for name in RESOURCES}
+    options = ServeOptions.from_flat(arguments)
+    device = options.load.device
+    if resources["num_gpus"] and device == "cpu":
+        raise ValueError("num_gpus reserves GPUs, and device is 'cpu': leave one of them out")
+    if not resources["num_gpus"] and device.startswith("cuda"):
+        raise ValueError(f"device is {device!r}, and num_gpus is 0: a replica sees only the GPUs that it reserves")
+    if resources["num_gpus"] and device == "auto":  # without a GPU the replica fails, and does not use the CPU instead
+        options = replace(options, load=replace(options.load, device="cuda"))
+    return resources, options

@@ -9,16 +9,22 @@ Each replica is one engine with its own mask pool, in the Ray cluster that Ray S
 from __future__ import annotations
 
 import logging
+import time
 from typing import Any
 
 from fastapi import FastAPI
 from ray import serve
 
-from deploy.arguments import RESOURCES, Arguments
+from deploy.arguments import read_arguments
+from deploy.ray_metrics import RayMetrics
 from engine.server.app import create_app
+from engine.server.context import ServerContext
+from engine.server.logs import log_to_stderr
 from engine.server.options import ServeOptions, take_api_key
 from engine.server.process import settings_of, start_engine
 
+_NO_MASKS_SECONDS = 60.0
+"""A replica without any mask actor for so long is replaced. The pool tries to start them all that time."""
 logger = logging.getLogger("ray.serve")
 
 
@@ -27,20 +33,31 @@ class GuidedServer:
     """One replica: model, engine, mask pool, HTTP application."""
 
     def __init__(self, options: ServeOptions) -> None:
+        log_to_stderr(options.log_level, options.log_format)
         options = take_api_key(options)
         if not options.server.api_keys:
-            logger.warning("requests need no API key: set api_key, or GUIDED_API_KEY in Ray's environment")
+            logger.warning("requests need no API key: set api_key_file, or GUIDED_API_KEY in Ray's environment")
         self._engine = start_engine(options)
         self._settings = settings_of(options)
+        self._metrics: RayMetrics | None = None
+        self._last_healthy = time.monotonic()
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        return create_app(self._engine, self._settings)
+        app = create_app(self._engine, self._settings)
+        context: ServerContext = app.state.context
+        self._metrics = RayMetrics(context.metrics.registry)
+        return app
 
     def check_health(self) -> None:
-        """Raise if the engine's thread has died: Ray Serve then replaces the replica. The pool restarts its actors."""
+        """Raise if the engine's thread has died, or no mask can be made: Ray Serve then replaces the replica."""
         health = self._engine.health()
         if not health.alive:
             raise RuntimeError(f"the engine has died: {health.error}")
+        now = time.monotonic()
+        if health.pool.healthy:
+            self._last_healthy = now
+        elif now - self._last_healthy > _NO_MASKS_SECONDS:
+            raise RuntimeError(f"no mask actor has been up for {now - self._last_healthy:.0f} s: {health.pool.trouble}")
 
     def __del__(self) -> None:
         if hasattr(self, "_engine"):  # missing if the engine did not start
@@ -49,14 +66,12 @@ class GuidedServer:
 
 def app(given: dict[str, Any]) -> serve.Application:
     """Build the application for `serve run deploy.serve_app:app`. `given` has fields of `Arguments`, or their text."""
-    arguments = Arguments.model_validate(given).model_dump()
-    resources = {name: arguments.pop(name) for name in RESOURCES}
-    options = take_api_key(ServeOptions.from_flat(arguments))
+    resources, options = read_arguments(given)
     deployment = serve.deployment(
         GuidedServer,
         name="GuidedServer",
         health_check_period_s=5,
-        graceful_shutdown_timeout_s=30,
+        graceful_shutdown_timeout_s=options.grace_seconds,
         ray_actor_options=resources,
         # The application answers 429 in OpenAI's shape at its own limits, at most at twice `max_requests`. Ray Serve's
         # limit must be higher.

@@ -165,7 +165,7 @@ class LLMEngine:
         try:
             if self.processor is None:
                 raise InternalError("this engine was built without a mask pool: it takes no constraints")
-            future = self.processor.initialize(group.request_id, params.constraint, params.backend)
+            future = self.processor.initialize(group.request_id, params.constraint, params.backend, group.client)
         except BaseException:
             self._turns.leave(group)
             raise
@@ -237,7 +237,8 @@ class LLMEngine:
                     self.scheduler.preempt(sequence)
             self._metadata = self._appended = None
             if self._prepared is not None:  # the post-processor expects it
-                self.apply(torch.zeros(len(self._prepared.sequences), 1), self._prepared)
+                width = self.model.vocabulary.padded_vocab_size
+                self.apply(torch.zeros(len(self._prepared.sequences), width), self._prepared)
             if self.model.device.type == "cuda":
                 torch.cuda.empty_cache()
 
@@ -339,7 +340,8 @@ class LLMEngine:
             self._fail(group, BackendError(f"compiling failed: {type(error).__name__}: {bounded(error)}"))
         else:
             group.set_status(SequenceStatus.WAITING)
-            self._changed[group] = None
+            if not group.params.complete:  # whether `max_tokens` suffices is known with the first mask
+                self._changed[group] = None
 
     def prepare(self, metadata: SamplingMetadata) -> None:
         """Ask the post-processor for the masks of the constrained rows."""
@@ -397,7 +399,7 @@ class LLMEngine:
             return _NOTHING_MASKED
         assert self.processor is not None
         alone = alone and len(metadata.guided) == len(metadata.sequences)
-        report = self.processor.apply(logits, self._patience(), alone)
+        report = self.processor.apply(logits, self._patience(), alone, keep_late=True)
         self._prepared = None
         self.stats.wait_seconds += report.wait_seconds
         self.stats.kernel_seconds += report.kernel_seconds

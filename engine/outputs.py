@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from engine.sequence import Logprob, Sequence, SequenceGroup, SequenceStatus
 from guided.errors import GuidedError
+from guided.output_types import parse_as
 
 Logprobs = list[dict[int, Logprob] | None]
 
@@ -40,6 +42,21 @@ class CompletionOutput:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     error: GuidedError | None = None
+    output_type: Any = None
+    """The request's `output_type`."""
+    completed_early: bool = False
+    """`complete` had an effect: tokens were forbidden because the rest would not have fit in `max_tokens`."""
+
+    @property
+    def parsed(self) -> Any:
+        """The answer as a value of `output_type`. None: the request has no type, or the output did not end `stop`.
+
+        Raises:
+            ValueError: a validator of the type rejects the value.
+        """
+        if self.output_type is None or self.finish_reason != "stop":
+            return None
+        return parse_as(self.output_type, self.text)
 
     @classmethod
     def from_sequence(cls, sequence: Sequence, index: int) -> CompletionOutput:
@@ -61,6 +78,8 @@ class CompletionOutput:
             _finish_reason(sequence.status),
             sequence.stop_reason,
             sequence.error,
+            sequence.params.output_type,
+            sequence.guided is not None and sequence.guided.steered,
         )
 
 
@@ -75,6 +94,8 @@ class RequestOutput:
     finished: bool
     backend: str | None = None
     """The grammar library that enforces the constraint."""
+    not_enforced: tuple[str, ...] = ()
+    """What the schema contains and the output need not satisfy: see `guided.Constraint.not_enforced`."""
     compile_seconds: float = 0.0
     """Seconds of the compilation; 0 if the grammar came from the cache."""
     error: GuidedError | None = None
@@ -90,6 +111,7 @@ class RequestOutput:
         if len(chosen) > group.params.n and group.beams is None:
             chosen = sorted(chosen, key=lambda one: -one.cumulative_logprob)
         outputs = [CompletionOutput.from_sequence(one, index) for index, one in enumerate(chosen[: group.params.n])]
+        constraint = group.params.constraint
         error = next((output.error for output in outputs if output.error is not None), None)
         return cls(
             group.request_id,
@@ -98,6 +120,7 @@ class RequestOutput:
             outputs,
             group.is_finished,
             group.backend,
+            () if constraint is None else constraint.not_enforced,
             group.compile_seconds,
             error,
             RequestMetrics(group.arrival_time, group.compiled_time, group.first_token_time, group.finished_time),

@@ -11,6 +11,7 @@ from guided.backends import candidates, resolve
 from guided.constraint import KINDS, Constraint
 from guided.errors import InvalidRequest, bounded
 from guided.limits import Range
+from guided.output_types import constraint_for
 from guided.request import GivenConstraint, GivenWhitespace, build, refuse_stops, take_one, take_whitespace
 
 MAX_LOGPROBS = 20
@@ -32,9 +33,9 @@ GREEDY_BELOW = 1e-5
 class SamplingParams:
     """Parameters of one request. Frozen, so that sequences can share it.
 
-    At most one of `json_schema`, `json_object`, `regex`, `choice` and `grammar` constrains the output. It is checked
-    here and becomes `constraint`. `stop` and `stop_token_ids` are rejected with a constraint: they could end the output
-    before it satisfies the constraint.
+    At most one of `json_schema`, `json_object`, `regex`, `choice`, `grammar`, `structural_tag` and `output_type`
+    constrains the output. It is checked here and becomes `constraint`. `stop` and `stop_token_ids` are rejected with a
+    constraint: they could end the output before it satisfies the constraint.
 
     Args:
         json_schema: a JSON schema, as an object or as JSON text.
@@ -42,8 +43,14 @@ class SamplingParams:
         regex: the whole output matches.
         choice: the output is one of these.
         grammar: Lark, or GBNF/EBNF.
+        structural_tag: free text with constrained parts, in the format of vLLM and xgrammar, or as JSON text.
+        output_type: a Python type: a pydantic model, a dataclass, a `TypedDict`, an `Enum`, a `Literal`, a term of
+            outlines. `CompletionOutput.parsed` is the answer as a value of it.
         backend: the grammar library that enforces the constraint. `auto` picks one.
+        complete: complete the constraint within `max_tokens`: as the end comes near, only tokens after which the rest still
+            fits are allowed. `CompletionOutput.completed_early` says whether that had an effect.
         whitespace_pattern: JSON constraints only: regex of the whitespace between JSON tokens ("" is none).
+        strict_formats: refuse a `format` in a schema that is not in the specification, instead of ignoring it.
         n: number of outputs.
         temperature: 0 is greedy.
         top_p, top_k, min_p: truncation of the distribution, applied after temperature in the order min_p, top_k,
@@ -83,8 +90,12 @@ class SamplingParams:
     regex: str | None = None
     choice: Sequence[str] | None = None
     grammar: str | None = None
+    structural_tag: Mapping[str, Any] | str | None = None
+    output_type: Any = None
     backend: str = "auto"
+    complete: bool = False
     whitespace_pattern: str | None = None
+    strict_formats: bool = False
     n: int = 1
     temperature: float = 1.0
     top_p: float = 1.0
@@ -201,16 +212,24 @@ class SamplingParams:
             "min_p": self.min_p > 0 and "must be 0",
             "stop": bool(self.stop) and "must be empty",
             "logprobs": self.logprobs is not None and "is not supported",
+            "complete": self.complete and "is not supported",
         }
         for name, why in wrong.items():
             if why:
                 raise InvalidRequest(f"{name} {why} with beam search", param=name)
 
     def _build_constraint(self) -> Constraint | None:
-        one = take_one([GivenConstraint(kind, kind, getattr(self, kind)) for kind in KINDS if self._is_given(kind)])
+        given = [GivenConstraint(kind, kind, getattr(self, kind)) for kind in KINDS if self._is_given(kind)]
+        if self.output_type is not None:
+            typed = constraint_for(self.output_type)
+            given.append(GivenConstraint(typed.kind, "output_type", typed.source))
+        one = take_one(given)
         pattern = self.whitespace_pattern
         spaces = take_whitespace(one, [] if pattern is None else [GivenWhitespace("whitespace_pattern", pattern)])
-        built = None if one is None else build(one, spaces)
+        if one is not None and one.field == "output_type":
+            built: Constraint | None = constraint_for(self.output_type, whitespace=pattern)
+        else:
+            built = None if one is None else build(one, spaces, strict_formats=self.strict_formats)
         if self.constraint is None or one is None:
             return built or self.constraint
         if self.constraint != built:
@@ -224,6 +243,8 @@ class SamplingParams:
     def _check_constraint(self) -> None:
         resolve(self.backend)
         if self.constraint is None:
+            if self.complete:
+                raise InvalidRequest("complete requires a constraint", param="complete")
             return
         candidates(self.constraint.kind, self.backend)
         refuse_stops(self.constraint, stop=self.stop, stop_token_ids=self.stop_token_ids)

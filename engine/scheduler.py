@@ -129,7 +129,7 @@ class Scheduler:
         decodes: list[Sequence] = []
         for sequence in batch.decodes:
             drafts: list[int] = []
-            if sequence.group.beams is None:
+            if sequence.group.beams is None and not sequence.params.complete:
                 sequence.drafts = sequence.drafts or Drafts(sequence)
                 limit = min(self.num_drafts, budget, sequence.max_length - sequence.length - 1)
                 drafts = sequence.drafts.propose(limit) if limit > 0 else []

@@ -15,6 +15,7 @@ import torch
 from engine.beam_search import BeamSearch
 from engine.detokenizer import Detokenizer
 from engine.sampling_params import SamplingParams
+from guided.budget import budget_of
 from guided.errors import GuidedError
 from guided.sequence import GuidedSequence
 
@@ -241,13 +242,15 @@ class SequenceGroup:
     finished_time: float | None = None
 
     def __post_init__(self) -> None:
+        params, budget = self.params, None
+        if params.complete and params.constraint is not None:
+            first = self.sequences[0]
+            budget = budget_of(params.constraint, first.max_length - first.length)
         for sequence in self.sequences:
             sequence.group = self
-            if self.params.constraint is not None:
-                data = sequence.data
-                sequence.guided = GuidedSequence(
-                    self.request_id, sequence.seq_id, data.output_token_ids, data.prompt_token_ids, self.params
-                )
+            if params.constraint is not None:
+                tokens = sequence.data.output_token_ids, sequence.data.prompt_token_ids
+                sequence.guided = GuidedSequence(self.request_id, sequence.seq_id, *tokens, params, budget=budget)
 
     @property
     def prompt_token_ids(self) -> list[int]:

@@ -23,6 +23,7 @@ from guided.errors import (
 )
 from guided.inline import InlinePool
 from guided.limits import Limits
+from guided.output_types import constraint_for, parse_as
 from guided.pool import Grammar, MaskPool
 from guided.processor import ApplyReport, GuidedProcessor, LogitPostProcessor, SampledEdit
 from guided.sequence import GuidedSequence
@@ -56,4 +57,6 @@ __all__ = [
     "UnsupportedConstraint",
     "Vocabulary",
     "WorkerDied",
+    "constraint_for",
+    "parse_as",
 ]

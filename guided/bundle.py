@@ -37,12 +37,14 @@ class ProcessorBundle:
         self._members = (first, *others)
         self.max_rollback = max(member.max_rollback for member in self._members)
 
-    def initialize(self, request_id: str, constraint: Constraint, backend: str = "auto") -> Future[Grammar]:
+    def initialize(
+        self, request_id: str, constraint: Constraint, backend: str = "auto", client: str = ""
+    ) -> Future[Grammar]:
         """Initialize the request in every member; the future is done when all of theirs are."""
         futures: list[Future[Grammar]] = []
         try:
             for member in self._members:
-                futures.append(member.initialize(request_id, constraint, backend))
+                futures.append(member.initialize(request_id, constraint, backend, client))
         except BaseException:
             for member in self._members[: len(futures)]:
                 member.free(request_id)
@@ -72,12 +74,14 @@ class ProcessorBundle:
         for member in self._members:
             member.prepare(sequences, logits_rows, new_tokens)
 
-    def apply(self, logits: torch.Tensor, patience: float | None = None, alone: bool = True) -> ApplyReport:
+    def apply(
+        self, logits: torch.Tensor, patience: float | None = None, alone: bool = True, keep_late: bool = False
+    ) -> ApplyReport:
         """Apply every member; a sequence that is late or failed in one of them is so in the result."""
         merged = ApplyReport()
         late: set[int] = set()
         for member in self._members:
-            report = member.apply(logits, patience, alone)
+            report = member.apply(logits, patience, alone, keep_late)
             merged.failed.update(report.failed)
             late.update(report.late)
             merged.wait_seconds += report.wait_seconds

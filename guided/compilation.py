@@ -91,15 +91,19 @@ def conclusion(failed: Sequence[tuple[str, GuidedError]]) -> GuidedError:
     """
     if len(failed) == 1:
         return failed[0][1]
-    reasons = "; ".join(f"{name}: {bounded(error.message, 200)}" for name, error in failed)
+    said: dict[str, list[str]] = {}
+    for name, error in failed:
+        said.setdefault(bounded(error.message.removeprefix(f"{name} ").removeprefix(f"{name}: "), 200), []).append(name)
+    reasons = "; ".join(f"{', '.join(names)}: {message}" for message, names in said.items())
     for kind in (InternalError, CompileTimeout):
         for _, error in failed:
             if isinstance(error, kind):
                 return type(error)(f"no backend could compile this constraint ({reasons})")
-    first = next((error for _, error in failed if isinstance(error, ConstraintTooLarge)), failed[0][1])
-    return type(first)(
-        f"no backend can enforce all of this constraint ({reasons})", param=first.param, pointer=first.pointer
-    )
+    errors = [error for _, error in failed]
+    located = next((error for error in errors if error.pointer), errors[0])
+    first = next((error for error in errors if isinstance(error, ConstraintTooLarge)), located)
+    keyword = repr(bounded(first.pointer.rpartition("/")[2], 60)) if first.pointer else "all of this constraint"
+    return type(first)(f"no backend can enforce {keyword}: {reasons}", param=first.param, pointer=first.pointer)
 
 
 def _check_first_mask(vocabulary: Vocabulary, grammar: CompiledGrammar) -> None:

@@ -9,22 +9,28 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
+import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, get_args
 
-from guided.errors import ConstraintTooLarge, InvalidConstraint, bounded
+from guided.errors import ConstraintTooLarge, InvalidConstraint, UnsupportedConstraint, bounded
 from guided.limits import DEFAULT_LIMITS, Limits
 from guided.schema import document as schema_checks
+from guided.structural_tag import Content, Node, at_content, contents, parse, read
 
-ConstraintKind = Literal["json_schema", "json_object", "regex", "choice", "grammar"]
+logger = logging.getLogger(__name__)
+
+ConstraintKind = Literal["json_schema", "json_object", "regex", "choice", "grammar", "structural_tag"]
 USUAL_WHITESPACE = r"( |\r?\n[ \t]{0,40})?"
 """The default whitespace between JSON tokens: nothing, one space, or a line break and its indentation.
 
 It allows what `json.dumps` writes, and no more: with unbounded whitespace, a model that does not want to write JSON
 generates blanks until its token limit.
 """
+_ANY_SIZE = Limits(**dict.fromkeys(Limits.RANGES, sys.maxsize))
 KINDS: tuple[ConstraintKind, ...] = get_args(ConstraintKind)
 
 
@@ -35,14 +41,18 @@ class Constraint:
     Args:
         kind: one of `KINDS`.
         source: canonical text. JSON text for `json_schema` (key order kept: it is the order of generation), a JSON
-            array for `choice`, the pattern for `regex`, the grammar's text for `grammar`, empty for `json_object`.
-        whitespace: JSON kinds only. Whitespace between JSON tokens: None means `USUAL_WHITESPACE`, "" means none,
-            any other value is a regex.
+            array for `choice`, the pattern for `regex`, the grammar's text for `grammar`, empty for `json_object`, JSON
+            text for `structural_tag`.
+        whitespace: JSON kinds and structural tags only. Whitespace between JSON tokens: None means `USUAL_WHITESPACE`,
+            "" means none, any other value is a regex.
     """
 
     kind: ConstraintKind
     source: str
     whitespace: str | None = None
+    not_enforced: tuple[str, ...] = field(default=(), compare=False)
+    """JSON pointers of what a schema contains and the output need not satisfy: unknown formats (annotations in JSON
+    Schema) and probably misspelt keywords, these with a suggestion in parentheses."""
 
     @cached_property
     def key(self) -> str:
@@ -57,6 +67,7 @@ class Constraint:
         *,
         whitespace: str | None = None,
         additional_properties: bool = True,
+        strict_formats: bool = False,
         limits: Limits = DEFAULT_LIMITS,
         param: str = "json_schema",
     ) -> Constraint:
@@ -64,17 +75,28 @@ class Constraint:
 
         Args:
             additional_properties: False forbids other properties in every object without `additionalProperties`.
+            strict_formats: refuse a `format` that is not in the specification. By default it is not enforced, and
+                listed in `not_enforced`.
 
         Raises:
             InvalidConstraint: not JSON, not a schema (with a JSON pointer), or a remote `$ref`.
+            UnsupportedConstraint: an unknown format with `strict_formats`.
             ConstraintTooLarge: over one of `limits`.
         """
-        document = schema_checks.parse(schema, limits, param)
+        notes: list[schema_checks.Note] = []
+        document = schema_checks.parse(schema, limits, param, notes)
+        unknown = next((note for note in notes if note.format is not None), None)
+        if strict_formats and unknown is not None:
+            message = f"the format {bounded(unknown.format, 60)!r} is not in the specification, so it can't be enforced"
+            raise UnsupportedConstraint(message, param=param, pointer=unknown.pointer)
         if not additional_properties:
             document = schema_checks.close_objects(document)
         source = json.dumps(document, ensure_ascii=False, separators=(",", ":"))
         _check_text(source, "JSON schema", limits, param)
-        return cls("json_schema", source, _whitespace(whitespace, limits, param))._checked(limits)
+        if notes:
+            logger.debug("not enforced in %s: %s", param, ", ".join(map(str, notes)))
+        spaces = _whitespace(whitespace, limits, param)
+        return cls("json_schema", source, spaces, tuple(map(str, notes)))._checked(limits)
 
     @classmethod
     def json_object(
@@ -121,6 +143,33 @@ class Constraint:
         limits.check_grammar(text, param)
         return cls("grammar", text)._checked(limits)
 
+    @classmethod
+    def structural_tag(
+        cls,
+        tag: Mapping[str, Any] | str,
+        *,
+        whitespace: str | None = None,
+        limits: Limits = DEFAULT_LIMITS,
+        param: str = "structural_tag",
+    ) -> Constraint:
+        """The output is free text with constrained parts: see `guided/structural_tag.py`."""
+        if isinstance(tag, str):
+            _check_text(tag, "structural tag", limits, param)
+        document = read(tag, limits, param) if isinstance(tag, str) else tag
+        for content in dict.fromkeys(contents(parse(document, limits, param))):
+            if content.kind != "json_object":
+                with at_content(content, param):
+                    getattr(cls, content.kind)(content.value, limits=limits, param=param)
+        source = json.dumps(document, ensure_ascii=False, separators=(",", ":"))
+        _check_text(source, "structural tag", limits, param)
+        return cls("structural_tag", source, _whitespace(whitespace, limits, param))._checked(limits)
+
+    def inner(self, content: Content) -> Constraint:
+        """Return the constraint of a content of this structural tag, which was checked with it."""
+        value = content.value
+        source = "" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        return Constraint(content.kind, source, self.whitespace)
+
     def _checked(self, limits: Limits) -> Constraint:
         """Note that this constraint is within `limits`. (Not a field: it takes no part in equality and messages.)"""
         object.__setattr__(self, "_limits", limits)
@@ -141,8 +190,15 @@ class Constraint:
                 Constraint.json_object(whitespace=self.whitespace, limits=limits)
             case "choice":
                 Constraint.choice(self.choices, limits=limits)
+            case "structural_tag":
+                Constraint.structural_tag(self.source, whitespace=self.whitespace, limits=limits)
             case "regex" | "grammar" as kind:
                 getattr(Constraint, kind)(self.source, limits=limits)
+
+    @property
+    def tag(self) -> Node:
+        """The nodes of a `structural_tag` constraint."""
+        return parse(json.loads(self.source), _ANY_SIZE, "structural_tag")
 
     @property
     def choices(self) -> list[str]:

@@ -85,6 +85,11 @@ def to_lark(text: str) -> str:
     return text
 
 
+def regular(text: str) -> Node | None:
+    """Return a grammar in GBNF without recursion as one regex; None for others. Raises as `to_lark` does."""
+    return _Converter(parse_gbnf(text)).whole if syntax(text) == "gbnf" else None
+
+
 def _invalid(message: str) -> InvalidConstraint:
     return InvalidConstraint(message, param="grammar")
 
@@ -224,10 +229,15 @@ class _Converter:
         self._apart: set[Node] = set()
         """Regular nodes that are no lexeme; their parts may be lexemes."""
 
+    @property
+    def whole(self) -> Node | None:
+        """The whole grammar as one regex, if it is one."""
+        return self._regular[ROOT]
+
     def lark(self) -> str:
-        whole = self._regular[ROOT]
+        whole = self.whole
         if whole is not None:
-            return f"start: WHOLE\nWHOLE: {_slashed(whole)}\n" if whole != regex.EMPTY else 'start: ""\n'
+            return f"start: WHOLE\nWHOLE: {slashed(whole)}\n" if whole != regex.EMPTY else 'start: ""\n'
         while True:
             lexemes: dict[Node, str] = {}
             names = {name: "start" if name == ROOT else f"r{index}" for index, name in enumerate(self._rules)}
@@ -236,7 +246,7 @@ class _Converter:
             if not clashing:
                 break
             self._apart |= clashing
-        lines += [f"{name}: {_slashed(node)}" for node, name in lexemes.items()]
+        lines += [f"{name}: {slashed(node)}" for node, name in lexemes.items()]
         return "\n".join(lines) + "\n"
 
     def _emit(self, node: Node, lexemes: dict[Node, str], names: dict[str, str]) -> str:
@@ -346,5 +356,6 @@ def _prefix_free(node: Node) -> bool:
     return not any(machine.islive(target) for final in machine.finals for target in machine.map.get(final, {}).values())
 
 
-def _slashed(node: Node) -> str:
+def slashed(node: Node) -> str:
+    """Write `node` as a regex of Lark."""
     return "/" + regex.render(node).replace("/", r"\/") + "/"

@@ -68,7 +68,7 @@ class InlinePool:
     def vocabulary(self) -> Vocabulary:
         return self._vocabulary
 
-    def compile(self, constraint: Constraint, backends: Sequence[str]) -> Future[Grammar]:
+    def compile(self, constraint: Constraint, backends: Sequence[str], client: str = "") -> Future[Grammar]:
         key = cache_key(constraint, backends)
         future, new = self._cache.acquire(key)
         if new:
@@ -136,14 +136,16 @@ class InlinePool:
         slot, tokens = sequence.sequence_id, sequence.output_token_ids
         if slot in self._grammars:
             parent = sequence.parent_id if sequence.parent_id in self._open else None
-            self._worker.open(slot, self._grammars.pop(slot), parent)
+            self._worker.open(slot, self._grammars.pop(slot), parent, budget=sequence.budget)
             self._open.add(slot)
         elif slot not in self._open:
             return BackendError(f"sequence {slot} is not open")
         known = self._worker.length(slot)
         if known > len(tokens):
             self._worker.edit(slot, len(tokens), ())
-        return self._worker.fill(slot, tokens[known:], mask)
+        error = self._worker.fill(slot, tokens[known:], mask)
+        sequence.steered = slot in self._worker.steered
+        return error
 
     def settled(self, timeout: float = 0.0) -> list[int]:
         """Return nothing: no row is ever late."""

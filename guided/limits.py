@@ -9,10 +9,9 @@ malformed text is measured as far as possible.
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from guided.errors import ConstraintTooLarge, bounded
@@ -192,8 +191,9 @@ DEFAULT_LIMITS = Limits()
 class CompileLimits:
     """Resources of one compilation, and the number of concurrent ones."""
 
-    processes: int = field(default_factory=lambda: max(2, min(8, (os.cpu_count() or 1) // 2)))
-    """Half of them (rounded up) are reserved for quick compilations: see `actors.compile.compiler`."""
+    processes: int | None = None
+    """None: one for every two CPUs of the compile actor's node, at least 2, at most 8. Half of them (rounded up) are
+    reserved for quick compilations: see `actors.compile.compiler`."""
     seconds: float = 10.0
     """For one constraint and all backends that are tried for it, without the time in the queue."""
     memory_bytes: int = 2 << 30

@@ -83,6 +83,10 @@ class WorkerStatus:
     node: str | None
     open_sequences: int
     restarts: int
+    node_id: str | None = None
+    """Ray's id of the node."""
+    address: str | None = None
+    """The node's, for other nodes."""
     ends: Mapping[str, int] = field(default_factory=dict)
     """How many incarnations ended, or didn't start, by cause."""
     last_end: str | None = None
@@ -115,6 +119,8 @@ class PoolStatus:
     backends: list[BackendStatus] = field(default_factory=list)
     trouble: str | None = None
     """What keeps workers that end from being replaced, where something does."""
+    replays: int = 0
+    """Sequences that outlived their worker and were opened on another one, since the start."""
 
     @property
     def healthy(self) -> bool:
@@ -143,8 +149,10 @@ class MaskPool(Protocol):
     def vocabulary(self) -> Vocabulary:
         """The vocabulary of the masks."""
 
-    def compile(self, constraint: Constraint, backends: Sequence[str]) -> Future[Grammar]:
+    def compile(self, constraint: Constraint, backends: Sequence[str], client: str = "") -> Future[Grammar]:
         """Compile with the first of `backends` that can enforce all of `constraint`, and install it on the workers.
+
+        A backend that only the constraints of one `client` crash is suspended for that client.
 
         The future ends with `InvalidConstraint`, `UnsupportedConstraint` (the last backend's, if none can),
         `CompileTimeout`, `CompileQueueFull`, `PoolUnavailable` or `BackendError`. Equal constraints share one

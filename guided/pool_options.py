@@ -5,12 +5,74 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
+from guided.errors import bounded
 from guided.grammar_cache import DEFAULT_CACHE_BYTES
 from guided.limits import CompileLimits, Range, check_ranges
+
+
+@dataclass(frozen=True, slots=True)
+class NodePlacement:
+    """Nodes of a Ray cluster on which actors may run."""
+
+    text: str
+    """As the user wrote it."""
+    kind: Literal["local", "spread", "resource", "label"]
+    name: str = ""
+    """Of the resource or the label."""
+    value: str = ""
+    """Of the label."""
+    amount: float = 0.0
+    """What each actor takes of the resource."""
+
+    @classmethod
+    def parse(cls, text: str) -> NodePlacement:
+        """Read `local`, `spread`, `RESOURCE`, `RESOURCE:AMOUNT` or `LABEL=VALUE`.
+
+        Raises:
+            ValueError: it is none of these.
+        """
+        if text == "local":
+            return LOCAL
+        if text == "spread":
+            return cls(text, "spread")
+        name, is_label, value = text.partition("=")
+        if is_label and name and value:
+            return cls(text, "label", name, value)
+        name, _, amount = text.partition(":")
+        with contextlib.suppress(ValueError):
+            if name and not is_label and 0 < (number := float(amount or 1)) < math.inf:
+                return cls(text, "resource", name, amount=number)
+        raise ValueError(
+            f"placement is {bounded(text)!r}; it must be local, spread, a resource of Ray (NAME or NAME:AMOUNT) or a "
+            "label of Ray's nodes (NAME=VALUE)"
+        )
+
+
+LOCAL = NodePlacement("local", "local")
+
+
+def _port_range(text: str) -> range:
+    """Read `FIRST-LAST`, or one port.
+
+    Raises:
+        ValueError: it is no range of ports.
+    """
+    first, _, last = text.partition("-")
+    try:
+        ports = range(int(first), int(last or first) + 1)
+    except ValueError:
+        ports = range(0)
+    if not ports or ports[0] < 1 or ports[-1] > 65535:
+        raise ValueError(
+            f"channel_ports is {bounded(text)!r}; it must be FIRST-LAST, two ports from 1 to 65535 in order"
+        )
+    return ports
 
 
 @dataclass(frozen=True)
@@ -21,7 +83,15 @@ class RayPoolOptions:
         num_actors: mask actors. None: one for every four CPUs, at least 2, at most 8.
         address: address of a Ray cluster to join. None: the cluster that this process is connected to, else a local
             cluster that the pool starts.
-        spread: place the actors on all nodes of the cluster in turn, instead of on the node of this process.
+        placement: nodes of the cluster that the actors run on. "local": the node of this process. "spread": all nodes
+            in turn. "NAME:AMOUNT": nodes with the Ray resource NAME, of which each mask actor takes AMOUNT (1 if left
+            out). "NAME=VALUE": nodes with this label.
+        actor_cpus: CPUs that Ray reserves for each mask actor. None: 1; 0 in a local cluster that the pool starts.
+        compile_cpus: the same for the compile actor.
+        channel_host: address that remote actors connect to. None: the address of this node in the Ray cluster. With
+            0.0.0.0 or :: the pool listens on all addresses, and actors connect to this node's.
+        channel_ports: ports for these connections, "FIRST-LAST". Each actor takes one, and its replacement another.
+            None: any free port.
         transport: "tcp" sends masks over authenticated TCP even on this node. "auto" does so only where an actor
             cannot map the engine's shared memory.
         slots: sequences that can be open on one actor at the same time. Memory is only taken for those that are.
@@ -48,7 +118,11 @@ class RayPoolOptions:
 
     num_actors: int | None = None
     address: str | None = None
-    spread: bool = False
+    placement: str = "local"
+    actor_cpus: float | None = None
+    compile_cpus: float | None = None
+    channel_host: str | None = None
+    channel_ports: str | None = None
     transport: Literal["auto", "tcp"] = "auto"
     slots: int = 4096
     mask_limit: float = 5.0
@@ -62,10 +136,19 @@ class RayPoolOptions:
 
     RANGES: ClassVar[Mapping[str, Range]] = {
         **dict.fromkeys(("num_actors", "slots", "max_compiling"), Range(1)),
-        **dict.fromkeys(("max_replays", "pool_wait", "max_cache_bytes"), Range(0)),
+        **dict.fromkeys(("max_replays", "pool_wait", "max_cache_bytes", "actor_cpus", "compile_cpus"), Range(0)),
         "mask_limit": Range(0, exclusive=True),
         "actor_memory_bytes": Range(256 << 20),
     }
 
     def __post_init__(self) -> None:
         check_ranges(self)
+        NodePlacement.parse(self.placement)
+        ports, count = self.ports, self.num_actors or 1
+        if ports is not None and len(ports) < count:
+            raise ValueError(f"channel_ports has {len(ports)} ports; {count} actors need one each, and spare ones")
+
+    @property
+    def ports(self) -> range | None:
+        """`channel_ports` as a range."""
+        return None if self.channel_ports is None else _port_range(self.channel_ports)

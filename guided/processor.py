@@ -10,6 +10,7 @@ The interface is that of vLLM's RFC 5423. `GuidedProcessor` is the standard impl
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import Future
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from guided.backends import candidates
+from guided.bitmask import pack
 from guided.constraint import Constraint
 from guided.errors import GuidedError
 from guided.kernel import apply_bitmask, load_loose_kernel
@@ -39,7 +41,7 @@ class ApplyReport:
     """What `apply` did besides masking."""
 
     failed: dict[int, GuidedError] = field(default_factory=dict)
-    """By sequence id: there is no valid mask. The logits row is unchanged and must not be sampled."""
+    """By sequence id: there is no valid mask. The sequence is over: its logits row allows a stop token only."""
     late: list[int] = field(default_factory=list)
     """Ids of sequences that wait for a mask, or for a worker. They must not be sampled in this step."""
     wait_seconds: float = 0.0
@@ -63,16 +65,19 @@ class SampledEdit:
 
 
 class LogitPostProcessor(Protocol):
-    """What an engine needs of a post-processor. All methods are called from one thread."""
+    """What an engine needs of a post-processor. All methods but `initialize` are called from one thread."""
 
     max_rollback: int
     """Maximum of `SampledEdit.rollback`. The engine holds back one output token less until the sequence has ended."""
 
-    def initialize(self, request_id: str, constraint: Constraint, backend: str = "auto") -> Future[Grammar]:
+    def initialize(
+        self, request_id: str, constraint: Constraint, backend: str = "auto", client: str = ""
+    ) -> Future[Grammar]:
         """Start what the request needs. Its sequences can be prepared once the future is done.
 
         Args:
             backend: "auto", or the name of one backend.
+            client: see `MaskPool.compile`.
 
         Returns:
             A future that ends with the compiled grammar, or with the error that fails the request.
@@ -97,23 +102,28 @@ class LogitPostProcessor(Protocol):
             new_tokens: int32 `[len(sequences)]`: see `MaskPool.submit`.
 
         Raises:
-            ValueError: a sequence's request is not initialized (or is freed), or its grammar is still being compiled.
-                Nothing was sent.
+            ValueError: a sequence's request is not initialized (or is freed), its grammar is still being compiled, or
+                its id is used twice, or by another request. Nothing was sent.
             GuidedError: the compilation of its grammar failed.
             RuntimeError: `apply` has not followed the last `prepare`.
         """
 
-    def apply(self, logits: torch.Tensor, patience: float | None = None, alone: bool = True) -> ApplyReport:
-        """Mask the prepared rows, in place. A row without a valid mask is reported, and not masked.
+    def apply(
+        self, logits: torch.Tensor, patience: float | None = None, alone: bool = True, keep_late: bool = False
+    ) -> ApplyReport:
+        """Mask the prepared rows, in place. A row without a valid mask is reported, and allows a stop token only.
 
         Args:
-            logits: float `[rows, padded_vocab_size]` on any device; only prepared rows are written.
+            logits: float `[rows, >= padded_vocab_size]` on any device; only prepared rows are written.
             patience: the step's mask deadline, in seconds from when the logits are there. A row that misses it is
                 `late`. None: every mask is waited for, and a row is late only if no worker was up for long enough.
             alone: no other row of the batch could be sampled now. The first mask is then waited for a little longer.
+            keep_late: leave the logits of late rows as they are, for a caller that keeps them and prepares the sequence
+                again when it has settled.
 
         Raises:
-            RuntimeError: `prepare` was not called.
+            RuntimeError: `prepare` was not called, or by another thread.
+            ValueError: the logits are narrower than the vocabulary.
         """
 
     def sampled(self, sequences: Sequence[GuidedSequence]) -> dict[int, SampledEdit]:
@@ -170,6 +180,9 @@ class GuidedProcessor:
         self._logits_rows: NDArray[np.intp] | None = None
         self._forced: dict[int, tuple[int, list[int]]] = {}
         """Of this step, by sequence id: the length of the output, and `StepMasks.forced`."""
+        self._thread = 0
+        """The thread that called `prepare`."""
+        self._stop_mask = pack(pool.vocabulary.stop_token_ids[:1], pool.vocabulary.padded_vocab_size)
         self._releasing: list[Future[Grammar]] = []
         """Grammars to be released once they are compiled."""
 
@@ -178,11 +191,13 @@ class GuidedProcessor:
         """The vocabulary of the masks."""
         return self._pool.vocabulary
 
-    def initialize(self, request_id: str, constraint: Constraint, backend: str = "auto") -> Future[Grammar]:
+    def initialize(
+        self, request_id: str, constraint: Constraint, backend: str = "auto", client: str = ""
+    ) -> Future[Grammar]:
         if request_id in self._requests:
             raise ValueError(f"request {request_id!r} is already initialized")
         load_loose_kernel()
-        future = self._pool.compile(constraint, candidates(constraint.kind, backend))
+        future = self._pool.compile(constraint, candidates(constraint.kind, backend), client)
         self._requests[request_id] = _Request(future)
         return future
 
@@ -196,17 +211,23 @@ class GuidedProcessor:
             raise RuntimeError("prepare() was called twice without apply() between")
         if sequences is not self._opened:
             known = self._request_ids
-            unknown = [each for each in sequences if each.sequence_id not in known]
+            unknown = [each for each in sequences if known.get(each.sequence_id) != each.request_id]
+            if len({each.sequence_id for each in sequences}) < len(sequences):
+                raise ValueError("a sequence id occurs twice in this step: each sequence needs its own")
             if unknown:
                 self._open(unknown)
             self._opened = sequences if isinstance(sequences, tuple) else None
         self._logits_rows = None if logits_rows is None else np.asarray(logits_rows, np.intp)
-        self._prepared = sequences
         self._pool.submit(sequences, new_tokens)
+        self._prepared = sequences
+        self._thread = threading.get_ident()
 
     def _open(self, sequences: Iterable[GuidedSequence]) -> None:
         opening: list[tuple[GuidedSequence, _Request]] = []
         for sequence in sequences:
+            if sequence.sequence_id in self._request_ids:
+                owner = self._request_ids[sequence.sequence_id]
+                raise ValueError(f"sequence id {sequence.sequence_id} belongs to request {owner!r}: free that first")
             request = self._requests.get(sequence.request_id)
             if request is None:
                 raise ValueError(f"request {sequence.request_id!r} is not initialized")
@@ -218,40 +239,61 @@ class GuidedProcessor:
             request.sequences.add(sequence.sequence_id)
             self._request_ids[sequence.sequence_id] = sequence.request_id
 
-    def apply(self, logits: torch.Tensor, patience: float | None = None, alone: bool = True) -> ApplyReport:
-        if self._prepared is None:
-            raise RuntimeError("apply() without prepare()")
-        if patience is not None and logits.is_cuda and self._prepared:
+    def apply(
+        self, logits: torch.Tensor, patience: float | None = None, alone: bool = True, keep_late: bool = False
+    ) -> ApplyReport:
+        width = self.vocabulary.padded_vocab_size
+        if self._prepared and logits.shape[-1] < width:
+            raise ValueError(f"the logits have {logits.shape[-1]} columns and the vocabulary {width}: pass whole rows")
+        sequences = self._take_prepared("apply")
+        if patience is not None and logits.is_cuda and sequences:
             import torch
 
             torch.cuda.current_stream(logits.device).synchronize()  # the deadline counts from here
-        step, report = self._collect(self._prepared, patience, alone)
+        step, report = self._collect(sequences, patience, alone)
         started = time.perf_counter()
         rows = [part.rows for part in step.ready]
         if self._logits_rows is not None:
             rows = [self._logits_rows[part] for part in rows]
         apply_bitmask(logits, step.ready, np.concatenate(rows) if rows else ())
+        closed = self._without_mask(step, keep_late)
+        if closed:
+            logits[closed] = float("-inf")
+            logits[closed, self.vocabulary.stop_token_ids[0]] = 0.0
         report.kernel_seconds = time.perf_counter() - started
         return report
 
-    def collect(self, bitmask: NDArray[np.int32]) -> ApplyReport:
-        """Wait for every mask and copy it, instead of `apply`: for an engine that writes -inf itself.
+    def collect(self, bitmask: NDArray[np.int32], patience: float | None = None, alone: bool = True) -> ApplyReport:
+        """Copy the masks, instead of `apply`: for an engine that writes -inf itself.
 
         Args:
-            bitmask: int32 `[rows, words]`. The mask of a sequence is written to its logits row; the rows of failed and
-                late sequences are unchanged.
+            bitmask: int32 `[rows, words]`. The mask of a sequence is written to its logits row. Those of failed and
+                late sequences allow a stop token only.
+            patience, alone: as for `apply`.
         """
-        if self._prepared is None:
-            raise RuntimeError("collect() without prepare()")
-        step, report = self._collect(self._prepared, None, True)
+        step, report = self._collect(self._take_prepared("collect"), patience, alone)
         step.copy_to(bitmask, self._logits_rows)
+        bitmask[self._without_mask(step, False)] = self._stop_mask
         return report
+
+    def _take_prepared(self, method: str) -> Sequence[GuidedSequence]:
+        """Return the prepared step, which `method` finishes."""
+        if self._prepared is None:
+            raise RuntimeError(f"{method}() without prepare()")
+        if self._thread != threading.get_ident():
+            raise RuntimeError(f"{method}() was called by another thread than prepare(): use one processor per thread")
+        sequences, self._prepared = self._prepared, None
+        return sequences
+
+    def _without_mask(self, step: StepMasks, keep_late: bool) -> list[int]:
+        """Return the logits rows of a step that have no mask."""
+        rows = [*step.failed, *(() if keep_late else step.late)]
+        return rows if self._logits_rows is None else [int(self._logits_rows[row]) for row in rows]
 
     def _collect(
         self, sequences: Sequence[GuidedSequence], patience: float | None, alone: bool
     ) -> tuple[StepMasks, ApplyReport]:
         """Collect the step, and free the sequences that failed."""
-        self._prepared = None
         started = time.perf_counter()
         timeout = max(patience, _FIRST_MASK_SECONDS) if patience is not None and alone else patience
         step = self._pool.collect(timeout, patience)

@@ -58,7 +58,7 @@ def take_whitespace(one: GivenConstraint | None, given: Sequence[GivenWhitespace
     if len(given) > 1:
         names = " and ".join(each.field for each in given)
         raise InvalidRequest(f"{names} are given: choose one", param=given[1].field)
-    if one.kind not in ("json_schema", "json_object"):
+    if one.kind not in ("json_schema", "json_object", "structural_tag"):
         raise InvalidRequest(f"{given[0].field} requires a JSON constraint, not {one.field}", param=given[0].field)
     return given[0]
 
@@ -68,6 +68,7 @@ def build(
     whitespace: GivenWhitespace | None = None,
     *,
     additional_properties: bool = True,
+    strict_formats: bool = False,
     limits: Limits = DEFAULT_LIMITS,
 ) -> Constraint:
     """Build the constraint.
@@ -81,6 +82,7 @@ def build(
         match one.kind:
             case "json_schema":
                 options |= {"whitespace": spaces, "additional_properties": additional_properties}
+                options |= {"strict_formats": strict_formats}
                 return Constraint.json_schema(one.value, **options)
             case "json_object":
                 return Constraint.json_object(whitespace=spaces, **options)
@@ -90,6 +92,8 @@ def build(
                 return Constraint.choice(one.value, **options)
             case "grammar":
                 return Constraint.grammar(one.value, **options)
+            case "structural_tag":
+                return Constraint.structural_tag(one.value, whitespace=spaces, **options)
     except InvalidConstraint as error:
         if whitespace is not None and "whitespace" in error.message and error.param == one.field:
             error.param = whitespace.field  # the pattern is at fault, not the schema

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from guided.budget import Budget
+
 
 @dataclass(slots=True, eq=False)
 class GuidedSequence:
@@ -24,3 +26,7 @@ class GuidedSequence:
     """The engine's own object; the standard post-processor does not read it."""
     parent_id: int | None = None
     """The sequence that this one was forked from. Its matcher is copied if it is still open."""
+    budget: Budget | None = None
+    """The output tokens within which the constraint must be completed. None: the mask ignores the engine's limit."""
+    steered: bool = False
+    """Set by the pool: a mask was restricted, so that the output fits in `budget`."""

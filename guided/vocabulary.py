@@ -6,6 +6,7 @@ Every grammar library works on token bytes. `token_bytes.py` reads them from eac
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -13,8 +14,11 @@ from functools import cached_property
 from typing import Any
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
+from guided.bitmask import pack
 from guided.errors import InvalidRequest
 from guided.token_bytes import TokenBytes, from_huggingface, from_sentencepiece, from_tekken
 
@@ -67,6 +71,22 @@ class Vocabulary:
     def permitted_token_ids(self) -> tuple[int, ...]:
         """All tokens that a mask may allow, ascending: text tokens and stop tokens."""
         return tuple(sorted({*self.text_token_ids, *self.stop_token_ids}))
+
+    @cached_property
+    def permitted_mask(self) -> NDArray[np.int32]:
+        """`permitted_token_ids` as a bitmask, read-only."""
+        mask = pack(self.permitted_token_ids, self.padded_vocab_size)
+        mask.flags.writeable = False
+        return mask
+
+    @cached_property
+    def special_names(self) -> dict[str, int]:
+        """Special tokens that a structural tag may name, and no stop tokens. Empty without `tokenizer_json`."""
+        if not self.tokenizer_json:
+            return {}
+        added = ((entry["content"], entry["id"]) for entry in json.loads(self.tokenizer_json)["added_tokens"])
+        usable = self.special_token_ids.difference(self.stop_token_ids)
+        return {name: token for name, token in added if token in usable and token < self.padded_vocab_size}
 
     @cached_property
     def fingerprint(self) -> str:

@@ -9,6 +9,7 @@ import contextlib
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,22 +17,28 @@ from numpy.typing import NDArray
 from guided.backends.base import CompiledGrammar, Matcher
 from guided.backends.native import guard
 from guided.bitmask import pack
+from guided.budget import Budget
+from guided.completion import BudgetedSequence, Completions
 from guided.errors import BackendError, DeadEnd, GuidedError
 from guided.vocabulary import Vocabulary
 
 _native = guard("the grammar library")
-_LOOK_AHEAD_SECONDS = 0.001
+_LOOK_AHEAD_SECONDS = 0.002
 
 
 @dataclass(slots=True)
 class _SlotState:
     """The sequence in one slot."""
 
+    permitted: NDArray[np.int32]
+    """Tokens that the sequence's grammar may allow."""
     matcher: Matcher | None = None
     tokens: list[int] = field(default_factory=list)
     """Output tokens that the matcher has accepted."""
     edit: tuple[int, Sequence[int]] | None = None
     """(start, tokens): the output after `start`, to be applied before the next mask."""
+    budgeted: BudgetedSequence | None = None
+    """Completes the output within its budget, if it has one."""
     error: GuidedError | None = None
     """Why the sequence is over."""
 
@@ -40,8 +47,8 @@ class MaskWorker:
     """Compiled grammars and open matchers for one vocabulary.
 
     Args:
-        vocabulary: every row is ANDed with its permitted tokens, and its stop tokens are set exactly where the
-            matcher accepts. No backend is trusted with either.
+        vocabulary: every row is ANDed with its permitted tokens (and the special tokens that a structural tag names),
+            and its stop tokens are set exactly where the matcher accepts. No backend is trusted with either.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
@@ -49,9 +56,14 @@ class MaskWorker:
         self._slots: dict[int, _SlotState] = {}
         self._stop_token_ids = frozenset(vocabulary.stop_token_ids)
         stop = pack(vocabulary.stop_token_ids, vocabulary.padded_vocab_size)
-        self._permitted = pack(vocabulary.permitted_token_ids, vocabulary.padded_vocab_size) & ~stop
+        self._permitted = vocabulary.permitted_mask & ~stop
+        self._vocabulary = vocabulary
         self._stop_words = np.flatnonzero(stop)
         self._stop_bits = stop[self._stop_words]
+        self._make_completions = partial(Completions, vocabulary, self._permitted)
+        self._completions: Completions | None = None
+        self.steered: set[int] = set()
+        """Slots in which a mask was restricted, so that the output fits in its budget."""
 
     @property
     def num_open(self) -> int:
@@ -66,29 +78,49 @@ class MaskWorker:
         """Drop a grammar; open matchers keep what they need of it."""
         self._grammars.pop(key, None)
 
-    def open(self, slot: int, grammar: str, parent: int | None = None, tokens: Sequence[int] = ()) -> None:
+    def open(
+        self,
+        slot: int,
+        grammar: str,
+        parent: int | None = None,
+        tokens: Sequence[int] = (),
+        budget: Budget | None = None,
+    ) -> None:
         """Open a matcher in a slot. An error is kept and returned by the slot's first `fill`.
 
         Args:
             grammar: key of an installed grammar.
             parent: slot of the matcher to copy. None: the matcher starts at the beginning.
             tokens: the sequence's whole output so far.
+            budget: the constraint is completed within it.
         """
-        state = self._slots[slot] = _SlotState(edit=(0, tokens))
+        state = self._slots[slot] = _SlotState(self._permitted, edit=(0, tokens))
+        self.steered.discard(slot)
         try:
-            self._start(state, grammar, parent)
+            self._start(state, grammar, parent, budget)
         except GuidedError as error:
             state.error = error
 
-    def _start(self, state: _SlotState, grammar: str, parent: int | None) -> None:
+    def _start(self, state: _SlotState, grammar: str, parent: int | None, budget: Budget | None) -> None:
         with _native:
             source = self._slots.get(parent) if parent is not None else None
             if source is not None and source.matcher is not None:
                 state.matcher, state.tokens = source.matcher.fork(), list(source.tokens)
+                state.permitted = source.permitted
             elif grammar in self._grammars:
-                state.matcher = self._grammars[grammar].matcher()
+                compiled = self._grammars[grammar]
+                state.matcher = compiled.matcher()
+                if compiled.special_token_ids:
+                    special = pack(compiled.special_token_ids, self._vocabulary.padded_vocab_size)
+                    state.permitted = self._permitted | special
             else:
                 raise BackendError(f"grammar {grammar} is not installed on this worker")
+            if budget is not None:
+                if source is not None and source.budgeted is not None:
+                    state.budgeted = source.budgeted.fork(budget)
+                else:
+                    self._completions = self._completions or self._make_completions()
+                    state.budgeted = BudgetedSequence(self._completions, budget)
 
     def edit(self, slot: int, start: int, tokens: Sequence[int]) -> None:
         """Replace the output of a slot's sequence from position `start` on. Applied by the next `fill`."""
@@ -128,6 +160,8 @@ class MaskWorker:
             try:
                 with _native:
                     self._advance(state, tokens, row)
+                if state.budgeted is not None and state.budgeted.steered:
+                    self.steered.add(slot)
             except GuidedError as error:
                 state.error, state.matcher = error, None
         return state.error
@@ -145,17 +179,18 @@ class MaskWorker:
         token = _only_token(row)
         if token is None:
             return
-        matcher, scratch = self._slots[slot].matcher, np.empty_like(row)
+        state, scratch = self._slots[slot], np.empty_like(row)
+        matcher = state.matcher
         assert matcher is not None
-        deadline = time.monotonic() + _LOOK_AHEAD_SECONDS
+        deadline = time.thread_time() + _LOOK_AHEAD_SECONDS
         with contextlib.suppress(GuidedError), _native:  # an error ends the sequence where it really gets there
             ahead = matcher.fork()
             for place in range(len(run)):
                 run[place] = token
-                if token in self._stop_token_ids or time.monotonic() > deadline:
+                if token in self._stop_token_ids or time.thread_time() > deadline:
                     break
                 ahead.accept_tokens([token])
-                self._write(ahead, scratch)
+                self._write(state, ahead, scratch)
                 token = _only_token(scratch)
                 if token is None:
                     break
@@ -166,9 +201,12 @@ class MaskWorker:
         if state.edit is not None:
             tokens = self._rewind(state, matcher, tokens)
         if tokens:
-            matcher.accept_tokens(tokens)
+            if state.budgeted is None:
+                matcher.accept_tokens(tokens)
+            else:
+                state.budgeted.accept(matcher, tokens)
             state.tokens.extend(tokens)
-        self._write(matcher, row)
+        self._write(state, matcher, row)
 
     def _rewind(self, state: _SlotState, matcher: Matcher, new_tokens: Sequence[int]) -> Sequence[int]:
         """Roll the matcher back to where the edited output differs from the accepted one; return what to accept."""
@@ -178,17 +216,21 @@ class MaskWorker:
         keep = start + _common_prefix(state.tokens[start:], tokens)
         if keep < len(state.tokens):
             matcher.rollback(len(state.tokens) - keep)
+            if state.budgeted is not None:
+                state.budgeted.roll_back(keep)
             del state.tokens[keep:]
         return tokens[keep - start :]
 
-    def _write(self, matcher: Matcher, row: NDArray[np.int32]) -> None:
+    def _write(self, state: _SlotState, matcher: Matcher, row: NDArray[np.int32]) -> None:
         accepting = matcher.is_accepting()
         terminated = matcher.is_terminated()
         if terminated:
             row[:] = 0
         else:
             matcher.fill_bitmask(row)
-            np.bitwise_and(row, self._permitted, out=row)
+            np.bitwise_and(row, state.permitted, out=row)
+            if state.budgeted is not None and matcher is state.matcher:
+                state.budgeted.restrict(matcher, row)
         if accepting or terminated:
             row[self._stop_words] |= self._stop_bits
         elif not row.any():

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import threading
 import time
 from collections import Counter, deque
@@ -18,9 +17,10 @@ from typing import Any, ClassVar
 
 from actors.compile.child import CompileProcess, ForkServer, ProcessLost, TimeSliceExceeded
 from actors.compile.process import CompileRequest, CompileResult
-from actors.processes import Owner, exit_with_owner
+from actors.processes import ActorLocation, Owner, exit_with_owner
 from guided.compilation import conclusion, is_about_backend
 from guided.constraint import Constraint
+from guided.cpus import available_cpus
 from guided.errors import (
     BackendError,
     CompileQueueFull,
@@ -113,26 +113,27 @@ class CompileActor:
         """Return the pids of the compile processes."""
         return self._compiler.pids
 
-    async def pid(self) -> int:
-        """Return the pid of this actor; also shows that it is alive."""
-        return os.getpid()
+    async def location(self) -> ActorLocation:
+        """Return where this actor runs; also shows that it is alive."""
+        return ActorLocation.of_this_actor()
 
 
 class Compiler:
-    """`limits.processes` warm compile processes, each with a thread that feeds, watches and replaces it."""
+    """Warm compile processes, each with a thread that feeds, watches and replaces it."""
 
     def __init__(self, vocabulary: Vocabulary, limits: CompileLimits) -> None:
         self._limits = limits
-        slow = limits.processes // 2
+        count = limits.processes or max(2, min(8, available_cpus() // 2))
+        slow = count // 2
         self._has_slow = slow > 0
         self._queue = _CompileQueue(self._has_slow)
         self._fork_server = ForkServer(vocabulary.to_bytes())
         self._processes: dict[int, CompileProcess] = {}
         # The fork server dies with the thread that started it, which may be any of these: they all end together.
-        self._end = threading.Barrier(limits.processes)
+        self._end = threading.Barrier(count)
         self._threads = [
-            threading.Thread(target=self._work, args=(index, index >= limits.processes - slow), daemon=True)
-            for index in range(limits.processes)
+            threading.Thread(target=self._work, args=(index, index >= count - slow), daemon=True)
+            for index in range(count)
         ]
         for thread in self._threads:
             thread.start()

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import logging
 import queue
+import random
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -19,7 +20,8 @@ from actors.cluster import Cluster
 from actors.compile.loading import ActorHandle, Loading, StoredGrammar, died_loading
 from actors.compile.process import CompileResult
 from actors.driver.client import ActorDied, ActorFailed, RemoteActor, RemoteObject
-from actors.processes import Owner, ProcessHandle, kill_actor
+from actors.driver.scheduling import Scheduling
+from actors.processes import ActorLocation, Owner, ProcessHandle, kill_actor
 from guided.backends import BACKENDS
 from guided.backends.suspensions import Suspensions
 from guided.compilation import grammar_key, is_about_backend
@@ -34,10 +36,9 @@ from guided.errors import (
     from_wire,
 )
 from guided.grammar_cache import CacheKey, GrammarCache, cache_key
-from guided.limits import CompileLimits
 from guided.messages import encode
 from guided.pool import BackendStatus, Grammar
-from guided.pool_options import RayPoolOptions
+from guided.pool_options import NodePlacement, RayPoolOptions
 from guided.vocabulary import Vocabulary
 
 _GRACE_SECONDS = 1.0
@@ -63,6 +64,7 @@ class _Pending:
 
     constraint: Constraint
     backends: list[str]
+    client: str = ""
     future: Future[Grammar] = field(default_factory=Future)
     since: float = field(default_factory=time.monotonic)
     """`time.monotonic()` when it was asked for; once it is compiled, when the workers were."""
@@ -81,7 +83,7 @@ class Grammars:
     def __init__(self, cluster: Cluster, vocabulary: Vocabulary, options: RayPoolOptions) -> None:
         self._cluster = cluster
         self._options = options
-        self._compiler = _CompilerHandle(cluster, vocabulary, options.compile_limits)
+        self._compiler = _CompilerHandle(cluster, vocabulary, options)
         self._suspensions = Suspensions(BACKENDS)
         self._lock = threading.Lock()
         self._cache = GrammarCache(options.max_cache_bytes)
@@ -99,16 +101,16 @@ class Grammars:
         """Number of constraints that are being compiled or installed, or wait for it."""
         return len(self._pending)
 
-    def compile(self, constraint: Constraint, backends: Sequence[str]) -> Future[Grammar]:
+    def compile(self, constraint: Constraint, backends: Sequence[str], client: str = "") -> Future[Grammar]:
         """See `MaskPool.compile`. Returns at once."""
         try:
-            admitted = self._suspensions.admitted(backends)
+            admitted = self._suspensions.admitted(backends, client)
         except BackendSuspended as error:
             return _failed(error)
-        future = self._compiled_by(constraint, admitted)
-        return future if len(admitted) == len(backends) else self._unless_suspended(future, backends)
+        future = self._compiled_by(constraint, admitted, client)
+        return future if len(admitted) == len(backends) else self._unless_suspended(future, backends, client)
 
-    def _unless_suspended(self, future: Future[Grammar], backends: Sequence[str]) -> Future[Grammar]:
+    def _unless_suspended(self, future: Future[Grammar], backends: Sequence[str], client: str) -> Future[Grammar]:
         """Return the result of some of `backends`; if they can't enforce the constraint, the others' suspension."""
         outcome: Future[Grammar] = Future()
         outcome.set_running_or_notify_cancel()
@@ -116,7 +118,7 @@ class Grammars:
         def pass_on(done: Future[Grammar]) -> None:
             error = done.exception()
             if isinstance(error, GuidedError) and is_about_backend(error):
-                error = self._suspensions.error(backends) or error
+                error = self._suspensions.error(backends, client) or error
             if error is None:
                 outcome.set_result(done.result())
             else:
@@ -125,7 +127,7 @@ class Grammars:
         future.add_done_callback(pass_on)
         return outcome
 
-    def _compiled_by(self, constraint: Constraint, backends: Sequence[str]) -> Future[Grammar]:
+    def _compiled_by(self, constraint: Constraint, backends: Sequence[str], client: str) -> Future[Grammar]:
         key = cache_key(constraint, backends)
         with self._lock:
             if self._closed:
@@ -140,7 +142,7 @@ class Grammars:
                     return future
                 if key in self._pending:
                     return self._pending[key].future
-            pending = self._pending[key] = _Pending(constraint, list(backends))
+            pending = self._pending[key] = _Pending(constraint, list(backends), client)
             if new:
                 pending.future, task = future, partial(self._compile, key, pending)
             else:
@@ -259,7 +261,7 @@ class Grammars:
             self._fail(key, PoolUnavailable(f"the compile actor failed: {bounded(error)}"))
             return
         for backend in result.crashed:
-            self._suspensions.crashed(backend, constraint.key)
+            self._suspensions.crashed(backend, constraint.key, pending.client)
         for backend in result.timed_out:
             self._suspensions.timed_out(backend)
         if result.error is not None:
@@ -372,11 +374,11 @@ class Grammars:
 class _CompilerHandle:
     """The compile actor, from the pool's side: replaced when it dies, killed when it does not answer."""
 
-    def __init__(self, cluster: Cluster, vocabulary: Vocabulary, limits: CompileLimits) -> None:
+    def __init__(self, cluster: Cluster, vocabulary: Vocabulary, options: RayPoolOptions) -> None:
         self._cluster = cluster
         self._vocabulary = vocabulary
-        self._limits = limits
-        self._heartbeat: tuple[Future[int], float] | None = None
+        self._options = options
+        self._heartbeat: tuple[Future[ActorLocation], float] | None = None
         """A call that should be answered, and when it was made."""
         self._process: ProcessHandle | None = None
         """Known from its first answer on."""
@@ -399,12 +401,13 @@ class _CompilerHandle:
         """Kill the actor if it does not answer. Its calls fail then, and are made again with the next actor."""
         now = time.monotonic()
         if self._heartbeat is None:
-            self._heartbeat = self.actor.call("pid"), now
+            self._heartbeat = self.actor.call("location"), now
             return
         answer, since = self._heartbeat
         if answer.done():
             if self._process is None and answer.exception() is None:
-                self._process = ProcessHandle(answer.result())
+                location = answer.result()
+                self._process = ProcessHandle(location.pid if location.is_beside(self._node_id) else None)
             self._heartbeat = None
         elif now - since > (_START_SECONDS if self._process is None else _HEARTBEAT_SECONDS):
             _log.error("the compile actor does not answer")
@@ -422,9 +425,19 @@ class _CompilerHandle:
 
     def _start(self) -> RemoteActor:
         driver, ray = self._cluster.driver()
+        self._node_id = ray.node_id
         owner = Owner.this_process(ray.node_id)
         actor_class = "actors.compile.compiler:CompileActor"
-        created = driver.create(actor_class, owner, driver.stored(self._vocabulary), self._limits)
+        options = self._options
+        # The compile actor runs on one of the nodes of the mask actors. It takes nothing of their resource.
+        placement = replace(NodePlacement.parse(options.placement), amount=0.0)
+        created = driver.create(
+            actor_class,
+            owner,
+            driver.stored(self._vocabulary),
+            options.compile_limits,
+            scheduling=Scheduling(placement, self._cluster.reserved(options.compile_cpus), random.randrange(1 << 16)),
+        )
         try:
             return created.result(_CREATE_SECONDS)
         except TimeoutError:

@@ -21,6 +21,7 @@ from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
 from actors.driver.messages import Alive, Call, Close, Connect, Connected, Create, Drop, Put, Reference, Reply, Request
+from actors.driver.scheduling import Scheduling
 from guided.errors import PoolUnavailable
 
 _START_SECONDS = 120.0
@@ -105,12 +106,12 @@ class Driver:
         self._silent_probes += 1
         return self._silent_probes > _MAX_SILENT_PROBES
 
-    def create(self, actor_class: str, *arguments: Any, node: int | None = None) -> Future[RemoteActor]:
+    def create(self, actor_class: str, *arguments: Any, scheduling: Scheduling | None = None) -> Future[RemoteActor]:
         """Start an actor.
 
         Args:
             actor_class: `module:class`.
-            node: on which of Ray's nodes, counted around; None is this machine's.
+            scheduling: where it runs. None: on this process's node, without reserved CPUs.
         """
         number = next(self._numbers)
         created: Future[RemoteActor] = Future()
@@ -122,7 +123,9 @@ class Driver:
             else:
                 created.set_exception(error)
 
-        self._ask(Create(number, actor_class, node, _on_the_wire(arguments))).add_done_callback(finish)
+        self._ask(Create(number, actor_class, scheduling or Scheduling(), _on_the_wire(arguments))).add_done_callback(
+            finish
+        )
         return created
 
     def call(self, actor: int, method: str, *arguments: Any) -> Future[Any]:

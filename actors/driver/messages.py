@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from actors.driver.scheduling import Scheduling
+
 
 @dataclass(frozen=True, slots=True)
 class Connect:
@@ -37,8 +39,7 @@ class Create:
     """Of the reply, and from then on of the actor."""
     actor_class: str
     """`module:class`. Its `RAY_OPTIONS` are the arguments of `ray.remote`."""
-    node: int | None
-    """Where it runs: on which of Ray's nodes, counted around; None is this machine's."""
+    scheduling: Scheduling
     arguments: tuple[Any, ...]
 
 

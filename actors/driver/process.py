@@ -97,14 +97,9 @@ class _Actors:
                     self._in_thread(lambda: ray.kill(actor))
 
     def _create(self, request: Create) -> None:
-        # Ray places actors that take no CPUs anywhere, with its "SPREAD" strategy and with a soft affinity too (Ray
-        # 2.60, measured). If the node is gone by now, the actor is not started, and the next one gets another node.
-        node = str(ray.get_runtime_context().get_node_id())
-        if request.node is not None:
-            nodes = sorted(str(node["NodeID"]) for node in ray.nodes() if node["Alive"])
-            node = nodes[request.node % len(nodes)]
-        strategy = NodeAffinitySchedulingStrategy(node, soft=False)
-        actor_class = _actor_class(request.actor_class).options(scheduling_strategy=strategy)
+        node, options = request.scheduling.choose(ray.nodes(), str(ray.get_runtime_context().get_node_id()))
+        strategy = "SPREAD" if node is None else NodeAffinitySchedulingStrategy(node, soft=False)
+        actor_class = _actor_class(request.actor_class).options(scheduling_strategy=strategy, **options)
         self._actors[request.number] = actor_class.remote(*self._resolve(request.arguments))
 
     def _call(self, request: Call) -> Future[Any]:

@@ -24,6 +24,7 @@ from actors.steps.protocol import (
     MAX_NEW_TOKENS,
     OK,
     POSITION,
+    STEERED,
     Answer,
     Edit,
     Failed,
@@ -97,6 +98,11 @@ class SequenceState:
     def has_answered(self) -> bool:
         """The worker has computed a mask for it."""
         return self.worker is not None and bool(self.worker.table.ready[self.slot] >= 0)
+
+    def note_steered(self) -> None:
+        """Note on the sequence whether the worker has restricted one of its masks."""
+        if self.worker is not None and self.worker.table.status[self.slot] == STEERED:
+            self.sequence.steered = True
 
     def leave(self) -> None:
         """Forget the worker. The sequence is opened again, from its whole output, when it is next submitted."""
@@ -314,7 +320,8 @@ class WorkerConnection:
         state.worker, state.slot, state.incarnation = self, slot, self.incarnation
         parent_slot = parent.slot if parent is not None and parent.worker is self else None
         version = self._next_version(slot, len(tokens))
-        self.queue(Open(slot, version, state.grammar, parent_slot, tokens))
+        sequence = state.sequence
+        self.queue(Open(slot, version, state.grammar, parent_slot, tokens, sequence.request_id, sequence.budget))
         state.parent_id = None
 
     def edit(self, state: SequenceState, start: int) -> None:
@@ -444,6 +451,7 @@ class WorkerConnection:
         self.table.seconds[slots] = seconds = np.frombuffer(lines.seconds, np.float32)
         self._seconds[0] += seconds.sum()
         self.table.status[slots[~filled]] = OK
+        self.table.status[np.frombuffer(lines.steered, np.int32)] = STEERED
         self.table.ready[slots] = ready
 
     # progress

@@ -110,6 +110,10 @@ class Dispatcher:
         """Sequences with an `error`, until they are freed."""
         self._changed: set[SequenceState] = set()
         """Sequences with `changed_from`."""
+        self._budgeted: set[SequenceState] = set()
+        """Sequences with a budget."""
+        self.replays = 0
+        """Sequences that outlived their worker and are opened on another one, since the start."""
         self._lost: dict[int, GuidedError] = {}
         """For `failures`."""
         self._tried_placing = 0.0
@@ -136,7 +140,10 @@ class Dispatcher:
 
     def open(self, sequence: GuidedSequence, grammar: Grammar) -> None:
         """See `MaskPool.open`."""
-        self._sequences[sequence.sequence_id] = SequenceState(sequence, grammar.key, sequence.parent_id)
+        state = SequenceState(sequence, grammar.key, sequence.parent_id)
+        self._sequences[sequence.sequence_id] = state
+        if sequence.budget is not None:
+            self._budgeted.add(state)
 
     def free(self, sequence_ids: Collection[int]) -> None:
         """See `MaskPool.free`."""
@@ -150,7 +157,8 @@ class Dispatcher:
             send_all(self._workers)
 
     def _forget(self, state: SequenceState) -> None:
-        for states in (self._late, self._failed, self._changed, self._placement.suspects, self._placement.stragglers):
+        late, placement = self._late, self._placement
+        for states in (late, self._failed, self._changed, self._budgeted, placement.suspects, placement.stragglers):
             states.discard(state)
 
     def rollback(self, sequence_id: int, length: int) -> None:
@@ -348,6 +356,8 @@ class Dispatcher:
             ready_rows += len(rows)
         if self._late or self._placement.stragglers:
             self._note_ready(step)
+        for state in self._budgeted:
+            state.note_steered()
         if ready_rows:
             self._placement.note_typical(found.seconds / ready_rows)
         step.all_ready = ready_rows == len(step.sequences)
@@ -507,6 +517,7 @@ class Dispatcher:
             if part.worker is worker and part.look():
                 step.failed.update(dict.fromkeys(part.rows[~part.ready].tolist(), down.error))
                 part.remove(~part.ready)
+        self.replays += len(kept)
         worker.sequences.clear()
         worker.close()
         self._displace(kept)

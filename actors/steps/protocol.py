@@ -8,7 +8,8 @@ A sequence that is open on a worker holds a slot there, one line of the table. E
     mask[slot, :]     worker   the token bitmask
     forced[slot, :]   worker   the tokens from here on that have no alternative, -1 behind the last
     seconds[slot]     worker   seconds that accepting the tokens and filling the mask took
-    status[slot]      worker   `OK`, or `FAILED`: the sequence is over, and a message says why
+    status[slot]      worker   `OK`; `STEERED`: a mask was restricted, so that the output fits in its budget; or
+                               `FAILED`: the sequence is over, and a message says why
 
 A *version* is the number of output tokens, plus the slot's edit count in the upper 32 bits. The count grows whenever
 the output changes by a message (open, edit) instead of through the columns, so that no two outputs of a slot share a
@@ -38,6 +39,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from guided.budget import Budget
 from guided.errors import Wire
 from guided.pool import MAX_FORCED_TOKENS
 
@@ -49,7 +51,7 @@ EDIT = 1 << 32
 """One edit, in a version."""
 FREE = -1
 """`ready` of a slot that no sequence has held yet."""
-OK, FAILED = 0, 1
+OK, FAILED, STEERED = 0, 1, 2
 IDLE = -1
 """`busy` of a worker that fills no row."""
 _SLOW_SECONDS = 0.001
@@ -83,6 +85,10 @@ class Open(msgspec.Struct, array_like=True, tag=1, gc=False, frozen=True):
     """Slot of the matcher to copy."""
     tokens: list[int]
     """The sequence's whole output so far."""
+    request_id: str = ""
+    """For the worker's log."""
+    budget: Budget | None = None
+    """The constraint is completed within it."""
 
 
 class Edit(msgspec.Struct, array_like=True, tag=2, gc=False, frozen=True):
@@ -125,6 +131,8 @@ class Filled(msgspec.Struct, array_like=True, tag=1, gc=False, frozen=True):
     """int32 `[k, words]`, of the slots with a version in `ready`, in order."""
     forced: bytes = b""
     """int32 `[n, MAX_FORCED_TOKENS]`."""
+    steered: bytes = b""
+    """int32 `[m]`: which of the slots are `STEERED`."""
 
 
 Answer = Failed | Filled

@@ -23,6 +23,7 @@ from actors.steps.protocol import (
     MAX_NEW_TOKENS,
     OK,
     POSITION,
+    STEERED,
     Answer,
     Failed,
     Filled,
@@ -63,6 +64,8 @@ class StepServer:
         self._give_up = give_up
         self._edits: dict[int, int] = {}
         """The edit count of each open slot."""
+        self._request_ids: dict[int, str] = {}
+        """The request of each open slot."""
         self._since, self._busy, self._wake, self._seconds = (
             table.mark[name] for name in ("since", "busy", "wake", "seconds")
         )
@@ -108,8 +111,9 @@ class StepServer:
         else:
             self._edits[request.slot] = request.version // EDIT
             if isinstance(request, Open):
+                self._request_ids[request.slot] = request.request_id
                 self._mark(request.slot)  # copying the parent's matcher is native code
-                self._worker.open(request.slot, request.grammar, request.parent, request.tokens)
+                self._worker.open(request.slot, request.grammar, request.parent, request.tokens, request.budget)
                 self._mark(IDLE)
             else:
                 self._worker.edit(request.slot, request.start, request.tokens)
@@ -142,11 +146,14 @@ class StepServer:
             table.seconds[slot] = seconds = time.monotonic() - started
             self._seconds[0] += seconds
             if error is None:
+                if slot in self._worker.steered:
+                    table.status[slot] = STEERED
                 table.ready[slot] = target
                 if self._sender is not None:
                     self._sender.add(slot)
             else:
                 table.status[slot] = FAILED
+                _log.warning("request %s (slot %d) failed: %s: %s", self._request_ids[slot], slot, error.code, error)
                 self._send(Failed(slot, target, to_wire(error)))
         self._mark(IDLE)
 
@@ -166,6 +173,8 @@ class StepServer:
 
     def _free(self, slots: list[int]) -> None:
         self._worker.free(slots)
+        for slot in slots:
+            self._request_ids.pop(slot, None)
         self._table.status[slots] = OK
         self._table.seconds[slots] = 0.0
         self._table.ready[slots] = [freed(EDIT * self._edits.pop(slot, 0)) for slot in slots]
@@ -219,7 +228,8 @@ class _LineSender:
             ready = self._table.ready[slots]
             masks = self._table.mask[slots[ready >= 0]]
             seconds = self._table.seconds[slots]
-            columns = slots, ready, seconds, masks, self._table.forced[slots]
+            steered = slots[self._table.status[slots] == STEERED]
+            columns = slots, ready, seconds, masks, self._table.forced[slots], steered
             self._send(Filled(*(column.tobytes() for column in columns)))
 
     def run(self) -> None:

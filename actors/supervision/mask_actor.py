@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import logging
 import os
-import platform
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -13,7 +13,7 @@ import ray
 import zmq
 
 from actors.channel import Address, connect
-from actors.processes import ActorLocation, Owner, exit_with_owner, limit_memory, node_id
+from actors.processes import ActorLocation, Owner, exit_with_owner, limit_memory, memory_limit
 from actors.steps.protocol import SegmentName, SlotTable, attach
 from actors.steps.server import StepServer
 from guided.backends import BACKENDS, Backends
@@ -46,9 +46,10 @@ class MaskActor:
     RAY_OPTIONS: ClassVar = {"max_restarts": 0, "max_concurrency": 2, "concurrency_groups": {IN_ORDER: 1}}
 
     def __init__(self, owner: Owner, vocabulary: Vocabulary, memory: int) -> None:
-        same_node = exit_with_owner(owner)
-        limit_memory(memory, watched=same_node)
+        is_beside_owner = exit_with_owner(owner)
+        limit_memory(memory_limit(memory), watched=is_beside_owner)  # this node may have less memory than the engine's
         leave_out_torch()
+        logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")  # to Ray's file of this process
         # A backend that is written in Python keeps the interpreter lock for as long as it may, for every row of a step.
         sys.setswitchinterval(_SWITCH_SECONDS)
         self._backends = Backends(vocabulary)
@@ -61,7 +62,7 @@ class MaskActor:
 
     def location(self) -> ActorLocation:
         """Return where this actor runs; also shows that it is alive."""
-        return ActorLocation(os.getpid(), node_id(), platform.node())
+        return ActorLocation.of_this_actor()
 
     def attach(self, incarnation: int, address: Address, segment: SegmentName, shared: bool) -> bool:
         """Connect to the engine and start to serve steps.

@@ -24,13 +24,14 @@ from actors.compile.grammars import Grammars
 from actors.compile.loading import ActorHandle
 from actors.driver.client import Driver
 from actors.driver.messages import Connected
-from actors.processes import ActorLocation, Owner, ProcessHandle, kill_actor, soft_limit
+from actors.driver.scheduling import Scheduling
+from actors.processes import ActorLocation, Owner, ProcessHandle, kill_actor, package_version, soft_limit
 from actors.steps.connection import WorkerConnection
 from actors.steps.placement import Cause, WorkerDown, WorkerRetiring, WorkerUp
 from actors.steps.protocol import Segment
 from guided.errors import BackendError, GuidedError, MaskTimeout, PoolUnavailable, WorkerDied, bounded
 from guided.pool import WorkerStatus
-from guided.pool_options import RayPoolOptions
+from guided.pool_options import NodePlacement, RayPoolOptions
 from guided.vocabulary import Vocabulary
 
 _START_SECONDS = 120.0
@@ -152,6 +153,8 @@ class Supervisor:
             state=self._state,
             pid=connection.location.pid if connection is not None else None,
             node=connection.location.host if connection is not None else None,
+            node_id=connection.location.node_id if connection is not None else None,
+            address=connection.location.address if connection is not None else None,
             open_sequences=connection.num_open if connection is not None else 0,
             restarts=self._restarts,
             ends=dict(self._causes),
@@ -205,7 +208,12 @@ class Supervisor:
         handle = self._handle = ActorHandle(actor)
         try:
             location: ActorLocation = self._wait(actor.call("location"), _START_SECONDS, "bring the actor up")
-            process = self._process = ProcessHandle(location.pid if location.node_id == ray.node_id else None)
+            if location.version != package_version():
+                raise PoolUnavailable(
+                    f"{location.host} has version {location.version or 'unknown'} of guided, and this process "
+                    f"{package_version() or 'unknown'}: install the same one on all nodes"
+                )
+            process = self._process = ProcessHandle(location.pid if location.is_beside(ray.node_id) else None)
             connection, channel = self._connect(handle, location, ray)
             try:
                 grammars.add_actor(handle, _START_SECONDS)
@@ -227,7 +235,11 @@ class Supervisor:
             owner,
             driver.stored(settings.vocabulary),
             settings.memory,
-            node=self._index if settings.options.spread else None,
+            scheduling=Scheduling(
+                NodePlacement.parse(settings.options.placement),
+                settings.cluster.reserved(settings.options.actor_cpus),
+                self._index,
+            ),
         )
 
     def _wait(self, answer: Future[Any], seconds: float, action: str) -> Any:
@@ -247,7 +259,7 @@ class Supervisor:
         """Connect to the actor: with shared memory and a Unix socket if it can reach our memory, otherwise by TCP."""
         settings, options = self._settings, self._settings.options
         segment = Segment(options.slots, settings.words)
-        local = location.node_id == ray.node_id and options.transport != "tcp"
+        local = location.is_beside(ray.node_id) and options.transport != "tcp"
         for shared in (True, False) if local else (False,):
             channel = settings.transport.ipc() if shared else settings.transport.tcp()
             attached = handle.actor.call("attach", self._number, channel.address, segment.name, shared)

@@ -65,6 +65,14 @@ class Answer(ABC):
     def opening(self, index: int) -> dict[str, Any] | None:
         """Build a choice's first chunk, if there is something to say before the first token."""
 
+    def guided_info(self, outputs: Sequence[CompletionOutput] = ()) -> dict[str, Any] | None:
+        """Build `guided`. With `complete`, it says whether that had an effect on one of `outputs`."""
+        if self.guided is None:
+            return None
+        early = {"completed_early": any(each.completed_early for each in outputs)}
+        known = early if self.job.params.complete and outputs else {}
+        return self.guided.model_copy(update=known).model_dump(exclude_none=True)
+
     async def whole(self, finished: Sequence[RequestOutput]) -> AsyncIterator[bytes]:
         """Write the answer of a request without `stream`, in pieces. `finished` has one output per prompt."""
         written = bytearray()
@@ -92,7 +100,7 @@ class Answer(ABC):
                     prompt_logprobs = b',"prompt_logprobs":' + await self._prompt_logprobs_json(output)
                 choice_json = to_json(choice)[:-1] + b',"logprobs":' + logprobs + prompt_logprobs + b"}"
                 yield (b"," if index else b"") + choice_json
-        guided = None if self.guided is None else self.guided.model_dump()
+        guided = self.guided_info([each for output in finished for each in output.outputs])
         end = {"usage": _usage_of(finished).model_dump(), "system_fingerprint": None, "guided": guided}
         yield b"]," + to_json(end)[1:]
 
@@ -149,6 +157,8 @@ class Answer(ABC):
             if completion.finish_reason is not None:
                 chunk = self.chunk(index, self.content(None), finish_reason=completion.finish_reason)
                 chunk["choices"][0]["stop_reason"] = completion.stop_reason
+                if self.job.params.complete:
+                    chunk["guided"] = self.guided_info([completion])
                 yield chunk
 
     def usage(self, finished: Sequence[RequestOutput]) -> dict[str, Any]:

@@ -36,7 +36,9 @@ def create_chat_completion(body: ChatRequest, request: Request, context: Context
 
 
 def _build_job(body: ChatRequest, context: ServerContext, http_id: str, names: Mapping[str, str]) -> Job:
-    wanted = requested_constraint(body, context.settings.backend, context.limits)
+    wanted = requested_constraint(
+        body, context.settings.backend, context.limits, strict_formats=context.settings.strict_formats
+    )
     params = sampling_params(body, wanted, max_tokens=_max_tokens(body), logprobs=_logprobs(body), context=context)
     prompt = encode_chat(
         context.engine.tokenizer,
@@ -86,7 +88,7 @@ class _ChatAnswer(Answer):
 
     def opening(self, index: int) -> dict[str, Any]:
         chunk = self.chunk(index, {"delta": {"role": "assistant", "content": ""}})
-        return chunk if self.guided is None else {**chunk, "guided": self.guided.model_dump()}
+        return chunk if self.guided is None else {**chunk, "guided": self.guided_info()}
 
     def content(self, text: str | None) -> dict[str, Any]:
         return {"delta": {} if text is None else {"content": text}}

@@ -37,7 +37,9 @@ def create_completion(body: CompletionRequest, request: Request, context: Contex
 
 
 def _build_job(body: CompletionRequest, context: ServerContext, http_id: str) -> Job:
-    wanted = requested_constraint(body, context.settings.backend, context.limits)
+    wanted = requested_constraint(
+        body, context.settings.backend, context.limits, strict_formats=context.settings.strict_formats
+    )
     length = context.engine.max_model_len
     prompts = text_prompts(
         context.engine.tokenizer, body.prompt, add_special_tokens=body.add_special_tokens, max_tokens=length
@@ -86,7 +88,7 @@ class _TextAnswer(Answer):
         text = self._echoed(index)
         chunk = self.chunk(index, self.content(text))
         if self.guided is not None:
-            return {**chunk, "guided": self.guided.model_dump()}
+            return {**chunk, "guided": self.guided_info()}
         return chunk if text else None
 
     def content(self, text: str | None) -> dict[str, Any]:

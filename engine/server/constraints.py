@@ -1,8 +1,8 @@
 """Read a request's constraint, in any of its spellings, and its backend.
 
-Ours (`json_schema`, `regex`, `choice`, `grammar`, `json_object`, `backend`, `whitespace_pattern`), OpenAI's
-`response_format`, vLLM's `structured_outputs`, and vLLM's older `guided_*` names. Errors name the field as the request
-spells it.
+Ours (`json_schema`, `regex`, `choice`, `grammar`, `json_object`, `structural_tag`, `backend`, `whitespace_pattern`),
+OpenAI's `response_format` (also as llama.cpp and TGI spell it), vLLM's `structured_outputs`, SGLang's `ebnf`, and
+vLLM's older `guided_*` names. Errors name the field as the request spells it.
 """
 
 from __future__ import annotations
@@ -23,14 +23,23 @@ _STRUCTURED: dict[str, ConstraintKind] = {
     "choice": "choice",
     "grammar": "grammar",
     "json_object": "json_object",
+    "structural_tag": "structural_tag",
 }
 _OLDER: dict[str, ConstraintKind] = {
+    "ebnf": "grammar",
     "guided_json": "json_schema",
     "guided_regex": "regex",
     "guided_choice": "choice",
     "guided_grammar": "grammar",
 }
-"""Kinds of the fields of `structured_outputs`, and of vLLM's older fields."""
+"""Kinds of the fields of `structured_outputs`, and of SGLang's and vLLM's older fields."""
+_FORMAT_FIELDS: dict[str, tuple[str, ...]] = {
+    "json_schema": ("json_schema", "schema_"),
+    "json_object": ("schema_",),
+    "json": ("value",),
+    "structural_tag": ("format", "structures", "triggers"),
+}
+"""Fields of `response_format` by its type."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +53,16 @@ class RequestedConstraint:
 
 
 def requested_constraint(
-    request: GenerationRequest, default_backend: str = AUTO, limits: Limits = DEFAULT_LIMITS
+    request: GenerationRequest,
+    default_backend: str = AUTO,
+    limits: Limits = DEFAULT_LIMITS,
+    *,
+    strict_formats: bool = False,
 ) -> RequestedConstraint:
     """Read the request's constraint, check it against `limits`, and read its backend.
+
+    Args:
+        strict_formats: for requests that do not say.
 
     Raises:
         InvalidRequest, InvalidConstraint, ConstraintTooLarge, UnsupportedConstraint: `param` is the field.
@@ -59,11 +75,14 @@ def requested_constraint(
         *_fields(request, _OLDER),
     ]
     whitespace = [*_whitespace(request), *backend_whitespace]
+    if len(found) > 1 and len({_build(each, None, request, limits, strict_formats) for each in found}) == 1:
+        found = found[:1]  # guidance's client sends its schema in two fields
     one = take_one(found)
     spaces = take_whitespace(one, whitespace)
     if one is None:
         return RequestedConstraint(backend=backend)
-    constraint = _build(one, spaces, request, limits)
+    strict = strict_formats if request.strict_formats is None else request.strict_formats
+    constraint = _build(one, spaces, request, limits, strict)
     candidates(one.kind, backend, param=backend_field)  # rejects a backend that lacks the kind, before anything runs
     return RequestedConstraint(constraint, backend, one.field)
 
@@ -80,33 +99,41 @@ def _response_format(request: GenerationRequest) -> Iterator[GivenConstraint]:
     chosen = request.response_format
     if chosen is None:
         return
+    given = {name for name in type(chosen).model_fields.keys() - {"type"} if getattr(chosen, name) is not None}
+    for name in sorted(given.difference(_FORMAT_FIELDS.get(chosen.type, ()))):
+        field = f"response_format.{name.rstrip('_')}"
+        requires = next(kind for kind, names in _FORMAT_FIELDS.items() if name in names)
+        raise InvalidConstraint(f"{field} requires type {requires}, not {chosen.type}", param=field)
     if chosen.type == "structural_tag":
-        raise InvalidConstraint("response_format of type structural_tag is not supported", param="response_format.type")
-    if chosen.type == "json_object":
-        yield GivenConstraint("json_object", "response_format", True)
-    if chosen.type == "json_schema":
-        if chosen.json_schema is None or chosen.json_schema.schema_ is None:
-            missing = "response_format.json_schema" + ("" if chosen.json_schema is None else ".schema")
-            raise InvalidConstraint(f"Missing required parameter: '{missing}'", param=missing)
+        parts = {"format": chosen.format, "structures": chosen.structures, "triggers": chosen.triggers}
+        tag = {"type": "structural_tag", **{name: value for name, value in parts.items() if value is not None}}
+        yield GivenConstraint("structural_tag", "response_format", tag)
+    elif given:
+        inner = chosen.json_schema.schema_ if chosen.json_schema is not None else chosen.schema_
+        schema = chosen.value if chosen.type == "json" else inner
+        if schema is None:
+            raise _missing("response_format.json_schema.schema")
         # OpenAI names this field, too, in errors about the schema.
-        yield GivenConstraint("json_schema", "response_format", chosen.json_schema.schema_)
-    elif chosen.json_schema is not None:
-        raise InvalidConstraint(
-            f"response_format.json_schema requires type json_schema, not {chosen.type}",
-            param="response_format.json_schema",
-        )
+        yield GivenConstraint("json_schema", "response_format", schema)
+    elif chosen.type == "json_object":
+        yield GivenConstraint("json_object", "response_format", True)
+    elif chosen.type != "text":
+        raise _missing(f"response_format.{_FORMAT_FIELDS[chosen.type][0]}")
+
+
+def _missing(field: str) -> InvalidConstraint:
+    return InvalidConstraint(f"Missing required parameter: '{field}'", param=field)
 
 
 def _structured_outputs(request: GenerationRequest) -> Iterator[GivenConstraint]:
     outputs = request.structured_outputs
     if outputs is None:
         return
-    if outputs.structural_tag is not None:
-        raise InvalidConstraint("structural_tag is not supported", param="structured_outputs.structural_tag")
     given = list(_fields(outputs, _STRUCTURED, "structured_outputs."))
     if not given:
         raise InvalidConstraint(
-            "structured_outputs has no constraint: give one of json, regex, choice, grammar, json_object",
+            "structured_outputs has no constraint: give one of json, regex, choice, grammar, json_object,"
+            " structural_tag",
             param="structured_outputs",
         )
     yield from given
@@ -148,10 +175,10 @@ def _backend(request: GenerationRequest, default: str) -> tuple[str, str, list[G
 
 
 def _build(
-    one: GivenConstraint, whitespace: GivenWhitespace | None, request: GenerationRequest, limits: Limits
+    one: GivenConstraint, whitespace: GivenWhitespace | None, request: GenerationRequest, limits: Limits, strict: bool
 ) -> Constraint:
     closed = request.structured_outputs is not None and request.structured_outputs.disable_additional_properties
     if closed and one.kind != "json_schema":
         field = "structured_outputs.disable_additional_properties"
         raise InvalidRequest(f"{field} requires a JSON schema, not {one.field}", param=field)
-    return build(one, whitespace, additional_properties=not closed, limits=limits)
+    return build(one, whitespace, additional_properties=not closed, strict_formats=strict, limits=limits)

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Coroutine, Iterator, Mapping
 from contextlib import AsyncExitStack, contextmanager
 from typing import Any, TypeVar
+from urllib.parse import quote
 
 from fastapi import Request, Response
 
@@ -15,8 +16,9 @@ from engine.server.admission import AdmissionRoute
 from engine.server.answers import Answer
 from engine.server.context import ServerContext
 from engine.server.generation import Job, Outputs, cancel, running
+from engine.server.protocol import GuidedInfo
 from engine.server.streaming import AnswerStream, events
-from guided.errors import GuidedError
+from guided.errors import GuidedError, bounded
 
 logger = logging.getLogger("guided.server")
 
@@ -54,10 +56,10 @@ class GenerationRoute(AdmissionRoute):
                     content = answer.whole(await _unless_gone(request, _finished(outputs)))
             except _ClientGone:
                 context.metrics.abandoned("disconnected")
-                logger.info("request %s (x-request-id %s): the client went away", job.request_id, job.http_id)
+                text = "request %s (x-request-id %s): the client went away"
+                logger.info(text, job.request_id, job.http_id, extra=job.log_ids)
                 return Response(status_code=499)
-            # The backend is in a header too, for clients that do not parse the body.
-            headers = {} if outputs.guided is None else {"x-guided-backend": outputs.guided.backend}
+            headers = {} if outputs.guided is None else _headers(outputs.guided)
             return AnswerStream(content, stack.pop_all(), headers, context, job)
 
 
@@ -69,6 +71,14 @@ def field_names(names: Mapping[str, str]) -> Iterator[None]:
     except GuidedError as error:
         error.param = names.get(error.param or "", error.param)
         raise
+
+
+def _headers(guided: GuidedInfo) -> dict[str, str]:
+    """Return what is in headers too, for clients that do not parse the body."""
+    headers = {"x-guided-backend": guided.backend}
+    if guided.not_enforced:
+        headers["x-guided-not-enforced"] = bounded(", ".join(map(quote, guided.not_enforced)), 1000).rstrip("…")
+    return headers
 
 
 async def _finished(outputs: Outputs) -> list[RequestOutput]:

@@ -117,7 +117,8 @@ async def _on_http_exception(request: Request, error: Exception) -> JSONResponse
 async def _on_unexpected_error(request: Request, error: Exception) -> JSONResponse:
     # Starlette raises the error again after this answer. The server then logs the traceback.
     request_id = request.scope.get("state", {}).get("request_id", "-")
-    logger.error("x-request-id %s: %s %s failed: %r", request_id, request.method, request.url.path, error)
+    text, extra = "x-request-id %s: %s %s failed: %r", {"x_request_id": request_id}
+    logger.error(text, request_id, request.method, request.url.path, error, extra=extra)
     request.app.state.context.metrics.failed(InternalError.code)
     headers = {"x-should-retry": "false", "x-request-id": request_id}
     body = envelope(500, "the server failed on this request; its log says why", None, InternalError.code)

@@ -51,6 +51,11 @@ class Job:
         return bool(self.echoed) and self.params.logprobs is not None
 
     @property
+    def log_ids(self) -> dict[str, str]:
+        """Fields of its log records."""
+        return {"request_id": self.request_id, "x_request_id": self.http_id}
+
+    @property
     def num_choices(self) -> int:
         return len(self.prompts) * self.params.n
 
@@ -106,7 +111,8 @@ async def running(context: ServerContext, job: Job, client: str) -> AsyncIterato
                 first = await _all_first(streams, job)
                 constraint, backend = job.params.constraint, first[0].backend
                 if constraint is not None and backend is not None:
-                    guided = GuidedInfo(kind=constraint.kind, backend=backend)
+                    ignored = list(constraint.not_enforced)
+                    guided = GuidedInfo(kind=constraint.kind, backend=backend, not_enforced=ignored)
                 async with aclosing(_checked(context, _merged(first, streams), job)) as checked:
                     yield Outputs(job, guided, checked)
             finally:
@@ -128,6 +134,7 @@ def report(job: Job, error: GuidedError, guided: GuidedInfo | None) -> None:
     logger.warning(
         "request %s (x-request-id %s) failed: %s: %s%s; constraint %s, backend %s",
         *(job.request_id, job.http_id, error.code, error, where, kind, backend),
+        extra={**job.log_ids, "code": error.code},
     )
 
 

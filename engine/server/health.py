@@ -20,6 +20,11 @@ class MaskActor(BaseModel):
     state: Literal["starting", "up", "restarting", "down"]
     pid: int | None
     node: str | None
+    """Name of the host."""
+    node_id: str | None
+    """Ray's id of the node."""
+    address: str | None
+    """The node's, for other nodes."""
     incarnation: int
     restarts: int
     last_end: str | None

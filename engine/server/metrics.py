@@ -189,6 +189,7 @@ class _EngineCollector(Collector):
             ("mask_seconds", "Seconds that workers spent on masks, exposed or hidden.", stats.mask_seconds),
             ("mask_parkings", "Times that a sequence was parked because of a late mask.", stats.parkings),
             ("mask_parked_seconds", "Seconds that sequences were parked.", stats.parked_seconds),
+            ("mask_replays", "Sequences opened on another mask actor after the end of theirs.", health.pool.replays),
             ("mask_actor_restarts", "Mask actors replaced.", sum(worker.restarts for worker in workers)),
         )
         for name, text, value in gauges:

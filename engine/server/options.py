@@ -10,10 +10,12 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
+from pathlib import Path
 from typing import Any, ClassVar, Literal, get_type_hints
 
 from engine.config import EngineConfig, LoadOptions
 from engine.default_model import checkpoint_path
+from engine.server.logs import LogFormat
 from guided.backends import AUTO, resolve
 from guided.limits import Range, check_ranges
 from guided.pool_options import RayPoolOptions
@@ -31,8 +33,10 @@ class ServerSettings:
     Args:
         model_names: names that requests may use. Answers carry the first.
         api_key: key that requests must carry, or several keys with commas between them. None: no key is needed.
+        api_key_file: file with such keys, one a line or with commas between them. Read at the start.
         allowed_hosts: names in the header `Host` that requests may use, without port. Empty, or with `*`: any name.
         backend: grammar backend of requests that name none.
+        strict_formats: reject a `format` that is not in the specification, in requests that do not say.
         max_requests: maximum number of generations that run or wait: n for each prompt. Further ones get 429.
         max_waiting: maximum number of prompts that wait for a grammar or for their turn. Further ones get 429. Beyond
             these two limits, a client that has less than its share of them is still served, up to twice the limit.
@@ -51,8 +55,10 @@ class ServerSettings:
 
     model_names: tuple[str, ...] = (DEFAULT_MODEL,)
     api_key: str | None = field(default=None, repr=False)
+    api_key_file: str | None = None
     allowed_hosts: tuple[str, ...] = ()
     backend: str = AUTO
+    strict_formats: bool = False
     max_requests: int = 1024
     max_waiting: int = 512
     max_body_bytes: int = 4 << 20
@@ -138,6 +144,7 @@ class ServeOptions:
     grace_seconds: float = 10.0
     forwarded_allow_ips: str | None = None
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_format: LogFormat = "text"
     load: LoadOptions = field(default_factory=LoadOptions)
     engine: EngineConfig = field(default_factory=EngineConfig)
     ray: RayPoolOptions = field(default_factory=RayPoolOptions)
@@ -177,11 +184,19 @@ _API_KEY_VARIABLE = "GUIDED_API_KEY"
 
 
 def take_api_key(options: ServeOptions) -> ServeOptions:
-    """Use the API key of the environment if the options have none, and remove it from the environment.
+    """Use the API key of the file or of the environment if the options have none, and remove it from the environment.
 
     Call it before the first child process is started: children inherit the environment.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: there are no keys in it.
     """
     key = os.environ.pop(_API_KEY_VARIABLE, None)
+    if options.server.api_key_file is not None:
+        key = ",".join(Path(options.server.api_key_file).read_text().split())
+        if not key:
+            raise ValueError(f"there is no key in the file {options.server.api_key_file}")
     if options.server.api_key or not key:
         return options
     return replace(options, server=replace(options.server, api_key=key))
@@ -272,7 +287,9 @@ OPTIONS = (
         "server.api_key",
         "Key that requests must carry; several with commas. The variable keeps it out of process lists.",
         env=_API_KEY_VARIABLE,
+        process_only=True,
     ),
+    Option("server.api_key_file", "File with the key, or several, one a line."),
     Option(
         "server.allowed_hosts",
         "A name in the header Host that requests may use, or * for any. Can be repeated. "
@@ -285,8 +302,9 @@ OPTIONS = (
         process_only=True,
     ),
     Option("server.stall_seconds", "Seconds for which a stream's client may read nothing before it is aborted."),
-    Option("grace_seconds", "Seconds that running generations have to end when the server stops.", process_only=True),
-    Option("log_level", "How much to log.", process_only=True),
+    Option("grace_seconds", "Seconds that running generations have to end when the server stops."),
+    Option("log_level", "How much to log."),
+    Option("log_format", "Log records as text, or as one line of JSON each."),
     *_panel(
         "Engine",
         Option("load.device", "auto, cpu, cuda, cuda:1, ..."),
@@ -317,6 +335,7 @@ OPTIONS = (
             "server.backend",
             "Library of requests that name none: auto, llguidance, xgrammar, outlines, lm-format-enforcer.",
         ),
+        Option("server.strict_formats", "Reject formats in schemas that are not in the specification."),
         Option(
             "ray.address",
             "Join this Ray cluster ('auto': a local one). Default: start one.",
@@ -324,7 +343,14 @@ OPTIONS = (
             process_only=True,
         ),
         Option("ray.num_actors", "Number of mask actors. Default: by the number of CPUs."),
-        Option("ray.spread", "Place the mask actors on all nodes of the Ray cluster."),
+        Option(
+            "ray.placement",
+            "Nodes for the mask actors: local, spread (all), a Ray resource (NAME:AMOUNT) or node label (NAME=VALUE).",
+        ),
+        Option("ray.actor_cpus", "CPUs that Ray reserves per mask actor. Default: 1 on a cluster that is joined."),
+        Option("ray.compile_cpus", "CPUs that Ray reserves for the compile actor. Default: 1, likewise."),
+        Option("ray.channel_host", "Address that mask actors on other nodes connect to. Default: this node's in Ray."),
+        Option("ray.channel_ports", "Ports that they connect to: FIRST-LAST. Default: any."),
         Option("ray.transport", "Masks come over shared memory on this node (auto), or always over tcp."),
         Option("ray.slots", "Maximum number of open sequences per mask actor."),
         Option("engine.forced_tokens", "Append tokens without an alternative without a forward pass for each."),

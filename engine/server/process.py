@@ -9,7 +9,6 @@ import faulthandler
 import gc
 import ipaddress
 import json
-import logging
 import math
 import shlex
 import signal
@@ -31,6 +30,7 @@ from engine.async_llm import AsyncLLM
 from engine.server.app import create_app
 from engine.server.connections import Connections
 from engine.server.context import ServerContext
+from engine.server.logs import log_to_stderr, uvicorn_logging
 from engine.server.options import ServeOptions, ServerSettings
 from engine.server.protocol import CHAT_EXAMPLE, COMPLETION_EXAMPLE
 
@@ -44,6 +44,10 @@ _LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 _ACCEPTED_AT_ONCE, _BACKLOG = 32, 2048
 """Connections that asyncio accepts before it looks at them (more could use up all file descriptors), and connections
 that wait in the kernel."""
+
+_SWITCH_SECONDS = 0.0005
+"""Time for which a thread keeps the interpreter lock while another one wants it. The event loop gives it up and wants
+it back at each system call: with Python's 5 ms, 300 streams beside the engine's thread delayed /health by 0.5 s."""
 
 _SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Sampling parameters for which a model's `generation_config.json` can set defaults."""
@@ -66,6 +70,7 @@ def start_engine(options: ServeOptions) -> AsyncLLM:
     # What exists now stays. A garbage collection that visited it would hold all threads for tenths of a second.
     gc.collect()
     gc.freeze()
+    sys.setswitchinterval(_SWITCH_SECONDS)
     return engine
 
 
@@ -92,7 +97,7 @@ def _sampling_defaults(model: str) -> dict[str, Any]:
 
 def serve(options: ServeOptions, listener: socket.socket) -> None:
     """Serve on a bound socket until SIGINT or SIGTERM. Leaves no process behind. Raises what `start_engine` raises."""
-    _log_to_stderr(options.log_level)
+    log_to_stderr(options.log_level, options.log_format)
     drop_stalled_connections(listener, options.server.stall_seconds)
     exit_timer = _ExitTimer(options.grace_seconds + _EXIT_SECONDS)
     with _sigterm_exits(exit_timer):
@@ -118,23 +123,13 @@ def uvicorn_config(app: FastAPI, options: ServeOptions, **others: Any) -> uvicor
         "backlog": _ACCEPTED_AT_ONCE,
         "ws": "none",
         "log_level": options.log_level,
+        "log_config": uvicorn_logging(options.log_format),
         "timeout_graceful_shutdown": _ANSWER_SECONDS,
         "timeout_keep_alive": math.ceil(options.connections.idle_seconds) + 1,  # ours comes first
         "proxy_headers": options.forwarded_allow_ips is not None,
         "forwarded_allow_ips": options.forwarded_allow_ips,
     }
     return uvicorn.Config(app, **{**given, **others})
-
-
-def _log_to_stderr(level: str) -> None:
-    """Send our own log records to stderr. uvicorn and Ray configure theirs."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    for name in ("guided", "actors", "engine"):
-        logger = logging.getLogger(name)
-        logger.handlers[:] = [handler]
-        logger.setLevel(level.upper())
-        logger.propagate = False
 
 
 def drop_stalled_connections(listener: socket.socket, seconds: float) -> None:
@@ -223,7 +218,7 @@ def _sigterm_exits(exit_timer: _ExitTimer) -> Iterator[None]:
 
 
 def _say(options: ServeOptions, text: str) -> None:
-    if options.log_level in ("debug", "info", "warning"):
+    if options.log_level in ("debug", "info", "warning") and options.log_format == "text":
         print(text, file=sys.stderr, flush=True)
 
 

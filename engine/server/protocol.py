@@ -91,22 +91,21 @@ class JsonSchemaFormat(Body):
     name: str
     description: str | None = None
     schema_: dict[str, Any] | bool | None = Field(default=None, alias="schema")
-    strict: bool | None = None
+    strict: bool | str | None = None
 
 
 class ResponseFormat(Body):
-    """OpenAI's `response_format`."""
+    """OpenAI's `response_format`, and the forms of other servers."""
 
-    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    type: Literal["text", "json_object", "json_schema", "json", "structural_tag"]
     json_schema: JsonSchemaFormat | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refused_by_its_type(cls, data: Any) -> Any:
-        # Otherwise the error would be about one of its fields instead of the type.
-        if isinstance(data, dict) and data.get("type") == "structural_tag":
-            return {"type": "structural_tag"}
-        return data
+    schema_: dict[str, Any] | bool | None = Field(
+        default=None, alias="schema", description="llama.cpp's place for the schema."
+    )
+    value: dict[str, Any] | str | bool | None = Field(default=None, description="TGI's place, with type json.")
+    format: Any = Field(default=None, description="The format of a structural tag.")
+    structures: Any = Field(default=None, description="vLLM's older form of a structural tag.")
+    triggers: Any = None
 
 
 class StructuredOutputs(Body):
@@ -117,7 +116,7 @@ class StructuredOutputs(Body):
     choice: Many[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
-    structural_tag: Any = None
+    structural_tag: dict[str, Any] | str | None = None
     whitespace_pattern: str | None = None
     disable_any_whitespace: bool = False
     disable_additional_properties: bool = False
@@ -153,13 +152,24 @@ class GenerationRequest(Body):
     regex: str | None = Field(default=None, description="The whole output matches.")
     choice: Many[str] | None = Field(default=None, description="The output is one of these.")
     grammar: str | None = Field(default=None, description="Lark, or GBNF/EBNF with a root rule.")
+    structural_tag: dict[str, Any] | str | None = Field(
+        default=None, description="Free text with constrained parts, as in vLLM and xgrammar."
+    )
     backend: str | None = Field(default=None, description="auto, llguidance, xgrammar, outlines or lm-format-enforcer.")
     whitespace_pattern: str | None = Field(
         default=None, description="JSON constraints: regex of the whitespace between JSON tokens."
     )
+    strict_formats: bool | None = Field(
+        default=None, description="Reject a format in a schema that is not in the specification."
+    )
+    complete: bool | None = Field(
+        default=None, description="Complete the constraint within max_tokens, instead of being cut off by it."
+    )
     # ... OpenAI's, vLLM's ...
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
+    # ... SGLang's ...
+    ebnf: str | None = None
     # ... and vLLM's older names.
     guided_json: dict[str, Any] | str | bool | None = None
     guided_regex: str | None = None
@@ -313,6 +323,11 @@ class GuidedInfo(BaseModel):
 
     kind: str
     backend: str
+    not_enforced: list[str] = Field(
+        default=[], description="JSON pointers of unknown formats and misspelt keywords in the schema."
+    )
+    completed_early: bool | None = None
+    """With `complete`: tokens were forbidden because the rest would not have fit in `max_tokens`."""
 
 
 class Usage(BaseModel):

@@ -72,11 +72,13 @@ class AnswerStream(StreamingResponse):
                 reason = "stalled"
         if not self._complete:
             self._context.metrics.abandoned(reason)
-            ids = self._job.request_id, self._job.http_id
+            ids, extra = (self._job.request_id, self._job.http_id), self._job.log_ids
             if reason == "stalled":
-                logger.warning("request %s (x-request-id %s): the client took nothing for %g s", *ids, limit)
+                logger.warning(
+                    "request %s (x-request-id %s): the client took nothing for %g s", *ids, limit, extra=extra
+                )
             else:
-                logger.info("request %s (x-request-id %s): the client went away", *ids)
+                logger.info("request %s (x-request-id %s): the client went away", *ids, extra=extra)
 
 
 class _Stalled(Exception):
@@ -107,7 +109,8 @@ async def events(outputs: Outputs, answer: Answer, metrics: Metrics) -> AsyncIte
         yield _event(error_body(error))
     except Exception:
         metrics.failed(InternalError.code)
-        logger.exception("request %s (x-request-id %s) failed", job.request_id, job.http_id)
+        text = "request %s (x-request-id %s) failed"
+        logger.exception(text, job.request_id, job.http_id, extra=job.log_ids)
         yield _event(error_body(InternalError("the server failed on this request; its log says why")))
 
 

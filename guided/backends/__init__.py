@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from guided.backends.base import Backend
+from guided.backends.guarded import GuardedBackend
 from guided.backends.mask_cache import MASK_CACHE_BYTES, MaskCache
 from guided.constraint import KINDS, ConstraintKind
 from guided.errors import InvalidRequest, UnsupportedConstraint, bounded
@@ -98,7 +99,7 @@ def candidates(kind: ConstraintKind, backend: str = AUTO, *, param: str = "backe
 
 
 class Backends:
-    """The `Backend` instances for one vocabulary, each created at its first use. Thread-safe.
+    """The `Backend` instances for one vocabulary, each under the guard and created at its first use. Thread-safe.
 
     Args:
         mask_cache_bytes: total size of the cached masks of all backends and grammars.
@@ -123,5 +124,5 @@ class Backends:
             if name not in self._made:
                 make: Callable[..., Backend] = BACKENDS[name].load()
                 kept = (self.masks,) if BACKENDS[name].keeps_masks else ()
-                self._made[name] = make(self.vocabulary, *kept)
+                self._made[name] = GuardedBackend(make(self.vocabulary, *kept), self.vocabulary)
             return self._made[name]

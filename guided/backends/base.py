@@ -59,6 +59,8 @@ class CompiledGrammar(Protocol):
 
     nbytes: int
     """Estimated memory in bytes. Caches are bounded by it."""
+    special_token_ids: frozenset[int] = frozenset()
+    """Special tokens that the grammar may allow, because a structural tag names them."""
 
     def matcher(self) -> Matcher:
         """Return a new matcher at the start."""

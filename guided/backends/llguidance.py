@@ -7,6 +7,7 @@ end-of-sequence only. So the adapter checks the error state after every call and
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from importlib import metadata
 from typing import Any, ClassVar
 
@@ -16,14 +17,15 @@ from numpy.typing import NDArray
 
 from guided import regex
 from guided.backends.base import Backend, CompiledGrammar
-from guided.backends.llguidance_schema import corrected
+from guided.backends.llguidance_schema import lower
+from guided.backends.llguidance_tags import TagGrammar
 from guided.backends.matchers import TextMatcher
 from guided.backends.native import guard
+from guided.backends.number_limit import NumberLimit
 from guided.constraint import USUAL_WHITESPACE, Constraint
 from guided.errors import BackendError, DeadEnd, InvalidConstraint, TokenRejected, UnsupportedConstraint, bounded
 from guided.grammar import to_lark
 from guided.schema import string_pattern
-from guided.schema.document import walk_keywords
 from guided.vocabulary import Vocabulary
 
 _native = guard("llguidance")
@@ -52,14 +54,21 @@ class LLGuidanceBackend(Backend):
         self._tokenizer = llguidance.LLTokenizer(
             _Tokenizer(vocabulary), n_vocab=vocabulary.padded_vocab_size, eos_token=list(vocabulary.stop_token_ids)
         )
+        self._numbers = NumberLimit(vocabulary)
 
     def compile(self, constraint: Constraint) -> LLGuidanceGrammar:
+        special: set[int] = set()
         with _native:
-            source = self._source(constraint)
+            if constraint.kind == "structural_tag":
+                tag = TagGrammar(constraint, self._vocabulary.special_names, self._inner)
+                source, special = json.dumps(tag.source()), tag.special_token_ids
+            else:
+                source = self._source(constraint)
             matcher = llguidance.LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits)
             if matcher.is_error():
                 raise _refusal(matcher.get_error(), constraint)
-        return LLGuidanceGrammar(self._vocabulary, matcher, len(source))
+        numbers = self._numbers if constraint.kind in ("json_schema", "json_object") else None
+        return LLGuidanceGrammar(self._vocabulary, matcher, len(source), numbers, frozenset(special))
 
     def load(self, constraint: Constraint, dumped: bytes) -> LLGuidanceGrammar:
         """Compile again: matchers can't be serialised, and compiling takes a millisecond."""
@@ -80,20 +89,42 @@ class LLGuidanceBackend(Backend):
                 return str(make.grammar_from_regex(regex.render(options)))
             case "grammar":
                 return str(make.grammar_from_lark(to_lark(constraint.source)))
+        raise AssertionError(constraint.kind)
+
+    def _inner(self, content: Constraint) -> dict[str, Any]:
+        """Return a content of a structural tag as an entry of llguidance's list of grammars."""
+        if content.kind == "grammar":
+            return {"lark_grammar": to_lark(content.source)}
+        entry: dict[str, Any] = json.loads(self._source(content))["grammars"][0]
+        return entry
 
 
 class LLGuidanceGrammar(CompiledGrammar):
-    """A matcher at the start. Each sequence gets a copy; copies share the automaton of the lexer."""
+    """A matcher at the start. Each sequence gets a copy; copies share the automaton of the lexer.
 
-    def __init__(self, vocabulary: Vocabulary, start: llguidance.LLMatcher, source_bytes: int) -> None:
+
+    Args:
+        numbers: limits the digits of numbers; None for a constraint that is not JSON.
+    """
+
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        start: llguidance.LLMatcher,
+        source_bytes: int,
+        numbers: NumberLimit | None,
+        special_token_ids: frozenset[int] = frozenset(),
+    ) -> None:
         self._vocabulary = vocabulary
         self._start = start
+        self._numbers = numbers
+        self.special_token_ids = special_token_ids
         self.nbytes = 64 * 1024 + 20 * source_bytes
         """An estimate: llguidance doesn't report it."""
 
     def matcher(self) -> LLGuidanceMatcher:
         with _native:
-            return LLGuidanceMatcher(self._vocabulary, self._start.deep_copy())
+            return LLGuidanceMatcher(self._vocabulary, self._start.deep_copy(), self._numbers)
 
     def dump(self) -> bytes:
         """Nothing: see `LLGuidanceBackend.load`."""
@@ -103,9 +134,19 @@ class LLGuidanceGrammar(CompiledGrammar):
 class LLGuidanceMatcher(TextMatcher):
     """One sequence. The adapter handles stop tokens: llguidance's matcher sees text tokens only."""
 
-    def __init__(self, vocabulary: Vocabulary, matcher: llguidance.LLMatcher, terminated: bool = False) -> None:
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        matcher: llguidance.LLMatcher,
+        numbers: NumberLimit | None,
+        terminated: bool = False,
+        tokens: Sequence[int] = (),
+    ) -> None:
         super().__init__(vocabulary, terminated)
         self._vocabulary = vocabulary
+        self._numbers = numbers
+        self._tokens = list(tokens)
+        """The text so far, where numbers are limited."""
         self.native = matcher
         """The library's own matcher."""
 
@@ -117,21 +158,28 @@ class LLGuidanceMatcher(TextMatcher):
         self._check()
         if accepted < len(token_ids):
             raise TokenRejected(f"token {token_ids[accepted]} is not allowed here")
+        if self._numbers is not None:
+            self._tokens += token_ids
 
     def fill_bitmask(self, row: NDArray[np.int32]) -> None:
         """See `Matcher.fill_bitmask`. Written in place, without a copy."""
         with _native:
             self.native.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
         self._check()
+        if self._numbers is not None and self._numbers.is_reached(self._tokens):
+            self._numbers.end_number(row, self.is_accepting())
 
     def rollback_text(self, count: int) -> None:
         with _native:
             self.native.rollback(count)
         self._check()
+        if self._numbers is not None:
+            del self._tokens[-count:]
 
     def fork(self) -> LLGuidanceMatcher:
         with _native:
-            return LLGuidanceMatcher(self._vocabulary, self.native.deep_copy(), self._terminated)
+            copy = self.native.deep_copy()
+        return LLGuidanceMatcher(self._vocabulary, copy, self._numbers, self._terminated, self._tokens)
 
     def is_accepting(self) -> bool:
         with _native:
@@ -177,10 +225,10 @@ class _Tokenizer:
 
 
 def _json_source(document: dict[str, Any] | bool, whitespace: str | None) -> str:
-    schema = corrected(document)
+    schema, names_properties = lower(document)
     # An unknown option is an error, so only those of version 1.7 are set here.
     options: dict[str, Any] = {"lenient": False, "coerce_one_of": False, "json_allowed_escapes": None}
-    if any(keyword in ("properties", "patternProperties", "required") for _, keyword, _, _ in walk_keywords(schema)):
+    if names_properties:
         options["json_allowed_escapes"] = _ESCAPES
     options |= _spaced(whitespace)
     return str(llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options))
@@ -206,6 +254,14 @@ def _spaced(whitespace: str | None) -> dict[str, Any]:
     }
 
 
+_REASONS = {
+    "patternProperty regexes": "two patterns in 'patternProperties' may match the same name",
+    "Unable to determine if regex is empty": "a pattern is too large together with the other conditions on the string",
+    "circular references": "a recursive '$ref' and the keywords next to it can't be merged",
+}
+"""What llguidance's messages that quote its own regexes mean."""
+
+
 def _refusal(message: str, constraint: Constraint) -> Exception:
     """Return the error for a message of llguidance."""
     reason = bounded(" ".join(message.partition("<state>")[0].split()))
@@ -213,4 +269,5 @@ def _refusal(message: str, constraint: Constraint) -> Exception:
         return InvalidConstraint(f"no output satisfies this {constraint.kind}: {reason}", param=constraint.kind)
     if constraint.kind == "grammar":
         return InvalidConstraint(f"the grammar is malformed: {reason}", param=constraint.kind)
+    reason = next((ours for theirs, ours in _REASONS.items() if theirs in reason), reason)
     return UnsupportedConstraint(f"llguidance can't enforce this {constraint.kind}: {reason}", param=constraint.kind)

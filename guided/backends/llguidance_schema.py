@@ -1,37 +1,40 @@
-"""JSON Schema for llguidance: the user's document, corrected where llguidance would not enforce what it says.
+"""JSON Schema for llguidance: the normal form, corrected where llguidance would not enforce what it says.
 
-llguidance merges `allOf`, references and alternatives itself, so it gets the document and not the normal form (except
-for draft 3, which it does not know). Corrected are:
+Corrected are:
 
 - bounds of numbers: it takes integers that a double can't represent for their neighbours, aborts on those with more
   than 64 bits, and reads `exclusiveMinimum: 0` with `maximum: 0.25` as inclusive;
 - patterns: it reads them as Rust does, and a class with all control characters also matches escaped quotes;
-- `date`, `time` and `date-time`: it allows a year 0, and leap seconds in any minute;
-- keywords of other drafts, which it obeys.
+- formats: it allows a year 0, and leap seconds in any minute, and lacks some;
+- `not` for strings, `propertyNames`, and counts of properties, which it does not know or only in part.
 
-It counts duplicate keys for `minProperties`; this and values that it would change are refused.
+It merges `allOf` itself. It counts duplicate keys for `minProperties`; this and values that it would change are refused.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
+from contextlib import suppress
 from decimal import Decimal
 from fractions import Fraction
-from math import lcm, prod
+from itertools import combinations
+from math import comb, lcm, prod
 from typing import Any
 
 from guided import regex
+from guided.backends.schema_lowering import ArrayShape, SchemaLowering, any_of, counts
 from guided.errors import InvalidConstraint, UnsupportedConstraint, bounded
 from guided.regex import Chars
 from guided.schema import string_pattern
-from guided.schema.graph import Node, SchemaGraph
-from guided.schema.keywords import Schema, integer_bounds, narrow_bounds
-from guided.schema.metaschema import Dialect
-from guided.schema.normal_form import normalise, refuse_mixed_dialects
-from guided.schema.pointer import escape
+from guided.schema.complement import only_closes
+from guided.schema.implication import covers
+from guided.schema.keywords import Schema, clean, integer_bounds
+from guided.schema.string_language import complement_of, pattern_of, without
 
-_REPLACED_FORMATS = ("date", "time", "date-time")
+_OWN_FORMATS = frozenset(("duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"))
+"""Formats that llguidance enforces."""
 _LARGEST = 2**63 - 1024
 """The largest double below 2^63."""
 _EXACT = 2**53
@@ -39,104 +42,354 @@ _EXACT = 2**53
 _MULTIPLES = 2**32
 _MOST_DIGITS = 9
 """Maximum number of decimals of `multipleOf`."""
-_MERGED = ("$ref", "anyOf", "oneOf", "patternProperties")
-_NEXT_TO_REF = ("$ref", "$schema", "$id", "id", "$defs", "definitions")
+_MAX_COUNTED = 40
+"""Maximum number of alternatives for `minProperties` and `maxProperties`."""
+_REFERENCE = '{"$ref": '
 _CONTROLS_AND_ESCAPED = regex.ranges_of([(0, 0x1F), (0x22, 0x22), (0x5C, 0x5C)])
 
 
-def corrected(schema: Schema) -> dict[str, Any]:
-    """Return a schema that llguidance enforces, or refuses.
+class LLGuidanceLowering(SchemaLowering):
+    """Lowers one schema for llguidance."""
 
-    Args:
-        schema: a document of its own: it is changed.
+    library = "llguidance"
+    never = ("not", "if", "dependentSchemas")
 
-    Raises:
-        UnsupportedConstraint: llguidance would not enforce a keyword; with its pointer.
-        InvalidConstraint: no value satisfies the schema, or a pattern is malformed.
-    """
-    if isinstance(schema, dict) and Dialect.of(schema).is_draft3:
-        form = normalise(schema)
-        schema = {**form.root, "$defs": form.definitions} if isinstance(form.root, dict) else form.root
-    if isinstance(schema, bool):
-        if not schema:
-            raise InvalidConstraint("no value satisfies the schema", param="json_schema", pointer="")
+    def __init__(self, schema: Schema, *, rewrite: bool = True) -> None:
+        super().__init__(schema, rewrite=rewrite)
+        self.names_properties = False
+        """Some object has properties with schemas of their own."""
+        self._multiples: set[Fraction] = set()
+        self._merges = False
+        """llguidance merges parts of the schema with each other."""
+
+    def document(self) -> dict[str, Any]:
+        document = super().document()
+        factor = lcm(*(multiple.denominator for multiple in self._multiples))
+        several = self._merges and len(self._multiples) > 1
+        if several and prod(self._multiples) * factor ** len(self._multiples) >= _MULTIPLES:
+            raise UnsupportedConstraint(  # the least common multiple overflows, which llguidance would not notice
+                "llguidance can't enforce these values of 'multipleOf' together", param="json_schema"
+            )
+        return document
+
+    def lower(self, schema: Schema) -> dict[str, Any]:
+        if isinstance(schema, dict):
+            if "allOf" in schema:
+                self._merges = True
+                return {"allOf": [self.lower(part) for part in schema["allOf"]]}
+            if "oneOf" in schema:
+                return self._one_of(schema)
+            if "not" in schema and schema.get("type") == "string":
+                return self._other_strings(schema)
+            if schema.get("type") == "object" and only_closes(schema.get("not", True)):
+                return self.lower(self._with_unnamed(schema))
+            if "not" in schema and schema.get("type") == "number" and schema["not"] == {"type": "integer"}:
+                return self._fractions(schema)
+        return super().lower(schema)
+
+    def part(self, schema: Schema) -> Schema:
+        """Lower the schema of a property or an item, which may be false."""
+        return False if schema is False else self.lower(schema)
+
+    def any_value(self) -> dict[str, Any]:
         return {}
-    # Options within a schema could disable enforcement.
-    schema.pop("x-guidance", None)
-    dialect = Dialect.of(schema)
-    if "$schema" in schema:
-        schema["$schema"] = dialect.uri
-    graph = SchemaGraph.build(schema)
-    refuse_mixed_dialects(graph, dialect)
-    nodes = list(graph.reachable())
-    for node in nodes:
-        _correct(node, dialect)
-    multiples = {multiple for node in nodes for multiple in _multiple(node)}
-    if any(_merges(node.schema) for node in nodes):
-        _check_multiples(multiples)
-    return schema
 
+    def reference(self, schema: dict[str, Any]) -> dict[str, Any]:
+        return self.keep_reference(schema)
 
-def _refusal(node: Node, keyword: str, reason: str) -> UnsupportedConstraint:
-    return UnsupportedConstraint(
-        f"llguidance can't enforce {keyword!r}{reason}",
-        param="json_schema",
-        pointer=f"{node.pointer}/{escape(keyword)}",
-    )
-
-
-def _correct(node: Node, dialect: Dialect) -> None:
-    """Correct one subschema, in place."""
-    schema = node.schema
-    if node.pointer:
-        schema.pop("$schema", None)
-    if "$ref" in schema and not dialect.siblings_of_ref_count:
-        for keyword in [name for name in schema if name not in _NEXT_TO_REF]:
-            del schema[keyword]
-    if "2020-12" in dialect.uri:
-        schema.pop("additionalItems", None)  # llguidance would take the schema for one of an older draft
-    _correct_bounds(node)
-    for keyword in ("const", "enum"):
-        for value in _numbers(schema.get(keyword)):
+    def finite(self, schema: dict[str, Any], keyword: str, values: list[Any]) -> dict[str, Any]:
+        for value in _numbers(values):
             if abs(value) > _LARGEST or (isinstance(value, int) and int(float(value)) != value):
-                raise _refusal(node, keyword, f" with {bounded(value, 40)}: it is not a double")
-    _correct_patterns(node)
-    if schema.get("format") in _REPLACED_FORMATS:
-        pattern = _pattern(string_pattern.FORMATS[schema.pop("format")])
-        schema["allOf"] = [*schema.get("allOf", ()), {"pattern": pattern}]
-    _check_counts(node)
+                raise self.refusal(schema, keyword, f" with {bounded(value, 40)}: it is not a double")
+        return {"enum": values}
+
+    def string(self, schema: dict[str, Any]) -> dict[str, Any]:
+        lowered: dict[str, Any] = {"type": "string"}
+        patterns = []
+        if "pattern" in schema:
+            patterns.append(self._pattern(schema, "pattern", schema["pattern"]))
+        if schema.get("format") in _OWN_FORMATS:
+            lowered["format"] = schema["format"]
+        elif "format" in schema:
+            patterns.append(self._pattern(schema, "format", string_pattern.FORMATS[schema["format"]]))
+        least, most = int(schema.get("minLength", 0)), schema.get("maxLength")
+        lowered |= counts("minLength", least, "maxLength", None if most is None else int(most))
+        if patterns:
+            lowered["pattern"] = patterns[0]
+        return {"allOf": [lowered, {"pattern": patterns[1]}]} if len(patterns) > 1 else lowered
+
+    def _one_of(self, schema: dict[str, Any]) -> dict[str, Any]:
+        """Lower overlapping alternatives. Narrowed: each without a property that another one requires."""
+        self._merges = True
+        lowered = []
+        for part in schema["oneOf"]:
+            absent: dict[str, Schema] = {}
+            for other in schema["oneOf"]:
+                if other is not part and not self.form.disjoint(part, other):
+                    absent |= dict.fromkeys(self._telling(schema, part, other), False)
+            alone = {"type": "object", "properties": absent}
+            lowered.append({"allOf": [self.lower(part), alone]} if absent else self.lower(part))
+        return any_of(lowered)
+
+    def _telling(self, schema: dict[str, Any], part: Schema, other: Schema) -> list[str]:
+        """Return names of which `other` requires one, and `part` requires none and declares as few as possible."""
+        mine = self._alternatives(part)
+        required = {name for one in mine for name in one.get("required", ())}
+        declared = {name for one in mine for name in one.get("properties", {})}
+        found = []
+        for one in self._alternatives(other):
+            names = [name for name in one.get("required", ()) if name not in required]
+            if not names:
+                raise self.refusal(schema, "oneOf")
+            found.append(min(names, key=lambda name: name in declared))
+        return found
+
+    def _alternatives(self, schema: Schema) -> list[dict[str, Any]]:
+        """Return the alternatives of a schema, without `$ref` and `anyOf`."""
+        found: list[dict[str, Any]] = []
+        todo, seen = [schema], set()
+        while todo:
+            one = todo.pop()
+            if isinstance(one, dict) and "$ref" in one and one["$ref"] not in seen:
+                seen.add(one["$ref"])
+                todo.append(self.form.target(one))
+            elif isinstance(one, dict) and "anyOf" in one:
+                todo += one["anyOf"]
+            elif one is not False:
+                found.append(one if isinstance(one, dict) else {})
+        return found
+
+    def _other_strings(self, schema: dict[str, Any]) -> dict[str, Any]:
+        """Lower a string that is under `not`: to a pattern for the other strings."""
+        try:
+            pattern = complement_of(schema["not"])
+        except UnsupportedConstraint:
+            raise self.refusal(schema, "not") from None
+        kept = {keyword: value for keyword, value in schema.items() if keyword != "not"}
+        self.form.note(kept, self.form.pointer(schema))
+        return {"allOf": [self.lower(kept), {"pattern": self._pattern(schema, "not", pattern)}]}
+
+    def _with_unnamed(self, schema: dict[str, Any]) -> dict[str, Any]:
+        """Return an open object with a property that `not` doesn't name. Narrowed: and with no optional one that it does."""
+        required = schema.get("required", [])
+        absent = [name for name in schema["not"]["properties"] if name not in required]
+        kept = {keyword: value for keyword, value in schema.items() if keyword != "not"}
+        kept["properties"] = {**kept.get("properties", {}), **dict.fromkeys(absent, False)}
+        kept["minProperties"] = max(len(required) + 1, kept.get("minProperties", 0))
+        self.form.note(kept, self.form.pointer(schema))
+        return kept
+
+    def _fractions(self, schema: dict[str, Any]) -> dict[str, Any]:
+        """Lower numbers that are no integers. Narrowed: to those between -100 and 100."""
+        rest = {keyword: schema[keyword] for keyword in ("type", "multipleOf") if keyword in schema}
+        sides = (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum"))
+        limits = [next((name for name in side if name in schema), side[0]) for side in sides]
+        low, high = (schema.get(limit, infinity) for limit, infinity in zip(limits, (-math.inf, math.inf), strict=True))
+        found = []
+        for integer in range(-100, 100):
+            if low < integer + 1 and high > integer:
+                least = {limits[0]: low} if low > integer else {"exclusiveMinimum": integer}
+                most = {limits[1]: high} if high < integer + 1 else {"exclusiveMaximum": integer + 1}
+                if (between := clean({**rest, **least, **most})) and isinstance(between, dict):
+                    found.append(self.number(between))
+        if not found:
+            raise self.refusal(schema, "not")
+        return any_of(found)
+
+    def _pattern(self, schema: Schema, keyword: str, pattern: str) -> str:
+        """Return `pattern` in the common subset, without NUL in classes for which it would also write quotes."""
+
+        def safe(chars: Chars) -> Chars:
+            if regex.intersection(chars.ranges, _CONTROLS_AND_ESCAPED) == _CONTROLS_AND_ESCAPED:
+                return chars
+            ranges = regex.intersection(chars.ranges, regex.complement(((0, 0),)))
+            if not ranges:
+                raise UnsupportedConstraint("the pattern needs a NUL character, which llguidance can't write in JSON")
+            return Chars(ranges)
+
+        try:
+            return f"^(?:{regex.render(regex.map_chars(string_pattern.read(pattern), safe))})$"
+        except InvalidConstraint as error:
+            raise self.at_keyword(error, schema, keyword) from None
+
+    def integer(self, schema: dict[str, Any]) -> dict[str, Any]:
+        return {"type": "integer", **self._bounds("integer", schema), **self._multiple(schema)}
+
+    def number(self, schema: dict[str, Any]) -> dict[str, Any]:
+        return {"type": "number", **self._bounds("number", schema), **self._multiple(schema)}
+
+    def _bounds(self, kind: str, schema: dict[str, Any]) -> dict[str, Any]:
+        """Return the next bounds inside those of `schema` that llguidance calculates with correctly.
+
+        Narrowed: numbers have at most 64 bits; beyond 2^53, those between a bound and the next double are excluded, and
+        where a bound is exclusive and an integer, the first 10^-14 or so.
+        """
+        bounds: dict[str, Any] = {}
+        for sign, inclusive, exclusive in ((1, "minimum", "exclusiveMinimum"), (-1, "maximum", "exclusiveMaximum")):
+            keyword = inclusive if inclusive in schema else exclusive
+            if keyword not in schema:
+                continue
+            bound, keeps_out = schema[keyword], keyword == exclusive
+            if kind == "integer":
+                bound, keeps_out = integer_bounds(schema)[sign < 0], False
+                assert bound is not None
+            inner = _inner(bound * sign, keeps_out)
+            if inner is None:
+                raise self.refusal(schema, keyword, f" {bounded(bound, 40)}: it is beyond 64 bits")
+            bounds[exclusive if keeps_out and inner == bound * sign else inclusive] = inner * sign
+        # llguidance calculates the next power of ten where there is no other bound.
+        if bounds.get("minimum", 0) >= 10**18:
+            bounds.setdefault("maximum", _LARGEST)
+        if bounds.get("maximum", 0) <= -(10**18):
+            bounds.setdefault("minimum", -_LARGEST)
+        return bounds
+
+    def _multiple(self, schema: dict[str, Any]) -> dict[str, Any]:
+        """Return `multipleOf`, which llguidance makes an integer of 32 bits by multiplying a double by ten."""
+        value = schema.get("multipleOf")
+        if value is None:
+            return {}
+        exact = Fraction(Decimal(str(value)))
+        scaled, exponent = value, 0
+        while scaled < _MULTIPLES and scaled != int(scaled):
+            scaled, exponent = scaled * 10.0, exponent + 1
+        if scaled >= _MULTIPLES or exponent > _MOST_DIGITS or Fraction(int(scaled), 10**exponent) != exact:
+            raise self.refusal(schema, "multipleOf", f" {bounded(value, 40)}")
+        self._multiples.add(exact)
+        return {"multipleOf": value}
+
+    def array(self, schema: dict[str, Any], shape: ArrayShape) -> dict[str, Any]:
+        prefix, items, least, most = shape
+        lowered: dict[str, Any] = {"type": "array", **counts("minItems", least, "maxItems", most)}
+        if prefix:
+            lowered["prefixItems"] = [self.part(item) for item in prefix]
+        if items is not True:
+            lowered["items"] = self.part(items)
+        return lowered
+
+    def object(self, schema: dict[str, Any]) -> dict[str, Any]:
+        properties, patterns, rest = self._apart(schema, *self._named(schema))
+        self._merges = self._merges or bool(patterns)
+        lowered: dict[str, Any] = {"type": "object"}
+        if properties:
+            lowered["properties"] = {name: self.part(value) for name, value in properties.items()}
+        if patterns:
+            written = {
+                self._pattern(schema, "patternProperties", pattern): self.part(value)
+                for pattern, value in patterns.items()
+            }
+            if len(written) < len(patterns):
+                raise self.refusal(schema, "patternProperties", ": two patterns match the same names")
+            lowered["patternProperties"] = written
+        if rest is not True:
+            lowered["additionalProperties"] = self.part(rest)
+        required = list(dict.fromkeys(schema.get("required", ())))
+        if required:
+            lowered["required"] = required
+        self.names_properties = self.names_properties or bool(properties or patterns or required)
+        return self._counted(schema, lowered, closed=rest is False and not patterns)
+
+    def _named(self, schema: dict[str, Any]) -> tuple[dict[str, Schema], dict[str, Schema], Schema]:
+        """Return the schemas of properties by name, by pattern, and of the others, as `propertyNames` restricts them."""
+        properties: dict[str, Schema] = schema.get("properties", {})
+        patterns: dict[str, Schema] = schema.get("patternProperties", {})
+        rest: Schema = schema.get("additionalProperties", True)
+        names = schema.get("propertyNames", True)
+        if names is True:
+            return properties, patterns, rest
+        allowed = self.allowed_names(schema, properties)
+        properties = {name: value if name in allowed else False for name, value in properties.items()}
+        if rest is False and not patterns:
+            return properties, {}, False
+        if patterns:
+            raise self.refusal(schema, "propertyNames", " next to 'patternProperties'")
+        listed = self.listed_names(names)
+        if listed is not None:
+            return {**dict.fromkeys(listed, rest), **properties}, {}, False
+        try:
+            return properties, {pattern_of(names): rest}, False
+        except UnsupportedConstraint:
+            raise self.refusal(schema, "propertyNames") from None
+
+    def _apart(
+        self, schema: dict[str, Any], properties: dict[str, Schema], patterns: dict[str, Schema], rest: Schema
+    ) -> tuple[dict[str, Schema], dict[str, Schema], Schema]:
+        """Exclude named properties from patterns with references: llguidance can't merge recursive ones."""
+        properties, found = dict(properties), {}
+        for pattern, value in patterns.items():
+            names = (
+                [name for name in properties if self.matches(pattern, name)] if _REFERENCE in json.dumps(value) else []
+            )
+            for name in names:
+                if not covers(value, properties[name]):
+                    properties[name] = {"allOf": [properties[name], value]}
+            try:
+                found[without(pattern, names) if names else pattern] = value
+            except UnsupportedConstraint:
+                raise self.refusal(schema, "patternProperties", " that match named properties too") from None
+        return properties, found, rest
+
+    def _counted(self, schema: dict[str, Any], lowered: dict[str, Any], *, closed: bool) -> dict[str, Any]:
+        """Add `minProperties` and `maxProperties`, which llguidance counts only where every named property is required.
+
+        Elsewhere there is an alternative for each set of optional properties. Refused is a minimum that one name could
+        reach by occurring twice: the required ones can't.
+        """
+        required, named = lowered.get("required", []), lowered.get("properties", {})
+        least, most = int(schema.get("minProperties", 0)), schema.get("maxProperties")
+        least, most = (0 if least <= len(required) else least), None if most is None else int(most)
+        optional = [name for name, value in named.items() if value is not False and name not in required]
+        if closed and most is not None and most >= len(required) + len(optional):
+            most = None
+        if not least and most is None:
+            return lowered
+        if least > 1 + len(required) and not closed:
+            raise self.refusal(schema, "minProperties", f" {least}: the same name would count twice")
+        bounds = counts("minProperties", least, "maxProperties", most)
+        if not optional:
+            return lowered | bounds
+        chosen = max(0, least - len(required))
+        if most is None and not closed:  # the first one that is present, or none
+            first = [self._with(lowered, optional, {name}, before=True) for name in optional]
+            return any_of([*first, self._with(lowered, optional, set()) | bounds])
+        if most is None:  # the first `chosen` of those that are present, and any later ones
+            if comb(len(optional), chosen) > _MAX_COUNTED:
+                raise self.refusal(schema, "minProperties", f" {least} of {len(optional)} optional properties")
+            return any_of(
+                [self._with(lowered, optional, set(some), before=True) for some in combinations(optional, chosen)]
+            )
+        room = len(optional) if most is None else min(len(optional), most - len(required))
+        if sum(comb(len(optional), size) for size in range(room + 1)) > _MAX_COUNTED:
+            keyword = "minProperties" if most is None else "maxProperties"
+            raise self.refusal(schema, keyword, f" {schema[keyword]} with {len(optional)} optional properties")
+        sets = [set(some) for size in range(room + 1) for some in combinations(optional, size)]
+        if closed:
+            return any_of([self._with(lowered, optional, some) for some in sets if len(some) >= chosen])
+        return any_of([self._with(lowered, optional, some) | bounds for some in sets])
+
+    def _with(self, lowered: dict[str, Any], optional: list[str], some: set[str], *, before: bool = False) -> Any:
+        """Return an object with exactly the optional properties `some`; `before`: and any that follow the last."""
+        last = max((index for index, name in enumerate(optional) if name in some), default=-1)
+        absent = [name for index, name in enumerate(optional) if name not in some and not (before and index > last)]
+        properties = {**lowered["properties"], **dict.fromkeys(absent, False)}
+        required = [*lowered.get("required", []), *(name for name in optional if name in some)]
+        return {**lowered, "properties": properties, **({"required": required} if required else {})}
 
 
-def _correct_bounds(node: Node) -> None:
-    """Replace bounds by the next ones inside that llguidance calculates with correctly.
+def lower(schema: Schema) -> tuple[dict[str, Any], bool]:
+    """Return a schema that llguidance enforces, and whether some object in it names properties.
 
-    Narrowed: numbers have at most 64 bits; beyond 2^53, those between a bound and the next double are excluded, and
-    where a bound is exclusive and an integer, the first 10^-14 or so.
+    Raises as `SchemaLowering` does.
     """
-    schema = node.schema
-    for keyword in ("minimum", "maximum"):  # draft 4
-        exclusive = f"exclusive{keyword.capitalize()}"
-        if isinstance(schema.get(exclusive), bool) and schema.pop(exclusive) and keyword in schema:
-            schema[exclusive] = schema.pop(keyword)
-    narrow_bounds(schema)
-    for sign, inclusive, exclusive in ((1, "minimum", "exclusiveMinimum"), (-1, "maximum", "exclusiveMaximum")):
-        keyword = inclusive if inclusive in schema else exclusive
-        if keyword not in schema:
-            continue
-        bound, keeps_out = schema[keyword], keyword == exclusive
-        if schema.get("type") == "integer":
-            bound, keeps_out = integer_bounds(schema)[sign < 0], False
-            assert bound is not None
-        del schema[keyword]
-        inner = _inner(bound * sign, keeps_out)
-        if inner is None:
-            raise _refusal(node, keyword, f" {bounded(bound, 40)}: it is beyond 64 bits")
-        schema[exclusive if keeps_out and inner == bound * sign else inclusive] = inner * sign
-    # llguidance calculates the next power of ten where there is no other bound.
-    if schema.get("minimum", 0) >= 10**18:
-        schema.setdefault("maximum", _LARGEST)
-    if schema.get("maximum", 0) <= -(10**18):
-        schema.setdefault("minimum", -_LARGEST)
+    try:
+        lowering = LLGuidanceLowering(schema)
+        return lowering.document(), lowering.names_properties
+    except UnsupportedConstraint as refusal:
+        # Overlapping alternatives may be narrowed where exact ones need what llguidance lacks.
+        with suppress(UnsupportedConstraint):
+            lowering = LLGuidanceLowering(schema, rewrite=False)
+            return lowering.document(), lowering.names_properties
+        raise refusal
 
 
 def _inner(low: Any, exclusive: bool) -> int | float | None:
@@ -166,72 +419,3 @@ def _numbers(value: Any) -> Iterator[int | float]:
             todo.extend(value)
         elif isinstance(value, int | float) and not isinstance(value, bool):
             yield value
-
-
-def _multiple(node: Node) -> set[Fraction]:
-    """Return the value of `multipleOf`, which llguidance makes an integer of 32 bits by multiplying a double by ten."""
-    value = node.schema.get("multipleOf")
-    if value is None:
-        return set()
-    exact = Fraction(Decimal(str(value)))
-    scaled, exponent = value, 0
-    while scaled < _MULTIPLES and scaled != int(scaled):
-        scaled, exponent = scaled * 10.0, exponent + 1
-    if scaled >= _MULTIPLES or exponent > _MOST_DIGITS or Fraction(int(scaled), 10**exponent) != exact:
-        raise _refusal(node, "multipleOf", f" {bounded(value, 40)}")
-    return {exact}
-
-
-def _merges(schema: dict[str, Any]) -> bool:
-    """Whether llguidance merges parts of a subschema with each other."""
-    return "allOf" in schema or (len(schema) > 1 and not schema.keys().isdisjoint(_MERGED))
-
-
-def _check_multiples(multiples: set[Fraction]) -> None:
-    """Refuse `multipleOf` values with a least common multiple beyond 32 bits: llguidance would not notice."""
-    factor = lcm(*(multiple.denominator for multiple in multiples))
-    if len(multiples) > 1 and prod(multiples) * factor ** len(multiples) >= _MULTIPLES:
-        raise UnsupportedConstraint(
-            "llguidance can't enforce these values of 'multipleOf' together", param="json_schema"
-        )
-
-
-def _correct_patterns(node: Node) -> None:
-    """Write patterns in the common subset of regexes."""
-    schema = node.schema
-    try:
-        keyword = "pattern"
-        if keyword in schema:
-            schema[keyword] = _pattern(schema[keyword])
-        keyword = "patternProperties"
-        if keyword in schema:
-            written = {_pattern(pattern): value for pattern, value in schema[keyword].items()}
-            if len(written) < len(schema[keyword]):
-                raise UnsupportedConstraint("two patterns that match the same names")
-            schema[keyword] = written
-    except InvalidConstraint as error:
-        pointer = f"{node.pointer}/{keyword}"
-        raise type(error)(error.message, param="json_schema", pointer=pointer) from None
-
-
-def _pattern(pattern: str) -> str:
-    """Return `pattern` for llguidance, without NUL in classes for which it would also write quotes."""
-
-    def safe(chars: Chars) -> Chars:
-        if regex.intersection(chars.ranges, _CONTROLS_AND_ESCAPED) == _CONTROLS_AND_ESCAPED:
-            return chars
-        ranges = regex.intersection(chars.ranges, regex.complement(((0, 0),)))
-        if not ranges:
-            raise UnsupportedConstraint("the pattern needs a NUL character, which llguidance can't write in JSON")
-        return Chars(ranges)
-
-    return f"^(?:{regex.render(regex.map_chars(string_pattern.read(pattern), safe))})$"
-
-
-def _check_counts(node: Node) -> None:
-    """Refuse `minProperties` where a name could occur twice: the required ones can't."""
-    schema = node.schema
-    least = schema.get("minProperties", 0)
-    closed = schema.get("additionalProperties") is False and not schema.get("patternProperties")
-    if least > 1 + len(set(schema.get("required", ()))) and not closed:
-        raise _refusal(node, "minProperties", f" {least}: the same name would count twice")

@@ -7,6 +7,7 @@ refusal names the keyword and its JSON pointer in the user's document.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from typing import Any, ClassVar, NamedTuple
 
 from jsonschema import Draft202012Validator
@@ -14,12 +15,11 @@ from jsonschema import Draft202012Validator
 from guided import regex
 from guided.errors import InvalidConstraint, UnsupportedConstraint, bounded
 from guided.schema import string_pattern
+from guided.schema.instances import enforcing
 from guided.schema.keywords import ALL_TYPES, Schema
 from guided.schema.normal_form import normalise
 from guided.schema.pointer import escape
 
-_NEVER = ("allOf", "oneOf", "not", "if", "dependentRequired", "dependentSchemas")
-"""Keywords that no library enforces, where the normal form still has them."""
 _REASONS = {"oneOf": " with alternatives that may overlap", "allOf": " with parts that can't be merged"}
 
 
@@ -51,15 +51,33 @@ class SchemaLowering(ABC):
     """
 
     library: ClassVar[str]
+    never: ClassVar[tuple[str, ...]] = ("allOf", "oneOf", "not", "if", "dependentSchemas")
+    """Keywords that the library does not enforce, where the normal form still has them."""
     max_subschemas: ClassVar[int | None] = None
     """Limit for libraries that get schemas with references expanded."""
 
-    def __init__(self, schema: Schema) -> None:
-        self.form = normalise(schema)
+    def __init__(self, schema: Schema, *, rewrite: bool = True) -> None:
+        self.form = normalise(schema, rewrite=rewrite)
         if self.form.root is False:
             raise InvalidConstraint("no value satisfies the schema", param="json_schema", pointer="")
         self._expanding: list[str] = []
+        self._referenced: list[dict[str, Any]] = []
         self._subschemas = 0
+
+    def document(self) -> dict[str, Any]:
+        """Lower the whole schema, with the definitions that `keep_reference` refers to."""
+        root = self.lower(self.form.root)
+        definitions: dict[str, Any] = {}
+        for reference in self._referenced:  # grows meanwhile
+            name = reference["$ref"].removeprefix("#/$defs/")
+            if name not in definitions:
+                definitions[name] = self.lower(self.form.target(reference))
+        return {**root, "$defs": definitions} if definitions else root
+
+    def keep_reference(self, schema: dict[str, Any]) -> dict[str, Any]:
+        """Return a `$ref` as it is; `document` adds its target."""
+        self._referenced.append(schema)
+        return schema
 
     def lower(self, schema: Schema) -> dict[str, Any]:
         """Lower one subschema in normal form."""
@@ -74,7 +92,7 @@ class SchemaLowering(ABC):
             raise UnsupportedConstraint(f"{self.library} can't enforce a schema that is false", param="json_schema")
         if schema is True or schema == {}:
             return self.any_value()
-        for keyword in _NEVER:
+        for keyword in self.never:
             if keyword in schema:
                 raise self.refusal(schema, keyword)
         if "$ref" in schema:
@@ -169,8 +187,6 @@ class SchemaLowering(ABC):
             return ("pattern", schema["pattern"]) if "pattern" in schema else None
         if "pattern" in schema:
             raise self.refusal(schema, "pattern", " next to 'format'")
-        if schema["format"] not in string_pattern.FORMATS:
-            raise self.refusal(schema, "format", f" {bounded(schema['format'], 60)!r}")
         return "format", string_pattern.FORMATS[schema["format"]]
 
     def parse_pattern(
@@ -249,15 +265,30 @@ class SchemaLowering(ABC):
         patterns: dict[str, Schema] = schema.get("patternProperties", {})
         if not patterns and "propertyNames" not in schema:
             return
-        names = Draft202012Validator({"$defs": self.form.definitions, "allOf": [schema.get("propertyNames", True)]})
+        allowed = self.allowed_names(schema, properties)
         for name, value in properties.items():
             quoted = repr(bounded(name, 60))
-            if not names.is_valid(name):
+            if name not in allowed:
                 raise self.refusal(schema, "propertyNames", f" that forbids the property {quoted}")
             if any(
                 self.matches(pattern, name) and other not in (True, {}, value) for pattern, other in patterns.items()
             ):
                 raise self.refusal(schema, "patternProperties", f" that match {quoted} too")
+
+    def allowed_names(self, schema: dict[str, Any], names: Iterable[str]) -> set[str]:
+        """Return those of `names` that `propertyNames` allows."""
+        rule = {"$defs": self.form.definitions, "allOf": [schema.get("propertyNames", True)]}
+        validator = enforcing(Draft202012Validator)(rule)
+        return {name for name in names if validator.is_valid(name)}
+
+    def listed_names(self, names: Schema) -> list[str] | None:
+        """Return the names that `names`, the schema of `propertyNames`, lists; None if it lists none."""
+        if isinstance(names, dict) and "$ref" in names:
+            names = self.form.target(names)
+        if isinstance(names, bool) or not names.keys() & {"enum", "const"}:
+            return [] if names is False else None
+        values = [names["const"]] if "const" in names else names["enum"]
+        return [value for value in values if isinstance(value, str)]
 
     def matches(self, pattern: str, name: str) -> bool:
         """Return whether a property's name contains a match of `pattern`."""

@@ -30,6 +30,7 @@ from guided.backends.base import Backend, CompiledGrammar, Matcher
 from guided.backends.native import guard
 from guided.backends.xgrammar_ebnf import ebnf, quoted
 from guided.backends.xgrammar_schema import Lowered, lower
+from guided.backends.xgrammar_tags import TagFormat
 from guided.bitmask import pack
 from guided.constraint import Constraint
 from guided.errors import BackendError, InvalidConstraint, TokenRejected, UnsupportedConstraint, bounded
@@ -113,20 +114,42 @@ class XGrammarBackend(Backend):
                 return self._compiler.compile_grammar(f"root ::= {options}")
             case "grammar":
                 if syntax(constraint.source) == "lark":
-                    return self._compile_lark(constraint.source)
+                    return self._compiler.compile_grammar(self._from_lark(constraint.source))
                 parse_gbnf(constraint.source)
                 return self._compiler.compile_grammar(constraint.source)
+            case "structural_tag":
+                tag = TagFormat(constraint, self._tokens.special_names, self._ebnf)
+                return self._compiler.compile_structural_tag(json.dumps(tag.source()))
 
-    def _compile_lark(self, text: str) -> Any:
+    def _ebnf(self, content: Constraint) -> str:
+        """Return a content of a structural tag as a grammar."""
+        match content.kind:
+            case "json_schema":
+                return self._schema_ebnf(lower(json.loads(content.source)), content.whitespace)
+            case "json_object":
+                return self._schema_ebnf(lower({"type": "object"}), content.whitespace)
+            case "regex":
+                return f"root ::= {ebnf(regex.parse(content.source))}"
+            case "choice":
+                return f"root ::= {' | '.join(map(quoted, content.choices))}"
+            case "grammar" if syntax(content.source) == "lark":
+                return str(self._from_lark(content.source))
+        parse_gbnf(content.source)
+        return content.source
+
+    def _from_lark(self, text: str) -> Any:
         grammar = xgrammar.Grammar.from_lark(text, tokenizer_info=self._tokenizer)
         for name in _rules_without_text(str(grammar)):
             raise UnsupportedConstraint(
                 f"xgrammar can't enforce rule {bounded(name, 60)!r}: it derives nothing but itself and the empty text",
                 param="grammar",
             )
-        return self._compiler.compile_grammar(grammar)
+        return grammar
 
     def _compile_schema(self, schema: Lowered, whitespace: str | None) -> Any:
+        return self._compiler.compile_grammar(xgrammar.Grammar.from_ebnf(self._schema_ebnf(schema, whitespace)))
+
+    def _schema_ebnf(self, schema: Lowered, whitespace: str | None) -> str:
         if whitespace:
             raise UnsupportedConstraint(
                 f"xgrammar can't enforce the whitespace pattern {bounded(whitespace, 60)!r}: only no whitespace, or the"
@@ -141,7 +164,7 @@ class XGrammarBackend(Backend):
         if whitespace is None:
             # In a JSON string a line break is written \\n: this class with raw ones occurs between tokens only.
             grammar = grammar.replace(_ANY_WHITESPACE, "usual_whitespace") + _USUAL_WHITESPACE
-        return self._compiler.compile_grammar(xgrammar.Grammar.from_ebnf(grammar))
+        return grammar
 
 
 def _corrected(grammar: str, schema: Lowered) -> str:
@@ -268,6 +291,7 @@ class _Tokens:
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
         self._known = frozenset(vocabulary.permitted_token_ids)
+        self.special_names = vocabulary.special_names
         texts = [(token, vocabulary.token_bytes[token]) for token in vocabulary.text_token_ids]
         width = vocabulary.padded_vocab_size
         self._never = frozenset(token for token, text in texts if _NOT_UTF8.search(text))

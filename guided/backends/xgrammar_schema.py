@@ -48,7 +48,8 @@ class Lowered:
 def lower(schema: Schema) -> Lowered:
     """Lower `schema` for xgrammar. Raises as `SchemaLowering` does."""
     lowering = _Lowering(schema)
-    return Lowered(lowering.text(), lowering.open_names, lowering.lengths, lowering.patterns)
+    text = json.dumps(lowering.document(), ensure_ascii=False)
+    return Lowered(text, lowering.open_names, lowering.lengths, lowering.patterns)
 
 
 class _Lowering(SchemaLowering):
@@ -56,27 +57,15 @@ class _Lowering(SchemaLowering):
 
     def __init__(self, schema: Schema) -> None:
         super().__init__(schema)
-        self._referenced: list[dict[str, Any]] = []
         self.open_names = False
         self.lengths = False
         self.patterns: list[regex.Node] = []
-
-    def text(self) -> str:
-        """The schema as JSON, with the definitions that it refers to."""
-        root = self.lower(self.form.root)
-        definitions: dict[str, Any] = {}
-        for reference in self._referenced:  # grows meanwhile
-            name = reference["$ref"].removeprefix("#/$defs/")
-            if name not in definitions:
-                definitions[name] = self.lower(self.form.target(reference))
-        return json.dumps({**root, "$defs": definitions} if definitions else root, ensure_ascii=False)
 
     def any_value(self) -> dict[str, Any]:
         return {}
 
     def reference(self, schema: dict[str, Any]) -> dict[str, Any]:
-        self._referenced.append(schema)
-        return schema
+        return self.keep_reference(schema)
 
     def finite(self, schema: dict[str, Any], keyword: str, values: list[Any]) -> dict[str, Any]:
         for value in values:

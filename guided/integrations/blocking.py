@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 
-from guided.errors import PoolUnavailable
+from guided.errors import MaskTimeout
 from guided.processor import ApplyReport, LogitPostProcessor
 from guided.sequence import GuidedSequence
 
@@ -20,18 +20,19 @@ def finish_step(
     finish: Callable[[], ApplyReport],
     limit: float = math.inf,
 ) -> ApplyReport:
-    """Finish a prepared step. A row that is late, because no worker is up, is prepared again when it has settled.
+    """Finish a prepared step. A row that is late is prepared again when it has settled.
 
     Args:
         sequences, logits_rows: as they were prepared.
-        finish: `processor.apply` or `processor.collect`, without a patience.
-        limit: seconds that rows may be late before they fail. The pool may have a lower limit.
+        finish: `processor.apply` or `processor.collect`.
+        limit: seconds after which rows that are late fail. The pool may have a lower limit.
 
     Returns:
         A report without late rows.
     """
+    deadline = time.monotonic() + limit
     report = finish()
-    late, deadline = set(report.late), time.monotonic() + limit
+    late = set(report.late)
     while late and (left := deadline - time.monotonic()) > 0:
         settled = late.intersection(processor.settled(min(left, _POLL_SECONDS)))
         if not settled:
@@ -43,6 +44,6 @@ def finish_step(
         report.failed |= retried.failed
         late = late - settled | set(retried.late)
     for sequence_id in late:
-        report.failed[sequence_id] = PoolUnavailable(f"no mask worker was up for {limit:g} s")
+        report.failed[sequence_id] = MaskTimeout(f"no mask within {limit:g} s, which is as long as the batch waits")
     report.late = []
     return report

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ from guided.integrations.blocking import finish_step
 from guided.integrations.pools import find_pool
 from guided.integrations.recycled_memory import RecycledMemory
 from guided.kernel import apply_bitmask
+from guided.output_types import constraint_for
 from guided.pool import MaskPool
 from guided.processor import GuidedProcessor
 from guided.sequence import GuidedSequence
@@ -79,8 +80,9 @@ class GuidedLogitsProcessor:
     Args:
         vocabulary: as wide as the model's logits, with all tokens that end a generation
             (`model.generation_config.eos_token_id`) among its stop tokens.
-        constraints: one for all rows, or one for each prompt, None for a prompt without a constraint. The beams and the
-            `num_return_sequences` of a prompt share its constraint.
+        constraints: one for all rows, or one for each prompt (a list or tuple), None for a prompt without a constraint.
+            Each is a `Constraint` or a Python type (`guided.output_types`). The beams and the `num_return_sequences` of
+            a prompt share its constraint.
         pool: where masks are computed. None: in this process. A name, "ray": the pool of that name (entry point
             `guided.pools`) with its default options, shut down by `close()`. A pool for the same vocabulary: used, and
             not shut down here.
@@ -100,7 +102,7 @@ class GuidedLogitsProcessor:
     def __init__(
         self,
         vocabulary: Vocabulary,
-        constraints: Constraint | Sequence[Constraint | None],
+        constraints: Constraint | Any | Sequence[Constraint | Any | None],
         *,
         pool: MaskPool | str | None = None,
         backend: str = "auto",
@@ -111,7 +113,11 @@ class GuidedLogitsProcessor:
             raise InvalidRequest(f"the pool's masks are over {pool.vocabulary}, not over {vocabulary}", param="pool")
         self.failed: dict[int, GuidedError] = {}
         """Rows of the current or last generation that failed (`failed_rows="end"`), by their index at that time."""
-        self._constraints = [constraints] if isinstance(constraints, Constraint) else list(constraints)
+        many = constraints if isinstance(constraints, list | tuple) else [constraints]
+        self._constraints = [
+            each if each is None or isinstance(each, Constraint) else constraint_for(each, param="constraints")
+            for each in many
+        ]
         self._end_failed = failed_rows == "end"
         self._in_place = in_place
         self._last_scores: Callable[[], torch.Tensor | None] = lambda: None

@@ -10,14 +10,19 @@ import difflib
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import chain, islice
 from typing import Any, TypeGuard
 
 from guided.errors import MAX_ECHO, ConstraintTooLarge, InvalidConstraint, bounded
 from guided.json_text import MAX_NUMBER_LENGTH, JsonError, JsonTooLarge, loads
 from guided.limits import Limits
 from guided.schema.graph import Position, SchemaGraph
+from guided.schema.keywords import OF_TYPE, types_of
 from guided.schema.metaschema import TYPES, Dialect
 from guided.schema.pointer import Place, ancestor, escape, pointer
+from guided.schema.string_pattern import FORMATS
 
 _BOUNDS = (
     ("minLength", "maxLength"),
@@ -30,10 +35,28 @@ _MAX_INTEGER = 10**MAX_NUMBER_LENGTH
 _TYPE_NAMES = {type(None): "null", str: "a string", int: "a number", float: "a number", list: "an array"}
 
 
-def parse(schema: Mapping[str, Any] | bool | str, limits: Limits, param: str) -> dict[str, Any] | bool:
+@dataclass(frozen=True, slots=True)
+class Note:
+    """A keyword that has no effect on the output, though its author probably meant it to."""
+
+    pointer: str
+    format: str | None = None
+    """The name, for a `format` that is not in the specification."""
+    suggestion: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.pointer} ({self.suggestion})" if self.suggestion else self.pointer
+
+
+def parse(
+    schema: Mapping[str, Any] | bool | str, limits: Limits, param: str, notes: list[Note] | None = None
+) -> dict[str, Any] | bool:
     """Return `schema` (an object, a boolean, or either as JSON text) as a document that is a valid JSON Schema.
 
     The dialect is that of `$schema`; 2020-12 if there is none or it is unknown. The caller's objects are not changed.
+
+    Args:
+        notes: gets the keywords that are not enforced: unknown formats, and misspelt keywords.
 
     Raises:
         InvalidConstraint: not JSON (this includes duplicate keys, NaN, NUL and lone surrogates), not a schema, a `$ref`
@@ -41,7 +64,7 @@ def parse(schema: Mapping[str, Any] | bool | str, limits: Limits, param: str) ->
         ConstraintTooLarge: over one of `limits`.
     """
     try:
-        return _Checker(limits, param).parse(schema)
+        return _Checker(limits, param).parse(schema, [] if notes is None else notes)
     except InvalidConstraint as error:
         if error.pointer is not None:
             error.pointer = ancestor(bounded(error.pointer, len(error.pointer) * 10), MAX_ECHO)
@@ -93,7 +116,7 @@ class _Checker:
     def _too_deep(self, pointer: str | None) -> ConstraintTooLarge:
         return self._too_large(f"the JSON schema is nested deeper than {self._limits.max_nesting} levels", pointer)
 
-    def parse(self, schema: Mapping[str, Any] | bool | str) -> dict[str, Any] | bool:
+    def parse(self, schema: Mapping[str, Any] | bool | str, notes: list[Note]) -> dict[str, Any] | bool:
         document = self._loads(schema) if isinstance(schema, str) else schema
         if isinstance(document, Mapping) and not isinstance(document, dict):
             document = dict(document)
@@ -106,6 +129,7 @@ class _Checker:
             graph = SchemaGraph.build(document, lambda position: self._check_subschema(position, dialect), self._param)
             graph.refuse_endless_references(self._param)
             self._check_alternatives(graph)
+            notes += islice(_not_enforced(document, graph, dialect), _MAX_NOTES)
         return document
 
     def _check_kind(self, schema: Any, what: str, place: Place) -> None:
@@ -243,6 +267,35 @@ class _Checker:
         if isinstance(parts, list) and any(part is False for part in parts):
             where = place.pointer("allOf", parts.index(False))
             raise self._invalid("'allOf' contains false: no value satisfies it", where)
+
+
+def _not_enforced(document: dict[str, Any], graph: SchemaGraph, dialect: Dialect) -> Iterator[Note]:
+    """Yield unknown formats of strings, keywords that are nearly those of JSON Schema, and a root without any."""
+    if document and not any(dialect.knows(keyword) for keyword in document):
+        named = json.dumps(bounded(next(iter(document)), 60), ensure_ascii=False)
+        yield Note("", suggestion=f'no keyword of JSON Schema; did you mean {{"properties": {{{named}: ...}}}}?')
+        return
+    for node in graph.reachable():
+        for keyword, value in node.schema.items():
+            if keyword == "format":
+                unknown = isinstance(value, str) and value not in FORMATS
+                if unknown and "string" in types_of({"type": node.schema["type"]} if "type" in node.schema else True):
+                    yield Note(node.place.pointer(keyword), format=value)
+            elif not dialect.knows(keyword) and (meant := _meant(keyword)):
+                yield Note(node.place.pointer(keyword), suggestion=f"did you mean {meant!r}?")
+
+
+_MAX_NOTES = 50
+_MEANT = ("type", "enum", "const", "$ref", "allOf", "anyOf", "oneOf", *chain(*OF_TYPE.values()))
+"""Keywords of which a misspelling is noted."""
+
+
+@lru_cache(maxsize=4096)
+def _meant(keyword: str) -> str:
+    """Return the keyword that `keyword` probably is a misspelling of; empty if there is none."""
+    if len(keyword) > 30 or keyword.startswith(("_", "x-")) or keyword in _MEANT:
+        return ""
+    return next(iter(difflib.get_close_matches(keyword, _MEANT, n=1, cutoff=0.85)), "")
 
 
 _NO_MEMBER = (None, None)

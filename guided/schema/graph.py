@@ -15,6 +15,7 @@ from urllib.parse import unquote
 import referencing
 import referencing.exceptions
 import referencing.jsonschema
+from jsonschema_specifications import REGISTRY  # type: ignore[import-untyped]
 
 from guided.errors import InvalidConstraint, bounded
 from guided.schema.metaschema import Dialect
@@ -58,6 +59,8 @@ class Node:
     """(keyword, subschema) applied to the same value: `allOf`, `$ref`, `then`, ..."""
     parts: list[Node] = field(default_factory=list)
     """Applied to a part of the value: a property's, an item's."""
+    refers_to_false: bool = False
+    """It has a reference to the schema `false`."""
 
     @property
     def pointer(self) -> str:
@@ -76,6 +79,8 @@ class SchemaGraph:
         """By `id` of the subschema; parents before children."""
         self._unresolved: list[Node] = []
         """The nodes with references that are not edges yet."""
+        self._resolvers: dict[int, Any] = {}
+        """By `id` of a node: finds what the references in it mean."""
 
     @classmethod
     def build(
@@ -187,17 +192,16 @@ class SchemaGraph:
         specification = _specification(Dialect.of(self._document))
         root = specification.create_resource(self._document)
         try:
-            start = referencing.Registry().with_resource("", root).crawl().resolver_with_root(root)
+            start = REGISTRY.with_resource("", root).crawl().resolver_with_root(root)
         except _LOOKUP_ERRORS as error:
             message = f"the identifiers and anchors in the schema cannot be read: {bounded(error)}"
             raise InvalidConstraint(message, param=self._param, pointer="") from None
-        resolvers: dict[int, Any] = {}
         while self._unresolved:
             todo, self._unresolved = self._unresolved, []
             for node in todo:
-                above = start if node.parent is None else resolvers.get(id(node.parent), start)
+                above = self._resolvers.get(id(node if node.parent is None else node.parent), start)
                 resolver = above.in_subresource(specification.create_resource(node.schema))
-                resolvers[id(node)] = resolver
+                self._resolvers[id(node)] = resolver
                 for keyword in _REFERENCES:
                     if isinstance(node.schema.get(keyword), str):
                         self._link(node, keyword, resolver)
@@ -205,14 +209,18 @@ class SchemaGraph:
     def _link(self, node: Node, keyword: str, resolver: Any) -> None:
         reference = node.schema[keyword]
         try:
-            target = resolver.lookup(reference).contents
+            found = resolver.lookup(reference)
         except _LOOKUP_ERRORS as error:
             raise self._dangling(reference, node.place.pointer(keyword), resolver, error) from None
+        target = found.contents
         if id(target) not in self._nodes:
             # JSON pointers such as "#/components/schemas/X" may lead anywhere in the document.
             self._add(target, Place(None, unquote(reference.partition("#")[2]).removeprefix("/")))
+            if isinstance(target, dict):
+                self._resolvers[id(self._nodes[id(target)])] = found.resolver
         if isinstance(target, dict):
             node.same.append((keyword, self._nodes[id(target)]))
+        node.refers_to_false |= target is False
 
     def _dangling(self, reference: str, where: str, resolver: Any, error: Exception) -> InvalidConstraint:
         quoted = bounded(reference, 120)

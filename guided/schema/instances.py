@@ -14,13 +14,8 @@ from typing import Any
 from jsonschema import ValidationError
 from jsonschema.validators import extend
 
-from guided.errors import UnsupportedConstraint, bounded
+from guided.errors import bounded
 from guided.schema import string_pattern
-
-_UNCHECKED = frozenset(
-    ("color", "host-name", "idn-email", "idn-hostname", "ip-address", "iri", "iri-reference", "phone", "regex", "style")
-) | {"uri-template", "utc-millisec"}
-"""Formats of JSON Schema's drafts without a pattern of ours. Any other unknown format is an annotation."""
 
 
 @cache
@@ -47,9 +42,6 @@ def _multiple(_validator: Any, step: Any, instance: Any, _schema: Any) -> Iterat
 
 
 def _format(_validator: Any, name: str, instance: Any, _schema: Any) -> Iterator[ValidationError]:
-    if not isinstance(instance, str):
-        return
-    if name in _UNCHECKED:
-        raise UnsupportedConstraint(f"the format {name!r} next to listed values can't be checked", param="json_schema")
-    if name in string_pattern.FORMATS and not string_pattern.matches(string_pattern.FORMATS[name], instance):
+    pattern = string_pattern.FORMATS.get(name)
+    if pattern is not None and isinstance(instance, str) and not string_pattern.matches(pattern, instance):
         yield ValidationError(f"{bounded(instance)!r} is not a {name!r}")

@@ -5,6 +5,7 @@ Works on subschemas in the terms of the normal form (`normal_form.py`), without 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from fractions import Fraction
 from math import ceil, floor
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 Schema = dict[str, Any] | bool
 
 ALL_TYPES = ("null", "boolean", "object", "array", "number", "string")
-_STRING = ("minLength", "maxLength", "pattern", "format", "contentEncoding", "contentMediaType", "contentSchema")
+_STRING = ("minLength", "maxLength", "pattern", "format")
 NUMBER_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 _NUMBER = (*NUMBER_BOUNDS, "multipleOf")
 _ARRAY = (
@@ -42,7 +43,6 @@ _NO_OPS: dict[str, Any] = {
     "propertyNames": True,
     "unevaluatedProperties": True,
     "unevaluatedItems": True,
-    "contentSchema": True,
 }
 
 
@@ -60,12 +60,15 @@ def clean(schema: dict[str, Any]) -> Schema:
         if kind not in types and not (kind == "number" and "integer" in types):
             for keyword in keywords:
                 kept.pop(keyword, None)
-    _name_required(kept)
     for keyword, nothing in _NO_OPS.items():
         value = kept.get(keyword)
         if value is nothing or (nothing is True and value == {}) or (value == nothing and type(value) is type(nothing)):
             kept.pop(keyword, None)
     narrow_bounds(kept)
+    if "not" in kept and (excludes := _excludes(kept["not"], types)) is not None:
+        if excludes:
+            return False
+        del kept["not"]
     types = [kind for kind in types if _possible(kind, kept)]
     if not types:
         return False
@@ -80,12 +83,64 @@ def clean(schema: dict[str, Any]) -> Schema:
     return kept
 
 
-def _name_required(schema: dict[str, Any]) -> None:
-    """Put every required name into `properties`."""
-    missing = [name for name in schema.get("required", ()) if name not in schema.get("properties", {})]
-    if missing and not schema.get("patternProperties"):
-        rest = schema.get("additionalProperties", True)
-        schema["properties"] = {**schema.get("properties", {}), **dict.fromkeys(missing, rest)}
+COMPOUND = {"$ref", "anyOf", "oneOf", "allOf", "if", "enum", "const"}
+
+
+def cleaned(schema: Schema) -> Schema:
+    """`clean` for any subschema in normal form: those with applicators stay as they are."""
+    return schema if isinstance(schema, bool) or schema.keys() & COMPOUND else clean(schema)
+
+
+def _excludes(excluded: Schema, types: list[str]) -> bool | None:
+    """Whether `not: excluded` excludes all values of `types` (True), none (False), or some (None)."""
+    if isinstance(excluded, bool) or not excluded:
+        return excluded is not False
+    if excluded.keys() & COMPOUND:
+        return None
+    inner = types_of(excluded)
+    if excluded.keys() <= {"type"} and all(
+        kind in inner or (kind == "integer" and "number" in inner) for kind in types
+    ):
+        return True
+    numeric = {"number", "integer"}
+    overlap = any(kind in inner or (kind in numeric and inner & numeric) for kind in types)
+    return None if overlap else False
+
+
+def map_parts(schema: Schema, change: Callable[[Schema], Schema]) -> Schema:
+    """Return a copy of a subschema in normal form with `change` applied to each subschema directly in it."""
+    if isinstance(schema, bool):
+        return schema
+    kept = dict(schema)
+    for keyword, value in schema.items():
+        if keyword in _ONE:
+            kept[keyword] = change(value)
+        elif keyword in _MANY:
+            kept[keyword] = [change(part) for part in value]
+        elif keyword in _NAMED:
+            kept[keyword] = {name: change(part) for name, part in value.items()}
+    return kept
+
+
+_ONE = ("items", "contains", "additionalProperties", "propertyNames", "not", "if", "then", "else")
+_MANY = ("prefixItems", "allOf", "anyOf", "oneOf")
+_NAMED = ("properties", "patternProperties", "dependentSchemas")
+
+
+def name_required(schema: Schema, copied: Callable[[Schema, Schema], None]) -> Schema:
+    """Put every required name into `properties`, here and in all parts: last, as they have no place in the order.
+
+    Args:
+        copied: called with each subschema and its copy.
+    """
+    copy = map_parts(schema, lambda part: name_required(part, copied))
+    if isinstance(copy, dict) and not copy.get("patternProperties"):
+        missing = [name for name in copy.get("required", ()) if name not in copy.get("properties", {})]
+        if missing:
+            rest = copy.get("additionalProperties", True)
+            copy["properties"] = {**copy.get("properties", {}), **dict.fromkeys(missing, rest)}
+    copied(schema, copy)
+    return copy
 
 
 def narrow_bounds(schema: dict[str, Any]) -> None:
@@ -117,7 +172,8 @@ def _possible(kind: str, schema: dict[str, Any]) -> bool:
         return bool(least <= most and (forbidden is None or least <= forbidden))
     if kind == "object":
         properties = schema.get("properties", {})
-        if any(properties.get(name) is False for name in schema.get("required", ())):
+        rest = schema.get("additionalProperties", True) if not schema.get("patternProperties") else True
+        if any(properties.get(name, rest) is False for name in schema.get("required", ())):
             return False
         most = schema.get("maxProperties", float("inf"))
         return bool(schema.get("minProperties", 0) <= most and len(schema.get("required", ())) <= most)

@@ -29,6 +29,7 @@ Check = Callable[[Any], bool]
 
 TYPES = ("string", "number", "integer", "boolean", "object", "array", "null")
 """The names of types in every dialect."""
+_OLDER = frozenset({"id", "definitions", "dependencies", "additionalItems", "$recursiveRef", "$recursiveAnchor"})
 _MAX_ERRORS = 10
 """Maximum number of errors per rule and value. An array may have one for each of its elements."""
 _ANNOTATIONS = frozenset(
@@ -100,6 +101,10 @@ class Dialect:
         # `best_match` cannot rank errors of draft 3: its `type` may contain schemas.
         error = next(errors, None) if "extends" in self._validator.VALIDATORS else best_match(errors)
         return None if error is None else Fault(bounded(error.message), pointer(error.absolute_path))
+
+    def knows(self, keyword: str) -> bool:
+        """Whether `keyword` is one of the dialect, or of an older one that is still read."""
+        return keyword in self._keywords or keyword in _OLDER
 
     def _check(self, keyword: str, rule: dict[str, Any]) -> Check:
         check = self._checks.get(keyword)
@@ -211,18 +216,18 @@ _TYPE_CHECKS: dict[str, Check] = {
 
 
 def _are_unique(values: list[Any]) -> bool:
-    return len({_identity(value) for value in values}) == len(values)
+    return len({identity(value) for value in values}) == len(values)
 
 
-def _identity(value: Any) -> Any:
+def identity(value: Any) -> Any:
     """Return a hashable that is equal for equal JSON values: 1 equals 1.0, but not true.
 
     Numbers become strings, because a user can choose integers with equal hashes.
     """
     if isinstance(value, dict):
-        return "object", frozenset((name, _identity(member)) for name, member in value.items())
+        return "object", frozenset((name, identity(member)) for name, member in value.items())
     if isinstance(value, list | tuple):
-        return "array", *map(_identity, value)
+        return "array", *map(identity, value)
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     return type(value).__name__, str(value)

@@ -16,32 +16,56 @@ In normal form (always draft 2020-12):
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import combinations, zip_longest
+from itertools import zip_longest
 from math import lcm
 from typing import Any
 
 from jsonschema import Draft202012Validator
 
 from guided.errors import InvalidConstraint, UnsupportedConstraint
+from guided.schema import string_pattern
+from guided.schema.complement import only_closes, violations
+from guided.schema.finite import FiniteInstances
 from guided.schema.graph import Node, SchemaGraph
+from guided.schema.implication import covers, same
 from guided.schema.instances import enforcing
-from guided.schema.keywords import GREATEST, LEAST, OF_TYPE, Schema, clean, common_types, types_of
+from guided.schema.keywords import (
+    GREATEST,
+    LEAST,
+    OF_TYPE,
+    Schema,
+    clean,
+    cleaned,
+    common_types,
+    name_required,
+    types_of,
+)
 from guided.schema.metaschema import Dialect
+from guided.schema.unevaluated import unevaluated
 
-_MAX_MERGES = 20_000
+_MAX_MERGES = 10_000
 _MAX_ALTERNATIVES = 64
+_MAX_MERGED_DEFINITIONS = 50
 
 
 _NO_SIBLINGS = {"$ref", "$schema", "$comment", "$defs", "default", "definitions", "description", "examples", "title"}
 """Keywords without an effect next to `$ref`."""
 
 
+_REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
+
+
 class _Inexact(Exception):
     """Two subschemas can't be merged without a change of meaning."""
+
+
+class _Recursive(_Inexact):
+    """A definition is needed within itself."""
 
 
 @dataclass(slots=True)
@@ -50,6 +74,8 @@ class NormalForm:
 
     root: Schema
     definitions: dict[str, Schema] = field(default_factory=dict)
+    disjoint: Callable[[Schema, Schema], bool] = lambda left, right: False
+    """Whether it is certain that no value satisfies both."""
     _origins: dict[int, tuple[Schema, str]] = field(default_factory=dict)
     """By `id`; the reference to the subschema prevents another use of the `id`."""
 
@@ -61,13 +87,21 @@ class NormalForm:
         """Record that `schema` came from `pointer`, unless it already has a pointer."""
         self._origins.setdefault(id(schema), (schema, pointer))
 
+    def note_copy(self, original: Schema, copy: Schema) -> None:
+        """Record that `copy` came from where `original` did."""
+        if id(original) in self._origins:
+            self.note(copy, self.pointer(original))
+
     def target(self, schema: dict[str, Any]) -> Schema:
         """Return the target of a `$ref` in normal form."""
         return self.definitions[schema["$ref"].removeprefix("#/$defs/")]
 
 
-def normalise(schema: Schema) -> NormalForm:
+def normalise(schema: Schema, *, rewrite: bool = True) -> NormalForm:
     """Return the normal form of a schema that `guided.schema.document.parse` returned.
+
+    Args:
+        rewrite: replace `not`, `if`, `dependentSchemas` and overlapping `oneOf` by alternatives where that is exact.
 
     Raises:
         InvalidConstraint: a pattern that had to be matched is not a regular expression.
@@ -76,7 +110,7 @@ def normalise(schema: Schema) -> NormalForm:
     if isinstance(schema, bool):
         return NormalForm(schema)
     try:
-        return _Normaliser(schema).run()
+        return _Normaliser(schema, rewrite).run()
     except re.error as error:
         raise InvalidConstraint(f"a pattern is malformed: {error}", param="json_schema") from None
     except RecursionError:
@@ -107,8 +141,9 @@ def refuse_mixed_dialects(graph: SchemaGraph, dialect: Dialect) -> None:
 
 
 class _Normaliser:
-    def __init__(self, document: dict[str, Any]) -> None:
+    def __init__(self, document: dict[str, Any], rewrite: bool) -> None:
         self._document = document
+        self._rewrite = rewrite
         self._graph = SchemaGraph.build(document)
         self._nodes = {id(node.schema): node for node in self._graph.nodes()}
         self._dialect = Dialect.of(document)
@@ -121,49 +156,146 @@ class _Normaliser:
             if node.schema.get(anchor)
         )
         self._names: dict[int, str] = {}
+        self._merged_names: dict[str, str] = {}
+        self._merged: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
+        """Definitions that are two subschemas merged, where one is recursive."""
         self._building: set[str] = set()
         self._unfolding: set[str] = set()
         self._merges = 0
+        self._narrowed = False
+        """Some part excludes values that its schema allows, so it may not be negated."""
         self._form = NormalForm(True)
 
     def run(self) -> NormalForm:
         self._form.root = self._normal(self._document)
-        while pending := [id_ for id_, name in self._names.items() if name not in self._form.definitions]:
-            self._definition(self._names[pending[0]])
-        return self._form
+        while pending := {*self._names.values(), *self._merged} - self._form.definitions.keys():
+            self._definition(min(pending))
+        self._exclude_infinite()
+        form = self._form
+        form.disjoint = lambda left, right: self._disjoint(left, right, 4)
+        form.root = self._finished(form.root)
+        form.definitions = {name: self._finished(schema) for name, schema in form.definitions.items()}
+        return form
+
+    def _finished(self, schema: Schema) -> Schema:
+        """Return `schema` with every required name in `properties`."""
+        return name_required(schema, self._form.note_copy)
+
+    def _exclude_infinite(self) -> None:
+        """Exclude the parts that have no finite instance. A model that begins one could never end it.
+
+        Raises:
+            InvalidConstraint: the whole schema has none.
+        """
+        form = self._form
+        finite = FiniteInstances(form.definitions)
+        infinite = [name for name, schema in form.definitions.items() if not finite.possible(schema)]
+        if not infinite:
+            return
+        if form.root is not False and not finite.possible(form.root):
+            at = next((pointer for name in infinite if (pointer := form.pointer(form.definitions[name]))), "")
+            message = "no finite value satisfies the schema: a required part of it refers back to the whole"
+            raise InvalidConstraint(message, param="json_schema", pointer=at)
+        for name, schema in {**form.definitions, "": form.root}.items():
+            kept = finite.without_impossible(schema)
+            if isinstance(kept, dict):
+                form.note(kept, form.pointer(schema))
+            if name:
+                form.definitions[name] = kept
+            else:
+                form.root = kept
 
     def _normal(self, schema: Any) -> Schema:
         if not isinstance(schema, dict):
             return bool(schema)
         node = self._nodes[id(schema)]
-        result = self._conjunction(list(self._conjuncts(node)), schema)
+        result = self._conjunction(list(self._conjuncts(node)), unevaluated(node))
         if isinstance(result, dict):
             self._form.note(result, node.pointer)
         return result
 
     def _conjuncts(self, node: Node) -> Iterator[Schema]:
         """Yield the conditions of `node`, each in normal form."""
+        if node.refers_to_false:
+            yield False
         schema = node.schema
         alone = "$ref" in schema and not self._dialect.siblings_of_ref_count
         if ("enum" in schema or "const" in schema) and not alone:
             yield self._finite(schema)
             return
-        for keyword, target in node.same:
-            if keyword in ("$ref", "$dynamicRef", "$recursiveRef"):
-                self._refuse_overridden(keyword, node, target)
-                yield {"$ref": f"#/$defs/{self._name(target)}"}
+        targets = {keyword: target for keyword, target in node.same if keyword in _REFERENCES}
+        own_at = "properties" if "properties" in schema else next(iter(schema), "")
+        for keyword in schema if not alone else ["$ref"]:  # in this order, properties are generated
+            if keyword in targets:
+                self._refuse_overridden(keyword, node, targets[keyword])
+                yield {"$ref": f"#/$defs/{self._name(targets[keyword])}"}
+            elif keyword in ("allOf", "extends"):
+                for part in schema[keyword] if isinstance(schema[keyword], list) else [schema[keyword]]:
+                    yield self._normal(part)
+            elif keyword in ("anyOf", "oneOf"):
+                yield self._alternatives(keyword, [self._normal(part) for part in schema[keyword]])
+            elif keyword == "type" and _has_schema(schema["type"]):
+                yield self._any_type(schema["type"])
+            if keyword == own_at and not alone:
+                yield self._own(schema)
         if alone:
             return
-        yield self._own(schema)
-        if _has_schema(schema.get("type")):
-            yield self._any_type(schema["type"])
-        for keyword in ("allOf", "extends"):
-            parts = schema.get(keyword, [])
-            for part in parts if isinstance(parts, list) else [parts]:
-                yield self._normal(part)
-        for keyword in ("anyOf", "oneOf"):
+        yield from self._conditions(schema)
+
+    def _conditions(self, schema: dict[str, Any]) -> Iterator[Schema]:
+        """Yield the conditions that are rewritten as alternatives; each as it is where that is not exact."""
+        for keyword in ("not", "disallow"):
             if keyword in schema:
-                yield self._alternatives(keyword, [self._normal(part) for part in schema[keyword]])
+                excluded = self._normal(schema[keyword]) if keyword == "not" else self._any_type(schema[keyword])
+                yield self._rewritten({"not": excluded}, lambda excluded=excluded: self._complement(excluded))
+        if "if" in schema and schema.keys() & {"then", "else"}:
+            parts = {name: self._normal(schema.get(name, True)) for name in ("if", "then", "else")}
+            yield self._rewritten(parts, lambda: self._either(parts["if"], parts["then"], parts["else"]))
+        for name, value in (*schema.get("dependentRequired", {}).items(), *self._dependencies(schema)):
+            needs = {"required": [value] if isinstance(value, str) else value}
+            then = clean(needs) if isinstance(value, list | str) else self._normal(value)
+            yield self._rewritten(
+                {"dependentSchemas": {name: then}},
+                lambda name=name, then=then: self._either(clean({"required": [name]}), then, True),
+            )
+
+    def _dependencies(self, schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+        """Yield `dependentSchemas`, and `dependencies` (until draft 7): names, a schema, or in draft 3 one name."""
+        yield from schema.get("dependentSchemas", {}).items()
+        yield from schema.get("dependencies", {}).items()
+
+    def _rewritten(self, schema: dict[str, Any], rewrite: Callable[[], Schema]) -> Schema:
+        """Return what `rewrite` makes of `schema`, or `schema` itself where that is not exact."""
+        try:
+            return rewrite() if self._rewrite else clean(schema)
+        except _Inexact:
+            return clean(schema)
+
+    def _either(self, condition: Schema, then: Schema, otherwise: Schema) -> Schema:
+        """Return `if condition then then else otherwise`. Values that are not objects need no care: both are exact."""
+        parts = [self._merge(condition, then), self._merge(self._complement(condition), otherwise)]
+        return self._alternatives("anyOf", parts)
+
+    def _complement(self, schema: Schema) -> Schema:
+        """Return what `schema` does not allow. Raises `_Inexact` if it can't be expressed."""
+        if isinstance(schema, bool) or not schema:
+            return schema is False
+        if "$ref" in schema:
+            return self._unfold(schema, self._complement)
+        if schema.keys() & {"oneOf", "if", "unevaluatedProperties"}:
+            raise _Inexact
+        if "allOf" in schema:
+            return self._alternatives("anyOf", [self._complement(part) for part in schema["allOf"]])
+        if "anyOf" in schema:
+            rest: Schema = True
+            for part in schema["anyOf"]:
+                rest = self._merge(rest, self._complement(part))
+            return rest
+        self._spend()
+        parts = [cleaned(part) for part in violations(schema, self._complement)]
+        if self._narrowed:
+            raise _Inexact
+        return self._alternatives("anyOf", parts)
 
     def _refuse_overridden(self, keyword: str, node: Node, target: Node) -> None:
         """Refuse a dynamic reference that an outer schema may direct to another target."""
@@ -193,7 +325,10 @@ class _Normaliser:
         if merged is False or any(part is False for part in apart):
             return False
         merged = self._close_unevaluated(merged, schema)
-        return {"allOf": [merged, *apart]} if apart else merged
+        if merged == {}:
+            merged = True
+        parts = [part for part in (merged, *apart) if part is not True]
+        return {"allOf": parts} if len(parts) > 1 else parts[0] if parts else True
 
     def _close_unevaluated(self, merged: Schema, schema: dict[str, Any]) -> Schema:
         """Apply `unevaluatedProperties` and `unevaluatedItems` to the merged alternatives.
@@ -205,6 +340,7 @@ class _Normaliser:
         if merged is True:
             merged = {}
         if "anyOf" in merged:
+            self._narrowed = True
             return {"anyOf": [self._close_unevaluated(part, schema) for part in merged["anyOf"]]}
         if "$ref" in merged:
             try:
@@ -224,8 +360,8 @@ class _Normaliser:
         """Return the keywords of `schema` itself, without applicators to the same value and finite values."""
         own: dict[str, Any] = {}
         draft4 = {name: schema.get(name) for name in ("exclusiveMinimum", "exclusiveMaximum")}
-        single = ["additionalProperties", "propertyNames", "contains", "not", "if"]
-        single += ["then", "else"] if "if" in schema else []
+        single = ("additionalProperties", "propertyNames", "contains")
+        elsewhere = ("unevaluatedProperties", "unevaluatedItems", "dependentRequired", "dependentSchemas")
         for keyword, value in schema.items():
             if keyword == "type":
                 own |= {} if _has_schema(value) else {"type": value}
@@ -234,20 +370,18 @@ class _Normaliser:
                 own[exclusive if draft4[exclusive] is True else keyword] = value
             elif keyword in draft4 and isinstance(value, bool):
                 continue
-            elif keyword in ("properties", "patternProperties", "dependentSchemas"):
+            elif keyword == "format" and value not in string_pattern.FORMATS:
+                continue  # an annotation
+            elif keyword in ("properties", "patternProperties"):
                 own[keyword] = {key: self._normal(child) for key, child in value.items()}
-            elif keyword in ("unevaluatedProperties", "unevaluatedItems"):
-                continue  # `_close_unevaluated`
+            elif keyword in elsewhere:
+                continue  # `_close_unevaluated`, `_conditions`
             elif keyword in single:
                 own[keyword] = self._normal(value)
-            elif keyword == "disallow":
-                own["not"] = self._any_type(value)
             elif keyword == "required" and isinstance(value, bool):
                 continue  # draft 3: see below
             elif keyword == "divisibleBy" and self._dialect.is_draft3:
                 own["multipleOf"] = value
-            elif keyword == "dependencies":
-                self._split_dependencies(value, own)
             elif keyword not in ("items", "prefixItems") and any(keyword in keywords for keywords in OF_TYPE.values()):
                 own[keyword] = value
         if self._dialect.is_draft3:
@@ -255,14 +389,6 @@ class _Normaliser:
             own["required"] = [name for name, part in named if isinstance(part, dict) and part.get("required") is True]
         self._own_items(schema, own)
         return clean(own)
-
-    def _split_dependencies(self, dependencies: dict[str, Any], own: dict[str, Any]) -> None:
-        """Split `dependencies` (until draft 7) by type: names or a schema. Draft 3 allows a single name."""
-        for key, value in dependencies.items():
-            if isinstance(value, list | str):
-                own.setdefault("dependentRequired", {})[key] = [value] if isinstance(value, str) else value
-            else:
-                own.setdefault("dependentSchemas", {})[key] = self._normal(value)
 
     def _own_items(self, schema: dict[str, Any], own: dict[str, Any]) -> None:
         prefix, items = schema.get("prefixItems", []), schema.get("items", True)
@@ -284,12 +410,34 @@ class _Normaliser:
             return True
         if len(possible) == 1:
             return possible[0]
-        if keyword == "oneOf" and not self._exclusive(possible):
-            return {"oneOf": possible}
+        if keyword == "oneOf":
+            try:
+                return self._alternatives("anyOf", self._exclusive(possible))
+            except _Inexact:
+                return {"oneOf": possible}
         flat: list[Schema] = []
         for part in possible:
-            flat += part["anyOf"] if isinstance(part, dict) and part.keys() == {"anyOf"} else [part]
-        return {"anyOf": flat}
+            for option in part["anyOf"] if isinstance(part, dict) and part.keys() == {"anyOf"} else [part]:
+                if not any(covers(other, option) for other in flat):
+                    flat = [*(other for other in flat if not covers(option, other)), option]
+        if len(flat) > _MAX_ALTERNATIVES and len(flat) > len(possible):
+            raise _Inexact
+        return flat[0] if len(flat) == 1 else {"anyOf": flat}
+
+    def _exclusive(self, parts: Sequence[Schema]) -> list[Schema]:
+        """Return each of `parts` without the values that another one allows."""
+        found: list[Schema] = []
+        for part in parts:
+            alone = part
+            for other in parts:
+                if other is not part and not self._disjoint(part, other, 4):
+                    if not self._rewrite:
+                        raise _Inexact
+                    alone = self._merge(alone, self._complement(other))
+            found.append(alone)
+        if self._narrowed:
+            raise _Inexact
+        return found
 
     def _name(self, target: Node) -> str:
         return self._names.setdefault(id(target.schema), f"d{len(self._names)}")
@@ -297,50 +445,101 @@ class _Normaliser:
     def _definition(self, name: str) -> Schema:
         if name not in self._form.definitions:
             if name in self._building:
-                raise _Inexact  # recursive: it can't be merged into itself
+                raise _Recursive  # it can't be merged into itself
             self._building.add(name)
             try:
-                target = next(id_ for id_, named in self._names.items() if named == name)
-                self._form.definitions[name] = self._normal(self._nodes[target].schema)
+                merged = self._merged.get(name)
+                built = self._normal(self._source(name)) if merged is None else self._merge_apart(*merged)
+                self._form.definitions[name] = built
             finally:
                 self._building.discard(name)
         return self._form.definitions[name]
+
+    def _merge_apart(self, left: dict[str, Any], right: dict[str, Any]) -> Schema:
+        """Merge two subschemas of which one is a `$ref`, as a definition of its own."""
+        within, self._unfolding = self._unfolding, set()
+        try:
+            return self._merge_unfolded(left, right)
+        except _Inexact:
+            return {"allOf": [left, right]}
+        finally:
+            self._unfolding = within
 
     def _merge(self, left: Schema, right: Schema) -> Schema:
         """Return what both allow. Raises `_Inexact` if one subschema can't express it."""
         if left is False or right is False:
             return False
-        if left is True or left == {} or left == right:
+        if left is True or left == {} or same(left, right):
             return right
         if right is True or right == {}:
             return left
-        self._merges += 1
-        if self._merges > _MAX_MERGES:
-            raise _Inexact
-        for one, other in ((left, right), (right, left)):
-            if "$ref" in one:
-                return self._merge_into(one["$ref"].removeprefix("#/$defs/"), other)
+        self._spend()
+        # The properties of `left` come first, whatever the two are.
+        if "$ref" in left or "$ref" in right:
+            return self._merge_references(left, right)
         for one, other in ((left, right), (right, left)):
             if "const" in one or "enum" in one:
                 return self._filter(one, other)
-            if one.keys() & {"allOf", "oneOf"}:
-                raise _Inexact
-        for one, other in ((left, right), (right, left)):
-            if "anyOf" in one:
-                if len(one["anyOf"]) * len(other.get("anyOf", [0])) > _MAX_ALTERNATIVES:
-                    raise _Inexact
-                return self._alternatives("anyOf", [self._merge(part, other) for part in one["anyOf"]])
+        if (left.keys() | right.keys()) & {"allOf", "oneOf"}:
+            raise _Inexact
+        if "anyOf" in left:
+            return self._alternatives("anyOf", [self._merge(part, right) for part in left["anyOf"]])
+        if "anyOf" in right:
+            return self._alternatives("anyOf", [self._merge(left, part) for part in right["anyOf"]])
         result = clean(self._merge_keywords(left, right))
         if isinstance(result, dict):
             self._form.note(result, self._form.pointer(left) or self._form.pointer(right))
+            return self._with_another_property(result)
         return result
 
-    def _merge_into(self, name: str, other: Schema) -> Schema:
+    def _with_another_property(self, schema: dict[str, Any]) -> Schema:
+        """Rewrite `not` with a closed object: some property is present that it does not name."""
+        excluded = schema.get("not", True)
+        parts = [excluded] if isinstance(excluded, bool) or "anyOf" not in excluded else excluded["anyOf"]
+        closed = next((part for part in parts if only_closes(part)), None)
+        if closed is None:
+            return schema
+        others = [part for part in parts if part is not closed]
+        rest = {keyword: value for keyword, value in schema.items() if keyword != "not"}
+        rest |= {"not": {"anyOf": others}} if others else {}
+        self._form.note(rest, self._form.pointer(schema))
+        if any(name not in closed["properties"] for name in schema.get("required", ())):
+            return self._with_another_property(rest)
+        if schema.get("additionalProperties", True) is not False or schema.get("patternProperties"):
+            return schema
+        names = [name for name in schema.get("properties", {}) if name not in closed["properties"]]
+        return self._alternatives("anyOf", [self._merge(rest, clean({"required": [name]})) for name in names])
+
+    def _merge_references(self, left: dict[str, Any], right: dict[str, Any]) -> Schema:
+        """Merge two subschemas of which one is a `$ref`. A recursive one becomes a definition of its own."""
+        try:
+            return self._merge_unfolded(left, right)
+        except _Recursive:
+            name = self._merged_names.setdefault(json.dumps([left, right]), f"m{len(self._merged_names)}")
+            if len(self._merged_names) > _MAX_MERGED_DEFINITIONS:
+                raise _Inexact from None
+            self._merged[name] = (left, right)
+            return {"$ref": f"#/$defs/{name}"}
+
+    def _merge_unfolded(self, left: dict[str, Any], right: dict[str, Any]) -> Schema:
+        if "$ref" in left:
+            return self._unfold(left, lambda target: self._merge(target, right))
+        return self._unfold(right, lambda target: self._merge(left, target))
+
+    def _spend(self) -> None:
+        """Count one merge or complement. Raises `_Inexact` after too many."""
+        self._merges += 1
+        if self._merges > _MAX_MERGES:
+            raise _Inexact
+
+    def _unfold(self, reference: dict[str, Any], use: Callable[[Schema], Schema]) -> Schema:
+        """Return what `use` makes of the target of `reference`. Raises `_Inexact` within itself: it would not end."""
+        name = reference["$ref"].removeprefix("#/$defs/")
         if name in self._unfolding:
-            raise _Inexact  # recursive: unfolding would not end
+            raise _Recursive
         self._unfolding.add(name)
         try:
-            return self._merge(self._definition(name), other)
+            return use(self._definition(name))
         finally:
             self._unfolding.discard(name)
 
@@ -360,7 +559,7 @@ class _Normaliser:
         merged = self._merge_objects(left, right) | self._merge_items(left, right)
         done = {"properties", "patternProperties", "additionalProperties", "items", "prefixItems"}
         for keyword in [name for name in {**left, **right} if name not in done]:
-            if keyword not in left or keyword not in right or left[keyword] == right[keyword]:
+            if keyword not in left or keyword not in right or same(left[keyword], right[keyword]):
                 if keyword in ("then", "else", "if") and "if" in left and "if" in right:
                     raise _Inexact
                 merged[keyword] = left.get(keyword, right.get(keyword))
@@ -378,6 +577,12 @@ class _Normaliser:
                 merged[keyword] = one or other
             elif keyword == "propertyNames":
                 merged[keyword] = self._merge(one, other)
+            elif keyword == "not":
+                merged[keyword] = _any_excluded(one, other)
+            elif keyword == "dependentSchemas":
+                merged[keyword] = {
+                    name: self._merge(one.get(name, True), other.get(name, True)) for name in {**one, **other}
+                }
             elif keyword == "multipleOf" and isinstance(one, int) and isinstance(other, int):
                 merged[keyword] = lcm(one, other)
             else:
@@ -390,10 +595,10 @@ class _Normaliser:
         patterns = [side.get("patternProperties", {}) for side in (left, right)]
         open_ended = all(side.get("additionalProperties", True) is True for side in (left, right))
         if any(patterns) and not open_ended and patterns[0] != patterns[1]:
-            raise _Inexact
+            patterns = self._closed_patterns(left, right)
         merged: dict[str, Any] = {"properties": {}}
         for name in {**left.get("properties", {}), **right.get("properties", {})}:
-            sides = [side.get("properties", {}).get(name, _additional(side, name)) for side in (left, right)]
+            sides = [_described(side, name) for side in (left, right)]
             merged["properties"][name] = self._merge(*sides)
         merged["patternProperties"] = dict(patterns[0])
         for pattern, schema in patterns[1].items():
@@ -402,6 +607,17 @@ class _Normaliser:
             left.get("additionalProperties", True), right.get("additionalProperties", True)
         )
         return merged
+
+    def _closed_patterns(self, left: dict[str, Any], right: dict[str, Any]) -> list[dict[str, Schema]]:
+        """Return the `patternProperties` of both, where only one has any: its names are additional for the other."""
+        patterned, other = (left, right) if left.get("patternProperties") else (right, left)
+        if other.get("patternProperties"):
+            raise _Inexact
+        rest = other.get("additionalProperties", True)
+        for name in other.get("properties", {}):
+            if _described({**patterned, "properties": {}, "additionalProperties": False}, name) is True:
+                raise _Inexact  # the pattern's schema would get `rest` as well
+        return [{key: self._merge(value, rest) for key, value in patterned["patternProperties"].items()}, {}]
 
     def _merge_items(self, left: dict[str, Any], right: dict[str, Any]) -> dict[str, Any]:
         mine, theirs = left.get("prefixItems", []), right.get("prefixItems", [])
@@ -413,19 +629,37 @@ class _Normaliser:
         ]
         return {"prefixItems": prefix, "items": self._merge(rest_mine, rest_theirs)}
 
-    def _exclusive(self, parts: Sequence[Schema]) -> bool:
-        """Whether it is certain that no value satisfies two of `parts`."""
-        return all(self._disjoint(left, right, 4) for left, right in combinations(parts, 2))
-
     def _resolved(self, schema: Schema) -> Schema:
         for _ in range(32):
             if not isinstance(schema, dict) or "$ref" not in schema:
                 return schema
+            name = schema["$ref"].removeprefix("#/$defs/")
             try:
-                schema = self._definition(schema["$ref"].removeprefix("#/$defs/"))
+                schema = self._definition(name)
             except _Inexact:
-                return True
+                return self._outline(name)
         return True
+
+    def _outline(self, name: str) -> Schema:
+        """Return a schema that allows at least what a definition does that isn't finished yet."""
+        if name in self._merged:
+            return True
+        schema = self._source(name)
+        if "$ref" in schema and not self._dialect.siblings_of_ref_count:
+            return True
+        outline = {keyword: schema[keyword] for keyword in ("type", "required") if keyword in schema}
+        named = schema.get("properties", {}).items()
+        outline["properties"] = {
+            key: {word: part[word] for word in ("const", "enum") if word in part}
+            for key, part in named
+            if isinstance(part, dict) and ("$ref" not in part or self._dialect.siblings_of_ref_count)
+        }
+        return True if self._dialect.is_draft3 else clean(outline)
+
+    def _source(self, name: str) -> dict[str, Any]:
+        """Return the user's schema of a definition."""
+        target = next(id_ for id_, named in self._names.items() if named == name)
+        return self._nodes[target].schema
 
     def _disjoint(self, left: Schema, right: Schema, depth: int) -> bool:
         left, right = self._resolved(left), self._resolved(right)
@@ -447,16 +681,22 @@ class _Normaliser:
             return True
         if types_of(left) != {"object"} and types_of(right) != {"object"}:
             return False
-        shared = set(left.get("required", ())) & set(right.get("required", ()))
-        mine, theirs = left.get("properties", {}), right.get("properties", {})
-        if any(self._disjoint(mine[name], theirs[name], depth - 1) for name in shared):
-            return True
-        return any(
-            one.get("additionalProperties") is False
-            and not one.get("patternProperties")
-            and any(name not in one.get("properties", {}) for name in other.get("required", ()))
-            for one, other in ((left, right), (right, left))
-        )
+        for name in dict.fromkeys((*left.get("required", ()), *right.get("required", ()))):
+            try:
+                one, other = (_described(side, name) for side in (left, right))
+            except _Inexact:
+                continue
+            if self._disjoint(one, other, depth - 1):
+                return True
+        return False
+
+
+def _any_excluded(one: Schema, other: Schema) -> Schema:
+    """Return what two `not` exclude together."""
+    if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys() == {"enum"}:
+        return {"enum": [*one["enum"], *other["enum"]]}
+    parts = [part["anyOf"] if isinstance(part, dict) and "anyOf" in part else [part] for part in (one, other)]
+    return {"anyOf": [*parts[0], *parts[1]]}
 
 
 def _has_schema(types: Any) -> bool:
@@ -475,11 +715,16 @@ def _valid_values(finite: dict[str, Any], validator: Any) -> Schema:
 _DECLARATIONS = ("properties", "patternProperties", "additionalProperties")
 
 
-def _additional(schema: dict[str, Any], name: str) -> Schema:
-    """Return the schema for a property that `schema` does not name."""
-    if schema.get("patternProperties"):
-        raise _Inexact  # a pattern may match `name`, depending on the library's dialect
-    value: Schema = schema.get("additionalProperties", True)
+def _described(schema: dict[str, Any], name: str) -> Schema:
+    """Return the schema for the property `name`, apart from `patternProperties`."""
+    declared: dict[str, Schema] = schema.get("properties", {})
+    if name in declared:
+        return declared[name]
+    try:
+        matched = any(string_pattern.matches(pattern, name) for pattern in schema.get("patternProperties", ()))
+    except InvalidConstraint:
+        raise _Inexact from None
+    value: Schema = True if matched else schema.get("additionalProperties", True)
     return value
 
 

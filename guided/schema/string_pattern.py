@@ -22,9 +22,10 @@ _DAY = "((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]
 _YEAR = "(000[1-9]|00[1-9][0-9]|0[1-9][0-9]{2}|[1-9][0-9]{3})"
 _LEAP = "([0-9]{2}(0[48]|[2468][048]|[13579][26])|(0[48]|[2468][048]|[13579][26])00)"
 _DATE = f"({_YEAR}-{_DAY}|{_LEAP}-02-29)"
-_TIME = "([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\\.[0-9]+)?(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
-_CLOCK = "T([0-9]+H([0-9]+M([0-9]+S)?)?|[0-9]+M([0-9]+S)?|[0-9]+S)"
-_CALENDAR = "([0-9]+Y([0-9]+M([0-9]+D)?)?|[0-9]+M([0-9]+D)?|[0-9]+D)"
+_TIME = "([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\\.[0-9]{1,9})?(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
+_N = "[0-9]{1,9}"
+_CLOCK = f"T({_N}H({_N}M({_N}S)?)?|{_N}M({_N}S)?|{_N}S)"
+_CALENDAR = f"({_N}Y({_N}M({_N}D)?)?|{_N}M({_N}D)?|{_N}D)"
 _LABEL = "[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
 _ATOM = "[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]+"
 _BYTE = "(25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
@@ -38,29 +39,59 @@ _IPV6 = "|".join(
         "::",
     ]
 )
-_FREE = "[A-Za-z0-9._~!$&'()*+,;=-]|%[0-9A-Fa-f]{2}"
-_PATH = f"({_FREE}|[:@])"
-_AUTHORITY = f"//(({_FREE}|:)*@)?({_FREE})*(:[0-9]*)?(/{_PATH}*)*"
-_REST = f"(\\?({_PATH}|[/?])*)?(#({_PATH}|[/?])*)?"
+_BEYOND_ASCII = r"\u00a0-\ud7ff\uf900-\ufdcf\ufdf0-\uffef"
+_WIDE_LABEL = f"({_LABEL}|[a-z0-9\u00e0-\u00f6\u00f8-\u00ff\u0430-\u044f\u3041-\u3096\u4e00-\u9fa5]{{1,15}})"
 _POINTER = "(/([^/~]|~[01])*)*"
+_VARIABLE = r"([A-Za-z0-9_]|%[0-9A-Fa-f]{2})+(\.([A-Za-z0-9_]|%[0-9A-Fa-f]{2})+)*(:[1-9][0-9]{0,3}|\*)?"
+_TEMPLATE = r"([^\x00-\x20\x7f-\x9f\"'<>%\\^`{|}]|%[0-9A-Fa-f]{2}" + rf"|\{{[+#./;?&]?{_VARIABLE}(,{_VARIABLE})*\}})*"
+_ESCAPE = r"\\[dDwWsSnrtfv\\^$.|?*+()\[\]{}/]"
+_CLASS = rf"\[\^?([^\x00-\x1f\\\[\]^&~|-]|a-z|A-Z|0-9|{_ESCAPE})+-?\]"
+_COUNT = r"([*+?]|\{([0-9]{1,3},?|[01],[1-9][0-9]{0,2}|[2-9],[1-9][0-9]{1,2})\})\??"
+
+
+def _uri(more: str) -> tuple[str, str]:
+    """Return URIs and relative references, with the characters `more` where unreserved ones may be."""
+    free = f"[A-Za-z0-9{more}._~!$&'()*+,;=-]|%[0-9A-Fa-f]{{2}}"
+    path = f"({free}|[:@])"
+    authority = f"//(({free}|:)*@)?({free})*(:[0-9]*)?(/{path}*)*"
+    rest = f"(\\?({path}|[/?])*)?(#({path}|[/?])*)?"
+    absolute = f"{authority}|/({path}+(/{path}*)*)?"
+    uri = f"[A-Za-z][A-Za-z0-9+.-]*:({absolute}|{path}+(/{path}*)*|)"
+    return f"^{uri}{rest}$", f"^({uri}|{absolute}|(({free}|@)+(/{path}*)*)?){rest}$"
+
+
+def _regex(depth: int) -> str:
+    """Return regular expressions in the subset of ECMA-262 and Python, with groups up to `depth` levels."""
+    group = rf"|\((\?:)?{_regex(depth - 1)}\)" if depth else ""
+    term = rf"([^\x00-\x1f\\^$.|?*+()\[\]{{}}]|\.|{_ESCAPE}|{_CLASS}{group})({_COUNT})?"
+    return rf"({term}|[\^$|])*"
+
+
 FORMATS = {
     "date": f"^{_DATE}$",
     "time": f"^{_TIME}$",
     "date-time": f"^{_DATE}T{_TIME}$",
-    "duration": f"^P([0-9]+W|{_CALENDAR}({_CLOCK})?|{_CLOCK})$",
+    "duration": f"^P({_N}W|{_CALENDAR}({_CLOCK})?|{_CLOCK})$",
     "email": f"^{_ATOM}(\\.{_ATOM})*@{_LABEL}(\\.{_LABEL})+$",
+    "idn-email": f"^({_ATOM}|[{_BEYOND_ASCII}])+@{_LABEL}(\\.{_LABEL})+$",
+    "idn-hostname": f"^{_WIDE_LABEL}(\\.{_WIDE_LABEL})*$",
     "hostname": f"^{_LABEL}(\\.{_LABEL})*$",
     "ipv4": f"^({_BYTE}\\.){{3}}{_BYTE}$",
     "ipv6": f"^({_IPV6})$",
+    "iri": _uri(_BEYOND_ASCII)[0],
+    "iri-reference": _uri(_BEYOND_ASCII)[1],
     "json-pointer": f"^{_POINTER}$",
+    "regex": f"^{_regex(2)}$",
     "relative-json-pointer": f"^(0|[1-9][0-9]*)(#|{_POINTER})$",
-    "uri": f"^[A-Za-z][A-Za-z0-9+.-]*:({_AUTHORITY}|/({_PATH}+(/{_PATH}*)*)?|{_PATH}+(/{_PATH}*)*|){_REST}$",
-    "uri-reference": f"^({_AUTHORITY}|/({_PATH}+(/{_PATH}*)*)?|(({_FREE}|@)+(/{_PATH}*)*)?){_REST}$",
+    "uri": _uri("")[0],
+    "uri-reference": _uri("")[1],
+    "uri-template": f"^{_TEMPLATE}$",
     "uuid": "^[0-9A-Fa-f]{8}-[0-9A-Fa-f]{4}-[0-9A-Fa-f]{4}-[0-9A-Fa-f]{4}-[0-9A-Fa-f]{12}$",
 }
-"""`format` as a pattern, for libraries with incorrect formats of their own. Each matches valid values only, but not all
-of them: no leap seconds, no literals for hosts, no unusual notations of addresses. (Source: RFC 3339, 5321, 1123, 2673,
-4291, 6901, 3986, 4122. The limit of 253 characters for a hostname is not enforced.)"""
+FORMATS |= {"host-name": FORMATS["hostname"], "ip-address": FORMATS["ipv4"]}  # draft 3
+"""The formats of the specification as patterns. Other formats are annotations. Each matches valid values only, but not
+all of them: no leap seconds, no literals for hosts, no unusual notations of addresses. (Source: RFC 3339, 5321, 1123,
+2673, 4291, 6901, 3986, 3987, 6570, 4122. The limit of 253 characters for a hostname is not enforced.)"""
 
 
 def read(pattern: str) -> Node:

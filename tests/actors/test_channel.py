@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket as sockets
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from driven_pool import until
 from thread_actor import ConnectedPair
 
 from actors.channel import Channel, Transport, connect
-from guided.errors import InternalError
+from guided.errors import InternalError, PoolUnavailable
 
 
 def readable(socket: Any, milliseconds: int = 10_000) -> bool:
@@ -176,3 +178,55 @@ def test_strangers_are_not_taken_for_the_actor(transport: Transport) -> None:
     context.term()
     until(channel.is_disconnected, 20)
     channel.close()
+
+
+@pytest.fixture
+def free_port() -> int:
+    with sockets.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port: int = found.getsockname()[1]
+        return port
+
+
+def make_transport(directory: Path, *arguments: Any) -> Iterator[Transport]:
+    transport = Transport(str(directory), *arguments)
+    yield transport
+    transport.close()
+
+
+def meet(transport: Transport) -> str:
+    """Connect to a new channel and send a message through it; return its endpoint."""
+    channel = transport.tcp()
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    end = connect(context, channel.address)
+    assert channel.wait_connected(10)
+    channel.send(b"hello")
+    assert end.receive() == b"hello"
+    end.close()
+    context.term()
+    channel.close()
+    return channel.address.endpoint
+
+
+@pytest.mark.parametrize(
+    ("host", "listen_on", "prefix"),
+    [("::1", None, "tcp://[::1]:"), ("127.0.0.1", "[::1]", "tcp://[::1]:"), ("::1", "::", "tcp://[::1]:"),
+     ("127.0.0.1", "0.0.0.0", "tcp://127.0.0.1:")],
+)  # fmt: skip
+def test_addresses(tmp_path: Path, host: str, listen_on: str | None, prefix: str) -> None:
+    with contextlib.contextmanager(make_transport)(tmp_path, host, listen_on) as transport:
+        assert meet(transport).startswith(prefix)
+
+
+def test_channels_stay_within_the_ports_that_were_given(tmp_path: Path, free_port: int) -> None:
+    with (
+        contextlib.contextmanager(make_transport)(tmp_path, "127.0.0.1", None, range(free_port, free_port + 1)) as one,
+        contextlib.contextmanager(make_transport)(tmp_path, "127.0.0.1", "192.0.2.1") as elsewhere,
+    ):
+        channel = one.tcp()
+        assert channel.address.endpoint == f"tcp://127.0.0.1:{free_port}"
+        with pytest.raises(PoolUnavailable, match=f"ports {free_port} to {free_port} are taken on 127.0.0.1"):
+            one.tcp()
+        with pytest.raises(PoolUnavailable, match=r"cannot listen on 192.0.2.1 port \*: .*channel_host"):
+            elsewhere.tcp()
+        channel.close()

@@ -119,7 +119,7 @@ def test_after_shutdown_everything_says_so_and_nothing_is_left(
 
 
 TWO_NODES = """
-import os, sys, tempfile
+import os, sys, tempfile, time
 import numpy as np
 import psutil
 import ray
@@ -127,14 +127,15 @@ from byte_vocabulary import BYTES, WORDS, allowed, tokens
 from ray.cluster_utils import Cluster
 from actors import RayPool
 from guided.constraint import Constraint
+from guided.errors import PoolUnavailable
 from guided.sequence import GuidedSequence
 
 with tempfile.TemporaryDirectory(prefix="r", dir="/tmp", ignore_cleanup_errors=True) as directory:
     os.makedirs(os.path.join(tempfile.gettempdir(), "ray"), exist_ok=True)  # Ray writes there
     quiet = {"num_cpus": 1, "include_dashboard": False, "temp_dir": directory}
     cluster = Cluster(initialize_head=True, head_node_args=quiet)
-    cluster.add_node(num_cpus=1)
-    pool = RayPool(BYTES, num_actors=2, address=cluster.address, spread=True)
+    other = cluster.add_node(num_cpus=1, resources={"guided_mask": 2}, labels={"pool": "masks"})
+    pool = RayPool(BYTES, num_actors=2, address=cluster.address, placement="spread", actor_cpus=0.25, compile_cpus=0.25)
     assert len({psutil.Process(worker.pid).ppid() for worker in pool.status().workers}) == 2, "one of each raylet"
     grammar = pool.compile(Constraint.regex("ab+"), ("llguidance",)).result(60)
     sequences = [GuidedSequence("request", each, tokens("a")) for each in range(4)]
@@ -145,6 +146,18 @@ with tempfile.TemporaryDirectory(prefix="r", dir="/tmp", ignore_cleanup_errors=T
     pool.collect(60).copy_to(bitmask)
     print([allowed(row) for row in bitmask])
     pool.shutdown()
+
+    reserved = dict(num_actors=2, address=cluster.address, actor_cpus=0.25, compile_cpus=0.25)
+    for placement in ("guided_mask", "pool=masks"):
+        pool = RayPool(BYTES, placement=placement, **reserved)
+        print(placement, {worker.node_id for worker in pool.status().workers} == {other.node_id})
+        pool.shutdown()
+    for wrong in ({"placement": "nonesuch"}, {"actor_cpus": 8}):
+        started = time.monotonic()
+        try:
+            RayPool(BYTES, **{**reserved, **wrong})
+        except PoolUnavailable as error:
+            print(error, "after seconds" if time.monotonic() - started < 30 else "too late")
     assert not ray.is_initialized()
     cluster.shutdown()
 """
@@ -154,9 +167,13 @@ def test_a_cluster_of_two_nodes_is_joined_and_its_other_node_reached_through_tcp
     here = Path(__file__).parents
     environment = {**os.environ, "PYTHONPATH": f"{here[2]}{os.pathsep}{here[1] / 'support'}"}
     said = subprocess.run(
-        [sys.executable, "-c", TWO_NODES], stdout=subprocess.PIPE, text=True, check=True, timeout=200, env=environment
+        [sys.executable, "-c", TWO_NODES], stdout=subprocess.PIPE, text=True, check=True, timeout=280, env=environment
     )
-    assert "['b', 'b', 'b', 'b']" in said.stdout
+    lines = said.stdout.splitlines()
+    assert lines[-5] == "['b', 'b', 'b', 'b']"
+    assert lines[-4:-2] == ["guided_mask True", "pool=masks True"]
+    assert "its 2 nodes have guided_mask:2, pool=masks after seconds" in lines[-2]
+    assert "an actor needs 8 CPUs on one node, and of the nodes of placement 'local' none has more than 1" in lines[-1]
 
 
 @pytest.mark.parametrize(("address", "reason"), [("127.0.0.1:1", "refused"), ("ray://127.0.0.1:1", "HOST:6379")])

@@ -16,6 +16,8 @@ import httpx
 import openai
 import pytest
 import yaml
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 from serving import sse, wait_until
 
 KEY = "secret"
@@ -26,14 +28,16 @@ CLUSTER = """
 import sys, ray
 ray.init(address="local", num_cpus=2, include_dashboard=False, object_store_memory=80 << 20, log_to_driver=False,
          _temp_dir=sys.argv[1])
-print("address", ray.get_runtime_context().gcs_address, flush=True)
+(node,) = ray.nodes()
+metrics = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
+print("address", ray.get_runtime_context().gcs_address, metrics, flush=True)
 sys.stdin.read()
 """
 
 
 @pytest.fixture(scope="module")
-def ray_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A Ray cluster of its own, in a process of its own."""
+def ray_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
+    """A Ray cluster of its own, in a process of its own: its address, and the URL of its metrics."""
     temporary = str(tmp_path_factory.mktemp("r"))
     environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "token", "GUIDED_API_KEY": KEY}
     environment.pop("RAY_ADDRESS", None)
@@ -49,13 +53,13 @@ def ray_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         assert process.stdout is not None
         line = next((line for line in process.stdout if line.startswith("address ")), None)
         assert line is not None, "Ray didn't start"
-        yield line.split()[1]
+        yield line.split()[1], line.split()[2]
         process.stdin.close()
         process.wait(60)
 
 
 @pytest.fixture(scope="module")
-def url(ray_address: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def url(ray_cluster: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """`serve run`, with the shipped configuration on a free port, until it serves."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -70,7 +74,13 @@ def url(ray_address: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     with (
         log.open("w") as output,
         subprocess.Popen(
-            [Path(sys.executable).with_name("serve"), "run", "--address", ray_address, str(directory / "serve.yaml")],
+            [
+                Path(sys.executable).with_name("serve"),
+                "run",
+                "--address",
+                ray_cluster[0],
+                str(directory / "serve.yaml"),
+            ],
             stdout=output,
             stderr=subprocess.STDOUT,
             cwd=ROOT,
@@ -138,3 +148,22 @@ def test_hosts_are_checked_as_the_shipped_file_says(url: str) -> None:
 
 def test_ready(url: str) -> None:
     wait_until(lambda: httpx.get(f"{url}/health/ready", timeout=20).status_code == 200)
+
+
+def test_ray_exports_the_metrics_of_each_replica(url: str, ray_cluster: tuple[str, str]) -> None:
+    guided = {sample.name for sample in samples(httpx.get(f"{url}/metrics", timeout=60).text)}
+    assert "guided_engine_steps_total" in guided
+
+    def exported() -> list[Sample]:
+        return [each for each in samples(httpx.get(ray_cluster[1], timeout=20).text) if "guided" in each.name]
+
+    wait_until(lambda: {each.name for each in exported()} >= {f"ray_{name}" for name in guided}, 60)
+    assert {(each.labels["deployment"], each.labels["application"]) for each in exported()} == {
+        ("GuidedServer", "guided")
+    }
+    assert all(each.labels["replica"] for each in exported())
+
+
+def samples(text: str) -> list[Sample]:
+    found = (sample for metric in text_string_to_metric_families(text) for sample in metric.samples)
+    return [sample for sample in found if not sample.name.endswith("_created")]

@@ -191,8 +191,8 @@ def test_a_bundle_of_post_processors_can_be_injected(tiny_model: LoadedModel, ru
     """The second member of the bundle bans what the constraint would allow."""
 
     class Banning(GuidedProcessor):
-        def apply(self, logits: torch.Tensor, patience: float | None = None, alone: bool = True) -> ApplyReport:
-            report = super().apply(logits, patience, alone)
+        def apply(self, logits: torch.Tensor, *options: Any, **named: Any) -> ApplyReport:
+            report = super().apply(logits, *options, **named)
             logits[:, [tiny_model.vocabulary.encode(digit)[0] for digit in "02468"]] = -torch.inf
             return report
 

@@ -89,7 +89,7 @@ from actors import RayPool
 from guided.constraint import Constraint
 from guided.sequence import GuidedSequence
 
-pool = RayPool(BYTES, num_actors=2, address=sys.argv[1], spread=True)
+pool = RayPool(BYTES, num_actors=2, address=sys.argv[1], placement="spread", actor_cpus=0.25, compile_cpus=0.25)
 grammar = pool.compile(Constraint.regex("a+"), ("llguidance",)).result(60)
 sequences = [GuidedSequence("request", each, []) for each in (1, 2)]
 for sequence in sequences:

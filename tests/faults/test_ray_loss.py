@@ -124,7 +124,14 @@ from guided.errors import PoolUnavailable, WorkerDied
 with tempfile.TemporaryDirectory(prefix="r", dir="/tmp", ignore_cleanup_errors=True) as directory:
     command = [sys.executable, "-c", sys.argv[1], directory]
     head = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    pool = RayPool(BYTES, num_actors=1, address=head.stdout.readline().strip(), pool_wait=3.0)
+    pool = RayPool(
+        BYTES,
+        num_actors=1,
+        address=head.stdout.readline().strip(),
+        pool_wait=3.0,
+        actor_cpus=0.25,
+        compile_cpus=0.25,
+    )
     driven = DrivenPool(pool)
     (lost,) = driven.open("sound length=1000")
     driven.go_on([lost], 2)
@@ -171,7 +178,7 @@ with tempfile.TemporaryDirectory(prefix="r", dir="/tmp", ignore_cleanup_errors=T
     quiet = {"num_cpus": 1, "include_dashboard": False, "temp_dir": directory}
     cluster = Cluster(initialize_head=True, head_node_args=quiet)
     second = cluster.add_node(num_cpus=1)
-    pool = RayPool(BYTES, num_actors=2, address=cluster.address, spread=True)
+    pool = RayPool(BYTES, num_actors=2, address=cluster.address, placement="spread", actor_cpus=0.25, compile_cpus=0.25)
     driven = DrivenPool(pool)
     sequences = driven.open("sound length=1000", number=6)
     driven.go_on(sequences, 2)

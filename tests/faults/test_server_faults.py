@@ -140,7 +140,7 @@ class TestEveryError:
     ) -> None:
         failed: Future[Any] = Future()
         failed.set_exception(kind("told to"))
-        monkeypatch.setattr(server.pool, "compile", lambda constraint, backends: failed)
+        monkeypatch.setattr(server.pool, "compile", lambda constraint, backends, client: failed)
         status, code, retry = ERRORS[kind]
         counted = server.metric("guided_request_failures_total", code=code)
         not_compiled = server.metric("guided_grammar_failures_total", code=code, kind="regex")

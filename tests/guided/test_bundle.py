@@ -39,7 +39,9 @@ class Banning:
         self.failed: dict[int, GuidedError] = {}
         self.calls: list[Any] = []
 
-    def initialize(self, request_id: str, constraint: Constraint, backend: str = "auto") -> Future[Grammar]:
+    def initialize(
+        self, request_id: str, constraint: Constraint, backend: str = "auto", client: str = ""
+    ) -> Future[Grammar]:
         if self.rejects:
             raise UnsupportedConstraint("not with me")
         self.calls.append(("initialize", request_id))
@@ -48,7 +50,7 @@ class Banning:
     def prepare(self, sequences: Sequence[GuidedSequence], logits_rows: Any = None, new_tokens: Any = None) -> None:
         self.calls.append(("prepare", [sequence.sampling_params for sequence in sequences]))
 
-    def apply(self, logits: torch.Tensor, patience: float | None = None, alone: bool = True) -> ApplyReport:
+    def apply(self, logits: torch.Tensor, *options: Any, **named: Any) -> ApplyReport:
         self.calls.append(("finite", torch.isfinite(logits[0]).nonzero().flatten().tolist()))
         if self.banned is not None:
             logits[:, self.banned] = -torch.inf

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import threading
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 
@@ -59,7 +60,7 @@ def test_only_constrained_rows_are_written_each_with_its_own_mask() -> None:
     assert torch.isfinite(logits[[0, 2]]).all()
 
 
-def test_a_failed_row_is_reported_and_not_masked_and_the_others_are() -> None:
+def test_a_failed_row_is_reported_and_allows_a_stop_token_only_and_the_others_are_masked() -> None:
     subject = processor(fail_at=1)
     subject.initialize("bad", Constraint.choice(["12"]))
     subject.initialize("good", Constraint.choice(["345"]))
@@ -71,7 +72,7 @@ def test_a_failed_row_is_reported_and_not_masked_and_the_others_are() -> None:
     report = subject.apply(logits)
     assert list(report.failed) == [1]
     assert isinstance(report.failed[1], BackendError)
-    assert torch.isfinite(logits[0]).all()
+    assert allowed(logits, 0) == [STOP]
     assert allowed(logits, 1) == [5]
 
 
@@ -79,7 +80,7 @@ def test_rows_of_requests_that_are_not_ready_are_refused_and_change_nothing() ->
     class SlowPool(InlinePool):
         hold = False
 
-        def compile(self, constraint: Constraint, backends: Sequence[str]) -> Future[Grammar]:
+        def compile(self, constraint: Constraint, backends: Sequence[str], client: str = "") -> Future[Grammar]:
             return Future() if self.hold else super().compile(constraint, backends)
 
     pool = SlowPool(VOCABULARY, ScriptedBackends(VOCABULARY))  # type: ignore[arg-type]
@@ -200,22 +201,50 @@ def test_a_failed_row_is_reported_under_its_sequence_and_closed(error: GuidedErr
     subject.prepare([GuidedSequence("r", 1, [])])
     logits = torch.zeros(1, WIDTH)
     assert subject.apply(logits).failed == {1: error}
-    assert torch.isfinite(logits).all()
+    assert allowed(logits, 0) == [STOP]
     assert pool.status().workers[0].open_sequences == 0
 
 
-def test_a_late_row_is_reported_and_not_masked() -> None:
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_late_row_is_reported_and_can_only_be_sampled_where_the_caller_keeps_it(keep: bool) -> None:
     pool = FaultyPool(late=True)
     subject = GuidedProcessor(pool)
     subject.initialize("r", Constraint.choice(["12"]))
     subject.prepare([GuidedSequence("r", 7, [])])
     logits = torch.zeros(1, WIDTH)
-    assert subject.apply(logits, patience=0.0).late == [7]
-    assert torch.isfinite(logits).all()
+    assert subject.apply(logits, patience=0.0, keep_late=keep).late == [7]
+    assert allowed(logits, 0) == (list(range(WIDTH)) if keep else [STOP])
     pool.late = False
     subject.prepare([GuidedSequence("r", 7, [])])
     assert not subject.apply(logits).late
-    assert allowed(logits, 0) == [1]
+    assert allowed(logits, 0) == ([1] if keep else [])
+
+
+def test_misuse_is_an_error() -> None:
+    subject = processor()
+    for request_id in ("a", "b"):
+        subject.initialize(request_id, Constraint.choice(["12"]))
+    subject.prepare([GuidedSequence("a", 1, [])])
+    with pytest.raises(ValueError, match="39 columns"):
+        subject.apply(torch.zeros(1, WIDTH - 1))
+    raised: list[BaseException] = []
+
+    def apply_elsewhere() -> None:
+        try:
+            subject.apply(torch.zeros(1, WIDTH))
+        except RuntimeError as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=apply_elsewhere)
+    thread.start()
+    thread.join()
+    assert "another thread" in str(raised)
+    subject.apply(torch.zeros(1, WIDTH))
+    with pytest.raises(ValueError, match="belongs to request 'a'"):
+        subject.prepare([GuidedSequence("b", 1, [])])
+    with pytest.raises(ValueError, match="twice"):
+        subject.prepare([GuidedSequence("b", 2, []), GuidedSequence("b", 2, [])])
+    subject.prepare([GuidedSequence("b", 2, [])])
 
 
 def test_the_same_tuple_can_be_prepared_again_with_the_new_tokens() -> None:
@@ -251,7 +280,7 @@ def test_a_grammar_still_being_compiled_when_its_request_ends_is_released_later(
     class SlowPool(FaultyPool):
         pending: Future[Grammar] = Future()
 
-        def compile(self, constraint: Constraint, backends: Sequence[str]) -> Future[Grammar]:
+        def compile(self, constraint: Constraint, backends: Sequence[str], client: str = "") -> Future[Grammar]:
             return self.pending
 
         def release(self, grammar: Grammar) -> None:
@@ -280,7 +309,8 @@ def test_masks_can_be_collected_instead_of_applied() -> None:
     report = subject.collect(bitmask)
     assert list(report.failed) == [1]
     assert bitmask[3].tolist() == [1 << 3, 0]
-    assert (bitmask[:3] == -1).all()
+    assert bitmask[1].tolist() == [1 << STOP, 0], "a failed row allows a stop token only"
+    assert (bitmask[[0, 2]] == -1).all()
     with pytest.raises(RuntimeError, match="without prepare"):
         subject.collect(bitmask)
 

@@ -10,8 +10,16 @@ import pytest
 from byte_vocabulary import BYTES, STOP, WORDS, allowed, tokens
 
 from actors import RayPool
+from guided.budget import budget_of
 from guided.constraint import Constraint
-from guided.errors import BackendError, GuidedError, InvalidConstraint, TokenRejected, UnsupportedConstraint
+from guided.errors import (
+    BackendError,
+    GuidedError,
+    InvalidConstraint,
+    InvalidRequest,
+    TokenRejected,
+    UnsupportedConstraint,
+)
 from guided.inline import InlinePool
 from guided.pool import Grammar, MaskPool
 from guided.sequence import GuidedSequence
@@ -256,7 +264,7 @@ def test_a_grammar_outlives_its_release_while_a_sequence_has_it_open(driver: Dri
     [
         (lambda: Constraint.regex("a(b"), InvalidConstraint),
         (lambda: Constraint.grammar("start: undefined_rule"), InvalidConstraint),
-        (lambda: Constraint.json_schema({"type": "array", "uniqueItems": True}), UnsupportedConstraint),
+        (lambda: Constraint.json_schema({"contains": {"pattern": "a"}, "maxContains": 2}), UnsupportedConstraint),
     ],
 )
 def test_what_cant_be_compiled_says_so(
@@ -270,12 +278,12 @@ def test_what_cant_be_compiled_says_so(
 
 
 def test_the_next_backend_is_tried_where_the_first_refuses(driver: Driver) -> None:
-    constraint = Constraint.json_schema({"type": "object", "properties": {"a": {"type": "null"}}, "minProperties": 1})
-    with pytest.raises(UnsupportedConstraint, match="minProperties"):
-        driver.compile(constraint, ("llguidance", "outlines"))
-    grammar = driver.compile(constraint, ("llguidance", "outlines", "xgrammar"))
-    assert grammar.backend == "xgrammar"
-    assert "{" in driver.mask(driver.open(grammar), "")
+    constraint = Constraint.json_schema({"type": "array", "items": {"$ref": "#"}})
+    with pytest.raises(UnsupportedConstraint, match="recursive"):
+        driver.compile(constraint, ("outlines",))
+    grammar = driver.compile(constraint, ("outlines", "llguidance"))
+    assert grammar.backend == "llguidance"
+    assert "[" in driver.mask(driver.open(grammar), "")
 
 
 def test_a_sequence_that_was_never_opened_has_no_mask(driver: Driver) -> None:
@@ -291,6 +299,26 @@ def test_status_names_the_pool_and_its_workers(driver: Driver) -> None:
     assert all(worker.pid and worker.node for worker in status.workers)
     assert driver.pool.failures() == {}
     assert driver.pool.vocabulary == BYTES
+
+
+def test_a_budget_restricts_masks_and_says_so(driver: Driver) -> None:
+    constraint = Constraint.regex("(a{20}|b+)c")
+    grammar = driver.compile(constraint)
+    sequence, free = driver.open(grammar), driver.open(grammar)
+    driver.sequences[sequence].budget = budget_of(constraint, 5)
+    assert driver.step(sequence, free) == ["b", "ab"]
+    assert (driver.sequences[sequence].steered, driver.sequences[free].steered) == (True, False)
+    assert [driver.mask(sequence, "bbbc"[:length]) for length in (1, 2, 3, 4)] == ["bc", "bc", "c", "."]
+
+
+def test_a_budget_that_cannot_suffice_is_refused(driver: Driver) -> None:
+    constraint = Constraint.regex("a{20}")
+    sequence = driver.open(driver.compile(constraint))
+    driver.sequences[sequence].budget = budget_of(constraint, 20)
+    (refusal,) = driver.step(sequence)
+    assert isinstance(refusal, InvalidRequest)
+    assert refusal.param == "max_tokens"
+    assert "at least 21" in str(refusal)
 
 
 def test_tokens_without_an_alternative_come_with_the_mask(driver: Driver) -> None:

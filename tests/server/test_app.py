@@ -70,8 +70,21 @@ class TestChat:
         answer = post(client, max_tokens=200, whitespace_pattern="", **fields)
         assert answer.status_code == 200
         assert answer.headers["x-guided-backend"] == "llguidance"
-        assert answer.json()["guided"] == {"kind": "json_schema", "backend": "llguidance"}
+        assert answer.json()["guided"] == {"kind": "json_schema", "backend": "llguidance", "not_enforced": []}
         assert json.loads(answer.json()["choices"][0]["message"]["content"]) in ({"ok": True}, {"ok": False})
+
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_complete(self, client: TestClient, stream: bool) -> None:
+        asked = {"regex": "[a-z]*x", "complete": True, "temperature": 1.0, "stream": stream}
+        answer = post(client, max_tokens=3, **asked)
+        last = sse(answer.text)[-2] if stream else answer.json()
+        assert last["choices"][0]["finish_reason"] == "stop"
+        assert last["guided"] == {"kind": "regex", "backend": "llguidance", "completed_early": True}
+        refused = post(client, max_completion_tokens=1, **asked)
+        assert refused.status_code == 400
+        error = refused.json()["error"]
+        assert (error["code"], error["param"]) == ("invalid_request", "max_completion_tokens")
+        assert "give at least 2" in error["message"]
 
     def test_n_outputs_with_seeds_of_their_own(self, client: TestClient) -> None:
         answer = post(client, n=4, temperature=2.0, seed=1, max_tokens=12).json()
@@ -523,7 +536,7 @@ class TestDisconnect:
     def test_during_compilation(self, client: TestClient, stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         context: ServerContext = client.app.state.context  # type: ignore[attr-defined]
         never: Future[Any] = Future()
-        monkeypatch.setattr(context.engine.pool, "compile", lambda constraint, backends: never)
+        monkeypatch.setattr(context.engine.pool, "compile", lambda constraint, backends, client: never)
         body = json.dumps({**HELLO, "regex": "a", "stream": stream}).encode()
         sent: list[Any] = []
 

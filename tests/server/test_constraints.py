@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -20,6 +21,12 @@ SCHEMA: dict[str, Any] = {
     "required": ["name", "age"],
 }
 GRAMMAR = 'root ::= "yes" | "no"'
+TAG: dict[str, Any] = {"type": "structural_tag", "format": {"type": "any_text"}}
+OLDER_TAG: dict[str, Any] = {
+    "type": "structural_tag",
+    "structures": [{"begin": "<a>", "schema": SCHEMA, "end": "</a>"}],
+    "triggers": ["<a"],
+}
 
 
 def chat(**fields: Any) -> ChatRequest:
@@ -54,6 +61,38 @@ def response_format(schema: Any) -> dict[str, Any]:
         ({"json_object": True}, Constraint.json_object(), "json_object"),
         ({"response_format": {"type": "json_object"}}, Constraint.json_object(), "response_format"),
         ({"structured_outputs": {"json_object": True}}, Constraint.json_object(), "structured_outputs.json_object"),
+        ({"structural_tag": TAG}, Constraint.structural_tag(TAG), "structural_tag"),
+        ({"response_format": TAG}, Constraint.structural_tag(TAG), "response_format"),
+        ({"response_format": OLDER_TAG}, Constraint.structural_tag(OLDER_TAG), "response_format"),
+        (
+            {"structured_outputs": {"structural_tag": json.dumps(TAG)}},
+            Constraint.structural_tag(TAG),
+            "structured_outputs.structural_tag",
+        ),
+        ({"ebnf": GRAMMAR}, Constraint.grammar(GRAMMAR), "ebnf"),
+        (
+            {"response_format": {"type": "json_object", "schema": SCHEMA}},
+            Constraint.json_schema(SCHEMA),
+            "response_format",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "schema": SCHEMA}},
+            Constraint.json_schema(SCHEMA),
+            "response_format",
+        ),
+        ({"response_format": {"type": "json", "value": SCHEMA}}, Constraint.json_schema(SCHEMA), "response_format"),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "schema": SCHEMA, "strict": "true"},
+                }
+            },
+            Constraint.json_schema(SCHEMA),
+            "response_format",
+        ),
+        # guidance's VLLMModel sends its schema in two fields.
+        ({"json_schema": SCHEMA, "guided_json": json.dumps(SCHEMA)}, Constraint.json_schema(SCHEMA), "json_schema"),
     ],
 )
 def test_every_spelling_is_one_constraint(fields: dict[str, Any], expected: Constraint, param: str) -> None:
@@ -122,21 +161,23 @@ def test_backend_of_the_request_goes_before_the_servers(fields: dict[str, Any], 
             "structured_outputs.choice",
             ["structured_outputs.regex", "structured_outputs.choice"],
         ),
-        ({"json_schema": SCHEMA, "guided_json": SCHEMA}, InvalidConstraint, "guided_json", ["json_schema", "guided"]),
+        ({"json_schema": SCHEMA, "guided_json": {}}, InvalidConstraint, "guided_json", ["json_schema", "guided"]),
         (
-            {"json_object": True, "response_format": {"type": "json_object"}},
+            {"json_schema": {}, "response_format": {"type": "json_object"}},
             InvalidConstraint,
             "response_format",
-            ["json_object", "response_format"],
+            ["json_schema", "response_format"],
         ),
         ({"structured_outputs": {}}, InvalidConstraint, "structured_outputs", ["no constraint"]),
         (
             {"structured_outputs": {"structural_tag": "{}"}},
             InvalidConstraint,
             "structured_outputs.structural_tag",
-            ["structural_tag"],
+            ["format"],
         ),
-        ({"response_format": {"type": "structural_tag"}}, InvalidConstraint, "response_format.type", ["structural"]),
+        ({"response_format": {"type": "structural_tag"}}, InvalidConstraint, "response_format", ["format"]),
+        ({"response_format": {"type": "json"}}, InvalidConstraint, "response_format.value", ["Missing"]),
+        ({"response_format": {"type": "text", "format": {}}}, InvalidConstraint, "response_format.format", ["text"]),
         ({"response_format": {"type": "json_schema"}}, InvalidConstraint, "response_format.json_schema", ["Missing"]),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},

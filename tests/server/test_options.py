@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from deploy.arguments import RESOURCES, Arguments
 from engine import LLM, AsyncLLM
 from engine.config import EngineConfig, LoadOptions
 from engine.server import cli
-from engine.server.options import OPTIONS, ConnectionLimits, ServeOptions, ServerSettings
+from engine.server.options import OPTIONS, ConnectionLimits, ServeOptions, ServerSettings, take_api_key
 from guided.limits import CompileLimits, Limits
 from guided.pool_options import RayPoolOptions
 
@@ -54,7 +56,7 @@ def test_the_command_line_has_every_option_with_its_default() -> None:
 
 
 def test_ray_serve_has_every_option_but_those_it_sets_itself() -> None:
-    own = {"host", "port", "log_level", "grace_seconds", "ray_address", "forwarded_allow_ips"}
+    own = {"host", "port", "api_key", "ray_address", "forwarded_allow_ips"}
     own |= {each.name for each in fields(ConnectionLimits)}
     assert {option.name for option in OPTIONS if option.process_only} == own
     assert Arguments.model_fields.keys() == {option.name for option in OPTIONS} - own | RESOURCES.keys()
@@ -63,9 +65,23 @@ def test_ray_serve_has_every_option_but_those_it_sets_itself() -> None:
         Arguments.model_validate({"host": "0.0.0.0"})
 
 
+def test_keys_come_from_a_file_or_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "keys"
+    file.write_text("one\ntwo, three\n")
+    monkeypatch.setenv("GUIDED_API_KEY", "four")
+    options = take_api_key(ServeOptions(server=ServerSettings(api_key_file=str(file))))
+    assert options.server.api_keys == ("one", "two", "three")
+    assert "GUIDED_API_KEY" not in os.environ
+    monkeypatch.setenv("GUIDED_API_KEY", "four")
+    assert take_api_key(ServeOptions()).server.api_keys == ("four",)
+    file.write_text("\n")
+    with pytest.raises(ValueError, match="no key in the file"):
+        take_api_key(ServeOptions(server=ServerSettings(api_key_file=str(file))))
+
+
 def test_ray_serve_reads_values_from_the_command_line_as_text() -> None:
-    given = {"spread": "true", "slots": "9", "transport": "tcp", "kv_cache_mib": "3", "max_enum": "4"}
+    given = {"placement": "spread", "slots": "9", "transport": "tcp", "kv_cache_mib": "3", "max_enum": "4"}
     arguments = Arguments.model_validate(given).model_dump(include=set(given))
     options = ServeOptions.from_flat(arguments)
-    assert options.ray == RayPoolOptions(spread=True, slots=9, transport="tcp")
+    assert options.ray == RayPoolOptions(placement="spread", slots=9, transport="tcp")
     assert options.engine == EngineConfig(kv_cache_bytes=3 << 20, limits=Limits(max_enum=4))

@@ -38,7 +38,7 @@ def test_parts_that_are_no_text(client: TestClient, kind: str) -> None:
 def test_structural_tags(client: TestClient) -> None:
     form = {"type": "structural_tag", "structures": [], "triggers": ["<"]}
     message, param = said(client, "/v1/completions", {**PROMPT, "response_format": form})
-    assert (message, param) == ("response_format of type structural_tag is not supported", "response_format.type")
+    assert (message, param) == ("there is no tag, or no trigger (at the root)", "response_format")
 
 
 def test_stop_strings_are_unicode(client: TestClient) -> None:

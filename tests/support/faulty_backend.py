@@ -39,6 +39,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from guided.backends import Adapter
+from guided.backends.base import CompiledGrammar
 from guided.constraint import Constraint, ConstraintKind
 from guided.errors import BackendError, TokenRejected
 from guided.vocabulary import Vocabulary
@@ -207,7 +208,7 @@ class _Matcher:
 
 
 @dataclass(frozen=True)
-class _Grammar:
+class _Grammar(CompiledGrammar):
     plan: _Plan
     size: int
     stop: frozenset[int]

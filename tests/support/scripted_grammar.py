@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from guided.backends.base import CompiledGrammar
 from guided.constraint import Constraint
 from guided.errors import BackendError, TokenRejected
 from guided.vocabulary import Vocabulary
@@ -16,7 +17,7 @@ STOP = 0
 """The stop token of the vocabularies in these tests."""
 
 
-class ScriptedGrammar:
+class ScriptedGrammar(CompiledGrammar):
     """A grammar that accepts exactly `sentences`. Its matchers can fail at a position."""
 
     nbytes = 100

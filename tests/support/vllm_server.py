@@ -69,8 +69,12 @@ def text_of(events: list[Any]) -> str:
 
 
 @contextlib.contextmanager
-def serving_vllm(model: Path, *arguments: str) -> Iterator[Server]:
-    """Run `vllm serve` until the block ends. Then check that its processes have ended and our files are removed."""
+def serving_vllm(model: Path, *arguments: str, drop_in: bool = False, **environment: str) -> Iterator[Server]:
+    """Run `vllm serve` until the block ends. Then check that its processes have ended and our files are removed.
+
+    Args:
+        drop_in: with `GUIDED_VLLM=1`, instead of the logits processor and the middleware.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -78,12 +82,22 @@ def serving_vllm(model: Path, *arguments: str) -> Iterator[Server]:
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
     command += ["--host", "127.0.0.1", "--port", str(port), "--load-format", "dummy", "--enforce-eager"]
     command += ["--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", "16"]
-    command += ["--logits-processors", PLUGIN, "--middleware", MIDDLEWARE]
+    if not drop_in:
+        command += ["--logits-processors", PLUGIN, "--middleware", MIDDLEWARE]
     command += ["--additional-config", json.dumps(OPTIONS), *arguments]
     # A short path: the length of socket paths is limited.
     with tempfile.TemporaryFile() as log, tempfile.TemporaryDirectory("", "g", "/tmp", True) as files:
         process = subprocess.Popen(
-            command, stdout=log, stderr=log, env={**os.environ, "TMPDIR": files, "XDG_RUNTIME_DIR": files}
+            command,
+            stdout=log,
+            stderr=log,
+            env={
+                **os.environ,
+                "TMPDIR": files,
+                "XDG_RUNTIME_DIR": files,
+                **({"GUIDED_VLLM": "1"} if drop_in else {}),
+                **environment,
+            },
         )
         server = Server(process, f"http://127.0.0.1:{port}", str(model), log)
         try:

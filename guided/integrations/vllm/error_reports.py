@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from pathlib import Path
 
 from guided.errors import GuidedError, from_wire, to_wire
@@ -25,6 +26,16 @@ def report(request_id: str, error: GuidedError) -> None:
     directory = write_note(_DIRECTORY, _file_name(request_id), to_wire(error))
     for entry in sorted(os.scandir(directory), key=_age)[:-_MAX_REPORTS]:
         Path(entry.path).unlink(missing_ok=True)
+
+
+def report_engine_request(engine_id: str, error: GuidedError) -> None:
+    """Report the end of a request by the id that vLLM's engine has for it.
+
+    The process that answers knows a part of it: `3_cmpl-ID-0-1f2e3d4c` is choice 3 of prompt 0 of request `cmpl-ID`.
+    """
+    outer = re.sub(r"^\d+_|-[0-9a-f]{8}$", "", engine_id)
+    for request_id in {outer, re.sub(r"-\d+$", "", outer)}:
+        report(request_id, error)
 
 
 def take(request_id: str) -> GuidedError | None:

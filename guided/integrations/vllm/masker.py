@@ -1,13 +1,15 @@
-"""Masker: masks the guided rows of a vLLM batch.
+"""Masker: computes the masks of the guided rows of a vLLM batch, in a pool.
 
-vLLM has neither late nor failed rows. So the masker waits for every mask, up to a limit, and a row without a valid mask
-is allowed one token only: a stop token, which ends its request. The error is reported out of band.
+A row is without a mask if its request has failed, or if the mask is late: not ready at the step's deadline. Such a row is
+allowed one token only, a stop token. The caller discards that token, or it ends the request.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -16,14 +18,15 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from guided.bitmask import pack, words
-from guided.errors import CompileTimeout, GuidedError, InternalError, PoolUnavailable, TokenRejected, bounded
+from guided.errors import GuidedError, InternalError, PoolUnavailable, TokenRejected, bounded
 from guided.integrations.blocking import finish_step
 from guided.integrations.pools import PoolOpener
 from guided.integrations.vllm.request_params import GuidedParams
 from guided.kernel import apply_bitmask
-from guided.pool import Grammar
+from guided.pool import Grammar, MaskPool
 from guided.processor import ApplyReport, GuidedProcessor
 from guided.sequence import GuidedSequence
 
@@ -39,23 +42,24 @@ UNKNOWN_TOKEN = InternalError(
     "guided.integrations.vllm.processor:GuidedLogitsProcessor), not to those of entry points"
 )
 _FLOOR = -1e4
-"""Lowest logit of an allowed token in requests with `other_bans`: sampled only if nothing else is left."""
+"""Lowest logit of an allowed token. vLLM, or another processor, may have written -inf to every token that a mask allows:
+such a token is sampled only if nothing else is left."""
 
 
 @dataclass(eq=False, slots=True)
 class GuidedRequest:
-    """One guided request in the engine's batch. Made by `Masker.begin`."""
+    """One guided request in the engine. Made by `Masker.begin`."""
 
     name: str
-    params: GuidedParams | None
-    """None: the parameters are invalid, and the request fails."""
     report_id: str | None
     """The id that an error is reported under, if there is one."""
     stop_token: int
-    other_bans: bool
-    """Other parameters or processors may write -inf to every token that a mask allows, before it is applied."""
+    compiled: Future[GuidedRequest] = field(default_factory=Future)
+    """Ends with this request once its grammar is installed, or with the error that fails it."""
     error: GuidedError | None = None
-    grammar: Future[Grammar] | None = None
+    late: set[int] = field(default_factory=set)
+    """Ids of its sequences with a mask that was late when it was last collected."""
+    ended: bool = False
     sequences: list[GuidedSequence] = field(default_factory=list)
     """By number of draft tokens: each row of a request has a matcher of its own."""
     committed: dict[int, int] = field(default_factory=dict)
@@ -63,7 +67,7 @@ class GuidedRequest:
 
 
 class GuidedRow(NamedTuple):
-    """One guided row of a step's logits."""
+    """One guided row of a step."""
 
     request: GuidedRequest
     logits_row: int
@@ -74,204 +78,177 @@ class GuidedRow(NamedTuple):
 
 
 class Masker:
-    """Masks the guided rows of an engine's batches. Used from one thread. A row's error raises nothing.
+    """Computes the masks of an engine's batches. A row's error raises nothing.
+
+    Used from one thread, except `begin`.
 
     Args:
-        pool: opened with the first request, and not closed here.
-        report: called with the report id and the error of each request that fails.
-        ranks: the processes that mask the same batch. None: only this one.
+        pool: an opener that has begun to open it. The pool is not closed here.
+        report: called with each request that fails; from any thread.
         width: number of logits.
-        wait_limit: seconds that a row, and the engine, may wait for a grammar, or for a worker while none is up.
-        pool_limit: seconds that the first request may wait for the pool.
+        ranks: the processes that mask the same batch. None: only this one.
     """
 
     def __init__(
-        self,
-        pool: PoolOpener,
-        report: Callable[[str, GuidedError], None],
-        ranks: Ranks | None,
-        width: int,
-        *,
-        wait_limit: float = 15.0,
-        pool_limit: float = 120.0,
+        self, pool: PoolOpener, report: Callable[[GuidedRequest], None], width: int, ranks: Ranks | None = None
     ) -> None:
         self._opener = pool
         self._report = report
-        self._ranks = ranks
         self._width = width
-        self._wait_limit, self._pool_limit = wait_limit, pool_limit
+        self._ranks = ranks
+        self.computes = ranks is None or ranks.computes
+        """Whether this process computes the masks, instead of receiving them from another rank."""
         self._processor: GuidedProcessor | None = None
+        self._lock = threading.Lock()
+        """Guards `_processor` and the compilation of a request against its end."""
         self._names = map(str, itertools.count())
         self._sequence_ids = itertools.count()
         self._requests: dict[str, GuidedRequest] = {}
         self._rows: Sequence[GuidedRow] = ()
-        self._ended: set[int] = set()
-        """Indices of this step's rows that need no mask: any further token is discarded."""
+        self._discarded: set[int] = set()
+        """Indices of this step's rows whose token is discarded by the engine: they need no mask."""
         self._prepared: dict[int, int] = {}
         """Sequence id -> index of its row, for the rows that were prepared."""
         self._sequences: tuple[GuidedSequence, ...] = ()
-        self._logits_rows: list[int] = []
-        self._gathers = False
-        """This step's masks are copied to one bitmask first, instead of being applied where the workers wrote them."""
         self._in_step = False
         """The processor has a prepared step."""
 
-    @property
-    def computes(self) -> bool:
-        """Whether this process computes the masks, instead of receiving them from another rank."""
-        return self._ranks is None or self._ranks.computes
-
     # requests
 
-    def begin(
-        self, params: GuidedParams | Exception, stop_token: int, other_bans: bool = False, report_id: str | None = None
-    ) -> GuidedRequest:
-        """Add a request to the batch, and start to compile its constraint.
+    def begin(self, params: GuidedParams | Exception, stop_token: int, report_id: str | None = None) -> GuidedRequest:
+        """Add a request, and compile its constraint once the pool is open. From any thread.
 
         Args:
             params: the guided parameters. An exception: they are invalid, and the request fails with it.
-            report_id: the id that this exception is reported under.
         """
-        valid = None if isinstance(params, Exception) else params
-        report_id = report_id if valid is None else valid.request_id
-        request = GuidedRequest(next(self._names), valid, report_id, stop_token, other_bans)
+        request = GuidedRequest(next(self._names), report_id, stop_token)
         self._requests[request.name] = request
         if isinstance(params, Exception):
             self.fail(request, params)
         elif self.computes:
-            self._opener.open()
-            if self._processor is not None:
-                self._compile(request)
+            self._opener.open().add_done_callback(partial(self._compile, request, params))
         return request
 
+    def _compile(self, request: GuidedRequest, params: GuidedParams, opening: Future[MaskPool]) -> None:
+        try:
+            pool = opening.result()
+            with self._lock:
+                if request.ended:
+                    return
+                self._processor = self._processor or GuidedProcessor(pool)
+                grammar = self._processor.initialize(request.name, params.constraint, params.backend)
+        except Exception as error:
+            known = isinstance(error, InternalError) or not isinstance(error, GuidedError) or not opening.exception()
+            self.fail(request, error if known else PoolUnavailable(str(error)))
+        else:
+            grammar.add_done_callback(partial(self._compiled, request))
+
+    def _compiled(self, request: GuidedRequest, grammar: Future[Grammar]) -> None:
+        if (error := grammar.exception()) is not None:
+            self.fail(request, error)
+        elif not request.compiled.done():
+            request.compiled.set_result(request)
+
     def end(self, request: GuidedRequest) -> None:
-        """Remove a request from the batch. Idempotent."""
+        """Remove a request. Idempotent."""
         self._requests.pop(request.name, None)
+        with self._lock:
+            request.ended = True
         self.release(request)
+        self._free(request, lambda processor: processor.free(request.name))
 
     def release(self, request: GuidedRequest) -> None:
-        """Free a request's grammar and matchers. Its next row opens them again, from its tokens."""
-        if request.grammar is not None and self._processor is not None:
+        """Close a request's matchers. Its next row opens them again, from its tokens."""
+        if request.sequences:
             self._discard_step()
-            try:
-                self._processor.free(request.name)
-            except Exception:
-                _log.exception("request %s can't be freed", request.report_id or "without an id")
-        request.grammar = None
+        for sequence in request.sequences:
+            self._free(request, lambda processor, freed=sequence.sequence_id: processor.free_sequence(freed))
         request.sequences.clear()
         request.committed.clear()
+        request.late.clear()
+
+    def _free(self, request: GuidedRequest, free: Callable[[GuidedProcessor], None]) -> None:
+        try:
+            if self._processor is not None:
+                free(self._processor)
+        except Exception:
+            _log.exception("request %s can't be freed", request.report_id or "without an id")
 
     def fail(self, request: GuidedRequest, error: BaseException) -> None:
-        """Report an error. From now on, the request's rows are allowed its stop token only."""
+        """Report an error. From now on, the request's rows are allowed its stop token only. From any thread."""
         if request.error is not None:
             return
         known = error if isinstance(error, GuidedError) else InternalError(bounded(f"{type(error).__name__}: {error}"))
         request.error = known
         _log.error("guided request %s fails: %s", request.report_id or "without an id", known)
-        if self.computes and request.report_id is not None:
-            try:
-                self._report(request.report_id, known)
-            except Exception:
-                _log.exception("the error of request %s can't be reported", request.report_id)
-        self.release(request)
+        try:
+            self._report(request)
+        except Exception:
+            _log.exception("the error of request %s can't be reported", request.report_id)
+        if not request.compiled.done():
+            request.compiled.set_exception(known)
 
-    # before the forward pass, if all tokens are known by then
+    @property
+    def stop_token_ids(self) -> frozenset[int]:
+        """The tokens that end an output. Empty until the pool is open."""
+        return frozenset() if self._processor is None else frozenset(self._processor.vocabulary.stop_token_ids)
 
-    def prepare(self, rows: Sequence[GuidedRow], wait: bool = False) -> bool:
-        """Start to compute this step's masks. `apply` follows, or the next `prepare`.
+    # a step
+
+    def prepare(self, rows: Sequence[GuidedRow], wait: float | None = None) -> bool:
+        """Start to compute the masks of `rows`. `collect` or `apply` follows, or the next `prepare`.
 
         Args:
-            wait: wait for the pool and for grammars. If not, False is returned if one, or a token, is missing.
+            wait: seconds to wait for grammars. Requests without one fail then. None: if a grammar or a token is
+                missing, False is returned.
         """
         self._discard_step()
-        self._rows, self._ended, self._prepared = rows, set(), {}
-        self._gathers = self._ranks is not None or any(row.request.other_bans for row in rows)
+        self._rows, self._discarded, self._prepared = rows, set(), {}
         if not self.computes or not rows:
             return True
+        if wait is None and not all(_is_known(row) and _is_ready(row) for row in rows):
+            return False
+        self._wait_for_grammars(wait or 0.0)
         try:
-            if not wait and any(_is_unknown(row) for row in rows):
-                return False
-            if not self._wait_for_pool(wait) or not self._wait_for_grammars(wait):
-                return False
             self._submit()
         except Exception as error:
-            self._fail_step(error)
+            self._fail_rows(error)
         return True
 
-    def _wait_for_pool(self, wait: bool) -> bool:
-        """Open the pool, or fail the rows' requests. False: the pool is still opening."""
-        if self._processor is not None or all(row.request.error is not None for row in self._rows):
-            return True
-        opening = self._opener.open()
-        if not opening.done() and not wait:
-            return False
-        try:
-            self._processor = GuidedProcessor(opening.result(self._pool_limit))
-        except TimeoutError:
-            self._fail_all(PoolUnavailable(f"the mask pool didn't open within {self._pool_limit:g} s"))
-        except GuidedError as error:
-            self._fail_all(error if isinstance(error, InternalError) else PoolUnavailable(str(error)))
-        return True
-
-    def _compile(self, request: GuidedRequest) -> None:
-        assert self._processor is not None
-        assert request.params is not None
-        try:
-            request.grammar = self._processor.initialize(
-                request.name, request.params.constraint, request.params.backend
-            )
-        except Exception as error:
-            self.fail(request, error)
-
-    def _wait_for_grammars(self, wait: bool) -> bool:
-        """Compile every row's grammar, or fail its request. False: one is still being compiled."""
-        deadline = time.monotonic() + self._wait_limit
-        for request in dict.fromkeys(row.request for row in self._rows if row.request.error is None):
-            if request.grammar is None:
-                self._compile(request)
-            if request.grammar is None:
-                continue
-            if not request.grammar.done() and not wait:
-                return False
-            try:
-                request.grammar.result(max(0.0, deadline - time.monotonic()))
-            except TimeoutError:
-                self.fail(request, CompileTimeout(f"the constraint didn't compile within {self._wait_limit:g} s"))
-            except Exception as error:
-                self.fail(request, error)
-        return True
+    def _wait_for_grammars(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        for row in self._rows:
+            if not _is_ready(row):
+                try:
+                    row.request.compiled.exception(max(0.0, deadline - time.monotonic()))
+                except TimeoutError:
+                    self.fail(row.request, _not_compiled(seconds))
 
     def _submit(self) -> None:
         rows, processor = self._rows, self._processor
         if processor is None:  # the pool can't be opened: all requests have failed
             return
-        self._ended = {index for index, row in enumerate(rows) if self._has_ended(row)}
-        complete = {rows[index].request.name for index in self._ended if not rows[index].drafts}
+        sequences: list[GuidedSequence] = []
+        stops = processor.vocabulary.stop_token_ids
+        for index, row in enumerate(rows):
+            last = row.token_ids[-max(1, row.drafts) :]
+            if not _is_known(row):
+                self.fail(row.request, UNKNOWN_TOKEN)
+            elif any(token in stops or token == row.request.stop_token or token < 0 for token in last):
+                self._discarded.add(index)  # the output is complete, or a draft token before it is invalid
+        complete = {rows[index].request.name for index in self._discarded if not rows[index].drafts}
         for name, error in processor.failures().items():  # of requests that lost a matcher between steps
             if name in self._requests and name not in complete:
                 self.fail(self._requests[name], error)
-        sequences: list[GuidedSequence] = []
-        self._logits_rows = []
         for index, row in enumerate(rows):
-            if row.request.error is None and _is_unknown(row) and not row.drafts:
-                self.fail(row.request, UNKNOWN_TOKEN)
-            if row.request.error is not None or index in self._ended:
-                continue
-            sequence = self._sequence(row)
-            self._prepared[sequence.sequence_id] = index
-            sequences.append(sequence)
-            self._logits_rows.append(index if self._gathers else row.logits_row)
+            if row.request.error is None and index not in self._discarded:
+                sequence = self._sequence(row)
+                self._prepared[sequence.sequence_id] = index
+                sequences.append(sequence)
         if self._sequences != tuple(sequences):  # the same tuple again costs least
             self._sequences = tuple(sequences)
-        processor.prepare(self._sequences, self._logits_rows)
+        processor.prepare(self._sequences, list(self._prepared.values()))
         self._in_step = True
-
-    def _has_ended(self, row: GuidedRow) -> bool:
-        """Whether the row's token is discarded: the output is complete, or a draft token before it is invalid."""
-        assert self._processor is not None
-        stops = self._processor.vocabulary.stop_token_ids
-        last = row.token_ids[-max(1, row.drafts) :]
-        return any(token in stops or token == row.request.stop_token or token < 0 for token in last)
 
     def _sequence(self, row: GuidedRow) -> GuidedSequence:
         """Return the sequence of a row, with its current tokens."""
@@ -289,93 +266,109 @@ class Masker:
             request.committed[drafts] = len(row.token_ids) - drafts
         return sequence
 
-    def _discard_step(self) -> None:
-        """Finish a prepared step that the engine does not use. Late rows are prepared again with the next step."""
-        if not self._in_step:
-            return
-        self._in_step = False
-        try:
-            assert self._processor is not None
-            unused = np.empty((1 + max(self._logits_rows, default=0), words(self._width)), np.int32)
-            self._fail_rows(self._processor.collect(unused))
-        except Exception as error:
-            self._fail_step(error)
+    def collect(self, patience: float, park: bool = False) -> NDArray[np.int32]:
+        """Wait for the masks of the prepared rows.
 
-    # after the forward pass
+        Args:
+            patience: seconds to wait at most.
+            park: a row without its mask by then is late. Otherwise its request fails.
 
-    def apply(self, logits: torch.Tensor) -> None:
-        """Write -inf to all tokens that this step's rows must not become, in place. `logits`: float `[rows, width]`."""
-        if not self._rows:
-            return
-        try:
-            if self._gathers:
-                self._apply_gathered(logits)
-                return
-            if self._processor is not None:
-                self._finish_step(partial(self._processor.apply, logits))
-        except Exception as error:
-            self._fail_step(error)
-        forced = [row for _, row in self._forced()]
-        if forced:
-            rows = [row.logits_row for row in forced]
-            logits[rows] = float("-inf")
-            logits[rows, [row.request.stop_token for row in forced]] = 0.0
-
-    def _apply_gathered(self, logits: torch.Tensor) -> None:
-        bitmask = np.zeros((len(self._rows), words(self._width)), np.int32)
-        if self._processor is not None:
-            try:
-                self._finish_step(partial(self._processor.collect, bitmask))
-            except Exception as error:
-                self._fail_step(error)
-        if self.computes:
-            for index, row in self._forced():
-                bitmask[index] = pack([row.request.stop_token], self._width)
-        if self._ranks is not None:
-            self._ranks.share(bitmask)
-        apply_bitmask(logits, bitmask, [row.logits_row for row in self._rows], least=_FLOOR)
-
-    def _finish_step(self, finish: Callable[[], ApplyReport]) -> None:
+        Returns:
+            int32 `[rows, words]`. Rows of failed and late requests allow their stop token only. So do rows whose
+            token is discarded in any case: after the end of the output, or after an invalid draft token.
+        """
+        bitmask = np.empty((len(self._rows), words(self._width)), np.int32)
         if self._in_step:
             self._in_step = False
             assert self._processor is not None
-            self._fail_rows(finish_step(self._processor, self._sequences, self._logits_rows, finish, self._wait_limit))
+            collect = partial(self._processor.collect, bitmask, patience, alone=False)
+            try:
+                if park:
+                    self._sort(collect())
+                else:
+                    lines = list(self._prepared.values())
+                    self._sort(finish_step(self._processor, self._sequences, lines, collect, patience))
+            except Exception as error:
+                self._fail_rows(error)
+        for index, row in enumerate(self._rows):
+            if index in self._discarded or row.request.error is not None or row.request.late:
+                bitmask[index] = pack([row.request.stop_token], self._width)
+        return bitmask
 
-    def _fail_rows(self, report: ApplyReport) -> None:
+    def _sort(self, report: ApplyReport) -> None:
+        for index in self._prepared.values():
+            self._rows[index].request.late.clear()
+        for sequence_id in report.late:
+            self._rows[self._prepared[sequence_id]].request.late.add(sequence_id)
         for sequence_id, error in report.failed.items():
             index = self._prepared[sequence_id]
             row = self._rows[index]
             if row.drafts and isinstance(error, TokenRejected):
-                self._ended.add(index)  # the engine rejects the draft token in the row before
+                self._discarded.add(index)  # the engine rejects the draft token in the row before
             else:
                 self.fail(row.request, error)
 
-    def _forced(self) -> list[tuple[int, GuidedRow]]:
-        """This step's rows that are allowed their stop token only, and their indices."""
-        return [(i, row) for i, row in enumerate(self._rows) if i in self._ended or row.request.error is not None]
+    def apply(self, logits: torch.Tensor, patience: float) -> None:
+        """Write -inf to all tokens that the prepared rows must not become, in place.
 
-    # errors of whole steps
+        Args:
+            logits: float `[rows, width]`.
+            patience: seconds to wait at most. Requests without a mask fail then.
+        """
+        if not self._rows:
+            return
+        bitmask = self.collect(patience)
+        if self._ranks is not None:
+            self._ranks.share(bitmask)
+        rows = [row.logits_row for row in self._rows]
+        try:
+            apply_bitmask(logits, bitmask, rows, least=_FLOOR)
+        except Exception as error:
+            self._fail_rows(error)
+            logits[rows] = float("-inf")
+            logits[rows, [row.request.stop_token for row in self._rows]] = 0.0
 
-    def _fail_all(self, error: Exception) -> None:
-        for row in self._rows:
-            self.fail(row.request, error)
+    @property
+    def discarded(self) -> set[int]:
+        """Indices of the last step's rows that come after the end of the output, or after an invalid draft token."""
+        return self._discarded
+
+    def settled(self) -> set[int]:
+        """Return the ids of late sequences that are decided: their masks are ready, or they failed."""
+        self._discard_step()
+        return set() if self._processor is None else set(self._processor.settled())
+
+    def _discard_step(self) -> None:
+        """Finish a prepared step that the engine does not use."""
+        if self._in_step:
+            self.collect(0.0, park=True)
 
     def fail_step(self, rows: Sequence[GuidedRow], error: Exception) -> None:
         """Fail the requests of `rows`, instead of `prepare`: their tokens are not available."""
-        self._rows = rows
-        self._gathers = self._ranks is not None
-        self._fail_step(error)
+        self._discard_step()
+        self._rows, self._discarded = rows, set()
+        self._fail_rows(error)
 
-    def _fail_step(self, error: Exception) -> None:
-        """Fail this step's requests after an unexpected error, and start again with a new processor."""
+    def _fail_rows(self, error: Exception) -> None:
+        """Fail this step's requests after an unexpected error."""
         _log.error("masks can't be computed", exc_info=error)
         self._in_step = False
-        self._fail_all(error)
-        for request in self._requests.values():
-            self.release(request)
-        self._processor = None
+        for row in self._rows:
+            self.fail(row.request, error)
 
 
-def _is_unknown(row: GuidedRow) -> bool:
-    """Whether the row's last token is vLLM's placeholder for a token that is not known yet."""
-    return bool(row.token_ids) and row.token_ids[-1] < 0
+def _is_known(row: GuidedRow) -> bool:
+    """Whether the row's last token is known, instead of vLLM's placeholder. Invalid draft tokens are known as such."""
+    return bool(row.drafts) or not row.token_ids or row.token_ids[-1] >= 0
+
+
+def _is_ready(row: GuidedRow) -> bool:
+    """Whether the row's request has its grammar, or has failed."""
+    return row.request.compiled.done() or row.request.error is not None
+
+
+def _not_compiled(seconds: float) -> PoolUnavailable:
+    return PoolUnavailable(
+        f"the constraint is still being compiled after {seconds:g} s, which is as long as the batch waits: send the "
+        "request again"
+    )

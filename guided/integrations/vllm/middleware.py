@@ -2,14 +2,15 @@
 `vllm serve --middleware guided.integrations.vllm.middleware.GuidedErrors`.
 
 In vLLM, a logits processor can only make a request end with a stop token, as if its output was complete. The engine's
-process reports the error out of band (`guided.integrations.vllm.error_reports`). The middleware gives each guided
-request an id of its own for that report, and changes the answer to POST /v1/completions and /v1/chat/completions:
+process reports the error out of band (`guided.integrations.vllm.error_reports`). The middleware gives each request with a
+constraint in `vllm_xargs` an id of its own for that report, and changes its answer, on every route that takes JSON:
 
 - Not streamed: the answer is held back until it is complete, and replaced by an error if the request failed.
 - Streamed: nothing is sent before the first piece of text, so a failure before it has its HTTP status too. A failure
   after it is sent as one event `data: {"error": ...}`, which ends the stream without `[DONE]`.
 
-Guided beam search is rejected, because vLLM ignores `vllm_xargs` there. Other requests pass unchanged.
+It writes objects in `vllm_xargs` as JSON text, because vLLM's server takes no objects there. Guided beam search is rejected,
+because vLLM ignores `vllm_xargs` there. Other requests pass unchanged.
 """
 
 from __future__ import annotations
@@ -25,13 +26,16 @@ from guided.constraint import KINDS
 from guided.error_body import error_body, error_headers
 from guided.errors import GuidedError, InvalidRequest, bounded
 from guided.integrations.vllm.error_reports import REQUEST_ID, take
+from guided.json_text import loads
 
 _log = logging.getLogger("guided.integrations")
 
-_DONE = b"data: [DONE]"
+_DONE = (b"data: [DONE]", b"event: response.completed")
+"""Beginnings of the events that report a complete answer."""
+_MAX_VALUES, _MAX_NESTING, _MAX_MEMBERS = 1_000_000, 256, 25_000
+"""Limits of a request's body. vLLM gets larger ones unchanged, and rejects their constraints for want of an id."""
 _INVALID_BODY = b"{"
 """Replaces the body of a request that is rejected here, so that vLLM rejects it too."""
-_PATHS = ("/v1/completions", "/v1/chat/completions")
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -52,11 +56,16 @@ class GuidedErrors:
         self._take_error = take_error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["method"] == "POST" and scope["path"].endswith(_PATHS):
+        if scope["type"] == "http" and scope["method"] == "POST" and _takes_json(scope):
             exchange = _Exchange(receive, send, self._take_error)
             await self._app(scope, exchange.receive, exchange.send)
         else:
             await self._app(scope, receive, send)
+
+
+def _takes_json(scope: Scope) -> bool:
+    content_type = dict(scope.get("headers", ())).get(b"content-type", b"")
+    return not content_type or b"json" in content_type.lower()
 
 
 def _identified(body: bytes) -> tuple[bytes, str] | None:
@@ -69,8 +78,10 @@ def _identified(body: bytes) -> tuple[bytes, str] | None:
     if b"vllm_xargs" not in body and b"\\u" not in body and b"\0" not in body:
         return None
     try:
-        request = json.loads(body)
-    except (ValueError, RecursionError):
+        text = body.decode(json.detect_encoding(body), "surrogatepass")
+        limits = {"max_values": _MAX_VALUES, "max_nesting": _MAX_NESTING, "max_members": _MAX_MEMBERS}
+        request = loads(text, **limits, constants=True)
+    except ValueError:
         return None  # vLLM rejects it
     extra = request.get("vllm_xargs") if isinstance(request, dict) else None
     if not isinstance(extra, dict) or extra.keys().isdisjoint(KINDS):
@@ -83,6 +94,7 @@ def _identified(body: bytes) -> tuple[bytes, str] | None:
     label, request_id = extra.get(REQUEST_ID), uuid.uuid4().hex
     if label is not None:
         request_id += f" {bounded(repr(label))}"  # for the log
+    extra |= {name: json.dumps(value) for name, value in extra.items() if isinstance(value, dict)}
     extra[REQUEST_ID] = request_id
     return json.dumps(request).encode(), request_id
 

@@ -1,18 +1,16 @@
 """The logits processor: `vllm serve --logits-processors guided.integrations.vllm.processor:GuidedLogitsProcessor`.
 
+For versions of vLLM without `GuidedManager` (`activation.py`). With it, this class only translates `vllm_xargs`.
+
 One class for both interfaces of vLLM 0.32. The V1 model runner calls `update_state` before the forward pass and `apply`
 after it. The V2 model runner, which keeps tokens on the device, calls `add_request`, `apply_staged_writes` and `apply`.
-
-The pool and its options are set by `--additional-config '{"guided": {"pool": "ray", "num_actors": 4}}'`.
 """
 
 from __future__ import annotations
 
 import logging
+import sys
 import weakref
-from collections.abc import Callable, Mapping
-from functools import partial
-from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
@@ -23,25 +21,27 @@ from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext, 
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor as V2LogitsProcessor
 
 from guided.errors import GuidedError, InvalidRequest, PoolUnavailable
-from guided.integrations.pools import DEFAULT_POOL, PoolOpener, find_pool
-from guided.integrations.vllm import error_reports, worker_registry
+from guided.integrations.vllm import activation, error_reports, worker_registry
+from guided.integrations.vllm.configuration import pool_opener, step_wait, stop_token
 from guided.integrations.vllm.masker import UNKNOWN_TOKEN, GuidedRequest, GuidedRow, Masker
-from guided.integrations.vllm.request_params import guided_params, reject_stops, request_id
+from guided.integrations.vllm.request_params import VALIDATED, GuidedParams, guided_params, request_id
 from guided.integrations.vllm.run_directory import announce
 from guided.integrations.vllm.tensor_parallel import TensorParallelRanks
 from guided.integrations.vllm.v1_batch import V1Batch
 from guided.integrations.vllm.v2_batch import V2Batch
-from guided.pool import MaskPool
-from guided.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
     import torch
     from vllm import SamplingParams
     from vllm.config import VllmConfig
 
-_NAMES = {f"{path}:GuidedLogitsProcessor" for path in (__name__, "guided.embedded.vllm")}
 MAX_ABSENT_STEPS = 256
 """Steps without a slot after which its matcher is closed. Its request has probably ended: V2 does not report it."""
+_SERVER = "vllm.entrypoints.openai.api_server"
+_WITHOUT_MIDDLEWARE = (
+    "constraints in vllm_xargs need the middleware, which gives the request an id to report errors under (start vLLM with "
+    "--middleware guided.integrations.vllm.middleware.GuidedErrors), and a body within its limits"
+)
 _log = logging.getLogger("guided.integrations")
 _instances: weakref.WeakValueDictionary[int, GuidedLogitsProcessor] = weakref.WeakValueDictionary()
 """By id of their configuration. vLLM makes two if the class is both given by name and an entry point."""
@@ -60,9 +60,13 @@ class GuidedLogitsProcessor(V1LogitsProcessor, V2LogitsProcessor):  # type: igno
         """
         try:
             guided = guided_params(sampling_params)
-            if guided is not None:
-                reject_stops(guided, sampling_params)
+            if activation.is_active():
+                activation.enforce(sampling_params, guided)
+            elif guided is not None:
                 worker_registry.check()
+                if _SERVER in sys.modules and request_id(sampling_params) is None:
+                    raise InvalidRequest(_WITHOUT_MIDDLEWARE)
+                sampling_params.extra_args = {**(sampling_params.extra_args or {}), VALIDATED: guided.to_text()}
         except GuidedError as error:
             raise VLLMValidationError(str(error)) from error
 
@@ -71,19 +75,19 @@ class GuidedLogitsProcessor(V1LogitsProcessor, V2LogitsProcessor):  # type: igno
         Args:
             runner: V1: device, is_pin_memory. V2: the request states.
         """
-        self.idle = id(vllm_config) in _instances or not _is_last_stage(vllm_config)
-        """Another instance masks this engine's batches, or this process has no logits."""
+        self.idle = activation.is_active() or id(vllm_config) in _instances or not _is_last_stage(vllm_config)
+        """`GuidedManager` or another instance masks this engine's batches, or this process has no logits."""
         if self.idle:
             return
         _instances[id(vllm_config)] = self
         announce()
         v2 = isinstance(runner[0], LogitsProcRequestState)
         self._rejection = _rejection(vllm_config, v2)
-        pool = PoolOpener(partial(open_pool, vllm_config, _pool_options(vllm_config)))
-        weakref.finalize(self, pool.close)
         ranks = _ranks(vllm_config)
-        self._masker = Masker(pool, error_reports.report, ranks, vllm_config.model_config.get_vocab_size())
-        self._has_others = _has_others(vllm_config)
+        pool = pool_opener(vllm_config, opens=self._rejection is None and (ranks is None or ranks.computes))
+        weakref.finalize(self, pool.close)
+        self._masker = Masker(pool, _report, vllm_config.model_config.get_vocab_size(), ranks)
+        self._step_wait = step_wait(vllm_config)
         self._v1: V1Batch[tuple[GuidedRequest, list[int]]] = V1Batch()
         self._rows: list[GuidedRow] = []
         self._prepared = True
@@ -105,18 +109,17 @@ class GuidedLogitsProcessor(V1LogitsProcessor, V2LogitsProcessor):  # type: igno
 
     def _begin(self, params: SamplingParams) -> GuidedRequest | None:
         """Add a request of the batch to the masker. None: it has no guided parameters."""
-        try:
-            guided = guided_params(params)
-        except Exception as error:
-            return self._masker.begin(error, _stop_token(params), report_id=request_id(params))
-        if guided is None:
+        text = (params.extra_args or {}).get(VALIDATED)
+        if text is None:
             return None
-        request = self._masker.begin(guided, _stop_token(params), self._has_others or _bans_tokens(params))
-        if self._rejection == str(UNKNOWN_TOKEN):
-            self._masker.fail(request, UNKNOWN_TOKEN)
-        elif self._rejection is not None:
-            self._masker.fail(request, PoolUnavailable(self._rejection))
-        return request
+        guided: GuidedParams | Exception
+        try:
+            guided = GuidedParams.from_text(text)
+        except GuidedError as error:
+            guided = error
+        if self._rejection is not None:
+            guided = UNKNOWN_TOKEN if self._rejection == str(UNKNOWN_TOKEN) else PoolUnavailable(self._rejection)
+        return self._masker.begin(guided, stop_token(params), request_id(params))
 
     # the V1 model runner
 
@@ -158,7 +161,7 @@ class GuidedLogitsProcessor(V1LogitsProcessor, V2LogitsProcessor):  # type: igno
             error = failure
         rows = self._v2.rows(*_layout(context))
         if error is None:
-            self._masker.prepare(rows, wait=True)
+            self._masker.prepare(rows, self._step_wait)
         else:
             self._masker.fail_step(rows, error)
 
@@ -176,8 +179,8 @@ class GuidedLogitsProcessor(V1LogitsProcessor, V2LogitsProcessor):  # type: igno
                 return logits
             self._prepare_v2(ctx)
         elif not self._prepared:
-            self._masker.prepare(self._rows, wait=True)
-        self._masker.apply(logits)
+            self._masker.prepare(self._rows, self._step_wait)
+        self._masker.apply(logits, self._step_wait)
         self._prepared = False
         return logits
 
@@ -211,61 +214,12 @@ def _rejection(config: VllmConfig, v2: bool) -> str | None:
     return None
 
 
-def _has_others(config: VllmConfig) -> bool:
-    """Whether there are other custom logits processors, which may ban every token that a mask allows."""
-    found = {entry.value for entry in entry_points(group="vllm.logits_processors")}
-    for processor in config.model_config.logits_processors or ():
-        found.add(processor if isinstance(processor, str) else f"{processor.__module__}:{processor.__qualname__}")
-    return bool(found - _NAMES)
-
-
-def _pool_options(config: VllmConfig) -> dict[str, Any]:
-    """The pool's name, as "pool", and its options. Raises if the pool does not take them."""
-    additional = config.additional_config if isinstance(config.additional_config, Mapping) else {}
-    options = {"pool": DEFAULT_POOL, **(additional.get("guided") or {})}
-    if options["pool"] == "ray" and config.parallel_config.distributed_executor_backend == "ray":
-        options.setdefault("address", "auto")  # the cluster that vLLM itself runs on
-    if len(options) > 1:
-        _find_pool(**options)
-    return options
-
-
-def _find_pool(pool: str, **options: Any) -> Callable[[Vocabulary], MaskPool]:
-    return find_pool(pool, options)
-
-
-def open_pool(config: VllmConfig, options: Mapping[str, Any]) -> MaskPool:
-    return _find_pool(**options)(model_vocabulary(config))
-
-
-def model_vocabulary(config: VllmConfig) -> Vocabulary:
-    from vllm.tokenizers import cached_tokenizer_from_config
-
-    model = config.model_config
-    tokenizer = cached_tokenizer_from_config(model)
-    if tokenizer is None:
-        raise InvalidRequest("guided requests need the tokenizer: start vLLM without --skip-tokenizer-init")
-    tokenizer = getattr(tokenizer, "transformers_tokenizer", tokenizer)  # of vLLM's own class for Mistral models
-    others = (model.try_get_generation_config() or {}).get("eos_token_id")
-    stops = [tokenizer.eos_token_id, *(others if isinstance(others, list) else [others])]
-    return Vocabulary.from_tokenizer(
-        tokenizer, model.get_vocab_size(), list(dict.fromkeys(token for token in stops if token is not None))
-    )
-
-
 # one request or step
 
 
-def _stop_token(params: SamplingParams) -> int:
-    """The token at which vLLM ends the request."""
-    if params.eos_token_id is not None:
-        return int(params.eos_token_id)
-    return int(next(iter(params.stop_token_ids or ()), 0))
-
-
-def _bans_tokens(params: SamplingParams) -> bool:
-    """Whether vLLM writes -inf for this request before it calls logits processors."""
-    return bool(params.min_tokens or params.bad_words or params.allowed_token_ids)
+def _report(request: GuidedRequest) -> None:
+    if request.report_id is not None and request.error is not None:
+        error_reports.report(request.report_id, request.error)
 
 
 def _layout(context: LogitsContext) -> tuple[list[int], list[int], list[int]]:

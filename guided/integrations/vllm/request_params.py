@@ -5,13 +5,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any, Protocol
 
 from guided.backends import AUTO, candidates, resolve
-from guided.constraint import KINDS, Constraint, ConstraintKind
-from guided.errors import InvalidConstraint, InvalidRequest
+from guided.constraint import KINDS, Constraint
+from guided.errors import InternalError, InvalidConstraint, InvalidRequest, bounded
 from guided.integrations.vllm.error_reports import REQUEST_ID
 from guided.request import GivenConstraint, GivenWhitespace, build, refuse_stops, take_one, take_whitespace
 
@@ -24,6 +26,22 @@ _FORMER_NAMES = {
     "guided_decoding_backend": "backend",
     "guided_whitespace_pattern": "whitespace_pattern",
 }
+_OPTIONS = ("whitespace_pattern", "backend")
+_NEAR_MISSES = {
+    **dict.fromkeys(("json", "schema", "guided_schema", "response_format", "structured_outputs"), "json_schema"),
+    **dict.fromkeys(("pattern", "re"), "regex"),
+    **dict.fromkeys(("choices", "enum"), "choice"),
+    **dict.fromkeys(("ebnf", "gbnf", "lark", "cfg"), "grammar"),
+    **dict.fromkeys(("json_mode",), "json_object"),
+}
+"""Names of constraints elsewhere -> ours."""
+VALIDATED = "guided_constraint"
+"""The parameter with the validated constraint, as text. Written in the process that admits requests."""
+FROM_EXTRA_ARGS = "_guided_from_extra_args"
+"""Attribute of `structured_outputs` that were made from guided parameters."""
+_PREFIX = "guided:"
+_CLOSE = 0.8
+"""Similarity (`difflib`) from which a name counts as a misspelt one."""
 _TRUE, _FALSE = (True, 1, "true"), (False, 0, "false")
 """`vllm_xargs` has no booleans: pydantic converts them to numbers."""
 
@@ -42,48 +60,101 @@ class VLLMParams(Protocol):
 
 @dataclass(frozen=True)
 class GuidedParams:
-    """The guided parameters of one request."""
+    """The validated guided parameters of one request."""
 
     constraint: Constraint
     backend: str = AUTO
-    request_id: str | None = None
-    """The id that errors are reported under. None: errors are not reported."""
+
+    def to_text(self) -> str:
+        """Return these parameters as text, for the engine's process."""
+        constraint = self.constraint
+        return _PREFIX + json.dumps([constraint.kind, constraint.source, constraint.whitespace, self.backend])
+
+    @classmethod
+    def from_text(cls, text: str | None) -> GuidedParams:
+        """Read what `to_text` wrote. The constraint is not validated again.
+
+        Raises:
+            InternalError: it is something else: the request was admitted by a process without this integration.
+        """
+        if not isinstance(text, str) or not text.startswith(_PREFIX):
+            raise InternalError("this request was admitted by a process without guided's structured outputs")
+        kind, source, whitespace, backend = json.loads(text.removeprefix(_PREFIX))
+        return cls(Constraint(kind, source, whitespace), backend)
 
 
 def guided_params(params: VLLMParams) -> GuidedParams | None:
-    """Read and check the guided parameters, except stop conditions. None: the request has no constraint.
+    """Read and check the guided parameters, in the process that admits requests. None: the request has no constraint.
 
     Raises:
         InvalidRequest, InvalidConstraint, ConstraintTooLarge, UnsupportedConstraint: as from `guided serve`.
     """
     extra = params.extra_args or {}
-    for name, current in _FORMER_NAMES.items():
-        if extra.get(name) is not None:
-            raise InvalidRequest(f"{name} is called {current} here", param=name)
+    _reject_near_misses(extra)
     given = take_one(_given(extra))
     pattern = extra.get("whitespace_pattern")
     whitespace = take_whitespace(given, [] if pattern is None else [GivenWhitespace("whitespace_pattern", pattern)])
     backend = resolve(_backend(extra))
     if given is None:
+        if extra.get("backend") is not None:
+            raise InvalidRequest(f"backend needs a constraint beside it: {', '.join(KINDS)}", param="backend")
         return None
-    constraint = build(given, whitespace)
+    constraint = build(given, whitespace, strict_formats=extra.get("strict_formats") in _TRUE)
     candidates(given.kind, backend)
-    _reject_conflicts(params, constraint.kind)
-    return GuidedParams(constraint, backend, request_id(params))
+    if params.structured_outputs is not None and not is_ours(params.structured_outputs):
+        raise InvalidConstraint(
+            f"structured_outputs and {given.kind} are given: a request takes one constraint", param="structured_outputs"
+        )
+    reject_overwriting(params, given.kind)
+    refuse_stops(constraint, stop=params.stop, stop_token_ids=params.stop_token_ids)
+    return GuidedParams(constraint, backend)
 
 
-def reject_stops(guided: GuidedParams, params: VLLMParams) -> None:
-    """Reject stop strings and stop token ids, which would cut the output short, with `InvalidRequest`.
+def is_ours(structured_outputs: Any) -> bool:
+    """Whether `structured_outputs` were made from `vllm_xargs`, for an earlier request with the same parameters."""
+    return bool(getattr(structured_outputs, FROM_EXTRA_ARGS, False))
 
-    Call it in the process that admits requests: later, vLLM adds the model's own end tokens to `stop_token_ids`.
+
+def reject_overwriting(params: VLLMParams, constraint: str) -> None:
+    """Reject parameters that overwrite masks, or change where an output ends.
+
+    Args:
+        constraint: what has the constraint: a kind, or a field.
     """
-    refuse_stops(guided.constraint, stop=params.stop, stop_token_ids=params.stop_token_ids)
+    if params.ignore_eos:
+        raise InvalidRequest(
+            f"ignore_eos can't be kept: the output ends where the {constraint} constraint does", param="ignore_eos"
+        )
+    overwriting = {
+        "thinking_token_budget": params.thinking_token_budget is not None,
+        "trace_decode_token_ids": bool(params.trace_decode_token_ids),
+    }
+    for name, given in overwriting.items():
+        if given:
+            raise InvalidRequest(f"{name} would write over what the {constraint} constraint allows", param=name)
 
 
 def request_id(params: VLLMParams) -> str | None:
     """Return the id that errors are reported under, even if other parameters are invalid."""
     value = (params.extra_args or {}).get(REQUEST_ID)
     return None if value is None else str(value)
+
+
+def _reject_near_misses(extra: Mapping[str, Any]) -> None:
+    """Reject names that are probably meant as ours. Others belong to vLLM, or to other plugins."""
+    known = (*KINDS, *_OPTIONS)
+    for name in extra:
+        if name in known or name in (REQUEST_ID, VALIDATED):
+            continue
+        if name in _FORMER_NAMES:
+            raise InvalidRequest(f"{name} is called {_FORMER_NAMES[name]} here", param=name)
+        plain = name.lower().replace("-", "_")
+        meant = [_NEAR_MISSES[plain]] if plain in _NEAR_MISSES else get_close_matches(plain, known, 1, _CLOSE)
+        if meant or plain == "structural_tag" or plain.startswith("guided_"):
+            hint = f"did you mean {meant[0]}? " if meant else ""
+            raise InvalidRequest(
+                f"there is no {bounded(name, 60)} here: {hint}there are {', '.join(known)}", param=name
+            )
 
 
 def _given(extra: Mapping[str, Any]) -> list[GivenConstraint]:
@@ -101,22 +172,3 @@ def _backend(extra: Mapping[str, Any]) -> str:
     if value is not None and not isinstance(value, str):
         raise InvalidRequest(f"backend is a string, not {type(value).__name__}", param="backend")
     return value or AUTO
-
-
-def _reject_conflicts(params: VLLMParams, kind: ConstraintKind) -> None:
-    """Reject parameters that overwrite masks or change where an output ends."""
-    if params.structured_outputs is not None:
-        raise InvalidConstraint(
-            f"structured_outputs and {kind} are given: a request takes one constraint", param="structured_outputs"
-        )
-    if params.ignore_eos:
-        raise InvalidRequest(
-            f"ignore_eos can't be kept: the output ends where the {kind} constraint does", param="ignore_eos"
-        )
-    overwriting = {
-        "thinking_token_budget": params.thinking_token_budget is not None,
-        "trace_decode_token_ids": bool(params.trace_decode_token_ids),
-    }
-    for name, given in overwriting.items():
-        if given:
-            raise InvalidRequest(f"{name} would write over what the {kind} constraint allows", param=name)

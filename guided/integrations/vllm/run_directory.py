@@ -1,8 +1,8 @@
 """The run directory: files through which the processes of one vLLM server or `LLM` exchange notes.
 
 vLLM gives logits processors no channel to the process that answers clients. So the first process of a run makes a
-private directory and puts its path into its environment, which the engine's processes inherit. vLLM calls `announce`, a
-general plugin, in every process before anything else.
+private directory and puts its path into its environment, which the engine's processes inherit. `announce` is called in
+every process before anything else (`activation.py`).
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from typing import Any
 VARIABLE = "GUIDED_VLLM_DIR"
 """The environment variable with the path of the run directory. Set by hand, to a directory that all machines share, it
 also reaches engines that are no descendants of the process that answers."""
+SWITCH = "GUIDED_VLLM"
+"""The environment variable that turns on `GuidedManager` (`activation.py`)."""
 _PREFIX = "guided-vllm-"
 _OWNER = "owner"
 _FOR_RAY = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"
@@ -76,8 +78,7 @@ def announce() -> None:
     os.environ[VARIABLE] = str(path)
     # Workers on a Ray cluster inherit no environment. vLLM copies the variables that are listed here.
     copied = [name for name in os.environ.get(_FOR_RAY, "").split(",") if name]
-    if VARIABLE not in copied:
-        os.environ[_FOR_RAY] = ",".join([*copied, VARIABLE])
+    os.environ[_FOR_RAY] = ",".join(dict.fromkeys([*copied, VARIABLE, SWITCH]))
 
 
 def find() -> Path | None:

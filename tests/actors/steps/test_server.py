@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import zmq
@@ -112,6 +113,14 @@ def test_a_failed_row_is_reported_and_its_slot_is_marked(transport: Transport) -
     peer.wait(3)
     assert peer.table.status[3] == OK
     assert allowed(peer.table.mask[3]) == "ax"
+    peer.close()
+
+
+def test_a_failed_row_is_logged_with_its_request(transport: Transport, caplog: pytest.LogCaptureFixture) -> None:
+    peer = Peer(transport)
+    peer.send(msgspec.structs.replace(peer.open(3, "q"), request_id="request-7"))
+    assert isinstance(peer.answer(), Failed)
+    assert "request request-7 (slot 3) failed: token_rejected" in caplog.text
     peer.close()
 
 

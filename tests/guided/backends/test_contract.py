@@ -51,6 +51,66 @@ LARK = 'start: "SELECT " column ("," " " column)* " FROM " NAME\ncolumn: NAME | 
 GBNF = 'root ::= item ("," item)*\nitem ::= [0-9]+ | "(" root ")"\n'
 
 
+CITY = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+CALLS = {
+    "type": "structural_tag",
+    "structures": [
+        {"begin": "<f=weather>", "schema": CITY, "end": "</f>"},
+        {"begin": "<f=dice>", "schema": {"type": "integer", "minimum": 1, "maximum": 6}, "end": "</f>"},
+    ],
+    "triggers": ["<f="],
+}
+THOUGHTS = {
+    "type": "structural_tag",
+    "format": {
+        "type": "sequence",
+        "elements": [
+            {"type": "tag", "begin": "think[", "content": {"type": "any_text"}, "end": "]"},
+            {
+                "type": "tags_with_separator",
+                "separator": ",",
+                "at_least_one": True,
+                "tags": [
+                    {"begin": "<a>", "content": {"type": "regex", "pattern": "[a-z]+"}, "end": "</a>"},
+                    {"begin": "<ab>", "content": {"type": "choice", "choice": ["x", "xy"]}, "end": ["</ab>", "</b>"]},
+                    {"begin": "[", "content": {"type": "grammar", "grammar": GBNF}, "end": "]"},
+                ],
+            },
+            {"type": "optional", "content": {"type": "const_string", "value": "!"}},
+        ],
+    },
+}
+
+
+def is_calls(text: str) -> bool:
+    """Whether each `<f=` in `text` begins a valid call."""
+    _, trigger, rest = text.partition("<f=")
+    if not trigger:
+        return True
+    name, _, rest = rest.partition(">")
+    try:
+        arguments, end = json.JSONDecoder().raw_decode(rest)
+    except json.JSONDecodeError:
+        return False
+    schema = {"weather": CITY, "dice": {"enum": [1, 2, 3, 4, 5, 6]}}.get(name, False)
+    valid = jsonschema.Draft202012Validator(schema).is_valid(arguments) and rest[end:].startswith("</f>")
+    return valid and is_calls(rest[end + 4 :])
+
+
+def is_thoughts(text: str) -> bool:
+    thought, end, rest = text.partition("]")
+    one = r"(?:<a>[a-z]+</a>|<ab>xy?</(?:ab|b)>|\[[^\]]*\])"
+    lists = re.findall(r"\[([^\]]*)\]", rest)
+    return bool(
+        end and thought.startswith("think[") and re.fullmatch(f"{one}(?:,{one})*!?", rest) and all(map(is_list, lists))
+    )
+
+
 def is_json(text: str, schema: Any) -> bool:
     try:
         document = json.loads(text)
@@ -136,6 +196,25 @@ CASES = [
         ["SELECT a FROM b", "SELECT abc, *, d FROM tables"],
         ["SELECT FROM b", "select a", "SELECT a, FROM b"],
         lambda text: re.fullmatch(r"SELECT (?:[a-z]+|\*)(?:, (?:[a-z]+|\*))* FROM [a-z]+", text) is not None,
+    ),
+    Case(
+        "calls",
+        Constraint.structural_tag(CALLS),
+        [
+            "",
+            "Hi! < <f <f",
+            '<f=weather>{"city": "Zürich </f>"}</f> and\n<f=dice>6</f><f=dice>1</f>.',
+            "ok <f=dice>2</f>",
+        ],
+        ["<f=x", "<f=dice>7", "Hi <f=dice>1", '<f=weather>{"city": 1', "<f=dice>1<"],
+        is_calls,
+    ),
+    Case(
+        "thoughts",
+        Constraint.structural_tag(THOUGHTS),
+        ["think[]<a>b</a>", "think[x </thin\n[]<ab>xy</b>,[1,(2)],<ab>x</ab>,<a>xyz</a>!"],
+        ["<a>b</a>", "think[]", "think[]<a></a>", "think[]<a>b</a>x", "think[][(]", "think[]<ab>y"],
+        is_thoughts,
     ),
     Case("gbnf", Constraint.grammar(GBNF), ["1", "12,(3,(4)),5", "((0))"], ["()", "1,,2", ",1", "(1))"], is_list),
 ]
@@ -379,7 +458,9 @@ def test_random_walks_satisfy(grammar: CompiledGrammar, case: Case, vocabulary: 
         text = walk(grammar.matcher(), vocabulary, generator, 120)
         if text is not None:
             ended += 1
-            assert case.satisfied(text.decode()), text
+            # xgrammar's free text is any bytes, as unconstrained text is.
+            errors = "replace" if case.constraint.kind == "structural_tag" else "strict"
+            assert case.satisfied(text.decode(errors=errors)), text
     assert ended
 
 

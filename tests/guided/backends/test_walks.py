@@ -53,18 +53,18 @@ def backends(vocabulary: Vocabulary) -> Backends:
 
 DRAFT3 = "http://json-schema.org/draft-03/schema#"
 DRAFT7 = "http://json-schema.org/draft-07/schema#"
-LISTS_OF_ANYTHING = {
+LISTS_OF_SCALARS = {
     "list": {
         "$id": "http://x/list",
         "type": "array",
         "items": {"$dynamicRef": "#T"},
         "minItems": 1,
-        "$defs": {"any": {"$dynamicAnchor": "T"}},
+        "$defs": {"any": {"$dynamicAnchor": "T", "type": ["null", "boolean", "integer"]}},
     }
 }
 NULL, BOOLEAN, INTEGER = {"type": "null"}, {"type": "boolean"}, {"type": "integer"}
 NULL_ANCHOR = {"null": {"$dynamicAnchor": "T", **NULL}}
-LISTS_OF_NULLS = {"$id": "http://x/", "$ref": "list", "$defs": {**LISTS_OF_ANYTHING, **NULL_ANCHOR}}
+LISTS_OF_NULLS = {"$id": "http://x/", "$ref": "list", "$defs": {**LISTS_OF_SCALARS, **NULL_ANCHOR}}
 EMPTY_OBJECT = {"type": "object", "required": ["zz"], "additionalProperties": False}
 KNOWN: list[Any] = [
     {"type": "number", "exclusiveMinimum": 0, "maximum": 0.25},
@@ -97,7 +97,7 @@ KNOWN: list[Any] = [
     {"type": "object", "minProperties": 2, "properties": {"a": NULL, "b": NULL}},
     {"type": "object", "minProperties": 3, "properties": {"a": NULL}, "required": ["a"]},
     LISTS_OF_NULLS,
-    {"$id": "http://x/", "$ref": "list", "$defs": LISTS_OF_ANYTHING},
+    {"$id": "http://x/", "$ref": "list", "$defs": LISTS_OF_SCALARS},
     {
         "$ref": "#/$defs/a",
         "unevaluatedProperties": False,
@@ -181,7 +181,7 @@ def test_what_once_went_wrong(backends: Backends, vocabulary: Vocabulary, schema
             {
                 "$id": "http://x/",
                 "$ref": "list",
-                "$defs": {**LISTS_OF_ANYTHING, "null": {"$dynamicAnchor": "T", **NULL}},
+                "$defs": {**LISTS_OF_SCALARS, "null": {"$dynamicAnchor": "T", **NULL}},
             },
             "[1]",
         ),

@@ -33,8 +33,8 @@ def as_document(form: NormalForm) -> Any:
     ("schema", "normal"),
     [
         (True, True),
-        ({}, {}),
-        ({"title": "x", "x-own": 1, "default": 2}, {}),
+        ({}, True),
+        ({"title": "x", "x-own": 1, "default": 2}, True),
         ({"type": "integer", "minLength": 3, "minimum": 1}, {"type": "integer", "minimum": 1}),
         ({"minimum": 1, "exclusiveMinimum": 1}, {"exclusiveMinimum": 1}),
         ({"type": "string", "enum": ["a", 1]}, {"enum": ["a"]}),
@@ -46,18 +46,84 @@ def as_document(form: NormalForm) -> Any:
         ({"anyOf": [False, {"type": "null"}]}, {"type": "null"}),
         ({"anyOf": [{"type": "string"}, True]}, True),
         ({"oneOf": [{"type": "string"}, {"type": "null"}]}, {"anyOf": [{"type": "string"}, {"type": "null"}]}),
-        ({"oneOf": [{"type": "number"}, {"minimum": 1}]}, {"oneOf": [{"type": "number"}, {"minimum": 1}]}),
+        (
+            {"oneOf": [{"type": "number"}, {"type": ["number", "null"], "minimum": 1}]},
+            {"anyOf": [{"type": "number", "exclusiveMaximum": 1}, {"type": "null"}]},
+        ),
         ({"type": "object", "required": ["a"]}, {"type": "object", "required": ["a"], "properties": {"a": True}}),
         (
             {"type": "object", "properties": {"a": {}}, "anyOf": [{"required": ["a"]}, {"maxProperties": 0}]},
             {
                 "anyOf": [
-                    {"type": "object", "properties": {"a": {}}, "required": ["a"]},
-                    {"type": "object", "properties": {"a": {}}, "maxProperties": 0},
+                    {"type": "object", "properties": {"a": True}, "required": ["a"]},
+                    {"type": "object", "properties": {"a": True}, "maxProperties": 0},
                 ]
             },
         ),
-        ({"allOf": [{"not": {}}, {"not": {"type": "null"}}]}, {"allOf": [{"not": {}}, {"not": {"type": "null"}}]}),
+        ({"allOf": [{"not": {}}, {"not": {"type": "null"}}]}, False),
+        ({"type": ["string", "null"], "not": {"type": "null"}}, {"type": "string"}),
+        (
+            {"type": "object", "properties": {"a": {}, "b": {}}, "not": {"required": ["a"]}},
+            {"type": "object", "properties": {"a": False, "b": True}},
+        ),
+        (
+            {
+                "properties": {"k": {"enum": [1, 2]}},
+                "type": "object",
+                "required": ["k"],
+                "not": {"properties": {"k": {"const": 1}}},
+            },
+            {"properties": {"k": {"enum": [2]}}, "type": "object", "required": ["k"]},
+        ),
+        (
+            {
+                "type": "object",
+                "properties": {"k": {"enum": ["x", "y"]}, "v": {}},
+                "required": ["k"],
+                "if": {"properties": {"k": {"const": "x"}}},
+                "then": {"required": ["v"]},
+                "else": {"properties": {"v": False}},
+            },
+            {
+                "anyOf": [
+                    {"type": "object", "properties": {"k": {"enum": ["x"]}, "v": True}, "required": ["k", "v"]},
+                    {"type": "object", "properties": {"k": {"enum": ["y"]}, "v": False}, "required": ["k"]},
+                ]
+            },
+        ),
+        (
+            {
+                "type": "object",
+                "additionalProperties": False,
+                "properties": {"a": {}, "b": {}},
+                "dependentRequired": {"a": ["b"]},
+            },
+            {
+                "anyOf": [
+                    {
+                        "type": "object",
+                        "properties": {"a": True, "b": True},
+                        "additionalProperties": False,
+                        "required": ["a", "b"],
+                    },
+                    {"type": "object", "properties": {"a": False, "b": True}, "additionalProperties": False},
+                ]
+            },
+        ),
+        (
+            {"oneOf": [{"type": "object", "properties": {n: {}}, "additionalProperties": False} for n in "ab"]},
+            {
+                "anyOf": [
+                    {"type": "object", "properties": {n: True}, "additionalProperties": False, "required": [n]}
+                    for n in "ab"
+                ]
+            },
+        ),
+        ({"type": "string", "format": "mongoId"}, {"type": "string"}),
+        (
+            {"type": "array", "not": {"contains": {"type": ["null", "boolean", "object"]}}},
+            {"type": "array", "items": {"type": ["array", "number", "string"]}},
+        ),
     ],
 )
 def test_normal_forms(schema: Any, normal: Any) -> None:
@@ -67,6 +133,7 @@ def test_normal_forms(schema: Any, normal: Any) -> None:
 def test_older_dialects_come_out_as_2020_12() -> None:
     draft4 = {
         "$schema": "http://json-schema.org/draft-04/schema#",
+        "type": "object",
         "properties": {
             "n": {"type": "number", "minimum": 0, "exclusiveMinimum": True},
             "t": {"type": "array", "items": [{"type": "null"}], "additionalItems": False},
@@ -75,14 +142,16 @@ def test_older_dialects_come_out_as_2020_12() -> None:
         "dependencies": {"n": ["t"], "t": {"required": ["n"]}},
         "definitions": {"s": {"type": "string"}},
     }
+    properties = {
+        "n": {"type": "number", "exclusiveMinimum": 0},
+        "t": {"type": "array", "prefixItems": [{"type": "null"}], "items": False},
+        "r": {"$ref": "#/$defs/d0"},  # neighbours of $ref said nothing then
+    }
     assert as_document(normalise(draft4)) == {
-        "properties": {
-            "n": {"type": "number", "exclusiveMinimum": 0},
-            "t": {"type": "array", "prefixItems": [{"type": "null"}], "items": False},
-            "r": {"$ref": "#/$defs/d0"},  # neighbours of $ref said nothing then
-        },
-        "dependentRequired": {"n": ["t"]},
-        "dependentSchemas": {"t": {"required": ["n"], "properties": {"n": True}}},
+        "anyOf": [
+            {"type": "object", "properties": properties, "required": ["n", "t"]},
+            {"type": "object", "properties": {**properties, "n": False, "t": False}},
+        ],
         "$defs": {"d0": {"type": "string"}},
     }
 
@@ -103,7 +172,7 @@ def test_draft_3_comes_out_as_2020_12() -> None:
             "n": {"type": "integer", "multipleOf": 7},
             "e": {"type": "string", "minLength": 1},
             "t": {"anyOf": [{"type": "null"}, {"type": "boolean"}]},
-            "d": {"not": {"anyOf": [{"type": "string"}, {"type": "null"}]}},
+            "d": {"type": ["boolean", "object", "array", "number"]},
         },
         "required": ["n"],
     }
@@ -157,6 +226,38 @@ def test_a_subschema_knows_where_it_came_from() -> None:
     assert form.pointer(form.root["properties"]["a/b"]["items"]) == "/properties/a~1b/items"
 
 
+def test_parts_without_a_finite_instance_are_excluded() -> None:
+    endless = {"type": "object", "properties": {"n": {"$ref": "#/$defs/endless"}}, "required": ["n"]}
+    tree = {"type": "object", "properties": {"n": {"anyOf": [{"$ref": "#/$defs/endless"}, {"$ref": "#/$defs/tree"}]}}}
+    defs = {"endless": endless, "tree": tree}
+    form = normalise({"$defs": defs, "properties": {"x": {"$ref": "#/$defs/endless"}, "y": {"$ref": "#/$defs/tree"}}})
+    assert isinstance(form.root, dict)
+    assert form.root["properties"]["x"] is False
+    tree_form = form.target(form.root["properties"]["y"])
+    assert isinstance(tree_form, dict)
+    assert tree_form["properties"]["n"] == form.root["properties"]["y"]
+    for schema in (
+        {"$ref": "#/$defs/endless", "$defs": defs},
+        {"properties": {"n": {"$ref": "#"}}, "required": ["n"], "type": "object"},
+        {"type": "array", "items": {"$ref": "#"}, "minItems": 1},
+        {
+            "anyOf": [{"type": "array", "prefixItems": [{"$ref": "#"}], "minItems": 1}, {"$ref": "#/$defs/endless"}],
+            "$defs": defs,
+        },
+    ):
+        with pytest.raises(InvalidConstraint, match="no finite value"):
+            normalise(schema)
+
+
+def test_rewriting_can_be_left_out() -> None:
+    schema = {"type": "object", "not": {"required": ["a"]}, "if": {"required": ["b"]}, "then": {"required": ["c"]}}
+    form = normalise(schema, rewrite=False)
+    assert isinstance(form.root, dict)
+    assert {"not", "if"} <= form.root.keys()
+    assert isinstance(rewritten := normalise(schema).root, dict)
+    assert rewritten.keys() == {"anyOf"}
+
+
 def test_malformed_patterns_are_refused_where_they_matter() -> None:
     with pytest.raises(InvalidConstraint, match="malformed"):
         normalise({"enum": ["a", "b"], "pattern": "("})
@@ -198,7 +299,9 @@ _LEAVES = st.fixed_dictionaries(
         "required": st.lists(st.sampled_from("abc"), max_size=2, unique=True),
         "minItems": st.integers(0, 1),
         "maxItems": st.integers(1, 2),
+        "minProperties": st.integers(0, 2),
         "maxProperties": st.integers(1, 2),
+        "multipleOf": st.sampled_from([1, 2, 0.5]),
         "enum": st.lists(_VALUES, min_size=1, max_size=3),
         "pattern": st.sampled_from(["a", "^a", "b$"]),
         "uniqueItems": st.booleans(),
@@ -223,6 +326,12 @@ _COMPOUND = st.recursive(
                 "oneOf": st.lists(inner, min_size=1, max_size=2),
                 "not": inner,
                 "dependentRequired": st.just({"a": ["b"]}),
+                "dependentSchemas": st.dictionaries(st.sampled_from("abc"), inner, max_size=2),
+                "if": inner,
+                "then": inner,
+                "else": inner,
+                "contains": inner,
+                "propertyNames": inner,
                 "$ref": st.just("#/$defs/s"),
             },
         ),

@@ -63,7 +63,7 @@ def test_without_a_run_directory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_directory_is_private_and_passed_to_workers_on_ray(run: Path) -> None:
     assert run.stat().st_mode & 0o777 == 0o700
-    assert os.environ["VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"] == f"MINE,{run_directory.VARIABLE}"
+    assert os.environ["VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"] == f"MINE,{run_directory.VARIABLE},{run_directory.SWITCH}"
 
 
 def test_a_process_of_the_run_keeps_its_directory_and_another_program_does_not(run: Path) -> None:

@@ -30,7 +30,6 @@ VOCABULARY = Vocabulary(
     special_token_ids=frozenset({STOP}),
     padded_vocab_size=WIDTH,
 )
-Reports = list[tuple[str, GuidedError]]
 
 
 def inline(fail_at: int | None = None) -> InlinePool:
@@ -40,30 +39,24 @@ def inline(fail_at: int | None = None) -> InlinePool:
 class Subject:
     """A masker, and what it reported."""
 
-    def __init__(self, open_pool: Callable[[], MaskPool] = inline, pool_limit: float = 60.0, **limits: float) -> None:
-        self.reports: Reports = []
+    def __init__(self, open_pool: Callable[[], MaskPool] = inline, wait: float = 60.0) -> None:
+        self.failed: list[GuidedRequest] = []
         self.opener = PoolOpener(open_pool)
-        self.masker = Masker(
-            self.opener,
-            lambda report_id, error: self.reports.append((report_id, error)),
-            None,
-            WIDTH,
-            pool_limit=pool_limit,
-            **limits,
-        )
+        self.masker = Masker(self.opener, self.failed.append, WIDTH)
+        self.wait = wait
 
-    def begin(self, *choices: str, name: str | None = None, other_bans: bool = False) -> GuidedRequest:
-        return self.masker.begin(GuidedParams(Constraint.choice(choices), request_id=name), STOP, other_bans)
+    def begin(self, *choices: str, name: str | None = None) -> GuidedRequest:
+        return self.masker.begin(GuidedParams(Constraint.choice(choices)), STOP, name)
 
     def step(self, *rows: GuidedRow, logits: torch.Tensor | None = None) -> torch.Tensor:
         """One step; the logits come back masked."""
         logits = torch.zeros(1 + max(row.logits_row for row in rows), WIDTH) if logits is None else logits
-        assert self.masker.prepare(rows, wait=True)
-        self.masker.apply(logits)
+        assert self.masker.prepare(rows, self.wait)
+        self.masker.apply(logits, self.wait)
         return logits
 
-    def codes(self) -> list[tuple[str, str]]:
-        return [(request_id, error.code) for request_id, error in self.reports]
+    def codes(self) -> list[tuple[str | None, str]]:
+        return [(request.report_id, request.error.code) for request in self.failed if request.error is not None]
 
 
 def allowed(logits: torch.Tensor, row: int) -> list[int]:
@@ -76,7 +69,7 @@ def test_each_row_has_its_own_mask_and_others_are_untouched() -> None:
     logits = subject.step(GuidedRow(other, 3, [3]), GuidedRow(one, 1, [1]))
     assert (allowed(logits, 1), allowed(logits, 3)) == ([2, 9], [4])
     assert torch.isfinite(logits[[0, 2]]).all()
-    assert not subject.reports
+    assert not subject.failed
 
 
 def test_the_tokens_of_a_resumed_request_are_replayed() -> None:
@@ -94,7 +87,7 @@ def test_a_row_without_a_mask_is_allowed_its_stop_token_and_reported_once_and_th
     assert (allowed(logits, 0), allowed(logits, 1)) == ([STOP], [6])
     assert subject.codes() == [("bad", "backend_error")]
     assert allowed(subject.step(GuidedRow(bad, 0, [1, 2]), GuidedRow(good, 1, [5])), 0) == [STOP]
-    assert len(subject.reports) == 1
+    assert len(subject.failed) == 1
 
 
 def test_a_constraint_that_does_not_compile_ends_its_request() -> None:
@@ -126,7 +119,7 @@ def test_an_output_that_has_ended_needs_no_mask() -> None:
     request = subject.begin("12", name="a")
     for tokens in ([1, 2], [1, 2, STOP], [1, 2, STOP, STOP]):
         assert allowed(subject.step(GuidedRow(request, 0, tokens)), 0) == [STOP]
-    assert not subject.reports
+    assert not subject.failed
 
 
 def test_prepare_does_not_wait_before_the_forward_pass() -> None:
@@ -137,7 +130,7 @@ def test_prepare_does_not_wait_before_the_forward_pass() -> None:
     opens.set()
     assert allowed(subject.step(row), 0) == [2]
     assert subject.masker.prepare([GuidedRow(row.request, 0, [1, 2])])
-    subject.masker.apply(logits := torch.zeros(1, WIDTH))
+    subject.masker.apply(logits := torch.zeros(1, WIDTH), 60)
     assert allowed(logits, 0) == [STOP]
 
 
@@ -152,7 +145,7 @@ def test_an_unknown_token_is_waited_for_and_never_guessed() -> None:
     tokens += [-1]
     assert allowed(subject.step(row), 0) == [STOP]
     assert subject.codes() == [("a", "internal_error")]
-    assert "--logits-processors" in str(subject.reports[0][1])
+    assert "--logits-processors" in str(subject.failed[0].error)
 
 
 def test_a_step_that_is_not_applied_is_discarded() -> None:
@@ -162,14 +155,14 @@ def test_a_step_that_is_not_applied_is_discarded() -> None:
     subject.step(GuidedRow(request, 2, []))
     assert subject.masker.prepare([row])
     assert subject.masker.prepare([])
-    subject.masker.apply(untouched := torch.zeros(1, WIDTH))
+    subject.masker.apply(untouched := torch.zeros(1, WIDTH), 60)
     assert torch.isfinite(untouched).all()
     assert allowed(subject.step(row), 2) == [2]
 
 
 def test_the_mask_wins_where_the_engine_has_forbidden_all_that_it_allows() -> None:
     subject = Subject()
-    banned, ended = subject.begin("12", "19", other_bans=True), subject.begin("34", other_bans=True)
+    banned, ended = subject.begin("12", "19"), subject.begin("34")
     logits = torch.zeros(2, WIDTH)
     logits[0, 2] = logits[1, STOP] = float("-inf")
     subject.step(GuidedRow(banned, 0, [1]), GuidedRow(ended, 1, [3, 4]), logits=logits)
@@ -182,10 +175,9 @@ def test_the_mask_wins_where_the_engine_has_forbidden_all_that_it_allows() -> No
 
 def test_a_failed_row_has_its_stop_token_even_where_that_was_forbidden() -> None:
     subject = Subject(lambda: inline(fail_at=0))
-    for other_bans in (False, True):
-        logits = torch.full((1, WIDTH), float("-inf"))
-        subject.step(GuidedRow(subject.begin("1", other_bans=other_bans), 0, []), logits=logits)
-        assert allowed(logits, 0) == [STOP]
+    logits = torch.full((1, WIDTH), float("-inf"))
+    subject.step(GuidedRow(subject.begin("1"), 0, []), logits=logits)
+    assert allowed(logits, 0) == [STOP]
 
 
 # several rows per request: drafts
@@ -205,7 +197,7 @@ def test_each_draft_has_a_mask_of_its_own_and_rejected_ones_are_taken_back() -> 
     assert [allowed(logits, row) for row in range(2)] == [[8], [9]]
     logits = subject.step(*rows(request, [1, 7, 8], [9, 5]))
     assert [allowed(logits, row) for row in range(3)] == [[9], [5], [6]]
-    assert not subject.reports
+    assert not subject.failed
 
 
 def test_a_draft_that_is_not_allowed_fails_no_request() -> None:
@@ -218,7 +210,7 @@ def test_a_draft_that_is_not_allowed_fails_no_request() -> None:
     assert [allowed(logits, row) for row in range(3)] == [[3], [4], [STOP]]
     logits = subject.step(*rows(request, [1, 2, 3], [4, 5, 6, STOP]))
     assert [allowed(logits, row) for row in range(5)] == [[4], [5], [6], [STOP], [STOP]]
-    assert not subject.reports
+    assert not subject.failed
 
 
 def test_a_draft_with_a_failed_mask_ends_the_request() -> None:
@@ -259,7 +251,7 @@ class Shared:
 
 
 def test_all_ranks_mask_alike_and_one_opens_the_pool() -> None:
-    pair, opened, reports = Pair(), [], []
+    pair, opened, failed = Pair(), [], []
     results: dict[bool, list[list[int]]] = {}
 
     def open_pool() -> MaskPool:
@@ -267,16 +259,16 @@ def test_all_ranks_mask_alike_and_one_opens_the_pool() -> None:
         return opened[-1]
 
     def run(computes: bool) -> None:
-        masker = Masker(PoolOpener(open_pool), lambda *report: reports.append(report), pair.rank(computes), WIDTH)
+        masker = Masker(PoolOpener(open_pool), failed.append, WIDTH, pair.rank(computes))
         bad, good, both = (
-            masker.begin(GuidedParams(Constraint.choice(choices), request_id="x"), STOP)
+            masker.begin(GuidedParams(Constraint.choice(choices)), STOP, "x")
             for choices in (["123"], ["45"], ["67", "68"])
         )
         seen = []
         for history in ([], [1], [1, 2], [1, 2, STOP]):
             step = [GuidedRow(bad, 2, history), GuidedRow(good, 0, [4]), GuidedRow(both, 3, [6])]
-            masker.prepare(step, wait=True)
-            masker.apply(logits := torch.zeros(4, WIDTH))
+            masker.prepare(step, 60)
+            masker.apply(logits := torch.zeros(4, WIDTH), 60)
             seen += [allowed(logits, row) for row in (2, 0, 3, 1)]
         results[computes] = seen
 
@@ -288,7 +280,7 @@ def test_all_ranks_mask_alike_and_one_opens_the_pool() -> None:
     everything = list(range(WIDTH))
     expected = [row for one in (1, 2, STOP, STOP) for row in ([one], [5], [7, 8], everything)]
     assert results == {True: expected, False: expected}
-    assert (len(opened), len(reports)) == (1, 1)
+    assert (len(opened), len(failed)) == (1, 1)
 
 
 # pools
@@ -316,7 +308,7 @@ def test_a_pool_that_cannot_be_opened_fails_requests_and_is_retried_later(
 
 def test_a_pool_that_does_not_open_in_time() -> None:
     opens = threading.Event()
-    subject = Subject(lambda: (opens.wait(60), inline())[1], pool_limit=0.01)
+    subject = Subject(lambda: (opens.wait(60), inline())[1], wait=0.01)
     assert allowed(subject.step(GuidedRow(subject.begin("1", name="a"), 0, [])), 0) == [STOP]
     assert subject.codes() == [("a", "pool_unavailable")]
     opens.set()
@@ -409,33 +401,31 @@ class Broken(InlinePool):
         return self.late
 
 
-@pytest.mark.parametrize("other_bans", [False, True])
 @pytest.mark.parametrize("raises_in", ["submit", "collect", "no worker"])
-def test_errors_of_the_pool_fail_the_requests_of_their_step_only(raises_in: str, other_bans: bool) -> None:
+def test_errors_of_the_pool_fail_the_requests_of_their_step_only(raises_in: str) -> None:
     pool = Broken()
-    subject = Subject(lambda: pool, wait_limit=0.05)
-    request = subject.begin("123", name="a", other_bans=other_bans)
+    subject = Subject(lambda: pool, wait=0.05)
+    request = subject.begin("123", name="a")
     assert allowed(subject.step(GuidedRow(request, 0, [])), 0) == [1]
     pool.raises_in = raises_in
     assert allowed(subject.step(GuidedRow(request, 0, [1])), 0) == [STOP]
-    assert subject.codes() == [("a", "pool_unavailable" if raises_in == "no worker" else "internal_error")]
+    assert subject.codes() == [("a", "mask_timeout" if raises_in == "no worker" else "internal_error")]
     pool.raises_in = ""
     assert allowed(subject.step(GuidedRow(subject.begin("45"), 0, [])), 0) == [4]
     assert allowed(subject.step(GuidedRow(request, 0, [1])), 0) == [STOP]
 
 
-@pytest.mark.parametrize("other_bans", [False, True])
 @pytest.mark.parametrize("times", [1, 2, 3, 7])
-def test_a_row_waits_for_a_worker(times: int, other_bans: bool) -> None:
+def test_a_row_waits_for_a_worker(times: int) -> None:
     pool = Broken()
     subject = Subject(lambda: pool)
-    one, other = subject.begin("1234", name="one", other_bans=other_bans), subject.begin("567", name="other")
+    one, other = subject.begin("1234", name="one"), subject.begin("567", name="other")
     subject.step(GuidedRow(one, 2, []), GuidedRow(other, 0, []))
     pool.late_steps = times
     logits = subject.step(GuidedRow(one, 2, [1]), GuidedRow(other, 0, [5]))
     assert (allowed(logits, 2), allowed(logits, 0)) == ([2], [6])
     assert not pool.late_steps
-    assert not subject.reports
+    assert not subject.failed
     logits = subject.step(GuidedRow(other, 0, [5, 6]), GuidedRow(one, 1, [1, 2]))
     assert (allowed(logits, 1), allowed(logits, 0)) == ([3], [7])
 
@@ -448,7 +438,7 @@ def test_a_discarded_step_does_not_fail_rows_that_wait_for_a_worker() -> None:
     pool.late_steps = 2
     assert subject.masker.prepare([GuidedRow(request, 0, [1])])
     assert allowed(subject.step(GuidedRow(request, 0, [1])), 0) == [2]
-    assert not subject.reports
+    assert not subject.failed
 
 
 def test_a_matcher_that_is_lost_after_the_output_is_complete_fails_no_request() -> None:
@@ -475,36 +465,36 @@ def test_a_request_that_cannot_be_freed_raises_nothing() -> None:
     assert allowed(subject.step(GuidedRow(requests[1], 0, [1])), 0) == [2]
 
 
-@pytest.mark.parametrize("other_bans", [False, True])
-def test_masks_that_cannot_be_written_end_their_requests(other_bans: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_masks_that_cannot_be_written_end_their_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     subject = Subject()
-    requests = [subject.begin("123", name="a", other_bans=other_bans) for _ in range(2)]
+    requests = [subject.begin("123", name="a") for _ in range(2)]
     subject.step(*(GuidedRow(request, row, []) for row, request in enumerate(requests)))
 
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("no memory")
 
-    for module in ("guided.integrations.vllm.masker", "guided.processor"):
-        monkeypatch.setattr(f"{module}.apply_bitmask", fail)
+    monkeypatch.setattr("guided.integrations.vllm.masker.apply_bitmask", fail)
     logits = subject.step(*(GuidedRow(request, row, [1]) for row, request in enumerate(requests)))
     assert [allowed(logits, row) for row in range(2)] == [[STOP], [STOP]]
     assert subject.codes() == [("a", "internal_error")] * 2
 
 
-def test_a_failed_step_ends_its_requests_and_frees_everything() -> None:
+def test_a_failed_step_ends_its_requests_only() -> None:
     pool = Broken()
     subject = Subject(lambda: pool)
     bad, other = subject.begin("123", name="bad"), subject.begin("45", name="other")
     subject.step(GuidedRow(bad, 0, []), GuidedRow(other, 1, []))
     subject.masker.fail_step([GuidedRow(bad, 1, ())], RuntimeError("no tokens"))
-    subject.masker.apply(logits := torch.zeros(2, WIDTH))
+    subject.masker.apply(logits := torch.zeros(2, WIDTH), 60)
     assert allowed(logits, 1) == [STOP]
     assert torch.isfinite(logits[0]).all()
     assert subject.codes() == [("bad", "internal_error")]
-    assert pool.released == 2
     logits = subject.step(GuidedRow(bad, 1, [1]), GuidedRow(other, 0, [4]))
     assert (allowed(logits, 1), allowed(logits, 0)) == ([STOP], [5])
-    assert pool.status().workers[0].open_sequences == 1
+    subject.masker.end(bad)
+    subject.masker.end(other)
+    assert pool.released == 2
+    assert pool.status().workers[0].open_sequences == 0
 
 
 def test_a_released_request_is_opened_again_from_its_tokens() -> None:

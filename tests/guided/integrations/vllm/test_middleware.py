@@ -333,6 +333,13 @@ class TestRequestIds:
         ask(whole(), {"vllm_xargs": {name: "x"}}, errors)
         assert len(errors.asked) == 1
 
+    def test_an_object_is_sent_as_text(self) -> None:
+        seen: list[dict[str, Any]] = []
+        schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+        app = GuidedErrors(vllm(whole(), seen), Errors())
+        asyncio.run(Client({"vllm_xargs": {"json_schema": schema}}).ask(app))
+        assert json.loads(seen[0]["vllm_xargs"]["json_schema"]) == schema
+
     def test_with_an_escaped_name(self) -> None:
         errors = Errors()
         ask(whole(), b'{"vllm\\u005fxargs": {"regex": "a"}}', errors)
@@ -423,17 +430,26 @@ class TestUntouched:
         asyncio.run(GuidedErrors(app, Errors())(scope, nothing, nothing))
         assert seen == [(scope, nothing, nothing)]
 
-    @pytest.mark.parametrize(("path", "method"), [("/v1/embeddings", "POST"), (PATHS[0], "GET")])
-    def test_other_routes(self, path: str, method: str) -> None:
+    @pytest.mark.parametrize(
+        ("method", "content_type"), [("GET", b"application/json"), ("POST", b"multipart/form-data")]
+    )
+    def test_other_bodies(self, method: str, content_type: bytes) -> None:
         seen = []
 
         async def app(scope: Any, receive: Any, send: Any) -> None:
             seen.append((scope, receive, send))
             await Response()(scope, receive, send)
 
-        client = Client(GUIDED, path, method)
+        client = Client(GUIDED, PATHS[0], method)
+        client.scope["headers"] = [(b"content-type", content_type)]
         asyncio.run(client.ask(GuidedErrors(app, Errors())))
         assert seen == [(client.scope, client._receive, client._send)]
+
+    def test_a_body_over_the_limits_is_vllms_to_reject(self) -> None:
+        body = b'{"vllm_xargs": {"regex": "a", "x": ' + b"[" * 300 + b"]" * 300 + b"}}"
+        errors = Errors()
+        assert ask(whole(), body, errors).status == 200
+        assert errors.asked == []
 
 
 class TestDisconnections:

@@ -10,8 +10,8 @@ import pytest
 from engine.server.constraints import requested_constraint as asked_over_http
 from engine.server.protocol import CompletionRequest
 from guided.constraint import Constraint
-from guided.errors import GuidedError, InvalidConstraint, InvalidRequest
-from guided.integrations.vllm.request_params import GuidedParams, guided_params, reject_stops, request_id
+from guided.errors import GuidedError, InternalError, InvalidConstraint, InvalidRequest
+from guided.integrations.vllm.request_params import GuidedParams, guided_params, request_id
 
 SCHEMA = '{"type": "object", "properties": {"a": {"type": "integer"}}}'
 
@@ -48,9 +48,9 @@ def test_every_kind(extra: dict[str, Any], constraint: Constraint) -> None:
     assert guided_params(params(extra)) == GuidedParams(constraint)
 
 
-def test_the_backend_and_the_id() -> None:
+def test_the_backend() -> None:
     found = guided_params(params({"regex": "a", "backend": "outlines_core", "guided_request_id": 7}))
-    assert found == GuidedParams(Constraint.regex("a"), "outlines", "7")
+    assert found == GuidedParams(Constraint.regex("a"), "outlines")
 
 
 @pytest.mark.parametrize(
@@ -98,15 +98,51 @@ def test_parameters_that_would_overwrite_masks_are_rejected(others: dict[str, An
 
 
 @pytest.mark.parametrize("others", [{"stop": ["x"]}, {"stop_token_ids": [5]}])
-def test_stops_are_rejected_at_admission_only(others: dict[str, Any]) -> None:
-    """vLLM adds the model's other end tokens to `stop_token_ids` later, and the worker reads the request again."""
-    given = params({"regex": "a+"}, **others)
-    guided = guided_params(given)
-    assert guided == GuidedParams(Constraint.regex("a+"))
+def test_stops_are_rejected(others: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest) as rejected:
-        reject_stops(guided, given)
+        guided_params(params({"regex": "a+"}, **others))
     assert [rejected.value.param] == list(others)
-    reject_stops(guided, params({"regex": "a+"}))
+
+
+def test_the_engine_reads_the_validated_constraint() -> None:
+    given = GuidedParams(Constraint.json_schema(SCHEMA, whitespace=" ?"), "xgrammar")
+    assert GuidedParams.from_text(given.to_text()) == given
+    for text in (None, "xgrammar"):
+        with pytest.raises(InternalError, match="without guided"):
+            GuidedParams.from_text(text)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("json", "json_schema"),
+        ("schema", "json_schema"),
+        ("json_shema", "json_schema"),
+        ("regexp", "regex"),
+        ("Regex", "regex"),
+        ("choices", "choice"),
+        ("ebnf", "grammar"),
+        ("guided_schema", "json_schema"),
+        ("back-end", "backend"),
+        ("whitespace_patern", "whitespace_pattern"),
+    ],
+)
+def test_near_misses_are_not_ignored(name: str, meant: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"did you mean {meant}") as rejected:
+        guided_params(params({name: "x"}))
+    assert rejected.value.param == name
+
+
+def test_structural_tags_and_options_without_a_constraint_are_not_ignored() -> None:
+    with pytest.raises(InvalidRequest, match="structural_tag"):
+        guided_params(params({"structural_tag": "{}"}))
+    with pytest.raises(InvalidRequest, match="needs a constraint"):
+        guided_params(params({"backend": "outlines"}))
+
+
+@pytest.mark.parametrize("name", ["kv_transfer_params", "session_id", "kv_cache_report_mode", "target_token", "x"])
+def test_parameters_of_vllm_and_of_other_plugins_are_theirs(name: str) -> None:
+    assert guided_params(params({name: "x"})) is None
 
 
 def test_the_id_is_known_if_other_parameters_are_invalid() -> None:

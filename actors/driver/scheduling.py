@@ -1,0 +1,83 @@
+"""Where Ray starts an actor. Imports no Ray: the driver's process passes the result on to Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from guided.pool_options import LOCAL, NodePlacement
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduling:
+    """How Ray places one actor."""
+
+    placement: NodePlacement = LOCAL
+    cpus: float = 0.0
+    """CPUs that Ray reserves for it."""
+    index: int = 0
+    """Of the actors that are placed in turn."""
+
+    def choose(self, nodes: Sequence[Mapping[str, Any]], here: str) -> tuple[str | None, dict[str, Any]]:
+        """Return the id of the node for the actor, and options of `ray.remote`. Without an id, Ray spreads the actors.
+
+        Args:
+            nodes: those of `ray.nodes()`.
+            here: the id of this process's node.
+
+        Raises:
+            ValueError: no node of the cluster fits.
+        """
+        where = self.placement
+        alive = sorted((node for node in nodes if node["Alive"]), key=lambda node: str(node["NodeID"]))
+        found = [node for node in alive if self._is_candidate(node, here)]
+        if not found:
+            raise ValueError(
+                f"no node of the Ray cluster has the {where.kind} of placement {where.text!r}: {_offers(alive)}"
+            )
+        fitting = [node for node in found if node["Resources"].get("CPU", 0) >= self.cpus]
+        if not fitting:
+            most = max(node["Resources"].get("CPU", 0) for node in found)
+            raise ValueError(
+                f"an actor needs {self.cpus:g} CPUs on one node, and of the nodes of placement {where.text!r} none has "
+                f"more than {most:g}: lower actor_cpus and compile_cpus"
+            )
+        options: dict[str, Any] = {"num_cpus": self.cpus}
+        if where.amount:
+            return None, {**options, "resources": {where.name: where.amount}}
+        # Ray places actors that take nothing anywhere, with its "SPREAD" strategy and with a soft affinity too (Ray
+        # 2.60, measured). If the node is gone by now, the actor is not started, and the next one gets another node.
+        if self.cpus and where.kind == "label":
+            return None, {**options, "label_selector": {where.name: where.value}}
+        if self.cpus and where.kind == "spread":
+            return None, options
+        return str(fitting[self.index % len(fitting)]["NodeID"]), options
+
+    def _is_candidate(self, node: Mapping[str, Any], here: str) -> bool:
+        where = self.placement
+        if where.kind == "local":
+            return bool(node["NodeID"] == here)
+        if where.kind == "resource":
+            available = node["Resources"].get(where.name, 0)
+            return bool(available and available >= where.amount)
+        return where.kind == "spread" or node.get("Labels", {}).get(where.name) == where.value
+
+
+def _offers(nodes: Sequence[Mapping[str, Any]]) -> str:
+    """Say which resources and labels there are, without those that Ray sets itself."""
+    resources = {
+        f"{name}:{amount:g}"
+        for node in nodes
+        for name, amount in node["Resources"].items()
+        if name not in ("CPU", "GPU", "memory", "object_store_memory") and not name.startswith("node:")
+    }
+    labels = {
+        f"{name}={value}"
+        for node in nodes
+        for name, value in node.get("Labels", {}).items()
+        if not name.startswith("ray.io/node-id")
+    }
+    return (
+        f"its {len(nodes)} nodes have {', '.join(sorted(resources | labels)) or 'no resources or labels of their own'}"
+    )

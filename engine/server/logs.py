@@ -1,0 +1,64 @@
+"""Log records of the server's process, as text or as JSON. uvicorn, Ray and Ray Serve configure theirs."""
+
+from __future__ import annotations
+
+import json
+import logging
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+LogFormat = Literal["text", "json"]
+_LOGGERS = ("guided", "actors", "engine")
+_TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+_IDS = ("request_id", "x_request_id", "code")
+"""Fields of a record that is about a request, given as `extra`."""
+
+
+class JsonFormatter(logging.Formatter):
+    """Writes a record as one line of JSON."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line."""
+        fields: dict[str, Any] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        fields |= {name: value for name in _IDS if (value := getattr(record, name, None)) is not None}
+        if record.exc_info:
+            fields["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(fields, ensure_ascii=False)
+
+
+def log_to_stderr(level: str, style: LogFormat) -> None:
+    """Send our own log records to stderr."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(formatter(style))
+    for name in _LOGGERS:
+        logger = logging.getLogger(name)
+        logger.handlers[:] = [handler]
+        logger.setLevel(level.upper())
+        logger.propagate = False
+
+
+def formatter(style: LogFormat) -> logging.Formatter:
+    """Return the formatter for a `--log-format`."""
+    return JsonFormatter() if style == "json" else logging.Formatter(_TEXT)
+
+
+def uvicorn_logging(style: LogFormat) -> dict[str, Any]:
+    """Return uvicorn's configuration of its own loggers."""
+    from uvicorn.config import LOGGING_CONFIG
+
+    if style == "text":
+        return LOGGING_CONFIG
+    handler = {"class": "logging.StreamHandler", "formatter": "json"}
+    names = ("uvicorn", "uvicorn.error", "uvicorn.access")
+    return {
+        "version": 1,
+        "disable_existing_loggers": False,
+        "formatters": {"json": {"()": JsonFormatter}},
+        "handlers": {"stderr": handler},
+        "loggers": {name: {"handlers": ["stderr"], "level": "INFO", "propagate": False} for name in names},
+    }

@@ -1,0 +1,322 @@
+"""The guard over a backend: the library enforces a superset, and tokens that would violate the schema are vetoed."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from guided.backends.base import Backend, CompiledGrammar, Matcher
+from guided.bitmask import allowed_ids, pack, words
+from guided.constraint import Constraint
+from guided.errors import BackendError, InvalidConstraint, TokenRejected, UnsupportedConstraint, bounded
+from guided.guard.plan import Plan, plan_superset, repeats_keys
+from guided.guard.text import AFTER, BEFORE_KEY, BEFORE_VALUE, KEY, SCALAR, STRING, Choice, Frame, State, Veto, advance
+from guided.guard.tokens import TokenIndex
+from guided.vocabulary import Vocabulary
+
+_MARKS = {b"keys:": False, b"superset:": True}
+"""Prefixes of a serialised grammar that is guarded -> whether the library got a superset."""
+_SPACE = re.compile(rb'("(?:[^"\\]|\\.)*"?)|[ \t\r\n]+', re.DOTALL)
+_FOLLOWS = b",]} \t\n\r:"
+_MAX_QUESTIONS = 200
+"""Maximum number of masks to compute to find a text that is allowed."""
+_BITS = [np.array(1 << bit, np.uint32).view(np.int32)[()] for bit in range(32)]
+
+
+class GuardedBackend(Backend):
+    """A backend that refuses no schema which the guard can enforce, and repeats no key of an object.
+
+    Args:
+        inner: the adapter of a library.
+    """
+
+    name = "guarded"
+
+    def __init__(self, inner: Backend, vocabulary: Vocabulary) -> None:
+        self._inner = inner
+        self._vocabulary = vocabulary
+        self._index: TokenIndex | None = None
+
+    def compile(self, constraint: Constraint) -> CompiledGrammar:
+        """See `Backend.compile`. Compiles the constraint itself if the library can enforce it."""
+        try:
+            grammar = self._inner.compile(constraint)
+        except UnsupportedConstraint as refusal:
+            plan = plan_superset(json.loads(constraint.source)) if constraint.kind == "json_schema" else None
+            if plan is None or plan.superset is None:
+                raise
+            try:
+                return self._guarded(self._inner.compile(replace(constraint, source=plan.superset)), plan)
+            except InvalidConstraint:
+                raise refusal from None
+        return self._guarded(grammar, Plan()) if _repeats_keys(constraint) else grammar
+
+    def load(self, constraint: Constraint, dumped: bytes) -> CompiledGrammar:
+        """See `Backend.load`."""
+        if not dumped:
+            return self.compile(constraint)
+        for mark, is_superset in _MARKS.items():
+            if dumped.startswith(mark):
+                plan = plan_superset(json.loads(constraint.source)) if is_superset else Plan()
+                assert plan is not None
+                inner = constraint if plan.superset is None else replace(constraint, source=plan.superset)
+                return self._guarded(self._inner.load(inner, dumped[len(mark) :]), plan)
+        return self._inner.load(constraint, dumped)
+
+    def _guarded(self, grammar: CompiledGrammar, plan: Plan) -> CompiledGrammar:
+        if self._index is None:
+            self._index = TokenIndex(self._vocabulary)
+        return GuardedGrammar(grammar, plan, self._index, self._vocabulary)
+
+
+def _repeats_keys(constraint: Constraint) -> bool:
+    if constraint.kind == "json_object":
+        return True
+    return constraint.kind == "json_schema" and repeats_keys(json.loads(constraint.source))
+
+
+class GuardedGrammar(CompiledGrammar):
+    """A grammar for a superset, and the plan of what is to be guarded."""
+
+    def __init__(self, inner: CompiledGrammar, plan: Plan, index: TokenIndex, vocabulary: Vocabulary) -> None:
+        self._inner = inner
+        self.plan = plan
+        self.index = index
+        self.vocabulary = vocabulary
+        self.text_tokens = pack(vocabulary.text_token_ids, vocabulary.padded_vocab_size)
+        self.nbytes = inner.nbytes + len(plan.superset or "")
+
+    def matcher(self) -> GuardedMatcher:
+        return GuardedMatcher(self, self._inner.matcher(), bytearray(), [(State(), 0)])
+
+    def dump(self) -> bytes:
+        """The library's own, with a mark; empty where compiling again is cheaper."""
+        dumped = self._inner.dump()
+        mark = next(mark for mark, is_superset in _MARKS.items() if is_superset == (self.plan.superset is not None))
+        return mark + dumped if dumped else b""
+
+
+class GuardedMatcher(Matcher):
+    """One sequence: the library's matcher, the text, and the states after each token with the lengths of the text."""
+
+    def __init__(
+        self, grammar: GuardedGrammar, inner: Matcher, text: bytearray, states: list[tuple[State, int]]
+    ) -> None:
+        self._grammar = grammar
+        self._plan, self._index = grammar.plan, grammar.index
+        self.inner = inner
+        """The library's own matcher."""
+        self._text = text
+        self._states = states
+        self._asking = False
+        """This copy only finds out what may follow (`_leaves`)."""
+        self._checked = -1
+        """Length of the complete text that was validated last."""
+
+    def accept_tokens(self, token_ids: Sequence[int]) -> None:
+        stops = self._grammar.vocabulary.stop_token_ids
+        contents = self._index.contents
+        self.inner.accept_tokens(token_ids)
+        for token in token_ids:
+            state, length = self._states[-1]
+            if token not in stops:
+                self._text += contents[token]
+                try:
+                    state = advance(state, self._text, length, self._plan.root)
+                except Veto:
+                    raise TokenRejected(f"token {token} is not allowed here") from None
+            elif not self._complete(state):
+                raise TokenRejected(f"stop token {token} is not allowed here: the constraint is not satisfied")
+            self._states.append((state, len(self._text)))
+
+    def rollback(self, count: int) -> None:
+        if count:
+            self.inner.rollback(count)
+            del self._states[-count:]
+            del self._text[self._states[-1][1] :]
+            self._checked = -1
+
+    def fork(self) -> GuardedMatcher:
+        text = self._text[: self._states[-1][1]]
+        return GuardedMatcher(self._grammar, self.inner.fork(), text, list(self._states))
+
+    def is_terminated(self) -> bool:
+        return self.inner.is_terminated()
+
+    def is_accepting(self) -> bool:
+        return self.inner.is_accepting() and self._complete(self._states[-1][0])
+
+    def forced_tokens(self) -> list[int]:
+        tokens = self.inner.forced_tokens()
+        return tokens if tokens and self._allows(tokens) else []
+
+    def fill_bitmask(self, row: NDArray[np.int32]) -> None:
+        self.inner.fill_bitmask(row)
+        for token in self._candidates(self._states[-1][0], row):
+            if not self._allows([token]):
+                row[token >> 5] &= ~_BITS[token & 31]
+
+    def _candidates(self, state: State, row: NDArray[np.int32]) -> Iterable[int]:
+        """Return all allowed tokens that may have to be vetoed. Clears some that have to be."""
+        index, mode, frame = self._index, state.mode, state.frame
+        if state.escaped:
+            return index.quoted.allowed(row)
+        watched = self._plan.planner is not None if frame is None else frame.watched
+        if not watched and mode != KEY:
+            return (index.has_later_key if mode == STRING else index.has_key).allowed(row)
+        found: list[int] = []
+        if mode == AFTER:
+            return index.after_value.allowed(row)
+        if mode in (KEY, STRING):
+            found += index.has_later_key.allowed(row)
+            found += index.ends_string_and_more.allowed(row) if watched else ()
+        else:
+            found += index.has_key.allowed(row)
+            found += (index.ends_scalar if mode == SCALAR else index.has_end).allowed(row)
+        if frame is not None:
+            partial = bytes(self._text[state.begin :]) if mode in (KEY, STRING, SCALAR) else b""
+            if mode == KEY:
+                found += self._ending_keys(frame, partial, row)
+            if frame.rule is not None and frame.rule.vetoes:
+                choice = frame.rule.choice(frame.state, mode in (KEY, BEFORE_KEY))
+                if choice is not None:
+                    found += self._chosen(choice, partial, row)
+            if watched and not self._asking:
+                found += self._in_items(state, frame, row)
+        return set(found)
+
+    def _ending_keys(self, frame: Frame, partial: bytes, row: NDArray[np.int32]) -> Iterator[int]:
+        """Yield the tokens that may end a key which is not allowed."""
+        if b"\\" in partial:
+            yield from self._index.quoted.allowed(row)
+            return
+        yield from self._index.ends_after_escape.allowed(row)
+        keys = frame.keys if frame.rule is None else frame.keys | frame.rule.names
+        started = partial[1:]
+        for key in keys:
+            whole = key.encode("utf-8", "surrogatepass")
+            if whole.startswith(started):
+                yield from self._allowed(self._index.starting_with(whole[len(started) :] + b'"'), row)
+
+    def _allowed(self, tokens: Iterable[int], row: NDArray[np.int32]) -> list[int]:
+        return [token for token in tokens if row[token >> 5] & _BITS[token & 31]]
+
+    def _chosen(self, choice: Choice, partial: bytes, row: NDArray[np.int32]) -> list[int]:
+        """Return the tokens that may begin or end a restricted key or value. Clears those that begin none of `only`."""
+        index = self._index
+        found: set[int] = set()
+        for text in choice.never if choice.only is None else choice.only:
+            if text.startswith(partial):
+                for lead in (b"",) if partial else (b"", b" "):
+                    rest = lead + text[len(partial) :]
+                    found.update(index.beginning(rest))
+                    found.update(index.starting_with(rest) if rest else index.after_value.allowed(row))
+        if choice.only is not None:
+            found.update(index.blank.allowed(row))
+            found.update(index.after_value.allowed(row))
+            row &= pack(sorted(found), len(row) * 32)[: len(row)]
+        return self._allowed(found, row)
+
+    def _in_items(self, state: State, frame: Frame, row: NDArray[np.int32]) -> list[int]:
+        """Return the tokens that may lead to a container which is not allowed, as in an array of unique objects."""
+        index = self._index
+        found: set[int] = set()
+        for partial, never in self._forbidden(frame):
+            for text in never:
+                for lead in (b"",) if state.mode in (KEY, STRING, SCALAR) else (b"", b" "):
+                    found.update(index.beginning(lead + text[len(partial) :]))
+                    found.update(index.starting_with(lead + text[len(partial) :]))
+            if state.mode not in (KEY, STRING):
+                found.update(index.spaced.allowed(row))
+        return self._allowed(found, row)
+
+    def _forbidden(self, frame: Frame) -> Iterator[tuple[bytes, list[bytes]]]:
+        """Yield the text of each open container that may become one that is not allowed, and those."""
+        inner = frame
+        while inner.parent is not None:
+            outer = inner.parent
+            if outer.rule is not None and outer.rule.vetoes:
+                choice = outer.rule.choice(outer.state, False)
+                if choice is not None and choice.never and self._text[inner.begin] not in choice.endless:
+                    partial = _SPACE.sub(lambda match: match[1] or b"", self._text[inner.begin :])
+                    never = [text for text in choice.never if text.startswith(partial)]
+                    if never:
+                        yield partial, never
+            inner = outer
+
+    def _allows(self, tokens: list[int]) -> bool:
+        """Whether no rule is violated after more tokens, and none has to be."""
+        state, length = self._states[-1]
+        for token in tokens:
+            self._text += self._index.contents[token]
+        try:
+            after = advance(state, self._text, length, self._plan.root)
+            return after.frame is None or not after.frame.watched or self._continues(after, after.frame, tokens)
+        except Veto:
+            return False
+        finally:
+            del self._text[length:]
+
+    def _continues(self, state: State, frame: Frame, tokens: list[int]) -> bool:
+        """Whether some text after `tokens` satisfies the rules."""
+        if state.mode != AFTER and frame.rule is not None and frame.rule.vetoes:
+            choice = frame.rule.choice(frame.state, state.mode in (KEY, BEFORE_KEY))
+            if choice is not None:
+                partial = b"" if state.mode in (BEFORE_VALUE, BEFORE_KEY) else bytes(self._text[state.begin :])
+                if choice.only is not None and not any(text.startswith(partial) for text in choice.only):
+                    if state.mode != BEFORE_KEY or frame.keys:
+                        return False
+                    frame.rule.close(frame.state)  # at once, or never
+                never = [text for text in choice.never if text.startswith(partial)]
+                sure = partial[0] in choice.endless if partial else bool(choice.endless)
+                if never and not sure and not self._asking and not self._leaves(tokens, partial, never):
+                    return False
+        if self._asking:
+            return True
+        return all(self._leaves(tokens, partial, never) for partial, never in self._forbidden(frame))
+
+    def _leaves(self, tokens: list[int], partial: bytes, never: list[bytes]) -> bool:
+        """Whether some text from `partial` on is none of `never`."""
+        matcher = self.fork()
+        matcher._asking = True
+        matcher.accept_tokens(tokens)
+        todo: list[tuple[GuardedMatcher, bytes]] = [(matcher, partial)]
+        row = np.empty(words(self._grammar.vocabulary.padded_vocab_size), np.int32)
+        for _ in range(_MAX_QUESTIONS):
+            if not todo:
+                return False
+            matcher, partial = todo.pop()
+            matcher.fill_bitmask(row)
+            row &= self._grammar.text_tokens
+            rests = [text[len(partial) :] for text in never if text.startswith(partial)]
+            blanks = not partial.startswith(b'"')
+            for token in allowed_ids(row).tolist():
+                content = self._index.contents[token]
+                if blanks and content[0] in b" \t\n\r":
+                    continue
+                same = [rest for rest in rests if rest.startswith(content) or content.startswith(rest)]
+                if not same or (same == [b""] and content[0] not in _FOLLOWS):
+                    return True
+                if any(len(rest) > len(content) for rest in same):
+                    after = matcher.fork()
+                    after._asking = True
+                    after.accept_tokens([token])
+                    todo.append((after, partial + content))
+        return False
+
+    def _complete(self, state: State) -> bool:
+        """Whether the text is a whole document; validated where the library did not enforce all of it."""
+        if state.frame is not None or self._plan.validator is None or self._checked == len(self._text):
+            return state.frame is None
+        document = json.loads(self._text)
+        error = next(self._plan.validator.iter_errors(document), None)
+        if error is not None:
+            raise BackendError(f"the guard let an invalid document through: {bounded(error.message)}")
+        self._checked = len(self._text)
+        return True

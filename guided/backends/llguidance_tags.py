@@ -1,0 +1,310 @@
+"""Structural tags for llguidance: one Lark grammar, with a grammar of its own for each JSON schema and grammar in it.
+
+llguidance's lexer takes the longest lexeme, so whatever can be followed by literal text (free text, regexes, choices)
+becomes a *lazy* lexeme together with this text: it ends where the text first occurs. Literals that begin alike are
+factored, so that no lexeme is a prefix of another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+from guided import regex
+from guided.constraint import Constraint
+from guided.errors import ConstraintTooLarge, UnsupportedConstraint, bounded
+from guided.grammar import regular, slashed
+from guided.structural_tag import Content, Dispatch, Either, FreeText, Node, Series, Text, Times, Token, at_content
+
+_MAX_PARTS = 20_000
+"""Maximum number of parts of the grammar. What follows alternatives with open ends is written for each of them."""
+_ANYTHING = "/(?s:.*)/"
+_EMPTY = '""'
+
+
+class _Again:
+    """The end of a loop's body: the loop follows."""
+
+
+_Items = tuple[Any, ...]
+"""Nodes, and `_Again` at the end."""
+_Head = tuple[Text | Token, _Items]
+"""The literal or the token with which an alternative begins, and the rest of it."""
+
+
+class TagGrammar:
+    """The grammar of one structural tag.
+
+    Args:
+        special: names and ids of the special tokens that it may use.
+        grammar_of: returns llguidance's grammar of a content, as an entry of `grammars`.
+    """
+
+    def __init__(
+        self, constraint: Constraint, special: Mapping[str, int], grammar_of: Callable[[Constraint], dict[str, Any]]
+    ) -> None:
+        self._constraint = constraint
+        self._special = special
+        self._grammar_of = grammar_of
+        self._names: dict[str, str] = {}
+        """Body of a lexeme -> its name."""
+        self._lazy: dict[str, str] = {}
+        """Name of a lexeme -> the rule that takes it as early as possible."""
+        self._inner: dict[Content, dict[str, Any]] = {}
+        self._regular: dict[Content, regex.Node | None] = {}
+        self._parts = 0
+        self.special_token_ids: set[int] = set()
+        """The special tokens that the grammar uses."""
+
+    def source(self) -> dict[str, Any]:
+        """Return the grammars in llguidance's format.
+
+        Raises:
+            UnsupportedConstraint: it can't be decided token by token where a part ends; or a content is not supported.
+        """
+        start = self._series((self._constraint.tag,)) or _EMPTY
+        lexemes = (f"{name}: {body}" for body, name in self._names.items())
+        lazy = (f"{rule}[lazy]: {name}" for name, rule in self._lazy.items())
+        return {
+            "grammars": [
+                {"lark_grammar": "\n".join((f"start: {start}", *lazy, *lexemes)) + "\n"},
+                *self._inner.values(),
+            ]
+        }
+
+    def _series(self, items: _Items) -> str:
+        """Return the expression for `items` in order."""
+        self._parts += 1
+        if self._parts > _MAX_PARTS:
+            raise ConstraintTooLarge(f"the structural tag has more than {_MAX_PARTS} parts", param="structural_tag")
+        if not items:
+            return ""
+        first, rest = items[0], items[1:]
+        match first:
+            case _Again():
+                return ""
+            case Series(inner):
+                return self._series((*inner, *rest))
+            case Text(text):
+                pieces = self._pieces(text)
+                if pieces != [first]:
+                    return self._series((*pieces, *rest))
+                return f"{_literal(text)} {self._series(rest)}"
+            case Token():
+                return f"{self._token(first)} {self._series(rest)}"
+            case Either(options):
+                return self._alternatives(options, rest)
+            case Times(item, low, high):
+                return self._repeated(item, low, high, rest)
+            case FreeText(excludes):
+                return self._text(excludes, [], rest)
+            case Dispatch(rules, loop, excludes):
+                after = (_Again(),) if loop else rest
+                heads = [head for trigger, node in rules for head in self._heads((trigger, node, *after))]
+                return self._text(excludes, heads, rest, loop=loop)
+            case Content():
+                return self._content(first, rest)
+        raise AssertionError(first)
+
+    def _alternatives(self, options: Sequence[Node], rest: _Items = ()) -> str:
+        """Return the expression for one of `options`, and then `rest`."""
+        if len(options) == 1:
+            return self._series((options[0], *rest))
+        if rest and any(map(self._is_open, options)):
+            options, rest = [Series((option, *rest)) for option in options], ()
+        try:
+            expression = self._factored([head for option in options for head in self._heads((option,))])
+        except UnsupportedConstraint:  # one begins with something else than a literal
+            expression = _any(self._series((option,)) for option in options)
+        return f"{expression} {self._series(rest)}"
+
+    def _factored(self, heads: Sequence[_Head]) -> str:
+        """Return the alternatives. Common prefixes are written once, so that no literal is a prefix of another one."""
+        options = []
+        for _, group in groupby(sorted(heads, key=_order), lambda head: _order(head)[:2]):
+            same = list(group)
+            head, rest = same[0]
+            if len(same) == 1:
+                options.append(self._series((head, *rest)))
+            elif isinstance(head, Token):
+                options.append(f"{self._token(head)} {self._alternatives([Series(rest) for _, rest in same])}")
+            else:
+                texts = [(text.text, rest) for text, rest in same if isinstance(text, Text)]
+                common = _common_prefix(texts[0][0], texts[-1][0])  # they are sorted
+                below = [Series((Text(text[len(common) :]), *rest)) for text, rest in texts]
+                options.append(f"{_literal(common)} {self._alternatives(below)}")
+        return _any(options)
+
+    def _repeated(self, item: Node, low: int, high: int | None, rest: _Items) -> str:
+        if high == 1:
+            return self._alternatives([item, *([Series(())] if low == 0 else ())], rest)
+        if self._is_open(item):
+            raise self._ambiguous("itself, and has no end of its own")
+        return f"({self._series((item,)) or _EMPTY}){{{low},{'' if high is None else high}}} {self._series(rest)}"
+
+    def _text(self, excludes: tuple[str, ...], heads: Sequence[_Head], rest: _Items, *, loop: bool = False) -> str:
+        """Return free text up to one of `heads` (in a loop: again and again); or free text, and then `rest`."""
+        exits = self._heads(rest) if rest else []
+        stops = [head for head, _ in (*heads, *exits)]
+        literals = {head.text for head in stops if isinstance(head, Text)}
+        for text in literals:
+            if any(text != other and text in other for other in literals):
+                raise self._ambiguous(f"text that contains {bounded(text, 40)!r}, which ends it before")
+        # In the answer's text, the name of a special token looks like the token.
+        names = [name for name, token in self._special.items() if any(self._is(head, token) for head in stops)]
+        body = self._lexeme(_without({*excludes, *names}))
+        plain = self._lexeme(_without({*excludes, *names, *literals}))
+        last = self._until(body, plain, exits) if rest else plain
+        if not heads:
+            return last
+        once = self._until(body, plain, heads)
+        return f"({once})* {last}" if loop else _any([once, last])
+
+    def _until(self, body: str, plain: str, heads: Sequence[_Head]) -> str:
+        """Return `body` up to a literal, or `plain` (which contains none of the literals) up to a token."""
+        options = []
+        for _, group in groupby(sorted(heads, key=_order), _order):
+            same = list(group)
+            head = same[0][0]
+            if isinstance(head, Token):
+                before = f"{plain} {self._token(head)}"
+            else:
+                lexeme = self._lexeme(f"{body} {_literal(head.text)}")
+                before = self._lazy.setdefault(lexeme, f"t{len(self._lazy)}")
+            options.append(f"{before} {self._alternatives([Series(rest) for _, rest in same])}")
+        return _any(options)
+
+    def _content(self, content: Content, rest: _Items) -> str:
+        node = self._regular_node(content)
+        if node is None:
+            if content not in self._inner:
+                with at_content(content, "structural_tag"):
+                    grammar = self._grammar_of(self._constraint.inner(content))
+                self._inner[content] = {**grammar, "name": f"c{len(self._inner)}"}
+            return f"@{self._inner[content]['name']} {self._series(rest)}"
+        body = self._lexeme(slashed(node))
+        return self._until(body, body, self._heads(rest)) if rest else body
+
+    def _regular_node(self, content: Content) -> regex.Node | None:
+        """Return a content as a regex; None if it is none."""
+        if content not in self._regular:
+            inner = self._constraint.inner(content)
+            with at_content(content, "structural_tag"):
+                match inner.kind:
+                    case "regex":
+                        node: regex.Node | None = regex.parse(inner.source)
+                    case "choice":
+                        node = regex.choice(map(regex.literal, inner.choices))
+                    case "grammar":
+                        node = regular(inner.source)
+                    case _:
+                        node = None
+            self._regular[content] = node
+        return self._regular[content]
+
+    def _is_open(self, node: Any) -> bool:
+        """Whether it depends on the text after `node` where it ends."""
+        match node:
+            case FreeText() | Dispatch():
+                return True
+            case Content():
+                return self._regular_node(node) is not None
+            case Series(items):
+                last = [item for item in items if item != Text("")][-1:]
+                return any(map(self._is_open, last))
+            case Either(options):
+                return any(map(self._is_open, options))
+            case Times(item):
+                return self._is_open(item)
+        return False
+
+    def _heads(self, items: _Items) -> list[_Head]:
+        """Return the alternatives with which `items` can begin.
+
+        Raises:
+            UnsupportedConstraint: `items` can begin with something else than a literal or a token.
+        """
+        if items:
+            first, rest = items[0], items[1:]
+            match first:
+                case Series(inner):
+                    return self._heads((*inner, *rest))
+                case Text(text):
+                    if not text:
+                        return self._heads(rest)
+                    head, *more = self._pieces(text)
+                    return [(head, (*more, *rest))]
+                case Token():
+                    return [(first, rest)]
+                case Either(options):
+                    return [head for option in options for head in self._heads((option, *rest))]
+                case Times(item, low, high) if not self._is_open(item):
+                    fewer = () if high == 1 else (Times(item, max(low - 1, 0), None if high is None else high - 1),)
+                    return [*self._heads((item, *fewer, *rest)), *([] if low else self._heads(rest))]
+        raise self._ambiguous("something else than literal text")
+
+    def _pieces(self, text: str) -> list[Text | Token]:
+        """Split a literal at the names of special tokens."""
+        pieces: list[Text | Token] = []
+        start = index = 0
+        while index < len(text):
+            name = max((name for name in self._special if text.startswith(name, index)), key=len, default="")
+            if name:
+                pieces += [Text(text[start:index])] if index > start else []
+                pieces.append(Token(name))
+                start = index = index + len(name)
+            else:
+                index += 1
+        return [*pieces, Text(text[start:])] if start < len(text) or not pieces else pieces
+
+    def _token(self, token: Token) -> str:
+        number = self._special.get(str(token.token)) if isinstance(token.token, str) else token.token
+        if number is None or number not in self._special.values():
+            raise UnsupportedConstraint(
+                f"{bounded(repr(token.token), 60)} is no special token that an output may contain (a stop token ends"
+                " it, and is left out)",
+                param="structural_tag",
+            )
+        self.special_token_ids.add(number)
+        return f"<[{number}]>"
+
+    def _is(self, head: Text | Token, token: int) -> bool:
+        return isinstance(head, Token) and token in (head.token, self._special.get(str(head.token)))
+
+    def _lexeme(self, body: str) -> str:
+        return self._names.setdefault(body, f"T{len(self._names)}")
+
+    def _ambiguous(self, what: str) -> UnsupportedConstraint:
+        return UnsupportedConstraint(
+            f"llguidance can't tell where a part ends that is followed by {what}: put literal text between them",
+            param="structural_tag",
+        )
+
+
+def _order(head: _Head) -> tuple[int, str, str]:
+    """Return a sort key: tokens first. The first two elements are equal for literals that begin alike."""
+    mark = head[0]
+    return (0, str(mark.token), "") if isinstance(mark, Token) else (1, mark.text[:1], mark.text)
+
+
+def _common_prefix(left: str, right: str) -> str:
+    length = next((index for index, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), len(left))
+    return left[: min(length, len(right))]
+
+
+def _literal(text: str) -> str:
+    return slashed(regex.literal(text)) if text else ""
+
+
+def _without(strings: Iterable[str]) -> str:
+    """Return the lexeme of all texts that contain none of `strings`."""
+    found = sorted(strings)
+    if not found:
+        return _ANYTHING
+    anything = regex.Repeat(regex.Chars(regex.UNIVERSE), 0, None)
+    return f"{_ANYTHING} & ~{slashed(regex.sequence((anything, regex.choice(map(regex.literal, found)), anything)))}"
+
+
+def _any(options: Iterable[str]) -> str:
+    return "(" + " | ".join(option.strip() or _EMPTY for option in options) + ")"

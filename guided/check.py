@@ -1,0 +1,231 @@
+"""Check constraints without a model: is one accepted, by which backend, and what do valid outputs look like?
+
+`guided check` prints these reports. A constraint is compiled as a server would compile it, for the vocabulary of a
+tokenizer.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from guided.backends import AUTO, Backends, candidates
+from guided.bitmask import allowed_ids, words
+from guided.budget import Budget, budget_of
+from guided.compilation import Compiled, compile_with, conclusion, is_about_backend
+from guided.completion import shortest
+from guided.constraint import Constraint, ConstraintKind
+from guided.errors import GuidedError, InvalidRequest
+from guided.grammar import syntax, to_lark
+from guided.regex import canonical
+from guided.schema.normal_form import normalise
+from guided.vocabulary import Vocabulary
+from guided.worker import MaskWorker
+
+_KINDS: dict[str, ConstraintKind] = {
+    ".json": "json_schema",
+    ".lark": "grammar",
+    ".gbnf": "grammar",
+    ".ebnf": "grammar",
+    ".regex": "regex",
+}
+_RULE = re.compile(r"^\s*[?!]?[\w-]+(\.\d+)?\s*(::=|:)", re.MULTILINE)
+_SAMPLE_TOKENS = 60
+"""Tokens of a sample beyond those of the shortest output."""
+_END_CHANCE = 0.3
+"""Probability with which a sample ends where it may."""
+
+
+@dataclass
+class Report:
+    """What became of one constraint."""
+
+    name: str
+    kind: str = ""
+    """`JSON schema`, `regex`, `Lark grammar` or `GBNF grammar`."""
+    accepted: bool = False
+    backend: str = ""
+    """The backend that enforces it."""
+    error: str = ""
+    pointer: str | None = None
+    """Where in the schema the error is."""
+    refusals: dict[str, str] = field(default_factory=dict)
+    """What the backends say that were tried before, by name."""
+    rewritten: list[str] = field(default_factory=list)
+    """Keywords of a schema that are replaced by others."""
+    compiled: str = ""
+    """The constraint as it was rewritten; empty if it was not."""
+    guarded: list[str] = field(default_factory=list)
+    """Keywords of a schema that the guard enforces, not the library."""
+    not_enforced: list[str] = field(default_factory=list)
+    compile_seconds: float = 0.0
+    """Until the first mask."""
+    least_tokens: int | None = None
+    """Tokens of a short output, with the stop token. None: no short output was found."""
+    samples: list[str] = field(default_factory=list)
+    """Random valid outputs."""
+
+
+def vocabulary_of(path: Path) -> Vocabulary:
+    """Read a `tokenizer.json`, a `tekken.json`, or the folder of a model that has one.
+
+    Raises:
+        InvalidRequest: the file is not there, or is none of these, or names no stop token.
+    """
+    file = path if path.is_file() else next((path / n for n in _FILES if (path / n).is_file()), None)
+    if file is None:
+        raise InvalidRequest(f"{path} is neither a tokenizer file nor a folder with one of {', '.join(_FILES)}")
+    try:
+        if file.name.startswith("tekken"):
+            return Vocabulary.from_tekken(file)
+        tokenizer = Tokenizer.from_file(str(file))
+    except GuidedError:
+        raise
+    except Exception as error:  # tokenizers raises Exception itself
+        raise InvalidRequest(f"{file} can't be read as a tokenizer: {error}") from None
+    return Vocabulary.from_tokenizer(tokenizer, stop_token_ids=_stop_tokens(file, tokenizer))
+
+
+_FILES = ("tokenizer.json", "tekken.json")
+
+
+def _stop_tokens(file: Path, tokenizer: Tokenizer) -> list[int]:
+    settings = file.with_name("tokenizer_config.json")
+    eos: Any = json.loads(settings.read_text()).get("eos_token") if settings.is_file() else None
+    eos = eos.get("content") if isinstance(eos, dict) else eos
+    names = [eos] if eos else ["</s>", "<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<eos>"]
+    return [token for token in map(tokenizer.token_to_id, names) if token is not None][:1]
+
+
+def kind_of(name: str, text: str) -> ConstraintKind:
+    """Return the kind of a constraint: by the file's name, else by its text."""
+    kind = _KINDS.get(Path(name).suffix.lower())
+    if kind is not None:
+        return kind
+    if text.lstrip()[:1] == "{" or text.strip() in ("true", "false"):
+        return "json_schema"
+    return "grammar" if _RULE.search(text) else "regex"
+
+
+def check(
+    name: str,
+    text: str,
+    backends: Backends,
+    *,
+    kind: ConstraintKind | None = None,
+    backend: str = AUTO,
+    samples: int = 0,
+    seed: int = 0,
+) -> Report:
+    """Compile a constraint and report on it.
+
+    Args:
+        name: of the file, for the report and to find the kind.
+        kind: `json_schema`, `regex` or `grammar`. None: found by name and text.
+        backend: as in a request.
+        samples: number of random outputs.
+        seed: of the samples.
+    """
+    kind = kind or kind_of(name, text)
+    report = Report(name, {"json_schema": "JSON schema"}.get(kind, kind))
+    try:
+        if kind == "grammar":
+            report.kind = {"lark": "Lark grammar", "gbnf": "GBNF grammar"}[syntax(text)]
+        constraint = _constraint(kind, text)
+        compiled = _compile(constraint, backends, candidates(kind, backend), report)
+        report.accepted, report.backend, report.compile_seconds = True, compiled.backend, compiled.seconds
+        report.not_enforced = list(constraint.not_enforced)
+        _describe_changes(report, constraint, compiled)
+        short = shortest(backends.vocabulary, compiled.grammar)
+        if short is not None:
+            report.least_tokens = len(short.tokens) + 1
+            budget, chance = budget_of(constraint, report.least_tokens + _SAMPLE_TOKENS), random.Random(seed)
+            report.samples = [_sample(budget, compiled, backends.vocabulary, chance) for _ in range(samples)]
+    except GuidedError as error:
+        report.accepted, report.error, report.pointer = False, error.message, error.pointer
+    return report
+
+
+def _constraint(kind: ConstraintKind, text: str) -> Constraint:
+    if kind == "json_schema":
+        return Constraint.json_schema(text)
+    return Constraint.regex(text.rstrip("\n")) if kind == "regex" else Constraint.grammar(text)
+
+
+def _compile(constraint: Constraint, backends: Backends, names: Sequence[str], report: Report) -> Compiled:
+    failed: list[tuple[str, GuidedError]] = []
+    for name in names:
+        try:
+            return compile_with(backends, constraint, name)
+        except GuidedError as error:
+            if not is_about_backend(error):
+                raise
+            failed.append((name, error))
+            report.refusals[name] = str(error)
+    raise conclusion(failed)
+
+
+def _describe_changes(report: Report, constraint: Constraint, compiled: Compiled) -> None:
+    match constraint.kind:
+        case "json_schema":
+            document = json.loads(constraint.source)
+            form = normalise(document)
+            normal = {"root": form.root, "definitions": form.definitions}
+            before, after = set(_keywords(document)), set(_keywords(normal))
+            report.rewritten = sorted(before & _REWRITTEN - after)
+            report.compiled = json.dumps(normal, ensure_ascii=False, indent=2)
+            superset = getattr(getattr(compiled.grammar, "plan", None), "superset", None)
+            if superset is not None:
+                report.guarded = sorted(after & _REWRITTEN - set(_keywords(json.loads(superset))))
+        case "regex":
+            report.compiled = canonical(constraint.source)
+        case "grammar":
+            lark = to_lark(constraint.source)
+            report.compiled = lark if lark != constraint.source else ""
+
+
+_REWRITTEN = frozenset(
+    "not if then else oneOf allOf dependencies dependentRequired dependentSchemas uniqueItems contains minContains "
+    "maxContains minProperties maxProperties patternProperties propertyNames unevaluatedProperties unevaluatedItems "
+    "$dynamicRef $recursiveRef".split()
+)
+"""Keywords that rewriting or the guard can replace."""
+
+
+def _keywords(schema: Any) -> Iterator[str]:
+    """Yield all keys of a document."""
+    if isinstance(schema, dict):
+        yield from schema
+    for value in schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ():
+        yield from _keywords(value)
+
+
+def _sample(budget: Budget, compiled: Compiled, vocabulary: Vocabulary, chance: random.Random) -> str:
+    """Generate a random output. It prefers printable characters, and ends where it may with `_END_CHANCE`."""
+    worker = MaskWorker(vocabulary)
+    worker.install("sample", compiled.grammar)
+    row = np.empty(words(vocabulary.padded_vocab_size), np.int32)
+    worker.open(0, "sample", budget=budget)
+    stops, output = frozenset(vocabulary.stop_token_ids), list[int]()
+    while True:
+        if error := worker.fill(0, output[-1:], row):
+            raise error
+        allowed = allowed_ids(row).tolist()
+        ends = [token for token in allowed if token in stops]
+        texts = [token for token in allowed if token not in stops]
+        if ends and (not texts or chance.random() < _END_CHANCE):
+            return vocabulary.decode(output).decode()
+        readable = [token for token in texts if _is_readable(vocabulary.token_bytes[token])]
+        output.append(chance.choice(readable or texts))
+
+
+def _is_readable(content: bytes) -> bool:
+    return content.isascii() and content.decode("ascii").isprintable()

@@ -1,0 +1,339 @@
+"""Completion within a budget: the mask forbids tokens after which no known completion would fit.
+
+A *completion* is a text after which the constraint is satisfied. One is known after every token of a sequence
+(`BudgetedSequence`), and the grammar library itself has accepted it, token by token. While the budget is larger than
+the known completion plus what one token can add to it (`guided.budget`), the mask is left alone. Then each token that
+the mask allows needs a completion of its own that fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from guided.backends.base import CompiledGrammar, Matcher
+from guided.bitmask import allowed_ids, pack
+from guided.budget import Budget
+from guided.errors import GuidedError, InvalidRequest
+from guided.vocabulary import Vocabulary
+
+_FIRST_STEPS, _LATER_STEPS, _MASK_STEPS = 1000, 160, 120
+"""Tokens that are tried at most: for the first completion of a sequence, after a later token, for a mask."""
+_CANDIDATES = 40
+"""Tokens that are tried as the next one. Others are forbidden while the mask is restricted."""
+_SHARED = 4
+"""Completions that were found for one candidate and are tried for the others."""
+_SKIPS = 6
+"""Bytes at the beginning of the known completion that a new token may make superfluous."""
+_ALTERNATIVES = 6
+"""Other tokens that are tried at each position of a completion, to find a shorter one."""
+_PATIENCE = (64, 1)
+"""Uses of a byte after which others are preferred, in the first and the second attempt."""
+_CLOSING = b"}])>\"'"
+_STRUCTURE = _CLOSING + b",:;=0123456789Z-+.a"
+_TEXT = b'" -0aA'
+"""Bytes to try first: where structure is expected, and within text."""
+_MARK = ord("~")
+"""A byte that is hardly ever allowed except within text."""
+
+
+@dataclass
+class _Steps:
+    """How many tokens a search may still try."""
+
+    left: int
+
+
+_Path = list[tuple[int, list[int]]]
+"""The tokens of an attempt, each with the alternatives there."""
+
+
+class Completion(NamedTuple):
+    """A text that satisfies the constraint after the output so far."""
+
+    text: bytes
+    tokens: tuple[int, ...]
+
+
+class Completions:
+    """Searches for completions over one vocabulary.
+
+    Args:
+        permitted: int32 `[words]`: the text tokens.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, permitted: NDArray[np.int32]) -> None:
+        self._permitted = permitted
+        self._row = np.empty_like(permitted)
+        self._bytes = vocabulary.token_bytes
+        self._encode = lru_cache(maxsize=4096)(lambda text: tuple(vocabulary.encode(text)))
+        ids = vocabulary.text_token_ids
+        self.lengths = np.full(len(permitted) * 32, 1 << 30, np.int64)
+        self.lengths[list(ids)] = [len(vocabulary.token_bytes[token]) for token in ids]
+        never = frozenset(b'"\\') | frozenset(range(32)) | {127}
+        plain = (token for token in ids if not never.intersection(vocabulary.token_bytes[token]))
+        texts = [token for token in plain if _is_text(vocabulary.token_bytes[token])]
+        self.plain = pack(texts, len(permitted) * 32)
+        """int32 `[words]`: tokens that are plain text within a JSON string."""
+        self.short = pack([token for token in texts if self.lengths[token] <= 2], len(permitted) * 32)
+        """int32 `[words]`: those of one or two bytes. All are allowed only within a string that may be anything."""
+        self._singles = _single_bytes(vocabulary)
+        self._words, self._bits = self._singles // 32, self._singles % 32
+        spelled = [vocabulary.token_bytes[token][0] for token in self._singles.tolist()]
+        self._ranks = tuple(np.array([_rank(order, byte) for byte in spelled]) for order in (_STRUCTURE, _TEXT))
+        self._closing = np.array([byte in _CLOSING for byte in spelled], np.bool_)
+        self._mark = spelled.index(_MARK) if _MARK in spelled else -1
+
+    def text_of(self, token: int) -> bytes:
+        """Return the bytes of a token."""
+        return self._bytes[token] if token < len(self._bytes) else b""
+
+    def first(self, matcher: Matcher) -> Completion | None:
+        """Search for a short output, as the completion of the empty one."""
+        return Completion(b"", ()) if matcher.is_accepting() else self.find(matcher, _Steps(_FIRST_STEPS))
+
+    def find(self, matcher: Matcher, steps: _Steps, enough: int = 0) -> Completion | None:
+        """Search for a short completion of `matcher`'s state, which is left as it is.
+
+        Args:
+            enough: number of tokens below which no shorter one is searched for.
+        """
+        for patience in _PATIENCE:
+            path: _Path = []
+            found = self._roll_out(matcher, (), steps.left // 2, patience, path, steps)
+            if found is not None:
+                return self._shorten(matcher, found, path, steps, enough)
+        return None
+
+    def _shorten(self, matcher: Matcher, best: Completion, path: _Path, steps: _Steps, enough: int) -> Completion:
+        """Try other tokens at each position of the path that led to `best`."""
+        for index in range(len(path)):
+            for other in path[index][1]:
+                tried: _Path = []
+                prefix = [token for token, _ in path[:index]] + [other]
+                if steps.left <= 0 or len(best.tokens) < enough:
+                    return best
+                found = self._roll_out(matcher, prefix, min(steps.left, len(path)), _PATIENCE[0], tried, steps)
+                if found is not None and _is_shorter(found, best):
+                    best = found
+        return best
+
+    def _roll_out(
+        self, matcher: Matcher, prefix: Sequence[int], most: int, patience: int, path: _Path, steps: _Steps
+    ) -> Completion | None:
+        """Follow the preferred bytes until the constraint is satisfied. `path` gets the tokens and their alternatives."""
+        uses = np.zeros(len(self._singles), np.int64)
+        try:
+            trial = matcher.fork()
+            if prefix:
+                trial.accept_tokens(prefix)
+            while not trial.is_accepting():
+                steps.left -= 1
+                forced = trial.forced_tokens()
+                choices = [] if forced else self._choose(trial, uses, patience)
+                if len(path) + len(forced) >= most or not (forced or choices):
+                    return None
+                trial.accept_tokens(forced or choices[:1])
+                path.extend([(token, []) for token in forced] or [(choices[0], choices[1:])])
+        except GuidedError:
+            return None
+        tokens = (*prefix, *(token for token, _ in path))
+        text = b"".join(map(self.text_of, tokens))
+        return self.checked(matcher, text) or Completion(text, tokens)
+
+    def _choose(self, trial: Matcher, uses: NDArray[np.int64], patience: int) -> list[int]:
+        """Return the preferred next token and alternatives; nothing at a dead end."""
+        row = self._row
+        trial.fill_bitmask(row)
+        np.bitwise_and(row, self._permitted, out=row)
+        allowed = np.flatnonzero((row[self._words] >> self._bits) & 1)
+        if not len(allowed):
+            ids = allowed_ids(row)
+            return ids[np.argsort(self.lengths[ids], kind="stable")[: 1 + _ALTERNATIVES]].tolist()
+        ranks = self._ranks[1 if self._mark in allowed else 0]
+        worn = np.where(self._closing, 0, uses // patience * 1000)
+        allowed = allowed[np.argsort((ranks + worn)[allowed], kind="stable")]
+        uses[allowed[0]] += 1
+        return self._singles[allowed[: 1 + _ALTERNATIVES]].tolist()
+
+    def checked(self, matcher: Matcher, text: bytes) -> Completion | None:
+        """Return `text` as a completion if `matcher` accepts it, in as few tokens as the tokenizer spells it."""
+        try:
+            trial = matcher.fork()
+            tokens = self._encode(text)
+            if tokens:
+                trial.accept_tokens(tokens)
+            return Completion(text, tokens) if trial.is_accepting() else None
+        except GuidedError:
+            return None
+
+    def inherited(self, matcher: Matcher, known: Completion, token: int) -> Completion | None:
+        """Derive a completion after `token`, which `matcher` has accepted, from the one before it."""
+        if known.tokens[:1] == (token,):
+            return Completion(known.text[len(self.text_of(token)) :], known.tokens[1:])
+        for text in _rests(known.text, self.text_of(token)):
+            found = self.checked(matcher, text)
+            if found is not None:
+                return found
+        return None
+
+
+def shortest(vocabulary: Vocabulary, grammar: CompiledGrammar) -> Completion | None:
+    """Search for a short output of a grammar."""
+    permitted = pack(vocabulary.text_token_ids, vocabulary.padded_vocab_size)
+    return Completions(vocabulary, permitted).first(grammar.matcher())
+
+
+class BudgetedSequence:
+    """The completions of one sequence, after each of its output tokens.
+
+    All of it follows from the output and the budget: a replay and a rollback restore the same masks.
+    """
+
+    def __init__(self, completions: Completions, budget: Budget) -> None:
+        self._completions = completions
+        self._budget = budget
+        self._known: list[Completion | None] = []
+        """By number of output tokens. None: not found."""
+        self.steered = False
+        """A mask was restricted."""
+
+    def fork(self, budget: Budget) -> BudgetedSequence:
+        """Return a copy for a sequence with the same output so far."""
+        copy = BudgetedSequence(self._completions, budget)
+        copy._known, copy.steered = list(self._known), self.steered
+        return copy
+
+    def roll_back(self, length: int) -> None:
+        """Forget what comes after the first `length` output tokens."""
+        del self._known[length + 1 :]
+
+    def accept(self, matcher: Matcher, tokens: Sequence[int]) -> None:
+        """Have the matcher accept tokens, and find a completion after each. Raises as `Matcher.accept_tokens` does."""
+        self._start(matcher)
+        for token in tokens:
+            known, left = self._known[-1], self._budget.tokens - len(self._known)
+            matcher.accept_tokens([token])
+            found: Completion | None = Completion(b"", ())
+            if not (matcher.is_terminated() or matcher.is_accepting()):
+                found = None if known is None else self._completions.inherited(matcher, known, token)
+                if found is None or len(found.tokens) >= left:
+                    searched = self._completions.find(matcher, _Steps(_LATER_STEPS))
+                    found = searched if searched is not None and _is_shorter(searched, found) else found
+            self._known.append(found)
+
+    def _start(self, matcher: Matcher) -> None:
+        """Find the completion of the empty output.
+
+        Raises:
+            InvalidRequest: the budget can't suffice, or no completion was found.
+        """
+        if self._known:
+            return
+        least = self._completions.first(matcher)
+        if least is None:
+            raise InvalidRequest("no short answer to this constraint was found: leave out complete", param="complete")
+        needed = len(least.tokens) + 1
+        if needed > self._budget.tokens:
+            raise InvalidRequest(
+                f"max_tokens is {self._budget.tokens}, and the shortest complete answer that was found takes {needed} "
+                f"tokens with its stop token: give at least {needed}",
+                param="max_tokens",
+            )
+        self._known.append(least)
+
+    def restrict(self, matcher: Matcher, row: NDArray[np.int32]) -> None:
+        """Clear the bits of tokens after which no known completion fits.
+
+        Args:
+            row: int32 `[words]`: the allowed text tokens.
+        """
+        self._start(matcher)
+        budget, known, position = self._budget, self._known[-1], len(self._known) - 1
+        if known is None:
+            return
+        left = budget.tokens - position - 1  # output tokens that may follow the next one
+        spare = left - 1 - len(known.tokens)
+        if spare >= (budget.jump if position else budget.first_jump):
+            return
+        kept = np.zeros_like(row)
+        if spare >= budget.text_jump and not (self._completions.short & ~row).any():
+            kept |= self._completions.plain & row
+        candidates = self._candidates(row & ~kept, known)
+        fitting = list(self._fitting(matcher, candidates, known, left))
+        if not (fitting or kept.any() or matcher.is_accepting()):
+            fitting = list(known.tokens[:1])  # no completion fits any more: end as soon as possible
+        kept |= pack(fitting, len(row) * 32) & row
+        if (kept != row).any():
+            self.steered = True
+            row[:] = kept
+
+    def _candidates(self, row: NDArray[np.int32], known: Completion) -> list[int]:
+        """Return the tokens to try: that of the known completion, then the shortest."""
+        ids = allowed_ids(row)
+        order = np.argsort(self._completions.lengths[ids], kind="stable")[:_CANDIDATES]
+        return list(dict.fromkeys([*known.tokens[:1], *ids[order].tolist()]))
+
+    def _fitting(self, matcher: Matcher, candidates: Sequence[int], known: Completion, left: int) -> Iterator[int]:
+        """Yield the candidates with a known completion of fewer than `left` tokens."""
+        if left < 1:
+            return
+        steps, texts = _Steps(_MASK_STEPS), list[bytes]()
+        completions = self._completions
+        for token in candidates:
+            try:
+                trial = matcher.fork()
+                trial.accept_tokens([token])
+                if trial.is_accepting():
+                    yield token
+                    continue
+            except GuidedError:
+                continue
+            found = completions.inherited(trial, known, token)
+            found = found or next(filter(None, (completions.checked(trial, text) for text in texts)), None)
+            if found is None and steps.left > 0:
+                found = completions.find(trial, steps, enough=left)
+                texts += [] if found is None or len(texts) >= _SHARED else [found.text]
+            if found is not None and len(found.tokens) < left:
+                yield token
+
+
+def _is_shorter(found: Completion, best: Completion | None) -> bool:
+    return best is None or len(found.tokens) < len(best.tokens)
+
+
+def _is_text(content: bytes) -> bool:
+    try:
+        content.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _single_bytes(vocabulary: Vocabulary) -> NDArray[np.int64]:
+    """Return the tokens of one byte, one for each."""
+    found = {vocabulary.token_bytes[token]: token for token in reversed(vocabulary.text_token_ids)}
+    return np.array(sorted(token for content, token in found.items() if len(content) == 1), np.int64)
+
+
+def _rank(order: bytes, byte: int) -> int:
+    """Return the place of a byte: those in `order`, other characters, openers and escapes, then white space and others."""
+    if byte in order:
+        return order.index(byte)
+    if byte < 33 or byte > 126:
+        return 700 + byte
+    return (400 if byte in b"{[(<\\" else 100) + byte
+
+
+def _rests(known: bytes, new: bytes) -> Iterator[bytes]:
+    """Yield texts that may complete an output after `new`, if `known` completed it before."""
+    if known.startswith(new):
+        yield known[len(new) :]
+        return
+    for skipped in range(min(_SKIPS, len(known)) + 1):
+        yield known[skipped:]

@@ -1,0 +1,43 @@
+"""The number of CPUs that this process may use: its affinity, and the quotas of its control groups (containers)."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from pathlib import Path
+
+_ROOT = Path("/")
+
+
+def available_cpus(root: Path = _ROOT) -> int:
+    """Return how many CPUs this process may use, at least 1. A quota is rounded up to whole CPUs.
+
+    Args:
+        root: where `/proc` and `/sys` are.
+    """
+    cpus: float = len(os.sched_getaffinity(0))
+    for directory in _control_groups(root):
+        with contextlib.suppress(OSError, ValueError):  # no such file, or the quota is "max"
+            quota, period = (directory / "cpu.max").read_text().split()
+            cpus = min(cpus, int(quota) / int(period))
+        with contextlib.suppress(OSError, ValueError):  # version 1
+            quota, period = ((directory / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+            cpus = min(cpus, int(quota) / int(period)) if int(quota) > 0 else cpus
+    return max(1, math.ceil(cpus))
+
+
+def _control_groups(root: Path) -> list[Path]:
+    """Return the directories of the control groups that this process is in, and of their parents, as far as they are
+    visible. In a container its own is usually the root."""
+    found: list[Path] = []
+    lines: list[str] = []
+    with contextlib.suppress(OSError):
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if not controllers or "cpu" in controllers.split(","):
+            mount = root / "sys/fs/cgroup" / ("cpu" if controllers else "")
+            group = mount / path.lstrip("/")
+            found += [group, *(each for each in group.parents if each.is_relative_to(mount))]
+    return found

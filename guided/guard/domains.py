@@ -1,0 +1,211 @@
+"""How many values a schema in normal form allows, and some of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+from guided import regex
+from guided.schema import string_pattern
+from guided.schema.keywords import ALL_TYPES, NUMBER_BOUNDS, Schema, integer_bounds
+
+_MANY = 1000
+_STRINGS = ("", "a", "value", "x" * 40)
+_NUMBERS = (0, 1, -1, 2, 5, 10, 100, 1000, 0.5)
+_FIRST = {"string": b'"', "object": b"{", "array": b"[", "boolean": b"tf", "null": b"n"}
+_FIRST |= dict.fromkeys(("number", "integer"), b"-0123456789")
+
+
+class Definitions(Protocol):
+    """Where subschemas are looked up."""
+
+    def target(self, schema: dict[str, Any]) -> Schema:
+        """Return the target of a `$ref`."""
+
+    def base(self, schema: dict[str, Any]) -> dict[str, Any]:
+        """Return an alternative without what is guarded."""
+
+
+def resolved(form: Definitions, schema: Schema) -> list[Schema]:
+    """Return the alternatives of a schema without `$ref` and `anyOf`, and without what is guarded."""
+    return [form.base(one) if isinstance(one, dict) else one for one in alternatives(form, schema)]
+
+
+def alternatives(form: Definitions, schema: Schema) -> list[Schema]:
+    """Return the alternatives of a schema without `$ref` and `anyOf`."""
+    found: list[Schema] = []
+    todo, seen = [schema], set()
+    while todo:
+        one = todo.pop()
+        if isinstance(one, dict) and "$ref" in one:
+            if one["$ref"] not in seen:
+                seen.add(one["$ref"])
+                todo.append(form.target(one))
+        elif isinstance(one, dict) and "anyOf" in one:
+            todo.extend(reversed(one["anyOf"]))
+        else:
+            found.append(one)
+    return found
+
+
+def kinds(schema: Schema) -> list[str]:
+    """Return the types of an alternative."""
+    if isinstance(schema, bool):
+        return [*ALL_TYPES] if schema else []
+    if "const" in schema or "enum" in schema:
+        return sorted({kind_of(value) for value in listed(schema) or ()})
+    named = schema.get("type", ALL_TYPES)
+    return [named] if isinstance(named, str) else [*named]
+
+
+def kind_of(value: Any) -> str:
+    """Return the type of a value."""
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else "boolean"
+    names: dict[type, str] = {str: "string", dict: "object", list: "array"}
+    return names.get(type(value), "number")
+
+
+def listed(schema: Schema) -> list[Any] | None:
+    """Return the values of an alternative with `enum` or `const`."""
+    if isinstance(schema, dict) and ("const" in schema or "enum" in schema):
+        values: list[Any] = [schema["const"]] if "const" in schema else schema["enum"]
+        return values
+    return None
+
+
+def finite(form: Definitions, schema: Schema) -> list[Any] | None:
+    """Return all values of a schema, if they are few and scalar; otherwise None."""
+    found: list[Any] = []
+    for one in resolved(form, schema):
+        values = listed(one)
+        if values is None:
+            for kind in kinds(one):
+                if kind == "boolean":
+                    found += [False, True]
+                elif kind == "null":
+                    found.append(None)
+                else:
+                    return None
+        else:
+            found += values
+    return None if any(isinstance(value, dict | list) for value in found) else found
+
+
+def endless(form: Definitions, schema: Schema) -> frozenset[int]:
+    """Return the first bytes of values that can be continued at any length whatever they began with."""
+    found: set[int] = set()
+    closed: set[int] = set()
+    for one in resolved(form, schema):
+        for kind in kinds(one):
+            part = one if isinstance(one, dict) else {}
+            free = listed(one) is None and (
+                (kind == "string" and not part.keys() & {"maxLength", "pattern", "format"})
+                or (
+                    kind == "object"
+                    and part.get("additionalProperties", True) is not False
+                    and not part.keys() & {"maxProperties", "propertyNames"}
+                )
+                or (kind == "array" and part.get("items", True) is not False and "maxItems" not in part)
+            )
+            (found if free else closed).update(_FIRST[kind])
+    return frozenset(found - closed)
+
+
+def at_least(form: Definitions, schema: Schema, count: int) -> bool:
+    """Whether it is certain that a schema allows `count` different values."""
+    known = 0
+    for one in resolved(form, schema):
+        values = listed(one)
+        if values is not None:
+            known = max(known, len(values))
+            continue
+        sizes = [_size(one if isinstance(one, dict) else {}, kind) for kind in kinds(one)]
+        known = max(known, sum(sizes))
+    return known >= count
+
+
+def _size(schema: dict[str, Any], kind: str) -> int:
+    """Return a lower bound of the number of values of a type."""
+    if kind == "boolean":
+        return 2
+    if kind == "integer":
+        low, high = integer_bounds(schema)
+        if low is None or high is None:
+            return _MANY
+        return (high - low) // max(1, int(schema.get("multipleOf", 1)))
+    if kind == "number":
+        return 1 if schema.keys() & {*NUMBER_BOUNDS, "multipleOf"} else _MANY
+    if kind == "string":
+        if "pattern" in schema or "format" in schema:
+            pattern = schema.get("pattern", string_pattern.FORMATS.get(schema.get("format", ""), "^$"))
+            return 1 if "pattern" in schema and "format" in schema else _language(string_pattern.read(pattern))
+        return _MANY if schema.get("maxLength", 2) > 1 else 1
+    if kind == "object":
+        is_open = schema.get("additionalProperties", True) is not False and "propertyNames" not in schema
+        return _MANY if is_open and schema.get("maxProperties", 1) > len(schema.get("required", ())) else 1
+    if kind == "array":
+        return _MANY if schema.get("items", True) is not False and "maxItems" not in schema else 1
+    return 1
+
+
+def _language(node: regex.Node) -> int:
+    """Return a lower bound of the number of matches of a pattern."""
+    match node:
+        case regex.Chars(ranges):
+            return min(_MANY, sum(last - first + 1 for first, last in ranges))
+        case regex.Sequence(items):
+            return max([1, *map(_language, items)])
+        case regex.Choice(options):
+            return max(map(_language, options))
+        case regex.Repeat(item, low, high):
+            one = _language(item) if low else 1
+            return _MANY if high is None else min(_MANY, max(one, high - low + 1))
+    return 1
+
+
+def endless_pattern(pattern: str) -> bool:
+    """Whether a pattern certainly has many matches."""
+    return _language(string_pattern.read(pattern)) >= _MANY
+
+
+def samples(form: Definitions, schema: Schema, depth: int = 3) -> Iterator[Any]:
+    """Yield some values that a schema may allow. The caller checks them."""
+    for one in resolved(form, schema):
+        values = listed(one)
+        if values is not None:
+            yield from values
+            continue
+        part = one if isinstance(one, dict) else {}
+        for kind in kinds(one):
+            yield from _of_kind(form, part, kind, depth)
+
+
+def _of_kind(form: Definitions, schema: dict[str, Any], kind: str, depth: int) -> Iterator[Any]:
+    match kind:
+        case "string":
+            yield from _STRINGS
+            yield "x" * min(int(schema.get("minLength", 0)), 1000)
+            yield from ("a" * min(int(schema.get("maxLength", 3)), 3),)
+        case "number" | "integer":
+            step = schema.get("multipleOf", 1)
+            bounds = [schema[name] for name in NUMBER_BOUNDS if name in schema]
+            for base in (*(value for bound in bounds for value in (bound, bound + 1, bound - 1)), *_NUMBERS):
+                yield from (base, base * step)
+        case "boolean":
+            yield from (True, False)
+        case "null":
+            yield None
+        case "array":
+            least = int(schema.get("minItems", 0))
+            prefix, rest = schema.get("prefixItems", []), schema.get("items", True)
+            yield []
+            parts = [*prefix[:least], *[rest] * (least - len(prefix))]
+            if depth and 0 < least <= 20:
+                yield [next(samples(form, item, depth - 1), None) for item in parts]
+        case "object":
+            properties = schema.get("properties", {})
+            names = schema.get("required", [])
+            yield {}
+            if depth:
+                yield {name: next(samples(form, properties.get(name, True), depth - 1), None) for name in names}

@@ -1,0 +1,83 @@
+"""The tokens of a vocabulary by what they can end: only these have to be checked against a mask."""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from guided.bitmask import pack
+from guided.vocabulary import Vocabulary
+
+_ENDS_AFTER_ESCAPE = re.compile(rb'[^"\\]*(?:\\.[^"\\]*)+"', re.DOTALL)
+_ENDS_AND_MORE = re.compile(rb'[^"\\]*(?:\\.[^"\\]*)*".*[\]},:]', re.DOTALL)
+
+
+class TokenClass:
+    """A set of tokens, compared with masks quickly."""
+
+    def __init__(self, tokens: list[int], padded_vocab_size: int) -> None:
+        row = pack(tokens, padded_vocab_size)
+        self._words = np.flatnonzero(row)
+        self._bits = row[self._words]
+
+    def allowed(self, row: NDArray[np.int32]) -> list[int]:
+        """Return the tokens of this class that `row` allows."""
+        found = row[self._words]
+        found &= self._bits
+        tokens: list[int] = []
+        for index in found.nonzero()[0].tolist():
+            word, base = int(found[index]) & 0xFFFFFFFF, int(self._words[index]) * 32
+            while word:
+                low = word & -word
+                tokens.append(base + low.bit_length() - 1)
+                word ^= low
+        return tokens
+
+
+class TokenIndex:
+    """The tokens of a vocabulary that a guard looks for."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        contents = vocabulary.token_bytes
+        self.contents = contents
+        texts = [(contents[token], token) for token in vocabulary.text_token_ids]
+        self._sorted = sorted(texts)
+        self._equal: dict[bytes, list[int]] = {}
+        for content, token in texts:
+            self._equal.setdefault(content, []).append(token)
+
+        def tokens(of: Callable[[bytes], object]) -> TokenClass:
+            return TokenClass([token for content, token in texts if of(content)], vocabulary.padded_vocab_size)
+
+        self.quoted = tokens(lambda content: b'"' in content)
+        self.ends_after_escape = tokens(_ENDS_AFTER_ESCAPE.match)
+        """Tokens with an escape and then the end of the string that they begin in."""
+        self.ends_string_and_more = tokens(_ENDS_AND_MORE.match)
+        """Tokens that end the string that they begin in, and have a comma, a colon or a closing bracket after it."""
+        self.has_key = tokens(lambda content: content.count(b'"') >= 2)
+        """Tokens that may have a whole key in them, if they begin outside a string."""
+        self.has_later_key = tokens(lambda content: content.count(b'"') >= 3)
+        """The same, if they begin in a string."""
+        self.has_end = tokens(re.compile(rb"[\]},]").search)
+        self.ends_scalar = tokens(re.compile(rb"[\]}, \t\n\r]").search)
+        self.after_value = tokens(re.compile(rb"[ \t\n\r]*[\]},:]").match)
+        self.spaced = tokens(re.compile(rb'[:,{}\[\]"][ \t\n\r]|[ \t\n\r][:,{}\[\]"]').search)
+        """Tokens with whitespace next to a bracket, quote, comma or colon."""
+        self.blank = tokens(re.compile(rb"[ \t\n\r]+\Z").match)
+
+    def starting_with(self, prefix: bytes) -> Iterator[int]:
+        """Iterate over the tokens that start with `prefix`."""
+        for index in range(bisect_left(self._sorted, (prefix,)), len(self._sorted)):
+            content, token = self._sorted[index]
+            if not content.startswith(prefix):
+                return
+            yield token
+
+    def beginning(self, text: bytes) -> Iterator[int]:
+        """Iterate over the tokens with which `text` starts, except for `text` itself."""
+        for length in range(1, len(text)):
+            yield from self._equal.get(text[:length], ())

@@ -1,0 +1,88 @@
+"""What the integration takes from vLLM's configuration: the pool and its options, and the model's vocabulary.
+
+Options are set by `--additional-config '{"guided": {"pool": "ray", "num_actors": 4}}'`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from guided.errors import InvalidRequest
+from guided.integrations.pools import DEFAULT_POOL, PoolOpener, find_pool
+from guided.pool import MaskPool
+from guided.vocabulary import Vocabulary
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
+    from vllm.config import VllmConfig
+
+MAX_REPLAYS = 2
+"""Default of `max_replays`: vLLM has no finish reason for a request that ends because of another request's fault."""
+STEP_WAIT = 0.2
+"""Default of `step_wait`: seconds that a step of the batch waits for a mask. Its other rows wait as long."""
+
+
+def pool_options(config: VllmConfig) -> dict[str, Any]:
+    """Return the pool's name, as "pool", and its options. Raises `ValueError` if the pool does not take them."""
+    options = {"pool": DEFAULT_POOL, **_given(config)}
+    options.pop("step_wait", None)
+    if options["pool"] == "ray":
+        options.setdefault("max_replays", MAX_REPLAYS)
+        if config.parallel_config.distributed_executor_backend == "ray":
+            options.setdefault("address", "auto")  # the cluster that vLLM itself runs on
+    if options.keys() - {"pool", "max_replays"}:
+        _find_pool(**options)
+    return options
+
+
+def step_wait(config: VllmConfig) -> float:
+    """Return the option `step_wait`: seconds that a step waits for a mask."""
+    seconds = _given(config).get("step_wait", STEP_WAIT)
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or seconds < 0:
+        raise ValueError(f"step_wait is a number of seconds, 0 or more, not {seconds!r}")
+    return float(seconds)
+
+
+def pool_opener(config: VllmConfig, opens: bool = True) -> PoolOpener:
+    """Return an opener for the pool of this configuration. It has begun to open it, if `opens`."""
+    opener = PoolOpener(partial(open_pool, config, pool_options(config)))
+    if opens:
+        opener.open()
+    return opener
+
+
+def open_pool(config: VllmConfig, options: Mapping[str, Any]) -> MaskPool:
+    return _find_pool(**options)(model_vocabulary(config))
+
+
+def model_vocabulary(config: VllmConfig) -> Vocabulary:
+    from vllm.tokenizers import cached_tokenizer_from_config
+
+    model = config.model_config
+    tokenizer = cached_tokenizer_from_config(model)
+    if tokenizer is None:
+        raise InvalidRequest("guided requests need the tokenizer: start vLLM without --skip-tokenizer-init")
+    tokenizer = getattr(tokenizer, "transformers_tokenizer", tokenizer)  # of vLLM's own class for Mistral models
+    others = (model.try_get_generation_config() or {}).get("eos_token_id")
+    stops = [tokenizer.eos_token_id, *(others if isinstance(others, list) else [others])]
+    return Vocabulary.from_tokenizer(
+        tokenizer, model.get_vocab_size(), list(dict.fromkeys(token for token in stops if token is not None))
+    )
+
+
+def _given(config: VllmConfig) -> dict[str, Any]:
+    additional = config.additional_config if isinstance(config.additional_config, Mapping) else {}
+    return dict(additional.get("guided") or {})
+
+
+def _find_pool(pool: str, **options: Any) -> Any:
+    return find_pool(pool, options)
+
+
+def stop_token(params: SamplingParams) -> int:
+    """Return a token at which vLLM ends the request."""
+    if params.eos_token_id is not None:
+        return int(params.eos_token_id)
+    return int(next(iter(params.stop_token_ids or ()), 0))

@@ -1,0 +1,269 @@
+"""GuidedManager: vLLM's manager of structured outputs, with masks from a pool.
+
+vLLM's own compiles and fills in the engine's process. This one asks the pool. A request waits for its grammar in vLLM's
+state for that, outside of the batch. A request without its mask at the deadline leaves the batch: vLLM's scheduler
+preempts it, discards the token of this step, and continues it when the mask is there (`scheduling.py`).
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+from vllm.v1.structured_output import StructuredOutputManager
+from vllm.v1.structured_output.utils import strip_speculative_padding
+
+from guided.errors import GuidedError, TokenRejected
+from guided.integrations.vllm import error_reports
+from guided.integrations.vllm.configuration import pool_opener, step_wait, stop_token
+from guided.integrations.vllm.masker import GuidedRequest, GuidedRow, Masker
+from guided.integrations.vllm.request_params import GuidedParams
+from guided.integrations.vllm.scheduling import guided_scheduler
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.request import Request
+
+_log = logging.getLogger("guided.integrations")
+
+
+@dataclass(eq=False, slots=True)
+class _Output:
+    """The output of one structured request."""
+
+    request: GuidedRequest
+    stops: frozenset[int] = frozenset()
+    """Tokens at which vLLM ends the request. They are allowed when the constraint is satisfied, and only then."""
+    tokens: list[int] = field(default_factory=list)
+    """Output tokens that the grammar has consumed. Those of the reasoning before it are not among them."""
+    masks: NDArray[np.int32] | None = None
+    """`[1 + drafts, words]`: the masks of the last step."""
+    slow: bool = False
+    """A mask of this request was late. From then on, it joins a batch only when its mask is ready."""
+    asked: int = -1
+    """Number of tokens for which a slow request's mask was last asked for."""
+
+
+class _Step:
+    """The lines of one step's bitmask: for each request one per draft token, and one more."""
+
+    def __init__(self, request_ids: Sequence[str], drafts: Mapping[str, list[int]]) -> None:
+        self.request_ids = list(request_ids)
+        self.drafts = {name: list(drafts[name]) for name in request_ids if name in drafts} if drafts else {}
+        self.rows: list[GuidedRow] = []
+        """The lines with a mask. The others are unconstrained: reasoning, and padding after the draft tokens."""
+        self.places: list[tuple[str, int, int]] = []
+        """Each request with its first line and the line after its last."""
+
+    @property
+    def lines(self) -> int:
+        return self.places[-1][2] if self.places else 0
+
+    def is_for(self, request_ids: Sequence[str], drafts: Mapping[str, list[int]]) -> bool:
+        """Return whether these requests and draft tokens are those of this step."""
+        return self.request_ids == request_ids and all(
+            self.drafts.get(name, []) == drafts.get(name, []) for name in request_ids if self.drafts or drafts
+        )
+
+
+class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
+    """vLLM's `StructuredOutputManager`, with masks from a pool."""
+
+    def __init__(self, vllm_config: VllmConfig) -> None:
+        super().__init__(vllm_config)
+        if not self._use_async_grammar_compilation:
+            raise ValueError(
+                "guided's structured outputs don't work with distributed_executor_backend=external_launcher"
+            )
+        self._opener = pool_opener(vllm_config)
+        weakref.finalize(self, self._opener.close)
+        self._masker = Masker(self._opener, self._note_failure, vllm_config.model_config.get_vocab_size())
+        self._step_wait = step_wait(vllm_config)
+        self._outputs: dict[str, _Output] = {}
+        """By vLLM's request id."""
+        self._failed: list[str] = []
+        """Ids of requests that failed since the last `take_failed`."""
+        self._missing: list[str] = []
+        """Ids of requests without a mask in this step."""
+        self._step: _Step | None = None
+        """The step whose masks are being computed."""
+        config = vllm_config.scheduler_config
+        config.scheduler_cls = guided_scheduler(config.get_scheduler_cls())
+
+    def _note_failure(self, request: GuidedRequest) -> None:
+        if request.report_id is not None and request.error is not None:
+            self._failed.append(request.report_id)
+            error_reports.report_engine_request(request.report_id, request.error)
+
+    # vLLM's interface
+
+    def grammar_init(self, request: Request) -> None:
+        """Compile a request's constraint. Called by the thread that receives requests."""
+        structured = request.structured_output_request
+        if structured is None:
+            return
+        params: GuidedParams | Exception
+        try:
+            params = GuidedParams.from_text(structured.params._backend)
+        except GuidedError as error:
+            params = error
+        guided = self._masker.begin(params, stop_token(request.sampling_params), request.request_id)
+        stops = frozenset(request.sampling_params.stop_token_ids or ())
+        self._outputs[request.request_id] = _Output(guided, stops)
+        structured.grammar = guided.compiled
+
+    def grammar_bitmask(
+        self,
+        requests: Mapping[str, Request],
+        structured_output_request_ids: list[str],
+        scheduled_spec_decode_tokens: dict[str, list[int]],
+    ) -> NDArray[np.int32] | None:
+        """Return the masks of a step, int32 `[rows, words]`: one row per request and one per draft token."""
+        if not structured_output_request_ids:
+            return None
+        step = self._step
+        if step is None or not step.is_for(structured_output_request_ids, scheduled_spec_decode_tokens):
+            step = self._prepare(requests, structured_output_request_ids, scheduled_spec_decode_tokens)
+        self._step = None
+        bitmask = self._masker.collect(self._step_wait, park=True)
+        if len(bitmask) < step.lines:
+            constrained, bitmask = bitmask, np.full((step.lines, bitmask.shape[1]), -1, np.int32)
+            bitmask[[row.logits_row for row in step.rows]] = constrained
+        discarded = {step.rows[index].logits_row for index in self._masker.discarded}
+        for request_id, first, last in step.places:
+            output = self._outputs[request_id]
+            output.masks = bitmask[first:last]
+            if output.stops:
+                self._allow_stops(output)
+            invalid = next((line - first - 1 for line in range(first + 1, last) if line in discarded), None)
+            if invalid is not None:  # vLLM counts the drafts before the first -1 as acceptable
+                tokens = scheduled_spec_decode_tokens[request_id]
+                scheduled_spec_decode_tokens[request_id] = [*tokens[:invalid], *[-1] * (len(tokens) - invalid)]
+            if output.request.late or output.request.error is not None:
+                output.slow = True
+                self._missing.append(request_id)
+        return bitmask
+
+    def validate_tokens(self, request: Request, spec_tokens: list[int]) -> list[int]:
+        """Return the draft tokens to be verified. The mask before an invalid one forbids it."""
+        output = self._outputs.get(request.request_id)
+        if output is None:
+            return spec_tokens
+        return [] if output.slow else list(strip_speculative_padding(spec_tokens))
+
+    def accept_tokens(self, request: Request, new_token_ids: list[int]) -> bool:
+        """Add sampled tokens to a request's output. Returns False, which ends the request, if a mask forbids one."""
+        output = self._outputs.get(request.request_id)
+        if output is None or not new_token_ids:
+            return True
+        start = 0
+        if self.reasoner_cls is not None:
+            start = self._get_constraint_bounds(request, new_token_ids, spec_tokens_committed=True).grammar_start
+            if start > len(new_token_ids):
+                return True
+            request.structured_output_request.reasoning_ended = True
+        for mask, token in zip(output.masks if output.masks is not None else (), new_token_ids, strict=False):
+            if not int(mask[token >> 5]) >> (token & 31) & 1:
+                self._masker.fail(
+                    output.request, TokenRejected(f"the engine sampled token {token}, which is forbidden")
+                )
+                break
+        output.tokens.extend(new_token_ids[start:])
+        return output.request.error is None
+
+    def clear_backend(self) -> None:
+        """Close the pool."""
+        super().clear_backend()
+        self._opener.close()
+
+    # the scheduler's interface
+
+    def prepare(self, requests: Mapping[str, Request], request_ids: list[str], drafts: dict[str, list[int]]) -> None:
+        """Start to compute the masks of a step, while the forward pass runs. `grammar_bitmask` follows."""
+        self._step = self._prepare(requests, request_ids, drafts)
+
+    def hold_back(self, in_flight: Callable[[str], bool]) -> set[str]:
+        """Return the ids of slow requests that must not join a batch now: their masks are missing.
+
+        Asks for these masks first, without waiting.
+
+        Args:
+            in_flight: whether a token of a request is being computed.
+        """
+        slow = {name: output for name, output in self._outputs.items() if output.slow}
+        if not slow:
+            return set()
+        held = {name for name, output in slow.items() if output.request.error is not None or in_flight(name)}
+        idle = [output for name, output in slow.items() if name not in held]
+        settled = self._masker.settled()
+        asking = [
+            output
+            for output in idle
+            if (output.request.late <= settled if output.request.late else output.asked != len(output.tokens))
+        ]
+        if asking:
+            self._step = None
+            self._masker.prepare([GuidedRow(output.request, 0, output.tokens) for output in asking])
+            self._masker.collect(0.0, park=True)
+            for output in asking:
+                output.asked = len(output.tokens)
+        return held | {name for name, output in slow.items() if output.request.late or output.request.error is not None}
+
+    def take_missing(self) -> list[str]:
+        """Return the ids of requests without a mask in the last step, once. Their tokens must be discarded."""
+        missing, self._missing = self._missing, []
+        return missing
+
+    def take_failed(self) -> list[str]:
+        """Return the ids of requests that failed, once."""
+        failed, self._failed = self._failed, []
+        return failed
+
+    def free(self, request_ids: Iterable[str]) -> None:
+        """Free the matchers and grammars of requests that are over. Unknown ids are ignored."""
+        for request_id in request_ids:
+            output = self._outputs.pop(request_id, None)
+            if output is not None:
+                self._masker.end(output.request)
+
+    # steps
+
+    def _prepare(
+        self, requests: Mapping[str, Request], request_ids: Sequence[str], drafts: dict[str, list[int]]
+    ) -> _Step:
+        step = _Step(request_ids, drafts)
+        for request_id in request_ids:
+            output = self._outputs[request_id]
+            given = drafts.get(request_id, [])
+            tokens = strip_speculative_padding(given)
+            grammar_start = constraint_start = 0
+            if self.reasoner_cls is not None:
+                grammar_start, constraint_start = self._get_constraint_bounds(requests[request_id], tokens)
+            first = step.lines
+            for count in range(len(tokens) + 1):
+                if count >= constraint_start:
+                    consumed = tokens[grammar_start:count]
+                    row = GuidedRow(
+                        output.request,
+                        first + count,
+                        [*output.tokens, *consumed] if consumed else output.tokens,
+                        len(consumed),
+                    )
+                    step.rows.append(row)
+            step.places.append((request_id, first, first + 1 + len(given)))
+        self._masker.prepare(step.rows)
+        return step
+
+    def _allow_stops(self, output: _Output) -> None:
+        """Allow the request's own stop tokens in those of its masks that allow the end of the output."""
+        assert output.masks is not None
+        for mask in output.masks:
+            complete = any(int(mask[token >> 5]) >> (token & 31) & 1 for token in self._masker.stop_token_ids)
+            for token in output.stops - self._masker.stop_token_ids:
+                bit = np.array([1 << (token & 31)], np.uint32).view(np.int32)[0]
+                mask[token >> 5] = mask[token >> 5] | bit if complete else mask[token >> 5] & ~bit

@@ -1,0 +1,140 @@
+"""Python types as constraints, and answers parsed back into them.
+
+A type is anything that pydantic describes (a model, a dataclass, a `TypedDict`, an `Enum`, a `Literal`, `list[int]`, ...)
+or a term of the outlines package (`outlines.types`). pydantic and outlines are optional: each is imported when a type
+needs it.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+from collections.abc import Callable
+from functools import lru_cache
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
+
+from guided.constraint import Constraint
+from guided.errors import InvalidConstraint, bounded
+from guided.limits import DEFAULT_LIMITS, Limits
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
+
+_PARAM = "output_type"
+
+
+def constraint_for(
+    output_type: Any, *, whitespace: str | None = None, limits: Limits = DEFAULT_LIMITS, param: str = _PARAM
+) -> Constraint:
+    """Build the constraint of a type.
+
+    An `Enum` or a `Literal` of strings is a `choice`: the output is the plain text of one value. Other types are JSON.
+    A term of outlines is the constraint of the same kind: a schema, a grammar, or else a regex.
+
+    Raises:
+        InvalidConstraint: there is no constraint for this type, or a package that it needs is not installed.
+        ConstraintTooLarge: over one of `limits`.
+    """
+    if _is_term(output_type):
+        return _constraint_of_term(output_type, whitespace, limits, param)
+    choices = _strings(output_type)
+    if choices is not None:
+        _refuse_whitespace(whitespace)
+        return Constraint.choice(choices, limits=limits, param=param)
+    adapter = _adapter(output_type, param)
+    try:
+        schema = adapter.json_schema(schema_generator=_schema_generator())
+    except Exception as error:  # pydantic's errors share no base class but Exception
+        raise InvalidConstraint(f"{_name(output_type)} has no JSON schema: {bounded(error)}", param=param) from None
+    return Constraint.json_schema(schema, whitespace=whitespace, limits=limits, param=param)
+
+
+def parse_as(output_type: Any, text: str) -> Any:
+    """Return a complete output that the constraint of `output_type` allows, as a value of that type.
+
+    A term of outlines has no type of its own: a schema becomes what `json.loads` returns, other terms stay text.
+
+    Raises:
+        ValueError: a validator of the type rejects the value. A JSON schema does not express every validator.
+    """
+    if _is_term(output_type):
+        return json.loads(text) if hasattr(output_type, "schema") else text
+    adapter = _adapter(output_type, _PARAM)
+    return adapter.validate_json(text) if _strings(output_type) is None else adapter.validate_python(text)
+
+
+def _strings(output_type: Any) -> list[str] | None:
+    """Return the values of an `Enum` or a `Literal` if all are non-empty strings."""
+    values: list[Any] = []
+    if isinstance(output_type, enum.EnumMeta):
+        values = [member.value for member in output_type]
+    elif get_origin(output_type) is Literal:
+        values = list(get_args(output_type))
+    plain = all(type(value) is str and value for value in values)
+    return values if values and plain else None
+
+
+def _adapter(output_type: Any, param: str) -> TypeAdapter[Any]:
+    try:
+        hash(output_type)
+        return _cached_adapter(output_type)
+    except ImportError:
+        raise InvalidConstraint(f"{param} needs pydantic: pip install pydantic", param=param) from None
+    except Exception as error:
+        message = f"{_name(output_type)} is not a type that can be a constraint: {bounded(error)}"
+        raise InvalidConstraint(message, param=param) from None
+
+
+@lru_cache(maxsize=64)
+def _cached_adapter(output_type: Any) -> TypeAdapter[Any]:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(output_type)
+
+
+@lru_cache(maxsize=1)
+def _schema_generator() -> Any:
+    from pydantic.json_schema import GenerateJsonSchema
+
+    class Generator(GenerateJsonSchema):
+        """Writes a `Decimal` as a number: pydantic's alternative, a string, has a pattern with lookaround."""
+
+        def decimal_schema(self, schema: Any) -> Any:
+            return self.float_schema({**schema, "type": "float"})
+
+    return Generator
+
+
+def _is_term(output_type: Any) -> bool:
+    """Whether this is a term of outlines. If it is, outlines is imported already."""
+    return any(
+        base.__module__ == "outlines.types.dsl" and base.__name__ == "Term" for base in type(output_type).__mro__
+    )
+
+
+def _constraint_of_term(term: Any, whitespace: str | None, limits: Limits, param: str) -> Constraint:
+    kind = type(term).__name__
+    if kind == "JsonSchema":
+        spaces = term.whitespace_pattern if whitespace is None else whitespace
+        return Constraint.json_schema(term.schema, whitespace=spaces, limits=limits, param=param)
+    _refuse_whitespace(whitespace)
+    if kind == "CFG":
+        return Constraint.grammar(term.definition, limits=limits, param=param)
+    to_regex: Callable[[Any], str] = import_module("outlines.types.dsl").to_regex
+    try:
+        pattern = to_regex(term)
+    except (TypeError, NotImplementedError, RecursionError) as error:
+        raise InvalidConstraint(
+            f"outlines has no regex for {bounded(term, 120)}: {bounded(error)}", param=param
+        ) from None
+    return Constraint.regex(pattern, limits=limits, param=param)
+
+
+def _refuse_whitespace(whitespace: str | None) -> None:
+    if whitespace is not None:
+        raise InvalidConstraint("whitespace_pattern requires a JSON constraint", param="whitespace_pattern")
+
+
+def _name(output_type: Any) -> str:
+    return bounded(getattr(output_type, "__name__", repr(output_type)), 120)

@@ -1,0 +1,66 @@
+"""Where `unevaluatedProperties` and `unevaluatedItems` have an effect that can be told from the schema alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from guided.errors import UnsupportedConstraint
+from guided.schema.graph import Node
+
+_DESCRIBES = {
+    "unevaluatedProperties": {"properties", "patternProperties", "additionalProperties", "unevaluatedProperties"},
+    "unevaluatedItems": {"items", "prefixItems", "additionalItems", "unevaluatedItems", "contains"},
+}
+_ALWAYS = ("$ref", "$dynamicRef", "$recursiveRef", "allOf")
+_EITHER = (*_ALWAYS, "anyOf", "oneOf")
+
+
+def unevaluated(node: Node) -> dict[str, Any]:
+    """Return the two keywords of a subschema, without those for which another keyword describes everything.
+
+    Raises:
+        UnsupportedConstraint: what is evaluated depends on the value, apart from `anyOf` and `oneOf`.
+    """
+    found: dict[str, Any] = {}
+    for keyword in _DESCRIBES.keys() & node.schema.keys():
+        always = _applied([node], _ALWAYS)
+        if any(_describes_all(one, keyword, one is node) for one in always):
+            continue
+        either = _applied([node], _EITHER)
+        conditional = [child for one in either for name, child in one.same if name not in _EITHER]
+        depends = any(_DESCRIBES[keyword] & one.schema.keys() for one in _applied(conditional, None))
+        if (
+            depends
+            or any(_describes_all(one, keyword, one is node) for one in either)
+            or (keyword == "unevaluatedItems" and any("contains" in one.schema for one in either))
+        ):
+            raise UnsupportedConstraint(
+                f"{keyword!r} can't be enforced where what it applies to depends on the value ('if', 'not', "
+                "'dependentSchemas', 'contains', or an alternative for all properties or items)",
+                param="json_schema",
+                pointer=f"{node.pointer}/{keyword}",
+            )
+        found[keyword] = node.schema[keyword]
+    return found
+
+
+def _applied(start: list[Node], keywords: tuple[str, ...] | None) -> list[Node]:
+    """Return `start` and what it applies to the same value by `keywords` (None: by any)."""
+    found: dict[int, Node] = {}
+    todo = list(start)
+    while todo:
+        node = todo.pop()
+        if id(node) not in found:
+            found[id(node)] = node
+            todo += [child for name, child in node.same if keywords is None or name in keywords]
+    return list(found.values())
+
+
+def _describes_all(node: Node, keyword: str, is_own: bool) -> bool:
+    """Whether a subschema describes every property or item of its value."""
+    if keyword in node.schema and not is_own:
+        return True
+    if keyword == "unevaluatedProperties":
+        return "additionalProperties" in node.schema
+    items = node.schema.get("items", [])
+    return not isinstance(items, list) or "additionalItems" in node.schema

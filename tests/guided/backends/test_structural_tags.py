@@ -1,0 +1,278 @@
+"""Structural tags beyond the contract: special tokens, what ends a part, and what is refused."""
+
+from __future__ import annotations
+
+import random
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from guided.backends import Backends
+from guided.backends.base import Matcher
+from guided.bitmask import allowed_ids, words
+from guided.constraint import Constraint
+from guided.errors import InvalidConstraint, TokenRejected, UnsupportedConstraint
+from guided.vocabulary import Vocabulary
+from guided.worker import MaskWorker
+
+TEXT: dict[str, Any] = {"type": "any_text"}
+
+
+@pytest.fixture(scope="module")
+def backends(vocabulary: Vocabulary) -> Backends:
+    return Backends(vocabulary)
+
+
+def text(value: str) -> dict[str, Any]:
+    return {"type": "const_string", "value": value}
+
+
+def pattern(value: str) -> dict[str, Any]:
+    return {"type": "regex", "pattern": value}
+
+
+def tag(begin: Any, content: Any, end: Any) -> dict[str, Any]:
+    return {"type": "tag", "begin": begin, "content": content, "end": end}
+
+
+def series(*elements: Any) -> dict[str, Any]:
+    return {"type": "sequence", "elements": list(elements)}
+
+
+def of(form: dict[str, Any]) -> Constraint:
+    return Constraint.structural_tag({"type": "structural_tag", "format": form})
+
+
+def accepts(matcher: Matcher, content: str, vocabulary: Vocabulary) -> bool:
+    """Whether a whole output is allowed, byte by byte."""
+    single = {spelled: token for token, spelled in enumerate(vocabulary.token_bytes) if len(spelled) == 1}
+    data = content.encode()
+    try:
+        for index in range(len(data)):
+            matcher.accept_tokens([single[data[index : index + 1]]])
+    except TokenRejected:
+        return False
+    return matcher.is_accepting()
+
+
+@pytest.mark.parametrize("backend", ["llguidance", "xgrammar"])
+@pytest.mark.parametrize(
+    ("form", "valid", "invalid"),
+    [
+        (text("ab"), ["ab"], ["", "a", "abc"]),
+        (series(tag("<", TEXT, ">"), text("!")), ["<>!", "<a b>!"], ["<>", "<>>!", "<a>"]),
+        (tag("", {"type": "any_text", "excludes": ["no"]}, ["/x", "/y"]), ["/x", "n/y"], ["no/x", "/z", "/x "]),
+        (tag("<a>", pattern("a*"), "ab"), ["<a>ab", "<a>aaab"], ["<a>aaa", "<a>b", "<a>aba"]),
+        (
+            {"type": "repeat", "min": 1, "max": 2, "content": tag("(", {"type": "json_object"}, ")")},
+            ["({})", '({"a": 1})({})'],
+            ["", "(1)", "({})({})({})"],
+        ),
+        (
+            {
+                "type": "triggered_tags",
+                "triggers": ["<"],
+                "tags": [tag("<a", TEXT, ">"), tag("<ab", pattern("c"), ";")],
+            },
+            ["", "x", "x<a>y", "<abc>", "<a<>"],
+            ["<", "x<b", "<ab", "<ax"],
+        ),
+        (
+            {
+                "type": "triggered_tags",
+                "triggers": ["<a"],
+                "tags": [tag("<a>", pattern("[0-9]"), "</a>")],
+                "at_least_one": True,
+                "stop_after_first": True,
+            },
+            ["<a>1</a>"],
+            ["", "x", "x<a>1</a>", "<a>1</a>x"],
+        ),
+        (
+            {
+                "type": "triggered_tags",
+                "triggers": ["<a"],
+                "tags": [tag("<a>", pattern("[0-9]"), "</a>")],
+                "stop_after_first": True,
+            },
+            ["", "x", "x<a>1</a>"],
+            ["<a>1</a>x", "x<a>"],
+        ),
+        (
+            tag("<t>", {"type": "dispatch", "rules": [["<f", text(">1")], ["<g", text(">2")]]}, "</t>"),
+            ["<t></t>", "<t>a<f>1<g>2 </t>"],
+            ["<t>", "<t><f>2", "<t></t>x"],
+        ),
+        (
+            {
+                "type": "tags_with_separator",
+                "separator": ", ",
+                "tags": [tag('{"n": "a"', text("}"), ""), tag('{"n": "ab"', text("}"), "")],
+            },
+            ["", '{"n": "a"}, {"n": "ab"}'],
+            ['{"n": "a"},', '{"n": "b"}'],
+        ),
+        (
+            {"type": "plus", "content": {"type": "or", "elements": [text("ab"), text("a"), text("abc")]}},
+            ["aab", "abca"],
+            ["", "b"],
+        ),
+    ],
+)
+def test_languages(
+    backends: Backends, vocabulary: Vocabulary, backend: str, form: dict[str, Any], valid: list[str], invalid: list[str]
+) -> None:
+    grammar = backends[backend].compile(of(form))
+    for content in valid:
+        assert accepts(grammar.matcher(), content, vocabulary), content
+    for content in invalid:
+        assert not accepts(grammar.matcher(), content, vocabulary), content
+
+
+def test_free_text_ends_at_the_first_end_tag(backends: Backends, vocabulary: Vocabulary) -> None:
+    grammar = backends["llguidance"].compile(of(tag("<", pattern("(?s:.*)"), ">")))
+    assert not accepts(grammar.matcher(), "<a>b>", vocabulary)
+
+
+SPECIAL = {
+    "type": "triggered_tags",
+    "triggers": ["<|system|>"],
+    "tags": [tag("<|system|>f<|user|>", {"type": "json_schema", "json_schema": {"type": "integer"}}, "<|pad|>")],
+}
+
+
+@pytest.mark.parametrize(
+    "form", [SPECIAL, {**SPECIAL, "type": "token_triggered_tags", "trigger_tokens": ["<|system|>"]}]
+)
+def test_special_tokens(backends: Backends, vocabulary: Vocabulary, form: dict[str, Any]) -> None:
+    if form["type"] == "token_triggered_tags":
+        begin = {"type": "token", "token": "<|system|>"}
+        inner = series(text("f<|user|>"), {"type": "json_schema", "json_schema": {"type": "integer"}})
+        del (form := dict(form))["triggers"]
+        form["tags"] = [tag(begin, inner, {"type": "token", "token": vocabulary.special_names["<|pad|>"]})]
+    grammar = backends["llguidance"].compile(of(form))
+    names = vocabulary.special_names
+    worker = MaskWorker(vocabulary)
+    worker.install("g", grammar)
+    worker.open(0, "g")
+    row = np.zeros(words(vocabulary.padded_vocab_size), np.int32)
+    call = [names["<|system|>"], *vocabulary.encode("f"), names["<|user|>"], *vocabulary.encode("12"), names["<|pad|>"]]
+    output = [*vocabulary.encode("Hi <|sys"), *call, *vocabulary.encode("!"), *call]
+    special = set(vocabulary.special_token_ids)
+    allowed = []
+    for position in range(len(output) + 1):
+        assert worker.fill(0, output[position - 1 : position] if position else [], row) is None
+        allowed.append(set(allowed_ids(row).tolist()))
+        if position < len(output):
+            assert output[position] in allowed[-1], position
+    start = len(vocabulary.encode("Hi <|sys"))
+    assert allowed[0] & special == {names["<|system|>"], *vocabulary.stop_token_ids} & special
+    assert allowed[start + 1] & special == set()
+    assert allowed[start + 2] == {names["<|user|>"]}
+    # A child and a replay behave as the parent.
+    worker.open(1, "g", parent=0, tokens=output)
+    worker.open(2, "g", tokens=output)
+    for slot in (1, 2):
+        assert worker.fill(slot, (), row) is None
+        assert set(allowed_ids(row).tolist()) == allowed[-1]
+    # Rejected drafts.
+    worker.edit(0, start + 2, ())
+    assert worker.fill(0, (), row) is None
+    assert set(allowed_ids(row).tolist()) == allowed[start + 2]
+    # Text that looks like the special token would be read as one.
+    assert not accepts(grammar.matcher(), "Hi <|system|>", vocabulary)
+    with pytest.raises(TokenRejected):
+        grammar.matcher().accept_tokens([names["<|user|>"]])
+
+
+def test_other_grammars_allow_no_special_token(backends: Backends, vocabulary: Vocabulary) -> None:
+    worker = MaskWorker(vocabulary)
+    worker.install("g", backends["llguidance"].compile(of(TEXT)))
+    worker.open(0, "g")
+    row = np.zeros(words(vocabulary.padded_vocab_size), np.int32)
+    assert worker.fill(0, (), row) is None
+    assert set(allowed_ids(row).tolist()) <= set(vocabulary.permitted_token_ids)
+
+
+@pytest.mark.parametrize(
+    ("form", "what"),
+    [
+        (series(TEXT, {"type": "json_object"}), "where a part ends"),
+        (series(TEXT, TEXT), "where a part ends"),
+        ({"type": "plus", "content": pattern("a")}, "where a part ends"),
+        ({"type": "token", "token": "<|end|>"}, "stop token"),
+        ({"type": "token", "token": "<|nonesuch|>"}, "no special token"),
+        ({"type": "token", "token": 100}, "no special token"),
+    ],
+)
+def test_what_llguidance_cannot_enforce(backends: Backends, form: dict[str, Any], what: str) -> None:
+    with pytest.raises(UnsupportedConstraint, match=what):
+        backends["llguidance"].compile(of(form))
+
+
+def test_xgrammar_has_no_special_tokens(backends: Backends) -> None:
+    with pytest.raises(UnsupportedConstraint, match="special token"):
+        backends["xgrammar"].compile(of(SPECIAL))
+
+
+@pytest.mark.parametrize("backend", ["llguidance", "xgrammar"])
+def test_errors_in_contents_say_where(backends: Backends, backend: str) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": "(?=a)b"}}}
+    constraint = of(tag("<", {"type": "json_schema", "json_schema": schema}, ">"))
+    with pytest.raises(InvalidConstraint) as caught:
+        backends[backend].compile(constraint)
+    assert caught.value.param == "structural_tag"
+    assert caught.value.pointer == "/format/content/json_schema/properties/a/pattern"
+
+
+LEAVES = st.one_of(
+    st.sampled_from(["a", "ab", "<", "<b", "b>"]).map(lambda value: (text(value), re.escape(value))),
+    st.sampled_from(["a*", "[ab]", "a|bb", "<?b"]).map(lambda value: (pattern(value), f"(?:{value})")),
+)
+"""Formats, and the same as regexes of Python."""
+
+
+def _combined(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    return st.one_of(
+        st.lists(inner, min_size=1, max_size=3).map(
+            lambda parts: (series(*(form for form, _ in parts)), "".join(regex for _, regex in parts))
+        ),
+        st.lists(inner, min_size=1, max_size=3).map(
+            lambda parts: (
+                {"type": "or", "elements": [form for form, _ in parts]},
+                "(?:" + "|".join(regex for _, regex in parts) + ")",
+            )
+        ),
+        inner.map(lambda part: ({"type": "optional", "content": part[0]}, f"(?:{part[1]})?")),
+        inner.map(lambda part: (tag("<", part[0], [">", "/>"]), f"<(?:{part[1]})/?>")),
+    )
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(case=st.recursive(LEAVES, _combined, max_leaves=5), seed=st.integers(0, 1000))
+def test_random_formats(backends: Backends, vocabulary: Vocabulary, case: Any, seed: int) -> None:
+    """An output satisfies its format, and an output never gets stuck."""
+    form, regex = case
+    try:
+        matcher = backends["llguidance"].compile(of(form)).matcher()
+    except UnsupportedConstraint:
+        return
+    generator = random.Random(seed)
+    output = b""
+    row = np.zeros(words(vocabulary.padded_vocab_size), np.int32)
+    for _ in range(30):
+        matcher.fill_bitmask(row)
+        allowed = np.intersect1d(allowed_ids(row), vocabulary.text_token_ids)
+        if matcher.is_accepting():
+            assert re.fullmatch(regex, output.decode()), output
+        else:
+            assert len(allowed), output
+        if not len(allowed):
+            break
+        token = int(generator.choice(list(allowed)))
+        matcher.accept_tokens([token])
+        output += vocabulary.token_bytes[token]

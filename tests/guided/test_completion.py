@@ -1,0 +1,206 @@
+"""With a budget, every output ends with a stop token, satisfies its constraint and fits."""
+
+from __future__ import annotations
+
+import json
+import random
+from functools import cache
+from itertools import count
+
+import jsonschema
+import numpy as np
+import pytest
+from byte_vocabulary import BYTES, STOP, allowed, tokens
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from guided.backends import Backends
+from guided.bitmask import allowed_ids, words
+from guided.budget import Budget, budget_of
+from guided.compilation import compile_constraint
+from guided.constraint import Constraint
+from guided.errors import GuidedError, InvalidRequest
+from guided.vocabulary import Vocabulary
+from guided.worker import MaskWorker
+
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "age": {"type": "integer"}, "tags": {"items": {"type": "string"}}},
+    "required": ["name", "age"],
+}
+HUGE = {
+    "type": "object",
+    "properties": {f"property{index}": {"type": "string"} for index in range(30)},
+    "required": [f"property{index}" for index in range(30)],
+}
+TREE = {
+    "type": "object",
+    "properties": {"v": {"type": "integer"}, "kids": {"type": "array", "items": {"$ref": "#"}}},
+    "required": ["v", "kids"],
+}
+CONSTRAINTS = {
+    "person": Constraint.json_schema(PERSON),
+    "huge": Constraint.json_schema({"anyOf": [{"type": "string", "maxLength": 5}, HUGE]}),
+    "tree": Constraint.json_schema(TREE),
+    "date": Constraint.json_schema({"type": "array", "minItems": 2, "items": {"type": "string", "format": "date"}}),
+    "object": Constraint.json_object(),
+    "regex": Constraint.regex("(a.{60}|[b-z]+)!"),
+    "choice": Constraint.choice(["no", "yes", "a long explanation of why neither of them is right"]),
+    "grammar": Constraint.grammar('start: "(" start ")" | "x" | "a long word"'),
+}
+_slots = count()
+
+
+class Generator:
+    """Generates with random tokens."""
+
+    def __init__(self, vocabulary: Vocabulary, constraint: Constraint, backend: str) -> None:
+        self.vocabulary = vocabulary
+        self.constraint = constraint
+        self.worker = MaskWorker(vocabulary)
+        self.worker.install("g", compile_constraint(Backends(vocabulary), constraint, [backend]).grammar)
+        self.row = np.empty(words(vocabulary.padded_vocab_size), np.int32)
+
+    def mask(self, slot: int, new: list[int]) -> list[int] | GuidedError:
+        error = self.worker.fill(slot, new, self.row)
+        return error or allowed_ids(self.row).tolist()
+
+    def generate(self, budget: int, seed: int) -> tuple[str, bool] | GuidedError:
+        """The text and whether a mask was restricted."""
+        slot, chance = next(_slots), random.Random(seed)
+        self.worker.open(slot, "g", budget=budget_of(self.constraint, budget))
+        output: list[int] = []
+        while len(output) < budget:
+            mask = self.mask(slot, output[-1:])
+            if isinstance(mask, GuidedError):
+                return mask
+            stops = [token for token in mask if token in self.vocabulary.stop_token_ids]
+            texts = [token for token in mask if token not in stops]
+            output.append(chance.choice(stops if stops and (not texts or chance.random() < 0.2) else texts))
+            if output[-1] in stops:
+                self.worker.free([slot])
+                return self.vocabulary.decode(output[:-1]).decode(), slot in self.worker.steered
+        raise AssertionError(f"cut off: {self.vocabulary.decode(output)!r}")
+
+    def least(self) -> int:
+        """The least budget, as the refusal of a smaller one names it."""
+        found = self.generate(1, 0)
+        assert isinstance(found, InvalidRequest)
+        assert found.param == "max_tokens"
+        return int(str(found).rpartition(" ")[2])
+
+
+@cache
+def generator(vocabulary: Vocabulary, name: str, backend: str) -> Generator:
+    return Generator(vocabulary, CONSTRAINTS[name], backend)
+
+
+@pytest.mark.parametrize("name", CONSTRAINTS)
+@given(spare=st.integers(0, 40), seed=st.integers(0, 1000))
+@settings(max_examples=4, deadline=None)
+def test_outputs_fit_and_satisfy_the_constraint(vocabulary: Vocabulary, name: str, spare: int, seed: int) -> None:
+    one = generator(vocabulary, name, "llguidance")
+    found = one.generate(one.least() + spare, seed)
+    assert not isinstance(found, GuidedError), found
+    text, _ = found
+    if name in ("choice", "regex", "grammar"):
+        assert compile_accepts(one, text)
+    elif name != "object":
+        jsonschema.validate(json.loads(text), json.loads(one.constraint.source))
+
+
+def compile_accepts(one: Generator, text: str) -> bool:
+    slot = next(_slots)
+    one.worker.open(slot, "g", tokens=one.vocabulary.encode(text))
+    mask = one.mask(slot, [])
+    return not isinstance(mask, GuidedError) and one.vocabulary.stop_token_ids[0] in mask
+
+
+@pytest.mark.parametrize(
+    ("name", "least"),
+    [
+        ("huge", 3),
+        ("choice", 3),
+        ("object", 3),
+        ("tree", 18),
+        ("regex", 3),
+        ("grammar", 2),
+        ("person", 20),
+        ("date", 28),
+    ],
+)
+def test_the_least_budget_is_that_of_the_shortest_answer(name: str, least: int) -> None:
+    assert generator(BYTES, name, "llguidance").least() <= least
+
+
+@pytest.mark.parametrize("backend", ["xgrammar", "outlines", "lm-format-enforcer"])
+def test_other_backends(backend: str) -> None:
+    one = generator(BYTES, "regex", backend)
+    found = one.generate(one.least() + 6, 3)
+    assert not isinstance(found, GuidedError), found
+    assert len(found[0]) <= one.least() + 5
+
+
+def test_a_large_budget_changes_no_mask() -> None:
+    one = generator(BYTES, "person", "llguidance")
+    slot, free = next(_slots), next(_slots)
+    one.worker.open(slot, "g", budget=budget_of(one.constraint, 500))
+    one.worker.open(free, "g")
+    for new in ([], *([token] for token in tokens('{"name": "Ada", "age": 3'))):
+        assert one.mask(slot, list(new)) == one.mask(free, list(new))
+    assert slot not in one.worker.steered
+
+
+class TestHistory:
+    """A rollback, a fork and a replay have the masks of the original."""
+
+    @pytest.fixture
+    def one(self) -> Generator:
+        return generator(BYTES, "person", "llguidance")
+
+    @pytest.fixture
+    def budget(self, one: Generator) -> Budget:
+        return budget_of(one.constraint, 40)
+
+    def test_replay(self, one: Generator, budget: Budget) -> None:
+        first, second = next(_slots), next(_slots)
+        one.worker.open(first, "g", budget=budget)
+        output = tokens('{"name":"a","age":')
+        for token in output:
+            before = one.mask(first, [token])
+        one.worker.open(second, "g", tokens=output, budget=budget)
+        assert one.mask(second, []) == before
+
+    def test_rollback(self, one: Generator, budget: Budget) -> None:
+        slot, other = next(_slots), next(_slots)
+        one.worker.open(slot, "g", tokens=tokens('{"name":"a"'), budget=budget)
+        before = one.mask(slot, [])
+        one.mask(slot, tokens(',"age":1'))
+        one.worker.edit(slot, len('{"name":"a"'), ())
+        assert one.mask(slot, []) == before
+        one.worker.edit(slot, len('{"name":"'), tokens("b"))
+        one.worker.open(other, "g", tokens=tokens('{"name":"b'), budget=budget)
+        assert one.mask(slot, []) == one.mask(other, [])
+
+    def test_fork(self, one: Generator, budget: Budget) -> None:
+        parent, child = next(_slots), next(_slots)
+        one.worker.open(parent, "g", tokens=tokens('{"name":"a'), budget=budget)
+        before = one.mask(parent, [])
+        one.worker.open(child, "g", parent, tokens('{"name":"a'), budget)
+        assert one.mask(child, []) == before
+        one.mask(parent, tokens('","age":1'))
+        assert one.mask(child, tokens("b")) != []
+
+
+def test_the_last_token_is_the_stop_token() -> None:
+    worker = MaskWorker(BYTES)
+    constraint = Constraint.regex("[a-z]{1,9}")
+    worker.install("g", compile_constraint(Backends(BYTES), constraint, ["llguidance"]).grammar)
+    worker.open(0, "g", budget=budget_of(constraint, 3))
+    row = np.empty(words(BYTES.padded_vocab_size), np.int32)
+    assert worker.fill(0, (), row) is None
+    assert worker.fill(0, tokens("a"), row) is None
+    assert STOP in allowed_ids(row) and len(allowed_ids(row)) > 1
+    assert worker.fill(0, tokens("b"), row) is None
+    assert allowed(row) == "."
+    assert 0 in worker.steered

@@ -1,0 +1,258 @@
+"""`GuidedManager` in vLLM's engine, in this process, with a pool that fails rows or makes them late as told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import vllm.v1.engine.core
+from faulty_pool import FaultyPool
+from sample_constraints import CITIES, DATE, SCHEMA, matches, satisfies
+from scripted_grammar import STOP, ScriptedBackends
+from vllm import LLM, SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
+from vllm.v1.request import Request
+from vllm_engine import MAX_MODEL_LEN
+
+from guided.bitmask import allowed_ids
+from guided.constraint import Constraint
+from guided.inline import InlinePool
+from guided.integrations.vllm import activation
+from guided.integrations.vllm.configuration import model_vocabulary
+from guided.integrations.vllm.manager import GuidedManager
+from guided.integrations.vllm.request_params import GuidedParams
+from guided.vocabulary import Vocabulary
+
+OWN: list[tuple[dict[str, Any], Any]] = [
+    ({"json": SCHEMA, "disable_any_whitespace": True}, satisfies(SCHEMA)),
+    ({"regex": DATE}, matches(DATE)),
+    ({"choice": CITIES}, CITIES.__contains__),
+    ({"regex": "[a-f]{30}"}, matches("[a-f]{30}")),
+]
+
+
+class Host:
+    """vLLM's engine in this process."""
+
+    def __init__(self, model: Path, pool: list[FaultyPool], asynchronous: bool, **arguments: Any) -> None:
+        self.llm = LLM(
+            model=str(model),
+            load_format="dummy",
+            enforce_eager=True,
+            max_model_len=MAX_MODEL_LEN,
+            max_num_seqs=16,
+            async_scheduling=asynchronous,
+            disable_log_stats=True,
+            **arguments,
+        )
+        (self.pool,) = pool
+
+    def ask(self, *kinds: dict[str, Any], free: int = 1) -> tuple[list[Any], list[Any]]:
+        """Run requests with these constraints beside `free` ones. Returns the first output of each, the guided first."""
+        params = [
+            SamplingParams(max_tokens=200, temperature=0, structured_outputs=StructuredOutputsParams(**kind))
+            for kind in kinds
+        ]
+        params += [SamplingParams(max_tokens=60, temperature=0, ignore_eos=True) for _ in range(free)]
+        outputs = self.llm.generate(["Text: "] * len(params), params, use_tqdm=False)
+        found = [output.outputs[0] for output in outputs]
+        return found[: len(kinds)], found[len(kinds) :]
+
+    def calm(self) -> None:
+        self.pool.delay = lambda sequence_id, position: 0
+        self.pool.fails = lambda sequence_id, position: False
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["sync", "async"])
+def host(request: pytest.FixtureRequest, vllm_model: Path) -> Iterator[Host]:
+    pools: list[FaultyPool] = []
+
+    def open_pool(config: Any, options: Any) -> FaultyPool:
+        pools.append(FaultyPool(model_vocabulary(config)))
+        return pools[-1]
+
+    with pytest.MonkeyPatch.context() as patched:
+        for place, name in (
+            (vllm.v1.engine.core, "StructuredOutputManager"),
+            (SamplingParams, "_validate_structured_outputs"),
+            (activation, "_active"),
+        ):
+            patched.setattr(place, name, getattr(place, name))  # restored at the end
+        patched.setattr("guided.integrations.vllm.configuration.open_pool", open_pool)
+        patched.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        patched.setenv("GUIDED_VLLM", "1")
+        activation.activate()
+        host = Host(vllm_model, pools, request.param)
+        yield host
+        host.llm.llm_engine.engine_core.shutdown()
+
+
+class TestLateMasks:
+    @pytest.mark.parametrize("positions", [[3], range(0, 200, 7), range(200)], ids=["one", "some", "all"])
+    def test_a_late_row_leaves_the_batch_and_its_output_is_the_same(self, host: Host, positions: Any) -> None:
+        host.calm()
+        expected, free = host.ask(*[kind for kind, _ in OWN])
+        assert all(is_valid(one.text) for (_, is_valid), one in zip(OWN, expected, strict=True)), expected
+        victims = every_other(host)
+        host.pool.delay = lambda sequence_id, position: 2 * (sequence_id in victims() and position in positions)
+        found, also_free = host.ask(*[kind for kind, _ in OWN])
+        assert [one.text for one in found] == [one.text for one in expected]
+        assert [one.finish_reason for one in found] == ["stop"] * len(OWN)
+        assert [one.token_ids for one in also_free] == [one.token_ids for one in free]
+
+    def test_a_failed_row_ends_with_an_error_and_no_unmasked_token(self, host: Host) -> None:
+        host.calm()
+        before = len(host.pool.opened)
+        host.pool.fails = lambda sequence_id, position: host.pool.opened.index(sequence_id) == before and position == 5
+        found, free = host.ask(*[kind for kind, _ in OWN])
+        reasons = [one.finish_reason for one in found]
+        assert sorted(reasons) == ["error", "stop", "stop", "stop"]
+        assert len(found[reasons.index("error")].token_ids) == 5
+        for (_, is_valid), one in zip(OWN, found, strict=True):
+            assert one.finish_reason == "error" or is_valid(one.text)
+        assert free[0].finish_reason == "length"
+
+    def test_a_lost_matcher_ends_with_an_error(self, host: Host) -> None:
+        host.calm()
+        before = len(host.pool.opened)
+
+        def lose(sequence_id: int, position: int) -> int:
+            if position == 4 and host.pool.opened.index(sequence_id) == before:
+                host.pool.lose(sequence_id)
+            return 0
+
+        host.pool.delay = lose
+        found, _ = host.ask(*[kind for kind, _ in OWN])
+        assert sorted(one.finish_reason for one in found) == ["error", "stop", "stop", "stop"]
+
+    def test_everything_is_freed(self, host: Host) -> None:
+        host.calm()
+        host.ask(*[kind for kind, _ in OWN])
+        host.ask()
+        assert host.pool.status().workers[0].open_sequences == 0
+
+
+def every_other(host: Host) -> Any:
+    """Every other sequence that is opened from now on."""
+    before = len(host.pool.opened)
+    return lambda: set(host.pool.opened[before::2])
+
+
+class TestAdmission:
+    def test_the_same_parameters_twice(self, host: Host) -> None:
+        """vLLM keeps what validation wrote into the caller's object."""
+        host.calm()
+        own = SamplingParams(max_tokens=20, structured_outputs=StructuredOutputsParams(choice=["yes", "no"]))
+        extra = SamplingParams(max_tokens=20, extra_args={"choice": ["yes", "no"]})
+        for params in (own, extra, own, extra):
+            outputs = host.llm.generate(["a", "b"], params, use_tqdm=False)
+            assert {output.outputs[0].text for output in outputs} <= {"yes", "no"}
+        extra.extra_args = None
+        (output,) = host.llm.generate("a", extra, use_tqdm=False)
+        assert output.outputs[0].text not in ("yes", "no")
+
+    def test_a_constraint_is_not_validated_in_the_engine(self, host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+        text = GuidedParams(Constraint.json_schema(SCHEMA)).to_text()
+        monkeypatch.setattr("guided.schema.document.parse", None)
+        assert GuidedParams.from_text(text).constraint.kind == "json_schema"
+
+
+# the gates of reasoning, and draft tokens: no engine
+
+END_OF_THOUGHT, WIDTH = 19, 40
+VOCABULARY = Vocabulary(
+    token_bytes=(b"</s>", *(bytes([97 + index]) for index in range(20))),
+    stop_token_ids=(STOP,),
+    special_token_ids=frozenset({STOP}),
+    padded_vocab_size=WIDTH,
+)
+
+
+class Reasoner:
+    def __init__(self, tokenizer: object = None) -> None:
+        pass
+
+    def is_reasoning_end(self, input_ids: list[int]) -> bool:
+        return END_OF_THOUGHT in list(input_ids)
+
+    def is_reasoning_end_streaming(self, input_ids: list[int], delta_ids: list[int]) -> bool:
+        return END_OF_THOUGHT in list(delta_ids)
+
+
+class Subject:
+    """A manager and one request for the text "1 2 3 4"."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, reasons: bool) -> None:
+        pool = InlinePool(VOCABULARY, ScriptedBackends(VOCABULARY))  # type: ignore[arg-type]
+        monkeypatch.setattr("guided.integrations.vllm.configuration.open_pool", lambda config, options: pool)
+        config: Any = SimpleNamespace(
+            parallel_config=SimpleNamespace(distributed_executor_backend="uni"),
+            scheduler_config=SimpleNamespace(max_num_seqs=4, get_scheduler_cls=lambda: object),
+            model_config=SimpleNamespace(skip_tokenizer_init=True, get_vocab_size=lambda: WIDTH, is_diffusion=False),
+            structured_outputs_config=SimpleNamespace(enable_in_reasoning=False),
+            additional_config={"guided": {"pool": "inline"}},
+        )
+        self.manager = GuidedManager(config)
+        self.manager.tokenizer = None
+        if reasons:
+            self.manager.reasoner_cls = Reasoner
+        params = SamplingParams(structured_outputs=StructuredOutputsParams(choice=["1234"]))
+        params.structured_outputs._backend = GuidedParams(Constraint.choice(["1234"])).to_text()
+        params.update_from_generation_config({}, STOP)
+        self.request = Request("r", [5], params, None, reasoning_ended=False if reasons else None)
+        self.manager.grammar_init(self.request)
+        self.request.structured_output_request._grammar.result(60)
+
+    def rows(self, drafts: list[int]) -> list[list[int] | str]:
+        """Return the allowed tokens of each row; "all" for a row without a constraint."""
+        self.drafts = {"r": drafts}
+        masks = self.manager.grammar_bitmask({"r": self.request}, ["r"], self.drafts)
+        assert masks is not None
+        return ["all" if (row == -1).all() else allowed_ids(row).tolist() for row in masks]
+
+    def accept(self, *tokens: int) -> bool:
+        self.request.append_output_token_ids(list(tokens))
+        return bool(self.manager.accept_tokens(self.request, list(tokens)))
+
+
+class TestDraftTokens:
+    def test_each_draft_has_a_row(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        subject = Subject(monkeypatch, reasons=False)
+        assert subject.rows([1, 2]) == [[1], [2], [3]]
+        assert subject.accept(1)  # the drafts were rejected by the engine
+        assert subject.rows([2, 3, 4]) == [[2], [3], [4], [STOP]]
+        assert subject.accept(2, 3, 4)
+        assert subject.rows([]) == [[STOP]]
+        assert subject.accept(STOP)
+
+    def test_an_invalid_draft_is_not_acceptable(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        subject = Subject(monkeypatch, reasons=False)
+        assert subject.rows([1, 7, 3]) == [[1], [2], [STOP], [STOP]]
+        assert subject.drafts["r"] == [1, -1, -1]
+        assert subject.accept(1, 2)
+        assert subject.rows([3, -1]) == [[3], [4], "all"]
+
+    def test_a_token_that_its_mask_forbids_ends_the_request(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        subject = Subject(monkeypatch, reasons=False)
+        subject.rows([])
+        assert not subject.accept(7)
+        assert subject.manager.take_failed() == ["r"]
+
+
+class TestReasoning:
+    def test_the_constraint_begins_after_the_end_of_the_reasoning(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        subject = Subject(monkeypatch, reasons=True)
+        assert subject.rows([]) == ["all"]
+        assert subject.accept(7)
+        assert subject.rows([8, END_OF_THOUGHT, 1]) == ["all", "all", [1], [2]]
+        assert subject.accept(8, END_OF_THOUGHT, 1, 2)
+        assert subject.rows([3]) == [[3], [4]]
+
+    def test_drafts_without_an_end_are_unconstrained(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        subject = Subject(monkeypatch, reasons=True)
+        assert subject.rows([8, 9]) == ["all", "all", "all"]
+        assert subject.accept(8, END_OF_THOUGHT)
+        assert subject.rows([]) == [[1]]
