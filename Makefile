@@ -15,7 +15,7 @@ ARGS ?=
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: serve test test-vllm lint bench install install-dev constraints clean help
+.PHONY: serve test test-vllm test-cuda lint bench install install-dev constraints clean help
 .DEFAULT_GOAL := help
 
 help:  ## List the commands
@@ -29,6 +29,9 @@ test: lint  ## Lint, type-check and run all tests, in two processes
 
 test-vllm: $(VLLM_VENV)/.installed  ## Test the plugin within a real vLLM, in its own environment (.venv-vllm)
 	$(VLLM_VENV)/bin/python -m pytest tests/vllm $(ARGS)
+
+test-cuda: $(VENV)/.installed-dev  ## Run the tests that need a CUDA device (TORCH= chooses its torch), with a report
+	$(BIN)/python -m pytest -m cuda -rA $(ARGS)
 
 lint: $(VENV)/.installed-dev  ## Check style, types, imports and dead code
 	$(BIN)/ruff check .

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Tokens
 
+from engine.beam_search import BeamSearch
 from engine.config import EngineConfig
 from engine.detokenizer import Detokenizer, TokenTexts
 from engine.model_loader import LoadedModel
@@ -17,12 +18,19 @@ class Admission:
     """Checks what `SamplingParams` cannot: the prompt, the context length, the vocabulary, the engine's limits.
 
     Args:
+        num_blocks: blocks of the KV cache.
         validate: lets the logits processors check the parameters of a request. It raises `InvalidRequest`.
     """
 
     def __init__(
-        self, model: LoadedModel, config: EngineConfig, max_model_len: int, validate: Callable[[SamplingParams], None]
+        self,
+        model: LoadedModel,
+        config: EngineConfig,
+        max_model_len: int,
+        num_blocks: int,
+        validate: Callable[[SamplingParams], None],
     ) -> None:
+        self._num_tokens = num_blocks * config.block_size
         self._validate = validate
         self._tokenizer = model.tokenizer
         self._max_n = min(config.max_n or config.max_num_seqs, config.max_num_seqs)
@@ -50,14 +58,27 @@ class Admission:
         group = SequenceGroup(
             request_id,
             params,
-            [self._sequence(index, request_id, token_ids, params) for index in range(params.n)],
+            [self._sequence(index, request_id, token_ids, params) for index in range(params.width)],
             prompt if isinstance(prompt, str) else None,
-            stream,
+            stream and params.width == params.n and not params.use_beam_search,
         )
+        if params.use_beam_search:
+            self._add_beams(group)
         if too_long is not None:
             for sequence in group.sequences:
                 sequence.finish(SequenceStatus.FINISHED_IGNORED, too_long)
         return group
+
+    def _add_beams(self, group: SequenceGroup) -> None:
+        first = group.sequences[0]
+        most = first.max_length - len(group.prompt_token_ids)
+        if group.params.width * first.max_length > self._num_tokens:
+            raise InvalidRequest(
+                f"{group.params.width} beams of {first.max_length} tokens don't fit in the KV cache of "
+                f"{self._num_tokens} tokens: lower best_of or max_tokens",
+                param="best_of",
+            )
+        group.beams = BeamSearch(group.params, most, first.stop_ids)
 
     def _sequence(self, index: int, request_id: str, token_ids: list[int], params: SamplingParams) -> Sequence:
         rest = self._max_model_len - len(token_ids)
@@ -104,8 +125,9 @@ class Admission:
         return None
 
     def _check_params(self, params: SamplingParams) -> None:
-        if params.n > self._max_n:
-            raise InvalidRequest(f"n is {params.n}; the limit is {self._max_n}", param="n")
+        if params.width > self._max_n:
+            name = "n" if params.best_of is None else "best_of"
+            raise InvalidRequest(f"{name} is {params.width}; the limit is {self._max_n}", param=name)
         if params.constraint is not None:
             params.constraint.check(self._limits)
         for name, tokens in (("logit_bias", params.logit_bias or ()), ("stop_token_ids", params.stop_token_ids)):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, Literal
 
 import torch
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, LoadOptions
+from engine.keywords import refuse_unknown, without_neutral
 from engine.llm_engine import LLMEngine
 from engine.model_loader import LoadedModel, load_model
 from guided.inline import InlinePool
@@ -33,9 +34,11 @@ class BaseLLM:
         pool_options: options of the pool if `pool` is a name: a `RayPoolOptions` or a mapping of its fields. An inline
             pool reads only `max_cache_bytes`.
         logits_processors: custom logits processors that run after those of `config`.
-        load_options: fields of `LoadOptions`: dtype, device, tokenizer, revision.
+        options: fields of `LoadOptions` (dtype, device, tokenizer, revision), and of `EngineConfig`, which replace
+            those of `config`.
 
     Raises:
+        InvalidRequest: there is no such option. The message says what works instead.
         OSError: the model is not found.
         ValueError: the model cannot be served (`UnsupportedModelError`), or an option is out of range.
         PoolUnavailable: the pool cannot be started.
@@ -49,11 +52,17 @@ class BaseLLM:
         *,
         pool_options: RayPoolOptions | Mapping[str, Any] | None = None,
         logits_processors: Sequence[str | type] = (),
-        **load_options: Any,
+        **options: Any,
     ) -> None:
-        config = config or EngineConfig()
+        options = without_neutral(options)
+        loading = {field.name for field in fields(LoadOptions)}
+        configurable = {field.name for field in fields(EngineConfig)}
+        refuse_unknown(type(self).__name__, options, loading | configurable)
+        config = replace(
+            config or EngineConfig(), **{name: options.pop(name) for name in configurable & options.keys()}
+        )
         config = replace(config, logits_processors=(*config.logits_processors, *logits_processors))
-        self.model = load_model(model, **load_options) if isinstance(model, str) else model
+        self.model = load_model(model, **options) if isinstance(model, str) else model
         self.model.context_length(config.max_model_len)  # reports an invalid length before a pool is started
         _set_threads(self.model, config.cpu_threads)
         self._own_pool: MaskPool | None = None
@@ -62,6 +71,8 @@ class BaseLLM:
         self.pool: MaskPool = pool
         try:
             self.engine = LLMEngine(self.model, config, self.pool)
+            if self.model.device.type == "cuda":
+                self.engine.warm_up()
         except BaseException:  # for example a logits processor that cannot be loaded
             BaseLLM.shutdown(self)
             raise

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -164,6 +164,18 @@ class BlockManager:
         self._count[source] -= 1
         blocks[index] = target
         return source, target
+
+    def take_over(self, parents: Mapping[int, int]) -> None:
+        """Give each sequence the blocks of its parent, all at once: a parent may be a child of another."""
+        shared = {child: (self._blocks[parent][:], self._prefixes[parent][:]) for child, parent in parents.items()}
+        for blocks, _ in shared.values():
+            for block in blocks:
+                self._count[block] += 1
+        for child, (blocks, prefixes) in shared.items():
+            for block in reversed(self._blocks[child]):
+                self._release(block)
+            self._blocks[child], self._prefixes[child] = blocks, prefixes
+            self.tables[self._rows[child], : len(blocks)] = blocks
 
     def rewind(self, seq_id: int, num_tokens: int) -> None:
         """Declare that the sequence's tokens after the first `num_tokens` will be computed again, and may be others."""

@@ -38,6 +38,9 @@ class EngineConfig:
         seed: seed of the engine. A request without a seed derives its own from it.
         forced_tokens: where a constraint allows only one token, append it, and those that follow it without an
             alternative, without a forward pass for each. Outputs are the same. Read where the mask pool is started.
+        num_speculative_tokens: maximum number of draft tokens per sequence and step. The drafts are what followed the
+            newest tokens before, in prompt or output. Outputs are the same, except for rounding. It pays where outputs
+            copy from prompts. Not with custom logits processors. 0: off.
         parking: a step continues without the sequences that have no mask at the step's deadline. They are sampled when
             their mask is ready. This changes when a token is sampled, never which token.
         mask_deadline: seconds that a step waits for masks once its logits are computed. None: 5 % of the mean step, at
@@ -61,6 +64,7 @@ class EngineConfig:
     cpu_threads: int | None = None
     seed: int = 0
     forced_tokens: bool = True
+    num_speculative_tokens: int = 0
     parking: bool = True
     mask_deadline: float | None = None
     limits: Limits = DEFAULT_LIMITS
@@ -68,7 +72,7 @@ class EngineConfig:
     logits_processors: tuple[str | type, ...] = ()
 
     RANGES: ClassVar[Mapping[str, Range]] = {
-        "mask_deadline": Range(0),
+        **dict.fromkeys(("mask_deadline", "num_speculative_tokens"), Range(0)),
         **dict.fromkeys(("max_num_seqs", "max_num_batched_tokens", "max_model_len", "max_n"), Range(1)),
         **dict.fromkeys(("block_size", "num_blocks", "kv_cache_bytes", "cpu_threads"), Range(1)),
     }

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from tqdm import tqdm
 
 from engine.base_llm import BaseLLM
+from engine.keywords import refuse_unknown, without_neutral
 from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
 from engine.sequence import SequenceGroup
 from guided.errors import InvalidRequest
 
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int] | Mapping[str, Any]
+"""Text, token ids, or vLLM's `{"prompt": text}` or `{"prompt_token_ids": ids}`."""
 
 
 class LLM(BaseLLM):
@@ -35,11 +37,13 @@ class LLM(BaseLLM):
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        **others: Any,
     ) -> list[RequestOutput]:
         """Generate the outputs of all prompts.
 
         Args:
             prompts: one or many prompts, each as text or token ids.
+            others: none. Keywords of vLLM are refused by name.
             sampling_params: one for all prompts, or one for each.
             use_tqdm: show a progress bar.
 
@@ -49,7 +53,8 @@ class LLM(BaseLLM):
         Raises:
             InvalidRequest: a request is invalid. None of them was run.
         """
-        many = _as_many(prompts)
+        refuse_unknown("generate()", without_neutral(others), ("prompts", "sampling_params", "use_tqdm"))
+        many = [_unwrapped(prompt) for prompt in _as_many(prompts)]
         params = _params_for(many, sampling_params)
         groups = [
             self.engine.admit(f"llm-{next(self._ids)}", prompt, one, stream=False)
@@ -114,8 +119,18 @@ class LLM(BaseLLM):
         self.shutdown()
 
 
+def _unwrapped(prompt: Prompt) -> str | Sequence[int]:
+    if not isinstance(prompt, Mapping):
+        return prompt
+    refuse_unknown("a prompt", without_neutral(prompt), ("prompt", "prompt_token_ids"))
+    text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+    if text is None and token_ids is None:
+        raise InvalidRequest("a prompt has neither prompt nor prompt_token_ids", param="prompt")
+    return cast(str | Sequence[int], text if token_ids is None else token_ids)
+
+
 def _as_many(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
+    if isinstance(prompts, str | Mapping):
         return [prompts]
     if prompts and isinstance(prompts[0], int):
         return [prompts]  # type: ignore[list-item]  # one prompt of token ids
@@ -123,7 +138,7 @@ def _as_many(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def _params_for(
-    prompts: list[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+    prompts: Sequence[object], params: SamplingParams | Sequence[SamplingParams] | None
 ) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * len(prompts)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
 from collections.abc import Sequence as Tokens
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -14,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from engine.admission import Admission
+from engine.beam_search import Hypothesis
 from engine.block_manager import BlockManager
 from engine.compile_turns import CompileTurns
 from engine.config import EngineConfig
@@ -31,6 +35,8 @@ from guided.errors import BackendError, GuidedError, InternalError, bounded
 from guided.pool import Grammar, MaskPool
 from guided.processor import ApplyReport, GuidedProcessor, LogitPostProcessor, SampledEdit
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass
 class EngineStats:
@@ -46,6 +52,9 @@ class EngineStats:
     """Mask time of the workers, exposed or hidden."""
     hidden_seconds: float = 0.0
     """The part of it that no step waited for."""
+    drafted_tokens: int = 0
+    """Draft tokens (speculative decoding), and those of them that were accepted."""
+    accepted_tokens: int = 0
     forced_tokens: int = 0
     """Tokens that were appended without a forward pass of their own."""
     parked: int = 0
@@ -91,9 +100,12 @@ class LLMEngine:
             self.blocks,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.tokens_per_step(model.device.type == "cpu"),
+            num_drafts=config.num_speculative_tokens,
         )
         self.runner = ModelRunner(model, cache, self.blocks)
         processors = processors_of(model, config, self.max_model_len)
+        if processors.classes and config.num_speculative_tokens:
+            raise ValueError("num_speculative_tokens does not work with custom logits processors: use one of them")
         self.sampler = Sampler(model.vocabulary.stop_token_ids, processors)
         self.processor = GuidedProcessor(pool) if processor is None and pool is not None else processor
         self.stats = EngineStats()
@@ -101,7 +113,7 @@ class LLMEngine:
         """Requests that have not finished, by id."""
         self.awake = threading.Event()
         """Set when a step could do something new. The thread that waits for it clears it."""
-        self.admit = Admission(model, config, self.max_model_len, processors.validate).admit
+        self.admit = Admission(model, config, self.max_model_len, num_blocks, processors.validate).admit
         """Check a request and tokenize its prompt, without queueing it. Call it from any thread."""
         self._metadata: SamplingMetadata | None = None
         self._compiled: deque[tuple[SequenceGroup, Future[Grammar]]] = deque()
@@ -110,6 +122,8 @@ class LLMEngine:
         self._parked: dict[int, Sequence] = {}
         self._appended: tuple[SamplingMetadata, NDArray[np.int32]] | None = None
         """Metadata and tokens of the last step, if each row got a token."""
+        self._prepared: SamplingMetadata | None = None
+        """The step that `apply` is to follow."""
         self._mean_step = 0.0
         """Moving average of a step's seconds, without the time that it waits for masks."""
 
@@ -193,7 +207,7 @@ class LLMEngine:
         if batch.is_empty:
             self.resume(_IDLE_SECONDS)
         else:
-            with torch.inference_mode():
+            with self._surviving(batch), torch.inference_mode():
                 metadata = self._metadata = SamplingMetadata.for_batch(batch, self.model.device, self._metadata)
                 self.prepare(metadata)
                 self.sampler.begin(metadata)
@@ -201,18 +215,57 @@ class LLMEngine:
                 logits = self.compute_logits(hidden, metadata)
                 report = self.apply(logits, metadata)
                 sampled, skipped = self.sample(logits, metadata, report)
-            self.append(sampled, metadata, skipped)
-            self._note_step(time.perf_counter() - started, report.wait_seconds)
+                self.append(sampled, metadata, skipped)
+                self._note_step(time.perf_counter() - started, report.wait_seconds)
         changed, self._changed = self._changed, {}
         return [RequestOutput.from_seq_group(group) for group in changed if group.stream or group.is_finished]
+
+    @contextlib.contextmanager
+    def _surviving(self, batch: ScheduledBatch) -> Iterator[None]:
+        """If the device runs out of memory in a step, fail its newest group. The others are prefilled again."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            logger.exception("a step ran out of memory")
+            sequences = batch.decodes + [one for chunk in batch.prefills for one in chunk.sequences]
+            newest = max((one.group for one in sequences), key=lambda group: group.arrival_time)
+            self._fail(newest, InternalError(f"the device ran out of memory: {bounded(error)}"))
+            self.blocks.forget_content()  # some was noted that was never computed
+            for sequence in sequences:
+                if sequence in self.scheduler.running:
+                    sequence.computed = 0
+                    self.scheduler.preempt(sequence)
+            self._metadata = self._appended = None
+            if self._prepared is not None:  # the post-processor expects it
+                width = self.model.vocabulary.padded_vocab_size
+                self.apply(torch.zeros(len(self._prepared.sequences), width), self._prepared)
+            if self.model.device.type == "cuda":
+                torch.cuda.empty_cache()
+
+    def warm_up(self) -> None:
+        """Run one guided request with the largest prefill, so that no request waits for the compilation of kernels."""
+        started = time.monotonic()
+        longest = min(self.scheduler.max_num_batched_tokens, self.max_model_len - 2)
+        params = SamplingParams(temperature=0.0, max_tokens=2, regex="[0-9]{9}" if self.processor is not None else None)
+        group = self.add_request("warm-up", [0] * max(1, longest), params, stream=False)
+        while not group.is_finished:
+            self.awake.clear()
+            if not self.has_work:
+                self.awake.wait()
+            self.step()
+        self.step()  # reports its end
+        self.blocks.forget_content()
+        self.stats = EngineStats()
+        error = group.sequences[0].error
+        seconds = time.monotonic() - started
+        how = f"failed: {error}" if error is not None else f"took {seconds:.1f} s"
+        logger.info("warm-up on %s: a guided request with %d tokens %s", self.model.device, longest, how)
 
     def resume(self, timeout: float = 0.0) -> None:
         """Sample parked sequences with a mask by now, from the kept logits. Waits `timeout` seconds at most."""
         if not self._parked:
             return
-        assert self.processor is not None
-        settled = [self._parked[seq_id] for seq_id in self.processor.settled(timeout) if seq_id in self._parked]
-        settled = settled[: self.config.max_num_seqs]  # the limit of a batch; the rest follows in the next step
+        settled = self._settled(timeout)
         if not settled:
             return
         with torch.inference_mode():
@@ -226,9 +279,27 @@ class LLMEngine:
                 self._unpark(sequence)
         self.append(sampled, metadata, skipped)
 
-    def _park(self, sequence: Sequence, logits: torch.Tensor, row: int, metadata: SamplingMetadata) -> None:
+    def _settled(self, timeout: float) -> list[Sequence]:
+        """Return parked sequences that can be sampled now: of beams all, or none."""
+        waits = any(one.parked is not None and one.parked.is_late for one in self._parked.values())
+        ids = self.processor.settled(timeout) if waits and self.processor is not None else []
+        settled = {seq_id: self._parked[seq_id] for seq_id in ids if seq_id in self._parked}
+        found = [one for one in settled.values() if one.group.beams is None]
+        for group in dict.fromkeys(one.group for one in self._parked.values() if one.group.beams is not None):
+            beams = group.unfinished()
+            if all(one.parked is not None and (not one.parked.is_late or one.seq_id in settled) for one in beams):
+                found[:0] = beams
+        limit = self.config.max_num_seqs  # of a batch; the rest follows in the next step
+        while len(found) > limit and found[limit].group is found[limit - 1].group:
+            limit -= 1
+        return found[:limit]
+
+    def _park(
+        self, sequence: Sequence, logits: torch.Tensor, row: int, metadata: SamplingMetadata, is_late: bool = True
+    ) -> None:
         if sequence.parked is None and not sequence.status.is_finished:  # an earlier row may have ended the group
             sequence.parked = self.sampler.park(logits, row, metadata)
+            sequence.parked.is_late = is_late
             self._parked[sequence.seq_id] = sequence
             self.stats.parkings += 1
             self.stats.parked = len(self._parked)
@@ -281,6 +352,9 @@ class LLMEngine:
         new_tokens = None
         if self._appended is not None and self._appended[0] is metadata:
             new_tokens = self._appended[1][metadata.guided_rows]
+        for sequence_id, length in metadata.changed.items():
+            self.processor.rollback(sequence_id, length)
+        self._prepared = metadata
         self.processor.prepare(metadata.guided, metadata.guided_rows, new_tokens)
         self.stats.prepare_seconds += time.perf_counter() - started
 
@@ -326,6 +400,7 @@ class LLMEngine:
         assert self.processor is not None
         alone = alone and len(metadata.guided) == len(metadata.sequences)
         report = self.processor.apply(logits, self._patience(), alone, keep_late=True)
+        self._prepared = None
         self.stats.wait_seconds += report.wait_seconds
         self.stats.kernel_seconds += report.kernel_seconds
         self.stats.mask_seconds += report.mask_seconds
@@ -362,7 +437,12 @@ class LLMEngine:
             for row in metadata.guided_rows.tolist():
                 sequence = metadata.sequences[row]
                 error = report.failed.get(sequence.seq_id)
-                if error is not None:
+                if sequence.drafted_from is not None:
+                    if error is None and sequence.seq_id not in late:
+                        continue
+                    assert self.processor is not None
+                    self.processor.free_sequence(sequence.seq_id)  # opened again when it is needed
+                elif error is not None:
                     self._fail(sequence.group, error)
                 elif sequence.seq_id in late:
                     self._park(sequence, logits, row, metadata)
@@ -370,12 +450,26 @@ class LLMEngine:
                     continue
                 excluded.append(row)
             skipped = frozenset(excluded)
+        if metadata.beams:
+            skipped |= self._hold_beams(logits, metadata, skipped)
         sampled = self.sampler.sample(logits, metadata, skipped)
         for row, failure in sampled.failed.items():
             self._fail(metadata.sequences[row].group, failure)
         for row in sampled.broken:
-            self._fail(metadata.sequences[row].group, InternalError("no token of this step has a finite logit"))
+            if metadata.sequences[row].drafted_from is None:
+                self._fail(metadata.sequences[row].group, InternalError("no token of this step has a finite logit"))
         return sampled, skipped
+
+    def _hold_beams(self, logits: torch.Tensor, metadata: SamplingMetadata, skipped: frozenset[int]) -> frozenset[int]:
+        """Park beams if not all beams of their group can be sampled now. Returns their rows."""
+        sampled = {metadata.sequences[row] for row in metadata.beams if row not in skipped}
+        held: set[int] = set()
+        for row in metadata.beams:
+            sequence = metadata.sequences[row]
+            if not sampled.issuperset(sequence.group.unfinished()):
+                held.add(row)
+                self._park(sequence, logits, row, metadata, is_late=False)
+        return frozenset(held)
 
     def append(self, sampled: SamplerOutput, metadata: SamplingMetadata, skipped: frozenset[int]) -> None:
         """Append the tokens, and end what is complete."""
@@ -386,9 +480,13 @@ class LLMEngine:
         for row, (sequence, token) in enumerate(zip(metadata.sequences, sampled.token_ids, strict=True)):
             if row in skipped or (sequence.status is not running and sequence.status is not waiting):
                 continue
-            sequence.append(token)
+            if sequence.drafted_from is not None:
+                continue
             group = sequence.group
             changed[group] = None
+            if group.beams is not None:
+                continue
+            sequence.append(token)
             if group.first_token_time is None:
                 group.first_token_time = now
             if token in sequence.stop_ids or sequence.length >= sequence.max_length:
@@ -396,20 +494,89 @@ class LLMEngine:
                 any_ended = True
         self._appended = None if skipped else (metadata, np.array(sampled.token_ids, np.int32))
         for row, entries in sampled.logprobs.items():
-            if row not in skipped:
+            if row not in skipped and metadata.sequences[row].drafted_from is None:
                 metadata.sequences[row].add_logprobs(sampled.token_ids[row], entries)
         for row in metadata.stop_checked:
             any_ended |= _end_by_stop_string(metadata.sequences[row])
+        for row, drafts in metadata.drafted.items():
+            if row not in skipped:
+                any_ended |= self._accept(row, drafts, sampled, metadata, skipped)
         if metadata.guided:
             any_ended |= self._follow_sampled(metadata, skipped)
+        if sampled.beam_logprobs is not None:
+            self._append_beams(sampled.beam_logprobs, metadata, skipped)
         if any_ended:
             self._drop_ended(metadata)
+
+    def _accept(
+        self, row: int, drafts: list[int], sampled: SamplerOutput, metadata: SamplingMetadata, skipped: frozenset[int]
+    ) -> bool:
+        """Append the tokens of the rows after accepted drafts. Returns whether the sequence has ended."""
+        sequence = metadata.sequences[row]
+        self._appended = None
+        self.stats.drafted_tokens += len(drafts)
+        for draft in drafts:
+            accepted = sampled.token_ids[row] == draft
+            row += 1
+            if sequence.status.is_finished or not accepted or row in skipped or row in sampled.broken:
+                break
+            token = sampled.token_ids[row]
+            self.stats.accepted_tokens += 1
+            sequence.append(token)
+            sequence.computed += 1
+            if not sequence.params.is_greedy:
+                sequence.uniforms.next()
+            if token in sequence.stop_ids or sequence.length >= sequence.max_length:
+                _end_by_token(sequence, token)
+            if row in sampled.logprobs:
+                sequence.add_logprobs(token, sampled.logprobs[row])
+            if sequence.params.stop:
+                _end_by_stop_string(sequence)
+        return sequence.status.is_finished
+
+    def _append_beams(self, logprobs: torch.Tensor, metadata: SamplingMetadata, skipped: frozenset[int]) -> None:
+        """Continue beam searches, and end those that are complete."""
+        groups: dict[SequenceGroup, dict[Sequence, int]] = {}
+        for place, row in enumerate(metadata.beams):
+            sequence = metadata.sequences[row]
+            if row not in skipped and not sequence.status.is_finished:
+                groups.setdefault(sequence.group, {})[sequence] = place
+        for group, places in groups.items():
+            assert group.beams is not None
+            group.first_token_time = group.first_token_time or time.monotonic()
+            outputs = [one.data.output_token_ids[:] for one in group.sequences]
+            chosen = group.beams.advance(logprobs[[places[one] for one in group.sequences]], outputs)
+            if chosen is None:
+                self._finish_beams(group, group.beams.finished)
+                continue
+            self.scheduler.take_over(group.sequences, [one.beam for one in chosen])
+            for own, sequence, one in zip(outputs, group.sequences, chosen, strict=True):
+                output = outputs[one.beam]
+                if own != output and self.processor is not None and sequence.guided is not None:
+                    self.processor.rollback(sequence.seq_id, _common_length(own, output))
+                sequence.take_over([*output, one.token], one.logprob)
+        if groups:
+            self._appended = self._metadata = None  # penalties are counted again
+
+    def _finish_beams(self, group: SequenceGroup, finished: list[Hypothesis]) -> None:
+        for sequence in group.sequences:
+            sequence.finish(SequenceStatus.FINISHED_STOPPED)
+        self._forget(group)
+        del group.sequences[max(1, len(finished)) :]
+        for sequence, one in zip(group.sequences, finished, strict=False):
+            sequence.take_over(one.tokens, one.candidate.logprob)
+            sequence.status = SequenceStatus.RUNNING
+            _end_by_token(sequence, one.candidate.token)
 
     def _follow_sampled(self, metadata: SamplingMetadata, skipped: frozenset[int]) -> bool:
         """Change outputs as the post-processor wants it. Returns whether a sequence has ended."""
         assert self.processor is not None
         rows = [metadata.sequences[row] for row in metadata.guided_rows.tolist() if row not in skipped]
-        sequences = {one.seq_id: one for one in rows if not one.status.is_finished}
+        sequences = {
+            one.seq_id: one
+            for one in rows
+            if not one.status.is_finished and one.group.beams is None and one.drafted_from is None
+        }
         edits = self.processor.sampled([one.guided for one in sequences.values() if one.guided is not None])
         for sequence_id, edit in edits.items():
             self._follow(sequences[sequence_id], edit)
@@ -449,7 +616,9 @@ class LLMEngine:
                 if sequence.group.is_finished:
                     self._forget(sequence.group)
                 elif self.processor is not None:
-                    self.processor.free_sequence(sequence.seq_id)
+                    drafts = sequence.drafts.guided if sequence.drafts is not None else []
+                    for sequence_id in (sequence.seq_id, *(one.sequence_id for one in drafts)):
+                        self.processor.free_sequence(sequence_id)
 
     # -- ends
 
@@ -495,6 +664,10 @@ def _end_by_token(sequence: Sequence, token: int) -> None:
         sequence.stop_reason = token if token in sequence.params.stop_token_ids else None
     else:
         sequence.finish(SequenceStatus.FINISHED_LENGTH_CAPPED)
+
+
+def _common_length(left: list[int], right: list[int]) -> int:
+    return next((place for place, (a, b) in enumerate(zip(left, right, strict=True)) if a != b), len(left))
 
 
 def _end_by_stop_string(sequence: Sequence) -> bool:

@@ -40,7 +40,7 @@ class ModelRunner:
             sequence, start = chunk.sequences[0], end
             end += chunk.end - chunk.start
             row = row_of(sequence.seq_id)
-            token_ids[start:end] = sequence.data.span(chunk.start, chunk.end)
+            token_ids[start:end] = sequence.data.span(chunk.start, chunk.end) + chunk.drafts
             positions[start:end] = at = np.arange(chunk.start, chunk.end)
             slots[start:end] = tables[row, at // size] * size + at % size
             table = None

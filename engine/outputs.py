@@ -36,7 +36,7 @@ class CompletionOutput:
     text: str
     token_ids: list[int]
     cumulative_logprob: float | None = None
-    """Sum over `token_ids`, if `logprobs` were requested."""
+    """Sum over `token_ids`, if `logprobs`, `best_of` or beam search were requested."""
     logprobs: Logprobs | None = None
     """For each token: its log-probability and those of the most likely alternatives, by token id."""
     finish_reason: str | None = None
@@ -59,10 +59,10 @@ class CompletionOutput:
         return parse_as(self.output_type, self.text)
 
     @classmethod
-    def from_sequence(cls, sequence: Sequence) -> CompletionOutput:
+    def from_sequence(cls, sequence: Sequence, index: int) -> CompletionOutput:
         """Take a snapshot."""
         finished = sequence.status.is_finished
-        wants_logprobs = sequence.params.logprobs is not None
+        wants_logprobs, compared = sequence.params.logprobs is not None, sequence.params.width > sequence.params.n
         count = sequence.num_output_tokens
         if not finished:
             count = max(0, count - sequence.group.held_back)
@@ -70,10 +70,10 @@ class CompletionOutput:
             count = min(count, len(sequence.logprobs))
         _read_text(sequence, finished, count)
         return cls(
-            sequence.index,
+            index,
             sequence.detokenizer.visible(finished),
             sequence.data.output_token_ids[:count],
-            sequence.cumulative_logprob if wants_logprobs else None,
+            sequence.cumulative_logprob if wants_logprobs or compared or sequence.params.use_beam_search else None,
             [*sequence.logprobs[:count]] if wants_logprobs else None,
             _finish_reason(sequence.status),
             sequence.stop_reason,
@@ -85,7 +85,7 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A snapshot of a request. `outputs` always has all n, in order."""
+    """A snapshot of a request. `outputs` always has all n, in order; with `best_of`, best first."""
 
     request_id: str
     prompt: str | None
@@ -107,7 +107,10 @@ class RequestOutput:
     @classmethod
     def from_seq_group(cls, group: SequenceGroup) -> RequestOutput:
         """Take a snapshot."""
-        outputs = [CompletionOutput.from_sequence(sequence) for sequence in group.sequences]
+        chosen = group.sequences
+        if len(chosen) > group.params.n and group.beams is None:
+            chosen = sorted(chosen, key=lambda one: -one.cumulative_logprob)
+        outputs = [CompletionOutput.from_sequence(one, index) for index, one in enumerate(chosen[: group.params.n])]
         constraint = group.params.constraint
         error = next((output.error for output in outputs if output.error is not None), None)
         return cls(

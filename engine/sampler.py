@@ -33,6 +33,8 @@ class SamplerOutput:
     """Rows on which a custom logits processor raised, in `adjust` or later."""
     logprobs: dict[int, dict[int, Logprob]] = field(default_factory=dict)
     """By row, if requested: those of the sampled token and of the most likely tokens."""
+    beam_logprobs: torch.Tensor | None = None
+    """float32 `[len(metadata.beams), vocab]`: of the adjusted logits, -inf where the mask forbids."""
 
 
 class Sampler:
@@ -52,6 +54,7 @@ class Sampler:
         self._penalties: Penalties | None = None
         self._distribution: Distribution | None = None
         self._raw: torch.Tensor | None = None
+        self._beam_logprobs: torch.Tensor | None = None
 
     def begin(self, metadata: SamplingMetadata) -> None:
         """Announce the step's batch to the logits processors."""
@@ -79,6 +82,8 @@ class Sampler:
         if metadata.without_eos:
             self._suppress_eos(logits, metadata)
         self.processors.after_penalties(logits, metadata)
+        if metadata.beams:
+            self._beam_logprobs = logits[metadata.beams].log_softmax(-1)
         return logits
 
     def _suppress_eos(self, logits: torch.Tensor, metadata: SamplingMetadata) -> None:
@@ -95,7 +100,10 @@ class Sampler:
         raw = None
         if self._raw is not None and row in metadata.with_logprobs:
             raw = self._raw[metadata.with_logprobs.index(row)].clone()
-        return Parked(logits[row].clone(), raw, time.monotonic())
+        kept = logits[row]
+        if self._beam_logprobs is not None and row in metadata.beams:  # the mask may have been applied to the logits
+            kept = self._beam_logprobs[metadata.beams.index(row)]
+        return Parked(kept.clone(), raw, time.monotonic())
 
     def recall(self, metadata: SamplingMetadata) -> torch.Tensor:
         """Return a copy of the kept logits, float32 `[rows, vocab]`. Takes the place of `adjust` for parked rows."""
@@ -103,7 +111,10 @@ class Sampler:
         parked = [sequence.parked for sequence in metadata.sequences]
         raw = [one.logprobs for one in parked if one is not None and one.logprobs is not None]
         self._raw = torch.stack(raw) if raw else None
-        return torch.stack([one.logits for one in parked if one is not None])
+        logits = torch.stack([one.logits for one in parked if one is not None])
+        if metadata.beams:
+            self._beam_logprobs = logits[metadata.beams].log_softmax(-1)
+        return logits
 
     def sample(self, logits: torch.Tensor, metadata: SamplingMetadata, skip: Collection[int] = ()) -> SamplerOutput:
         """Sample one token per row.
@@ -121,6 +132,9 @@ class Sampler:
             output.broken = [row for row in (~finite).nonzero()[:, 0].tolist() if row not in skip]
         if metadata.with_logprobs:
             output.logprobs = self._logprobs(chosen, metadata)
+        if self._beam_logprobs is not None:
+            forbidden = logits[metadata.beams].isneginf()
+            output.beam_logprobs, self._beam_logprobs = self._beam_logprobs.masked_fill_(forbidden, -torch.inf), None
         return output
 
     def _draw(

@@ -56,6 +56,10 @@ class SamplingMetadata:
     device: torch.device
     scored: tuple[ScoredRows, ...] = ()
     """Tokens to score that are not sampled."""
+    drafted: dict[int, list[int]] = field(default_factory=dict)
+    """By row of a sequence with drafts: the drafts. Their rows follow."""
+    changed: dict[int, int] = field(default_factory=dict)
+    """By id of a draft's row: the length of the output that its matcher can keep."""
 
     random: list[int] = field(default_factory=list)
     """Rows that need a random number."""
@@ -68,6 +72,7 @@ class SamplingMetadata:
     with_min_tokens: list[int] = field(default_factory=list)
     without_eos: list[int] = field(default_factory=list)
     with_logprobs: list[int] = field(default_factory=list)
+    beams: list[int] = field(default_factory=list)
     with_min_p: list[int] = field(default_factory=list)
     """Random rows only."""
     stop_checked: list[int] = field(default_factory=list)
@@ -85,16 +90,26 @@ class SamplingMetadata:
         sequences: list[Sequence] = []
         selected: list[int] = []
         scored: list[ScoredRows] = []
+        drafted: dict[int, list[int]] = {}
+        changed: dict[int, int] = {}
         end = 0
         for chunk in batch.prefills:
             scored += ScoredRows.of(chunk, end)
             end += chunk.end - chunk.start
-            if chunk.is_last:
+            if chunk.drafts:
+                drafts = chunk.sequences[0].drafts
+                assert drafts is not None
+                drafted[len(sequences)] = chunk.drafts
+                rows = drafts.rows(chunk.drafts)
+                changed.update((row.seq_id, length) for row, length in rows if length is not None)
+                sequences += [chunk.sequences[0], *(row for row, _ in rows)]
+                selected += range(end - len(chunk.drafts) - 1, end)
+            elif chunk.is_last:
                 sequences += chunk.sequences
                 selected += [end - 1] * len(chunk.sequences)
         selected += range(end, end + len(batch.decodes))
-        rows = torch.tensor(selected, dtype=torch.int64, device=device)
-        return cls(sequences + batch.decodes, rows, device, tuple(scored))
+        where = torch.tensor(selected, dtype=torch.int64, device=device)
+        return cls(sequences + batch.decodes, where, device, tuple(scored), drafted, changed)
 
     @property
     def is_all_greedy(self) -> bool:
@@ -114,8 +129,9 @@ class SamplingMetadata:
                 (params.has_penalties, self.penalised),
                 (params.min_tokens, self.with_min_tokens),
                 (params.ignore_eos, self.without_eos),
-                (params.logprobs is not None, self.with_logprobs),
-                (params.stop, self.stop_checked),
+                (params.needs_logprobs, self.with_logprobs),
+                (params.use_beam_search, self.beams),
+                (params.stop and sequence.drafted_from is None, self.stop_checked),
             ):
                 if applies:
                     rows.append(row)

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from engine.keywords import refuse_unknown
 from guided.backends import candidates, resolve
 from guided.constraint import KINDS, Constraint
 from guided.errors import InvalidRequest, bounded
@@ -70,7 +71,14 @@ class SamplingParams:
         spaces_between_special_tokens: accepted for compatibility, without effect: the text is the concatenation of the
             bytes of its tokens.
         extra_args: passed on to custom logits processors.
-        best_of, use_beam_search: not supported, rejected.
+        best_of: number of outputs that are generated. The `n` with the highest cumulative log-probability are returned;
+            with beam search, the beams. None: `n`.
+        use_beam_search: keep the `best_of` most likely beginnings, as transformers' `generate(num_beams=best_of)`. It
+            needs temperature 0. There may be fewer than `n` outputs if the constraint has fewer.
+        length_penalty: beam search: outputs are compared by the sum of their log-probabilities, divided by their length
+            to this power.
+        early_stopping: beam search: end when there are `best_of` outputs (True), when none is likely to become better
+            (False), or when none can ("never").
 
     Raises:
         InvalidRequest: `param` names the field.
@@ -111,8 +119,14 @@ class SamplingParams:
     extra_args: Mapping[str, Any] | None = None
     best_of: int | None = None
     use_beam_search: bool = False
+    length_penalty: float = 1.0
+    early_stopping: bool | str = False
     constraint: Constraint | None = field(default=None, repr=False)
     """Normally None: it is built from the fields above. Instead of them, a ready `Constraint` can be given."""
+
+    def __new__(cls, *values: Any, **fields: Any) -> SamplingParams:
+        refuse_unknown(cls.__name__, fields, cls.__dataclass_fields__)
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
@@ -121,7 +135,7 @@ class SamplingParams:
         self._check_numbers()
         self._check_stops()
         self._check_bias()
-        self._refuse_absent()
+        self._check_beams()
         object.__setattr__(self, "constraint", self._build_constraint())
         self._check_constraint()
 
@@ -129,6 +143,16 @@ class SamplingParams:
     def is_greedy(self) -> bool:
         """The most likely token is taken."""
         return self.temperature < GREEDY_BELOW
+
+    @property
+    def width(self) -> int:
+        """Number of outputs that are generated."""
+        return self.best_of or self.n
+
+    @property
+    def needs_logprobs(self) -> bool:
+        """Log-probabilities of sampled tokens are returned, or compared."""
+        return self.logprobs is not None or (self.width > self.n and not self.use_beam_search)
 
     @property
     def has_penalties(self) -> bool:
@@ -171,11 +195,28 @@ class SamplingParams:
             _check_range("logit_bias", token, int, Range(0))
             _check_range("logit_bias", bias, float, Range(-100, 100))
 
-    def _refuse_absent(self) -> None:
-        if self.best_of is not None and self.best_of != self.n:
-            raise InvalidRequest("best_of is not supported: ask for n outputs and choose", param="best_of")
-        if self.use_beam_search:
-            raise InvalidRequest("beam search is not supported yet", param="use_beam_search")
+    def _check_beams(self) -> None:
+        if self.best_of is not None and self.best_of < self.n:
+            raise InvalidRequest(f"best_of is {self.best_of}; it must be at least n ({self.n})", param="best_of")
+        if self.early_stopping not in (True, False, "never"):
+            raise InvalidRequest('early_stopping is true, false or "never"', param="early_stopping")
+        if not self.use_beam_search:
+            for name in ("length_penalty", "early_stopping"):
+                if getattr(self, name) != type(self).__dataclass_fields__[name].default:
+                    raise InvalidRequest(f"{name} needs use_beam_search", param=name)
+            return
+        wrong = {
+            "temperature": not self.is_greedy and "must be 0",
+            "top_p": self.top_p < 1 and "must be 1",
+            "top_k": self.top_k > 0 and "must be 0",
+            "min_p": self.min_p > 0 and "must be 0",
+            "stop": bool(self.stop) and "must be empty",
+            "logprobs": self.logprobs is not None and "is not supported",
+            "complete": self.complete and "is not supported",
+        }
+        for name, why in wrong.items():
+            if why:
+                raise InvalidRequest(f"{name} {why} with beam search", param=name)
 
     def _build_constraint(self) -> Constraint | None:
         given = [GivenConstraint(kind, kind, getattr(self, kind)) for kind in KINDS if self._is_given(kind)]
@@ -211,6 +252,8 @@ class SamplingParams:
 
 _RANGES: dict[str, tuple[type, Range]] = {
     "n": (int, Range(1)),
+    "best_of": (int, Range(1)),
+    "length_penalty": (float, Range(-100, 100)),
     "temperature": (float, Range(0, 100)),
     "top_p": (float, Range(0, 1)),
     "top_k": (int, Range(-1)),
@@ -224,7 +267,7 @@ _RANGES: dict[str, tuple[type, Range]] = {
     "prompt_logprobs": (int, Range(0, MAX_LOGPROBS)),
     "max_tokens": (int, Range(1)),
 }
-_OPTIONAL = ("seed", "logprobs", "prompt_logprobs", "max_tokens")
+_OPTIONAL = ("best_of", "seed", "logprobs", "prompt_logprobs", "max_tokens")
 
 
 def _check_count(name: str, values: Collection[object], limit: int, what: str) -> None:

@@ -6,6 +6,7 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from engine.block_manager import BlockManager
+from engine.drafter import Drafts
 from engine.sequence import Sequence, SequenceGroup, SequenceStatus
 
 
@@ -16,11 +17,13 @@ class Chunk:
     sequences: list[Sequence]
     start: int
     end: int
+    drafts: list[int] = field(default_factory=list)
+    """The last tokens of the chunk, if they are drafts."""
 
     @property
     def is_last(self) -> bool:
         """The sequences are sampled after this chunk."""
-        return self.end == self.sequences[0].length
+        return self.end - len(self.drafts) == self.sequences[0].length
 
 
 @dataclass(slots=True)
@@ -53,10 +56,14 @@ class Scheduler:
     Args:
         max_num_seqs: maximum number of running sequences.
         max_num_batched_tokens: maximum number of tokens in a step: more than `max_num_seqs`.
+        num_drafts: maximum number of drafts of a decoding sequence.
     """
 
-    def __init__(self, blocks: BlockManager, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    def __init__(
+        self, blocks: BlockManager, *, max_num_seqs: int, max_num_batched_tokens: int, num_drafts: int = 0
+    ) -> None:
         self.blocks = blocks
+        self.num_drafts = num_drafts
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.waiting: deque[SequenceGroup] = deque()
@@ -112,8 +119,31 @@ class Scheduler:
         if self.prefilling:
             budget = self._continue_prefills(batch, budget)
         if has_prefills and not preempted:
-            self._schedule_prefills(batch, budget)
+            budget = self._schedule_prefills(batch, budget)
+        if self.num_drafts:
+            self._schedule_drafts(batch, budget)
         return batch
+
+    def _schedule_drafts(self, batch: ScheduledBatch, budget: int) -> None:
+        """Turn decoding sequences with drafts into chunks, as far as tokens and blocks are left."""
+        decodes: list[Sequence] = []
+        for sequence in batch.decodes:
+            drafts: list[int] = []
+            if sequence.group.beams is None and not sequence.params.complete:
+                sequence.drafts = sequence.drafts or Drafts(sequence)
+                limit = min(self.num_drafts, budget, sequence.max_length - sequence.length - 1)
+                drafts = sequence.drafts.propose(limit) if limit > 0 else []
+            try:
+                for position in range(sequence.length, sequence.length + len(drafts)):
+                    self.blocks.append_slot(sequence.seq_id, position)
+            except MemoryError:
+                drafts = []
+            if drafts:
+                batch.prefills.append(Chunk([sequence], sequence.length - 1, sequence.length + len(drafts), drafts))
+                budget -= len(drafts)
+            else:
+                decodes.append(sequence)
+        batch.decodes = decodes
 
     def _schedule_decodes(self, batch: ScheduledBatch) -> bool:
         """Assign slots to the new tokens of each running sequence. Return True if sequences were preempted for that.
@@ -138,8 +168,9 @@ class Scheduler:
                     if copy is not None:
                         batch.copies.append(copy)
             except MemoryError:
-                self.preempt(queue.pop())
-                preempted = True
+                self.preempt(queue[-1])
+                queue, preempted = self.running, True
+                done = min(done, len(queue))
                 continue
             done += 1
         behind: list[list[Sequence]] = []
@@ -155,13 +186,28 @@ class Scheduler:
         return preempted
 
     def preempt(self, sequence: Sequence) -> None:
-        """Free the blocks of a sequence that is no longer in `running`, and queue it to be prefilled again."""
-        self._free(sequence)
-        sequence.status = SequenceStatus.WAITING
-        sequence.computed = 0
-        self.prefilling = [left for prefill in self.prefilling if (left := [o for o in prefill if o is not sequence])]
-        self.num_preemptions += 1
-        self.preempted.appendleft(sequence)
+        """Free the blocks of a sequence, and queue it to be prefilled again. With a beam, all beams are preempted."""
+        preempted = {sequence}
+        if sequence.group.beams is not None:
+            preempted.update(one for one in self.running if one.group is sequence.group)
+        self.running = [one for one in self.running if one not in preempted]
+        self.prefilling = [left for prefill in self.prefilling if (left := [o for o in prefill if o not in preempted])]
+        for one in sorted(preempted, key=lambda one: -one.index):
+            self._free(one)
+            one.status = SequenceStatus.WAITING
+            one.computed = 0
+            self.num_preemptions += 1
+            self.preempted.appendleft(one)
+
+    def take_over(self, beams: list[Sequence], parents: list[int]) -> None:
+        """Give each beam the blocks of beam `parents[i]`."""
+        if any(beam.status is not SequenceStatus.RUNNING for beam in beams):
+            for beam in beams:  # some have no blocks
+                if beam.status is SequenceStatus.RUNNING:
+                    self.preempt(beam)
+            return
+        ids = [beam.seq_id for beam in beams]
+        self.blocks.take_over({ids[own]: ids[parent] for own, parent in enumerate(parents) if own != parent})
 
     def rewind(self, sequence: Sequence) -> None:
         """Have the last token of an output that became shorter computed again."""
@@ -195,10 +241,9 @@ class Scheduler:
             most = max(running, key=running.__getitem__, default=client)
             if running[most] - 1 < running[client] + len(prefill):
                 return
-            running[most] -= 1
             newest = next(sequence for sequence in reversed(self.running) if sequence.group.client == most)
-            self.running.remove(newest)
             self.preempt(newest)
+            running = self._running_by_client()
 
     def _continue_prefills(self, batch: ScheduledBatch, budget: int) -> int:
         """Schedule a chunk of each prefill that has begun. Returns the number of tokens that are left."""
@@ -220,27 +265,33 @@ class Scheduler:
             batch.prefills.append(Chunk(prefill[:], start, end))
         return end - start
 
-    def _schedule_prefills(self, batch: ScheduledBatch, budget: int) -> None:
+    def _schedule_prefills(self, batch: ScheduledBatch, budget: int) -> int:
+        """Start prefills. Returns the number of tokens that are left."""
         if len(self.running) >= self.max_num_seqs:
-            return
+            return budget
         running, queues = self._running_by_client(), self._queues()
         while queues:
             client = min(queues, key=running.__getitem__)
             prefill = queues[client][0]
             if budget < min(self.blocks.block_size, prefill[0].length) or not self._fits(prefill):
-                return
+                return budget
             queues[client].popleft()
             if not queues[client]:
                 del queues[client]
+            running[client] += len(prefill)
             if prefill is prefill[0].group.sequences:
                 self.waiting.remove(prefill[0].group)
+                parts = [prefill]
             else:
-                self.preempted.remove(prefill[0])
-            running[client] += len(prefill)
-            self._admit(prefill)
-            budget -= self._chunk(prefill, batch, budget, alone=not queues)
-            if prefill[0].computed < prefill[0].length:
-                self.prefilling.append(prefill)
+                for sequence in prefill:
+                    self.preempted.remove(sequence)
+                parts = [[sequence] for sequence in prefill]
+            for part in parts:
+                self._admit(part)
+                budget -= self._chunk(part, batch, budget, alone=not queues and part is parts[-1])
+                if part[0].computed < part[0].length:
+                    self.prefilling.append(part)
+        return budget
 
     def _running_by_client(self) -> Counter[str]:
         return Counter(sequence.group.client for sequence in self.running)
@@ -250,7 +301,11 @@ class Scheduler:
         queues: dict[str, deque[list[Sequence]]] = {}
         for sequence in self.preempted:
             if sequence.parked is None:
-                queues.setdefault(sequence.group.client, deque()).append([sequence])
+                queue = queues.setdefault(sequence.group.client, deque())
+                if queue and sequence.group.beams is not None and queue[-1][0].group is sequence.group:
+                    queue[-1].append(sequence)  # beams start together: one alone could not go on
+                else:
+                    queue.append([sequence])
         for group in self.waiting:
             if not group.waits_for_grammar:
                 queues.setdefault(group.client, deque()).append(group.sequences)
@@ -258,9 +313,10 @@ class Scheduler:
 
     def _fits(self, prefill: list[Sequence]) -> bool:
         spare = self._watermark if self.running else 0
+        parts = 1 if prefill is prefill[0].group.sequences else len(prefill)
         return (
             len(self.running) + len(prefill) <= self.max_num_seqs
-            and self.blocks.blocks_for(prefill[0].length) + spare <= self.blocks.num_free
+            and self.blocks.blocks_for(prefill[0].length) * parts + spare <= self.blocks.num_free
         )
 
     def _admit(self, prefill: list[Sequence]) -> None:

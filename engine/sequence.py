@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import itertools
 import time
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TYPE_CHECKING
 
 import torch
 
+from engine.beam_search import BeamSearch
 from engine.detokenizer import Detokenizer
 from engine.sampling_params import SamplingParams
 from guided.budget import budget_of
 from guided.errors import GuidedError
 from guided.sequence import GuidedSequence
+
+if TYPE_CHECKING:
+    from engine.drafter import Drafts
 
 _sequence_ids = itertools.count()
 
@@ -57,6 +63,8 @@ class Parked:
     """float32 `[vocab]`: raw log-probabilities, where some were asked for."""
     since: float
     """`time.monotonic()` of when it was parked."""
+    is_late: bool = True
+    """Its mask is missing. If not, it is a beam that waits for the others."""
 
 
 @dataclass(slots=True)
@@ -93,6 +101,15 @@ class Uniforms:
             self._drawn = numbers.flip(0).tolist()
         return self._drawn.pop()
 
+    def ahead(self, count: int) -> Uniforms:
+        """Return numbers that begin `count` numbers after the next one. These numbers stay the same."""
+        while len(self._drawn) <= count:
+            numbers = torch.rand(self._DRAW, generator=self._generator, dtype=torch.float64)
+            self._drawn[:0] = numbers.flip(0).tolist()
+        ahead = copy.copy(self)
+        ahead._drawn = self._drawn[: len(self._drawn) - count]
+        return ahead
+
 
 class Sequence:
     """One output while it is generated.
@@ -115,7 +132,7 @@ class Sequence:
         seed: int,
         detokenizer: Detokenizer,
     ) -> None:
-        self.seq_id = next(_sequence_ids)
+        self.seq_id = self.next_id()
         self.index = index
         self.params = params
         self.data = SequenceData(prompt_token_ids)
@@ -129,6 +146,8 @@ class Sequence:
         self.computed = 0
         """Number of its first tokens with keys and values in the cache, once the scheduled step has run."""
         self.last_token = prompt_token_ids[-1] if prompt_token_ids else -1
+        self.edits = 0
+        """Number of times that output tokens were replaced or removed."""
         self.cumulative_logprob = 0.0
         self.logprobs: list[dict[int, Logprob]] = []
         self.stop_reason: str | int | None = None
@@ -140,8 +159,16 @@ class Sequence:
         self.parked: Parked | None = None
         """Set while its mask is late. It does not run, and keeps its blocks unless it is preempted."""
         self.group: SequenceGroup
+        self.drafted_from: Sequence | None = None
+        """Set if this is only the row of a draft (`engine.drafter`)."""
+        self.drafts: Drafts | None = None
         self.guided: GuidedSequence | None = None
         """Its view for the post-processor, if there is a constraint. Set with the group."""
+
+    @staticmethod
+    def next_id() -> int:
+        """Return an id for a sequence, or for a matcher of its own."""
+        return next(_sequence_ids)
 
     @property
     def num_output_tokens(self) -> int:
@@ -153,10 +180,19 @@ class Sequence:
         self.last_token = token_id
         self.length += 1
 
+    def take_over(self, output: list[int], logprob: float) -> None:
+        """Replace the output."""
+        self.data.output_token_ids[:] = output
+        self.length = len(self.data.prompt_token_ids) + len(output)
+        self.last_token = output[-1]
+        self.cumulative_logprob = logprob
+        self.edits += 1
+
     def roll_back(self, count: int) -> None:
         """Remove the last `count` output tokens."""
         del self.data.output_token_ids[-count:]
         self.length -= count
+        self.edits += 1
         self.last_token = self.data.span(self.length - 1, self.length)[0]
         while len(self.logprobs) > self.num_output_tokens:
             self.cumulative_logprob -= next(iter(self.logprobs.pop().values())).logprob  # the token's own comes first
@@ -164,7 +200,7 @@ class Sequence:
     @property
     def has_unscored_tokens(self) -> bool:
         """Log-probabilities are wanted, and output tokens have none yet: the step that computes them scores them."""
-        return self.params.logprobs is not None and len(self.logprobs) < self.num_output_tokens
+        return self.params.needs_logprobs and len(self.logprobs) < self.num_output_tokens
 
     def add_logprobs(self, token_id: int, entries: dict[int, Logprob]) -> None:
         """Add the log-probabilities that were requested for the newest token."""
@@ -190,6 +226,8 @@ class SequenceGroup:
     """Report after every step, not only at the end."""
     client: str = ""
     """The scheduler shares the engine between clients."""
+    beams: BeamSearch | None = None
+    """Set if it is a beam search. Its sequences are the beams: they are sampled in the same step, or parked."""
     held_back: int = 0
     """Number of newest tokens that outputs do not show before the end: the post-processor may take them back."""
     backend: str | None = None

@@ -12,6 +12,7 @@ Torch is imported where it is called: a process that computes masks does without
 
 from __future__ import annotations
 
+import logging
 import sys
 import threading
 from collections.abc import Iterable, Sequence
@@ -31,6 +32,9 @@ Masks: TypeAlias = NDArray[np.int32] | Sequence[NDArray[np.int32]] | Sequence[Re
 Bits: TypeAlias = NDArray[Any]
 """Logits as unsigned integers of their size: no float is larger than -inf then, but a NaN with its sign set."""
 
+logger = logging.getLogger(__name__)
+_cuda_failed = False
+"""The kernel on CUDA has raised."""
 _MINUS_INFINITY = {"float32": np.uint32(0xFF800000), "bfloat16": np.uint16(0xFF80), "float16": np.uint16(0xFC00)}
 _TIGHT = 3
 """Minimum number of the four sampled 64-bit words that allow nothing."""
@@ -63,8 +67,7 @@ def apply_bitmask(
 
     Columns of `logits` beyond the bitmask are forbidden too. A forbidden NaN may stay one.
 
-    Raises:
-        ValueError, ImportError: on CUDA, logits of another type or layout; Triton is missing.
+    On CUDA, an exception (no Triton, no compiler, another type or layout) has this process write by torch from then on.
     """
     if not len(rows):
         return
@@ -79,7 +82,7 @@ def apply_bitmask(
         taken = logits[rows]
         target[rows] = taken if least is None else taken.clamp_(min=least)
     if logits.device.type == "cuda":
-        _apply_on_cuda(target, bitmask, rows)
+        _apply_on_cuda_or_by_torch(target, bitmask, rows)
     else:
         _apply_by_torch(target, bitmask, rows)
 
@@ -262,6 +265,18 @@ def _floors_of_byte(minus_infinity: Any) -> Bits:
 
 
 # on CUDA
+
+
+def _apply_on_cuda_or_by_torch(logits: torch.Tensor, masks: Masks, rows: list[int]) -> None:
+    global _cuda_failed
+    if not _cuda_failed:
+        try:
+            _apply_on_cuda(logits, masks, rows)
+            return
+        except Exception:
+            _cuda_failed = True
+            logger.exception("the kernel of masks failed on %s: this process goes on with torch", logits.device)
+    _apply_by_torch(logits, masks, rows)
 
 
 def _apply_on_cuda(logits: torch.Tensor, masks: Masks, rows: list[int]) -> None:

@@ -178,8 +178,8 @@ class GuidedProcessor:
         self._prepared: Sequence[GuidedSequence] | None = None
         """The step that `apply` is to follow."""
         self._logits_rows: NDArray[np.intp] | None = None
-        self._forced: dict[int, list[int]] = {}
-        """Of this step, by sequence id: see `StepMasks.forced`."""
+        self._forced: dict[int, tuple[int, list[int]]] = {}
+        """Of this step, by sequence id: the length of the output, and `StepMasks.forced`."""
         self._thread = 0
         """The thread that called `prepare`."""
         self._stop_mask = pack(pool.vocabulary.stop_token_ids[:1], pool.vocabulary.padded_vocab_size)
@@ -298,7 +298,8 @@ class GuidedProcessor:
         timeout = max(patience, _FIRST_MASK_SECONDS) if patience is not None and alone else patience
         step = self._pool.collect(timeout, patience)
         report = ApplyReport(wait_seconds=time.perf_counter() - started, mask_seconds=step.seconds)
-        self._forced = {sequences[row].sequence_id: run for row, run in step.forced.items()}
+        forced = ((sequences[row], run) for row, run in step.forced.items())
+        self._forced = {each.sequence_id: (len(each.output_token_ids), run) for each, run in forced}
         report.late = [sequences[row].sequence_id for row in step.late]
         if step.failed:
             report.failed = {sequences[row].sequence_id: error for row, error in step.failed.items()}
@@ -311,8 +312,9 @@ class GuidedProcessor:
             return {}
         edits: dict[int, SampledEdit] = {}
         for sequence in sequences:
-            first, *others = self._forced.get(sequence.sequence_id, (-1,))
-            if others and sequence.output_token_ids[-1] == first:
+            length, (first, *others) = self._forced.get(sequence.sequence_id, (0, (-1,)))
+            output = sequence.output_token_ids
+            if others and len(output) == length + 1 and output[-1] == first:
                 edits[sequence.sequence_id] = SampledEdit(append=others)
         return edits
 

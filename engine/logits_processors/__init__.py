@@ -7,6 +7,7 @@ In a processor written for vLLM, replace the imports from `vllm`, `vllm.config`,
 from engine.logits_processors.adapter import AdapterLogitsProcessor
 from engine.logits_processors.builtin import LogitBiasLogitsProcessor, MinPLogitsProcessor, MinTokensLogitsProcessor
 from engine.logits_processors.interface import (
+    AddedRequest,
     BatchUpdate,
     LogitsProcessor,
     MoveDirectionality,
@@ -19,6 +20,7 @@ from engine.sampling_params import SamplingParams
 
 __all__ = [
     "AdapterLogitsProcessor",
+    "AddedRequest",
     "BatchUpdate",
     "LogitBiasLogitsProcessor",
     "LogitsProcessor",

@@ -78,6 +78,8 @@ class RequestIndices:
         self.token_ids: NDArray[np.int32] = np.zeros((count, max_model_len), dtype=np.int32)
         self.seq_lens: NDArray[np.int32] = np.zeros(count, dtype=np.int32)
         self._of: dict[Sequence, int] = {}
+        self._edits: dict[int, int] = {}
+        """`Sequence.edits` of what `token_ids` holds."""
         self._free = list(range(count))[::-1]
 
     def assign(self, rows: Rows[Sequence]) -> NDArray[np.int64]:
@@ -90,7 +92,8 @@ class RequestIndices:
             if sequence not in self._of:
                 self._enter(sequence, wanted)
             index, length = self._of[sequence], sequence.length
-            known = int(self.seq_lens[index])
+            known = int(self.seq_lens[index]) if self._edits.get(index) == sequence.edits else 0
+            self._edits[index] = sequence.edits
             if known < length:
                 prompt, output = sequence.data.prompt_token_ids, sequence.data.output_token_ids
                 fresh = output[known - len(prompt) :] if known >= len(prompt) else sequence.data.token_ids[known:]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Sequence as Rows
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -96,6 +97,15 @@ class IndexHost(Host[RevisedLogitsProcessor]):
         self._indices = indices
         self._known: dict[int, Sequence] = {}
         self._mapping: NDArray[np.int64] | None = None
+        self._takes_info = len(inspect.signature(kind.add_request).parameters) == 2  # with `self`
+
+    def _add(self, index: int, sequence: Sequence) -> None:
+        params, data = sequence.params, sequence.data
+        if self._takes_info:
+            add: Any = self._processor.add_request
+            add((index, params, data.prompt_token_ids, data.output_token_ids))
+        else:
+            self._processor.add_request(index, params, len(data.prompt_token_ids))
 
     def begin(self, rows: Rows[Sequence], *, alone: bool = False) -> None:
         mapping = self._indices.assign(rows)
@@ -108,7 +118,7 @@ class IndexHost(Host[RevisedLogitsProcessor]):
                 self._processor.remove_request(index)
         for index, sequence in holders.items():
             if index not in self._known:
-                self._processor.add_request(index, sequence.params, len(sequence.data.prompt_token_ids))
+                self._add(index, sequence)
                 self._known[index] = sequence
         same = self._mapping is not None and np.array_equal(mapping, self._mapping)
         self._mapping = mapping

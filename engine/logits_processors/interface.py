@@ -139,7 +139,8 @@ class LogitsProcessor(BatchProcessor):
 class RevisedLogitsProcessor(BatchProcessor):
     """A batch-level logits processor in which each request has a fixed index, and a batch maps rows to indices.
 
-    (https://github.com/vllm-project/vllm/issues/25389, comment of 2025-09-30.) Indices are below the engine's
+    (https://github.com/vllm-project/vllm/issues/25389, comment of 2025-09-30.) `add_request` may
+    also have one parameter, `req_info`: an `AddedRequest`. Indices are below the engine's
     `max_num_seqs` and are reused. A parked sequence keeps its index. A preempted sequence is removed, and added again
     when it returns, possibly with another index.
     """

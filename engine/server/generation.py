@@ -130,7 +130,7 @@ async def running(context: ServerContext, job: Job, client: str) -> AsyncIterato
     guided = None
     try:
         _check_logprobs(context, job)
-        with context.admit(job.num_choices, client):
+        with context.admit(len(job.prompts) * job.params.width, client):
             streams = [context.metrics.observed(context.engine.run(group, client), job.params) for group in job.groups]
             try:
                 first = await _all_first(streams, job)

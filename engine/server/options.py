@@ -376,6 +376,7 @@ OPTIONS = (
         Option("ray.transport", "Masks come over shared memory on this node (auto), or always over tcp."),
         Option("ray.slots", "Maximum number of open sequences per mask actor."),
         Option("engine.forced_tokens", "Append tokens without an alternative without a forward pass for each."),
+        Option("engine.num_speculative_tokens", "Draft tokens per sequence and step, by prompt lookup. 0: off."),
         Option("engine.parking", "Continue without sequences that have a late mask. They follow later."),
         Option("engine.mask_deadline", "Seconds that a step waits for late masks. Default: 5 % of a mean step."),
         Option("ray.mask_limit", "Seconds that one mask may take before its request fails."),

@@ -222,7 +222,9 @@ class GenerationRequest(Body):
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     best_of: int | None = None
-    use_beam_search: bool | None = None
+    use_beam_search: bool | None = Field(default=None, description="With temperature 0, and best_of beams.")
+    length_penalty: float | None = None
+    early_stopping: bool | Literal["never"] | None = None
     prompt_logprobs: int | None = Field(default=None, description="In every choice. Not with stream.")
     vllm_xargs: dict[str, ExtraArg | Many[ExtraArg]] | None = Field(
         default=None, description="For the server's custom logits processors: their `extra_args`."

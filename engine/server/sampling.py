@@ -40,6 +40,9 @@ def sampling_params(
         )
     if request.stream and request.prompt_logprobs is not None and not getattr(request, "echo", False):
         raise InvalidRequest("prompt_logprobs are not available with stream: true", param="prompt_logprobs")
+    if request.stream and (request.use_beam_search or (request.best_of or 1) > (request.n or 1)):
+        name = "use_beam_search" if request.use_beam_search else "best_of"
+        raise InvalidRequest(f"{name} compares whole outputs: it is not available with stream: true", param=name)
     return SamplingParams(
         **{**context.settings.sampling_defaults, **given},
         max_tokens=max_tokens,

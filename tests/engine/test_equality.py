@@ -160,6 +160,7 @@ def test_half_precision_runs(pair: Pair) -> None:
     assert all(output.outputs[0].finish_reason in ("length", "stop") for output in found)
 
 
+@pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_on_cuda(pair: Pair) -> None:
     many = prompts(6)

@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -83,6 +84,43 @@ def test_the_package_exports_what_it_says() -> None:
     assert all(getattr(engine, name).__name__ == name for name in engine.__all__)
     with pytest.raises(AttributeError, match="Nothing"):
         engine.Nothing  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("keywords", "instead"),
+    [
+        ({"tensor_parallel_size": 2}, "one process runs the model"),
+        ({"gpu_memory_utilization": 0.5}, "kv_cache_bytes"),
+        ({"max_num_seq": 2}, "did you mean max_num_seqs"),
+        ({"lora_request": "x"}, "merge them into the checkpoint"),
+    ],
+)
+def test_an_unknown_option_is_refused_by_name(tiny_model: LoadedModel, keywords: dict[str, Any], instead: str) -> None:
+    with pytest.raises(InvalidRequest, match=instead) as raised:
+        LLM(tiny_model, **keywords)
+    assert raised.value.param == next(iter(keywords))
+
+
+def test_vllms_quick_start_keywords(tiny_model: LoadedModel) -> None:
+    with LLM(tiny_model, tensor_parallel_size=1, enforce_eager=True, max_model_len=64, seed=3) as llm:
+        assert (llm.max_model_len, llm.engine.config.seed) == (64, 3)
+        params = SamplingParams(temperature=0.0, max_tokens=4)
+        ids = llm.tokenizer.encode("The fox")
+        text, tokens, plain = llm.generate(
+            [{"prompt": "The fox"}, {"prompt_token_ids": ids}, ids], params, use_tqdm=False
+        )
+        assert text.outputs[0].token_ids == tokens.outputs[0].token_ids == plain.outputs[0].token_ids
+        with pytest.raises(InvalidRequest, match="text or token ids"):
+            llm.generate({"prompt": "x", "multi_modal_data": {"image": 1}}, params)
+        with pytest.raises(InvalidRequest, match="LoRA"):
+            llm.generate("x", params, lora_request="adapter")
+
+
+def test_an_unknown_sampling_parameter_names_what_works_instead() -> None:
+    for name, instead in (("guided_json", "json_schema"), ("max_token", "max_tokens"), ("beam_width", "best_of")):
+        with pytest.raises(InvalidRequest, match=instead) as raised:
+            SamplingParams(**{name: 1})
+        assert raised.value.param == name
 
 
 class Color(Enum):

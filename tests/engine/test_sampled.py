@@ -98,7 +98,9 @@ class Own:
         self.sequences: Sequence[GuidedSequence] = ()
         self.rows: Any = None
 
-    def initialize(self, request_id: str, constraint: Constraint, backend: str = "auto") -> Future[Grammar]:
+    def initialize(
+        self, request_id: str, constraint: Constraint, backend: str = "auto", client: str = ""
+    ) -> Future[Grammar]:
         future: Future[Grammar] = Future()
         future.set_result(Grammar("own", "own", constraint, ("own",)))
         return future
@@ -106,7 +108,9 @@ class Own:
     def prepare(self, sequences: Sequence[GuidedSequence], logits_rows: Any = None, new_tokens: Any = None) -> None:
         self.sequences, self.rows = sequences, logits_rows
 
-    def apply(self, logits: torch.Tensor, patience: float | None = None, alone: bool = True) -> ApplyReport:
+    def apply(
+        self, logits: torch.Tensor, patience: float | None = None, alone: bool = True, keep_late: bool = False
+    ) -> ApplyReport:
         for row, sequence in zip(self.rows, self.sequences, strict=True):
             if self.banned is not None and len(sequence.output_token_ids) == self.banned[0]:
                 logits[row, self.banned[1]] = -torch.inf

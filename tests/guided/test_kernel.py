@@ -1,9 +1,14 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from importlib import import_module
+from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -235,6 +240,19 @@ class FakeDevice:
         self.queued.clear()
 
 
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With `TRITON_INTERPRET=1`, xgrammar's Triton kernel itself runs, on the CPU."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        name = "xgrammar.kernels.apply_token_bitmask_inplace_triton"
+        properties = SimpleNamespace(multi_processor_count=4, gcnArchName="")
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+        monkeypatch.setattr(
+            "xgrammar.apply_token_bitmask_inplace", import_module(name).apply_token_bitmask_inplace_triton
+        )
+
+
+@pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("rows", [[0, 1, 2], [0, 1], [3, 1], [4]], ids=str)
 @pytest.mark.parametrize("beyond", [0, 5])
 def test_the_way_of_cuda_keeps_its_books(monkeypatch: pytest.MonkeyPatch, rows: list[int], beyond: int) -> None:
@@ -255,3 +273,51 @@ def test_cuda_refuses_logits_that_its_kernel_would_misread() -> None:
     for logits in (torch.zeros(2, 64, dtype=torch.float64), torch.zeros(64, 2).t()):
         with pytest.raises(ValueError, match="contiguous rows"):
             kernel._apply_on_cuda(logits, np.zeros((1, 2), np.int32), [0])
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+def test_the_triton_kernel_in_its_interpreter() -> None:
+    """The same books, with the kernel that runs on CUDA. Triton reads the variable when it is imported."""
+    which = [__file__, "-k", "keeps_its_books", "-q", "-p", "no:cacheprovider"]
+    env = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *which], env=env, capture_output=True, text=True, timeout=250
+    )
+    assert done.returncode == 0, done.stdout[-2000:]
+    assert "8 passed" in done.stdout
+
+
+def test_a_kernel_that_fails_is_replaced_by_torch_for_good(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls: list[int] = []
+
+    def broken(logits: torch.Tensor, masks: Any, rows: list[int]) -> None:
+        calls.append(len(rows))
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(kernel, "_apply_on_cuda", broken)
+    monkeypatch.setattr(kernel, "_cuda_failed", False)
+    for _ in range(3):
+        logits = noise(2, 640, torch.float32)
+        expected = masked(logits, [{3}, {600}], [0, 1])
+        kernel._apply_on_cuda_or_by_torch(logits, [pack({3}, 640), pack({600}, 640)], [0, 1])
+        assert torch.equal(logits, expected)
+    assert calls == [2]
+    assert [record.message for record in caplog.records] == [
+        "the kernel of masks failed on cpu: this process goes on with torch"
+    ]
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [[0, 1, 2], [3, 1], [4]], ids=str)
+def test_on_cuda_it_is_as_on_the_cpu(dtype: torch.dtype, rows: list[int]) -> None:
+    allowed = [{row, row + 700, 4089} for row in rows]
+    logits = noise(max(3, max(rows) + 1), 4090, dtype)
+    on_gpu = logits.cuda()
+    expected = masked(logits, allowed, rows)
+    apply_bitmask(on_gpu, [pack(ids, 4090) for ids in allowed], rows)
+    assert torch.equal(on_gpu.cpu(), expected)
+    assert not kernel._cuda_failed

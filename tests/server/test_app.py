@@ -200,6 +200,19 @@ class TestCompletions:
             assert text[offsets[-2] :].endswith("s")
             assert all(choice.get("prompt_logprobs") is None for choice in choices)
 
+    def test_beams_and_best_of(self, client: TestClient) -> None:
+        body = {"prompt": "a", "choice": ["yes", "no", "maybe"], "n": 2, "temperature": 0}
+        beams = post(client, "/v1/completions", use_beam_search=True, best_of=3, length_penalty=0, **body).json()
+        assert [choice["index"] for choice in beams["choices"]] == [0, 1]
+        assert len({choice["text"] for choice in beams["choices"]}) == 2
+        best = post(client, "/v1/completions", best_of=3, **{**body, "temperature": 1}).json()
+        assert len(best["choices"]) == 2
+        hot = post(client, "/v1/completions", use_beam_search=True, **{**body, "temperature": 1})
+        assert (hot.status_code, hot.json()["error"]["param"]) == (400, "temperature")
+        for fields in ({"best_of": 3}, {"use_beam_search": True}):
+            refused = post(client, "/v1/completions", **body, **fields, stream=True)
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, next(iter(fields)))
+
     def test_prompt_logprobs_are_in_vllms_shape(self, client: TestClient) -> None:
         choice = post(client, prompt_logprobs=2, max_tokens=2).json()["choices"][0]
         first, *others = choice["prompt_logprobs"]
@@ -273,8 +286,7 @@ class TestRefusals:
             ({"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens"),
             ({"n": 1000}, "n"),
             ({"n": 0}, "n"),
-            ({"best_of": 3}, "best_of"),
-            ({"use_beam_search": True}, "use_beam_search"),
+            ({"best_of": 0}, "best_of"),
             ({"top_logprobs": 3}, "top_logprobs"),
             ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
             ({"logit_bias": {"x": 1}}, "logit_bias"),

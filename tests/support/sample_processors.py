@@ -12,6 +12,7 @@ import torch
 
 from engine.logits_processors import (
     AdapterLogitsProcessor,
+    AddedRequest,
     BatchUpdate,
     LogitsProcessor,
     MoveDirectionality,
@@ -221,6 +222,16 @@ class RevisedBias(RevisedLogitsProcessor):
             for token, value in (self.params[index].extra_args or {}).get("bias", {}).items():
                 logits[row, token] += value
         return logits
+
+
+class RevisedWithInfo(RevisedBias):
+    """The same, with the signature of the RFC's text."""
+
+    def add_request(self, req_info: AddedRequest) -> None:  # type: ignore[override]
+        index, params, prompt_ids, output_ids = req_info
+        assert prompt_ids
+        assert isinstance(output_ids, list)
+        super().add_request(index, params, len(prompt_ids))
 
 
 class RevisedMinP(RevisedBias):

@@ -76,7 +76,7 @@ def test_a_processor_sees_prompt_and_output(
         assert found[f"{n}"] == [[(10 + n, 20 + n, 30 + n)[place % 3] for place in range(9 + 7 * n)]]
 
 
-@pytest.mark.parametrize(("seed", "processor"), [*enumerate([*TARGETED, sample.RevisedBias])])
+@pytest.mark.parametrize(("seed", "processor"), [*enumerate([*TARGETED, sample.RevisedBias, sample.RevisedWithInfo])])
 def test_whoever_comes_and_goes_at_random_keeps_to_his_token(
     make_engine: MakeEngine, tiny_model: LoadedModel, processor: type, seed: int
 ) -> None:

@@ -1,0 +1,82 @@
+"""Speculative decoding with an n-gram drafter (prompt lookup): what followed the newest tokens may follow again.
+
+A step computes a sequence's newest token and its drafts together. Each draft adds a row to the step, with a `Sequence`
+of its own: its output ends with the drafts so far, so that masks, penalties and log-probabilities are those of that
+position. A draft is accepted if the row before it samples the same token. Outputs are those of decoding one by one:
+each position has its own mask and its own random number.
+"""
+
+from __future__ import annotations
+
+import copy
+
+from engine.sequence import Sequence, SequenceData
+from guided.sequence import GuidedSequence
+
+_SIZES = (4, 3, 2)
+"""Lengths of the n-grams that are looked up, in this order."""
+
+
+class Drafts:
+    """The drafts of one sequence, and what they need from step to step."""
+
+    def __init__(self, sequence: Sequence) -> None:
+        self._sequence = sequence
+        self._tokens = sequence.data.token_ids
+        self._edits = sequence.edits
+        self._indexed = 0
+        self._after: dict[tuple[int, ...], int] = {}
+        """By n-gram: where its last occurrence ends."""
+        self.guided: list[GuidedSequence] = []
+        """Of the rows: the matchers after 1, 2, ... drafts. They stay open from step to step."""
+
+    def propose(self, limit: int) -> list[int]:
+        """Return up to `limit` tokens that may follow."""
+        sequence, tokens = self._sequence, self._tokens
+        if self._edits != sequence.edits:
+            self.__init__(sequence)  # type: ignore[misc]
+            tokens = self._tokens
+        tokens += sequence.data.span(len(tokens), sequence.length)
+        for end in range(max(1, self._indexed), len(tokens)):
+            for size in _SIZES:
+                self._after[tuple(tokens[max(0, end - size) : end])] = end
+        self._indexed = len(tokens)
+        for size in _SIZES:
+            found = self._after.get(tuple(tokens[-size:]))
+            if found is not None:
+                return tokens[found : found + limit]
+        return []
+
+    def rows(self, drafts: list[int]) -> list[tuple[Sequence, int | None]]:
+        """Return a sequence for the row after each draft, and how much of its matcher's output has changed.
+
+        The number is the length that has not changed. None: nothing was removed.
+        """
+        main = self._sequence
+        found: list[tuple[Sequence, int | None]] = []
+        for count in range(1, len(drafts) + 1):
+            row = copy.copy(main)
+            row.drafted_from = main
+            row.data = SequenceData(main.data.prompt_token_ids, main.data.output_token_ids + drafts[:count])
+            row.length, row.last_token = main.length + count, drafts[count - 1]
+            row.logprobs = []
+            row.uniforms = main.uniforms.ahead(count)
+            changed = None
+            if main.guided is not None:
+                row.guided, changed = self._guided(main.guided, count, row.data.output_token_ids)
+                row.seq_id = row.guided.sequence_id
+            found.append((row, changed))
+        return found
+
+    def _guided(self, main: GuidedSequence, count: int, output: list[int]) -> tuple[GuidedSequence, int | None]:
+        if len(self.guided) < count:
+            name = Sequence.next_id()
+            prompt, params = main.prompt_token_ids, main.sampling_params
+            new = GuidedSequence(main.request_id, name, output, prompt, params, parent_id=main.sequence_id)
+            self.guided.append(new)
+            return new, None
+        guided = self.guided[count - 1]
+        known = guided.output_token_ids
+        same = next((place for place, (a, b) in enumerate(zip(known, output, strict=False)) if a != b), len(known))
+        guided.output_token_ids = output
+        return guided, same if same < len(known) else None

@@ -1,0 +1,157 @@
+"""Beam search equals transformers' `generate(num_beams=...)`; its beams satisfy a constraint; `best_of` chooses."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from faulty_pool import FaultyPool
+from transformers import AutoModelForCausalLM, LogitsProcessorList
+from transformers_generation import SCHEMA, Replaying, check
+
+from engine.llm_engine import LLMEngine
+from engine.model_loader import LoadedModel
+from engine.outputs import RequestOutput
+from engine.sampling_params import SamplingParams
+from guided.constraint import Constraint
+from guided.errors import InvalidRequest
+
+MakeEngine = Callable[..., LLMEngine]
+Run = Callable[..., dict[str, RequestOutput]]
+STOPS = list(range(80, 110))
+"""Enough for outputs to end at different lengths."""
+
+
+@pytest.fixture(scope="module")
+def reference(tiny_llama_dir: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(tiny_llama_dir, dtype=torch.float32).eval()
+
+
+def beams(width: int, **others: Any) -> SamplingParams:
+    return SamplingParams(**{"use_beam_search": True, "temperature": 0.0, "n": width, "max_tokens": 16, **others})
+
+
+def expected(reference: Any, prompt: list[int], params: SamplingParams, stops: list[int], **others: Any) -> Any:
+    result = reference.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+        do_sample=False,
+        num_beams=params.width,
+        num_return_sequences=params.n,
+        max_new_tokens=params.max_tokens,
+        length_penalty=params.length_penalty,
+        early_stopping=params.early_stopping,
+        eos_token_id=stops,
+        output_scores=True,
+        return_dict_in_generate=True,
+        **others,
+    )
+    found = []
+    for row in result.sequences[:, len(prompt) :].tolist():
+        ends = [place for place, token in enumerate(row) if token in stops]
+        found.append(row[: ends[0] + 1] if ends else row)
+    return found, result.sequences_scores.tolist()
+
+
+def prompts() -> dict[str, list[int]]:
+    generator = random.Random(5)
+    return {str(size): [generator.randrange(6, 600) for _ in range(size)] for size in (1, 5, 19)}
+
+
+@pytest.mark.parametrize("early_stopping", [False, True, "never"])
+@pytest.mark.parametrize("length_penalty", [1.0, 0.0, -1.0, 2.0])
+def test_it_equals_transformers(
+    make_engine: MakeEngine, run: Run, reference: Any, early_stopping: Any, length_penalty: float
+) -> None:
+    params = beams(
+        4, n=3, best_of=4, stop_token_ids=STOPS, early_stopping=early_stopping, length_penalty=length_penalty
+    )
+    engine = make_engine(block_size=4)
+    found = run(engine, {name: (prompt, params) for name, prompt in prompts().items()})
+    stops = sorted({*engine.model.vocabulary.stop_token_ids, *STOPS})
+    for name, prompt in prompts().items():
+        sequences, scores = expected(reference, prompt, params, stops)
+        outputs = found[name].outputs
+        assert [one.token_ids for one in outputs] == sequences
+        mine = [(one.cumulative_logprob or 0.0) / len(one.token_ids) ** length_penalty for one in outputs]
+        assert mine == pytest.approx(scores, rel=1e-3)
+        assert {one.finish_reason for one in outputs} <= {"stop", "length"}
+
+
+def test_guided_beams_equal_transformers_and_satisfy_the_constraint(
+    make_engine: MakeEngine, run: Run, reference: Any
+) -> None:
+    constraint = Constraint.json_schema(SCHEMA, whitespace="")
+    params = beams(3, constraint=constraint, max_tokens=60)
+    engine = make_engine()
+    (prompt,) = [engine.model.tokenizer.encode("As JSON: ")]
+    outputs = run(engine, {"r": (prompt, params)})["r"].outputs
+    replaying = Replaying(engine.model.vocabulary, [constraint], len(prompt))
+    stops = list(engine.model.vocabulary.stop_token_ids)
+    sequences, _ = expected(reference, prompt, params, stops, logits_processor=LogitsProcessorList([replaying]))
+    assert [one.token_ids for one in outputs] == sequences
+    for one in outputs:
+        check(0, one.text)
+        assert one.finish_reason == "stop"
+
+
+def test_fewer_outputs_where_the_constraint_has_fewer(make_engine: MakeEngine, run: Run) -> None:
+    outputs = run(make_engine(), {"r": ("So?", beams(4, choice=["yes", "no"], length_penalty=0.0))})["r"].outputs
+    assert {"yes", "no"} == {one.text for one in outputs}
+    assert [one.index for one in outputs] == list(range(len(outputs)))
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize(
+    "config", [{}, {"block_size": 4, "num_blocks": 47, "max_num_batched_tokens": 8, "max_num_seqs": 12}]
+)
+def test_late_masks_and_preemption_change_nothing(
+    make_engine: MakeEngine, tiny_model: LoadedModel, run: Run, config: dict[str, Any], late: bool
+) -> None:
+    """Beams go on together, also where other requests take their blocks, or where a mask is late."""
+    requests: dict[str, tuple[Any, SamplingParams]] = {
+        "guided": ([9] * 11, beams(4, regex="[a-z ]{30}", max_tokens=34)),
+        "free": ([11] * 7, beams(3, max_tokens=34, stop_token_ids=STOPS, repetition_penalty=1.2)),
+        "other": ([12] * 5, SamplingParams(temperature=0.0, max_tokens=40, n=5)),
+    }
+    expected = run(make_engine(enable_prefix_caching=False), requests)
+    pool = FaultyPool(tiny_model.vocabulary)
+    generator = random.Random(3)
+    if late:
+        pool.delay = lambda sequence_id, position: generator.choice([0, 0, 0, 0, 0, 2])
+    engine = make_engine(pool, **config)
+    found = run(engine, requests)
+    for name, output in expected.items():
+        assert [one.token_ids for one in found[name].outputs] == [one.token_ids for one in output.outputs]
+    assert (engine.stats.parkings > 0) >= late
+    assert (engine.scheduler.num_preemptions > 0) == bool(config)
+
+
+def test_best_of_returns_the_most_likely(make_engine: MakeEngine, run: Run) -> None:
+    fields: dict[str, Any] = {"seed": 3, "max_tokens": 8, "regex": "[a-z]{5}"}
+    everything = run(make_engine(), {"r": ("So?", SamplingParams(n=5, logprobs=0, **fields))})["r"].outputs
+    best = sorted(everything, key=lambda one: -(one.cumulative_logprob or 0.0))
+    chosen = run(make_engine(), {"r": ("So?", SamplingParams(n=2, best_of=5, **fields))})["r"].outputs
+    assert [one.token_ids for one in chosen] == [one.token_ids for one in best[:2]]
+    assert [one.index for one in chosen] == [0, 1]
+    assert chosen[0].cumulative_logprob == pytest.approx(best[0].cumulative_logprob)
+    assert chosen[0].logprobs is None
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("temperature", 0.5), ("top_p", 0.5), ("logprobs", 1), ("stop", "x"), ("best_of", 1)]
+)
+def test_what_a_beam_search_does_not_have_is_named(field: str, value: Any) -> None:
+    with pytest.raises(InvalidRequest) as raised:
+        beams(2, **{field: value})
+    assert raised.value.param == field
+
+
+def test_beams_that_can_never_fit_are_refused(make_engine: MakeEngine) -> None:
+    engine = make_engine(block_size=4, num_blocks=32)
+    with pytest.raises(InvalidRequest, match="KV cache of 128 tokens"):
+        engine.add_request("r", [5] * 10, beams(4, max_tokens=60))

@@ -1,0 +1,85 @@
+"""What concerns the device: running out of memory, warm-up, and the engine on CUDA."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.config import EngineConfig
+from engine.llm import LLM
+from engine.llm_engine import LLMEngine
+from engine.model_loader import LoadedModel, load_model
+from engine.outputs import RequestOutput
+from engine.sampling_params import SamplingParams
+from guided.errors import InternalError
+
+MakeEngine = Callable[..., LLMEngine]
+Run = Callable[..., dict[str, RequestOutput]]
+
+
+def requests() -> dict[str, tuple[Any, SamplingParams]]:
+    fields: dict[str, dict[str, Any]] = {
+        "guided": {"regex": "[0-9]{12}", "seed": 3, "n": 2},
+        "scored": {"regex": "[a-z]{12}", "temperature": 0.0, "logprobs": 1},
+        "free": {"temperature": 0.0, "max_tokens": 20},
+        "newest": {"temperature": 0.0, "max_tokens": 20},
+    }
+    return {
+        name: ([7, 8, 9] * (place + 1), SamplingParams(**{"max_tokens": 30, **params}))
+        for place, (name, params) in enumerate(fields.items())
+    }
+
+
+@pytest.mark.parametrize("step", [0, 1, 6])
+@pytest.mark.parametrize("where", ["execute", "compute_logits"])
+def test_out_of_memory_fails_the_newest_group_and_changes_no_other(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, run: Run, where: str, step: int
+) -> None:
+    expected = run(make_engine(), requests())
+    engine = make_engine(block_size=4)
+    real, calls = getattr(engine.runner, where), [0]
+
+    def once(*arguments: Any) -> torch.Tensor:
+        calls[0] += 1
+        if calls[0] == step + 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        result: torch.Tensor = real(*arguments)
+        return result
+
+    monkeypatch.setattr(engine.runner, where, once)
+    found = run(engine, requests())
+    failed = found.pop("newest")
+    assert isinstance(failed.error, InternalError)
+    assert "out of memory" in str(failed.error)
+    for name, output in found.items():
+        assert [one.token_ids for one in output.outputs] == [one.token_ids for one in expected[name].outputs]
+        assert all(one.logprobs is None or len(one.logprobs) == len(one.token_ids) for one in output.outputs)
+
+
+def test_warm_up_says_in_one_line_what_it_found(make_engine: MakeEngine, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "engine")
+    engine = make_engine(max_num_batched_tokens=100)
+    engine.warm_up()
+    (line,) = [record.message for record in caplog.records]
+    assert line.startswith("warm-up on cpu: a guided request with 100 tokens took")
+    assert not engine.has_unfinished
+    assert engine.stats.steps == 0
+    assert engine.blocks.num_free == engine.blocks.num_blocks
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_on_cuda_guided_outputs_are_those_of_the_cpu(tiny_model: LoadedModel, tiny_llama_dir: Path) -> None:
+    prompts, params = zip(*requests().values(), strict=True)
+    config = EngineConfig(max_model_len=128, num_speculative_tokens=2)
+    expected = LLM(tiny_model, config=copy.copy(config)).generate(list(prompts), list(params), use_tqdm=False)
+    on_gpu = load_model(str(tiny_llama_dir), dtype="float32", device="cuda")
+    found = LLM(on_gpu, config=config).generate(list(prompts), list(params), use_tqdm=False)
+    for one, same in zip(found, expected, strict=True):
+        assert [each.text for each in one.outputs] == [each.text for each in same.outputs]
