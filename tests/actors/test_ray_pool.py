@@ -17,6 +17,7 @@ import pytest
 from byte_vocabulary import BYTES, WORDS, allowed, tokens
 
 from actors import CompileLimits, RayPool
+from actors.supervision import supervisor
 from guided.constraint import Constraint
 from guided.errors import CompileTimeout, PoolUnavailable
 from guided.pool import Grammar
@@ -116,6 +117,14 @@ def test_after_shutdown_everything_says_so_and_nothing_is_left(
     _, alive = psutil.wait_procs(processes, timeout=10)
     assert not alive
     assert not list(Path(short_directory).iterdir())
+
+
+def test_another_version_of_the_package_is_refused(local_ray: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "package_version", lambda: "0.0.1")
+    with pytest.raises(
+        PoolUnavailable, match=r"has version .* of guided, and this process 0\.0\.1: install the same"
+    ):
+        RayPool(BYTES, num_actors=1)
 
 
 TWO_NODES = """

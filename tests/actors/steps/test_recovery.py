@@ -62,6 +62,7 @@ def test_a_hang_loses_the_sequence_it_hangs_in_and_moves_the_others(cluster: Clu
     error, *others = cluster.collect()
     assert isinstance(error, MaskTimeout)
     assert others == ["b"] * 3, "they were opened again within the step"
+    assert cluster.dispatcher.replays == 2
     assert set(cluster.dispatcher.failures()) == {1}
     assert cluster.where(3) == cluster.where(4) == 1
 
