@@ -121,9 +121,7 @@ def test_after_shutdown_everything_says_so_and_nothing_is_left(
 
 def test_another_version_of_the_package_is_refused(local_ray: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "package_version", lambda: "0.0.1")
-    with pytest.raises(
-        PoolUnavailable, match=r"has version .* of guided, and this process 0\.0\.1: install the same"
-    ):
+    with pytest.raises(PoolUnavailable, match=r"has version .* of guided, and this process 0\.0\.1: install the same"):
         RayPool(BYTES, num_actors=1)
 
 
