@@ -75,7 +75,10 @@ async def kill_an_actor() -> None:
     """Kill one of this process's mask actors, after a while."""
     await asyncio.sleep(KILL_SECONDS)
     family = psutil.Process().children(recursive=True)
-    next(process for process in family if process.name().startswith("ray::MaskActor")).kill()
+    actors = [process for process in family if process.name().startswith("ray::MaskActor")]
+    if not actors:
+        raise RuntimeError("there is no mask actor to kill: the pool is not open")
+    actors[0].kill()
 
 
 async def state(engine: Engine) -> str:

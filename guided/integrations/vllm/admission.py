@@ -47,10 +47,10 @@ def validate_structured_outputs(
     outputs = params.structured_outputs
     if outputs is None or outputs.all_constraints_none() or is_ours(outputs):
         return
+    if model_config.is_diffusion:
+        raise VLLMValidationError("structured_outputs are not yet supported for diffusion language models")
     if tokenizer is None:
         raise VLLMValidationError("structured_outputs need the tokenizer: start vLLM without --skip-tokenizer-init")
-    if model_config.is_diffusion:
-        raise VLLMValidationError("structured_outputs are not supported for diffusion language models")
     _replace_errors()
     try:
         reject_overwriting(params, "structured_outputs")
