@@ -48,7 +48,7 @@ class GuardedBackend(Backend):
         try:
             grammar = self._inner.compile(constraint)
         except UnsupportedConstraint as refusal:
-            plan = plan_superset(json.loads(constraint.source)) if constraint.kind == "json_schema" else None
+            plan = plan_superset(constraint.source) if constraint.kind == "json_schema" else None
             if plan is None or plan.superset is None:
                 raise
             try:
@@ -63,7 +63,7 @@ class GuardedBackend(Backend):
             return self.compile(constraint)
         for mark, is_superset in _MARKS.items():
             if dumped.startswith(mark):
-                plan = plan_superset(json.loads(constraint.source)) if is_superset else Plan()
+                plan = plan_superset(constraint.source) if is_superset else Plan()
                 assert plan is not None
                 inner = constraint if plan.superset is None else replace(constraint, source=plan.superset)
                 return self._guarded(self._inner.load(inner, dumped[len(mark) :]), plan)

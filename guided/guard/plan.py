@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 from typing import Any
 
@@ -68,8 +69,10 @@ def _is_open(schema: dict[str, Any]) -> bool:
     return "array" in types and (any(one is True for one in anything) or "items" not in schema)
 
 
-def plan_superset(document: dict[str, Any] | bool) -> Plan | None:
-    """Return the plan for a schema that a library can't enforce; None if the guard can't either."""
+@lru_cache(maxsize=8)  # one library after the other is tried
+def plan_superset(source: str) -> Plan | None:
+    """Return the plan for a schema (JSON text) that a library can't enforce; None if the guard can't either."""
+    document = json.loads(source)
     if isinstance(document, bool):
         return None
     for rewrite in (True, False):  # rewritten conditions are alternatives, which the guard may not tell apart
