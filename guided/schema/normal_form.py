@@ -362,14 +362,27 @@ class _Normaliser:
         if merged is False or any(part is False for part in apart):
             return False
         rest = {keyword: self._normal(schema[keyword]) for keyword in _UNEVALUATED if keyword in schema}
-        if apart and any(value is not True for value in rest.values()):
-            apart.append(rest)  # what counts as evaluated is not known
-        else:
+        if not apart or all(value is True for value in rest.values()):
             merged = self._close_unevaluated(merged, schema)
+        elif (closed := self._closed_apart(merged, apart, schema)) is not None:
+            return closed
+        else:
+            apart.append(rest)  # what counts as evaluated is not known
         if merged == {}:
             merged = True
         parts = [part for part in (merged, *apart) if part is not True]
         return {"allOf": parts} if len(parts) > 1 else parts[0] if parts else True
+
+    def _closed_apart(self, merged: Schema, apart: list[Schema], schema: dict[str, Any]) -> Schema | None:
+        """Close each alternative of a `oneOf`, for objects; None if they overlap even then."""
+        parts = apart[0].get("oneOf", []) if len(apart) == 1 and isinstance(apart[0], dict) else []
+        closed: list[Schema] = []
+        for index, part in enumerate(parts):
+            with suppress(_Inexact):
+                one = self._merge({"type": "object"}, self._close_unevaluated(self._merge(merged, part), schema))
+                if all(self._disjoint(one, other, 4) for other in (*parts[:index], *parts[index + 1 :])):
+                    closed.append(one)
+        return self._alternatives("anyOf", closed) if parts and len(closed) == len(parts) else None
 
     def _close_unevaluated(self, merged: Schema, schema: dict[str, Any]) -> Schema:
         """Apply `unevaluatedProperties` and `unevaluatedItems` to the merged alternatives.

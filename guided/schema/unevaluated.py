@@ -12,14 +12,15 @@ _DESCRIBES = {
     "unevaluatedItems": {"items", "prefixItems", "additionalItems", "unevaluatedItems", "contains"},
 }
 _ALWAYS = ("$ref", "$dynamicRef", "$recursiveRef", "allOf")
-_EITHER = (*_ALWAYS, "anyOf", "oneOf")
+_EITHER = (*_ALWAYS, "anyOf", "oneOf", "dependentSchemas", "dependencies")
 
 
 def unevaluated(node: Node) -> dict[str, Any]:
     """Return the two keywords of a subschema, without those for which another keyword describes everything.
 
     Raises:
-        UnsupportedConstraint: what is evaluated depends on the value, apart from `anyOf` and `oneOf`.
+        UnsupportedConstraint: what is evaluated depends on the value, other than by `anyOf`, `oneOf` and
+            `dependentSchemas`.
     """
     found: dict[str, Any] = {}
     for keyword in _DESCRIBES.keys() & node.schema.keys():
@@ -36,7 +37,7 @@ def unevaluated(node: Node) -> dict[str, Any]:
         ):
             raise UnsupportedConstraint(
                 f"{keyword!r} can't be enforced where what it applies to depends on the value ('if', 'not', "
-                "'dependentSchemas', 'contains', or an alternative for all properties or items)",
+                "'contains', or an alternative for all properties or items)",
                 param="json_schema",
                 pointer=f"{node.pointer}/{keyword}",
             )
