@@ -43,6 +43,8 @@ class Plan:
     planner: _Planner | None = None
     validator: Any = None
     """Checks the complete document."""
+    has_few_names: bool = False
+    """Some object may run out of names for its properties."""
 
     def root(self, first: int) -> Rule | None:
         """Return the rule of a document that begins with the byte `first`."""
@@ -54,6 +56,20 @@ def repeats_keys(document: dict[str, Any] | bool) -> bool:
     if isinstance(document, bool):
         return document
     return any(_is_open(node.schema) for node in SchemaGraph.build(document).reachable())
+
+
+def has_few_names(document: dict[str, Any] | bool) -> bool:
+    """Whether some object may have no other names than a few, which are not listed as `properties`."""
+    if isinstance(document, bool):
+        return False
+    for node in SchemaGraph.build(document).reachable():
+        names = node.schema.get("propertyNames", True)
+        few = isinstance(names, dict) and not (names.keys() <= {"type", "minLength", "pattern"})
+        patterns = [*node.schema.get("patternProperties", {})]
+        patterns += [names["pattern"]] if isinstance(names, dict) and "pattern" in names else []
+        if few or not all(map(domains.endless_pattern, patterns)):
+            return True
+    return False
 
 
 def _is_open(schema: dict[str, Any]) -> bool:
