@@ -14,7 +14,8 @@ from guided.backends.base import Backend, CompiledGrammar, Matcher
 from guided.bitmask import pack, words
 from guided.constraint import Constraint
 from guided.errors import BackendError, InvalidConstraint, TokenRejected, UnsupportedConstraint, bounded
-from guided.guard.plan import Plan, plan_superset, repeats_keys
+from guided.guard.plan import Plan, has_few_names, plan_superset, repeats_keys
+from guided.guard.rules import minified
 from guided.guard.text import AFTER, BEFORE_KEY, BEFORE_VALUE, KEY, SCALAR, STRING, Choice, Frame, State, Veto, advance
 from guided.guard.tokens import TokenIndex
 from guided.vocabulary import Vocabulary
@@ -48,14 +49,14 @@ class GuardedBackend(Backend):
         try:
             grammar = self._inner.compile(constraint)
         except UnsupportedConstraint as refusal:
-            plan = plan_superset(json.loads(constraint.source)) if constraint.kind == "json_schema" else None
+            plan = plan_superset(constraint.source) if constraint.kind == "json_schema" else None
             if plan is None or plan.superset is None:
                 raise
             try:
-                return self._guarded(self._inner.compile(replace(constraint, source=plan.superset)), plan)
+                return self._guarded(constraint, self._inner.compile(replace(constraint, source=plan.superset)), plan)
             except InvalidConstraint:
                 raise refusal from None
-        return self._guarded(grammar, Plan()) if _repeats_keys(constraint) else grammar
+        return self._guarded(constraint, grammar, Plan()) if _repeats_keys(constraint) else grammar
 
     def load(self, constraint: Constraint, dumped: bytes) -> CompiledGrammar:
         """See `Backend.load`."""
@@ -63,15 +64,17 @@ class GuardedBackend(Backend):
             return self.compile(constraint)
         for mark, is_superset in _MARKS.items():
             if dumped.startswith(mark):
-                plan = plan_superset(json.loads(constraint.source)) if is_superset else Plan()
+                plan = plan_superset(constraint.source) if is_superset else Plan()
                 assert plan is not None
                 inner = constraint if plan.superset is None else replace(constraint, source=plan.superset)
-                return self._guarded(self._inner.load(inner, dumped[len(mark) :]), plan)
+                return self._guarded(constraint, self._inner.load(inner, dumped[len(mark) :]), plan)
         return self._inner.load(constraint, dumped)
 
-    def _guarded(self, grammar: CompiledGrammar, plan: Plan) -> CompiledGrammar:
+    def _guarded(self, constraint: Constraint, grammar: CompiledGrammar, plan: Plan) -> CompiledGrammar:
         if self._index is None:
             self._index = TokenIndex(self._vocabulary)
+        if constraint.kind == "json_schema" and has_few_names(json.loads(constraint.source)):
+            plan = replace(plan, has_few_names=True)
         return GuardedGrammar(grammar, plan, self._index, self._vocabulary)
 
 
@@ -114,7 +117,9 @@ class GuardedMatcher(Matcher):
         """The library's own matcher."""
         self._text = text
         self._states = states
-        self._keys_only = grammar.plan.planner is None and not grammar.index.has_later_key
+        self._keys_only = (
+            grammar.plan.planner is None and not grammar.plan.has_few_names and not grammar.index.has_later_key
+        )
         self._asking = False
         """This copy only finds out what may follow (`_leaves`)."""
         self._checked = -1
@@ -179,6 +184,8 @@ class GuardedMatcher(Matcher):
             assert frame is not None
             started = bytes(self._text[state.begin + 1 :]) if mode == KEY else None
             found += self._ending_keys(frame, started, row)
+        if self._plan.has_few_names and frame is not None and frame.keys:
+            found += self._near_used_keys(state, frame, row)
         if self._plan.planner is None:
             return found
         found += (index.ends_string_and_opens if mode in (KEY, STRING) else index.opens).allowed(row)
@@ -212,6 +219,22 @@ class GuardedMatcher(Matcher):
         for key in keys:
             found += self._allowed(index.starting_with(key[len(started) :] + b'"'), row)
         return found
+
+    def _near_used_keys(self, state: State, frame: Frame, row: NDArray[np.int32]) -> list[int]:
+        """Return the tokens after which there may be no other key than those used, if another one has to come."""
+        index = self._index
+        if state.mode in (KEY, BEFORE_KEY):
+            partial = bytes(self._text[state.begin :]) if state.mode == KEY else b""
+            return self._chosen(Choice(None, _as_texts(frame.keys), frozenset()), partial, row)
+        ends = {STRING: index.ends_string_and_more, SCALAR: index.ends_scalar}.get(state.mode, index.has_end)
+        return ends.allowed(row)
+
+    def _has_other_keys(self, state: State, frame: Frame, tokens: list[int]) -> bool:
+        if not frame.keys or state.mode not in (KEY, BEFORE_KEY) or self._asking:
+            return True
+        partial = bytes(self._text[state.begin :]) if state.mode == KEY else b""
+        never = [text for text in _as_texts(frame.keys) if text.startswith(partial)]
+        return not never or self._leaves(tokens, partial, never)
 
     def _allowed(self, tokens: Iterable[int], row: NDArray[np.int32]) -> list[int]:
         return [token for token in tokens if row[token >> 5] & _BITS[token & 31]]
@@ -271,7 +294,11 @@ class GuardedMatcher(Matcher):
             self._text += self._index.contents[token]
         try:
             after = advance(state, self._text, length, self._plan.root)
-            return after.frame is None or not after.frame.watched or self._continues(after, after.frame, tokens)
+            if after.frame is None:
+                return True
+            if self._plan.has_few_names and not self._has_other_keys(after, after.frame, tokens):
+                return False
+            return not after.frame.watched or self._continues(after, after.frame, tokens)
         except Veto:
             return False
         finally:
@@ -335,6 +362,11 @@ class GuardedMatcher(Matcher):
             raise BackendError(f"the guard let an invalid document through: {bounded(error.message)}")
         self._checked = len(self._text)
         return True
+
+
+def _as_texts(keys: frozenset[bytes]) -> frozenset[bytes]:
+    """Return keys as JSON texts."""
+    return frozenset(minified(key.decode("utf-8", "surrogatepass")) for key in keys)
 
 
 def _is_quiet(state: State) -> bool:

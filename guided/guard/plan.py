@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 from typing import Any
 
@@ -42,6 +43,8 @@ class Plan:
     planner: _Planner | None = None
     validator: Any = None
     """Checks the complete document."""
+    has_few_names: bool = False
+    """Some object may run out of names for its properties."""
 
     def root(self, first: int) -> Rule | None:
         """Return the rule of a document that begins with the byte `first`."""
@@ -53,6 +56,20 @@ def repeats_keys(document: dict[str, Any] | bool) -> bool:
     if isinstance(document, bool):
         return document
     return any(_is_open(node.schema) for node in SchemaGraph.build(document).reachable())
+
+
+def has_few_names(document: dict[str, Any] | bool) -> bool:
+    """Whether some object may have no other names than a few, which are not listed as `properties`."""
+    if isinstance(document, bool):
+        return False
+    for node in SchemaGraph.build(document).reachable():
+        names = node.schema.get("propertyNames", True)
+        few = isinstance(names, dict) and not (names.keys() <= {"type", "minLength", "pattern"})
+        patterns = [*node.schema.get("patternProperties", {})]
+        patterns += [names["pattern"]] if isinstance(names, dict) and "pattern" in names else []
+        if few or not all(map(domains.endless_pattern, patterns)):
+            return True
+    return False
 
 
 def _is_open(schema: dict[str, Any]) -> bool:
@@ -68,8 +85,10 @@ def _is_open(schema: dict[str, Any]) -> bool:
     return "array" in types and (any(one is True for one in anything) or "items" not in schema)
 
 
-def plan_superset(document: dict[str, Any] | bool) -> Plan | None:
-    """Return the plan for a schema that a library can't enforce; None if the guard can't either."""
+@lru_cache(maxsize=8)  # one library after the other is tried
+def plan_superset(source: str) -> Plan | None:
+    """Return the plan for a schema (JSON text) that a library can't enforce; None if the guard can't either."""
+    document = json.loads(source)
     if isinstance(document, bool):
         return None
     for rewrite in (True, False):  # rewritten conditions are alternatives, which the guard may not tell apart

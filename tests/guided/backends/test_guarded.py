@@ -156,6 +156,19 @@ def test_a_value_that_can_only_become_one_that_is_used_is_not_begun(bytewise: Ba
     assert "]" in characters(matcher)
 
 
+@pytest.mark.parametrize("names", [{"patternProperties": {"^(a|ab)$": {}}}, {"propertyNames": {"pattern": "^(a|ab)$"}}])
+def test_no_comma_after_the_last_of_few_names(bytewise: Backends, names: Any) -> None:
+    closed = {} if "propertyNames" in names else {"additionalProperties": False}
+    matcher = compiled(bytewise, {"type": "object", **names, **closed}).matcher()
+    matcher.accept_tokens(byte_tokens('{"ab":1'))
+    assert "," in characters(matcher)
+    matcher.accept_tokens(byte_tokens(',"a'))
+    assert characters(matcher) == '"'
+    matcher.accept_tokens(byte_tokens('":2'))
+    assert "," not in characters(matcher)
+    assert "}" in characters(matcher)
+
+
 def test_the_last_of_few_objects(bytewise: Backends) -> None:
     matcher = compiled(bytewise, PEOPLE).matcher()
     matcher.accept_tokens(byte_tokens('[{"name":"x","adult":true},{"name":"x","adult":'))
