@@ -34,8 +34,8 @@ class ToolFormat:
     separator: str | None = None
     gap: str = "\n"
     """Text between calls that must be written one after the other, without `separator`."""
-    id_length: int = 24
-    """Number of characters of a call's id. Mistral's templates refuse other lengths."""
+    id_length: int = 29
+    """Number of characters of a call's id ("call_" and 24 digits). Mistral's templates refuse other lengths than 9."""
     parallel: bool = True
     """A turn of the model may have several calls."""
     others: tuple[str, ...] = ()
