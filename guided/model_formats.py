@@ -34,10 +34,12 @@ class ToolFormat:
     separator: str | None = None
     gap: str = "\n"
     """Text between calls that must be written one after the other, without `separator`."""
-    id_length: int = 24
-    """Number of characters of a call's id. Mistral's templates refuse other lengths."""
+    id_length: int = 29
+    """Number of characters of a call's id ("call_" and 24 digits). Mistral's templates refuse other lengths than 9."""
     parallel: bool = True
     """A turn of the model may have several calls."""
+    others: tuple[str, ...] = ()
+    """Texts that only the templates of other families contain."""
 
     def begin(self, name: str) -> str:
         """Return the text of a call of `name` before its arguments."""
@@ -55,6 +57,8 @@ class ReasoningFormat:
     """Text after the end, before the answer."""
     answer: str = ""
     """Text at the beginning of each answer that is no function call."""
+    others: tuple[str, ...] = ()
+    """Texts that only the templates of other families contain."""
 
 
 _CALLS, _CALL, _SEP, _CALL_END, _CALLS_END = (
@@ -105,7 +109,8 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
     "hermes": ToolFormat(
         call=('<tool_call>\n{"name": "{name}", "arguments": ', "}\n</tool_call>"),
         trigger="<tool_call>",
-        marks=("<tool_call>", '"arguments"'),
+        marks=("<tool_call>", "arguments"),
+        others=("<function=", "<arg_key>"),  # Qwen 3 Coder, GLM
     ),
     "llama3": ToolFormat(
         call=('{"name": "{name}", "parameters": ', "}"),
@@ -132,7 +137,10 @@ REASONING_FORMATS: dict[str, ReasoningFormat] = {
 
 def detect(template: str, formats: Mapping[str, Any]) -> str | None:
     """Return the name of the format that a chat template has; None if it has none of them."""
-    return next((name for name, each in formats.items() if all(mark in template for mark in each.marks)), None)
+    for name, each in formats.items():
+        if all(mark in template for mark in each.marks) and not any(other in template for other in each.others):
+            return name
+    return None
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ class Job:
     """JSON pointers into the constraint -> the field that describes this place, and the pointer in the field."""
     parser: Callable[[], OutputParser] | None = None
     """Makes the parser of a choice's output. None: the output is text."""
-    call_id_length: int = 24
+    call_id_length: int = 29
 
     @property
     def echoes_logprobs(self) -> bool:

@@ -35,7 +35,7 @@ class OutputForm:
     parser: Callable[[], OutputParser] | None = None
     shows_special_tokens: bool = False
     """The parser reads special tokens."""
-    id_length: int = 24
+    id_length: int = 29
     """Number of characters of a call's id."""
 
 
@@ -76,7 +76,7 @@ def output_form(
         return OutputForm(wanted, parser=parser, shows_special_tokens=special)
     whole, found = _combined(body, context, wanted, calls, reasoning, thinking)
     kind = "structural_tag" if wanted.constraint is None else wanted.constraint.kind
-    length = 24 if calls is None else calls.format.id_length
+    length = OutputForm.id_length if calls is None else calls.format.id_length
     name = kind if calls is None else "tools"
     return OutputForm(replace(wanted, constraint=whole), name, found, parser, special, length)
 

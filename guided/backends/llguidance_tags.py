@@ -7,6 +7,7 @@ factored, so that no lexeme is a prefix of another one.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
@@ -46,6 +47,8 @@ class TagGrammar:
     ) -> None:
         self._constraint = constraint
         self._special = special
+        names = "|".join(map(re.escape, sorted(special, key=len, reverse=True)))
+        self._names_in = re.compile(f"({names})" if names else r"((?!))")
         self._grammar_of = grammar_of
         self._names: dict[str, str] = {}
         """Body of a lexeme -> its name."""
@@ -114,9 +117,11 @@ class TagGrammar:
         if rest and any(map(self._is_open, options)):
             options, rest = [Series((option, *rest)) for option in options], ()
         try:
-            expression = self._factored([head for option in options for head in self._heads((option,))])
+            heads = [head for option in options for head in self._heads((option,))]
         except UnsupportedConstraint:  # one begins with something else than a literal
             expression = _any(self._series((option,)) for option in options)
+        else:
+            expression = self._factored(heads)
         return f"{expression} {self._series(rest)}"
 
     def _factored(self, heads: Sequence[_Head]) -> str:
@@ -246,17 +251,8 @@ class TagGrammar:
 
     def _pieces(self, text: str) -> list[Text | Token]:
         """Split a literal at the names of special tokens."""
-        pieces: list[Text | Token] = []
-        start = index = 0
-        while index < len(text):
-            name = max((name for name in self._special if text.startswith(name, index)), key=len, default="")
-            if name:
-                pieces += [Text(text[start:index])] if index > start else []
-                pieces.append(Token(name))
-                start = index = index + len(name)
-            else:
-                index += 1
-        return [*pieces, Text(text[start:])] if start < len(text) or not pieces else pieces
+        parts = enumerate(self._names_in.split(text))
+        return [Token(part) if index % 2 else Text(part) for index, part in parts if part] or [Text("")]
 
     def _token(self, token: Token) -> str:
         number = self._special.get(str(token.token)) if isinstance(token.token, str) else token.token

@@ -230,7 +230,7 @@ def test_thoughts() -> None:
     ("template", "tools", "reasoning"),
     [
         ('{% if tools %}<tool_call>\n{"name": .., "arguments": ..}{% endif %}', "hermes", None),
-        ("<tool_call><function=", None, None),
+        ("<tool_call><function= arguments", None, None),
         ('[TOOL_CALLS] {"name"', "mistral", None),
         ("[TOOL_CALLS][ARGS]", "tekken", None),
         ("<|tool_calls_begin|>```json </think>", "deepseek", "think"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,8 @@ import jsonschema
 import pytest
 from serving import sse
 from starlette.testclient import TestClient
+
+from guided.model_formats import TOOL_FORMATS, ToolFormat
 
 CHAT = "/v1/chat/completions"
 USER = {"messages": [{"role": "user", "content": "hi"}], "seed": 3, "max_tokens": 150}
@@ -68,7 +71,7 @@ def test_required(hermes: TestClient, seed: int) -> None:
     assert choice["message"]["content"] is None
     assert choice["finish_reason"] == "tool_calls"
     assert body["guided"] == {"kind": "tools", "backend": "llguidance", "not_enforced": []}
-    assert len(choice["message"]["tool_calls"][0]["id"]) == len("call_") + 24 - 5
+    assert re.fullmatch("call_[0-9a-f]{24}", choice["message"]["tool_calls"][0]["id"])
 
 
 def test_a_named_function(hermes: TestClient) -> None:
@@ -147,6 +150,32 @@ def test_unknown_formats_are_named(hermes: TestClient) -> None:
     tools = [tool("f", {"properties": {"a": {"type": "string", "format": "color", "maxLength": 2}}}, strict=True)]
     body = ask(hermes, tools=[*TOOLS, *tools], tool_choice="required", parallel_tool_calls=False)
     assert body["guided"]["not_enforced"] == ["tools[2].function.parameters/properties/a/format"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_format_with_special_tokens(
+    client_with: Callable[..., TestClient], monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    """Special tokens begin calls, as Mistral's do. They are not part of the answer."""
+    form = ToolFormat(call=("<|system|>{name}<|user|>", ""), trigger="<|system|>", marks=("?",), gap="", id_length=9)
+    monkeypatch.setitem(TOOL_FORMATS, "special", form)
+    client = client_with(tool_format="special")
+    tokenizer = client.app.state.context.engine.tokenizer  # type: ignore[attr-defined]
+    bias = {str(tokenizer.convert_tokens_to_ids("<|system|>")): 100}
+    body = {**USER, "tools": TOOLS, "logit_bias": bias, "parallel_tool_calls": False, "stream": stream}
+    answer = client.post(CHAT, json=body)
+    if stream:
+        deltas = [choice["delta"] for event in sse(answer.text)[:-1] for choice in event["choices"]]
+        calls = [call for delta in deltas for call in delta.get("tool_calls", [])]
+        arguments = "".join(call["function"]["arguments"] for call in calls)
+        message = {"tool_calls": [{**calls[0], "function": {**calls[0]["function"], "arguments": arguments}}]}
+        assert not any(delta.get("content") for delta in deltas)
+    else:
+        choice = answer.json()["choices"][0]
+        message = choice["message"]
+        assert (choice["finish_reason"], message["content"]) == ("tool_calls", None)
+    assert len(calls_of(message)) == 1
+    assert len(message["tool_calls"][0]["id"]) == 9
 
 
 def test_a_call_that_is_cut(hermes: TestClient) -> None:
