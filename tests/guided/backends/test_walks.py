@@ -86,7 +86,7 @@ KNOWN: list[Any] = [
     {"allOf": [{"type": "integer", "multipleOf": 65537}, {"multipleOf": 65539}]},
     {"type": "string", "pattern": "^[\\x00-\\x1f]$"},
     {"type": "string", "pattern": "^[^\\x20-\\uffff]$"},
-    {"type": "string", "pattern": "^\\p{Lu}[\\u{e9}-\\u{ff}]+$"},
+    {"type": "string", "pattern": "^\\p{Lu}[é-ÿ]+$"},
     {"type": "string", "pattern": "^[a&&b]$"},
     {"type": "string", "pattern": "^\\d.\\S$"},
     {"type": "string", "pattern": "^[]a]$"},
