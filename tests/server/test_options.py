@@ -46,7 +46,7 @@ def test_the_typed_configuration_is_made_of_what_llm_takes() -> None:
     assert (options.engine.limits, options.ray.compile_limits) == (Limits(), CompileLimits())
     assert (options.load, options.server) == (LoadOptions(), ServerSettings())
     for kind in (LLM, AsyncLLM):
-        assert {"config", "pool_options", "load_options", "pool"} < inspect.signature(kind).parameters.keys()
+        assert {"config", "pool_options", "options", "pool"} < inspect.signature(kind).parameters.keys()
 
 
 def test_the_command_line_has_every_option_with_its_default() -> None:
