@@ -374,10 +374,15 @@ def _is_quiet(state: State) -> bool:
     frame, complete = state.frame, state.mode == AFTER
     if frame is None:
         return False
+    outer = False
     while frame is not None:
-        if frame.rule is not None and frame.rule.vetoes and not frame.rule.is_quiet(frame.state, complete):
-            return False
-        frame, complete = frame.parent, False
+        rule = frame.rule
+        if rule is not None and rule.vetoes:
+            if not rule.is_quiet(frame.state, complete):
+                return False
+            if outer and not frame.is_object and rule.choice(frame.state, False) is not None:
+                return False  # the end of the container within completes an item
+        frame, complete, outer = frame.parent, False, True
     return True
 
 

@@ -10,6 +10,8 @@ from guided.schema import string_pattern
 from guided.schema.keywords import ALL_TYPES, NUMBER_BOUNDS, Schema, integer_bounds
 
 _MANY = 1000
+_DEPTH = 4
+"""Maximum number of arrays within each other that are looked at."""
 _STRINGS = ("", "a", "value", "x" * 40)
 _NUMBERS = (0, 1, -1, 2, 5, 10, 100, 1000, 0.5)
 _FIRST = {"string": b'"', "object": b"{", "array": b"[", "boolean": b"tf", "null": b"n"}
@@ -107,13 +109,13 @@ def endless(form: Definitions, schema: Schema) -> frozenset[int]:
                     and not part.keys() & {"maxProperties", "propertyNames"}
                 )
                 or (kind in ("integer", "number") and not part.keys() & {*NUMBER_BOUNDS, "multipleOf"})
-                or (kind == "array" and part.get("items", True) is not False and "maxItems" not in part)
+                or (kind == "array" and _is_endless_array(form, part, _DEPTH))
             )
             (found if free else closed).update(_FIRST[kind])
     return frozenset(found - closed)
 
 
-def at_least(form: Definitions, schema: Schema, count: int) -> bool:
+def at_least(form: Definitions, schema: Schema, count: int, depth: int = _DEPTH) -> bool:
     """Whether it is certain that a schema allows `count` different values."""
     known = 0
     for one in resolved(form, schema):
@@ -121,12 +123,18 @@ def at_least(form: Definitions, schema: Schema, count: int) -> bool:
         if values is not None:
             known = max(known, len(values))
             continue
-        sizes = [_size(one if isinstance(one, dict) else {}, kind) for kind in kinds(one)]
+        sizes = [_size(form, one if isinstance(one, dict) else {}, kind, depth) for kind in kinds(one)]
         known = max(known, sum(sizes))
     return known >= count
 
 
-def _size(schema: dict[str, Any], kind: str) -> int:
+def _is_endless_array(form: Definitions, schema: dict[str, Any], depth: int) -> bool:
+    """Whether an array can go on whatever it began with. Its items may have to be different."""
+    items = schema.get("items", True)
+    return items is not False and "maxItems" not in schema and depth > 0 and at_least(form, items, _MANY, depth - 1)
+
+
+def _size(form: Definitions, schema: dict[str, Any], kind: str, depth: int) -> int:
     """Return a lower bound of the number of values of a type."""
     if kind == "boolean":
         return 2
@@ -146,7 +154,7 @@ def _size(schema: dict[str, Any], kind: str) -> int:
         is_open = schema.get("additionalProperties", True) is not False and "propertyNames" not in schema
         return _MANY if is_open and schema.get("maxProperties", 1) > len(schema.get("required", ())) else 1
     if kind == "array":
-        return _MANY if schema.get("items", True) is not False and "maxItems" not in schema else 1
+        return _MANY if _is_endless_array(form, schema, depth) else 1
     return 1
 
 

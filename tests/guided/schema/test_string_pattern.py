@@ -76,7 +76,6 @@ def test_what_has_to_be_escaped_and_may_not_be_is_refused() -> None:
         (r"\s", "\t\n\v\f\r \xa0\u1680\u2000\u200a\u2028\u2029\u202f\u205f\u3000\ufeff"),
         (r"[^\S]", "\ufeff "),
         (".", "a\x00\x85\x1c"),
-        ("[[:alpha:]", ":["),
         ("[a&&b]", "a&b"),
         ("[\\b]", "\b"),
     ],
@@ -100,7 +99,7 @@ def test_whitespace_is_that_of_json() -> None:
 
 
 def test_what_python_and_ecma_262_read_differently_is_refused() -> None:
-    for pattern in (r"\Aa", r"a\Z", r"\a", r"[\a]", r"\N{DIGIT ONE}", r"\U0001f600", "[]a]", "[^]a]", "a{,2}"):
+    for pattern in (r"\Aa", r"a\Z", r"\a", r"[\a]", r"\N{DIGIT ONE}", r"\U0001f600", "[]a]", "a{,2}"):
         with pytest.raises(UnsupportedConstraint, match="ECMA-262"):
             string_pattern.read(pattern)
     for pattern in (r"\\A", r"\[]", r"[a\]{,2}]", r"[[]", r"a\{,2}"):
