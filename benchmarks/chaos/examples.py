@@ -31,7 +31,7 @@ class Example:
     value: Any
     prompt: str
     pattern: str | None = None
-    """For a grammar: a regex with the same language, to check outputs with."""
+    """For a grammar or structural tag: a regex with the same language, to check outputs with."""
 
     @property
     def constraint(self) -> Constraint:
@@ -70,6 +70,14 @@ _GRAMMARS = [
 ]
 
 
+def _tag(pattern: str) -> dict[str, Any]:
+    content = {"type": "regex", "pattern": pattern}
+    return {
+        "type": "structural_tag",
+        "format": {"type": "tag", "begin": "<answer>", "content": content, "end": "</answer>"},
+    }
+
+
 def _prompt(number: int, question: str) -> str:
     name, age, city = PEOPLE[number % len(PEOPLE)]
     return f"{name} is {age} years old and lives in {city}. {question}"
@@ -85,6 +93,10 @@ EXAMPLES: dict[ConstraintKind, list[Example]] = {
     "grammar": [
         Example("grammar", text, _prompt(index, "Is it so?"), pattern)
         for index, (text, pattern) in enumerate(_GRAMMARS)
+    ],
+    "structural_tag": [
+        Example("structural_tag", _tag(pattern), _prompt(index, "Which?"), f"<answer>({pattern})</answer>")
+        for index, pattern in enumerate(_PATTERNS)
     ],
 }
 """Fixed constraints, which many requests share."""
@@ -104,6 +116,8 @@ def fresh(kind: ConstraintKind, source: random.Random) -> Example:
             return Example(kind, _object(**fields), prompt)
         case "regex":
             return Example(kind, f"{first} [0-9]{{{1 + bound % 5}}}( {second})?", prompt)
+        case "structural_tag":
+            return Example(kind, _tag(f"{first} [0-9]{{2}}"), prompt, f"<answer>{first} [0-9]{{2}}</answer>")
         case "choice":
             return Example(kind, [first, f"{first} {second}", second, str(bound)], prompt)
         case "grammar":

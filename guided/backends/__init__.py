@@ -38,6 +38,9 @@ class Adapter:
     aliases: tuple[str, ...] = ()
     keeps_masks: bool = False
     """Its class takes a `MaskCache` as well: computing a mask takes longer than copying one."""
+    narrows: bool = False
+    """It allows fewer objects than the schema, for example no other order. What it can't enforce is not guarded then:
+    a veto could leave no token."""
 
     def load(self) -> type[Backend]:
         """Return the class of the adapter; imports its library."""
@@ -53,6 +56,7 @@ BACKENDS: dict[str, Adapter] = {
         frozenset({"json_schema", "regex", "choice"}),
         ("outlines_core", "outlines-core"),
         keeps_masks=True,
+        narrows=True,
     ),
     "lm-format-enforcer": Adapter(
         "guided.backends.lmformatenforcer",
@@ -60,6 +64,7 @@ BACKENDS: dict[str, Adapter] = {
         frozenset({"json_schema", "json_object", "regex", "choice"}),
         ("lmfe", "lmformatenforcer", "lm_format_enforcer"),
         keeps_masks=True,
+        narrows=True,
     ),
 }
 """Public name -> adapter, in the order of "auto"."""
@@ -123,6 +128,7 @@ class Backends:
         with self._lock:
             if name not in self._made:
                 make: Callable[..., Backend] = BACKENDS[name].load()
-                kept = (self.masks,) if BACKENDS[name].keeps_masks else ()
-                self._made[name] = GuardedBackend(make(self.vocabulary, *kept), self.vocabulary)
+                adapter = BACKENDS[name]
+                inner = make(self.vocabulary, *((self.masks,) if adapter.keeps_masks else ()))
+                self._made[name] = GuardedBackend(inner, self.vocabulary, supersets=not adapter.narrows)
             return self._made[name]

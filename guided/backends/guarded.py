@@ -35,12 +35,14 @@ class GuardedBackend(Backend):
 
     Args:
         inner: the adapter of a library.
+        supersets: give the library a superset of what it can't enforce.
     """
 
     name = "guarded"
 
-    def __init__(self, inner: Backend, vocabulary: Vocabulary) -> None:
+    def __init__(self, inner: Backend, vocabulary: Vocabulary, *, supersets: bool = True) -> None:
         self._inner = inner
+        self._supersets = supersets
         self._vocabulary = vocabulary
         self._index: TokenIndex | None = None
 
@@ -49,7 +51,7 @@ class GuardedBackend(Backend):
         try:
             grammar = self._inner.compile(constraint)
         except UnsupportedConstraint as refusal:
-            plan = plan_superset(constraint.source) if constraint.kind == "json_schema" else None
+            plan = plan_superset(constraint.source) if self._supersets and constraint.kind == "json_schema" else None
             if plan is None or plan.superset is None:
                 raise
             try:
@@ -60,6 +62,8 @@ class GuardedBackend(Backend):
 
     def load(self, constraint: Constraint, dumped: bytes) -> CompiledGrammar:
         """See `Backend.load`."""
+        if constraint.kind not in ("json_schema", "json_object"):
+            return self._inner.load(constraint, dumped)
         if not dumped:
             return self.compile(constraint)
         for mark, is_superset in _MARKS.items():

@@ -48,7 +48,7 @@ def test_each_its_own_parameters_and_errors_stay_with_their_prompt(llm: LLM) -> 
 
 
 def test_one_bad_request_and_none_is_run(llm: LLM) -> None:
-    with pytest.raises(InvalidRequest, match="max_tokens"):
+    with pytest.raises(InvalidRequest, match="500 in the completion"):
         llm.generate(PROMPTS, [SamplingParams(), SamplingParams(max_tokens=500), SamplingParams()], use_tqdm=False)
     assert not llm.engine.has_unfinished
     with pytest.raises(ValueError, match="3 prompts and 1"):

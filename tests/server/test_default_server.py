@@ -38,6 +38,15 @@ CONSTRAINTS: dict[str, Any] = {
     "regex": DATE,
     "choice": COLORS,
     "grammar": GRAMMAR,
+    "structural_tag": {
+        "type": "structural_tag",
+        "format": {
+            "type": "tag",
+            "begin": "<color>",
+            "content": {"type": "choice", "choice": COLORS},
+            "end": "</color>",
+        },
+    },
 }
 PROMPTS = {
     "json_schema": "Extract name, age and city as JSON. {who} is {age} years old and lives in {city}.",
@@ -45,6 +54,7 @@ PROMPTS = {
     "regex": "When was {who} born? Answer with a date.",
     "choice": "Which color does {who} like?",
     "grammar": "Does {who} live in {city}?",
+    "structural_tag": "Which color does {who} like?",
     None: "{who} is {age} years old and lives in {city}. Who is it?",
 }
 PEOPLE = [
@@ -120,6 +130,8 @@ def satisfies(kind: str, text: str) -> bool:
             return re.fullmatch(DATE, text) is not None
         case "choice":
             return text in COLORS
+        case "structural_tag":
+            return text in [f"<color>{color}</color>" for color in COLORS]
         case _:
             return text in ("the answer is yes.", "the answer is no.")
 

@@ -109,7 +109,7 @@ def test_what_no_library_enforces(bytewise: Backends, schema: Any, valid: list[s
     assert [text for text in invalid if accepts(grammar, text)] == []
 
 
-@pytest.mark.parametrize("backend", ["llguidance", "xgrammar", "lm-format-enforcer"])
+@pytest.mark.parametrize("backend", ["llguidance", "xgrammar"])
 def test_over_any_library(bytewise: Backends, backend: str) -> None:
     grammar = compiled(bytewise, {**UNIQUE, "items": {"type": "string"}}, backend)
     assert accepts(grammar, '["a","b"]')
