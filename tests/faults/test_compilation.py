@@ -126,7 +126,7 @@ def test_where_none_could_the_error_names_each_and_is_not_the_users(compiler: Co
     error = error_of(compiler.submit(refused, [NAME, "llguidance", "xgrammar"]).result(WAIT))
     assert type(error) is CompileTimeout
     for name in (NAME, "llguidance", "xgrammar"):
-        assert f"{name}: " in str(error)
+        assert name in str(error)
 
 
 def test_a_grammar_that_weighs_too_much_reaches_no_worker(compiler: Compiler) -> None:

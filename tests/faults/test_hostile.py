@@ -59,6 +59,7 @@ FOOLED = {
     "silent-ignore-7": ('{"fool": 1}', ['{"foo": 1.5}', '{"fo": "a"}']),
     "silent-ignore-8": ('"a/b"', ['"a b"', '"<a>"']),
     "silent-ignore-10": ("1", ['"a"']),
+    "xgr-suite-schema-11": ("{}", ['{"a": 1}']),
 }
 """Inputs that must be rejected unless the backend enforces them: (outputs that satisfy them, outputs that don't)."""
 
@@ -162,8 +163,14 @@ def test_it_is_decided_as_listed_by_every_backend(entry: dict[str, Any], compile
         assert error_of(decided(compiler, constraint, AUTO)) is None, "at least one backend enforces it"
 
 
+UNDERSTOOD = {"vllm-35438-missing-json_schema"}
+"""Requests in a form that we take, as llama.cpp does: the schema beside the type."""
+
+
 @pytest.mark.parametrize(
-    "entry", [each for each in entries() if each["scope"] == "request"], ids=lambda each: each["id"]
+    "entry",
+    [each for each in entries() if each["scope"] == "request" and each["id"] not in UNDERSTOOD],
+    ids=lambda each: each["id"],
 )
 def test_a_request_is_decided_as_listed(entry: dict[str, Any]) -> None:
     body = {"messages": [{"role": "user", "content": "hello"}], **payload(entry)}

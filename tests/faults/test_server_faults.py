@@ -44,6 +44,7 @@ from guided.errors import (
     CompileQueueFull,
     CompileTimeout,
     ConstraintTooLarge,
+    ContextLengthExceeded,
     DeadEnd,
     GuidedError,
     InternalError,
@@ -59,6 +60,7 @@ from guided.errors import (
 ERRORS: dict[type[GuidedError], tuple[int, str, bool]] = {
     # status, code, whether the same request would probably succeed
     InvalidRequest: (400, "invalid_request", False),
+    ContextLengthExceeded: (400, "context_length_exceeded", False),
     InvalidConstraint: (400, "invalid_constraint", False),
     ConstraintTooLarge: (400, "constraint_too_large", False),
     UnsupportedConstraint: (400, "unsupported_constraint", False),

@@ -217,11 +217,24 @@ GRAMMARS = mostly(_SOUND_GRAMMARS, broken(_SOUND_GRAMMARS), of=4)
 CHOICES = mostly(st.lists(TEXTS, max_size=4), st.lists(st.text(), max_size=4), of=3)
 WHITESPACE = st.one_of(st.none(), st.sampled_from(["", " ?", r"\s*", "[ \\n]{0,3}", "("]), REGEXES)
 
+_CONTENTS = st.one_of(
+    st.builds(lambda pattern: {"type": "regex", "pattern": pattern}, REGEXES),
+    st.builds(lambda texts: {"type": "choice", "choice": texts}, CHOICES),
+    st.builds(lambda schema: {"type": "json_schema", "json_schema": schema}, SCHEMAS),
+    st.just({"type": "any_text"}),
+    JUNK,
+)
+_TAGS = st.builds(
+    lambda begin, content, end: {"type": "tag", "begin": begin, "content": content, "end": end}, TEXTS, _CONTENTS, TEXTS
+)
+STRUCTURAL_TAGS = st.builds(lambda form: {"type": "structural_tag", "format": form}, st.one_of(_TAGS, _CONTENTS))
+
 FIELDS: dict[str, SearchStrategy[Any]] = {
     "json_schema": SCHEMAS,
     "json_object": st.just(True),
     "regex": REGEXES,
     "choice": CHOICES,
     "grammar": GRAMMARS,
+    "structural_tag": STRUCTURAL_TAGS,
 }
 """Kind -> values of its request field."""
