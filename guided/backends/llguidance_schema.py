@@ -32,7 +32,7 @@ from guided.regex import Chars
 from guided.schema import string_pattern
 from guided.schema.complement import only_closes
 from guided.schema.implication import covers
-from guided.schema.keywords import Schema, clean, integer_bounds
+from guided.schema.keywords import Schema, clean, integer_bounds, types_of
 from guided.schema.string_language import complement_of, disjoint_patterns, pattern_of, without
 
 _OWN_FORMATS = frozenset(("duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"))
@@ -292,6 +292,8 @@ class LLGuidanceLowering(SchemaLowering):
             names = self.form.target(names)
         if names is True:
             return properties, patterns, rest
+        if "string" not in types_of(names):
+            names = False
         allowed = self.allowed_names(schema, properties)
         properties = {name: value if name in allowed else False for name, value in properties.items()}
         if rest is False and not patterns:

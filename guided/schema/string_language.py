@@ -13,7 +13,7 @@ from guided import regex
 from guided.errors import UnsupportedConstraint
 from guided.regex import EMPTY, UNIVERSE, Chars, Node
 from guided.schema import string_pattern
-from guided.schema.keywords import Schema
+from guided.schema.keywords import Schema, types_of
 
 _MAX_STATES = 150
 _MAX_NODES = 20_000
@@ -70,7 +70,7 @@ def _strings(schema: Schema, *, exact: bool = False) -> Node:
     """Return the strings that satisfy `schema`. `exact`: refuse `format`, because ours may match fewer."""
     if schema is True or schema == {}:
         return _ANY
-    if isinstance(schema, dict):
+    if isinstance(schema, dict) and "string" in types_of(schema):
         values = [schema["const"]] if "const" in schema else schema.get("enum", [])
         literals = [regex.literal(value) for value in values if isinstance(value, str)]
         if literals:

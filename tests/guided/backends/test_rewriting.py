@@ -79,7 +79,15 @@ _CONDITIONS = st.fixed_dictionaries(
         "oneOf": st.lists(_OBJECTS, min_size=2, max_size=3),
         "dependentRequired": st.dictionaries(_NAMES, st.lists(_NAMES, max_size=2, unique=True), max_size=2),
         "dependentSchemas": st.dictionaries(_NAMES, _OBJECTS, max_size=1),
-        "propertyNames": st.sampled_from([{"enum": ["x", "y"]}, {"pattern": "^[xz]$"}, {"not": {"const": "x"}}]),
+        "propertyNames": st.sampled_from(
+            [
+                {"enum": ["x", "y"]},
+                {"pattern": "^[xz]$"},
+                {"not": {"const": "x"}},
+                {"type": "object"},
+                {"anyOf": [{"type": "null"}, {"const": "y"}]},
+            ]
+        ),
         "minProperties": st.integers(1, 2),
     },
 )
