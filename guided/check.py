@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 from guided.backends import AUTO, Backends, candidates
 from guided.bitmask import allowed_ids, words
 from guided.budget import Budget, budget_of
-from guided.compilation import Compiled, compile_with, conclusion, is_about_backend
+from guided.compilation import Compiled, compile_constraint
 from guided.completion import shortest
 from guided.constraint import Constraint, ConstraintKind
 from guided.errors import GuidedError, InvalidRequest
@@ -162,16 +162,10 @@ def _constraint(kind: ConstraintKind, text: str) -> Constraint:
 
 
 def _compile(constraint: Constraint, backends: Backends, names: Sequence[str], report: Report) -> Compiled:
-    failed: list[tuple[str, GuidedError]] = []
-    for name in names:
-        try:
-            return compile_with(backends, constraint, name)
-        except GuidedError as error:
-            if not is_about_backend(error):
-                raise
-            failed.append((name, error))
-            report.refusals[name] = str(error)
-    raise conclusion(failed)
+    def note(name: str, refusal: GuidedError) -> None:
+        report.refusals[name] = str(refusal)
+
+    return compile_constraint(backends, constraint, names, note)
 
 
 def _describe_changes(report: Report, constraint: Constraint, compiled: Compiled) -> None:

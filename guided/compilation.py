@@ -6,7 +6,7 @@ It runs in a process that may be killed (`actors`), or in the calling process (`
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -44,8 +44,16 @@ def grammar_key(backend: str, constraint: Constraint) -> str:
     return f"{backend}:{constraint.key}"
 
 
-def compile_constraint(backends: Backends, constraint: Constraint, names: Sequence[str]) -> Compiled:
+def compile_constraint(
+    backends: Backends,
+    constraint: Constraint,
+    names: Sequence[str],
+    when_refused: Callable[[str, GuidedError], None] = lambda name, refusal: None,
+) -> Compiled:
     """Compile with the first of `names` that can enforce all of `constraint`, and compute the first mask.
+
+    Args:
+        when_refused: called with the name of each backend that can't, and the reason.
 
     Raises:
         InvalidConstraint: the constraint is malformed, or no output satisfies it.
@@ -60,6 +68,7 @@ def compile_constraint(backends: Backends, constraint: Constraint, names: Sequen
             if not is_about_backend(error):
                 raise
             failed.append((name, error))
+            when_refused(name, error)
     raise conclusion(failed)
 
 

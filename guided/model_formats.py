@@ -119,7 +119,7 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
         gap="; ",
     ),
 }
-"""Name -> format. The first one whose marks a chat template contains is the model's. `hermes` is also the format of
+"""Name -> format. The first one with all its marks in the chat template is the model's. `hermes` is also the format of
 Qwen 2.5 and 3, and of the embedded model."""
 
 REASONING_FORMATS: dict[str, ReasoningFormat] = {

@@ -91,7 +91,7 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
         self._missing: list[str] = []
         """Ids of requests without a mask in this step."""
         self._step: _Step | None = None
-        """The step whose masks are being computed."""
+        """The step that is being prepared: its masks are being computed."""
         config = vllm_config.scheduler_config
         config.scheduler_cls = guided_scheduler(config.get_scheduler_cls())
 

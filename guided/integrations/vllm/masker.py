@@ -106,7 +106,7 @@ class Masker:
         self._requests: dict[str, GuidedRequest] = {}
         self._rows: Sequence[GuidedRow] = ()
         self._discarded: set[int] = set()
-        """Indices of this step's rows whose token is discarded by the engine: they need no mask."""
+        """Indices of rows that need no mask in this step: the engine discards their tokens."""
         self._prepared: dict[int, int] = {}
         """Sequence id -> index of its row, for the rows that were prepared."""
         self._sequences: tuple[GuidedSequence, ...] = ()
@@ -274,8 +274,8 @@ class Masker:
             park: a row without its mask by then is late. Otherwise its request fails.
 
         Returns:
-            int32 `[rows, words]`. Rows of failed and late requests allow their stop token only. So do rows whose
-            token is discarded in any case: after the end of the output, or after an invalid draft token.
+            int32 `[rows, words]`. Rows of failed and late requests allow their stop token only. So do rows with a
+            token that is discarded in any case: after the end of the output, or after an invalid draft token.
         """
         bitmask = np.empty((len(self._rows), words(self._width)), np.int32)
         computed = set(self._prepared.values()) if self._in_step else set()
