@@ -4,6 +4,9 @@ Held-out requests: generated prompts about people, orders, events and products. 
 addresses are not in the training data, and each has the JSON Schema of the expected answer. The benchmark counts
 answers that end by themselves (`stop`), and answers with all values of the prompt.
 
+Calls: generated requests with held-out values that offer two to four functions (`tool_choice: auto`). The benchmark
+counts answers with exactly one call, calls of the right function, and calls with all arguments right.
+
 Mixed requests: all kinds of constraints over prompts unlike the training text. The benchmark counts `stop`.
 """
 
@@ -23,10 +26,12 @@ from engine.config import EngineConfig
 from engine.default_model import checkpoint_path
 from engine.llm import LLM
 from engine.sampling_params import SamplingParams
-from examples.default_model_training.corpus import evaluation_example
+from examples.default_model_training.corpus import evaluation_call, evaluation_example
 from examples.default_model_training.exchange import schema_of
 from guided.backends import BACKENDS
 from guided.errors import UnsupportedConstraint
+from guided.model_formats import TOOL_FORMATS, Calls, Function, answer_format
+from guided.output_parser import OutputParser
 
 
 @dataclass(frozen=True)
@@ -37,6 +42,7 @@ class Request:
     kind: str
     source: Any
     expected: Any = None
+    tools: list[dict[str, Any]] | None = None
 
 
 @dataclass(frozen=True)
@@ -51,6 +57,18 @@ def held_out_requests(count: int, seed: int) -> list[Request]:
     for index in range(count):
         one = evaluation_example(index, seed)
         requests.append(Request(one.messages(), "json_schema", schema_of(one.expected), one.expected))
+    return requests
+
+
+def call_requests(count: int, seed: int) -> list[Request]:
+    requests = []
+    for index in range(count):
+        one = evaluation_call(index, seed)
+        tools = one.tools or []
+        functions = [Function(each["function"]["name"], each["function"]["parameters"]) for each in tools]
+        form = answer_format(Calls(TOOL_FORMATS["hermes"], functions, required=False, parallel=True), None)
+        tag = {"type": "structural_tag", "format": form}
+        requests.append(Request(one.messages(), "structural_tag", tag, one.expected, tools))
     return requests
 
 
@@ -115,9 +133,14 @@ def params_of(request: Request, max_tokens: int, backend: str) -> SamplingParams
 def answers_of(llm: LLM, requests: list[Request], max_tokens: int, backend: str) -> list[Answer]:
     """Return greedy answers to all requests. Where the backend can't enforce the constraint, the finish reason is
     `refused`."""
-    params = [params_of(r, max_tokens, backend) for r in requests]
+    prompts = [
+        llm.tokenizer.apply_chat_template(
+            r.messages, tools=r.tools, add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+        for r in requests
+    ]
     answers = []
-    for output in llm.chat([r.messages for r in requests], params):
+    for output in llm.generate(prompts, [params_of(r, max_tokens, backend) for r in requests]):
         [one] = output.outputs
         reason = "refused" if isinstance(one.error, UnsupportedConstraint) else one.finish_reason
         answers.append(Answer(one.text, reason or "none", len(one.token_ids)))
@@ -137,10 +160,36 @@ def leaves(value: Any) -> Iterator[Any]:
 
 
 def parsed(answer: Answer) -> Any:
+    return parsed_text(answer.text)
+
+
+def parsed_text(text: str) -> Any:
     try:
-        return json.loads(answer.text)
+        return json.loads(text)
     except ValueError:
         return None
+
+
+def calls_of(answer: Answer, request: Request) -> list[Any]:
+    """Return the calls in an answer. One that is not complete has no arguments."""
+    names = [each["function"]["name"] for each in request.tools or []]
+    pieces = OutputParser(tools=TOOL_FORMATS["hermes"], names=names).feed(answer.text, True)
+    called = {piece.index: piece.text for piece in pieces if piece.kind == "call"}
+    arguments = {
+        index: "".join(p.text for p in pieces if p.kind == "arguments" and p.index == index) for index in called
+    }
+    return [{"name": name, "arguments": parsed_text(arguments[index])} for index, name in called.items()]
+
+
+def call_figures(requests: list[Request], answers: list[Answer]) -> dict[str, Any]:
+    """Return the shares of answers with one call, with the right function, and with all arguments right."""
+    pairs = [(calls_of(answer, request), request.expected) for answer, request in zip(answers, requests, strict=True)]
+    return {
+        "one call": sum(len(calls) == 1 and calls[0]["arguments"] is not None for calls, _ in pairs) / len(pairs),
+        "right function": sum([c["name"] for c in calls] == [expected["name"]] for calls, expected in pairs)
+        / len(pairs),
+        "right arguments": sum(calls == [expected] for calls, expected in pairs) / len(pairs),
+    }
 
 
 def right_leaves(got: Any, expected: Any) -> int:
@@ -162,7 +211,9 @@ def figures_of(requests: list[Request], answers: list[Answer]) -> dict[str, Any]
         "failed": sum(a.finish_reason == "error" for a in run),
         "ends by itself": sum(a.finish_reason == "stop" for a in run) / len(run),
     }
-    if requests[0].expected is not None:
+    if requests[0].tools is not None:
+        figures |= call_figures(requests, answers)
+    elif requests[0].expected is not None:
         pairs = [(parsed(a), r.expected) for a, r in zip(answers, requests, strict=True)]
         figures["all values right"] = sum(got == expected for got, expected in pairs) / len(pairs)
         single = sum(len(list(leaves(expected))) for _, expected in pairs)
@@ -188,6 +239,9 @@ def table(report: dict[str, dict[str, Any]]) -> str:
         "ends by itself",
         "all values right",
         "single values right",
+        "one call",
+        "right function",
+        "right arguments",
         "tokens",
         "seconds",
     ]
@@ -214,7 +268,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--show", type=int, default=0, help="print this many answers of each kind, wrong ones first")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args(argv)
-    runs = [("held out", held_out_requests(args.count, args.seed), "llguidance")]
+    runs = [
+        ("held out", held_out_requests(args.count, args.seed), "llguidance"),
+        ("calls", call_requests(args.count, args.seed), "llguidance"),
+    ]
     for backend in args.backends:
         able = [r for r in mixed_requests() if r.kind in BACKENDS[backend].kinds]
         runs.append((f"mixed, {backend}", able, backend))

@@ -21,6 +21,7 @@ from examples.default_model_training.other_tasks import (
 )
 from examples.default_model_training.records import DOMAINS
 from examples.default_model_training.telling import tell
+from examples.default_model_training.tool_tasks import call_task, tool_task
 from examples.default_model_training.values import Values
 
 SYSTEMS = (
@@ -46,10 +47,16 @@ TASKS: tuple[tuple[Callable[[Values], Example], float], ...] = (
 )
 
 
-def example(index: int, seed: int = 0, held_out: bool = False) -> Example:
-    """The `index`-th example of the corpus; the same arguments always give the same example."""
+def example(index: int, seed: int = 0, held_out: bool = False, tool_share: float = 0.3) -> Example:
+    """The `index`-th example of the corpus; the same arguments always give the same example.
+
+    Args:
+        tool_share: the part of the examples that offers functions. 0 gives the corpus of the tokenizer.
+    """
     rng = random.Random(f"{seed}:{index}:{held_out}")
     v = Values(rng, held_out)
+    if tool_share and rng.random() < tool_share:
+        return tool_task(v)
     task = rng.choices([t for t, _ in TASKS], [w for _, w in TASKS])[0]
     one = task(v)
     if rng.random() < 0.04:
@@ -73,3 +80,8 @@ def evaluation_example(index: int, seed: int = 1) -> Example:
     told = tell(v, DOMAINS[index % len(DOMAINS)](v))
     text = request_text(told, told.asked, v, "plain")
     return Example([text], dumped(told.asked, "plain"), expected=told.asked)
+
+
+def evaluation_call(index: int, seed: int = 1) -> Example:
+    """A held-out request with two to four functions: `expected` is the call's name and arguments."""
+    return call_task(Values(random.Random(f"call:{seed}:{index}"), held_out=True))

@@ -5,8 +5,20 @@ from __future__ import annotations
 import json
 import random
 import re
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
+
+
+@dataclass
+class Call:
+    """A function call."""
+
+    name: str
+    arguments: dict[str, Any]
+
+    def text(self) -> str:
+        """Return the call as the chat template writes it."""
+        return f"<tool_call>\n{json.dumps(asdict(self), ensure_ascii=False)}\n</tool_call>"
 
 
 @dataclass
@@ -18,11 +30,20 @@ class Example:
     system: str | None = None
     chat: bool = True
     expected: Any = field(default=None)
+    tools: list[dict[str, Any]] | None = None
+    """The functions that the request offers."""
+    call: Call | None = None
+    """The model has called a function already, with this result."""
+    result: str = ""
 
-    def messages(self) -> list[dict[str, str]]:
+    def messages(self) -> list[dict[str, Any]]:
         """The prompt as chat messages."""
         roles = ("user", "assistant")
-        messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(self.turns)]
+        messages: list[dict[str, Any]] = [{"role": roles[i % 2], "content": text} for i, text in enumerate(self.turns)]
+        if self.call is not None:
+            call = {"id": "call_1", "type": "function", "function": asdict(self.call)}
+            messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
+            messages.append({"role": "tool", "tool_call_id": "call_1", "content": self.result})
         return [{"role": "system", "content": self.system}, *messages] if self.system else messages
 
 

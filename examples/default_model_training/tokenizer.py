@@ -20,9 +20,17 @@ SYSTEM, USER, ASSISTANT = "<|system|>", "<|user|>", "<|assistant|>"
 CHAT_TEMPLATE = (
     "{{ bos_token }}"
     "{%- if tools -%}"
-    "{{- '<|system|>You may call these functions:' -}}"
-    "{%- for tool in tools -%}{{- '\\n' ~ (tool['function'] | tojson) -}}{%- endfor -%}"
-    '{{- \'\\nA call is\\n<tool_call>\\n{"name": NAME, "arguments": ARGUMENTS}\\n</tool_call><|end|>\' -}}'
+    "{{- '<|system|>Functions:' -}}"
+    "{%- for tool in tools -%}"
+    "{%- set function = tool['function'] -%}{%- set schema = function['parameters'] or {} -%}"
+    "{{- '\\n' ~ function['name'] ~ '(' -}}"
+    "{%- for name, value in (schema['properties'] or {}).items() -%}"
+    "{{- (', ' if not loop.first else '') ~ name ~ ('' if name in (schema['required'] or []) else '?') ~ ': ' -}}"
+    "{{- value['enum'] | join('|') if value['enum'] else value['type'] or 'any' -}}"
+    "{%- endfor -%}"
+    "{{- ')' ~ (': ' ~ function['description'] if function['description'] else '') -}}"
+    "{%- endfor -%}"
+    "{{- '<|end|>' -}}"
     "{%- endif -%}"
     "{%- for message in messages -%}"
     "{%- set role = {'developer': 'system', 'tool': 'user'}.get(message['role'], message['role']) -%}"
@@ -49,7 +57,7 @@ CHAT_TEMPLATE = (
 def texts(count: int, seed: int) -> Iterator[str]:
     """The prompts and answers of `count` examples, without any special token."""
     for index in range(count):
-        one = example(index, seed)
+        one = example(index, seed, tool_share=0)
         yield from (*one.turns, one.answer)
 
 

@@ -26,7 +26,7 @@ from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from engine.default_model import checkpoint_path
-from examples.default_model_training.corpus import evaluation_example, example
+from examples.default_model_training.corpus import evaluation_call, evaluation_example, example
 from examples.default_model_training.exchange import Example
 from examples.default_model_training.tokenizer import build, load
 
@@ -45,7 +45,9 @@ class Batch:
 def encode(tokenizer: PreTrainedTokenizerFast, one: Example) -> tuple[list[int], int]:
     """The token ids of prompt and answer with the end token, and how many of them are the prompt's."""
     if one.chat:
-        text = tokenizer.apply_chat_template(one.messages(), tokenize=False, add_generation_prompt=True)
+        text = tokenizer.apply_chat_template(
+            one.messages(), tools=one.tools, tokenize=False, add_generation_prompt=True
+        )
         prompt = tokenizer.encode(text, add_special_tokens=False)
     else:
         prompt = tokenizer.encode(one.turns[0])
@@ -64,9 +66,11 @@ def collate(rows: list[tuple[list[int], int]]) -> Batch:
     return Batch(input_ids, labels)
 
 
-def pool(tokenizer: PreTrainedTokenizerFast, number: int, seed: int, size: int, tokens: int) -> list[Batch]:
+def pool(
+    tokenizer: PreTrainedTokenizerFast, number: int, seed: int, size: int, tokens: int, tool_share: float
+) -> list[Batch]:
     """The `number`-th pool of `size` examples, cut into batches of like lengths of at most `tokens` tokens each."""
-    rows = [encode(tokenizer, example(number * size + i, seed)) for i in range(size)]
+    rows = [encode(tokenizer, example(number * size + i, seed, tool_share=tool_share)) for i in range(size)]
     rows = sorted((r for r in rows if len(r[0]) <= MAX_LENGTH), key=lambda r: len(r[0]))
     batches: list[Batch] = []
     start = 0
@@ -108,7 +112,9 @@ def new_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalLM
 
 
 def optimizers_of(model: LlamaForCausalLM, args: argparse.Namespace) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices of the layers, AdamW for embeddings and norms."""
+    """Muon for the matrices of the layers, AdamW for embeddings and norms. Further training: AdamW for all."""
+    if args.start is not None:
+        return [torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.98), weight_decay=0.0)]
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and ".layers." in n]
     others = [p for n, p in model.named_parameters() if not (p.ndim == 2 and ".layers." in n)]
     adamw = torch.optim.AdamW(others, lr=args.lr, betas=(0.9, 0.98), weight_decay=0.0)
@@ -201,14 +207,15 @@ class Run:
 
 
 def held_out_batches(tokenizer: PreTrainedTokenizerFast) -> list[Batch]:
-    rows = [encode(tokenizer, evaluation_example(i, seed=2)) for i in range(64)]
+    rows = [encode(tokenizer, evaluation_example(i, seed=2)) for i in range(48)]
+    rows += [encode(tokenizer, evaluation_call(i, seed=2)) for i in range(16)]
     rows.sort(key=lambda r: len(r[0]))
     return [collate(rows[i : i + 16]) for i in range(0, 64, 16)]
 
 
 def pools(tokenizer: PreTrainedTokenizerFast, first: int, args: argparse.Namespace) -> Iterator[list[Batch]]:
     for number in itertools.count(first):
-        yield pool(tokenizer, number, args.seed, args.pool_size, args.batch_tokens)
+        yield pool(tokenizer, number, args.seed, args.pool_size, args.batch_tokens, args.tool_share)
 
 
 def train(args: argparse.Namespace) -> None:
@@ -216,10 +223,14 @@ def train(args: argparse.Namespace) -> None:
     transformers.utils.logging.disable_progress_bar()
     work: Path = args.work
     work.mkdir(parents=True, exist_ok=True)
-    if not (work / "tokenizer").exists():
-        build(seed=args.seed).save_pretrained(work / "tokenizer")
-    tokenizer = load(work / "tokenizer")
-    model = new_model(tokenizer, args.seed)
+    if args.start is not None:
+        tokenizer = load(args.start)
+        model = LlamaForCausalLM.from_pretrained(args.start, dtype=torch.float32)
+    else:
+        if not (work / "tokenizer").exists():
+            build(seed=args.seed).save_pretrained(work / "tokenizer")
+        tokenizer = load(work / "tokenizer")
+        model = new_model(tokenizer, args.seed)
     average = {n: p.detach().clone() for n, p in model.named_parameters()}
     run = Run(model, optimizers_of(model, args), average)
     if (work / "state.pt").exists():
@@ -259,6 +270,8 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--work", type=Path, default=Path("default-model-training"), help="state, log and tokenizer")
     parser.add_argument("--out", type=Path, default=checkpoint_path(), help="where the checkpoint goes")
+    parser.add_argument("--start", type=Path, help="train this checkpoint further, with its tokenizer")
+    parser.add_argument("--tool-share", type=float, default=0.3, help="part of the exchanges that offers functions")
     parser.add_argument("--steps", type=int, default=3150, help="optimizer steps in all")
     parser.add_argument("--decay", type=int, default=650, help="last steps, over which the learning rate falls to 0")
     parser.add_argument("--warmup", type=int, default=60, help="steps over which the learning rate rises")

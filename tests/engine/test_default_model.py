@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from engine.default_model import checkpoint_path
-from examples.default_model_training.corpus import evaluation_example, example
+from examples.default_model_training.corpus import evaluation_call, evaluation_example, example
 from examples.default_model_training.exchange import schema_of
 from examples.default_model_training.tokenizer import build
 from examples.default_model_training.values import Values, is_held_out
@@ -60,6 +60,18 @@ class TestCheckpoint:
         text = "Anna Weber is 47 years old and lives in Hamburg."
         got = json.loads(answer(model, tokenizer, f"Extract name, age and city as JSON. {text}"))
         assert got == {"name": "Anna Weber", "age": 47, "city": "Hamburg"}
+
+    def test_calls_the_right_function(self, model: torch.nn.Module, tokenizer: PreTrainedTokenizerFast) -> None:
+        right = 0
+        for index in range(10):
+            one = evaluation_call(index, seed=5)
+            inputs = tokenizer.apply_chat_template(
+                one.messages(), tools=one.tools, add_generation_prompt=True, return_tensors="pt", return_dict=True
+            )
+            ids = model.generate(**inputs, max_new_tokens=96)[0, inputs["input_ids"].shape[1] :]
+            text = tokenizer.decode(ids, skip_special_tokens=True)
+            right += f'"name": "{one.expected["name"]}"' in text
+        assert right >= 7
 
     def test_ends_without_a_task_it_knows(self, model: torch.nn.Module, tokenizer: PreTrainedTokenizerFast) -> None:
         assert answer(model, tokenizer, "Hello!", system="You are a helpful assistant.")
@@ -127,6 +139,7 @@ class TestCorpus:
         for index in range(100):
             assert example(index, seed=3) == example(index, seed=3)
             assert evaluation_example(index) == evaluation_example(index)
+            assert evaluation_call(index) == evaluation_call(index)
         assert [example(i, seed=3) for i in range(10)] != [example(i, seed=4) for i in range(10)]
 
     def test_expected_values_fit_their_schema(self) -> None:
@@ -134,6 +147,13 @@ class TestCorpus:
             one = evaluation_example(index)
             assert json.loads(one.answer) == one.expected
             jsonschema.validate(one.expected, schema_of(one.expected))
+
+    def test_the_expected_call_is_valid(self) -> None:
+        for index in range(100):
+            one = evaluation_call(index)
+            offered = {tool["function"]["name"]: tool["function"]["parameters"] for tool in one.tools or []}
+            assert 2 <= len(offered) <= 4
+            jsonschema.validate(one.expected["arguments"], offered[one.expected["name"]])
 
     @pytest.mark.parametrize(
         "draw",
