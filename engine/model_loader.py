@@ -101,9 +101,7 @@ def _load(model: str, config: Any, how: LoadOptions, device: torch.device | None
     if device is None:
         from transformers.distributed import DistributedConfig
 
-        # A tied head is the whole embedding, which is not split.
-        plan = {"lm_head": "replicate"} if getattr(config, "tie_word_embeddings", False) else None
-        others["distributed_config"] = DistributedConfig(tp_size=how.tensor_parallel_size, tp_plan=plan)
+        others["distributed_config"] = DistributedConfig(tp_size=how.tensor_parallel_size)
     loaded = AutoModelForCausalLM.from_pretrained(
         model,
         config=config,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -26,7 +27,7 @@ class ModelInput:
 
     packed: NDArray[np.int64]
     """int64 `[3, tokens]`: token ids, positions and slots. One array, so that one transfer is enough."""
-    prefills: list[tuple[int, int, int, NDArray[np.int64] | None]]
+    prefills: Sequence[tuple[int, int, int, NDArray[np.int64] | None]]
     """`Prefill`s. Tables are int64 `[1, blocks]`."""
     tables: NDArray[np.int64] = field(default_factory=lambda: np.empty((0, 0), np.int64))
     """int64 `[decodes, blocks]`: blocks of the decoding sequences."""

@@ -17,7 +17,7 @@ from torch import distributed
 from engine.kv_cache import KVCache
 from engine.model_loader import load_part
 from engine.model_runner import ModelInput
-from engine.ranks import CacheSize, RankSetup, join
+from engine.ranks import CacheSize, RankSetup, join, open_store
 
 
 @torch.inference_mode()
@@ -27,7 +27,7 @@ def _serve(connection: Connection) -> None:
     os.environ["LOCAL_RANK"] = str(rank)  # transformers takes the GPU of this number
     connection.send(None)
     size = options.tensor_parallel_size
-    join(distributed.TCPStore("127.0.0.1", port, size), rank, size, device_type)
+    join(open_store(port, size), rank, size, device_type)
     model = load_part(name, options)
     cache, hidden = KVCache({}, 0, 1, model.dtype, model.device), torch.empty(0)
     while True:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from typing import Any
 
 import torch
 from torch import distributed
@@ -62,7 +63,7 @@ class Ranks:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._connections: list[Connection] = []
         try:
-            store = distributed.TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False)
+            store = open_store(0, size, is_master=True)
             for rank in range(1, size):
                 self._start((rank, store.port, model, options, device_type))
             for connection in self._connections:
@@ -119,7 +120,12 @@ class Ranks:
         self._processes, self._connections = [], []
 
 
-def join(store: distributed.Store, rank: int, size: int, device_type: str) -> None:
+def open_store(port: int, size: int, *, is_master: bool = False) -> Any:
+    """Open the store by which the ranks find each other. Port 0: any."""
+    return distributed.TCPStore("127.0.0.1", port, size, is_master, wait_for_workers=False)  # type: ignore[attr-defined]
+
+
+def join(store: Any, rank: int, size: int, device_type: str) -> None:
     """Join the process group that transformers splits models over."""
     backend = "nccl" if device_type == "cuda" else "gloo"
     distributed.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_TIMEOUT)

@@ -29,8 +29,8 @@ def model_dir(request: pytest.FixtureRequest, tiny_llama_dir: Path, tmp_path: Pa
         return tiny_llama_dir
     config = AutoConfig.from_pretrained(tiny_llama_dir)
     config.tie_word_embeddings = True
-    model = AutoModelForCausalLM.from_pretrained(tiny_llama_dir, config=config, dtype=torch.float32)
-    model.save_pretrained(tmp_path)
+    torch.manual_seed(7)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     for file in tiny_llama_dir.glob("*token*"):
         (tmp_path / file.name).write_bytes(file.read_bytes())
     return tmp_path
