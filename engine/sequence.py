@@ -180,12 +180,13 @@ class Sequence:
         self.last_token = token_id
         self.length += 1
 
-    def take_over(self, output: list[int], logprob: float) -> None:
-        """Replace the output."""
+    def take_over(self, output: list[int], logprob: float, logprobs: list[dict[int, Logprob]]) -> None:
+        """Replace the output, its cumulative log-probability and, if they are requested, those of its tokens."""
         self.data.output_token_ids[:] = output
         self.length = len(self.data.prompt_token_ids) + len(output)
         self.last_token = output[-1]
         self.cumulative_logprob = logprob
+        self.logprobs = logprobs
         self.edits += 1
 
     def roll_back(self, count: int) -> None:
@@ -206,6 +207,39 @@ class Sequence:
         """Add the log-probabilities that were requested for the newest token."""
         self.logprobs.append(entries)
         self.cumulative_logprob += entries[token_id].logprob
+
+    def end_by_token(self) -> bool:
+        """End it if its last token is a stop token, or if it has its maximum length. Returns whether it does."""
+        token = self.last_token
+        if token in self.stop_ids:
+            self.finish(SequenceStatus.FINISHED_STOPPED)
+            self.ended_by_stop_token = True
+            self.stop_reason = token if token in self.params.stop_token_ids else None
+            return True
+        if self.length >= self.max_length:
+            self.finish(SequenceStatus.FINISHED_LENGTH_CAPPED)
+            return True
+        return False
+
+    def end_by_stop_string(self) -> bool:
+        """End it if its newest token completes a stop string. Returns whether it does.
+
+        A stop string takes precedence over the length cap.
+        """
+        if self.status.is_finished and self.status is not SequenceStatus.FINISHED_LENGTH_CAPPED:
+            return False
+        detokenizer = self.detokenizer
+        before = len(detokenizer.text)
+        detokenizer.feed(self.data.output_token_ids, self.num_output_tokens)
+        if self.num_output_tokens <= self.params.min_tokens:
+            return False
+        stop = detokenizer.cut_at_stop(before)
+        if stop is None:
+            return False
+        self.status = SequenceStatus.FINISHED_STOPPED
+        self.stop_reason = stop
+        self.text_complete = True
+        return True
 
     def finish(self, status: SequenceStatus, error: GuidedError | None = None) -> None:
         """End it, unless it has ended already."""

@@ -1,0 +1,56 @@
+"""EngineStats: what the engine counts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from guided.processor import ApplyReport
+
+_MEAN_WEIGHT = 0.02
+
+
+@dataclass
+class EngineStats:
+    """Counters since the start. Only the engine's thread writes them. Times are seconds."""
+
+    steps: int = 0
+    step_seconds: float = 0.0
+    mean_step: float = 0.0
+    """Moving average of a step's seconds, without the time that it waits for masks."""
+    prepare_seconds: float = 0.0
+    wait_seconds: float = 0.0
+    """Waiting for masks in `apply`. With `prepare_seconds` and `kernel_seconds` the exposed mask time."""
+    kernel_seconds: float = 0.0
+    mask_seconds: float = 0.0
+    """Mask time of the workers, exposed or hidden."""
+    hidden_seconds: float = 0.0
+    """The part of it that no step waited for."""
+    drafted_tokens: int = 0
+    """Draft tokens (speculative decoding), and those of them that were accepted."""
+    accepted_tokens: int = 0
+    forced_tokens: int = 0
+    """Tokens that were appended without a forward pass of their own."""
+    parked: int = 0
+    """Number of sequences that are parked now."""
+    parkings: int = 0
+    parked_seconds: float = 0.0
+    failures: dict[str, int] = field(default_factory=dict)
+    """Groups that ended with an error, by its code."""
+
+    def reset(self) -> None:
+        """Start again from zero."""
+        vars(self).update(vars(EngineStats()))
+
+    def note_masks(self, report: ApplyReport) -> None:
+        """Add what `apply` reports."""
+        self.wait_seconds += report.wait_seconds
+        self.kernel_seconds += report.kernel_seconds
+        self.mask_seconds += report.mask_seconds
+        self.hidden_seconds += max(0.0, report.mask_seconds - report.wait_seconds)
+
+    def note_step(self, seconds: float, waited: float) -> None:
+        """Add a step that waited `waited` of its seconds for masks."""
+        self.steps += 1
+        self.step_seconds += seconds
+        weight = max(1 / self.steps, _MEAN_WEIGHT)
+        self.mean_step += weight * (seconds - waited - self.mean_step)
