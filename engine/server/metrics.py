@@ -170,7 +170,11 @@ class _EngineCollector(Collector):
             ("grammar_compiling", "Constraints that are being compiled or queued.", health.pool.compiling),
             ("mask_actors_up", "Mask actors that are up.", sum(worker.state == "up" for worker in workers)),
             ("mask_actors_down", "Mask actors in a crash loop.", sum(worker.state == "down" for worker in workers)),
-            ("mask_actors", "Configured mask actors.", len(workers)),
+            (
+                "mask_actors",
+                "Mask actors that are wanted, by the configuration and the load.",
+                sum(worker.state not in ("draining", "stopped") for worker in workers),
+            ),
             ("mask_open_sequences", "Open matchers.", sum(worker.open_sequences for worker in workers)),
         )
         exposed = stats.prepare_seconds + stats.wait_seconds + stats.kernel_seconds
