@@ -30,7 +30,7 @@ from engine.sampler import Sampler, SamplerOutput, ranked_logprobs
 from engine.sampling_metadata import SamplingMetadata, ScoredRows
 from engine.sampling_params import SamplingParams
 from engine.scheduler import ScheduledBatch, Scheduler
-from engine.sequence import Sequence, SequenceGroup, SequenceStatus
+from engine.sequence import Sequence, SequenceGroup, SequenceStatus, StepSeconds
 from guided.errors import BackendError, GuidedError, InternalError, bounded
 from guided.pool import Grammar, MaskPool
 from guided.processor import ApplyReport, GuidedProcessor, LogitPostProcessor, SampledEdit
@@ -48,6 +48,10 @@ class EngineStats:
     wait_seconds: float = 0.0
     """Waiting for masks in `apply`. With `prepare_seconds` and `kernel_seconds` the exposed mask time."""
     kernel_seconds: float = 0.0
+    forward_seconds: float = 0.0
+    """Forward passes and logits. A device works on while the engine samples or waits for masks: that is not in here."""
+    sample_seconds: float = 0.0
+    """Sampling, and appending the tokens."""
     mask_seconds: float = 0.0
     """Mask time of the workers, exposed or hidden."""
     hidden_seconds: float = 0.0
@@ -63,6 +67,12 @@ class EngineStats:
     parked_seconds: float = 0.0
     failures: dict[str, int] = field(default_factory=dict)
     """Groups that ended with an error, by its code."""
+
+    @property
+    def of_steps(self) -> StepSeconds:
+        return StepSeconds(
+            self.prepare_seconds, self.forward_seconds, self.wait_seconds, self.sample_seconds, self.steps
+        )
 
 
 class LLMEngine:
@@ -209,16 +219,28 @@ class LLMEngine:
         else:
             with self._surviving(batch), torch.inference_mode():
                 metadata = self._metadata = SamplingMetadata.for_batch(batch, self.model.device, self._metadata)
+                self._note_first_prefills(batch)
                 self.prepare(metadata)
                 self.sampler.begin(metadata)
+                prepared = time.perf_counter()
                 hidden = self.execute(batch)
                 logits = self.compute_logits(hidden, metadata)
+                self.stats.forward_seconds += time.perf_counter() - prepared
                 report = self.apply(logits, metadata)
+                applied = time.perf_counter()
                 sampled, skipped = self.sample(logits, metadata, report)
                 self.append(sampled, metadata, skipped)
-                self._note_step(time.perf_counter() - started, report.wait_seconds)
+                ended = time.perf_counter()
+                self.stats.sample_seconds += ended - applied
+                self._note_step(ended - started, report.wait_seconds)
         changed, self._changed = self._changed, {}
         return [RequestOutput.from_seq_group(group) for group in changed if group.stream or group.is_finished]
+
+    def _note_first_prefills(self, batch: ScheduledBatch) -> None:
+        for chunk in batch.prefills:
+            group = chunk.sequences[0].group
+            if group.scheduled_time is None:
+                group.scheduled_time, group.step_seconds = time.monotonic(), self.stats.of_steps
 
     @contextlib.contextmanager
     def _surviving(self, batch: ScheduledBatch) -> Iterator[None]:
@@ -637,6 +659,8 @@ class LLMEngine:
     def _forget(self, group: SequenceGroup) -> None:
         """Release everything that belongs to a group that has ended."""
         group.finished_time = time.monotonic()
+        if group.step_seconds is not None:
+            group.step_seconds = self.stats.of_steps.since(group.step_seconds)
         self._turns.leave(group)
         if self._parked:
             for sequence in group.sequences:

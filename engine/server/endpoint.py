@@ -48,7 +48,9 @@ class GenerationRoute(AdmissionRoute):
         async with AsyncExitStack() as stack:
             try:
                 client = request.state.client
-                outputs = await _unless_gone(request, stack.enter_async_context(running(context, job, client)))
+                outputs = await _unless_gone(
+                    request, stack.enter_async_context(running(context, job, client, request.headers))
+                )
                 guided = outputs.guided
                 if ignored := request.state.ignored:
                     guided = (guided or GuidedInfo()).model_copy(update={"ignored": ignored})

@@ -43,7 +43,7 @@ def test_the_pool_grows_and_shrinks_and_no_sequence_moves(driven: DrivenPool, ca
     streams = driven.open(*SLOW, number=4)
     homes = {each: next(iter(driven.pids)) for each in streams}
     for number in 2, 3:
-        stepping(driven, streams, lambda number=number: states(driven).count("up") == number)  # type: ignore[misc]
+        stepping(driven, streams, lambda number=number: states(driven).count("up") == number)
         known = set(homes.values())
         new = driven.open(*SLOW, number=4)
         driven.go_on(streams + new, 3)
