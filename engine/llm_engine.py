@@ -51,7 +51,6 @@ class EngineStats:
     forward_seconds: float = 0.0
     """Forward passes and logits. A device works on while the engine samples or waits for masks: that is not in here."""
     sample_seconds: float = 0.0
-    """Sampling, and appending the tokens."""
     mask_seconds: float = 0.0
     """Mask time of the workers, exposed or hidden."""
     hidden_seconds: float = 0.0
@@ -229,10 +228,10 @@ class LLMEngine:
                 report = self.apply(logits, metadata)
                 applied = time.perf_counter()
                 sampled, skipped = self.sample(logits, metadata, report)
+                self.stats.sample_seconds += time.perf_counter() - applied
+                self.stats.steps += 1
                 self.append(sampled, metadata, skipped)
-                ended = time.perf_counter()
-                self.stats.sample_seconds += ended - applied
-                self._note_step(ended - started, report.wait_seconds)
+                self._note_step(time.perf_counter() - started, report.wait_seconds)
         changed, self._changed = self._changed, {}
         return [RequestOutput.from_seq_group(group) for group in changed if group.stream or group.is_finished]
 
@@ -436,7 +435,6 @@ class LLMEngine:
         return given if given is not None else max(_LEAST_DEADLINE, _DEADLINE_SHARE * self._mean_step)
 
     def _note_step(self, seconds: float, waited: float) -> None:
-        self.stats.steps += 1
         self.stats.step_seconds += seconds
         weight = max(1 / self.stats.steps, _MEAN_WEIGHT)
         self._mean_step += weight * (seconds - waited - self._mean_step)
@@ -658,9 +656,9 @@ class LLMEngine:
 
     def _forget(self, group: SequenceGroup) -> None:
         """Release everything that belongs to a group that has ended."""
-        group.finished_time = time.monotonic()
         if group.step_seconds is not None:
             group.step_seconds = self.stats.of_steps.since(group.step_seconds)
+        group.finished_time = time.monotonic()
         self._turns.leave(group)
         if self._parked:
             for sequence in group.sequences:
