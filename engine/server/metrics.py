@@ -76,7 +76,9 @@ class Metrics:
         self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of admitted requests.")
         self._generation_tokens = counter("generation_tokens", "Generated tokens.")
         self._successes = counter("request_success", "Sequences that ended without an error.", "finished_reason")
-        self._failures = counter("request_failures", "Requests that ended with an error, by its code.", "code")
+        self._failures = counter(
+            "request_failures", "Requests that ended with an error, by its code and what was at fault.", "code", "fault"
+        )
         self._grammar_failures = counter(
             "grammar_failures", "Constrained requests that ended before they had a grammar.", "code", "kind"
         )
@@ -96,9 +98,10 @@ class Metrics:
         """Count a connection that the server ended: its client sent too little or too much, or there were too many."""
         self._connection_ends.labels(reason).inc()
 
-    def failed(self, code: str) -> None:
+    def failed(self, code: str, status: int) -> None:
         """Count a request that was answered with an error, or with a stream that ended with one."""
-        self._failures.labels(code).inc()
+        fault = "load" if status == 429 else "request" if status < 500 else "server"
+        self._failures.labels(code, fault).inc()
 
     async def observed(
         self, outputs: AsyncGenerator[RequestOutput, None], params: SamplingParams
