@@ -3,10 +3,10 @@
 Three Ray nodes run on this machine, each in a network, PID and mount namespace of its own: with its own /tmp and
 /dev/shm, like a container. The engine is on the first, and mask actors on the first (`local`) or on the second and
 third. The nodes are connected by TUN devices. This process forwards their packets, each after the same delay, so no
-kernel module is needed (`tc netem` is missing in many containers). What it costs itself shows in the line without delay.
+kernel module is needed (`tc netem` is missing in many containers). What that costs shows in the line without delay.
 
-The rows are those of `benchmarks.step_overhead`: real documents, and a simulated forward pass. In the end the third node
-disappears under load: its packets are dropped and its processes killed.
+The rows are those of `benchmarks.step_overhead`: real documents, and a simulated forward pass. In the end the third
+node disappears under load: its packets are dropped and its processes killed.
 """
 
 from __future__ import annotations
