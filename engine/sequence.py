@@ -225,7 +225,7 @@ class StepSeconds(NamedTuple):
 
     def since(self, before: StepSeconds) -> StepSeconds:
         """Return what was added."""
-        return StepSeconds(*(now - then for now, then in zip(self, before, strict=True)))
+        return StepSeconds._make(now - then for now, then in zip(self, before, strict=True))
 
 
 @dataclass(eq=False)

@@ -97,8 +97,9 @@ class Tracing:
         if group.params.constraint is not None:
             compiled = group.compiled_time or ended
             self._span("compile", context, nanoseconds(group.arrival_time), nanoseconds(compiled))
-        scheduled = group.scheduled_time or ended
-        self._span("queue", context, nanoseconds(compiled), nanoseconds(max(compiled, scheduled)))
+        scheduled = max(compiled, group.scheduled_time or ended)
+        if scheduled > compiled:
+            self._span("queue", context, nanoseconds(compiled), nanoseconds(scheduled))
         if group.step_seconds is not None and group.finished_time is not None:
             seconds = group.step_seconds
             limits = [scheduled]

@@ -66,31 +66,30 @@ def test_a_guided_request_has_all_spans_and_the_callers_trace(traced: Traced) ->
     assert all(span.parent.span_id == root.context.span_id for span in spans.values() if span is not root)
     assert root.attributes is not None
     assert root.attributes["guided.backend"] == "llguidance"
-    assert root.attributes["gen_ai.usage.output_tokens"] in (12, 13)
     assert root.status.status_code is StatusCode.UNSET
     assert spans["queue"].end_time == spans["prepare"].start_time
     assert seconds(spans["forward"]) > 0
     assert sum(map(seconds, spans.values())) - seconds(root) <= seconds(root) + 1e-6, "parts of the whole"
     attributes = spans["sample"].attributes
     assert attributes is not None
-    assert attributes["guided.steps"] == 12, "each token has one, but the last two come with one"
+    assert attributes["guided.steps"] == root.attributes["gen_ai.usage.output_tokens"]
 
 
-def test_requests_without_a_constraint_or_a_parent_and_failures(traced: Traced) -> None:
+def test_a_request_without_a_constraint_or_a_parent(traced: Traced) -> None:
     assert traced.post(prompt=["A", "B"], stream=True) == 200
     spans = traced.spans()
     assert set(spans) == {"queue", *STEPS, "llm_request"}
     assert spans["llm_request"].parent is None
+
+
+def test_a_request_that_fails_has_its_error_and_what_was_done(traced: Traced) -> None:
     assert traced.post(regex="a{3}b(") == 400
-    assert traced.spans() == {}, "it was not admitted"
-    assert traced.post(lark="start: nonesuch", grammar="start: nonesuch") == 400
-
-
-def test_a_request_that_fails_has_its_error(traced: Traced) -> None:
-    assert traced.post(grammar="start: nonesuch") == 400
     spans = traced.spans()
-    if spans:  # it was found out by the library, not at admission
-        assert spans["llm_request"].status.status_code is StatusCode.ERROR
+    assert list(spans) == ["compile", "llm_request"]
+    root = spans["llm_request"]
+    assert root.status.status_code is StatusCode.ERROR
+    assert root.attributes is not None
+    assert root.attributes["error.type"] == "invalid_constraint"
 
 
 def test_the_variables_switch_it_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,6 +105,8 @@ def test_the_variables_switch_it_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_it_costs_no_import_when_it_is_off() -> None:
-    code = "import sys, engine.server.app; print([name for name in sys.modules if name.startswith('opentelemetry')])"
+    code = (
+        "import sys, engine.server.app; print([each for each in sys.modules if each.startswith('opentelemetry.sdk')])"
+    )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
     assert said.stdout.strip() == "[]"
