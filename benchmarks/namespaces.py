@@ -42,6 +42,7 @@ _PREFIX = f"guided{os.getpid() % 1000}n"
 _HEAD = "10.77.0.1:6379"
 _MTU = 65_000
 _START_SECONDS = 180.0
+_PATIENT = {"RAY_raylet_start_wait_time_s": "150"}
 _TUNSETIFF, _TUN_WITHOUT_HEADER = 0x400454CA, 0x1001
 _CONFIGURATIONS = (("local", 0.0), ("guided_mask", 0.0), ("guided_mask", 1.0), ("guided_mask", 10.0))
 _COLUMNS = {
@@ -124,7 +125,7 @@ class Node:
             stdout=self._log,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0"},
+            env={**os.environ, "PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0", **_PATIENT},
         )
 
     def wait_started(self) -> None:
@@ -243,6 +244,7 @@ def main() -> None:
     missing = [each for each in ("ip", "unshare", "nsenter") if shutil.which(each) is None]
     if os.geteuid() or missing:
         fail(f"needs root and {', '.join(missing) or 'its rights'}: namespaces and TUN devices are made")
+    os.environ["RAY_AUTH_MODE"] = "disabled"  # of all processes: these nodes can be reached from nowhere else
     started_on, tokens = machine(), Tokens.tekken()
     with Network() as network, contextlib.ExitStack() as stack:
         nodes: list[Node] = []
