@@ -31,7 +31,7 @@ from engine.sampling_metadata import SamplingMetadata, ScoredRows
 from engine.sampling_params import SamplingParams
 from engine.scheduler import ScheduledBatch, Scheduler
 from engine.sequence import SequenceGroup, SequenceStatus
-from engine.stats import EngineStats
+from engine.stats import EngineStats, timed
 from guided.errors import BackendError, GuidedError, InternalError, bounded
 from guided.pool import Grammar, MaskPool
 from guided.processor import ApplyReport, GuidedProcessor, LogitPostProcessor
@@ -270,7 +270,12 @@ class LLMEngine:
             for request_id, error in self.processor.failures().items():
                 if request_id in self.groups:
                     self._fail(self.groups[request_id], error)
-        return self.scheduler.schedule()
+        batch = self.scheduler.schedule()
+        for chunk in batch.prefills:
+            group = chunk.sequences[0].group
+            if group.scheduled_time is None:
+                group.scheduled_time, group.step_seconds = time.monotonic(), self.stats.of_steps
+        return batch
 
     def _let_in(self, group: SequenceGroup, compiled: Future[Grammar]) -> None:
         self._turns.leave(group)
@@ -302,10 +307,12 @@ class LLMEngine:
         self.processor.prepare(metadata.guided, metadata.guided_rows, new_tokens)
         self.stats.prepare_seconds += time.perf_counter() - started
 
+    @timed("forward_seconds")
     def execute(self, batch: ScheduledBatch) -> torch.Tensor:
         """Run the forward pass: hidden states `[tokens, hidden]`."""
         return self.runner.execute(batch)
 
+    @timed("forward_seconds")
     def compute_logits(self, hidden: torch.Tensor, metadata: SamplingMetadata) -> torch.Tensor:
         """Compute the logits of the sampled rows, float32 `[rows, vocab]`, with everything applied but the mask.
 
@@ -354,6 +361,7 @@ class LLMEngine:
         given = self.config.mask_deadline
         return given if given is not None else max(_LEAST_DEADLINE, _DEADLINE_SHARE * self.stats.mean_step)
 
+    @timed("sample_seconds")
     def sample(
         self, logits: torch.Tensor, metadata: SamplingMetadata, report: ApplyReport
     ) -> tuple[SamplerOutput, frozenset[int]]:
@@ -490,6 +498,8 @@ class LLMEngine:
 
     def _forget(self, group: SequenceGroup) -> None:
         """Release everything that belongs to a group that has ended."""
+        if group.step_seconds is not None:
+            group.step_seconds = self.stats.of_steps.since(group.step_seconds)
         group.finished_time = time.monotonic()
         self._turns.leave(group)
         for sequence in group.sequences:

@@ -8,7 +8,7 @@ import itertools
 import time
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -248,6 +248,20 @@ class Sequence:
             self.error = error
 
 
+class StepSeconds(NamedTuple):
+    """What steps took, part by part, and how many they were."""
+
+    prepare: float
+    forward: float
+    mask_wait: float
+    sample: float
+    steps: int
+
+    def since(self, before: StepSeconds) -> StepSeconds:
+        """Return what was added."""
+        return StepSeconds._make(now - then for now, then in zip(self, before, strict=True))
+
+
 @dataclass(eq=False)
 class SequenceGroup:
     """One request: n sequences from one prompt."""
@@ -272,6 +286,10 @@ class SequenceGroup:
     """One entry per scored prompt token, if they were requested. The first token has none."""
     arrival_time: float = field(default_factory=time.monotonic)
     compiled_time: float | None = None
+    scheduled_time: float | None = None
+    """When its first prefill began."""
+    step_seconds: StepSeconds | None = None
+    """Once it has ended: what the steps took since then. Until then, the engine's counters at that time."""
     first_token_time: float | None = None
     finished_time: float | None = None
 

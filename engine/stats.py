@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
+from engine.sequence import StepSeconds
 from guided.processor import ApplyReport
 
 _MEAN_WEIGHT = 0.02
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @dataclass
@@ -21,6 +29,9 @@ class EngineStats:
     wait_seconds: float = 0.0
     """Waiting for masks in `apply`. With `prepare_seconds` and `kernel_seconds` the exposed mask time."""
     kernel_seconds: float = 0.0
+    forward_seconds: float = 0.0
+    """Forward passes and logits. A device works on while the engine samples or waits for masks: that is not in here."""
+    sample_seconds: float = 0.0
     mask_seconds: float = 0.0
     """Mask time of the workers, exposed or hidden."""
     hidden_seconds: float = 0.0
@@ -36,6 +47,13 @@ class EngineStats:
     parked_seconds: float = 0.0
     failures: dict[str, int] = field(default_factory=dict)
     """Groups that ended with an error, by its code."""
+
+    @property
+    def of_steps(self) -> StepSeconds:
+        """What the steps took so far."""
+        return StepSeconds(
+            self.prepare_seconds, self.forward_seconds, self.wait_seconds, self.sample_seconds, self.steps
+        )
 
     def reset(self) -> None:
         """Start again from zero."""
@@ -54,3 +72,21 @@ class EngineStats:
         self.step_seconds += seconds
         weight = max(1 / self.steps, _MEAN_WEIGHT)
         self.mean_step += weight * (seconds - waited - self.mean_step)
+
+
+def timed(counter: str) -> Callable[[Callable[Concatenate[Any, P], R]], Callable[Concatenate[Any, P], R]]:
+    """Add the seconds that a method of the engine takes to a counter of its `stats`."""
+
+    def decorate(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
+        @functools.wraps(method)
+        def run(engine: Any, *args: P.args, **kwargs: P.kwargs) -> R:
+            began = time.perf_counter()
+            try:
+                return method(engine, *args, **kwargs)
+            finally:
+                stats = engine.stats
+                setattr(stats, counter, getattr(stats, counter) + time.perf_counter() - began)
+
+        return run
+
+    return decorate

@@ -47,8 +47,8 @@ class GenerationRoute(AdmissionRoute):
         answer_type, job = prepared
         async with AsyncExitStack() as stack:
             try:
-                client = request.state.client
-                outputs = await _unless_gone(request, stack.enter_async_context(running(context, job, client)))
+                work = running(context, job, request.state.client, request.headers)
+                outputs = await _unless_gone(request, stack.enter_async_context(work))
                 guided = outputs.guided
                 if ignored := request.state.ignored:
                     guided = (guided or GuidedInfo()).model_copy(update={"ignored": ignored})

@@ -92,14 +92,14 @@ def install_handlers(app: FastAPI) -> None:
 
 async def _on_guided_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, GuidedError)
-    request.app.state.context.metrics.failed(error.code)
+    request.app.state.context.metrics.failed(error.code, error.status)
     return JSONResponse(error_body(error), status_code=error.status, headers=error_headers(error))
 
 
 async def _on_shape_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
     message, param, code = _describe(error.errors())
-    request.app.state.context.metrics.failed(code)
+    request.app.state.context.metrics.failed(code, 400)
     return JSONResponse(envelope(400, message, param, code), 400, headers={"x-should-retry": "false"})
 
 
@@ -110,7 +110,7 @@ async def _on_http_exception(request: Request, error: Exception) -> JSONResponse
         error.status_code, "invalid_request"
     )
     body = envelope(error.status_code, bounded(error.detail), None, code)
-    request.app.state.context.metrics.failed(code)
+    request.app.state.context.metrics.failed(code, error.status_code)
     return JSONResponse(body, error.status_code, headers=headers)
 
 
@@ -119,7 +119,7 @@ async def _on_unexpected_error(request: Request, error: Exception) -> JSONRespon
     request_id = request.scope.get("state", {}).get("request_id", "-")
     text, extra = "x-request-id %s: %s %s failed: %r", {"x_request_id": request_id}
     logger.error(text, request_id, request.method, request.url.path, error, extra=extra)
-    request.app.state.context.metrics.failed(InternalError.code)
+    request.app.state.context.metrics.failed(InternalError.code, InternalError.status)
     headers = {"x-should-retry": "false", "x-request-id": request_id}
     body = envelope(500, "the server failed on this request; its log says why", None, InternalError.code)
     return JSONResponse(body, 500, headers=headers)

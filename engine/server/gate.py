@@ -56,7 +56,7 @@ class Gate:
             key = self._check_key(scope, headers)
             self._check_length(headers)
         except GuidedError as error:
-            self.context.metrics.failed(error.code)
+            self.context.metrics.failed(error.code, error.status)
             answer = JSONResponse(error_body(error), error.status, headers=error_headers(error))
             await answer(scope, receive, send_with_id)
             return

@@ -76,7 +76,9 @@ class Metrics:
         self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of admitted requests.")
         self._generation_tokens = counter("generation_tokens", "Generated tokens.")
         self._successes = counter("request_success", "Sequences that ended without an error.", "finished_reason")
-        self._failures = counter("request_failures", "Requests that ended with an error, by its code.", "code")
+        self._failures = counter(
+            "request_failures", "Requests that ended with an error, by its code and what was at fault.", "code", "fault"
+        )
         self._grammar_failures = counter(
             "grammar_failures", "Constrained requests that ended before they had a grammar.", "code", "kind"
         )
@@ -96,9 +98,10 @@ class Metrics:
         """Count a connection that the server ended: its client sent too little or too much, or there were too many."""
         self._connection_ends.labels(reason).inc()
 
-    def failed(self, code: str) -> None:
+    def failed(self, code: str, status: int) -> None:
         """Count a request that was answered with an error, or with a stream that ended with one."""
-        self._failures.labels(code).inc()
+        fault = "load" if status == 429 else "request" if status < 500 else "server"
+        self._failures.labels(code, fault).inc()
 
     async def observed(
         self, outputs: AsyncGenerator[RequestOutput, None], params: SamplingParams
@@ -170,7 +173,11 @@ class _EngineCollector(Collector):
             ("grammar_compiling", "Constraints that are being compiled or queued.", health.pool.compiling),
             ("mask_actors_up", "Mask actors that are up.", sum(worker.state == "up" for worker in workers)),
             ("mask_actors_down", "Mask actors in a crash loop.", sum(worker.state == "down" for worker in workers)),
-            ("mask_actors", "Configured mask actors.", len(workers)),
+            (
+                "mask_actors",
+                "Mask actors that are wanted, by the configuration and the load.",
+                sum(worker.state not in ("draining", "stopped") for worker in workers),
+            ),
             ("mask_open_sequences", "Open matchers.", sum(worker.open_sequences for worker in workers)),
         )
         exposed = stats.prepare_seconds + stats.wait_seconds + stats.kernel_seconds
