@@ -30,7 +30,7 @@ from engine.sampler import Sampler, SamplerOutput, ranked_logprobs
 from engine.sampling_metadata import SamplingMetadata, ScoredRows
 from engine.sampling_params import SamplingParams
 from engine.scheduler import ScheduledBatch, Scheduler
-from engine.sequence import Sequence, SequenceGroup, SequenceStatus
+from engine.sequence import Logprob, Sequence, SequenceGroup, SequenceStatus
 from guided.errors import BackendError, GuidedError, InternalError, bounded
 from guided.pool import Grammar, MaskPool
 from guided.processor import ApplyReport, GuidedProcessor, LogitPostProcessor, SampledEdit
@@ -124,6 +124,8 @@ class LLMEngine:
         """Metadata and tokens of the last step, if each row got a token."""
         self._prepared: SamplingMetadata | None = None
         """The step that `apply` is to follow."""
+        self._preparing = 0.0
+        """The time that its `prepare` took."""
         self._mean_step = 0.0
         """Moving average of a step's seconds, without the time that it waits for masks."""
 
@@ -333,6 +335,7 @@ class LLMEngine:
         try:
             grammar = compiled.result()
             group.backend, group.compile_seconds = grammar.backend, grammar.compile_seconds
+            group.guarded = grammar.guarded
             group.compiled_time = time.monotonic()
         except GuidedError as error:
             self._fail(group, error)
@@ -356,7 +359,8 @@ class LLMEngine:
             self.processor.rollback(sequence_id, length)
         self._prepared = metadata
         self.processor.prepare(metadata.guided, metadata.guided_rows, new_tokens)
-        self.stats.prepare_seconds += time.perf_counter() - started
+        self._preparing = time.perf_counter() - started
+        self.stats.prepare_seconds += self._preparing
 
     def execute(self, batch: ScheduledBatch) -> torch.Tensor:
         """Run the forward pass: hidden states `[tokens, hidden]`."""
@@ -405,6 +409,9 @@ class LLMEngine:
         self.stats.kernel_seconds += report.kernel_seconds
         self.stats.mask_seconds += report.mask_seconds
         self.stats.hidden_seconds += max(0.0, report.mask_seconds - report.wait_seconds)
+        for row in metadata.detailed:
+            if (details := metadata.sequences[row].details) is not None:
+                details.exposed_seconds += self._preparing + report.wait_seconds + report.kernel_seconds
         return report
 
     def _patience(self) -> float | None:
@@ -496,6 +503,9 @@ class LLMEngine:
         for row, entries in sampled.logprobs.items():
             if row not in skipped and metadata.sequences[row].drafted_from is None:
                 metadata.sequences[row].add_logprobs(sampled.token_ids[row], entries)
+        for row in metadata.detailed:
+            if row not in skipped and metadata.sequences[row].drafted_from is None:
+                _note_details(metadata.sequences[row], sampled.allowed[row])
         for row in metadata.stop_checked:
             any_ended |= _end_by_stop_string(metadata.sequences[row])
         for row, drafts in metadata.drafted.items():
@@ -530,6 +540,8 @@ class LLMEngine:
                 _end_by_token(sequence, token)
             if row in sampled.logprobs:
                 sequence.add_logprobs(token, sampled.logprobs[row])
+            if row in sampled.allowed:
+                _note_details(sequence, sampled.allowed[row])
             if sequence.params.stop:
                 _end_by_stop_string(sequence)
         return sequence.status.is_finished
@@ -595,11 +607,16 @@ class LLMEngine:
             self.scheduler.rewind(sequence)
             self.processor.rollback(sequence.seq_id, sequence.num_output_tokens)
             self._metadata = None  # penalties are counted again
+        masked = sequence.params.logprobs_mode == "masked"
         for token in edit.append:
             is_last = token in sequence.stop_ids or sequence.length + 1 >= sequence.max_length
-            if is_last and sequence.params.logprobs is not None:
+            if is_last and sequence.params.logprobs is not None and not masked:
                 break  # the last token is sampled: no later step would score it
             sequence.append(token)
+            if masked and sequence.params.needs_logprobs:
+                sequence.add_logprobs(token, {token: Logprob(0.0, 1)})
+            if sequence.details is not None:
+                sequence.details.note(1, forced=True)
             self.stats.forced_tokens += 1
             if not sequence.params.is_greedy:
                 sequence.uniforms.next()  # as if it were sampled
@@ -664,6 +681,11 @@ def _end_by_token(sequence: Sequence, token: int) -> None:
         sequence.stop_reason = token if token in sequence.params.stop_token_ids else None
     else:
         sequence.finish(SequenceStatus.FINISHED_LENGTH_CAPPED)
+
+
+def _note_details(sequence: Sequence, allowed: int) -> None:
+    if sequence.details is not None:
+        sequence.details.note(None if sequence.guided is None else allowed)
 
 
 def _common_length(left: list[int], right: list[int]) -> int:
