@@ -14,6 +14,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 from starlette.types import Scope
 
 from engine.server.protocol import MISPLACED, REFUSED, UNSUPPORTED
@@ -132,7 +133,8 @@ def log_refusal(scope: Scope, code: str, message: str, param: str | None) -> Non
 def _hint(request: Request) -> str:
     """Return what to do about an unknown path."""
     path = request.url.path
-    if any(getattr(route, "path", None) == f"/v1{path}" for route in request.app.routes):
+    wanted = {**request.scope, "path": f"/v1{path}"}
+    if any(route.matches(wanted)[0] is not Match.NONE for route in request.app.routes):
         return f"there is no {path}: send the request to /v1{path} (a client's base URL ends with /v1)"
     return f"there is no {bounded(path, 100)!r}: requests go to /v1/chat/completions, and /docs lists all paths"
 

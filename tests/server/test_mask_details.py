@@ -81,7 +81,7 @@ def test_beams_have_none(client: TestClient) -> None:
 
 
 def test_an_echoed_prompt_has_no_masks(client: TestClient) -> None:
-    body = {"prompt": "ab", "regex": "[a-c]{4}", "mask_details": True, "echo": True, "logprobs": 1, "max_tokens": 20}
+    body = {"prompt": "ab", "regex": "[a-c]{4}", "mask_details": True, "echo": True, "logprobs": 1, "temperature": 0}
     whole = client.post("/v1/completions", json=body).json()
     stream = client.post("/v1/completions", json={**body, "stream": True})
     assert "ab" + "".join(whole["choices"][0]["masks"]["tokens"][:-1]) == whole["choices"][0]["text"]
@@ -120,14 +120,11 @@ class TestMaskedLogprobs:
     [
         ({"choice": ["yes", "no"]}, "maybe"),
         ({"json_schema": SCHEMA}, ["\nObservation:", "\n\nHuman"]),
-        ({"json_object": True}, 'x"\nuser'),
+        ({"json_object": True}, 'x"\nhuman'),
     ],
 )
 def test_a_stop_string_that_cannot_occur_is_accepted(client: TestClient, fields: dict[str, Any], stop: Any) -> None:
-    assert ask(client, **fields, stop=stop) | {"id": "", "created": 0} == ask(client, **fields) | {
-        "id": "",
-        "created": 0,
-    }
+    assert ask(client, **fields, stop=stop)["choices"] == ask(client, **fields)["choices"]
 
 
 @pytest.mark.parametrize(
