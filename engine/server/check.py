@@ -38,7 +38,7 @@ class CheckedRequest(BaseModel):
     """A request that is accepted: its constraint is compiled."""
 
     guided: GuidedInfo | None
-    compile_seconds: float = Field(description="0: the grammar was compiled before.")
+    compile_seconds: float = Field(description="The time that compiling the grammar took, now or before.")
     prompt_tokens: int
 
 

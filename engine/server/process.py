@@ -227,13 +227,13 @@ def _say(options: ServeOptions, text: str) -> None:
 def _description(options: ServeOptions, engine: AsyncLLM) -> list[str]:
     """Say where model and masks are computed."""
     model, pool = engine.model, engine.pool.status()
-    device = f"{model.device} in {str(model.dtype).removeprefix('torch.')}"
+    device = f"{model.device}, {str(model.dtype).removeprefix('torch.')}"
     if model.device.type == "cpu" and options.load.device == "auto":
         device += " (no CUDA device was found)"
-    masks = "in this process, without isolation"
+    masks = "this process, without isolation"
     if pool.name == "ray":
         how = "started by this server" if options.ray.address is None else "joined"
-        masks = f"by {len(pool.workers)} actors; Ray at {pool.ray_address}, {how}"
+        masks = f"{len(pool.workers)} Ray actors; Ray at {pool.ray_address}, {how}"
     return [f"Model: {device}, context of {engine.max_model_len} tokens", f"Masks: {masks}"]
 
 

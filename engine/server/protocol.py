@@ -416,7 +416,7 @@ class MaskTimes(BaseModel):
     """Seconds. `exposed`: the time by which masks have lengthened the steps of this request's sequences, of `total`,
     the time from the end of the compilation to the end of the request."""
 
-    compile: float = Field(description="0: the grammar was compiled before.")
+    compile: float = Field(description="The time that compiling the grammar took, now or before.")
     computed: float = Field(description="The time that the workers took for this request's masks.")
     exposed: float
     total: float

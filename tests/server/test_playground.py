@@ -91,7 +91,7 @@ def page(browser: Browser) -> Iterator[Page]:
 def wait_for(page: Page, selector: str, text: str) -> str:
     """Wait until an element has the text, and return all of its text."""
     found = page.locator(selector, has_text=text)
-    found.wait_for(timeout=30_000)
+    found.wait_for(timeout=90_000)
     return found.inner_text()
 
 
@@ -104,7 +104,7 @@ def choose(page: Page, kind: str, constraint: str | None = None) -> None:
 def send(page: Page) -> str:
     """Send the request and return the answer."""
     page.click("#send")
-    page.locator("#send:enabled").wait_for(timeout=60_000)
+    page.locator("#send:enabled").wait_for(timeout=90_000)
     return page.inner_text("#answer")
 
 
