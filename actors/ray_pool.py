@@ -151,6 +151,7 @@ class RayPool:
             compiling=self._grammars.compiling,
             backends=self._grammars.backends(),
             trouble=self._cluster.trouble,
+            ray_address=self._cluster.head,
             replays=self._dispatcher.replays,
         )
 

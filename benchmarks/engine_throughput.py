@@ -6,7 +6,7 @@ tokens, greedily, in one process. Each figure is the best of `--repeat` runs, in
 requests have a regex without an early end, and llguidance computes the masks inline, so all mask work is in this
 process too. `--clock cpu` counts CPU seconds of the process instead of wall time, which is a fairer comparison on a
 busy machine with one thread. With `--vllm-python`, vLLM's CPU build takes turns with them, in processes of its own:
-free, and guided by its own llguidance backend. Writes `benchmarks/results/engine_throughput.{json,png}`.
+free, and guided by its own llguidance backend. Writes `benchmarks/out/engine_throughput.{json,png}`.
 """
 
 from __future__ import annotations

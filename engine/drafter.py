@@ -107,6 +107,8 @@ def accept(sequence: Sequence, row: int, drafts: list[int], sampled: SamplerOutp
         sequence.end_by_token()
         if row in sampled.logprobs:
             sequence.add_logprobs(token, sampled.logprobs[row])
+        if row in sampled.allowed:
+            sequence.note_details(sampled.allowed[row])
         if sequence.params.stop:
             sequence.end_by_stop_string()
     return len(drafts)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from engine.scheduler import Scheduler
-from engine.sequence import Sequence, SequenceStatus
+from engine.sequence import Logprob, Sequence, SequenceStatus
 from guided.errors import InternalError
 from guided.processor import LogitPostProcessor, SampledEdit
 
@@ -20,12 +20,15 @@ def follow(edit: SampledEdit, sequence: Sequence, scheduler: Scheduler, processo
         sequence.roll_back(min(edit.rollback, sequence.num_output_tokens))
         scheduler.rewind(sequence)
         processor.rollback(sequence.seq_id, sequence.num_output_tokens)
-    appended = 0
+    appended, masked = 0, sequence.params.logprobs_mode == "masked"
     for token in edit.append:
         is_last = token in sequence.stop_ids or sequence.length + 1 >= sequence.max_length
-        if is_last and sequence.params.logprobs is not None:
+        if is_last and sequence.params.logprobs is not None and not masked:
             break  # the last token is sampled: no later step would score it
         sequence.append(token)
+        if masked and sequence.params.needs_logprobs:
+            sequence.add_logprobs(token, {token: Logprob(0.0, 1)})
+        sequence.note_details(1, forced=True)
         appended += 1
         if not sequence.params.is_greedy:
             sequence.uniforms.next()  # as if it were sampled

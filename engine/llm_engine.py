@@ -97,6 +97,8 @@ class LLMEngine:
         self._changed: dict[SequenceGroup, None] = {}
         self._prepared: SamplingMetadata | None = None
         """The step that `apply` is to follow."""
+        self._preparing = 0.0
+        """The time that its `prepare` took."""
 
     def _memory_for_cache(self) -> int:
         """Return the bytes that the KV cache may take in this process."""
@@ -284,6 +286,7 @@ class LLMEngine:
         try:
             grammar = compiled.result()
             group.backend, group.compile_seconds = grammar.backend, grammar.compile_seconds
+            group.guarded = grammar.guarded
             group.compiled_time = time.monotonic()
         except GuidedError as error:
             self._fail(group, error)
@@ -305,7 +308,8 @@ class LLMEngine:
             self.processor.rollback(sequence_id, length)
         self._prepared = metadata
         self.processor.prepare(metadata.guided, metadata.guided_rows, new_tokens)
-        self.stats.prepare_seconds += time.perf_counter() - started
+        self._preparing = time.perf_counter() - started
+        self.stats.prepare_seconds += self._preparing
 
     @timed("forward_seconds")
     def execute(self, batch: ScheduledBatch) -> torch.Tensor:
@@ -353,6 +357,9 @@ class LLMEngine:
         report = self.processor.apply(logits, self._patience(), alone, keep_late=True)
         self._prepared = None
         self.stats.note_masks(report)
+        for row in metadata.detailed:
+            if (details := metadata.sequences[row].details) is not None:
+                details.exposed_seconds += self._preparing + report.wait_seconds + report.kernel_seconds
         return report
 
     def _patience(self) -> float | None:
@@ -445,6 +452,9 @@ class LLMEngine:
         for row, entries in sampled.logprobs.items():
             if row not in skipped and metadata.sequences[row].drafted_from is None:
                 metadata.sequences[row].add_logprobs(sampled.token_ids[row], entries)
+        for row in metadata.detailed:
+            if row not in skipped and metadata.sequences[row].drafted_from is None:
+                metadata.sequences[row].note_details(sampled.allowed[row])
         for row in metadata.stop_checked:
             any_ended |= metadata.sequences[row].end_by_stop_string()
         return any_ended

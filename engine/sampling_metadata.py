@@ -74,6 +74,9 @@ class SamplingMetadata:
     with_min_tokens: list[int] = field(default_factory=list)
     without_eos: list[int] = field(default_factory=list)
     with_logprobs: list[int] = field(default_factory=list)
+    with_masked_logprobs: list[int] = field(default_factory=list)
+    detailed: list[int] = field(default_factory=list)
+    """Rows with `mask_details`."""
     beams: list[int] = field(default_factory=list)
     with_min_p: list[int] = field(default_factory=list)
     """Random rows only."""
@@ -132,6 +135,8 @@ class SamplingMetadata:
                 (params.min_tokens, self.with_min_tokens),
                 (params.ignore_eos, self.without_eos),
                 (params.needs_logprobs, self.with_logprobs),
+                (params.needs_logprobs and params.logprobs_mode == "masked", self.with_masked_logprobs),
+                (params.mask_details, self.detailed),
                 (params.use_beam_search, self.beams),
                 (params.stop and sequence.drafted_from is None, self.stop_checked),
             ):

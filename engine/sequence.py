@@ -54,6 +54,30 @@ class Logprob:
 
 
 @dataclass(slots=True)
+class MaskDetails:
+    """What the masks of one sequence allowed, for requests with `SamplingParams.mask_details`."""
+
+    allowed: list[int | None] = field(default_factory=list)
+    """For each output token: the number of tokens that could be sampled. None: there was no mask."""
+    forced: list[bool] = field(default_factory=list)
+    """For each output token: it was appended without a forward pass of its own."""
+    exposed_seconds: float = 0.0
+    """The time by which masks have lengthened the sequence's steps."""
+    mask_seconds: float = 0.0
+    """The time that the workers took for the sequence's masks. Set in snapshots."""
+
+    def note(self, allowed: int | None, forced: bool = False) -> None:
+        """Add an output token."""
+        self.allowed.append(allowed)
+        self.forced.append(forced)
+
+    def first(self, count: int, guided: GuidedSequence | None) -> MaskDetails:
+        """Return a copy for the first `count` output tokens."""
+        seconds = 0.0 if guided is None else guided.mask_seconds or 0.0
+        return MaskDetails(self.allowed[:count], self.forced[:count], self.exposed_seconds, seconds)
+
+
+@dataclass(slots=True)
 class Parked:
     """What a sequence needs to be sampled without another forward pass."""
 
@@ -162,6 +186,7 @@ class Sequence:
         self.drafted_from: Sequence | None = None
         """Set if this is only the row of a draft (`engine.drafter`)."""
         self.drafts: Drafts | None = None
+        self.details = MaskDetails() if params.mask_details else None
         self.guided: GuidedSequence | None = None
         """Its view for the post-processor, if there is a constraint. Set with the group."""
 
@@ -195,6 +220,8 @@ class Sequence:
         self.length -= count
         self.edits += 1
         self.last_token = self.data.span(self.length - 1, self.length)[0]
+        if self.details is not None:
+            del self.details.allowed[self.num_output_tokens :], self.details.forced[self.num_output_tokens :]
         while len(self.logprobs) > self.num_output_tokens:
             self.cumulative_logprob -= next(iter(self.logprobs.pop().values())).logprob  # the token's own comes first
 
@@ -207,6 +234,11 @@ class Sequence:
         """Add the log-probabilities that were requested for the newest token."""
         self.logprobs.append(entries)
         self.cumulative_logprob += entries[token_id].logprob
+
+    def note_details(self, allowed: int, forced: bool = False) -> None:
+        """Add how many tokens the mask of the newest token allowed, if the request asks for it."""
+        if self.details is not None:
+            self.details.note(None if self.guided is None else allowed, forced)
 
     def end_by_token(self) -> bool:
         """End it if its last token is a stop token, or if it has its maximum length. Returns whether it does."""
@@ -280,6 +312,8 @@ class SequenceGroup:
     """Number of newest tokens that outputs do not show before the end: the post-processor may take them back."""
     backend: str | None = None
     """The grammar library that enforces the constraint. Known once it is compiled."""
+    guarded: tuple[str, ...] = ()
+    """Keywords of the schema that the guard enforces, not the library."""
     compile_seconds: float = 0.0
     """Seconds of the compilation; 0 if the grammar came from the cache."""
     prompt_logprobs: list[dict[int, Logprob] | None] = field(default_factory=lambda: [None])
@@ -302,7 +336,14 @@ class SequenceGroup:
             sequence.group = self
             if params.constraint is not None:
                 tokens = sequence.data.output_token_ids, sequence.data.prompt_token_ids
-                sequence.guided = GuidedSequence(self.request_id, sequence.seq_id, *tokens, params, budget=budget)
+                sequence.guided = GuidedSequence(
+                    self.request_id,
+                    sequence.seq_id,
+                    *tokens,
+                    params,
+                    budget=budget,
+                    mask_seconds=0.0 if params.mask_details else None,
+                )
 
     @property
     def prompt_token_ids(self) -> list[int]:

@@ -175,6 +175,8 @@ class GuidedProcessor:
         self._requests: dict[str, _Request] = {}
         self._request_ids: dict[int, str] = {}
         """Of each open sequence."""
+        self._timed: set[int] = set()
+        """Open sequences with `mask_seconds`."""
         self._opened: tuple[GuidedSequence, ...] | None = None
         """The last tuple that was prepared, while all its sequences are open."""
         self._prepared: Sequence[GuidedSequence] | None = None
@@ -240,6 +242,8 @@ class GuidedProcessor:
             self._pool.open(sequence, request.future.result(timeout=0))
             request.sequences.add(sequence.sequence_id)
             self._request_ids[sequence.sequence_id] = sequence.request_id
+            if sequence.mask_seconds is not None:
+                self._timed.add(sequence.sequence_id)
 
     def apply(
         self, logits: torch.Tensor, patience: float | None = None, alone: bool = True, keep_late: bool = False
@@ -302,6 +306,11 @@ class GuidedProcessor:
         report = ApplyReport(wait_seconds=time.perf_counter() - started, mask_seconds=step.seconds)
         self._forced = [(sequences[row], len(sequences[row].output_token_ids), run) for row, run in step.forced.items()]
         report.late = [sequences[row].sequence_id for row in step.late]
+        if self._timed:
+            for part in step.ready:
+                for slot, row in zip(part.slots, part.rows, strict=True):
+                    if (sequence := sequences[row]).mask_seconds is not None:
+                        sequence.mask_seconds += float(part.seconds[slot])
         if step.failed:
             report.failed = {sequences[row].sequence_id: error for row, error in step.failed.items()}
             self._close(list(report.failed))
@@ -351,6 +360,7 @@ class GuidedProcessor:
 
     def _close(self, sequence_ids: Collection[int]) -> None:
         self._pool.free(sequence_ids)
+        self._timed.difference_update(sequence_ids)
         self._opened = None  # a freed sequence that is prepared again is opened again
         for sequence_id in sequence_ids:
             request = self._requests.get(self._request_ids.pop(sequence_id, ""))

@@ -369,7 +369,7 @@ class Dispatcher:
             slots, rows = part.slots, part.rows
             if part.missing:
                 slots, rows = slots[part.ready], rows[part.ready]
-            found.ready.append(ReadyMasks(part.table.mask, slots, rows))
+            found.ready.append(ReadyMasks(part.table.mask, slots, rows, part.table.seconds))
             if self._forced_tokens:
                 found.forced |= forced_runs(part.table.forced[slots], rows)
             ready_rows += len(rows)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Iterator, Mapping
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
 from contextlib import AsyncExitStack, contextmanager
 from typing import Any, TypeVar
 from urllib.parse import quote
@@ -53,10 +53,7 @@ class GenerationRoute(AdmissionRoute):
                 if ignored := request.state.ignored:
                     guided = (guided or GuidedInfo()).model_copy(update={"ignored": ignored})
                 answer = answer_type(context, job, guided)
-                if job.stream:
-                    content = events(outputs, answer, context.metrics)
-                else:
-                    content = answer.whole(await _unless_gone(request, _finished(outputs)))
+                content = await _unless_gone(request, self.content(outputs, answer, context))
             except _ClientGone:
                 context.metrics.abandoned("disconnected")
                 text = "request %s (x-request-id %s): the client went away"
@@ -64,6 +61,12 @@ class GenerationRoute(AdmissionRoute):
                 return Response(status_code=499)
             headers = {} if guided is None else _headers(guided)
             return AnswerStream(content, stack.pop_all(), headers, context, job)
+
+    async def content(self, outputs: Outputs, answer: Answer, context: ServerContext) -> AsyncIterator[bytes]:
+        """Return the answer's body in pieces."""
+        if outputs.job.stream:
+            return events(outputs, answer, context.metrics)
+        return answer.whole(await _finished(outputs))
 
 
 @contextmanager

@@ -61,6 +61,8 @@ class CompiledGrammar(Protocol):
     """Estimated memory in bytes. Caches are bounded by it."""
     special_token_ids: frozenset[int] = frozenset()
     """Special tokens that the grammar may allow, because a structural tag names them."""
+    guarded: tuple[str, ...] = ()
+    """Keywords of a schema that the guard enforces, not the library."""
 
     def matcher(self) -> Matcher:
         """Return a new matcher at the start."""
