@@ -11,7 +11,7 @@ from fastapi_offline import FastAPIOffline
 from starlette.middleware.cors import CORSMiddleware
 
 from engine.async_llm import AsyncLLM
-from engine.server import chat, completions, health, metrics, models, tokenization
+from engine.server import chat, completions, health, metrics, models, responses, tokenization
 from engine.server.context import ServerContext
 from engine.server.errors import install_handlers
 from engine.server.gate import Gate
@@ -50,6 +50,6 @@ def create_app(engine: AsyncLLM, settings: ServerSettings) -> FastAPI:
             expose_headers=["x-request-id", "x-guided-backend", "x-guided-ignored", "x-should-retry", "retry-after"],
         )
     install_handlers(app)
-    for routes in (chat, completions, tokenization, models, health, metrics):
+    for routes in (chat, responses, completions, tokenization, models, health, metrics):
         app.include_router(routes.router)
     return app

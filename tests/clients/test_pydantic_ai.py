@@ -1,0 +1,35 @@
+"""pydantic-ai: output by function calls and by response_format, own tools, streams; chats and responses."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+pydantic_ai = pytest.importorskip("pydantic_ai")
+from pydantic_ai.models import openai as models  # noqa: E402
+from pydantic_ai.providers.openai import OpenAIProvider  # noqa: E402
+
+
+@pytest.fixture(params=["OpenAIChatModel", "OpenAIResponsesModel"])
+def model(request: pytest.FixtureRequest, shared: dict[str, Any]) -> Any:
+    provider = OpenAIProvider(base_url=shared["URL"], api_key=shared["KEY"])
+    return getattr(models, request.param)(shared["MODEL"], provider=provider)
+
+
+@pytest.mark.parametrize("mode", ["ToolOutput", "NativeOutput"])
+def test_output(model: Any, shared: dict[str, Any], mode: str) -> None:
+    agent = pydantic_ai.Agent(model, output_type=getattr(pydantic_ai, mode)(shared["Person"]))
+    assert isinstance(agent.run_sync(shared["TEXT"]).output, shared["Person"])
+
+
+@pytest.mark.parametrize("mode", ["ToolOutput", "NativeOutput"])
+def test_streams(model: Any, shared: dict[str, Any], mode: str) -> None:
+    agent = pydantic_ai.Agent(model, output_type=getattr(pydantic_ai, mode)(shared["Person"]))
+
+    async def run() -> Any:
+        async with agent.run_stream(shared["TEXT"]) as result:
+            return await result.get_output()
+
+    assert isinstance(asyncio.run(run()), shared["Person"])
