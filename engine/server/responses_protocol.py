@@ -102,6 +102,18 @@ class FunctionTool(Typed, FunctionDefinition):
     type: Literal["function"]
 
 
+Includable = Literal[
+    "reasoning.encrypted_content",
+    "message.input_image.image_url",
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+]
+"""OpenAI's, without log-probabilities. The answers here never have the others."""
+
+
 class ResponsesRequest(GenerationRequest):
     """Body of `POST /v1/responses`. The server keeps no state between requests."""
 
@@ -119,21 +131,17 @@ class ResponsesRequest(GenerationRequest):
     reasoning: ReasoningConfig | None = None
     max_reasoning_tokens: int | None = Field(default=None, ge=0)
     chat_template_kwargs: dict[str, TemplateValue] | None = None
-    include: Many[str] | None = Field(default=None, description="Without effect.")
+    # One output, without log-probabilities: a chat can have more.
+    n: Literal[1] | None = None
+    best_of: Literal[1] | None = None
+    prompt_logprobs: None = None
     top_logprobs: Literal[0] | None = None
+    include: Many[Includable] | None = Field(default=None, description="Without effect.")
 
     @field_validator("input", mode="before")
     @classmethod
     def _as_items(cls, given: Any) -> Any:
         return [{"role": "user", "content": given}] if isinstance(given, str) else given
-
-    @field_validator("n", "best_of", "prompt_logprobs", "include")
-    @classmethod
-    def _only_in_chats(cls, given: Any) -> Any:
-        if given not in (None, 1) and (isinstance(given, int) or "message.output_text.logprobs" in given):
-            text = "a response has one output, without log-probabilities: use /v1/chat/completions"
-            raise PydanticCustomError(UNSUPPORTED, text)
-        return given
 
     def as_chat(self) -> ChatRequest:
         """Return the chat with the same meaning. `CHAT_FIELDS` has its fields' names in this request."""

@@ -23,7 +23,9 @@ def pytest_configure(config: pytest.Config) -> None:
 def page() -> dict[str, str]:
     """The Python code of each section of the page. That of "shared" precedes each of the others."""
     sections = re.split(r"^## (.+)\n", "## shared\n" + PAGE.read_text(), flags=re.MULTILINE)
-    blocks = {name: re.findall(r"```python\n(.*?)```", text, re.DOTALL) for name, text in zip(sections[1::2], sections[2::2])}
+    blocks = {
+        name: re.findall(r"```python\n(.*?)```", text, re.DOTALL) for name, text in zip(sections[1::2], sections[2::2])
+    }
     return {name: found[0] for name, found in blocks.items() if found}
 
 

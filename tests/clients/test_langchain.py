@@ -40,7 +40,9 @@ def test_json_mode(model: Any, shared: dict[str, Any]) -> None:
 
 def test_tools(model: Any, shared: dict[str, Any]) -> None:
     for choice in ("required", "Person"):
-        answer = model.bind_tools([shared["Person"]], tool_choice=choice, parallel_tool_calls=False).invoke(shared["TEXT"])
+        answer = model.bind_tools([shared["Person"]], tool_choice=choice, parallel_tool_calls=False).invoke(
+            shared["TEXT"]
+        )
         [call] = answer.tool_calls
         shared["Person"].model_validate(call["args"])
 
