@@ -102,18 +102,6 @@ class FunctionTool(Typed, FunctionDefinition):
     type: Literal["function"]
 
 
-Includable = Literal[
-    "reasoning.encrypted_content",
-    "message.input_image.image_url",
-    "file_search_call.results",
-    "web_search_call.results",
-    "web_search_call.action.sources",
-    "code_interpreter_call.outputs",
-    "computer_call_output.output.image_url",
-]
-"""OpenAI's, without log-probabilities. The answers here never have the others."""
-
-
 class ResponsesRequest(GenerationRequest):
     """Body of `POST /v1/responses`. The server keeps no state between requests."""
 
@@ -136,12 +124,19 @@ class ResponsesRequest(GenerationRequest):
     best_of: Literal[1] | None = None
     prompt_logprobs: None = None
     top_logprobs: Literal[0] | None = None
-    include: Many[Includable] | None = Field(default=None, description="Without effect.")
+    include: Many[str] | None = Field(default=None, description="Without effect.")
 
     @field_validator("input", mode="before")
     @classmethod
     def _as_items(cls, given: Any) -> Any:
         return [{"role": "user", "content": given}] if isinstance(given, str) else given
+
+    @field_validator("include")
+    @classmethod
+    def _without_logprobs(cls, include: list[str] | None) -> list[str] | None:
+        if "message.output_text.logprobs" in (include or ()):
+            raise PydanticCustomError(UNSUPPORTED, "log-probabilities are not available here: use /v1/chat/completions")
+        return include
 
     def as_chat(self) -> ChatRequest:
         """Return the chat with the same meaning. `CHAT_FIELDS` has its fields' names in this request."""

@@ -22,11 +22,9 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture(scope="session")
 def page() -> dict[str, str]:
     """The Python code of each section of the page. That of "shared" precedes each of the others."""
-    sections = re.split(r"^## (.+)\n", "## shared\n" + PAGE.read_text(), flags=re.MULTILINE)
-    blocks = {
-        name: re.findall(r"```python\n(.*?)```", text, re.DOTALL) for name, text in zip(sections[1::2], sections[2::2])
-    }
-    return {name: found[0] for name, found in blocks.items() if found}
+    sections = re.split(r"^## (.+)\n", "## shared\n" + PAGE.read_text(), flags=re.MULTILINE)[1:]
+    found = zip(sections[::2], sections[1::2], strict=True)
+    return {name: "\n".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL)) for name, text in found}
 
 
 @pytest.fixture(scope="session")

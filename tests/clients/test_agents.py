@@ -1,7 +1,5 @@
 """openai-agents: output types, tools and streams, over responses and over chats."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 
@@ -27,9 +25,10 @@ def test_output_type(model: Any, shared: dict[str, Any]) -> None:
 def test_tools(model: Any, shared: dict[str, Any], stream: bool) -> None:
     """The tool's result is the answer, as the embedded model cannot be relied on for one of its own."""
     stored = []
+    Person = shared["Person"]  # noqa: N806
 
     @agents.function_tool
-    def store(person: shared["Person"]) -> str:  # type: ignore[valid-type]
+    def store(person: Person) -> str:
         """Store a person."""
         stored.append(person)
         return "stored"

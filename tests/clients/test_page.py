@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 from typing import Any
 
@@ -19,7 +18,6 @@ RESULTS = {
     "outlines": {"person"},
 }
 """Sections, and the variables that are persons in the end."""
-MODULES = {"openai-agents": "agents"}
 
 
 def test_every_section_is_tested(page: dict[str, str]) -> None:

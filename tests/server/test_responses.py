@@ -224,7 +224,7 @@ def test_an_empty_answer_is_a_message(hermes: TestClient) -> None:
         ({"background": True}, "background", [], None),
         ({"truncation": "auto"}, "truncation", [], None),
         ({"n": 2}, "n", ["should be 1"], None),
-        ({"include": ["message.output_text.logprobs"]}, "include[0]", ["encrypted_content"], None),
+        ({"include": ["message.output_text.logprobs"]}, "include", ["/v1/chat/completions"], None),
         ({"input": []}, "input", [], None),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0]", ["item_reference", "message"], None),
         ({"input": [{"type": "function_call", "name": "f"}]}, "input[0]", ["arguments, call_id"], None),
