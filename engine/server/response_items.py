@@ -22,6 +22,8 @@ class _Kind(NamedTuple):
     """What the events about its text are called."""
     field: str
     """Where its text stands, in the item or its part, and in the event that ends it."""
+    fields: dict[str, Any] = {}  # noqa: RUF012
+    """Constant fields of the events about its text."""
 
 
 _CALL = _Kind({"type": "function_call"}, "fc", None, "response.function_call_arguments", "arguments")
@@ -32,6 +34,7 @@ _KINDS = {
         {"type": "output_text", "annotations": []},
         "response.output_text",
         "text",
+        {"logprobs": []},
     ),
     "reasoning": _Kind(
         {"type": "reasoning", "summary": []}, "rs", {"type": "reasoning_text"}, "response.reasoning_text", "text"
@@ -66,7 +69,7 @@ class OutputItems:
                 yield from self.close()
                 yield from self._begin(kind)
             self._text += piece.text
-            yield self._event(f"{kind.events}.delta", delta=piece.text)
+            yield self._event(f"{kind.events}.delta", delta=piece.text, **kind.fields)
 
     def _begin(self, kind: _Kind, fields: dict[str, Any] | None = None) -> Iterator[dict[str, Any]]:
         self._open, self._text = kind, ""
@@ -83,7 +86,7 @@ class OutputItems:
             return
         text = {kind.field: self._text}
         self.items[-1] |= {"status": status, **(text if kind.part is None else {"content": [{**kind.part, **text}]})}
-        yield self._event(f"{kind.events}.done", **text)
+        yield self._event(f"{kind.events}.done", **text, **kind.fields)
         if kind.part is not None:
             yield self._event("response.content_part.done", part={**kind.part, **text})
         yield self._event("response.output_item.done", item=self.items[-1])

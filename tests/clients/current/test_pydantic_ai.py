@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
+import pydantic_ai
 import pytest
+from pydantic_ai.models import openai as models
+from pydantic_ai.providers.openai import OpenAIProvider
 
-pydantic_ai = pytest.importorskip("pydantic_ai")
-from pydantic_ai.models import openai as models  # noqa: E402
-from pydantic_ai.providers.openai import OpenAIProvider  # noqa: E402
+
+def test_the_page(run_section: Callable[[str], dict[str, Any]], shared: dict[str, Any]) -> None:
+    names = run_section("pydantic-ai")
+    assert isinstance(names["person"], shared["Person"])
+    assert isinstance(names["native"], shared["Person"])
 
 
 @pytest.fixture(params=["OpenAIChatModel", "OpenAIResponsesModel"])

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import instructor
 import openai
 import pytest
 
-instructor = pytest.importorskip("instructor")
+
+def test_the_page(run_section: Callable[[str], dict[str, Any]], shared: dict[str, Any]) -> None:
+    names = run_section("instructor")
+    assert isinstance(names["person"], shared["Person"])
 
 
 @pytest.fixture(params=["TOOLS", "JSON_SCHEMA"])

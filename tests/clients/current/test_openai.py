@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from typing import Any
 
 import openai
 import pytest
+
+
+def test_the_page(run_section: Callable[[str], dict[str, Any]], shared: dict[str, Any]) -> None:
+    names = run_section("openai")
+    assert isinstance(names["person"], shared["Person"])
+    assert isinstance(names["called"], shared["Person"])
+    assert isinstance(names["answered"], shared["Person"])
 
 
 @pytest.fixture(scope="module")

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import litellm
 import pytest
 
-litellm = pytest.importorskip("litellm")
+
+def test_the_page(run_section: Callable[[str], dict[str, Any]], shared: dict[str, Any]) -> None:
+    names = run_section("litellm")
+    assert isinstance(names["person"], shared["Person"])
 
 
 @pytest.fixture

@@ -1,12 +1,17 @@
 """openai-agents: output types, tools and streams, over responses and over chats."""
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
+import agents
 import openai
 import pytest
 
-agents = pytest.importorskip("agents")
+
+def test_the_page(run_section: Callable[[str], dict[str, Any]], shared: dict[str, Any]) -> None:
+    names = run_section("openai-agents")
+    assert isinstance(names["person"], shared["Person"])
 
 
 @pytest.fixture(params=["OpenAIResponsesModel", "OpenAIChatCompletionsModel"])

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
+import langchain_openai
 import pytest
 
-langchain_openai = pytest.importorskip("langchain_openai")
+
+def test_the_page(run_section: Callable[[str], dict[str, Any]], shared: dict[str, Any]) -> None:
+    names = run_section("langchain-openai")
+    assert isinstance(names["person"], shared["Person"])
+    shared["Person"].model_validate(names["called"])
 
 
 @pytest.fixture(params=[False, True], ids=["chats", "responses"])
