@@ -11,7 +11,7 @@ from fastapi_offline import FastAPIOffline
 from starlette.middleware.cors import CORSMiddleware
 
 from engine.async_llm import AsyncLLM
-from engine.server import chat, check, completions, health, metrics, models, playground, tokenization
+from engine.server import chat, check, completions, health, metrics, models, playground, responses, tokenization
 from engine.server.context import ServerContext
 from engine.server.errors import install_handlers
 from engine.server.gate import Gate
@@ -51,7 +51,7 @@ def create_app(engine: AsyncLLM, settings: ServerSettings, tracing: Tracing | No
             expose_headers=["x-request-id", "x-guided-backend", "x-guided-ignored", "x-should-retry", "retry-after"],
         )
     install_handlers(app)
-    for routes in (chat, check, completions, tokenization, models, health, metrics):
+    for routes in (chat, responses, check, completions, tokenization, models, health, metrics):
         app.include_router(routes.router)
     if settings.playground:
         app.include_router(playground.router)

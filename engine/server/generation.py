@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -66,6 +67,10 @@ class Job:
     @property
     def num_choices(self) -> int:
         return len(self.prompts) * self.params.n
+
+    def new_call_id(self) -> str:
+        """Make the id of a function call."""
+        return f"call_{uuid.uuid4().hex[:24]}"[-self.call_id_length :]
 
     def admitted(self, context: ServerContext) -> Job:
         """Return this job with its engine requests.

@@ -453,6 +453,13 @@ class TestFailures:
         assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
         assert last["error"]["code"] == "backend_error"
 
+    def test_a_response_that_fails_in_its_stream(self, failing: TestClient) -> None:
+        body = {"input": "hello", "regex": "[0-9]{30}", "stream": True}
+        answer = failing.post("/v1/responses", json=body)
+        last = json.loads(answer.text.strip().rpartition("data: ")[2])
+        assert (last["type"], last["response"]["status"]) == ("response.failed", "failed")
+        assert last["response"]["error"]["code"] == "backend_error"
+
     def test_others_are_unharmed(self, failing: TestClient) -> None:
         assert post(failing, regex="[0-9]{30}", max_tokens=None).status_code == 500
         assert post(failing).status_code == 200
