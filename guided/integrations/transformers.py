@@ -131,6 +131,10 @@ class GuidedLogitsProcessor:
         """Number of tokens of the prompts."""
         self._branches: dict[int, _Branch] = {}
         """By row. Rows without a constraint have none."""
+        self._unconstrained: list[int] = []
+        """Rows without a constraint."""
+        self._step: tuple[list[int], tuple[GuidedSequence, ...]] | None = None
+        """The rows with a matcher and their sequences. None: a branch has begun, moved or ended since the last step."""
         self._unused: list[int] = []
         """Sequences to be freed after this step, which may copy their matchers."""
         try:
@@ -172,7 +176,7 @@ class GuidedLogitsProcessor:
         self._ids = ids
         rows = self._collect()
         masked = self._memory.like(scores)
-        for row in set(range(len(scores))) - self._branches.keys():
+        for row in self._unconstrained:
             masked[row] = scores[row]
         masks = self._bitmask if len(rows) == len(self._bitmask) else [self._bitmask[row] for row in rows]
         apply_bitmask(scores, masks, rows, masked, _FLOOR)
@@ -198,6 +202,7 @@ class GuidedLogitsProcessor:
             if self._constraints[index] is not None:
                 self._branches[row] = branch = _Branch(str(index))
                 branch.open()
+        self._unconstrained = [row for row in range(rows) if row not in self._branches]
 
     def _continue(self, ids: NDArray[np.int64]) -> bool:
         """Update the branches from the rows. Returns False if the rows don't continue those of the last call."""
@@ -239,6 +244,7 @@ class GuidedLogitsProcessor:
             dropped.discard(parent)
         for row in dropped:
             self._end(before[row])
+        self._step = None
         return True
 
     def _roll_back(self, branch: _Branch, length: int) -> None:
@@ -248,11 +254,12 @@ class GuidedLogitsProcessor:
             self._processor.rollback(branch.sequence.sequence_id, length)
         elif not branch.failed and self._text.issuperset(branch.tokens):
             branch.open()
+            self._step = None
 
     def _end(self, branch: _Branch) -> None:
         if branch.sequence is not None:
             self._unused.append(branch.sequence.sequence_id)
-            branch.sequence = None
+            branch.sequence = self._step = None
 
     # masks
 
@@ -260,17 +267,21 @@ class GuidedLogitsProcessor:
         """Write the masks of the branches into `_bitmask`, at their rows. Returns these rows. Failed branches end."""
         processor = self._processor
         processor.failures()  # a lost sequence fails below, in its row
-        step = [(branch.sequence, row) for row, branch in self._branches.items() if branch.sequence is not None]
-        step.sort(key=lambda pair: pair[0].parent_id is None)  # new forks before their parents accept more tokens
-        sequences, rows = [sequence for sequence, _ in step], [row for _, row in step]
+        if self._step is None:
+            step = [(row, branch.sequence) for row, branch in self._branches.items() if branch.sequence is not None]
+            step.sort(key=lambda pair: pair[1].parent_id is None)  # new forks before their parents accept more tokens
+            self._step = [row for row, _ in step], tuple(sequence for _, sequence in step)
+        rows, sequences = self._step
         processor.prepare(sequences, rows)
         failed = finish_step(processor, sequences, rows, partial(processor.collect, self._bitmask)).failed
         for sequence in sequences:
             sequence.parent_id = None
         self._free_unused()
-        if failed:
-            self._fail({row: failed[sequence.sequence_id] for sequence, row in step if sequence.sequence_id in failed})
-        return sorted(row for sequence, row in step if sequence.sequence_id not in failed)
+        if not failed:
+            return rows
+        by_row = {row: failed.get(sequence.sequence_id) for row, sequence in zip(rows, sequences, strict=True)}
+        self._fail({row: error for row, error in by_row.items() if error is not None})
+        return [row for row in rows if self._branches[row].sequence is not None]
 
     def _fail(self, failed: dict[int, GuidedError]) -> None:
         if not self._end_failed:
@@ -279,7 +290,7 @@ class GuidedLogitsProcessor:
             raise _prefixed(failed[row], f"row {row} of {len(self._bitmask)}") from failed[row]
         for row, error in failed.items():
             branch = self._branches[row]
-            branch.failed, branch.sequence = True, None
+            branch.failed, branch.sequence, self._step = True, None, None
             self.failed.setdefault(row, error)
 
     def _mask_ended(self, scores: torch.Tensor, masked: torch.Tensor) -> None:
@@ -302,6 +313,7 @@ class GuidedLogitsProcessor:
             self._end(branch)
         self._free_unused()
         self._branches.clear()
+        self._step = None
         self._ids = np.empty((0, 0), np.int64)
 
     def _free_unused(self) -> None:

@@ -29,11 +29,7 @@ DEFINED = [
     (MANAGER, "StructuredOutputManager", "validate_tokens(self, request, spec_tokens)"),
     (MANAGER, "StructuredOutputManager", "accept_tokens(self, request, new_token_ids)"),
     (MANAGER, "StructuredOutputManager", "clear_backend(self)"),
-    (
-        MANAGER,
-        "StructuredOutputManager",
-        "_get_constraint_bounds(self, request, spec_tokens, spec_tokens_committed)",
-    ),
+    (MANAGER, "StructuredOutputManager", "_get_constraint_bounds(self, request, spec_tokens, spec_tokens_committed)"),
     (MANAGER, "StructuredOutputManager", "_get_reasoner(self, request)"),
     (MASKED, "", "strip_speculative_padding(token_ids)"),
     ("config/scheduler.py", "SchedulerConfig", "get_scheduler_cls(self)"),
@@ -54,7 +50,11 @@ DEFINED = [
     # processor.py
     ("v1/sample/logits_processor/interface.py", "LogitsProcessor", "update_state(self, batch_update)"),
     ("v1/sample/logits_processor/interface.py", "LogitsProcessor", "apply(self, logits)"),
-    ("v1/worker/gpu/sample/logits_processor/interface.py", "LogitsProcessor", "add_request(self, req_idx, sampling_params)"),
+    (
+        "v1/worker/gpu/sample/logits_processor/interface.py",
+        "LogitsProcessor",
+        "add_request(self, req_idx, sampling_params)",
+    ),
     ("v1/worker/gpu/sample/logits_processor/interface.py", "LogitsProcessor", "apply(self, logits, ctx)"),
 ]
 """File, class and signature of what is overridden, replaced or called."""
@@ -96,7 +96,8 @@ def _root() -> Path:
     if sources:
         return Path(sources) / "vllm"
     spec = find_spec("vllm")
-    assert spec is not None and spec.submodule_search_locations
+    assert spec is not None
+    assert spec.submodule_search_locations
     return Path(spec.submodule_search_locations[0])
 
 

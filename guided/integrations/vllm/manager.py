@@ -145,7 +145,7 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
             return None
         step = self._step
         if step is None or not step.is_for(structured_output_request_ids, scheduled_spec_decode_tokens):
-            step = self._prepare(requests, structured_output_request_ids, scheduled_spec_decode_tokens)
+            step = self.prepare(requests, structured_output_request_ids, scheduled_spec_decode_tokens)
         self._step = None
         bitmask = self._masker.collect(self._step_wait, park=True)
         if len(bitmask) < step.lines:
@@ -203,10 +203,6 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
 
     # the scheduler's interface
 
-    def prepare(self, requests: Mapping[str, Request], request_ids: list[str], drafts: dict[str, list[int]]) -> None:
-        """Start to compute the masks of a step, while the forward pass runs. `grammar_bitmask` follows."""
-        self._step = self._prepare(requests, request_ids, drafts)
-
     def hold_back(self, in_flight: Callable[[str], bool]) -> set[str]:
         """Return the ids of slow requests that must not join a batch now: their masks are missing.
 
@@ -254,10 +250,11 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
 
     # steps
 
-    def _prepare(
+    def prepare(
         self, requests: Mapping[str, Request], request_ids: Sequence[str], drafts: dict[str, list[int]]
     ) -> _Step:
-        step = _Step(request_ids, drafts)
+        """Start to compute the masks of a step, while the forward pass runs. `grammar_bitmask` follows."""
+        self._step = step = _Step(request_ids, drafts)
         for request_id in request_ids:
             output = self._outputs[request_id]
             given = drafts.get(request_id, [])

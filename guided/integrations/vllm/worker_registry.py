@@ -74,4 +74,3 @@ def _has_engine_without_worker(workers: list[dict[str, Any]]) -> bool:
         if not its_engines and worker["process"] != identity(os.getpid()):
             elsewhere.add(worker.get("engine", ""))
     return len(engines - found) > len(elsewhere)
-

@@ -385,7 +385,9 @@ def test_rollback_is_replay(grammar: CompiledGrammar, case: Case, vocabulary: Vo
         assert matcher.is_terminated()
 
 
-def test_accepts_counts_tokens_and_changes_nothing(grammar: CompiledGrammar, case: Case, vocabulary: Vocabulary) -> None:
+def test_accepts_counts_tokens_and_changes_nothing(
+    grammar: CompiledGrammar, case: Case, vocabulary: Vocabulary
+) -> None:
     for text in case.valid:
         tokens = [*vocabulary.encode(text), stop(vocabulary)]
         matcher = grammar.matcher()
