@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -84,11 +85,11 @@ def decode(model: Any, processor: GuidedProcessor, requests: list[Request], max_
             continue
 
         guided = [index for index in running if index in sequences]
-        batch = [requests[index] for index in running]
+        texts = [requests[index].prompt + requests[index].output for index in running]
         step = decode_step(
             processor,
             [sequences[index] for index in guided],
-            forward=lambda batch=batch: forward(model, [request.prompt + request.output for request in batch]),
+            forward=partial(forward, model, texts),
             sample=lambda logits: logits.argmax(dim=-1).tolist(),
             logits_rows=[running.index(index) for index in guided],
             patience=DEADLINE,

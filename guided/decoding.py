@@ -59,17 +59,19 @@ def decode_step(
         raise
     report = processor.apply(logits, patience, alone=len(logits) == len(sequences))
     step = DecodeStep([int(token) for token in sample(logits)], report)
-    appended: list[GuidedSequence] = []
     for row, sequence in zip(range(len(sequences)) if logits_rows is None else logits_rows, sequences, strict=True):
-        if sequence.sequence_id in report.failed or sequence.sequence_id in report.late:
-            continue
-        if step.tokens[row] in processor.vocabulary.stop_token_ids:
-            step.ended.append(sequence.sequence_id)
-        else:
-            cast("list[int]", sequence.output_token_ids).append(step.tokens[row])
-            appended.append(sequence)
-    edits = processor.sampled(appended)
-    for sequence in appended:
-        if sequence.sequence_id in edits:
-            cast("list[int]", sequence.output_token_ids).extend(edits[sequence.sequence_id].append)
+        if sequence.sequence_id not in report.failed and sequence.sequence_id not in report.late:
+            _append(processor, sequence, [step.tokens[row]], step)
+            forced = processor.sampled([sequence]).get(sequence.sequence_id)
+            if forced is not None:
+                _append(processor, sequence, forced.append, step)
     return step
+
+
+def _append(processor: GuidedProcessor, sequence: GuidedSequence, tokens: Sequence[int], step: DecodeStep) -> None:
+    """Append to the output, up to a stop token."""
+    for token in tokens:
+        if token in processor.vocabulary.stop_token_ids:
+            step.ended.append(sequence.sequence_id)
+            return
+        cast("list[int]", sequence.output_token_ids).append(token)

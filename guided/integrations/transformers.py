@@ -278,10 +278,10 @@ class GuidedLogitsProcessor:
             sequence.parent_id = None
         self._free_unused()
         if not failed:
-            return rows
+            return sorted(rows)
         by_row = {row: failed.get(sequence.sequence_id) for row, sequence in zip(rows, sequences, strict=True)}
         self._fail({row: error for row, error in by_row.items() if error is not None})
-        return [row for row in rows if self._branches[row].sequence is not None]
+        return sorted(row for row in rows if self._branches[row].sequence is not None)
 
     def _fail(self, failed: dict[int, GuidedError]) -> None:
         if not self._end_failed:

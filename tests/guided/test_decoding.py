@@ -63,7 +63,7 @@ def test_tokens_are_masked_and_appended() -> None:
 def test_tokens_without_an_alternative_are_appended_at_once() -> None:
     loop = Loop(InlinePool(VOCABULARY, forced_tokens=True))
     loop.step(24, 7, 1)
-    loop.step(25, 7, 2)
+    assert loop.step(25, 7, 2).ended == [0, 1]
     assert loop.texts == [b"xyz", b"abc"]
 
 

@@ -189,9 +189,14 @@ class Reasoner:
 
 
 class Subject:
-    """A manager and one request for the text "1 2 3 4". `drafts`: as many as vLLM is configured for."""
+    """A manager and one request for the text "1 2 3 4", as in this minor version of vLLM.
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, reasons: bool, drafts: int = 0) -> None:
+    Args:
+        drafts: as many as vLLM is configured for.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, reasons: bool, drafts: int = 0, minor: int = 32) -> None:
+        monkeypatch.setattr("guided.integrations.vllm.manager.__version_tuple__", (0, minor, 0))
         pool = InlinePool(VOCABULARY, ScriptedBackends(VOCABULARY))  # type: ignore[arg-type]
         monkeypatch.setattr("guided.integrations.vllm.configuration.open_pool", lambda config, options: pool)
         config: Any = SimpleNamespace(
@@ -243,8 +248,7 @@ class TestDraftTokens:
         assert subject.rows([3, -1]) == [[3], [4], "all"]
 
     def test_from_0_33_on_each_request_has_a_block_of_one_width(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("guided.integrations.vllm.manager.__version_tuple__", (0, 33, 0))
-        subject = Subject(monkeypatch, reasons=False, drafts=3)
+        subject = Subject(monkeypatch, reasons=False, drafts=3, minor=33)
         assert subject.rows([1]) == [[1], [2], "all", "all"]
         assert subject.accept(1, 2)
         assert subject.rows([]) == [[3], "all", "all", "all"]
