@@ -79,7 +79,7 @@ def timed(counter: str) -> Callable[[Callable[Concatenate[Any, P], R]], Callable
 
     def decorate(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
         @functools.wraps(method)
-        def run(engine: Any, *args: P.args, **kwargs: P.kwargs) -> R:
+        def run(engine: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
             began = time.perf_counter()
             try:
                 return method(engine, *args, **kwargs)
