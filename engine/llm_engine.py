@@ -314,6 +314,7 @@ class LLMEngine:
     @timed("forward_seconds")
     def execute(self, batch: ScheduledBatch) -> torch.Tensor:
         """Run the forward pass: hidden states `[tokens, hidden]`."""
+        self.stats.steps += 1
         return self.runner.execute(batch)
 
     @timed("forward_seconds")

@@ -22,6 +22,7 @@ class EngineStats:
     """Counters since the start. Only the engine's thread writes them. Times are seconds."""
 
     steps: int = 0
+    """Forward passes."""
     step_seconds: float = 0.0
     mean_step: float = 0.0
     """Moving average of a step's seconds, without the time that it waits for masks."""
@@ -68,7 +69,6 @@ class EngineStats:
 
     def note_step(self, seconds: float, waited: float) -> None:
         """Add a step that waited `waited` of its seconds for masks."""
-        self.steps += 1
         self.step_seconds += seconds
         weight = max(1 / self.steps, _MEAN_WEIGHT)
         self.mean_step += weight * (seconds - waited - self.mean_step)
