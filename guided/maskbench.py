@@ -24,8 +24,9 @@ from guided.compilation import compile_constraint
 from guided.constraint import Constraint
 from guided.errors import GuidedError, InvalidConstraint, TokenRejected
 from guided.schema import string_pattern
+from guided.schema.form import NormalForm
 from guided.schema.keywords import Schema
-from guided.schema.normal_form import NormalForm, normalise
+from guided.schema.normal_form import normalise
 from guided.vocabulary import Vocabulary
 
 Outcome = Literal["passes", "accepts invalid", "rejects valid", "refused", "timeout", "error"]

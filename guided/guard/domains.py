@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from guided import regex
 from guided.schema import string_pattern
-from guided.schema.keywords import ALL_TYPES, NUMBER_BOUNDS, Schema, integer_bounds
+from guided.schema.keywords import ALL_TYPES, NUMBER_BOUNDS, Schema, integer_bounds, kind_of, listed
 
 _MANY = 1000
 _DEPTH = 4
@@ -54,26 +54,10 @@ def kinds(schema: Schema) -> list[str]:
     """Return the types of an alternative."""
     if isinstance(schema, bool):
         return [*ALL_TYPES] if schema else []
-    if "const" in schema or "enum" in schema:
-        return sorted({kind_of(value) for value in listed(schema) or ()})
+    if (values := listed(schema)) is not None:
+        return sorted(set(map(kind_of, values)))
     named = schema.get("type", ALL_TYPES)
     return [named] if isinstance(named, str) else [*named]
-
-
-def kind_of(value: Any) -> str:
-    """Return the type of a value."""
-    if value is None or isinstance(value, bool):
-        return "null" if value is None else "boolean"
-    names: dict[type, str] = {str: "string", dict: "object", list: "array"}
-    return names.get(type(value), "number")
-
-
-def listed(schema: Schema) -> list[Any] | None:
-    """Return the values of an alternative with `enum` or `const`."""
-    if isinstance(schema, dict) and ("const" in schema or "enum" in schema):
-        values: list[Any] = [schema["const"]] if "const" in schema else schema["enum"]
-        return values
-    return None
 
 
 def finite(form: Definitions, schema: Schema) -> list[Any] | None:

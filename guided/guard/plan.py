@@ -13,7 +13,6 @@ from functools import lru_cache
 from itertools import product
 from typing import Any
 
-from jsonschema import Draft202012Validator
 from jsonschema.validators import extend
 
 from guided.errors import UnsupportedConstraint
@@ -21,11 +20,11 @@ from guided.guard import domains
 from guided.guard.rules import ArrayRule, ObjectRule, Table, Values, minified
 from guided.guard.text import Rule
 from guided.schema import string_pattern
+from guided.schema.form import NormalForm
 from guided.schema.graph import SchemaGraph
-from guided.schema.instances import enforcing
-from guided.schema.keywords import ALL_TYPES, Schema
+from guided.schema.keywords import ALL_TYPES, Schema, listed
 from guided.schema.metaschema import Dialect, identity
-from guided.schema.normal_form import NormalForm, normalise
+from guided.schema.normal_form import normalise
 
 _MAX_ROWS = 1024
 _CONDITIONS = ("not", "if", "then", "else", "oneOf", "dependentRequired", "dependentSchemas")
@@ -294,15 +293,12 @@ class _Planner:
     def _restricted_type(self, base: dict[str, Any], conditions: list[dict[str, Any]]) -> dict[str, Any]:
         """Return a copy without the types that the conditions forbid. (They describe nothing but objects.)"""
         values: dict[str, Any] = {"null": None, "boolean": True, "array": [], "number": 0.5, "integer": 1, "string": ""}
-        validator = self._validator({"allOf": conditions})
+        validator = self.form.validator({"allOf": conditions})
         kinds = [kind for kind in domains.kinds(base) if kind == "object" or validator.is_valid(values[kind])]
         numbers = "number" in domains.kinds(base) and validator.is_valid(0.5) != validator.is_valid(1)
         if not kinds or numbers:
             raise _Unguarded
         return {**base, "type": kinds} if len(kinds) < len(ALL_TYPES) else dict(base)
-
-    def _validator(self, schema: Schema) -> Any:
-        return enforcing(Draft202012Validator)({"$defs": self.form.definitions, "allOf": [schema]})
 
     def _check_items(self, base: dict[str, Any], items: dict[str, Any]) -> None:
         """Refuse what could lead into a dead end. Normalises `items`, in place."""
@@ -317,7 +313,7 @@ class _Planner:
             items.pop("maxContains", None)
             return
         wanted, upper = int(items.get("minContains", 1)), items.get("maxContains")
-        both = self._validator({"allOf": [items["contains"], rest]})
+        both = self.form.validator({"allOf": [items["contains"], rest]})
         if wanted:
             found = {
                 identity(value)
@@ -358,7 +354,7 @@ class _Planner:
             return
         if not depth or not schema.keys() <= {"const", "enum", "not", "anyOf", "allOf", "oneOf", "type", "$ref"}:
             raise _Unguarded
-        if any(isinstance(value, dict | list) for value in domains.listed(schema) or ()):
+        if any(isinstance(value, dict | list) for value in listed(schema) or ()):
             raise _Unguarded
         for child in _operands(schema):
             self._check_classes(child, depth - 1)
@@ -376,7 +372,7 @@ class _Planner:
             size *= len(column)
         if not 0 < size <= _MAX_ROWS:
             raise _Unguarded
-        validator = self._validator(condition)
+        validator = self.form.validator(condition)
         rows = []
         for row in product(*columns):
             value = {name: classes[name][number][1] for name, number in zip(classes, row, strict=True) if number >= 0}
@@ -394,8 +390,8 @@ class _Planner:
             return []
         if not parts:
             return [(Values(None), None)]
-        checks = [self._validator(part) for part in parts]
-        valid = self._validator(schema)
+        checks = [self.form.validator(part) for part in parts]
+        valid = self.form.validator(schema)
         mentioned = {identity(value): value for part in parts for value in self._mentioned(part)}
         known = domains.finite(self, schema)
         values = {identity(value): value for value in known or ()} | (mentioned if known is None else {})
@@ -430,7 +426,7 @@ class _Planner:
 
     def _mentioned(self, schema: Schema) -> Iterator[Any]:
         if isinstance(schema, dict):
-            yield from domains.listed(schema) or ()
+            yield from listed(schema) or ()
             for child in _operands(schema):
                 yield from self._mentioned(child)
             if "$ref" in schema:
@@ -496,7 +492,7 @@ class _Planner:
         endless = [domains.endless(self, one) for one in schemas]
         kinds = {kind for one in schemas for part in domains.resolved(self, one) for kind in domains.kinds(part)}
         known = domains.finite(self, rest) if not prefix and items.get("uniqueItems") else None
-        contains = self._validator(items["contains"]).is_valid if "contains" in items else None
+        contains = self.form.validator(items["contains"]).is_valid if "contains" in items else None
         return ArrayRule(
             lambda index, first: self.rule(prefix[index] if index < len(prefix) else rest, first),
             bool(items.get("uniqueItems")),

@@ -37,7 +37,7 @@ _PART_ONE = (
 _PART_MANY = ("items", "prefixItems")
 _PART_NAMED = ("properties", "patternProperties")
 _KEPT_NAMED = ("$defs", "definitions")
-_REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
+REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 _LOOKUP_ERRORS = (referencing.exceptions.Unresolvable, ValueError, TypeError, LookupError, AttributeError)
 
 
@@ -137,7 +137,7 @@ class SchemaGraph:
             keywords = {keyword for keyword, _ in node.same}
             conditions += [child for keyword, child in node.same if keyword in ("if", "not", "disallow")]
             alone = len(keywords) == 1 and not any(name in node.schema for name in _PART_NAMED)
-            alternatives = keywords <= {"anyOf", "oneOf", *_REFERENCES} or len(children) == 1
+            alternatives = keywords <= {"anyOf", "oneOf", *REFERENCES} or len(children) == 1
             if alone and alternatives and not keywords & {*_SAME_ONE, *_SAME_NAMED}:
                 continue
             marked += children
@@ -202,7 +202,7 @@ class SchemaGraph:
                 above = self._resolvers.get(id(node if node.parent is None else node.parent), start)
                 resolver = above.in_subresource(specification.create_resource(node.schema))
                 self._resolvers[id(node)] = resolver
-                for keyword in _REFERENCES:
+                for keyword in REFERENCES:
                     if isinstance(node.schema.get(keyword), str):
                         self._link(node, keyword, resolver)
 

@@ -1,18 +1,26 @@
-"""Where `unevaluatedProperties` and `unevaluatedItems` have an effect that can be told from the schema alone."""
+"""`unevaluatedProperties` and `unevaluatedItems`, where their effect can be told from the schema alone."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from guided.errors import UnsupportedConstraint
+from guided.schema.combination import Combinations
+from guided.schema.definitions import Definitions, Inexact
+from guided.schema.form import target_name
 from guided.schema.graph import Node
+from guided.schema.keywords import Schema, listed
 
 _DESCRIBES = {
     "unevaluatedProperties": {"properties", "patternProperties", "additionalProperties", "unevaluatedProperties"},
     "unevaluatedItems": {"items", "prefixItems", "additionalItems", "unevaluatedItems", "contains"},
 }
+_STANDING_FOR = {"unevaluatedProperties": "additionalProperties", "unevaluatedItems": "items"}
 _ALWAYS = ("$ref", "$dynamicRef", "$recursiveRef", "allOf")
 _EITHER = (*_ALWAYS, "anyOf", "oneOf", "dependentSchemas", "dependencies")
+
+
+UNEVALUATED = _DESCRIBES.keys()
 
 
 def unevaluated(node: Node) -> dict[str, Any]:
@@ -65,3 +73,44 @@ def _describes_all(node: Node, keyword: str, is_own: bool) -> bool:
         return "additionalProperties" in node.schema
     items = node.schema.get("items", [])
     return not isinstance(items, list) or "additionalItems" in node.schema
+
+
+def closed(schema: Schema, rest: dict[str, Schema], definitions: Definitions) -> Schema:
+    """Return `schema` in normal form with the two keywords as `additionalProperties` and `items`.
+
+    Each alternative is closed separately: a value that needs two of them together is excluded (a subset).
+
+    Args:
+        rest: the two keywords, in normal form.
+    """
+    if schema is False or not rest:
+        return schema
+    if schema is True:
+        schema = {}
+    if "anyOf" in schema:
+        return {"anyOf": [closed(part, rest, definitions) for part in schema["anyOf"]]}
+    if "$ref" in schema:
+        try:
+            return closed(definitions.get(target_name(schema)), rest, definitions)
+        except Inexact:
+            return {"allOf": [schema, {"unevaluatedProperties": False}]}
+    if listed(schema) is not None:
+        return schema
+    standing = {_STANDING_FOR[keyword]: value for keyword, value in rest.items() if value is not True}
+    return {**schema, **{keyword: value for keyword, value in standing.items() if keyword not in schema}}
+
+
+def closed_apart(
+    merged: Schema, parts: list[Schema], rest: dict[str, Schema], combinations: Combinations, definitions: Definitions
+) -> Schema | None:
+    """Close each of the alternatives `parts` of a `oneOf` beside `merged`, for objects. None if they overlap then."""
+    found: list[Schema] = []
+    for index, part in enumerate(parts):
+        try:
+            one = combinations.merge({"type": "object"}, closed(combinations.merge(merged, part), rest, definitions))
+        except Inexact:
+            return None
+        if not all(combinations.disjoint(one, other) for other in (*parts[:index], *parts[index + 1 :])):
+            return None
+        found.append(one)
+    return combinations.any_of(found) if parts else None

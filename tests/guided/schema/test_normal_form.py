@@ -17,7 +17,8 @@ from jsonschema.validators import validator_for
 from guided.errors import InvalidConstraint, UnsupportedConstraint
 from guided.limits import DEFAULT_LIMITS
 from guided.schema.document import parse
-from guided.schema.normal_form import NormalForm, normalise
+from guided.schema.form import NormalForm
+from guided.schema.normal_form import normalise
 
 DATA = Path(__file__).parents[4] / "shared" / "data" / "maskbench-dev.jsonl.gz"
 
