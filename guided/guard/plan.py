@@ -21,7 +21,6 @@ from guided.guard.rules import ArrayRule, ObjectRule, Table, Values, minified
 from guided.guard.text import Rule
 from guided.schema import string_pattern
 from guided.schema.form import NormalForm
-from guided.schema.graph import SchemaGraph
 from guided.schema.keywords import ALL_TYPES, Schema, listed
 from guided.schema.metaschema import Dialect, identity
 from guided.schema.normal_form import normalise
@@ -48,40 +47,6 @@ class Plan:
     def root(self, first: int) -> Rule | None:
         """Return the rule of a document that begins with the byte `first`."""
         return None if self.planner is None else self.planner.rule(self.planner.form.root, first)
-
-
-def repeats_keys(document: dict[str, Any] | bool) -> bool:
-    """Whether some object may have keys that the schema does not name, so that a library could repeat them."""
-    if isinstance(document, bool):
-        return document
-    return any(_is_open(node.schema) for node in SchemaGraph.build(document).reachable())
-
-
-def has_few_names(document: dict[str, Any] | bool) -> bool:
-    """Whether some object may have no other names than a few, which are not listed as `properties`."""
-    if isinstance(document, bool):
-        return False
-    for node in SchemaGraph.build(document).reachable():
-        names = node.schema.get("propertyNames", True)
-        few = isinstance(names, dict) and not (names.keys() <= {"type", "minLength", "pattern"})
-        patterns = [*node.schema.get("patternProperties", {})]
-        patterns += [names["pattern"]] if isinstance(names, dict) and "pattern" in names else []
-        if few or not all(map(domains.endless_pattern, patterns)):
-            return True
-    return False
-
-
-def _is_open(schema: dict[str, Any]) -> bool:
-    types = schema.get("type", "object")
-    if "enum" in schema or "const" in schema:
-        return False
-    if "object" in types or (isinstance(types, list) and any(not isinstance(one, str) for one in types)):
-        applied = schema.keys() & {"$ref", "anyOf", "oneOf", "allOf"}
-        if applied and not schema.keys() & {"properties", "patternProperties", "additionalProperties"}:
-            return False  # as open as what it applies
-        return schema.get("additionalProperties") is not False or bool(schema.get("patternProperties"))
-    anything = (schema.get(keyword, {}) for keyword in ("items", "additionalItems"))
-    return "array" in types and (any(one is True for one in anything) or "items" not in schema)
 
 
 @lru_cache(maxsize=8)  # one library after the other is tried
@@ -188,7 +153,7 @@ class _Planner:
         for kind in ("object", "array") if "anyOf" in schema else ():
             parts = [part for part in schema["anyOf"] if self._admits(part, kind)]
             if len(parts) > 1 and any(id(part) in self._leading for part in parts):
-                self._check_similar([one for part in parts for one in domains.alternatives(self, part)])
+                self._check_similar([one for part in parts for one in self.form.alternatives(part)])
 
     def _check_similar(self, parts: list[Schema]) -> None:
         """Refuse alternatives that differ in more than required properties without a condition."""
@@ -217,12 +182,8 @@ class _Planner:
     def _admits(self, schema: Schema, kind: str) -> bool:
         return any(kind in domains.kinds(part) for part in domains.resolved(self, schema))
 
-    def target(self, schema: dict[str, Any]) -> Schema:
-        """See `domains.Definitions`."""
-        return self.form.target(schema)
-
     def base(self, schema: dict[str, Any]) -> dict[str, Any]:
-        """See `domains.Definitions`."""
+        """See `domains.Bases`."""
         leaf = None if id(schema) in self._building else self._leaf(schema)
         return schema if leaf is None else leaf.base
 

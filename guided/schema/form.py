@@ -40,6 +40,22 @@ class NormalForm:
         """Return the target of a `$ref` in normal form."""
         return self.definitions[target_name(schema)]
 
+    def alternatives(self, schema: Schema) -> list[Schema]:
+        """Return the alternatives of a subschema without `$ref` and `anyOf`, in order."""
+        found: list[Schema] = []
+        todo, seen = [schema], set()
+        while todo:
+            one = todo.pop()
+            if isinstance(one, dict) and "$ref" in one:
+                if one["$ref"] not in seen:
+                    seen.add(one["$ref"])
+                    todo.append(self.target(one))
+            elif isinstance(one, dict) and "anyOf" in one:
+                todo.extend(reversed(one["anyOf"]))
+            else:
+                found.append(one)
+        return found
+
     def validator(self, schema: Schema) -> Any:
         """Return a validator of `jsonschema` for a subschema; it refers to the definitions."""
         return enforcing(Draft202012Validator)({"$defs": self.definitions, "allOf": [schema]})

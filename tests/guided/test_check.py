@@ -12,7 +12,7 @@ from byte_vocabulary import BYTES
 
 from engine.default_model import checkpoint_path
 from guided.backends import Backends
-from guided.check import check, kind_of, vocabulary_of
+from guided.check import check, check_all, kind_of, vocabulary_of
 from guided.errors import InvalidRequest
 
 SCHEMA = {
@@ -62,6 +62,14 @@ def test_gbnf_is_shown_as_lark(backends: Backends) -> None:
     assert report.kind == "GBNF grammar"
     assert "start" in report.compiled
     assert check("-", 'start: "a" start | "b"', backends).kind == "Lark grammar"
+
+
+def test_a_constraint_that_takes_too_long_is_refused_and_the_next_one_is_checked() -> None:
+    texts = [("slow.json", json.dumps(SCHEMA)), ("a.regex", "a{2}")]
+    late = list(check_all(texts, BYTES, seconds=1e-4))
+    assert [(report.name, report.accepted) for report in late] == [("slow.json", False), ("a.regex", False)]
+    assert "time limit" in late[0].error
+    assert [report.backend for report in check_all(texts, BYTES, seconds=60)] == ["llguidance", "llguidance"]
 
 
 @pytest.mark.parametrize(

@@ -241,6 +241,13 @@ def test_references_are_merged_with_what_stands_next_to_them_unless_recursive() 
     assert not Draft202012Validator(as_document(form)).is_valid({"a": {}})
 
 
+def test_a_property_may_be_named_like_a_keyword() -> None:
+    part = {"properties": {"const": {"$ref": "#/$defs/n"}, "enum": {"$ref": "#/$defs/n"}}}
+    values = [{"const": 1, "enum": 2}, {"const": "x"}, {"enum": "x"}]
+    schema = {"allOf": [part, {"enum": values}], "$defs": {"n": {"type": "integer"}}}
+    assert normalise(schema).root == {"enum": values[:1]}
+
+
 def test_a_subschema_knows_where_it_came_from() -> None:
     schema = {"properties": {"a/b": {"type": "array", "items": {"type": "string", "pattern": "x"}}}}
     form = normalise(schema)
