@@ -26,13 +26,11 @@ class Combinations:
 
     Args:
         form: gets the pointers of the results.
-        rewrite: replace overlapping `oneOf` by alternatives.
     """
 
-    def __init__(self, form: NormalForm, definitions: Definitions, *, rewrite: bool) -> None:
+    def __init__(self, form: NormalForm, definitions: Definitions) -> None:
         self._form = form
         self._definitions = definitions
-        self._rewrite = rewrite
         self._merged_names: dict[str, str] = {}
         """Definitions that are two subschemas merged, where one is recursive."""
         self._steps = 0
@@ -99,11 +97,15 @@ class Combinations:
                 options.append(option)
         return options[0] if len(options) == 1 else {"anyOf": options}
 
-    def one_of(self, parts: Sequence[Schema]) -> Schema:
-        """Return what exactly one of `parts` allows: alternatives, or a `oneOf` where that is not exact."""
+    def one_of(self, parts: Sequence[Schema], *, negate: bool) -> Schema:
+        """Return what exactly one of `parts` allows: alternatives, or a `oneOf` where that is not exact.
+
+        Args:
+            negate: exclude from overlapping alternatives what the others allow.
+        """
         possible = [part for part in parts if part is not False]
         try:
-            return self.any_of(self._exclusive(possible))
+            return self.any_of(self._exclusive(possible, negate))
         except Inexact:
             return {"oneOf": possible}
 
@@ -206,14 +208,14 @@ class Combinations:
         names = [name for name in schema.get("properties", {}) if name not in closed["properties"]]
         return self.any_of([self.merge(rest, clean({"required": [name]})) for name in names])
 
-    def _exclusive(self, parts: Sequence[Schema]) -> list[Schema]:
+    def _exclusive(self, parts: Sequence[Schema], negate: bool) -> list[Schema]:
         """Return each of `parts` without the values that another one allows."""
         found: list[Schema] = []
         for index, part in enumerate(parts):
             alone = part
             for other in (*parts[:index], *parts[index + 1 :]):
                 if not self.disjoint(part, other):
-                    if not self._rewrite:
+                    if not negate:
                         raise Inexact
                     alone = self.merge(alone, self.complement(other))
             found.append(alone)

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import lru_cache, partial
 from typing import Any
@@ -36,7 +36,7 @@ from guided.schema.graph import REFERENCES, Node, SchemaGraph, closure
 from guided.schema.keywords import Schema, clean, listed, name_required
 from guided.schema.metaschema import Dialect
 from guided.schema.own_keywords import has_schema, outline, own_keywords
-from guided.schema.unevaluated import UNEVALUATED, closed, closed_apart, unevaluated
+from guided.schema.unevaluated import UNEVALUATED, closed, closed_apart, depends_on_value, evaluating, unevaluated
 
 _MAX_DEFINITIONS = 10_000
 _NO_SIBLINGS = {"$ref", "$schema", "$comment", "$defs", "default", "definitions", "description", "examples", "title"}
@@ -106,10 +106,9 @@ class _Normaliser:
         """Of definitions, by the subschema and the dynamic scope in which it is reached."""
         self._form = NormalForm(True)
         self._definitions = Definitions(self._form.definitions)
-        self._splits_dependencies = rewrite
-        # Other rewriting names properties and items, which would count as evaluated.
-        self._rewrite = rewrite and not any(node.schema.keys() & UNEVALUATED for node in graph.nodes())
-        self._combine = Combinations(self._form, self._definitions, rewrite=self._rewrite)
+        self._combine = Combinations(self._form, self._definitions)
+        self._rewrite = rewrite
+        self._evaluating = evaluating(graph)
         self._narrowed = False
         """Some part excludes values that its schema allows, so it may not be negated."""
 
@@ -129,14 +128,21 @@ class _Normaliser:
             return bool(schema)
         node = self._nodes[id(schema)]
         with self._scope.within(node):
-            result = self._conjunction(list(self._conjuncts(node)), unevaluated(node))
+            rest = {keyword: self._normal(value) for keyword, value in unevaluated(node).items()}
+            conjuncts = list(self._conjuncts(node))
+            result = (
+                self._closed(node, conjuncts, rest) if rest else self._conjunction(conjuncts, self._conditions(node))
+            )
         self._form.note(result, node.pointer)
         return result
 
+    def _has_siblings(self, schema: dict[str, Any]) -> bool:
+        return "$ref" not in schema or self._dialect.siblings_of_ref_count
+
     def _conjuncts(self, node: Node) -> Iterator[Schema]:
-        """Yield the conditions of `node`, each in normal form."""
+        """Yield what `node` requires, each in normal form, apart from `_conditions`."""
         schema = node.schema
-        alone = "$ref" in schema and not self._dialect.siblings_of_ref_count
+        alone = not self._has_siblings(schema)
         values = None if alone else listed(schema)
         if values is not None:
             neighbours = {name: value for name, value in schema.items() if name != "const"}
@@ -156,36 +162,49 @@ class _Normaliser:
                 yield self._combine.any_of([self._normal(part) for part in schema[keyword]])
             elif keyword == "oneOf":
                 parts = [self._normal(part) for part in schema[keyword]]
-                yield {"oneOf": parts} if self._is_narrowed(node) else self._combine.one_of(parts)
+                if self._narrowed and not self._is_negatable(node, "oneOf"):
+                    yield {"oneOf": parts}
+                else:
+                    yield self._combine.one_of(parts, negate=self._may_negate(node, "oneOf"))
             elif keyword == "type" and has_schema(schema["type"]):
                 yield self._any_type(schema["type"])
             if keyword == own_at and not alone:
                 yield own_keywords(schema, self._normal, is_draft3=self._dialect.is_draft3)
-        if not alone:
-            yield from self._conditions(schema)
 
-    def _is_narrowed(self, node: Node) -> bool:
-        """Whether alternatives of a `oneOf` may exclude values that their schemas allow: see `unevaluated.closed`."""
-        parts = [child for name, child in node.same if name == "oneOf"]
-        return self._narrowed and any(one.schema.keys() & UNEVALUATED for one in closure(parts))
+    def _is_negatable(self, node: Node, *keywords: str) -> bool:
+        """Whether subschemas are certain to allow all that they say: see `unevaluated.closed`."""
+        parts = [child for name, child in node.same if name in keywords]
+        return not self._evaluating or not any(one.schema.keys() & UNEVALUATED for one in closure(parts))
 
-    def _conditions(self, schema: dict[str, Any]) -> Iterator[Schema]:
+    def _may_negate(self, node: Node, *keywords: str) -> bool:
+        """Whether conditions may be rewritten: not where the properties that this names would count as evaluated."""
+        return self._rewrite and id(node) not in self._evaluating and self._is_negatable(node, *keywords)
+
+    def _conditions(self, node: Node) -> Iterator[Schema]:
         """Yield the conditions that are rewritten as alternatives; each as it is where that is not exact."""
-        combine = self._combine
-        for keyword in ("not", "disallow"):
-            if keyword in schema:
-                excluded = self._normal(schema[keyword]) if keyword == "not" else self._any_type(schema[keyword])
-                yield _rewritten({"not": excluded}, self._rewrite, partial(combine.complement, excluded))
+        schema, combine = node.schema, self._combine
+        if not self._has_siblings(schema) or listed(schema) is not None:
+            return
+        yield from self._negations(node, self._may_negate(node, "not", "disallow"))
         if "if" in schema and schema.keys() & {"then", "else"}:
             parts = {name: self._normal(schema.get(name, True)) for name in ("if", "then", "else")}
-            yield _rewritten(parts, self._rewrite, partial(combine.either, *parts.values()))
-        dependencies = ("dependentRequired", "dependentSchemas", "dependencies")
-        for name, needed in (pair for keyword in dependencies for pair in schema.get(keyword, {}).items()):
+            yield _rewritten(parts, self._may_negate(node, "if"), partial(combine.either, *parts.values()))
+        yield from self._dependencies(schema)
+
+    def _negations(self, node: Node, rewrite: bool) -> Iterator[Schema]:
+        for keyword in ("not", "disallow"):
+            if keyword in node.schema:
+                value = node.schema[keyword]
+                excluded = self._normal(value) if keyword == "not" else self._any_type(value)
+                yield _rewritten({"not": excluded}, rewrite, partial(self._combine.complement, excluded))
+
+    def _dependencies(self, schema: dict[str, Any]) -> Iterator[Schema]:
+        keywords = ("dependentRequired", "dependentSchemas", "dependencies")
+        for name, needed in (pair for keyword in keywords for pair in schema.get(keyword, {}).items()):
             names = [needed] if isinstance(needed, str) else needed  # one name in draft 3
             then = clean({"required": names}) if isinstance(names, list) else self._normal(names)
-            # Exact beside `unevaluatedProperties` too.
-            dependent = partial(combine.where_present, name, then)
-            yield _rewritten({"dependentSchemas": {name: then}}, self._splits_dependencies, dependent)
+            dependent = partial(self._combine.where_present, name, then)
+            yield _rewritten({"dependentSchemas": {name: then}}, self._rewrite, dependent)
 
     def _any_type(self, options: Any) -> Schema:
         """Return any of some types, which are names, or schemas in draft 3."""
@@ -194,8 +213,13 @@ class _Normaliser:
             self._normal(option) if isinstance(option, dict) else clean({"type": option}) for option in types
         )
 
-    def _conjunction(self, conjuncts: list[Schema], unevaluated: dict[str, Any]) -> Schema:
-        """Combine all of `conjuncts`; those that can't be merged stay under `allOf`."""
+    def _conjunction(self, conjuncts: Iterable[Schema], more: Iterable[Schema] = ()) -> Schema:
+        """Combine all of the conditions; those that can't be merged stay under `allOf`."""
+        merged, apart = self._merged([*conjuncts, *more])
+        return _all_of(merged, *apart)
+
+    def _merged(self, conjuncts: Iterable[Schema]) -> tuple[Schema, list[Schema]]:
+        """Merge all that can be merged; return also those that can't."""
         merged: Schema = True
         apart: list[Schema] = []
         for conjunct in conjuncts:
@@ -203,20 +227,43 @@ class _Normaliser:
                 merged = self._combine.merge(merged, conjunct)
             except Inexact:
                 apart.append(conjunct)
+        return merged, apart
+
+    def _closed(self, node: Node, conjuncts: list[Schema], rest: dict[str, Schema]) -> Schema:
+        """Combine what `node` requires with `unevaluatedProperties` and `unevaluatedItems`, which are `rest`.
+
+        What `not` names is not evaluated, nor what `if` names where it does not hold: they are combined afterwards.
+        """
+        schema = node.schema
+        conjuncts = [*conjuncts, *self._dependencies(schema)]
+        excluded = list(self._negations(node, self._rewrite and self._is_negatable(node, "not", "disallow")))
+        if "if" not in schema:
+            return self._conjunction([self._close(conjuncts, rest)], excluded)
+        condition, then, otherwise = (self._normal(schema.get(name, True)) for name in ("if", "then", "else"))
+        try:
+            if not (self._rewrite and self._is_negatable(node, "if")):
+                raise Inexact
+            failed = self._combine.complement(condition)
+        except Inexact:
+            raise depends_on_value(node, next(iter(rest))) from None
+        return self._combine.any_of(
+            [
+                self._conjunction([self._close([*conjuncts, condition, then], rest)], excluded),
+                self._conjunction([self._close([*conjuncts, otherwise], rest), failed], excluded),
+            ]
+        )
+
+    def _close(self, conjuncts: list[Schema], rest: dict[str, Schema]) -> Schema:
+        """Combine `conjuncts`, and apply `rest` to what they don't evaluate."""
+        merged, apart = self._merged(conjuncts)
         if merged is False or any(part is False for part in apart):
             return False
-        if unevaluated:
-            rest = {keyword: self._normal(value) for keyword, value in unevaluated.items()}
-            alternatives = apart[0].get("oneOf", []) if len(apart) == 1 and isinstance(apart[0], dict) else []
-            self._narrowed = True
-            if not apart or all(value is True for value in rest.values()):
-                merged = closed(merged, rest, self._definitions)
-            elif (one := closed_apart(merged, alternatives, rest, self._combine, self._definitions)) is not None:
-                return one
-            else:
-                apart.append(rest)  # what counts as evaluated is not known
-        parts = [part for part in (merged, *apart) if part is not True and part != {}]
-        return {"allOf": parts} if len(parts) > 1 else parts[0] if parts else True
+        self._narrowed = True
+        if not apart or all(value is True for value in rest.values()):
+            return _all_of(closed(merged, rest, self._definitions), *apart)
+        alternatives = apart[0].get("oneOf", []) if len(apart) == 1 and isinstance(apart[0], dict) else []
+        one = closed_apart(merged, alternatives, rest, self._combine, self._definitions)
+        return _all_of(merged, *apart, rest) if one is None else one  # what counts as evaluated is not known
 
     def _name(self, target: Node) -> str:
         """Return the name of the definition for a subschema in the present dynamic scope."""
@@ -233,9 +280,17 @@ class _Normaliser:
             return self._normal(node.schema)
 
     def _outline(self, schema: dict[str, Any]) -> Schema:
-        if "$ref" in schema and not self._dialect.siblings_of_ref_count:
+        if not self._has_siblings(schema):
             return True
         return outline(schema, is_draft3=self._dialect.is_draft3)
+
+
+def _all_of(*parts: Schema) -> Schema:
+    """Return what all of `parts` allow, which can't be merged."""
+    if any(part is False for part in parts):
+        return False
+    kept = [part for part in parts if part is not True and part != {}]
+    return {"allOf": kept} if len(kept) > 1 else kept[0] if kept else True
 
 
 def _rewritten(schema: dict[str, Any], rewrite: bool, rewritten: Callable[[], Schema]) -> Schema:

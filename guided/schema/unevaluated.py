@@ -8,7 +8,7 @@ from guided.errors import UnsupportedConstraint
 from guided.schema.combination import Combinations
 from guided.schema.definitions import Definitions, Inexact
 from guided.schema.form import target_name
-from guided.schema.graph import Node
+from guided.schema.graph import Node, SchemaGraph
 from guided.schema.keywords import Schema, listed
 
 _DESCRIBES = {
@@ -17,9 +17,8 @@ _DESCRIBES = {
 }
 _STANDING_FOR = {"unevaluatedProperties": "additionalProperties", "unevaluatedItems": "items"}
 _ALWAYS = ("$ref", "$dynamicRef", "$recursiveRef", "allOf")
+_BRANCHES = ("if", "then", "else")
 _EITHER = (*_ALWAYS, "anyOf", "oneOf", "dependentSchemas", "dependencies")
-
-
 UNEVALUATED = _DESCRIBES.keys()
 
 
@@ -28,29 +27,44 @@ def unevaluated(node: Node) -> dict[str, Any]:
 
     Raises:
         UnsupportedConstraint: what is evaluated depends on the value, other than by `anyOf`, `oneOf` and
-            `dependentSchemas`.
+            `dependentSchemas`, and its own `if`.
     """
     found: dict[str, Any] = {}
     for keyword in _DESCRIBES.keys() & node.schema.keys():
         always = _applied([node], _ALWAYS)
         if any(_describes_all(one, keyword, one is node) for one in always):
             continue
-        either = _applied([node], _EITHER)
-        conditional = [child for one in either for name, child in one.same if name not in _EITHER]
-        depends = any(_DESCRIBES[keyword] & one.schema.keys() for one in _applied(conditional, None))
+        branches = [child for name, child in node.same if name in _BRANCHES]
+        either = _applied([node, *branches], _EITHER)
+        depending = [child for one in either for name, child in one.same if _depends(name, one is node)]
         if (
-            depends
+            any(_DESCRIBES[keyword] & one.schema.keys() for one in _applied(depending, None))
             or any(_describes_all(one, keyword, one is node) for one in either)
             or (keyword == "unevaluatedItems" and any("contains" in one.schema for one in either))
         ):
-            raise UnsupportedConstraint(
-                f"{keyword!r} can't be enforced where what it applies to depends on the value ('if', 'not', "
-                "'contains', or an alternative for all properties or items)",
-                param="json_schema",
-                pointer=f"{node.pointer}/{keyword}",
-            )
+            raise depends_on_value(node, keyword)
         found[keyword] = node.schema[keyword]
     return found
+
+
+def depends_on_value(node: Node, keyword: str) -> UnsupportedConstraint:
+    """Return the error for a subschema in which it depends on the value what is evaluated."""
+    return UnsupportedConstraint(
+        f"{keyword!r} can't be enforced where what it applies to depends on the value ('if', 'contains', or an "
+        "alternative for all properties or items)",
+        param="json_schema",
+        pointer=f"{node.pointer}/{keyword}",
+    )
+
+
+def evaluating(graph: SchemaGraph) -> set[int]:
+    """Return the `id`s of nodes that one of the two keywords depends on."""
+    return {id(one) for one in _applied([node for node in graph.nodes() if node.schema.keys() & UNEVALUATED], None)}
+
+
+def _depends(keyword: str, is_own: bool) -> bool:
+    """Whether it depends on the value what `keyword` evaluates. (What is under `not` is never evaluated.)"""
+    return keyword not in (*_EITHER, "not", *(_BRANCHES if is_own else ()))
 
 
 def _applied(start: list[Node], keywords: tuple[str, ...] | None) -> list[Node]:
