@@ -15,8 +15,6 @@ _DEPTH = 4
 """Maximum number of arrays within each other that are looked at."""
 _STRINGS = ("", "a", "value", "x" * 40)
 _NUMBERS = (0, 1, -1, 2, 5, 10, 100, 1000, 0.5)
-CONDITIONS = ("allOf", "oneOf", "not", "if", "then", "else", "dependentSchemas")
-"""Keywords that exclude values in other ways than those that are looked at here."""
 _FIRST = {"string": b'"', "object": b"{", "array": b"[", "boolean": b"tf", "null": b"n"}
 _FIRST |= dict.fromkeys(("number", "integer"), b"-0123456789")
 
@@ -47,17 +45,11 @@ def kinds(schema: Schema) -> list[str]:
     return [named] if isinstance(named, str) else [*named]
 
 
-def _has_conditions(schema: Schema) -> bool:
-    return isinstance(schema, dict) and not schema.keys().isdisjoint(CONDITIONS)
-
-
 def finite(bases: Bases, schema: Schema) -> list[Any] | None:
     """Return all values of a schema, if they are few and scalar; otherwise None."""
     found: list[Any] = []
     for one in resolved(bases, schema):
         values = listed(one)
-        if values is None and _has_conditions(one):
-            return None
         if values is None:
             for kind in kinds(one):
                 if kind == "boolean":
@@ -78,7 +70,7 @@ def endless(bases: Bases, schema: Schema) -> frozenset[int]:
     for one in resolved(bases, schema):
         for kind in kinds(one):
             part = one if isinstance(one, dict) else {}
-            free = not (listed(one) is not None or _has_conditions(one)) and (
+            free = listed(one) is None and (
                 (kind == "string" and not part.keys() & {"maxLength", "pattern", "format"})
                 or (
                     kind == "object"
@@ -99,7 +91,6 @@ def at_least(bases: Bases, schema: Schema, count: int, depth: int = _DEPTH) -> b
         values = listed(one)
         if values is not None:
             known = max(known, len(values))
-        if values is not None or _has_conditions(one):
             continue
         sizes = [_size(bases, one if isinstance(one, dict) else {}, kind, depth) for kind in kinds(one)]
         known = max(known, sum(sizes))

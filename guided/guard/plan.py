@@ -14,17 +14,19 @@ from typing import Any
 
 from jsonschema.validators import extend
 
+from guided.errors import UnsupportedConstraint
 from guided.guard import domains
 from guided.guard.rules import ArrayRule, ObjectRule, minified
 from guided.guard.text import Rule
 from guided.schema import string_pattern
-from guided.schema.form import NormalForm, references
+from guided.schema.form import NormalForm
 from guided.schema.keywords import Schema
 from guided.schema.metaschema import Dialect, identity
 from guided.schema.normal_form import normalise
 
 _ITEM_CONDITIONS = ("uniqueItems", "contains", "minContains", "maxContains")
-_KEPT_APART = ("$ref", "anyOf", "enum", "const", "allOf", "oneOf")
+_CONDITIONS = ("allOf", "oneOf", "not", "if", "then", "else", "dependentSchemas")
+_KEPT_APART = ("$ref", "anyOf", "enum", "const")
 
 
 @dataclass(frozen=True)
@@ -50,10 +52,10 @@ def plan_superset(source: str) -> Plan | None:
     document = json.loads(source)
     if isinstance(document, bool):
         return None
-    planner = _Planner(normalise(document))
     try:
+        planner = _Planner(normalise(document))
         superset = planner.superset()
-    except _Unguarded:
+    except (_Unguarded, UnsupportedConstraint):
         return None
     return Plan(json.dumps(superset, ensure_ascii=False), planner, _final_validator(document))
 
@@ -174,10 +176,10 @@ class _Planner:
         """Split a subschema that is no reference, alternatives or values. Raises `_Unguarded`."""
         if isinstance(schema, bool):
             return None
-        if any(next(references({name: schema[name]}), None) for name in domains.CONDITIONS if name in schema):
-            raise _Unguarded  # of what it refers to, the library would get a superset
         if not schema.keys().isdisjoint(_KEPT_APART):
             return None
+        if not schema.keys().isdisjoint(_CONDITIONS):
+            raise _Unguarded  # rewriting could not replace them
         if id(schema) not in self._leaves:
             self._building.add(id(schema))
             self._leaves[id(schema)] = self._split(schema)
@@ -201,7 +203,7 @@ class _Planner:
         is_open = base.get("additionalProperties", True) is not False
         many = any(domains.endless_pattern(pattern) and one is not False for pattern, one in patterns.items())
         known = sum(one is not False for one in base.get("properties", {}).values())
-        if base.keys() & {"propertyNames", *domains.CONDITIONS} or (least > known and not (is_open or many)):
+        if "propertyNames" in base or (least > known and not (is_open or many)):
             raise _Unguarded
         if (most is not None and len(required) > most) or (
             patterns and not set(required) <= {*base.get("properties", {})}
