@@ -164,11 +164,14 @@ class Constraint:
             options: dict[str, Any] = {"limits": limits, "param": param}
             if content.kind == "json_schema":
                 options["strict_formats"] = strict_formats
+            opened: str | None = ""
             if content.kind != "json_object":
                 with at_content(content, param):
                     inner: Constraint = getattr(cls, content.kind)(content.value, **options)
                 notes += [content.pointer + pointer for pointer in inner.not_enforced]
-            notes += _repeatable_keys(content)
+                opened = open_object(inner.source) if content.kind == "json_schema" else None
+            if opened is not None:  # the guard is for JSON constraints only
+                notes.append(f"{content.pointer}{opened}/additionalProperties (a key may repeat unless it is false)")
         source = json.dumps(document, ensure_ascii=False, separators=(",", ":"))
         _check_text(source, "structural tag", limits, param)
         spaces = _whitespace(whitespace, limits, param)
@@ -215,13 +218,6 @@ class Constraint:
         """The options of a `choice` constraint."""
         options: list[str] = json.loads(self.source)
         return options
-
-
-def _repeatable_keys(content: Content) -> list[str]:
-    """Return a note if an object in a structural tag may repeat keys, which are guarded in JSON constraints only."""
-    schema = {} if content.kind == "json_object" else content.value if content.kind == "json_schema" else False
-    at = open_object(json.loads(schema) if isinstance(schema, str) else schema)
-    return [] if at is None else [f"{content.pointer}{at}/additionalProperties (a key may repeat unless it is false)"]
 
 
 def _check_text(text: object, what: str, limits: Limits, param: str, pointer: str | None = None) -> None:

@@ -80,7 +80,7 @@ class GuardedBackend(Backend):
     def _guarded(self, constraint: Constraint, grammar: CompiledGrammar, plan: Plan) -> CompiledGrammar:
         if self._index is None:
             self._index = TokenIndex(self._vocabulary)
-        if constraint.kind == "json_schema" and has_few_names(json.loads(constraint.source)):
+        if constraint.kind == "json_schema" and has_few_names(constraint.source):
             plan = replace(plan, has_few_names=True)
         return GuardedGrammar(grammar, plan, self._index, self._vocabulary)
 
@@ -88,7 +88,7 @@ class GuardedBackend(Backend):
 def _repeats_keys(constraint: Constraint) -> bool:
     if constraint.kind == "json_object":
         return True
-    return constraint.kind == "json_schema" and open_object(json.loads(constraint.source)) is not None
+    return constraint.kind == "json_schema" and open_object(constraint.source) is not None
 
 
 class GuardedGrammar(CompiledGrammar):

@@ -51,7 +51,7 @@ class Candidates:
         if plan.planner is not None:
             found.update((index.ends_string_and_opens if mode in (KEY, STRING) else index.opens).allowed(row))
             if frame is None or frame.watched:
-                found.update(self._ending_in_violation(plan))
+                found.update(self._ending_in_violation())
         if look_ahead:
             found.update(self._towards_forbidden(plan))
         return found
@@ -71,7 +71,7 @@ class Candidates:
         found = index.ends_after_escape.allowed(row) if rests else []
         return found + self._allowed(token for rest in rests for token in index.starting_with(rest))
 
-    def _ending_in_violation(self, plan: Plan) -> Iterable[int]:
+    def _ending_in_violation(self) -> Iterable[int]:
         """Return the tokens that may complete a forbidden value, or end a container too early or too late."""
         index, state, row = self._index, self._state, self._row
         found: set[int] = set()

@@ -5,21 +5,25 @@ from __future__ import annotations
 from typing import Any
 
 from guided.guard.domains import endless_pattern
-from guided.schema.graph import SchemaGraph
+from guided.schema.graph import read_graph
 
 
-def open_object(document: dict[str, Any] | bool) -> str | None:
-    """Return the pointer of an object with keys that the schema does not name, so that a library could repeat them."""
-    if isinstance(document, bool):
-        return "" if document else None
-    return next((node.pointer for node in SchemaGraph.build(document).reachable() if _is_open(node.schema)), None)
+def open_object(source: str) -> str | None:
+    """Return the pointer of an object with keys that the schema does not name, so that a library could repeat them.
+
+    Args:
+        source: a schema as JSON text.
+    """
+    if source in ("true", "false"):
+        return "" if source == "true" else None
+    return next((node.pointer for node in read_graph(source).reachable() if _is_open(node.schema)), None)
 
 
-def has_few_names(document: dict[str, Any] | bool) -> bool:
+def has_few_names(source: str) -> bool:
     """Whether some object may have no other names than a few, which are not listed as `properties`."""
-    if isinstance(document, bool):
+    if source in ("true", "false"):
         return False
-    for node in SchemaGraph.build(document).reachable():
+    for node in read_graph(source).reachable():
         names = node.schema.get("propertyNames", True)
         few = isinstance(names, dict) and not (names.keys() <= {"type", "minLength", "pattern"})
         patterns = [*node.schema.get("patternProperties", {})]

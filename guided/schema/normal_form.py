@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import lru_cache, partial
 from typing import Any
@@ -32,7 +32,7 @@ from guided.schema.definitions import Definitions, Inexact
 from guided.schema.dynamic_scope import DynamicScope
 from guided.schema.finite import exclude_infinite
 from guided.schema.form import NormalForm, reference
-from guided.schema.graph import REFERENCES, Node, SchemaGraph, closure
+from guided.schema.graph import REFERENCES, Node, SchemaGraph, closure, read_graph
 from guided.schema.keywords import Schema, clean, listed, name_required
 from guided.schema.metaschema import Dialect
 from guided.schema.own_keywords import has_schema, outline, own_keywords
@@ -55,13 +55,13 @@ def normalise(schema: Schema, *, rewrite: bool = True) -> NormalForm:
     """
     if isinstance(schema, bool):
         return NormalForm(schema)
-    return _normalised(json.dumps(schema), rewrite)
+    return _normalised(json.dumps(schema, ensure_ascii=False, separators=(",", ":")), rewrite)
 
 
 @lru_cache(maxsize=4)  # each backend that is tried asks for it
 def _normalised(text: str, rewrite: bool) -> NormalForm:
     try:
-        return _Normaliser(json.loads(text), rewrite).run()
+        return _Normaliser(read_graph(text), rewrite).run()
     except re.error as error:
         raise InvalidConstraint(f"a pattern is malformed: {error}", param="json_schema") from None
     except RecursionError:
@@ -94,9 +94,8 @@ def refuse_mixed_dialects(graph: SchemaGraph, dialect: Dialect) -> None:
 class _Normaliser:
     """Reads one document."""
 
-    def __init__(self, document: dict[str, Any], rewrite: bool) -> None:
-        self._document = document
-        graph = SchemaGraph.build(document)
+    def __init__(self, graph: SchemaGraph, rewrite: bool) -> None:
+        document = self._root = graph.root.schema
         self._nodes = {id(node.schema): node for node in graph.nodes()}
         self._dialect = Dialect.of(document)
         refuse_mixed_dialects(graph, self._dialect)
@@ -114,7 +113,7 @@ class _Normaliser:
 
     def run(self) -> NormalForm:
         form = self._form
-        form.root = self._normal(self._document)
+        form.root = self._normal(self._root)
         self._definitions.build_all()
         exclude_infinite(form)
         form.disjoint = self._combine.disjoint
@@ -130,9 +129,10 @@ class _Normaliser:
         with self._scope.within(node):
             rest = {keyword: self._normal(value) for keyword, value in unevaluated(node).items()}
             conjuncts = list(self._conjuncts(node))
-            result = (
-                self._closed(node, conjuncts, rest) if rest else self._conjunction(conjuncts, self._conditions(node))
-            )
+            if rest:
+                result = self._closed(node, conjuncts, rest)
+            else:
+                result = self._conjunction([*conjuncts, *self._conditions(node)])
         self._form.note(result, node.pointer)
         return result
 
@@ -162,10 +162,9 @@ class _Normaliser:
                 yield self._combine.any_of([self._normal(part) for part in schema[keyword]])
             elif keyword == "oneOf":
                 parts = [self._normal(part) for part in schema[keyword]]
-                if self._narrowed and not self._is_negatable(node, "oneOf"):
-                    yield {"oneOf": parts}
-                else:
-                    yield self._combine.one_of(parts, negate=self._may_negate(node, "oneOf"))
+                alternatives = self._combine.one_of(parts, negate=self._may_negate(node, "oneOf"))
+                self._refuse_narrowed(node, keyword)
+                yield alternatives
             elif keyword == "type" and has_schema(schema["type"]):
                 yield self._any_type(schema["type"])
             if keyword == own_at and not alone:
@@ -175,6 +174,15 @@ class _Normaliser:
         """Whether subschemas are certain to allow all that they say: see `unevaluated.closed`."""
         parts = [child for name, child in node.same if name in keywords]
         return not self._evaluating or not any(one.schema.keys() & UNEVALUATED for one in closure(parts))
+
+    def _refuse_narrowed(self, node: Node, keyword: str) -> None:
+        """Refuse a keyword that excludes values of its subschemas, if these allow less than they say."""
+        if self._narrowed and not self._is_negatable(node, keyword):
+            raise UnsupportedConstraint(
+                f"{keyword!r} can't be enforced over 'unevaluatedProperties' or 'unevaluatedItems' with alternatives",
+                param="json_schema",
+                pointer=f"{node.pointer}/{keyword}",
+            )
 
     def _may_negate(self, node: Node, *keywords: str) -> bool:
         """Whether conditions may be rewritten: not where the properties that this names would count as evaluated."""
@@ -196,6 +204,7 @@ class _Normaliser:
             if keyword in node.schema:
                 value = node.schema[keyword]
                 excluded = self._normal(value) if keyword == "not" else self._any_type(value)
+                self._refuse_narrowed(node, keyword)
                 yield _rewritten({"not": excluded}, rewrite, partial(self._combine.complement, excluded))
 
     def _dependencies(self, schema: dict[str, Any]) -> Iterator[Schema]:
@@ -213,12 +222,12 @@ class _Normaliser:
             self._normal(option) if isinstance(option, dict) else clean({"type": option}) for option in types
         )
 
-    def _conjunction(self, conjuncts: Iterable[Schema], more: Iterable[Schema] = ()) -> Schema:
+    def _conjunction(self, conjuncts: list[Schema]) -> Schema:
         """Combine all of the conditions; those that can't be merged stay under `allOf`."""
-        merged, apart = self._merged([*conjuncts, *more])
+        merged, apart = self._merged(conjuncts)
         return _all_of(merged, *apart)
 
-    def _merged(self, conjuncts: Iterable[Schema]) -> tuple[Schema, list[Schema]]:
+    def _merged(self, conjuncts: list[Schema]) -> tuple[Schema, list[Schema]]:
         """Merge all that can be merged; return also those that can't."""
         merged: Schema = True
         apart: list[Schema] = []
@@ -238,7 +247,7 @@ class _Normaliser:
         conjuncts = [*conjuncts, *self._dependencies(schema)]
         excluded = list(self._negations(node, self._rewrite and self._is_negatable(node, "not", "disallow")))
         if "if" not in schema:
-            return self._conjunction([self._close(conjuncts, rest)], excluded)
+            return self._conjunction([self._close(conjuncts, rest), *excluded])
         condition, then, otherwise = (self._normal(schema.get(name, True)) for name in ("if", "then", "else"))
         try:
             if not (self._rewrite and self._is_negatable(node, "if")):
@@ -248,8 +257,8 @@ class _Normaliser:
             raise depends_on_value(node, next(iter(rest))) from None
         return self._combine.any_of(
             [
-                self._conjunction([self._close([*conjuncts, condition, then], rest)], excluded),
-                self._conjunction([self._close([*conjuncts, otherwise], rest), failed], excluded),
+                self._conjunction([self._close([*conjuncts, condition, then], rest), *excluded]),
+                self._conjunction([self._close([*conjuncts, otherwise], rest), failed, *excluded]),
             ]
         )
 
@@ -258,9 +267,10 @@ class _Normaliser:
         merged, apart = self._merged(conjuncts)
         if merged is False or any(part is False for part in apart):
             return False
-        self._narrowed = True
         if not apart or all(value is True for value in rest.values()):
-            return _all_of(closed(merged, rest, self._definitions), *apart)
+            result = closed(merged, rest, self._definitions)
+            self._narrowed = self._narrowed or (isinstance(result, dict) and "anyOf" in result)
+            return _all_of(result, *apart)
         alternatives = apart[0].get("oneOf", []) if len(apart) == 1 and isinstance(apart[0], dict) else []
         one = closed_apart(merged, alternatives, rest, self._combine, self._definitions)
         return _all_of(merged, *apart, rest) if one is None else one  # what counts as evaluated is not known
