@@ -64,12 +64,11 @@ def test_gbnf_is_shown_as_lark(backends: Backends) -> None:
     assert check("-", 'start: "a" start | "b"', backends).kind == "Lark grammar"
 
 
-def test_a_constraint_that_takes_too_long_is_refused_and_the_next_one_is_checked() -> None:
-    texts = [("slow.json", json.dumps(SCHEMA)), ("a.regex", "a{2}")]
-    late = list(check_all(texts, BYTES, seconds=1e-4))
-    assert [(report.name, report.accepted) for report in late] == [("slow.json", False), ("a.regex", False)]
-    assert "time limit" in late[0].error
-    assert [report.backend for report in check_all(texts, BYTES, seconds=60)] == ["llguidance", "llguidance"]
+def test_a_constraint_that_takes_too_long_is_refused() -> None:
+    [late] = check_all([("slow.json", json.dumps(SCHEMA))], BYTES, seconds=1e-4)
+    assert not late.accepted
+    assert "time limit" in late.error
+    assert [report.backend for report in check_all([("-", "a{2}")], BYTES, seconds=100)] == ["llguidance"]
 
 
 @pytest.mark.parametrize(
