@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
+from guided.backend_process import BackendProcess, set_time_limit
 from guided.backends import AUTO, Backends, candidates
 from guided.bitmask import allowed_ids, words
 from guided.budget import Budget, budget_of
@@ -154,6 +155,30 @@ def check(
     except GuidedError as error:
         report.accepted, report.error, report.pointer = False, error.message, error.pointer
     return report
+
+
+def check_all(
+    texts: Iterable[tuple[str, str]], vocabulary: Vocabulary, *, seconds: float, **options: Any
+) -> Iterator[Report]:
+    """Report on several constraints, each a name and a text, in another process: it is killed after `seconds` for one.
+
+    Args:
+        options: see `check`.
+    """
+    process = BackendProcess(vocabulary)
+    try:
+        for name, text in texts:
+            try:
+                yield process.call(_check, name, text, seconds, options)
+            except GuidedError as error:
+                yield Report(name, options.get("kind") or kind_of(name, text), error=error.message)
+    finally:
+        process.stop()
+
+
+def _check(backends: Backends, name: str, text: str, seconds: float, options: dict[str, Any]) -> Report:
+    set_time_limit(seconds)
+    return check(name, text, backends, **options)
 
 
 def _constraint(kind: ConstraintKind, text: str) -> Constraint:

@@ -200,6 +200,7 @@ def check(
         ),
     ] = None,
     samples: Annotated[int, typer.Option(help="Random valid outputs to print for each.", min=0)] = 0,
+    seconds: Annotated[float, typer.Option(help="Time limit for each file.", min=0)] = 30.0,
     seed: Annotated[int, typer.Option(help="Of the samples.")] = 0,
     rewritten: Annotated[bool, typer.Option("--rewritten", help="Print the constraint as it was rewritten.")] = False,
     strict: Annotated[bool, typer.Option("--strict", help="What is not enforced is an error.")] = False,
@@ -214,7 +215,7 @@ def check(
         raise typer.BadParameter(f"there is no file {missing}")
     from engine.server import check_command  # slow: the grammar libraries
 
-    options = {"kind": kind, "backend": backend, "samples": samples, "seed": seed}
+    options = {"kind": kind, "backend": backend, "samples": samples, "seed": seed, "seconds": seconds}
     try:
         good = check_command.check_files(
             files, tokenizer or checkpoint_path(), options, rewritten=rewritten, strict=strict, as_json=as_json

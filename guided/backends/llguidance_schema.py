@@ -149,18 +149,7 @@ class LLGuidanceLowering(SchemaLowering):
 
     def _alternatives(self, schema: Schema) -> list[dict[str, Any]]:
         """Return the alternatives of a schema, without `$ref` and `anyOf`."""
-        found: list[dict[str, Any]] = []
-        todo, seen = [schema], set()
-        while todo:
-            one = todo.pop()
-            if isinstance(one, dict) and "$ref" in one and one["$ref"] not in seen:
-                seen.add(one["$ref"])
-                todo.append(self.form.target(one))
-            elif isinstance(one, dict) and "anyOf" in one:
-                todo += one["anyOf"]
-            elif one is not False:
-                found.append(one if isinstance(one, dict) else {})
-        return found
+        return [one if isinstance(one, dict) else {} for one in self.form.alternatives(schema) if one is not False]
 
     def _other_strings(self, schema: dict[str, Any]) -> dict[str, Any]:
         """Lower a string that is under `not`: to a pattern for the other strings."""

@@ -17,7 +17,8 @@ from jsonschema.validators import validator_for
 from guided.errors import InvalidConstraint, UnsupportedConstraint
 from guided.limits import DEFAULT_LIMITS
 from guided.schema.document import parse
-from guided.schema.normal_form import NormalForm, normalise
+from guided.schema.form import NormalForm
+from guided.schema.normal_form import normalise
 
 DATA = Path(__file__).parents[4] / "shared" / "data" / "maskbench-dev.jsonl.gz"
 
@@ -238,6 +239,13 @@ def test_references_are_merged_with_what_stands_next_to_them_unless_recursive() 
     form = normalise(schema)
     assert Draft202012Validator(as_document(form)).is_valid({"a": {"next": {"next": {}}}})
     assert not Draft202012Validator(as_document(form)).is_valid({"a": {}})
+
+
+def test_a_property_may_be_named_like_a_keyword() -> None:
+    part = {"properties": {"const": {"$ref": "#/$defs/n"}, "enum": {"$ref": "#/$defs/n"}}}
+    values = [{"const": 1, "enum": 2}, {"const": "x"}, {"enum": "x"}]
+    schema = {"allOf": [part, {"enum": values}], "$defs": {"n": {"type": "integer"}}}
+    assert normalise(schema).root == {"enum": values[:1]}
 
 
 def test_a_subschema_knows_where_it_came_from() -> None:
