@@ -99,6 +99,27 @@ def test_no_key_slips_by_in_escapes(vocabulary: Vocabulary, schema: dict[str, ob
         matcher.accept_tokens(vocabulary.encode(text))
 
 
+@pytest.mark.parametrize(
+    ("bounds", "inside", "rounded"),
+    [
+        ({"minimum": 0, "exclusiveMaximum": 2147483651}, "2147483650.99999", "2147483650.99999999"),
+        ({"exclusiveMinimum": -2147483651}, "-2147483650.99999", "-2147483650.99999999"),
+        ({"exclusiveMaximum": 10**12}, "999999999999.9", "999999999999.99999"),
+    ],
+)
+def test_no_number_is_rounded_to_an_excluded_bound(
+    vocabulary: Vocabulary, bounds: dict[str, float], inside: str, rounded: str
+) -> None:
+    backend = Backends(vocabulary)["llguidance"]
+    for text, fits in ((inside, True), (rounded, False)):
+        matcher = backend.compile(Constraint.json_schema({"type": "number", **bounds})).matcher()
+        try:
+            matcher.accept_tokens(vocabulary.encode(text))
+            assert matcher.is_accepting() is fits, text
+        except TokenRejected:
+            assert not fits, text
+
+
 def test_a_schema_cannot_switch_enforcement_off(vocabulary: Vocabulary) -> None:
     schema = {"x-guidance": {"lenient": True, "coerce_one_of": True}, "type": "array", "uniqueItems": True}
     with pytest.raises(UnsupportedConstraint, match="uniqueItems"):
