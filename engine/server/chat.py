@@ -11,16 +11,17 @@ from fastapi import APIRouter, Request
 
 from engine.outputs import CompletionOutput
 from engine.server.answers import ChoicesAnswer
-from engine.server.constraints import requested_constraint
+from engine.server.constraints import RequestedConstraint, requested_constraint
 from engine.server.context import Context, ServerContext
 from engine.server.endpoint import RESPONSES, GenerationRoute, Prepared, field_names
 from engine.server.generation import Job
 from engine.server.logprobs import chat_logprobs
 from engine.server.output_form import offered_calls, output_form
 from engine.server.prompts import encode_chat
-from engine.server.protocol import ChatRequest, ChatResponse, GuidedInfo
+from engine.server.protocol import ChatRequest, ChatResponse, GuidedInfo, Message
 from engine.server.sampling import sampling_params, wants_usage
 from guided.errors import InvalidRequest
+from guided.model_formats import ToolFormat
 from guided.output_parser import Piece
 
 router = APIRouter(tags=["generation"], route_class=GenerationRoute)
@@ -55,7 +56,7 @@ def build_job(
     effort = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
     prompt = encode_chat(
         context.engine.tokenizer,
-        body.messages,
+        _described(body, context, wanted),
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
         variables={**effort, **(body.chat_template_kwargs or {})},
@@ -82,6 +83,23 @@ def build_job(
         call_id_length=form.id_length,
     )
     return job.admitted(context)
+
+
+def _described(body: ChatRequest, context: ServerContext, wanted: RequestedConstraint) -> list[Message]:
+    """Return the messages, with the JSON schema in a system message if that is asked for."""
+    constraint = wanted.constraint
+    if constraint is None or constraint.kind != "json_schema":
+        if body.describe_schema:
+            raise InvalidRequest("describe_schema needs a JSON schema", param="describe_schema")
+        return body.messages
+    if not (context.settings.describe_schema if body.describe_schema is None else body.describe_schema):
+        return body.messages
+    form = ToolFormat.schema_text if context.tool_format is None else context.tool_format.schema_text
+    text = form.replace("{schema}", constraint.source)
+    first, *others = body.messages
+    if first.role not in ("system", "developer"):
+        return [Message(role="system", content=text), *body.messages]
+    return [first.model_copy(update={"content": f"{first.text}\n\n{text}"}), *others]
 
 
 def _max_tokens(body: ChatRequest) -> int | None:

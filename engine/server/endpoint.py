@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from contextlib import AsyncExitStack, contextmanager
 from typing import Any, TypeVar
 from urllib.parse import quote
@@ -50,16 +50,13 @@ class GenerationRoute(AdmissionRoute):
         make_answer, job = prepared
         async with AsyncExitStack() as stack:
             try:
-                client = request.state.client
-                outputs = await _unless_gone(request, stack.enter_async_context(running(context, job, client)))
+                work = running(context, job, request.state.client, request.headers)
+                outputs = await _unless_gone(request, stack.enter_async_context(work))
                 guided = outputs.guided
                 if ignored := request.state.ignored:
                     guided = (guided or GuidedInfo()).model_copy(update={"ignored": ignored})
                 answer = make_answer(context, job, guided)
-                if job.stream:
-                    content = events(outputs, answer, context.metrics)
-                else:
-                    content = answer.whole(await _unless_gone(request, _finished(outputs)))
+                content = await _unless_gone(request, self.content(outputs, answer, context))
             except _ClientGone:
                 context.metrics.abandoned("disconnected")
                 text = "request %s (x-request-id %s): the client went away"
@@ -67,6 +64,12 @@ class GenerationRoute(AdmissionRoute):
                 return Response(status_code=499)
             headers = {} if guided is None else _headers(guided)
             return AnswerStream(content, stack.pop_all(), headers, context, job)
+
+    async def content(self, outputs: Outputs, answer: Answer, context: ServerContext) -> AsyncIterator[bytes]:
+        """Return the answer's body in pieces."""
+        if outputs.job.stream:
+            return events(outputs, answer, context.metrics)
+        return answer.whole(await _finished(outputs))
 
 
 @contextmanager

@@ -234,6 +234,12 @@ class GenerationRequest(Body):
     length_penalty: float | None = None
     early_stopping: bool | Literal["never"] | None = None
     prompt_logprobs: int | None = Field(default=None, description="In every choice. Not with stream.")
+    logprobs_mode: Literal["raw", "masked"] | None = Field(
+        default=None, description="Log-probabilities of the model (raw), or after the mask (masked)."
+    )
+    mask_details: bool | None = Field(
+        default=None, description="Report how many tokens each mask allowed, and the time for masks."
+    )
     vllm_xargs: dict[str, ExtraArg | Many[ExtraArg]] | None = Field(
         default=None, description="For the server's custom logits processors: their `extra_args`."
     )
@@ -373,6 +379,9 @@ class ChatRequest(GenerationRequest):
         default=None, ge=0, description="After so many tokens, the thinking phase ends."
     )
     reasoning_effort: str | None = Field(default=None, description="Passed to the chat template.")
+    describe_schema: bool | None = Field(
+        default=None, description="Put the JSON schema into the prompt, in a system message."
+    )
 
 
 class CompletionRequest(GenerationRequest):
@@ -427,6 +436,24 @@ class ErrorAnswer(BaseModel):
     error: ErrorDetail
 
 
+class MaskTimes(BaseModel):
+    """Seconds. `exposed`: the time by which masks have lengthened the steps of this request's sequences, of `total`,
+    the time from the end of the compilation to the end of the request."""
+
+    compile: float = Field(description="The time that compiling the grammar took, now or before.")
+    computed: float = Field(description="The time that the workers took for this request's masks.")
+    exposed: float
+    total: float
+
+
+class TokenMasks(BaseModel):
+    """With `mask_details`: what was allowed for each token."""
+
+    tokens: list[str]
+    allowed: list[int | None] = Field(description="The number of tokens that could be sampled; null: any.")
+    forced: list[bool] = Field(description="Appended without a forward pass of its own.")
+
+
 class GuidedInfo(BaseModel):
     """How the output was constrained, and what of the request had no effect. Null if there is nothing to say."""
 
@@ -435,6 +462,10 @@ class GuidedInfo(BaseModel):
     not_enforced: list[str] = Field(
         default=[], description="JSON pointers of unknown formats and misspelt keywords in the schema."
     )
+    guarded: list[str] | None = None
+    """Keywords of the schema that the guard enforces, not the library."""
+    masks: MaskTimes | None = None
+    """With `mask_details`, in a stream in the last chunk of a choice."""
     completed_early: bool | None = None
     """With `complete`: tokens were forbidden because the rest would not have fit in `max_tokens`."""
     ignored: list[str] | None = None
@@ -488,6 +519,7 @@ class ChatChoice(BaseModel):
     index: int
     message: ResponseMessage
     logprobs: ChatLogprobs | None
+    masks: TokenMasks | None = None
     finish_reason: str
     stop_reason: int | str | None = None
     prompt_logprobs: list[dict[int, PromptLogprob] | None] | None = None
@@ -517,6 +549,7 @@ class CompletionChoice(BaseModel):
     index: int
     text: str
     logprobs: CompletionLogprobs | None
+    masks: TokenMasks | None = None
     finish_reason: str | None
     stop_reason: int | str | None = None
     prompt_logprobs: list[dict[int, PromptLogprob] | None] | None = None

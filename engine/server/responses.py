@@ -100,8 +100,9 @@ class _ResponseAnswer(Answer):
         return {"type": "response.failed", "response": response}
 
     def event(self, data: dict[str, Any]) -> bytes:
+        kind: str = data["type"]
         numbered = {**data, "sequence_number": next(self._numbers)}
-        return b"event: " + data["type"].encode() + b"\n" + super().event(numbered)
+        return b"event: " + kind.encode() + b"\n" + super().event(numbered)
 
     def _ended(self, finished: Sequence[RequestOutput]) -> dict[str, Any]:
         [completion] = finished[0].outputs
@@ -117,7 +118,7 @@ class _ResponseAnswer(Answer):
             status,
             incomplete_details={"reason": "max_output_tokens"} if status == "incomplete" else None,
             usage=usage,
-            guided=self.guided_info([completion]),
+            guided=self.guided_info(finished, [completion]),
         )
 
     def _response(self, status: str, **fields: Any) -> dict[str, Any]:

@@ -99,11 +99,11 @@ async def events(outputs: Outputs, answer: Answer, metrics: Metrics) -> AsyncIte
             yield answer.event(data)
         yield answer.end
     except GuidedError as error:
-        metrics.failed(error.code)
+        metrics.failed(error.code, error.status)
         report(job, error, outputs.guided)
         yield answer.event(answer.failure(error))
     except Exception:
-        metrics.failed(InternalError.code)
+        metrics.failed(InternalError.code, InternalError.status)
         text = "request %s (x-request-id %s) failed"
         logger.exception(text, job.request_id, job.http_id, extra=job.log_ids)
         failure = InternalError("the server failed on this request; its log says why")
