@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -55,14 +56,16 @@ def test_each_call_is_valid(
         source = random.Random(seed)
         tools = random_tools(source)
         body = {"messages": [{"role": "user", "content": "go"}], "tools": tools, "tool_choice": choice, "seed": seed}
-        body |= {"max_tokens": 200, "logit_bias": {begin[0]: 3}}
-        answer = clients[name].post("/v1/chat/completions", json=body)
-        if answer.status_code == 400:
+        body |= {"max_tokens": 200, "logit_bias": {begin[0]: 5}}
+        while (answer := clients[name].post("/v1/chat/completions", json=body)).status_code == 400:
             error = answer.json()["error"]
             assert error["code"] in REFUSALS, error
-            assert error["param"].startswith("tools["), error
-            seen["refused"] += 1
-            return
+            at = re.fullmatch(r"tools\[(\d)\]\.function\.parameters", error["param"])
+            assert at, error
+            del tools[int(at[1])]
+            seen["refused schemas"] += 1
+            if not tools:
+                return
         assert answer.status_code == 200, answer.text
         [each] = answer.json()["choices"]
         message, finished = each["message"], each["finish_reason"] == "tool_calls"
