@@ -15,8 +15,6 @@ from benchmarks.chaos.checks import MUST_NOT, Judge, Verdict
 from benchmarks.chaos.client import Answer, ask
 from benchmarks.chaos.traffic import Request, Traffic
 
-IDLE_SECONDS = 1.0
-
 
 @dataclass(frozen=True)
 class Record:
@@ -104,10 +102,9 @@ def client_for(url: str, connections: int, address: str | None = None) -> httpx.
     Args:
         address: its own address, for example 127.0.0.2, by which the server can tell it from other clients.
     """
-    # The server closes idle connections. The client closes them earlier, so that it never uses a closing one.
-    limits = httpx.Limits(
-        max_connections=connections, max_keepalive_connections=connections, keepalive_expiry=IDLE_SECONDS
-    )
+    # No `keepalive_expiry`: httpcore also closes an expired connection that it has just given to a request. Then the
+    # request fails with `ReadError`.
+    limits = httpx.Limits(max_connections=connections, max_keepalive_connections=connections, keepalive_expiry=None)
     transport = httpx.AsyncHTTPTransport(limits=limits, local_address=address)
     return httpx.AsyncClient(base_url=url, timeout=None, transport=transport)
 
