@@ -5,23 +5,28 @@ Both get the same prompts (mixed lengths, all at once; left-padded for `generate
 tokens, greedily, in one process. Each figure is the best of `--repeat` runs, in which the ways take turns. Guided
 requests have a regex without an early end, and llguidance computes the masks inline, so all mask work is in this
 process too. `--clock cpu` counts CPU seconds of the process instead of wall time, which is a fairer comparison on a
-busy machine with one thread. Writes `benchmarks/out/engine_throughput.{json,png}`.
+busy machine with one thread. With `--vllm-python`, vLLM's CPU build takes turns with them, in processes of its own:
+free, and guided by its own llguidance backend. Writes `benchmarks/out/engine_throughput.{json,png}`.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
+import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.paths import RESULTS
-from benchmarks.report import canvas, machine, write_json
+from benchmarks.child_process import SINGLE_THREADED, VLLM_ON_CPU, JsonProcess
+from benchmarks.comparison import vllm_candidate
+from benchmarks.paths import RESULTS, ROOT
+from benchmarks.report import canvas, fail, machine, write_json
 from engine.config import EngineConfig
 from engine.default_model import checkpoint_path
 from engine.llm import LLM
@@ -62,6 +67,28 @@ def by_engine(llm: LLM, many: list[list[int]], params: SamplingParams) -> int:
         if output.error is not None:
             raise output.error
     return sum(len(output.outputs[0].token_ids) for output in outputs)
+
+
+@contextlib.contextmanager
+def vllm_engines(python: str | None, model: Path, batch: int) -> Iterator[dict[str, JsonProcess]]:
+    """Start vLLM once for each of its ways. None of them without an interpreter that has it."""
+    environment = SINGLE_THREADED | VLLM_ON_CPU | {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "PYTHONPATH": str(ROOT)}
+    found: dict[str, JsonProcess] = {}
+    with contextlib.ExitStack() as stack:
+        for label, way in {"vLLM": "unguided", "vLLM, guided": "own:guidance"}.items() if python else ():
+            arguments = way, str(model), "real", str(batch)
+            process = JsonProcess(
+                "benchmarks.peers.vllm_engine", *arguments, label=label, environment=environment, python=str(python)
+            )
+            found[label] = stack.enter_context(process)
+            process.answer()
+        yield found
+
+
+def by_vllm(process: JsonProcess, new_tokens: int, guided: bool, many: list[list[int]]) -> int:
+    usual = {"max_tokens": new_tokens, "temperature": 0.0, "seed": 1, **({"regex": GUIDE} if guided else {})}
+    answers = process.ask([{"prompt": {"prompt_token_ids": one}, **usual} for one in many])["answers"]
+    return sum(answer["tokens"] for answer in answers)
 
 
 def ways(model: Any, loaded: LoadedModel, batch: int, new_tokens: int) -> dict[str, Callable[[list[list[int]]], int]]:
@@ -121,9 +148,13 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--threads", type=int, default=1, help="torch's threads")
     parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--vllm-python", help="interpreter of an environment with vLLM (docs/benchmarks.md)")
     parser.add_argument("--clock", default="wall", choices=["wall", "cpu"])
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
+    candidate = vllm_candidate(args.vllm_python)
+    if candidate is not None and (args.clock == "cpu" or args.threads > 1):
+        fail("vLLM runs in other processes, with one thread: leave out --clock and --threads")
     torch.set_num_threads(args.threads)
     started_on = machine()
     model, tokenizer = load(args.model, args.dtype)
@@ -131,16 +162,20 @@ def main() -> None:
     loaded = prepare_model(copy.deepcopy(model), tokenizer, name=name)
     clock = time.perf_counter if args.clock == "wall" else time.process_time
     rows: list[dict[str, Any]] = []
-    for batch in args.batch:
-        many = prompts(batch, loaded.vocabulary.vocab_size)
-        rates = measure(many, ways(model, loaded, batch, args.new_tokens), args.repeat, clock)
-        rows.append({"batch": batch, **rates})
-        base = rates["transformers generate()"]
-        print(
-            f"batch {batch}",
-            *(f"  {way:26} {rate:9.0f} tokens/s  {rate / base:5.2f} x" for way, rate in rates.items()),
-            sep="\n",
-        )
+    with vllm_engines(args.vllm_python, args.model, max(args.batch)) as peers:
+        for batch in args.batch:
+            many = prompts(batch, loaded.vocabulary.vocab_size)
+            runs = ways(model, loaded, batch, args.new_tokens)
+            for label, process in peers.items():
+                runs[label] = functools.partial(by_vllm, process, args.new_tokens, "guided" in label)
+            rates = measure(many, runs, args.repeat, clock)
+            rows.append({"batch": batch, **rates})
+            base = rates["transformers generate()"]
+            print(
+                f"batch {batch}",
+                *(f"  {way:26} {rate:9.0f} tokens/s  {rate / base:5.2f} x" for way, rate in rates.items()),
+                sep="\n",
+            )
     names = [key for key in rows[0] if key != "batch"]
     millions = sum(parameter.numel() for parameter in model.parameters()) / 1e6
     setting = vars(args) | {"model": name, "parameters_m": round(millions, 2)}

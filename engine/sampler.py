@@ -36,7 +36,9 @@ class SamplerOutput:
     allowed: dict[int, int] = field(default_factory=dict)
     """By row with `mask_details`: the number of tokens that could be sampled."""
     beam_logprobs: torch.Tensor | None = None
-    """float32 `[len(metadata.beams), vocab]`: of the adjusted logits, -inf where the mask forbids."""
+    """float32 `[len(metadata.beams), vocab]`: of the adjusted logits, before the mask."""
+    beam_scores: torch.Tensor | None = None
+    """The same, -inf where the mask forbids."""
 
 
 class Sampler:
@@ -143,7 +145,8 @@ class Sampler:
             output.logprobs = self._logprobs(chosen, metadata)
         if self._beam_logprobs is not None:
             forbidden = logits[metadata.beams].isneginf()
-            output.beam_logprobs, self._beam_logprobs = self._beam_logprobs.masked_fill_(forbidden, -torch.inf), None
+            output.beam_logprobs, self._beam_logprobs = self._beam_logprobs, None
+            output.beam_scores = output.beam_logprobs.masked_fill(forbidden, -torch.inf)
         return output
 
     def _draw(

@@ -60,6 +60,8 @@ class SamplingMetadata:
     """By row of a sequence with drafts: the drafts. Their rows follow."""
     changed: dict[int, int] = field(default_factory=dict)
     """By id of a draft's row: the length of the output that its matcher can keep."""
+    appended: NDArray[np.int32] | None = None
+    """int32 `[rows]`: the tokens of the last step with this object, if that is all that has changed since."""
 
     random: list[int] = field(default_factory=list)
     """Rows that need a random number."""

@@ -65,7 +65,8 @@ class SamplingParams:
         presence_penalty, frequency_penalty: OpenAI's, over the output, in [-2, 2].
         repetition_penalty: CTRL's (arXiv:1909.05858), over prompt and output, > 0; 1 is off.
         logit_bias: token id to a number added to its logit, in [-100, 100].
-        logprobs: number of alternatives to report per token (0: only the sampled token). None is off.
+        logprobs: number of alternatives to report per token (0: only the sampled token). None is off. Those of beams
+            include bias and penalties: they are what the search adds up.
         logprobs_mode: `raw`: log-probabilities of the model's own distribution. `masked`: of the distribution after
             bias, penalties and mask; forbidden tokens are not reported.
         mask_details: report how many tokens each mask allowed, and the time for masks
@@ -159,8 +160,8 @@ class SamplingParams:
 
     @property
     def needs_logprobs(self) -> bool:
-        """Log-probabilities of sampled tokens are returned, or compared."""
-        return self.logprobs is not None or (self.width > self.n and not self.use_beam_search)
+        """Log-probabilities of sampled tokens are returned, or compared. (Beams have their own.)"""
+        return not self.use_beam_search and (self.logprobs is not None or self.width > self.n)
 
     @property
     def has_penalties(self) -> bool:
@@ -219,7 +220,6 @@ class SamplingParams:
             "top_k": self.top_k > 0 and "must be 0",
             "min_p": self.min_p > 0 and "must be 0",
             "stop": bool(self.stop) and "must be empty",
-            "logprobs": self.logprobs is not None and "is not supported",
             "mask_details": self.mask_details and "is not supported",
             "complete": self.complete and "is not supported",
         }

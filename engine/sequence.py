@@ -8,7 +8,7 @@ import itertools
 import time
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -205,12 +205,13 @@ class Sequence:
         self.last_token = token_id
         self.length += 1
 
-    def take_over(self, output: list[int], logprob: float) -> None:
-        """Replace the output."""
+    def take_over(self, output: list[int], logprob: float, logprobs: list[dict[int, Logprob]]) -> None:
+        """Replace the output, its cumulative log-probability and, if they are requested, those of its tokens."""
         self.data.output_token_ids[:] = output
         self.length = len(self.data.prompt_token_ids) + len(output)
         self.last_token = output[-1]
         self.cumulative_logprob = logprob
+        self.logprobs = logprobs
         self.edits += 1
 
     def roll_back(self, count: int) -> None:
@@ -234,11 +235,63 @@ class Sequence:
         self.logprobs.append(entries)
         self.cumulative_logprob += entries[token_id].logprob
 
+    def note_details(self, allowed: int, forced: bool = False) -> None:
+        """Add how many tokens the mask of the newest token allowed, if the request asks for it."""
+        if self.details is not None:
+            self.details.note(None if self.guided is None else allowed, forced)
+
+    def end_by_token(self) -> bool:
+        """End it if its last token is a stop token, or if it has its maximum length. Returns whether it does."""
+        token = self.last_token
+        if token in self.stop_ids:
+            self.finish(SequenceStatus.FINISHED_STOPPED)
+            self.ended_by_stop_token = True
+            self.stop_reason = token if token in self.params.stop_token_ids else None
+            return True
+        if self.length >= self.max_length:
+            self.finish(SequenceStatus.FINISHED_LENGTH_CAPPED)
+            return True
+        return False
+
+    def end_by_stop_string(self) -> bool:
+        """End it if its newest token completes a stop string. Returns whether it does.
+
+        A stop string takes precedence over the length cap.
+        """
+        if self.status.is_finished and self.status is not SequenceStatus.FINISHED_LENGTH_CAPPED:
+            return False
+        detokenizer = self.detokenizer
+        before = len(detokenizer.text)
+        detokenizer.feed(self.data.output_token_ids, self.num_output_tokens)
+        if self.num_output_tokens <= self.params.min_tokens:
+            return False
+        stop = detokenizer.cut_at_stop(before)
+        if stop is None:
+            return False
+        self.status = SequenceStatus.FINISHED_STOPPED
+        self.stop_reason = stop
+        self.text_complete = True
+        return True
+
     def finish(self, status: SequenceStatus, error: GuidedError | None = None) -> None:
         """End it, unless it has ended already."""
         if not self.status.is_finished:
             self.status = status
             self.error = error
+
+
+class StepSeconds(NamedTuple):
+    """What steps took, part by part, and how many they were."""
+
+    prepare: float
+    forward: float
+    mask_wait: float
+    sample: float
+    steps: int
+
+    def since(self, before: StepSeconds) -> StepSeconds:
+        """Return what was added."""
+        return StepSeconds._make(now - then for now, then in zip(self, before, strict=True))
 
 
 @dataclass(eq=False)
@@ -267,6 +320,10 @@ class SequenceGroup:
     """One entry per scored prompt token, if they were requested. The first token has none."""
     arrival_time: float = field(default_factory=time.monotonic)
     compiled_time: float | None = None
+    scheduled_time: float | None = None
+    """When its first prefill began."""
+    step_seconds: StepSeconds | None = None
+    """Once it has ended: what the steps took since then. Until then, the engine's counters at that time."""
     first_token_time: float | None = None
     finished_time: float | None = None
 

@@ -76,13 +76,18 @@ class StepMasks:
             bitmask[part.rows if rows is None else rows[part.rows]] = part.masks[part.slots]
 
 
+WorkerState = Literal["starting", "up", "restarting", "down", "draining", "stopped"]
+"""`down`: in a crash loop. `draining`: finishes its sequences, because fewer workers are enough. `stopped`: not needed
+now."""
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerStatus:
     """One worker, for `/health`."""
 
     index: int
     incarnation: int
-    state: Literal["starting", "up", "restarting", "down"]
+    state: WorkerState
     pid: int | None
     node: str | None
     open_sequences: int
@@ -131,7 +136,7 @@ class PoolStatus:
     @property
     def healthy(self) -> bool:
         """At least one worker is up."""
-        return any(worker.state == "up" for worker in self.workers)
+        return any(worker.state in ("up", "draining") for worker in self.workers)
 
 
 MAX_FORCED_TOKENS = 8

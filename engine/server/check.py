@@ -10,8 +10,8 @@ from pydantic import BaseModel, Field
 from engine.server.answers import Answer
 from engine.server.chat import create_chat_completion
 from engine.server.context import Context, ServerContext
-from engine.server.endpoint import GenerationRoute
-from engine.server.generation import Job, Outputs
+from engine.server.endpoint import GenerationRoute, Prepared
+from engine.server.generation import Outputs
 from engine.server.protocol import ChatRequest, GuidedInfo
 
 
@@ -43,7 +43,7 @@ class CheckedRequest(BaseModel):
 
 
 @router.post("/v1/check", response_model=CheckedRequest)
-def check_request(body: ChatRequest, request: Request, context: Context) -> tuple[type[Answer], Job]:
+def check_request(body: ChatRequest, request: Request, context: Context) -> Prepared:
     """Take a chat request through admission and compilation only. A request that is refused gets its error."""
     body.stream, body.stream_options = False, None
     answer, job = create_chat_completion(body, request, context)

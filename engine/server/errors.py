@@ -94,7 +94,7 @@ def install_handlers(app: FastAPI) -> None:
 
 async def _on_guided_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, GuidedError)
-    request.app.state.context.metrics.failed(error.code)
+    request.app.state.context.metrics.failed(error.code, error.status)
     if error.status < 500 and not isinstance(error, CompileTimeout):  # those are logged where they happen
         log_refusal(request.scope, error.code, error.message, error.param)
     return JSONResponse(error_body(error), status_code=error.status, headers=error_headers(error))
@@ -103,7 +103,7 @@ async def _on_guided_error(request: Request, error: Exception) -> JSONResponse:
 async def _on_shape_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
     message, param, code = _describe(error.errors())
-    request.app.state.context.metrics.failed(code)
+    request.app.state.context.metrics.failed(code, 400)
     log_refusal(request.scope, code, message, param)
     return JSONResponse(envelope(400, message, param, code), 400, headers={"x-should-retry": "false"})
 
@@ -116,7 +116,7 @@ async def _on_http_exception(request: Request, error: Exception) -> JSONResponse
     )
     message = _hint(request) if code == "not_found" else bounded(error.detail)
     body = envelope(error.status_code, message, None, code)
-    request.app.state.context.metrics.failed(code)
+    request.app.state.context.metrics.failed(code, error.status_code)
     log_refusal(request.scope, code, message, None)
     return JSONResponse(body, error.status_code, headers=headers)
 
@@ -144,7 +144,7 @@ async def _on_unexpected_error(request: Request, error: Exception) -> JSONRespon
     request_id = request.scope.get("state", {}).get("request_id", "-")
     text, extra = "x-request-id %s: %s %s failed: %r", {"x_request_id": request_id}
     logger.error(text, request_id, request.method, request.url.path, error, extra=extra)
-    request.app.state.context.metrics.failed(InternalError.code)
+    request.app.state.context.metrics.failed(InternalError.code, InternalError.status)
     headers = {"x-should-retry": "false", "x-request-id": request_id}
     body = envelope(500, "the server failed on this request; its log says why", None, InternalError.code)
     return JSONResponse(body, 500, headers=headers)

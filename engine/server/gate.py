@@ -57,7 +57,7 @@ class Gate:
             key = self._check_key(scope, headers)
             self._check_length(headers)
         except GuidedError as error:
-            self.context.metrics.failed(error.code)
+            self.context.metrics.failed(error.code, error.status)
             log_refusal(scope, error.code, error.message, error.param)
             answer = JSONResponse(error_body(error), error.status, headers=error_headers(error))
             await answer(scope, receive, send_with_id)

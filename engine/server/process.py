@@ -33,6 +33,7 @@ from engine.server.context import ServerContext
 from engine.server.logs import log_to_stderr, uvicorn_logging
 from engine.server.options import ServeOptions, ServerSettings, check_names
 from engine.server.protocol import CHAT_EXAMPLE, COMPLETION_EXAMPLE
+from engine.server.tracing import Tracing
 
 _ANSWER_SECONDS = 3
 """After the grace period: time to send the last events of streams."""
@@ -103,12 +104,13 @@ def serve(options: ServeOptions, listener: socket.socket) -> None:
     exit_timer = _ExitTimer(options.grace_seconds + _EXIT_SECONDS)
     with _sigterm_exits(exit_timer):
         _say(options, "loading the model and starting the mask pool …")
+        tracing = Tracing.from_environment()
         engine = start_engine(options)
         try:
             settings = settings_of(options)
             if not settings.allowed_hosts and _is_loopback(options.host):
                 settings = dataclasses.replace(settings, allowed_hosts=(*_LOOPBACK_NAMES, options.host))
-            app = create_app(engine, settings)
+            app = create_app(engine, settings, tracing)
             config = uvicorn_config(app, options)
             _Server(config, app.state.context, options, exit_timer).run(sockets=[listener])
         finally:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationInfo, field_validator, model_validator
@@ -26,11 +27,15 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "refusal": ("refusals are not supported", ()),
     "annotations": ("annotations are not supported", ([],)),
     "suffix": ("the models served here don't fill in the middle", ("",)),
-    "verbosity": ("verbosity is not supported", ()),
+    "verbosity": ("verbosity is not supported", ("medium",)),
     "web_search_options": ("web search is not supported", ()),
     "chat_template": ("a request can't bring its own chat template", ()),
     "prompt_embeds": ("prompt embeddings are not supported", ()),
     "truncate_prompt_tokens": ("prompts are not truncated: send a shorter one", ()),
+    "previous_response_id": ("the server stores no responses: send the whole conversation in input", ()),
+    "conversation": ("the server stores no conversations: send the whole conversation in input", ()),
+    "background": ("the server stores no responses: ask for a stream", (False,)),
+    "truncation": ("the input is not truncated: send a shorter one", ("disabled",)),
     "logits_processors": ("logits processors can't be sent with a request", ([],)),
 }
 """Known fields that are rejected: the reason, and the values besides null that are accepted as without effect."""
@@ -121,6 +126,9 @@ class ResponseFormat(Body):
     """OpenAI's `response_format`, and the forms of other servers."""
 
     tolerant = False
+    path: ClassVar[str] = "response_format"
+    """How errors name it, and the place of its schema."""
+    schema_path: ClassVar[str] = "response_format.json_schema.schema"
     type: Literal["text", "json_object", "json_schema", "json", "structural_tag"]
     json_schema: JsonSchemaFormat | None = None
     schema_: dict[str, Any] | bool | None = Field(
@@ -247,17 +255,35 @@ class GenerationRequest(Body):
     prediction: Any = None
 
 
-class TextPart(Body):
-    type: Literal["text"]
-    text: str
+class Typed(Body):
+    """An object that is read by its `type`. Other types than `kinds` are refused by name."""
+
+    kinds: ClassVar[tuple[str, ...]]
+    """The first is what `type` is by default, for those that need not say."""
+    noun: ClassVar[str]
+    """What the objects are called."""
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_other_parts(cls, data: Any) -> Any:
-        kind = data.get("type", "text") if isinstance(data, dict) else "text"
-        if isinstance(kind, str) and kind != "text":
-            raise PydanticCustomError(UNSUPPORTED, "content parts of type {kind} are not supported", {"kind": kind})
+    def _refuse_other_types(cls, data: Any) -> Any:
+        kind = data.get("type", cls.kinds[0]) if isinstance(data, dict) else cls.kinds[0]
+        if isinstance(kind, str) and kind not in cls.kinds:
+            text = "{noun} of type {kind} are not supported; there are: {kinds}"
+            details = {"noun": cls.noun, "kind": kind[:60], "kinds": ", ".join(cls.kinds)}
+            raise PydanticCustomError(UNSUPPORTED, text, details)
         return data
+
+
+class TextPart(Typed):
+    kinds: ClassVar[tuple[str, ...]] = ("text",)
+    noun: ClassVar[str] = "content parts"
+    type: str
+    text: str
+
+
+def joined(content: str | Sequence[TextPart] | None) -> str:
+    """Return a message's content as one string. Newlines join the parts."""
+    return (content or "") if isinstance(content, str | None) else "\n".join(part.text for part in content)
 
 
 class CalledFunction(Body):
@@ -292,10 +318,8 @@ class Message(Body):
 
     @property
     def text(self) -> str:
-        """The content as one string. Newlines join the parts."""
-        if isinstance(self.content, list):
-            return "\n".join(part.text for part in self.content)
-        return self.content or ""
+        """The content as one string."""
+        return joined(self.content)
 
     def for_template(self) -> dict[str, Any]:
         """Convert to the form of chat templates. `developer` is OpenAI's newer name for `system`."""

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import llguidance
 import numpy as np
 import pytest
+from mistral_common.tokens.tokenizers.tekken import Tekkenizer
+from sentencepiece import SentencePieceProcessor
 
 from guided.backends import Backends
 from guided.backends import llguidance as llguidance_backend
@@ -167,3 +170,34 @@ def test_ten_thousand_choices(vocabulary: Vocabulary) -> None:
     matcher = LLGuidanceBackend(vocabulary).compile(Constraint.choice(choices)).matcher()
     matcher.accept_tokens(vocabulary.encode(choices[4242]))
     assert matcher.is_accepting()
+
+
+FORCED = {
+    "type": "object",
+    "properties": {"x": {"const": {"identifier": "Zwölf Boxkämpfer 12.5", "descriptions": [[]]}}},
+}
+FORCED_TEXT = '{"x":{"identifier":"Zwölf Boxkämpfer 12.5","descriptions":[[]]}}'
+
+
+@pytest.mark.parametrize("family", ["tekken", "sentencepiece"])
+def test_masks_on_forced_text_allow_what_the_tokenizer_writes(mistral_data: Path, family: str) -> None:
+    """The tokenizer's own tokens of the text are allowed one after the other, and nothing else where it is forced."""
+    if family == "tekken":
+        path = mistral_data / "tekken_240911.json"
+        vocabulary = Vocabulary.from_tekken(path)
+        tokens = Tekkenizer.from_file(path).encode(FORCED_TEXT, bos=False, eos=False)
+    else:
+        path = mistral_data / "mistral_instruct_tokenizer_240323.model.v3"
+        vocabulary, model = Vocabulary.from_sentencepiece(path), SentencePieceProcessor(model_file=str(path))
+        tokens = model.Encode("\n" + FORCED_TEXT)[len(model.Encode("\n")) :]
+    assert vocabulary.decode(tokens).decode() == FORCED_TEXT
+    matcher = LLGuidanceBackend(vocabulary).compile(Constraint.json_schema(FORCED, whitespace="")).matcher()
+    row = np.zeros(words(vocabulary.padded_vocab_size), dtype=np.int32)
+    alone = 0
+    for token in tokens:
+        matcher.fill_bitmask(row)
+        allowed = allowed_ids(row).tolist()
+        assert token in allowed, vocabulary.token_bytes[token]
+        alone += len(allowed) == 1
+        matcher.accept_tokens([token])
+    assert alone > len(tokens) // 2
