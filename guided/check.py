@@ -26,6 +26,7 @@ from guided.completion import shortest
 from guided.constraint import Constraint, ConstraintKind
 from guided.errors import GuidedError, InvalidRequest
 from guided.grammar import syntax, to_lark
+from guided.guard.plan import keywords
 from guided.regex import canonical
 from guided.schema.normal_form import normalise
 from guided.vocabulary import Vocabulary
@@ -199,34 +200,14 @@ def _describe_changes(report: Report, constraint: Constraint, compiled: Compiled
             document = json.loads(constraint.source)
             form = normalise(document)
             normal = {"root": form.root, "definitions": form.definitions}
-            before, after = set(_keywords(document)), set(_keywords(normal))
-            report.rewritten = sorted(before & _REWRITTEN - after)
+            report.rewritten = sorted(set(keywords(document)) - set(keywords(normal)))
             report.compiled = json.dumps(normal, ensure_ascii=False, indent=2)
-            superset = getattr(getattr(compiled.grammar, "plan", None), "superset", None)
-            if superset is not None:
-                report.guarded = sorted(after & _REWRITTEN - set(_keywords(json.loads(superset))))
+            report.guarded = list(compiled.grammar.guarded)
         case "regex":
             report.compiled = canonical(constraint.source)
         case "grammar":
             lark = to_lark(constraint.source)
             report.compiled = lark if lark != constraint.source else ""
-
-
-_REWRITTEN = {
-    *("not", "if", "then", "else", "oneOf", "allOf", "dependencies", "dependentRequired", "dependentSchemas"),
-    *("uniqueItems", "contains", "minContains", "maxContains", "minProperties", "maxProperties"),
-    *("patternProperties", "propertyNames", "unevaluatedProperties", "unevaluatedItems", "$dynamicRef"),
-    "$recursiveRef",
-}
-"""Keywords that rewriting or the guard can replace."""
-
-
-def _keywords(schema: Any) -> Iterator[str]:
-    """Yield all keys of a document."""
-    if isinstance(schema, dict):
-        yield from schema
-    for value in schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ():
-        yield from _keywords(value)
 
 
 def _sample(budget: Budget, compiled: Compiled, vocabulary: Vocabulary, chance: random.Random) -> str:

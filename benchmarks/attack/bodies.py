@@ -125,7 +125,9 @@ async def odd_schemas(target: Target) -> None:
     empty = {"$defs": {"a": {"type": "string"}}, "prefixItems": [{"$ref": "#/$defs/a"}], "maxItems": 0}
     for backend in ("auto", "llguidance", "xgrammar", "outlines", "lm-format-enforcer"):
         bodies = [_constrained(schema, backend=backend) for schema in (draft_3, empty, {"type": "array", **empty})]
-        await target.posts(*bodies, limit=25)  # outlines may need all of the compile time, and the last one waits for it
+        await target.posts(
+            *bodies, limit=25
+        )  # outlines may need all of the compile time, and the last one waits for it
     await target.post(number)
 
 

@@ -100,6 +100,7 @@ class GuardedGrammar(CompiledGrammar):
         self.index = index
         self.vocabulary = vocabulary
         self.text_tokens = pack(vocabulary.text_token_ids, vocabulary.padded_vocab_size)
+        self.guarded = plan.keywords
         self.nbytes = inner.nbytes + len(plan.superset or "")
 
     def matcher(self) -> GuardedMatcher:

@@ -198,7 +198,14 @@ class LLGuidanceLowering(SchemaLowering):
         return {"type": "integer", **self._bounds("integer", schema), **self._multiple(schema)}
 
     def number(self, schema: dict[str, Any]) -> dict[str, Any]:
-        return {"type": "number", **self._bounds("number", schema), **self._multiple(schema)}
+        bounds = self._bounds("number", schema)
+        largest = max(
+            (abs(bounds[each]) for each in ("exclusiveMinimum", "exclusiveMaximum") if each in bounds), default=0
+        )
+        if largest >= 10**6 and "multipleOf" not in schema:
+            # A reader with doubles rounds a longer number to the bound: so many digits has no double of this size.
+            return {"type": "number", **bounds, "multipleOf": 10.0 ** -max(1, 15 - len(str(int(largest))))}
+        return {"type": "number", **bounds, **self._multiple(schema)}
 
     def _bounds(self, kind: str, schema: dict[str, Any]) -> dict[str, Any]:
         """Return the next bounds inside those of `schema` that llguidance calculates with correctly.

@@ -41,9 +41,36 @@ class Plan:
     has_few_names: bool = False
     """Some object may run out of names for its properties."""
 
+    @property
+    def keywords(self) -> tuple[str, ...]:
+        """The keywords that are guarded."""
+        if self.planner is None or self.superset is None:
+            return ()
+        form = self.planner.form
+        return tuple(sorted(set(keywords([form.root, form.definitions])) - set(keywords(json.loads(self.superset)))))
+
     def root(self, first: int) -> Rule | None:
         """Return the rule of a document that begins with the byte `first`."""
         return None if self.planner is None else self.planner.rule(self.planner.form.root, first)
+
+
+def keywords(schema: Any) -> Iterator[str]:
+    """Yield the keywords in a document that rewriting or the guard can replace."""
+    if isinstance(schema, dict):
+        yield from schema.keys() & REPLACEABLE
+    for value in schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ():
+        yield from keywords(value)
+
+
+REPLACEABLE = frozenset(
+    [
+        *("not", "if", "then", "else", "oneOf", "allOf", "uniqueItems", "contains", "minContains", "maxContains"),
+        *("dependencies", "dependentRequired", "dependentSchemas", "minProperties", "maxProperties"),
+        *("patternProperties", "propertyNames", "unevaluatedProperties", "unevaluatedItems"),
+        *("$dynamicRef", "$recursiveRef"),
+    ]
+)
+"""Keywords that rewriting or the guard can replace."""
 
 
 @lru_cache(maxsize=8)  # one library after the other is tried
