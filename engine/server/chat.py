@@ -73,7 +73,7 @@ def build_job(
         http_id,
         [prompt],
         params,
-        wanted.param,
+        wanted.param or (None if calls is None else "tools"),
         body.stream,
         field_names=names,
         include_usage=wants_usage(body),

@@ -60,9 +60,9 @@ def test_each_call_is_valid(
         while (answer := clients[name].post("/v1/chat/completions", json=body)).status_code == 400:
             error = answer.json()["error"]
             assert error["code"] in REFUSALS, error
-            at = re.fullmatch(r"tools\[(\d)\]\.function\.parameters", error["param"])
+            at = re.fullmatch(r"tools(?:\[(\d)\]\.function\.parameters)?", error["param"])
             assert at, error
-            del tools[int(at[1])]
+            del tools[int(at[1] or 0)]  # a schema without any value is found with all others: it may be another one
             seen["refused schemas"] += 1
             if not tools:
                 return
