@@ -28,7 +28,10 @@ SETTINGS = settings(
 )
 SHORT = ToolFormat(call=("<{name}>", "</>"), trigger="<", marks=("?",))
 """Its calls begin with one frequent token, so the random model makes calls of its own accord."""
-REFUSALS = {"invalid_constraint", "unsupported_constraint", "constraint_too_large", "constraint_compile_timeout"}
+REFUSALS = {
+    *("invalid_constraint", "unsupported_constraint", "constraint_too_large", "constraint_compile_timeout"),
+    "context_length_exceeded",  # the functions are part of the prompt
+}
 
 
 def random_tools(source: random.Random) -> list[dict[str, Any]]:
