@@ -37,7 +37,7 @@ router = APIRouter(tags=["generation"], route_class=CheckRoute)
 class CheckedRequest(BaseModel):
     """A request that is accepted: its constraint is compiled."""
 
-    guided: GuidedInfo | None
+    guided: GuidedInfo | None = None
     compile_seconds: float = Field(description="The time that compiling the grammar took, now or before.")
     prompt_tokens: int
 
