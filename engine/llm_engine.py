@@ -285,7 +285,8 @@ class LLMEngine:
             return
         try:
             grammar = compiled.result()
-            group.backend, group.compile_seconds = grammar.backend, grammar.compile_seconds
+            is_new = grammar.compiled_at >= group.arrival_time
+            group.backend, group.compile_seconds = grammar.backend, grammar.compile_seconds if is_new else 0.0
             group.guarded = grammar.guarded
             group.compiled_time = time.monotonic()
         except GuidedError as error:

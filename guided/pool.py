@@ -7,6 +7,7 @@ nothing of requests, batches or logits.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -33,6 +34,8 @@ class Grammar:
     """Key under which the pool's cache counts its users (`guided.grammar_cache`)."""
     compile_seconds: float = 0.0
     """Seconds that the compilation took."""
+    compiled_at: float = field(default_factory=time.monotonic, compare=False)
+    """`time.monotonic()` of its end."""
     guarded: tuple[str, ...] = ()
     """Keywords of a schema that the guard enforces, not the library."""
 

@@ -38,7 +38,7 @@ class CheckedRequest(BaseModel):
     """A request that is accepted: its constraint is compiled."""
 
     guided: GuidedInfo | None = None
-    compile_seconds: float = Field(description="The time that compiling the grammar took, now or before.")
+    compile_seconds: float = Field(description="The time that compiling the grammar took; 0 if it was compiled before.")
     prompt_tokens: int
 
 
