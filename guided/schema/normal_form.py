@@ -145,7 +145,8 @@ class _Normaliser:
         alone = not self._has_siblings(schema)
         values = None if alone else listed(schema)
         if values is not None:
-            neighbours = {name: value for name, value in schema.items() if name != "const"}
+            # With "$schema", `evolve` would take the package's own class.
+            neighbours = {name: value for name, value in schema.items() if name not in ("const", "$schema")}
             yield with_valid_values(schema, values, self._validator.evolve(schema=neighbours))
             return
         targets = {keyword: target for keyword, target in node.same if keyword in REFERENCES}

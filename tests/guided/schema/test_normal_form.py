@@ -157,6 +157,14 @@ def test_older_dialects_come_out_as_2020_12() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    "dialect", ["http://json-schema.org/draft-07/schema#", "http://json-schema.org/draft-04/schema#"]
+)
+def test_patterns_beside_listed_values_are_those_of_ecma_262_in_every_dialect(dialect: str) -> None:
+    schema = {"$schema": dialect, "enum": ["3", "٣"], "pattern": "^\\d$"}
+    assert as_document(normalise(schema)) == {"enum": ["3"]}
+
+
 def test_draft_3_comes_out_as_2020_12() -> None:
     draft3 = {
         "$schema": "http://json-schema.org/draft-03/schema#",
