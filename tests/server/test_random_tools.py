@@ -25,6 +25,7 @@ SETTINGS = settings(
     deadline=None,
     suppress_health_check=list(HealthCheck),
     database=None,
+    derandomize=True,
 )
 SHORT = ToolFormat(call=("<{name}>", "</>"), trigger="<", marks=("?",))
 """Its calls begin with one frequent token, so the random model makes calls of its own accord."""
