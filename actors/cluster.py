@@ -116,6 +116,12 @@ class Cluster:
         """The address of this node for other nodes."""
         return self.driver()[1].host
 
+    @property
+    def head(self) -> str | None:
+        """The address of Ray's head. None: there is no connection now."""
+        connected = self._ray
+        return None if connected is None else f"{connected.head[0]}:{connected.head[1]}"
+
     def reserved(self, cpus: float | None) -> float:
         """Return the CPUs that Ray reserves for an actor: `cpus`, or by default 1. A local cluster has none to give."""
         if self._address is None:

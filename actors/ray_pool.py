@@ -26,10 +26,10 @@ from actors.compile.grammars import Grammars
 from actors.processes import memory_limit
 from actors.scratch import ScratchDirectory
 from actors.steps import Dispatcher
+from actors.supervision.scaling import Scaler, ScalingPolicy
 from actors.supervision.supervisor import IncarnationSettings, Supervisor
 from guided.bitmask import words
 from guided.constraint import Constraint
-from guided.cpus import available_cpus
 from guided.errors import GuidedError
 from guided.pool import Grammar, PoolStatus, StepMasks
 from guided.pool_options import RayPoolOptions
@@ -62,6 +62,7 @@ class RayPool:
             options.mask_limit, options.pool_wait, options.max_replays, self._rejection, options.forced_tokens
         )
         self._supervisors: list[Supervisor] = []
+        self._scaler: Scaler | None = None
         with contextlib.ExitStack() as undo:
             self._cluster = Cluster.join(options.address)
             undo.callback(self._cluster.leave)
@@ -82,11 +83,19 @@ class RayPool:
                 options=options,
             )
             incarnations = itertools.count(1)
-            for index in range(options.num_actors or max(2, min(8, available_cpus() // 4))):
-                supervisor = Supervisor(index, settings, incarnations.__next__, self._dispatcher.announce)
+            count = options.actors_at_start
+            least, most = options.min_actors or count, options.max_actors or count
+            for index in range(most):
+                wanted = index < count
+                supervisor = Supervisor(
+                    index, settings, incarnations.__next__, self._dispatcher.announce, wanted=wanted
+                )
                 self._supervisors.append(supervisor)
-            for supervisor in self._supervisors:
+            for supervisor in self._supervisors[:count]:
                 supervisor.wait_started()
+            if least < most:
+                policy = ScalingPolicy(least, most, count, options.scale_down_seconds)
+                self._scaler = Scaler(self._supervisors, policy, lambda: self._dispatcher.load)
         except BaseException:
             self.shutdown()
             raise
@@ -142,6 +151,7 @@ class RayPool:
             compiling=self._grammars.compiling,
             backends=self._grammars.backends(),
             trouble=self._cluster.trouble,
+            ray_address=self._cluster.head,
             replays=self._dispatcher.replays,
         )
 
@@ -161,6 +171,8 @@ class RayPool:
             if self._closed:
                 return
             self._closed = True
+            if self._scaler is not None:
+                self._scaler.stop()
             for supervisor in self._supervisors:
                 supervisor.stop()
             deadline = time.monotonic() + _STOP_SECONDS

@@ -5,7 +5,7 @@ of 131,072 tokens. Tight masks allow at most 1 % of the vocabulary, loose ones a
 sample. They are passed in three forms: as separate rows, as workers leave them (xgrammar's way first copies them into
 an existing tensor); as one array in the order of the batch; and as separate rows for every second row of the batch. A
 second measurement uses random masks that allow between one token and all of them. The kernels take turns on the same
-logits and must give the same result. Writes benchmarks/results/apply_kernel.{json,png}.
+logits and must give the same result. Writes benchmarks/out/apply_kernel.{json,png}.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.paths import RESULTS
 from benchmarks.report import machine, percentiles, print_table, write_json
 from benchmarks.workload import DATA, Tokens, documents
 from guided.backends import Backends
@@ -165,7 +166,7 @@ def main() -> None:
     parser.add_argument("--documents", type=int, default=200)
     parser.add_argument("--data", type=Path, default=DATA, help="JSON lines of schemas with instances")
     parser.add_argument("--quick", action="store_true", help="30 documents")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     before = machine()
     walks, row_bytes = measure(options.backend, options.data, 30 if options.quick else options.documents)

@@ -5,7 +5,7 @@ Both get the same prompts (mixed lengths, all at once; left-padded for `generate
 tokens, greedily, in one process. Each figure is the best of `--repeat` runs, in which the ways take turns. Guided
 requests have a regex without an early end, and llguidance computes the masks inline, so all mask work is in this
 process too. `--clock cpu` counts CPU seconds of the process instead of wall time, which is a fairer comparison on a
-busy machine with one thread. Writes `benchmarks/results/engine_throughput.{json,png}`.
+busy machine with one thread. Writes `benchmarks/out/engine_throughput.{json,png}`.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--limit", type=int, help="only the first N schemas")
     parser.add_argument("--every", type=int, default=1, help="only every Nth schema")
     parser.add_argument("--details", type=Path, help="write each result that does not pass as a line of JSON")
-    parser.add_argument("--out", type=Path, help=f"folder for the result file, such as {RESULTS.name}")
+    parser.add_argument("--out", type=Path, help=f"folder for the result file, such as {RESULTS}")
     options = parser.parse_args(argv)
     started_on = machine()
     entries = read_rows(options.data)[: options.limit : options.every]

@@ -13,7 +13,7 @@ Three measurements, each in its own processes:
 
 Parts are anonymous memory (the process's own) after the C library has returned free memory. `files` is code and data
 mapped from files, which may be shared. `slack` is free memory that the C library held. Writes
-benchmarks/results/memory.{json,png}.
+benchmarks/out/memory.{json,png}.
 """
 
 from __future__ import annotations

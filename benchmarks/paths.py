@@ -5,4 +5,5 @@ from __future__ import annotations
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
+RESULTS = ROOT / "benchmarks" / "out"
+"""Where results are written by default. git ignores it; `benchmarks/results` has the published ones."""

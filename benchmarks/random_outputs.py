@@ -1,6 +1,7 @@
 """Are all random outputs that end `stop` valid? `python -m benchmarks.random_outputs --count 20000`.
 
-Random constraints (regexes, choices, grammars, schemas of all drafts) are compiled with every backend and with "auto".
+Random constraints (regexes, choices, grammars, schemas of all drafts; with `--schemas FILE`, the schemas of MaskBench)
+are compiled with every backend and with "auto".
 Outputs are sampled from the masks: uniformly, or with random biases and temperatures, as a model with any weights
 could. An output that ends with a stop token is validated as a whole by code that does not use the service
 (`benchmarks/random_constraints/validation.py`). No server is needed. The work is done in a process that is replaced
@@ -15,17 +16,22 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gzip
 import itertools
+import json
 import multiprocessing
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
 from benchmarks.chaos.server import default_vocabulary
+from benchmarks.random_constraints.languages import Case
+from benchmarks.random_constraints.schemas import schema_case
 from benchmarks.random_constraints.walks import COLUMNS, Result, random_case, run_case
 from benchmarks.report import exit_with, print_table
 from guided.backends import Backends
@@ -53,6 +59,7 @@ def main() -> None:
     parser.add_argument("--outputs", type=int, default=6, help="outputs per constraint and backend")
     parser.add_argument("--tokens", type=int, default=120, help="maximum length of an output")
     parser.add_argument("--limit", type=float, default=15.0, help="seconds for one constraint and backend")
+    parser.add_argument("--schemas", type=Path, help="MaskBench's schemas (.jsonl.gz) instead of random constraints")
     parser.add_argument("--backend", choices=COLUMNS, action="append", help="default: all, and auto")
     options = parser.parse_args()
     counts: Counter[tuple[str, str, str]] = Counter()
@@ -62,8 +69,9 @@ def main() -> None:
         Runner(options) as runner,
         tqdm(total=options.count, unit=" outputs", disable=None) as bar,
     ):
-        for number in itertools.islice(itertools.count(options.first), options.cases):
-            case = random_case(options.seed, number)
+        cases = Cases(options)
+        for number in itertools.islice(cases.numbers, options.cases):
+            case = cases[number]
             for backend in options.backend or COLUMNS:
                 for result in runner.run(number, backend):
                     counts[backend, case.kind, result.outcome] += result.count
@@ -81,6 +89,22 @@ def main() -> None:
 def _rows(counts: Counter[tuple[str, str, str]]) -> Iterator[dict[str, Any]]:
     for backend, kind in dict.fromkeys((backend, kind) for backend, kind, _ in sorted(counts)):
         yield {"backend": backend, "kind": kind, **{name: counts[backend, kind, name] for name in _OUTCOMES}}
+
+
+class Cases:
+    """The constraints by number: random ones, or those of a file."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._seed = options.seed
+        self._schemas: list[Any] | None = None
+        self.numbers: Iterable[int] = itertools.count(options.first)
+        if options.schemas is not None:
+            with gzip.open(options.schemas, "rt") as lines:
+                self._schemas = [json.loads(line)["schema"] for line in lines]
+            self.numbers = range(options.first, len(self._schemas))
+
+    def __getitem__(self, number: int) -> Case:
+        return random_case(self._seed, number) if self._schemas is None else schema_case(self._schemas[number])
 
 
 class Runner:
@@ -121,13 +145,12 @@ class Runner:
 
 
 def _serve(pipe: Connection, options: argparse.Namespace) -> None:
-    backends = Backends(default_vocabulary())
+    backends, cases = Backends(default_vocabulary()), Cases(options)
     pipe.send("ready")
     while True:
         number, backend = pipe.recv()
-        case = random_case(options.seed, number)
         source = random.Random(f"{options.seed} {number} {backend}")
-        pipe.send(run_case(backends, case, backend, source, options.outputs, options.tokens))
+        pipe.send(run_case(backends, cases[number], backend, source, options.outputs, options.tokens))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 Actors: masks per second of the Ray pool for 1, 2, 4, ... actors, at most one per core. Steps follow each other without
 a forward pass. Batch and vocabulary: the step with a simulated forward pass (see benchmarks.step_overhead), for
 vocabularies of 4,096 tokens (trained here on the data), 32,000 and 131,072 (mistral_common's). Rows follow real
-instances of real schemas. Writes benchmarks/results/scaling.{json,png}.
+instances of real schemas. Writes benchmarks/out/scaling.{json,png}.
 """
 
 from __future__ import annotations

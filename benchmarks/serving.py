@@ -4,7 +4,7 @@ Clients keep `--concurrency` streamed chat requests in flight. They run on the s
 half or all of the requests have a JSON Schema (16 different ones), and every answer has the same number of tokens.
 There is one server per pool, on which the shares take turns. Reported are requests/s, time to first token (TTFT), time
 per output token after it (TPOT) and the time between two chunks of a stream (ITL). Writes
-benchmarks/results/serving.{json,png}.
+benchmarks/out/serving.{json,png}.
 """
 
 from __future__ import annotations

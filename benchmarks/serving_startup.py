@@ -8,7 +8,7 @@ Memory is that of the idle server before and after the load. RSS counts shared p
 among the processes. Tokens/s is measured over HTTP with answers of a fixed number of tokens, not streamed, by a client
 on the same machine, which shares its cores. Each figure is the median of `--repeat` runs, in which unguided and guided
 requests take turns. Guided requests have a regex or a JSON schema without an early end (llguidance). Writes
-`benchmarks/results/serving_startup.json`.
+`benchmarks/out/serving_startup.json`.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ def slow_name(kind: str) -> str:
     return f"benchmark-{kind}"
 
 
-class _SlowMatcher:
+class _SlowMatcher(Matcher):
     def __init__(self, inner: Matcher, kind: Kind) -> None:
         self._inner, self._kind = inner, kind
 

@@ -15,7 +15,7 @@ Measured per step:
 
 With "few schemas" the rows share four schemas, each row with other values, as the requests of an application do.
 Otherwise every row has its own schema, and no document is used twice. Writes
-benchmarks/results/step_overhead.{json,png}.
+benchmarks/out/step_overhead.{json,png}.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ and the latency of the slow row.
 
 Each way of masking runs in its own process, and the processes take turns. Rows follow real instances of real schemas,
 and the forward pass is simulated (see benchmarks.step_overhead). Ours runs with and without parking. Writes
-benchmarks/results/stragglers.{json,png}.
+benchmarks/out/stragglers.{json,png}.
 """
 
 from __future__ import annotations

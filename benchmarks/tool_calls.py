@@ -2,7 +2,7 @@
 
 The tools are in the format of Hermes and Qwen, with 131,072 tokens (mistral_common's). Compared are this package with
 llguidance, and xgrammar alone, each in a process of its own: time to the first mask and the memory that
-it takes, and the masks while calls are written. Writes benchmarks/results/tool_calls.json.
+it takes, and the masks while calls are written. Writes benchmarks/out/tool_calls.json.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ its own schema. An output that ended by itself must satisfy its schema (`jsonsch
 cut must be a beginning that a new matcher accepts.
 
 Cost: the rows of a batch write known documents over 131,072 tokens. The masks of each step are applied by an inline
-pool through `LogitPostProcessor`, by the logits processor in place, and by the logits processor that returns new
+pool through `LogitPostProcessor`, by the logits processor, and by xgrammar's logits processor, which writes into the
 scores. The order is random at each step. A copy of the scores is measured too.
 """
 
@@ -22,10 +22,12 @@ from typing import Any
 
 import jsonschema
 import torch
+import xgrammar.contrib.hf
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.paths import RESULTS
+from benchmarks.peers.xgrammar_processor import XGrammarProcessor
 from benchmarks.report import canvas, machine, percentiles, print_table, write_json
 from benchmarks.workload import DATA, Tokens, documents, read_rows
 from engine.default_model import checkpoint_path
@@ -61,12 +63,11 @@ COST = {
     "rows": "rows",
     "pool_p50": "pool alone p50",
     "pool_p99": "p99",
-    "in_place_p50": "in place p50",
-    "in_place_p99": "p99",
-    "in_place_share": "to the pool",
     "processor_p50": "processor p50",
     "processor_p99": "p99",
     "processor_share": "to the pool",
+    "xgrammar_p50": "xgrammar's p50",
+    "xgrammar_p99": "p99",
     "copy_p50": "copy p50",
     "copy_p99": "p99",
 }
@@ -226,7 +227,13 @@ def satisfies(text: bytes, schema: Any) -> bool:
 class Steps:
     """A batch of known documents, step by step, as `generate()` calls the processor and as an engine calls the pool."""
 
-    def __init__(self, vocabulary: Vocabulary, schemas: Sequence[str], texts: Sequence[Sequence[int]]) -> None:
+    def __init__(
+        self, vocabulary: Vocabulary, schemas: Sequence[str], texts: Sequence[Sequence[int]], peers: list[Any]
+    ) -> None:
+        """
+        Args:
+            peers: each row's grammar, compiled by xgrammar.
+        """
         constraints = [Constraint.json_schema(schema) for schema in schemas]
         self.rows, self.steps = len(texts), min(map(len, texts))
         self.texts = torch.tensor([list(text[: self.steps]) for text in texts])
@@ -235,7 +242,7 @@ class Steps:
         self.logits = torch.empty_like(self.scores)
         self.handed = torch.empty_like(self.scores)
         self.guide = GuidedLogitsProcessor(vocabulary, constraints)
-        self.writer = GuidedLogitsProcessor(vocabulary, constraints, in_place=True)
+        self.peers = peers
         self.pool = InlinePool(vocabulary)
         self.alone = GuidedProcessor(self.pool)
         for row, constraint in enumerate(constraints):
@@ -245,7 +252,7 @@ class Steps:
     def run(self, seconds: dict[str, list[float]]) -> None:
         """Run one round: all steps in all ways."""
         self.guide.reset()
-        self.writer.reset()
+        peer = xgrammar.contrib.hf.LogitsProcessor(self.peers)
         ids = [self.round * self.rows + row for row in range(self.rows)]
         outputs: list[list[int]] = [[] for _ in ids]
         self.round += 1
@@ -260,8 +267,8 @@ class Steps:
 
         ways: list[tuple[str, Callable[[torch.Tensor], torch.Tensor]]] = [
             ("pool", by_pool),
-            ("in_place", lambda input_ids: self.writer(input_ids, self.handed)),
             ("processor", lambda input_ids: self.guide(input_ids, self.scores)),
+            ("xgrammar", lambda input_ids: peer(input_ids, self.handed)),
             ("copy", lambda input_ids: self.scores.clone()),
         ]
         for step in range(self.steps):
@@ -275,7 +282,7 @@ class Steps:
                 kept[name] = found
                 if self.round > 1:  # the first round warms up
                     seconds[name].append(took)
-            if not torch.equal(self.logits, self.handed) or not torch.equal(self.logits, kept["processor"]):
+            if not torch.equal(self.logits, kept["processor"]):
                 raise AssertionError(f"the results differ at step {step}")
             for row, token in enumerate(self.texts[:, step].tolist()):
                 outputs[row].append(token)
@@ -284,7 +291,6 @@ class Steps:
 
     def close(self) -> None:
         self.guide.close()
-        self.writer.close()
         self.pool.shutdown()
 
 
@@ -293,6 +299,7 @@ def costs(data: Path, batches: Sequence[int], rounds: int, bar: tqdm[Any]) -> li
     tokens = Tokens.tekken()
     vocabulary = Vocabulary.from_tekken(tokens.path)
     backends = Backends(vocabulary)
+    peer = XGrammarProcessor(vocabulary)
     able = []
     for document in documents(data, tokens, 2 * max(batches), max_schema=8000, lengths=(48, 300)):
         try:
@@ -300,14 +307,16 @@ def costs(data: Path, batches: Sequence[int], rounds: int, bar: tqdm[Any]) -> li
                 backends, Constraint.json_schema(document.schema), candidates("json_schema", "llguidance")
             )
             compiled.grammar.matcher().accept_tokens(list(document.tokens))
-            able.append(document)
+            if not peer.load("xgrammar", [document]):
+                able.append(document)
         except GuidedError:
             continue
     rows = []
     for batch in batches:
         some = [able[index % len(able)] for index in range(batch)]
-        steps = Steps(vocabulary, [one.schema for one in some], [one.tokens for one in some])
-        seconds: dict[str, list[float]] = {"pool": [], "in_place": [], "processor": [], "copy": []}
+        grammars = [peer.grammars[one.schema] for one in some]
+        steps = Steps(vocabulary, [one.schema for one in some], [one.tokens for one in some], grammars)
+        seconds: dict[str, list[float]] = {"pool": [], "processor": [], "xgrammar": [], "copy": []}
         for _ in range(1 + max(2, rounds // batch)):
             steps.run(seconds)
             bar.update()
@@ -315,8 +324,7 @@ def costs(data: Path, batches: Sequence[int], rounds: int, bar: tqdm[Any]) -> li
         row: dict[str, Any] = {"rows": batch, "steps": len(seconds["pool"])}
         for name, values in seconds.items():
             row |= {f"{name}_{key}": value for key, value in percentiles(values).items()}
-        for name in ("in_place", "processor"):
-            row[f"{name}_share"] = round(row[f"{name}_p50"] / row["pool_p50"], 2)
+        row["processor_share"] = round(row["processor_p50"] / row["pool_p50"], 2)
         rows.append(row)
     return rows
 
@@ -336,7 +344,7 @@ def plot(validity: list[dict[str, Any]], cost: list[dict[str, Any]], path: Path,
     left.set_ylabel("outputs")
     left.legend(frameon=False)
     places = range(len(cost))
-    bars = {"pool": "inline pool alone", "in_place": "the processor, in place", "processor": "the processor"}
+    bars = {"pool": "inline pool alone", "processor": "the processor", "xgrammar": "xgrammar's processor"}
     for index, (name, label) in enumerate(bars.items()):
         values = [row[f"{name}_p50"] / row["rows"] * 1e3 for row in cost]
         right.bar([place + 0.27 * (index - 1) for place in places], values, 0.25, label=label, color=f"C{index}")

@@ -25,7 +25,7 @@ All engines serve the embedded default model through their `AsyncLLM`, greedily,
 vLLM runs with its guidance backend, and with `GUIDED_VLLM=1` and with our logits processor if the interpreter has
 this package (`make test-vllm` makes such an environment). Our engine runs with two mask actors, with and without
 replays. Each engine and fault has its own processes, which are killed after `--limit` seconds. A request that takes
-longer than 60 s counts as hung. Writes benchmarks/results/vllm_faults.{json,png}.
+longer than 60 s counts as hung. Writes benchmarks/out/vllm_faults.{json,png}.
 """
 
 from __future__ import annotations

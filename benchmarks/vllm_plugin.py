@@ -13,7 +13,7 @@ has no white space between tokens. Answers are checked. The models are `embedded
 parameters, greedy; and `HxL`, a Llama of L layers and width H with random weights and the same tokenizer, sampled with
 seeds. Each way runs in its own process with one thread. All are started first and then take turns, `--rounds` times
 after one warm-up round. Tokens per second are those of the median round. Writes
-benchmarks/results/vllm_plugin.{json,png}.
+benchmarks/out/vllm_plugin.{json,png}.
 """
 
 from __future__ import annotations

@@ -12,10 +12,10 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 from engine.base_llm import BaseLLM
-from engine.llm_engine import EngineStats
 from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
 from engine.sequence import SequenceGroup
+from engine.stats import EngineStats
 from guided.errors import GuidedError, InternalError, bounded
 from guided.pool import PoolStatus
 

@@ -20,7 +20,7 @@ ATTENTION = "guided_paged"
 _HARMLESS = frozenset({"position_ids", "cache_position", "is_causal", "use_cache", "output_attentions", "dropout"})
 """Keywords that models pass to attention functions and that this one can ignore."""
 
-_GATHER_BYTES = 256 << 20
+GATHER_BYTES = 256 << 20
 """Maximum size of the keys that a decode step gathers at once. The values take as much again."""
 
 
@@ -170,14 +170,14 @@ def _decode(
 ) -> torch.Tensor:
     """Attention of one token per sequence to its blocks: `[1, heads, decodes, dim]` in, `[1, decodes, heads, dim]` out.
 
-    `_GATHER_BYTES` limits how many rows are computed at once. Usually all fit.
+    `GATHER_BYTES` limits how many rows are computed at once. Usually all fit.
     """
     _, heads, decodes, dim = query.shape
     kv_heads, key_dim = key_shape[1], key_shape[3]
     # Query heads that share a key head take the place of query tokens, so that no key is repeated.
     grouped = query.transpose(1, 2).reshape(decodes, kv_heads, heads // kv_heads, dim)
     mask, tables = paged.decode_mask(window, query.dtype), paged.tables
-    chunk = _GATHER_BYTES // (mask.shape[-1] * kv_heads * key_dim * query.element_size()) or 1
+    chunk = GATHER_BYTES // (mask.shape[-1] * kv_heads * key_dim * query.element_size()) or 1
     parts: list[torch.Tensor] = []
     for start in range(0, decodes, chunk):
         rows = slice(start, start + chunk)

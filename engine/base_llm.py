@@ -57,19 +57,21 @@ class BaseLLM:
         options = without_neutral(options)
         loading = {field.name for field in fields(LoadOptions)}
         configurable = {field.name for field in fields(EngineConfig)}
+        loading -= set() if isinstance(model, str) else {"tensor_parallel_size"}
         refuse_unknown(type(self).__name__, options, loading | configurable)
         config = replace(
             config or EngineConfig(), **{name: options.pop(name) for name in configurable & options.keys()}
         )
         config = replace(config, logits_processors=(*config.logits_processors, *logits_processors))
         self.model = load_model(model, **options) if isinstance(model, str) else model
-        self.model.context_length(config.max_model_len)  # reports an invalid length before a pool is started
-        _set_threads(self.model, config.cpu_threads)
         self._own_pool: MaskPool | None = None
-        if isinstance(pool, str):
-            pool = self._own_pool = open_pool(pool, self.model.vocabulary, pool_options, config.forced_tokens)
-        self.pool: MaskPool = pool
+        self._own_ranks = self.model.ranks if isinstance(model, str) else None
         try:
+            self.model.context_length(config.max_model_len)  # reports an invalid length before a pool is started
+            _set_threads(self.model, config.cpu_threads)
+            if isinstance(pool, str):
+                pool = self._own_pool = open_pool(pool, self.model.vocabulary, pool_options, config.forced_tokens)
+            self.pool: MaskPool = pool
             self.engine = LLMEngine(self.model, config, self.pool)
             if self.model.device.type == "cuda":
                 self.engine.warm_up()
@@ -84,9 +86,11 @@ class BaseLLM:
         """Set up what the subclass adds. The engine exists."""
 
     def shutdown(self) -> None:
-        """Shut the pool down if this object has started it. Idempotent."""
+        """Shut down what this object has started: the pool, the processes of tensor parallelism. Idempotent."""
         if self._own_pool is not None:
             self._own_pool.shutdown()
+        if self._own_ranks is not None:
+            self._own_ranks.close()
 
 
 def open_pool(

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
 from engine.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from engine.sequence import Logprob
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +25,7 @@ class Candidate:
     """Sum of the log-probabilities of all its output tokens. -inf: the beam is dead, and only fills its place."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Hypothesis:
     """A finished output."""
 
@@ -29,6 +33,8 @@ class Hypothesis:
     """Sum of the log-probabilities, divided by the length to the power of `length_penalty`."""
     candidate: Candidate
     tokens: list[int]
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    """Of its tokens, if they are requested."""
 
 
 class BeamSearch:

@@ -11,12 +11,22 @@ from guided.limits import DEFAULT_LIMITS, Limits, Range, check_ranges
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """How a model is loaded. `guided serve --help` describes the fields."""
+    """How a model is loaded. `guided serve --help` describes the fields.
+
+    Raises:
+        ValueError: a value is out of range.
+    """
 
     tokenizer: str | None = None
     revision: str | None = None
     dtype: str = "auto"
     device: str = "auto"
+    tensor_parallel_size: int = 1
+
+    RANGES: ClassVar[Mapping[str, Range]] = {"tensor_parallel_size": Range(1)}
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
 
 
 @dataclass(frozen=True)
@@ -31,7 +41,8 @@ class EngineConfig:
         max_model_len: maximum length of prompt and output together. None: the model's own limit.
         block_size: tokens per block of the KV cache.
         num_blocks: blocks of the KV cache. None: as many as `kv_cache_bytes` holds.
-        kv_cache_bytes: memory for the KV cache. None: see `kv_cache.plan_blocks`.
+        kv_cache_bytes: memory for the KV cache, in each process of tensor parallelism. None: on a GPU, what the largest
+            step leaves free; else a quarter of the free memory, at most 4 GiB.
         enable_prefix_caching: keep full blocks of the KV cache after their sequences have ended, while there is room,
             for prompts that begin with the same tokens. Outputs are the same, except for rounding.
         cpu_threads: torch's threads on a CPU. None: one for a small model (docs/design.md), else torch's own default.

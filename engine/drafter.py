@@ -9,9 +9,14 @@ each position has its own mask and its own random number.
 from __future__ import annotations
 
 import copy
+from collections.abc import Collection
+from typing import TYPE_CHECKING
 
 from engine.sequence import Sequence, SequenceData
 from guided.sequence import GuidedSequence
+
+if TYPE_CHECKING:
+    from engine.sampler import SamplerOutput
 
 _SIZES = (4, 3, 2)
 """Lengths of the n-grams that are looked up, in this order."""
@@ -80,3 +85,30 @@ class Drafts:
         same = next((place for place, (a, b) in enumerate(zip(known, output, strict=False)) if a != b), len(known))
         guided.output_token_ids = output
         return guided, same if same < len(known) else None
+
+
+def accept(sequence: Sequence, row: int, drafts: list[int], sampled: SamplerOutput, skipped: Collection[int]) -> int:
+    """Append the tokens that were sampled after accepted drafts. Returns their number.
+
+    Args:
+        row: the sequence's own row. Those of its drafts follow.
+        skipped: rows that were not sampled.
+    """
+    for count, draft in enumerate(drafts):
+        accepted = sampled.token_ids[row] == draft
+        row += 1
+        if sequence.status.is_finished or not accepted or row in skipped or row in sampled.broken:
+            return count
+        token = sampled.token_ids[row]
+        sequence.append(token)
+        sequence.computed += 1
+        if not sequence.params.is_greedy:
+            sequence.uniforms.next()
+        sequence.end_by_token()
+        if row in sampled.logprobs:
+            sequence.add_logprobs(token, sampled.logprobs[row])
+        if row in sampled.allowed:
+            sequence.note_details(sampled.allowed[row])
+        if sequence.params.stop:
+            sequence.end_by_stop_string()
+    return len(drafts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -67,12 +68,18 @@ def block_bytes(layers: dict[int, LayerShapes], block_size: int, dtype: torch.dt
 
 
 def plan_blocks(
-    config: EngineConfig, layers: dict[int, LayerShapes], max_model_len: int, dtype: torch.dtype, device: torch.device
+    config: EngineConfig,
+    layers: dict[int, LayerShapes],
+    max_model_len: int,
+    dtype: torch.dtype,
+    available: Callable[[], int],
 ) -> int:
-    """Return the number of blocks: the configured one, or as many as a share of the free memory holds.
+    """Return the number of blocks: the configured one, or as many as the configured or available memory holds.
 
-    The share is 85 % on a GPU (the model is already loaded) and a quarter, at most 4 GiB, of main memory. The cache is
-    never larger than `max_num_seqs` sequences of `max_model_len` tokens need.
+    The cache is never larger than `max_num_seqs` sequences of `max_model_len` tokens need.
+
+    Args:
+        available: bytes for the cache, if no option says. On a GPU it runs a step: `ModelRunner.memory_for_cache`.
 
     Raises:
         ValueError: one sequence of `max_model_len` tokens would not fit, and could never be finished.
@@ -82,7 +89,7 @@ def plan_blocks(
     if config.num_blocks is not None:
         blocks = config.num_blocks
     else:
-        budget = config.kv_cache_bytes if config.kv_cache_bytes is not None else _free_memory_share(device)
+        budget = config.kv_cache_bytes if config.kv_cache_bytes is not None else available()
         blocks = min(budget // block, one * config.max_num_seqs)
     if blocks < one:
         raise ValueError(
@@ -93,9 +100,27 @@ def plan_blocks(
     return int(blocks)
 
 
-def _free_memory_share(device: torch.device) -> int:
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return int(free * 0.85)
+def main_memory_share(processes: int = 1) -> int:
+    """Return a quarter of the free main memory, at most 4 GiB, for each of several processes together."""
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min(free // 4, 4 << 30)
+    return min(free // 4, 4 << 30) // processes
+
+
+class CudaMemory:
+    """The memory of a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def peak_of(self, run: Callable[[], None]) -> int:
+        """Return the most bytes that `run` takes at once."""
+        torch.cuda.reset_peak_memory_stats(self._device)
+        before = torch.cuda.memory_allocated(self._device)
+        run()
+        torch.cuda.synchronize(self._device)
+        return torch.cuda.max_memory_allocated(self._device) - before
+
+    def free(self) -> int:
+        """Return the bytes that are free."""
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(self._device)[0]

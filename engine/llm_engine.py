@@ -10,59 +10,33 @@ from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as Tokens
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
+from engine import drafter, edits
 from engine.admission import Admission
-from engine.beam_search import Hypothesis
+from engine.beams import Beams, show_result
 from engine.block_manager import BlockManager
 from engine.compile_turns import CompileTurns
 from engine.config import EngineConfig
-from engine.kv_cache import KVCache, plan_blocks
+from engine.kv_cache import CudaMemory, main_memory_share, plan_blocks
 from engine.logits_processors.loading import processors_of
 from engine.model_loader import LoadedModel
 from engine.model_runner import ModelRunner
 from engine.outputs import RequestOutput
+from engine.parking import ParkedSequences
 from engine.sampler import Sampler, SamplerOutput, ranked_logprobs
 from engine.sampling_metadata import SamplingMetadata, ScoredRows
 from engine.sampling_params import SamplingParams
 from engine.scheduler import ScheduledBatch, Scheduler
-from engine.sequence import Sequence, SequenceGroup, SequenceStatus
+from engine.sequence import SequenceGroup, SequenceStatus
+from engine.stats import EngineStats, timed
 from guided.errors import BackendError, GuidedError, InternalError, bounded
 from guided.pool import Grammar, MaskPool
-from guided.processor import ApplyReport, GuidedProcessor, LogitPostProcessor, SampledEdit
+from guided.processor import ApplyReport, GuidedProcessor, LogitPostProcessor
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class EngineStats:
-    """Counters since the start. Only the engine's thread writes them. Times are seconds."""
-
-    steps: int = 0
-    step_seconds: float = 0.0
-    prepare_seconds: float = 0.0
-    wait_seconds: float = 0.0
-    """Waiting for masks in `apply`. With `prepare_seconds` and `kernel_seconds` the exposed mask time."""
-    kernel_seconds: float = 0.0
-    mask_seconds: float = 0.0
-    """Mask time of the workers, exposed or hidden."""
-    hidden_seconds: float = 0.0
-    """The part of it that no step waited for."""
-    drafted_tokens: int = 0
-    """Draft tokens (speculative decoding), and those of them that were accepted."""
-    accepted_tokens: int = 0
-    forced_tokens: int = 0
-    """Tokens that were appended without a forward pass of their own."""
-    parked: int = 0
-    """Number of sequences that are parked now."""
-    parkings: int = 0
-    parked_seconds: float = 0.0
-    failures: dict[str, int] = field(default_factory=dict)
-    """Groups that ended with an error, by its code."""
 
 
 class LLMEngine:
@@ -87,7 +61,8 @@ class LLMEngine:
         self.config = config = config or EngineConfig()
         self.model = model
         self.max_model_len = model.context_length(config.max_model_len)
-        num_blocks = plan_blocks(config, model.layers, self.max_model_len, model.dtype, model.device)
+        self.runner = ModelRunner(model, config.block_size)
+        num_blocks = plan_blocks(config, model.layers, self.max_model_len, model.dtype, self._memory_for_cache)
         self.blocks = BlockManager(
             num_blocks,
             config.block_size,
@@ -95,20 +70,21 @@ class LLMEngine:
             max_blocks=-(-self.max_model_len // config.block_size),
             prefix_cache=config.enable_prefix_caching,
         )
-        cache = KVCache(model.layers, num_blocks, config.block_size, model.dtype, model.device)
+        self.runner.start(self.blocks)
         self.scheduler = Scheduler(
             self.blocks,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.tokens_per_step(model.device.type == "cpu"),
             num_drafts=config.num_speculative_tokens,
         )
-        self.runner = ModelRunner(model, cache, self.blocks)
         processors = processors_of(model, config, self.max_model_len)
         if processors.classes and config.num_speculative_tokens:
             raise ValueError("num_speculative_tokens does not work with custom logits processors: use one of them")
         self.sampler = Sampler(model.vocabulary.stop_token_ids, processors)
         self.processor = GuidedProcessor(pool) if processor is None and pool is not None else processor
         self.stats = EngineStats()
+        self.parking = ParkedSequences(self.sampler, self.processor, self.stats, limit=config.max_num_seqs)
+        self.beams = Beams(self.scheduler, self.processor)
         self.groups: dict[str, SequenceGroup] = {}
         """Requests that have not finished, by id."""
         self.awake = threading.Event()
@@ -119,13 +95,19 @@ class LLMEngine:
         self._compiled: deque[tuple[SequenceGroup, Future[Grammar]]] = deque()
         self._turns = CompileTurns()
         self._changed: dict[SequenceGroup, None] = {}
-        self._parked: dict[int, Sequence] = {}
-        self._appended: tuple[SamplingMetadata, NDArray[np.int32]] | None = None
-        """Metadata and tokens of the last step, if each row got a token."""
         self._prepared: SamplingMetadata | None = None
         """The step that `apply` is to follow."""
-        self._mean_step = 0.0
-        """Moving average of a step's seconds, without the time that it waits for masks."""
+        self._preparing = 0.0
+        """The time that its `prepare` took."""
+
+    def _memory_for_cache(self) -> int:
+        """Return the bytes that the KV cache may take in this process."""
+        model, config = self.model, self.config
+        if model.device.type == "cuda":
+            tokens = config.tokens_per_step(on_cpu=False)
+            memory = CudaMemory(model.device)
+            return self.runner.memory_for_cache(memory, tokens, config.max_num_seqs, self.max_model_len)
+        return main_memory_share(1 if model.ranks is None else model.ranks.size)
 
     # -- requests
 
@@ -216,7 +198,7 @@ class LLMEngine:
                 report = self.apply(logits, metadata)
                 sampled, skipped = self.sample(logits, metadata, report)
                 self.append(sampled, metadata, skipped)
-                self._note_step(time.perf_counter() - started, report.wait_seconds)
+                self.stats.note_step(time.perf_counter() - started, report.wait_seconds)
         changed, self._changed = self._changed, {}
         return [RequestOutput.from_seq_group(group) for group in changed if group.stream or group.is_finished]
 
@@ -235,7 +217,7 @@ class LLMEngine:
                 if sequence in self.scheduler.running:
                     sequence.computed = 0
                     self.scheduler.preempt(sequence)
-            self._metadata = self._appended = None
+            self._metadata = None
             if self._prepared is not None:  # the post-processor expects it
                 width = self.model.vocabulary.padded_vocab_size
                 self.apply(torch.zeros(len(self._prepared.sequences), width), self._prepared)
@@ -255,7 +237,7 @@ class LLMEngine:
             self.step()
         self.step()  # reports its end
         self.blocks.forget_content()
-        self.stats = EngineStats()
+        self.stats.reset()
         error = group.sequences[0].error
         seconds = time.monotonic() - started
         how = f"failed: {error}" if error is not None else f"took {seconds:.1f} s"
@@ -263,9 +245,7 @@ class LLMEngine:
 
     def resume(self, timeout: float = 0.0) -> None:
         """Sample parked sequences with a mask by now, from the kept logits. Waits `timeout` seconds at most."""
-        if not self._parked:
-            return
-        settled = self._settled(timeout)
+        settled = self.parking.settled(timeout)
         if not settled:
             return
         with torch.inference_mode():
@@ -276,40 +256,8 @@ class LLMEngine:
             sampled, skipped = self.sample(logits, metadata, report)
         for row, sequence in enumerate(settled):
             if row not in skipped:
-                self._unpark(sequence)
+                self.parking.remove(sequence)
         self.append(sampled, metadata, skipped)
-
-    def _settled(self, timeout: float) -> list[Sequence]:
-        """Return parked sequences that can be sampled now: of beams all, or none."""
-        waits = any(one.parked is not None and one.parked.is_late for one in self._parked.values())
-        ids = self.processor.settled(timeout) if waits and self.processor is not None else []
-        settled = {seq_id: self._parked[seq_id] for seq_id in ids if seq_id in self._parked}
-        found = [one for one in settled.values() if one.group.beams is None]
-        for group in dict.fromkeys(one.group for one in self._parked.values() if one.group.beams is not None):
-            beams = group.unfinished()
-            if all(one.parked is not None and (not one.parked.is_late or one.seq_id in settled) for one in beams):
-                found[:0] = beams
-        limit = self.config.max_num_seqs  # of a batch; the rest follows in the next step
-        while len(found) > limit and found[limit].group is found[limit - 1].group:
-            limit -= 1
-        return found[:limit]
-
-    def _park(
-        self, sequence: Sequence, logits: torch.Tensor, row: int, metadata: SamplingMetadata, is_late: bool = True
-    ) -> None:
-        if sequence.parked is None and not sequence.status.is_finished:  # an earlier row may have ended the group
-            sequence.parked = self.sampler.park(logits, row, metadata)
-            sequence.parked.is_late = is_late
-            self._parked[sequence.seq_id] = sequence
-            self.stats.parkings += 1
-            self.stats.parked = len(self._parked)
-
-    def _unpark(self, sequence: Sequence) -> None:
-        if sequence.parked is not None:
-            self.stats.parked_seconds += time.monotonic() - sequence.parked.since
-            sequence.parked = None
-            del self._parked[sequence.seq_id]
-            self.stats.parked = len(self._parked)
 
     def schedule(self) -> ScheduledBatch:
         """Queue groups with a new grammar, end groups that lost a matcher, and select the sequences that run."""
@@ -324,7 +272,12 @@ class LLMEngine:
             for request_id, error in self.processor.failures().items():
                 if request_id in self.groups:
                     self._fail(self.groups[request_id], error)
-        return self.scheduler.schedule()
+        batch = self.scheduler.schedule()
+        for chunk in batch.prefills:
+            group = chunk.sequences[0].group
+            if group.scheduled_time is None:
+                group.scheduled_time, group.step_seconds = time.monotonic(), self.stats.of_steps
+        return batch
 
     def _let_in(self, group: SequenceGroup, compiled: Future[Grammar]) -> None:
         self._turns.leave(group)
@@ -332,7 +285,9 @@ class LLMEngine:
             return
         try:
             grammar = compiled.result()
-            group.backend, group.compile_seconds = grammar.backend, grammar.compile_seconds
+            is_new = grammar.compiled_at >= group.arrival_time
+            group.backend, group.compile_seconds = grammar.backend, grammar.compile_seconds if is_new else 0.0
+            group.guarded = grammar.guarded
             group.compiled_time = time.monotonic()
         except GuidedError as error:
             self._fail(group, error)
@@ -349,19 +304,21 @@ class LLMEngine:
             return
         assert self.processor is not None
         started = time.perf_counter()
-        new_tokens = None
-        if self._appended is not None and self._appended[0] is metadata:
-            new_tokens = self._appended[1][metadata.guided_rows]
+        new_tokens = None if metadata.appended is None else metadata.appended[metadata.guided_rows]
         for sequence_id, length in metadata.changed.items():
             self.processor.rollback(sequence_id, length)
         self._prepared = metadata
         self.processor.prepare(metadata.guided, metadata.guided_rows, new_tokens)
-        self.stats.prepare_seconds += time.perf_counter() - started
+        self._preparing = time.perf_counter() - started
+        self.stats.prepare_seconds += self._preparing
 
+    @timed("forward_seconds")
     def execute(self, batch: ScheduledBatch) -> torch.Tensor:
         """Run the forward pass: hidden states `[tokens, hidden]`."""
+        self.stats.steps += 1
         return self.runner.execute(batch)
 
+    @timed("forward_seconds")
     def compute_logits(self, hidden: torch.Tensor, metadata: SamplingMetadata) -> torch.Tensor:
         """Compute the logits of the sampled rows, float32 `[rows, vocab]`, with everything applied but the mask.
 
@@ -380,8 +337,8 @@ class LLMEngine:
         count = (params.prompt_logprobs if scored.of_prompt else params.logprobs) or 0
         for done in range(0, len(scored.tokens), _SCORED_ROWS):
             own = torch.tensor(scored.tokens[done : done + _SCORED_ROWS], device=hidden.device)
-            rows = hidden[scored.first + done :][: len(own)]
-            logprobs = self.runner.compute_logits(rows, None).log_softmax(-1)
+            rows = torch.arange(len(own), device=hidden.device) + (scored.first + done)
+            logprobs = self.runner.compute_logits(hidden, rows).log_softmax(-1)
             entries = ranked_logprobs(logprobs, own, [count] * len(own))
             if scored.of_prompt:
                 sequence.group.prompt_logprobs += entries
@@ -401,24 +358,19 @@ class LLMEngine:
         alone = alone and len(metadata.guided) == len(metadata.sequences)
         report = self.processor.apply(logits, self._patience(), alone, keep_late=True)
         self._prepared = None
-        self.stats.wait_seconds += report.wait_seconds
-        self.stats.kernel_seconds += report.kernel_seconds
-        self.stats.mask_seconds += report.mask_seconds
-        self.stats.hidden_seconds += max(0.0, report.mask_seconds - report.wait_seconds)
+        self.stats.note_masks(report)
+        for row in metadata.detailed:
+            if (details := metadata.sequences[row].details) is not None:
+                details.exposed_seconds += self._preparing + report.wait_seconds + report.kernel_seconds
         return report
 
     def _patience(self) -> float | None:
         if not self.config.parking:
             return None
         given = self.config.mask_deadline
-        return given if given is not None else max(_LEAST_DEADLINE, _DEADLINE_SHARE * self._mean_step)
+        return given if given is not None else max(_LEAST_DEADLINE, _DEADLINE_SHARE * self.stats.mean_step)
 
-    def _note_step(self, seconds: float, waited: float) -> None:
-        self.stats.steps += 1
-        self.stats.step_seconds += seconds
-        weight = max(1 / self.stats.steps, _MEAN_WEIGHT)
-        self._mean_step += weight * (seconds - waited - self._mean_step)
-
+    @timed("sample_seconds")
     def sample(
         self, logits: torch.Tensor, metadata: SamplingMetadata, report: ApplyReport
     ) -> tuple[SamplerOutput, frozenset[int]]:
@@ -445,13 +397,13 @@ class LLMEngine:
                 elif error is not None:
                     self._fail(sequence.group, error)
                 elif sequence.seq_id in late:
-                    self._park(sequence, logits, row, metadata)
+                    self.parking.add(sequence, logits, row, metadata)
                 else:
                     continue
                 excluded.append(row)
             skipped = frozenset(excluded)
         if metadata.beams:
-            skipped |= self._hold_beams(logits, metadata, skipped)
+            skipped |= self.parking.hold_beams(logits, metadata, skipped)
         sampled = self.sampler.sample(logits, metadata, skipped)
         for row, failure in sampled.failed.items():
             self._fail(metadata.sequences[row].group, failure)
@@ -460,19 +412,28 @@ class LLMEngine:
                 self._fail(metadata.sequences[row].group, InternalError("no token of this step has a finite logit"))
         return sampled, skipped
 
-    def _hold_beams(self, logits: torch.Tensor, metadata: SamplingMetadata, skipped: frozenset[int]) -> frozenset[int]:
-        """Park beams if not all beams of their group can be sampled now. Returns their rows."""
-        sampled = {metadata.sequences[row] for row in metadata.beams if row not in skipped}
-        held: set[int] = set()
-        for row in metadata.beams:
-            sequence = metadata.sequences[row]
-            if not sampled.issuperset(sequence.group.unfinished()):
-                held.add(row)
-                self._park(sequence, logits, row, metadata, is_late=False)
-        return frozenset(held)
-
     def append(self, sampled: SamplerOutput, metadata: SamplingMetadata, skipped: frozenset[int]) -> None:
-        """Append the tokens, and end what is complete."""
+        """Append the tokens, accept drafts, continue beams, follow the post-processor, and end what is complete."""
+        any_ended = self._append_tokens(sampled, metadata, skipped)
+        metadata.appended = None if skipped or metadata.drafted else np.array(sampled.token_ids, np.int32)
+        for row, drafts in metadata.drafted.items():
+            if row not in skipped:
+                sequence = metadata.sequences[row]
+                self.stats.drafted_tokens += len(drafts)
+                self.stats.accepted_tokens += drafter.accept(sequence, row, drafts, sampled, skipped)
+                any_ended |= sequence.status.is_finished
+        if metadata.guided:
+            any_ended |= self._follow_edits(metadata, skipped)
+        if metadata.beams:
+            self._metadata = metadata.appended = None  # penalties are counted again
+            for group in self.beams.advance(sampled, metadata, skipped):
+                self._forget(group)
+                show_result(group)
+        if any_ended:
+            self._drop_ended(metadata)
+
+    def _append_tokens(self, sampled: SamplerOutput, metadata: SamplingMetadata, skipped: frozenset[int]) -> bool:
+        """Append a token to each sequence but beams. Returns whether a sequence has ended."""
         changed, now = self._changed, time.monotonic()
         # A parked sequence may have been preempted. It gets its token before it runs again.
         running, waiting = SequenceStatus.RUNNING, SequenceStatus.WAITING
@@ -489,125 +450,38 @@ class LLMEngine:
             sequence.append(token)
             if group.first_token_time is None:
                 group.first_token_time = now
-            if token in sequence.stop_ids or sequence.length >= sequence.max_length:
-                _end_by_token(sequence, token)
-                any_ended = True
-        self._appended = None if skipped else (metadata, np.array(sampled.token_ids, np.int32))
+            any_ended |= sequence.end_by_token()
         for row, entries in sampled.logprobs.items():
             if row not in skipped and metadata.sequences[row].drafted_from is None:
                 metadata.sequences[row].add_logprobs(sampled.token_ids[row], entries)
+        for row in metadata.detailed:
+            if row not in skipped and metadata.sequences[row].drafted_from is None:
+                metadata.sequences[row].note_details(sampled.allowed[row])
         for row in metadata.stop_checked:
-            any_ended |= _end_by_stop_string(metadata.sequences[row])
-        for row, drafts in metadata.drafted.items():
-            if row not in skipped:
-                any_ended |= self._accept(row, drafts, sampled, metadata, skipped)
-        if metadata.guided:
-            any_ended |= self._follow_sampled(metadata, skipped)
-        if sampled.beam_logprobs is not None:
-            self._append_beams(sampled.beam_logprobs, metadata, skipped)
-        if any_ended:
-            self._drop_ended(metadata)
+            any_ended |= metadata.sequences[row].end_by_stop_string()
+        return any_ended
 
-    def _accept(
-        self, row: int, drafts: list[int], sampled: SamplerOutput, metadata: SamplingMetadata, skipped: frozenset[int]
-    ) -> bool:
-        """Append the tokens of the rows after accepted drafts. Returns whether the sequence has ended."""
-        sequence = metadata.sequences[row]
-        self._appended = None
-        self.stats.drafted_tokens += len(drafts)
-        for draft in drafts:
-            accepted = sampled.token_ids[row] == draft
-            row += 1
-            if sequence.status.is_finished or not accepted or row in skipped or row in sampled.broken:
-                break
-            token = sampled.token_ids[row]
-            self.stats.accepted_tokens += 1
-            sequence.append(token)
-            sequence.computed += 1
-            if not sequence.params.is_greedy:
-                sequence.uniforms.next()
-            if token in sequence.stop_ids or sequence.length >= sequence.max_length:
-                _end_by_token(sequence, token)
-            if row in sampled.logprobs:
-                sequence.add_logprobs(token, sampled.logprobs[row])
-            if sequence.params.stop:
-                _end_by_stop_string(sequence)
-        return sequence.status.is_finished
-
-    def _append_beams(self, logprobs: torch.Tensor, metadata: SamplingMetadata, skipped: frozenset[int]) -> None:
-        """Continue beam searches, and end those that are complete."""
-        groups: dict[SequenceGroup, dict[Sequence, int]] = {}
-        for place, row in enumerate(metadata.beams):
-            sequence = metadata.sequences[row]
-            if row not in skipped and not sequence.status.is_finished:
-                groups.setdefault(sequence.group, {})[sequence] = place
-        for group, places in groups.items():
-            assert group.beams is not None
-            group.first_token_time = group.first_token_time or time.monotonic()
-            outputs = [one.data.output_token_ids[:] for one in group.sequences]
-            chosen = group.beams.advance(logprobs[[places[one] for one in group.sequences]], outputs)
-            if chosen is None:
-                self._finish_beams(group, group.beams.finished)
-                continue
-            self.scheduler.take_over(group.sequences, [one.beam for one in chosen])
-            for own, sequence, one in zip(outputs, group.sequences, chosen, strict=True):
-                output = outputs[one.beam]
-                if own != output and self.processor is not None and sequence.guided is not None:
-                    self.processor.rollback(sequence.seq_id, _common_length(own, output))
-                sequence.take_over([*output, one.token], one.logprob)
-        if groups:
-            self._appended = self._metadata = None  # penalties are counted again
-
-    def _finish_beams(self, group: SequenceGroup, finished: list[Hypothesis]) -> None:
-        for sequence in group.sequences:
-            sequence.finish(SequenceStatus.FINISHED_STOPPED)
-        self._forget(group)
-        del group.sequences[max(1, len(finished)) :]
-        for sequence, one in zip(group.sequences, finished, strict=False):
-            sequence.take_over(one.tokens, one.candidate.logprob)
-            sequence.status = SequenceStatus.RUNNING
-            _end_by_token(sequence, one.candidate.token)
-
-    def _follow_sampled(self, metadata: SamplingMetadata, skipped: frozenset[int]) -> bool:
+    def _follow_edits(self, metadata: SamplingMetadata, skipped: frozenset[int]) -> bool:
         """Change outputs as the post-processor wants it. Returns whether a sequence has ended."""
         assert self.processor is not None
-        rows = [metadata.sequences[row] for row in metadata.guided_rows.tolist() if row not in skipped]
-        sequences = {
-            one.seq_id: one
-            for one in rows
-            if not one.status.is_finished and one.group.beams is None and one.drafted_from is None
-        }
-        edits = self.processor.sampled([one.guided for one in sequences.values() if one.guided is not None])
-        for sequence_id, edit in edits.items():
-            self._follow(sequences[sequence_id], edit)
-        if edits:
-            self._appended = None
-        return any(sequences[sequence_id].status.is_finished for sequence_id in edits)
-
-    def _follow(self, sequence: Sequence, edit: SampledEdit) -> None:
-        assert self.processor is not None
-        if edit.rollback:
-            if edit.rollback > self.processor.max_rollback:
-                limit = self.processor.max_rollback
-                self._fail(sequence.group, InternalError(f"{edit.rollback} tokens to roll back; the limit is {limit}"))
-                return
-            sequence.roll_back(min(edit.rollback, sequence.num_output_tokens))
-            self.scheduler.rewind(sequence)
-            self.processor.rollback(sequence.seq_id, sequence.num_output_tokens)
-            self._metadata = None  # penalties are counted again
-        for token in edit.append:
-            is_last = token in sequence.stop_ids or sequence.length + 1 >= sequence.max_length
-            if is_last and sequence.params.logprobs is not None:
-                break  # the last token is sampled: no later step would score it
-            sequence.append(token)
-            self.stats.forced_tokens += 1
-            if not sequence.params.is_greedy:
-                sequence.uniforms.next()  # as if it were sampled
-            if is_last:
-                _end_by_token(sequence, token)
-                return
-        if edit.stop:
-            sequence.finish(SequenceStatus.FINISHED_STOPPED)
+        wanted = self.processor.sampled(metadata.guided)
+        if not wanted:
+            return False
+        self._metadata = metadata.appended = None  # penalties are counted again
+        any_ended = False
+        for row in metadata.guided_rows.tolist():
+            sequence = metadata.sequences[row]
+            edit = wanted.get(sequence.seq_id)
+            if edit is None or row in skipped or sequence.status.is_finished:
+                continue
+            if sequence.group.beams is not None or sequence.drafted_from is not None:
+                continue
+            try:
+                self.stats.forced_tokens += edits.follow(edit, sequence, self.scheduler, self.processor)
+            except InternalError as error:
+                self._fail(sequence.group, error)
+            any_ended |= sequence.status.is_finished
+        return any_ended
 
     def _drop_ended(self, metadata: SamplingMetadata) -> None:
         self.scheduler.drop_finished()
@@ -636,11 +510,12 @@ class LLMEngine:
 
     def _forget(self, group: SequenceGroup) -> None:
         """Release everything that belongs to a group that has ended."""
+        if group.step_seconds is not None:
+            group.step_seconds = self.stats.of_steps.since(group.step_seconds)
         group.finished_time = time.monotonic()
         self._turns.leave(group)
-        if self._parked:
-            for sequence in group.sequences:
-                self._unpark(sequence)
+        for sequence in group.sequences:
+            self.parking.remove(sequence)
         self.scheduler.remove(group)
         if self.groups.pop(group.request_id, None) is not None and self.processor is not None:
             self.processor.free(group.request_id)
@@ -649,43 +524,7 @@ class LLMEngine:
 _NOTHING_MASKED = ApplyReport()
 _LEAST_DEADLINE, _DEADLINE_SHARE = 0.001, 0.05
 """Default mask deadline: seconds, or this share of the mean step, whichever is more."""
-_MEAN_WEIGHT = 0.02
 _SCORED_ROWS = 256
 """Maximum number of prompt tokens that are scored at once: each takes a row of logits."""
 _IDLE_SECONDS = 0.01
 """Time that a step waits for a mask while all sequences are parked. New requests and aborts wait as long."""
-
-
-def _end_by_token(sequence: Sequence, token: int) -> None:
-    """End a sequence with a stop token or at its maximum length."""
-    if token in sequence.stop_ids:
-        sequence.finish(SequenceStatus.FINISHED_STOPPED)
-        sequence.ended_by_stop_token = True
-        sequence.stop_reason = token if token in sequence.params.stop_token_ids else None
-    else:
-        sequence.finish(SequenceStatus.FINISHED_LENGTH_CAPPED)
-
-
-def _common_length(left: list[int], right: list[int]) -> int:
-    return next((place for place, (a, b) in enumerate(zip(left, right, strict=True)) if a != b), len(left))
-
-
-def _end_by_stop_string(sequence: Sequence) -> bool:
-    """End a sequence if its newest token completes a stop string. Returns whether it does.
-
-    A stop string takes precedence over the length cap.
-    """
-    if sequence.status not in (SequenceStatus.RUNNING, SequenceStatus.WAITING, SequenceStatus.FINISHED_LENGTH_CAPPED):
-        return False
-    detokenizer = sequence.detokenizer
-    before = len(detokenizer.text)
-    detokenizer.feed(sequence.data.output_token_ids, sequence.num_output_tokens)
-    if sequence.num_output_tokens <= sequence.params.min_tokens:
-        return False
-    stop = detokenizer.cut_at_stop(before)
-    if stop is None:
-        return False
-    sequence.status = SequenceStatus.FINISHED_STOPPED
-    sequence.stop_reason = stop
-    sequence.text_complete = True
-    return True

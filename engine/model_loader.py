@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from engine.attention import ATTENTION, PagedContext, Prefill, UnsupportedModelError, register
 from engine.config import LoadOptions
 from engine.kv_cache import LayerShapes
+from engine.ranks import Ranks
 from guided.errors import bounded
 from guided.vocabulary import Vocabulary
 
@@ -34,12 +35,15 @@ class LoadedModel:
     head: torch.nn.Module
     """Hidden states to logits `[rows, padded_vocab_size]`."""
     layers: dict[int, LayerShapes]
+    """With tensor parallelism: of this process."""
     tokenizer: Any
     vocabulary: Vocabulary
     max_model_len: int
     """Maximum context length, in tokens."""
     dtype: torch.dtype
     device: torch.device
+    ranks: Ranks | None = None
+    """The other processes of tensor parallelism."""
 
     def context_length(self, wanted: int | None) -> int:
         """Return `wanted`, in tokens, or the model's own context length if it is None.
@@ -72,11 +76,63 @@ def load_model(model: str, **options: Any) -> LoadedModel:
     device = _find_device(how.device)
     config = _find_config(model, how.revision)
     _check_config(config)
+    if how.tensor_parallel_size == 1:
+        return _load(model, config, how, device)
+    _check_plan(config, how.tensor_parallel_size, device)
+    ranks = Ranks(model, how, device.type)
+    try:
+        return replace(_load(model, config, how), ranks=ranks)
+    except RuntimeError as error:
+        raise ranks.ended(error) from error
+    except BaseException:
+        ranks.close()
+        raise
+
+
+def load_part(model: str, how: LoadOptions) -> LoadedModel:
+    """Load the part of a rank of tensor parallelism. All ranks call this, or `load_model`, at the same time."""
+    return _load(model, _find_config(model, how.revision), how)
+
+
+def _load(model: str, config: Any, how: LoadOptions, device: torch.device | None = None) -> LoadedModel:
+    """Read the weights: all to one device, or with tensor parallelism those of this process."""
+    register()
+    others: dict[str, Any] = {}
+    if device is None:
+        from transformers.distributed import DistributedConfig
+
+        others["distributed_config"] = DistributedConfig(tp_size=how.tensor_parallel_size)
     loaded = AutoModelForCausalLM.from_pretrained(
-        model, config=config, revision=how.revision, dtype=_DTYPES.get(how.dtype, "auto"), attn_implementation=ATTENTION
+        model,
+        config=config,
+        revision=how.revision,
+        dtype=_DTYPES.get(how.dtype, "auto"),
+        attn_implementation=ATTENTION,
+        **others,
     )
     tokenizer = AutoTokenizer.from_pretrained(how.tokenizer or model, revision=None if how.tokenizer else how.revision)
-    return prepare_model(loaded.to(device), tokenizer, name=model)
+    return prepare_model(loaded if device is None else loaded.to(device), tokenizer, name=model)
+
+
+def _check_plan(config: Any, size: int, device: torch.device) -> None:
+    """Reject a model that cannot be split.
+
+    Raises:
+        UnsupportedModelError: transformers has no plan for it, or its heads cannot be shared out evenly.
+        ValueError: transformers would use another device.
+    """
+    text = config.get_text_config(decoder=True)
+    name = (getattr(config, "architectures", None) or [type(config).__name__])[0]
+    if not getattr(text, "base_model_tp_plan", None):
+        raise UnsupportedModelError(f"{name} has no plan for tensor parallelism in transformers")
+    heads = text.num_attention_heads, getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    if any(count % size for count in heads):
+        raise UnsupportedModelError(
+            f"{name} can't be split over {size} processes: it has {heads[0]} heads and {heads[1]} key heads"
+        )
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    if device.type != kind or device.index is not None:
+        raise ValueError(f"device is {str(device)!r}; with tensor_parallel_size it must be {kind}")
 
 
 def prepare_model(model: Any, tokenizer: Any, *, name: str = "model") -> LoadedModel:

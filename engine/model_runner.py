@@ -2,39 +2,47 @@
 
 from __future__ import annotations
 
-from typing import Any
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from engine.attention import PagedContext, Prefill
+from engine.attention import GATHER_BYTES, PagedContext, Prefill
 from engine.block_manager import BlockManager
-from engine.kv_cache import KVCache
+from engine.kv_cache import CudaMemory, KVCache
 from engine.model_loader import LoadedModel
+from engine.ranks import CacheSize
 from engine.scheduler import ScheduledBatch
 
+_HEADROOM, _PEAK_MARGIN = 0.97, 1.1
+"""Of a GPU: the share of the free memory to use, and how much more than the profiled step a step may take."""
 
-class ModelRunner:
-    """Runs the model's body on a batch, and its head on the sampled rows."""
 
-    def __init__(self, model: LoadedModel, cache: KVCache, blocks: BlockManager) -> None:
-        self._model = model
-        self._cache = cache
-        self._blocks = blocks
+@dataclass(frozen=True)
+class ModelInput:
+    """One step, as arrays that do not depend on the process: the chunks' tokens first, then one of each decode."""
 
-    def _prepare_inputs(self, batch: ScheduledBatch) -> dict[str, Any]:
-        """Build the model's arguments: token ids and positions, int64 `[1, tokens]`, and the attention's context.
+    packed: NDArray[np.int64]
+    """int64 `[3, tokens]`: token ids, positions and slots. One array, so that one transfer is enough."""
+    prefills: Sequence[tuple[int, int, int, NDArray[np.int64] | None]]
+    """`Prefill`s. Tables are int64 `[1, blocks]`."""
+    tables: NDArray[np.int64] = field(default_factory=lambda: np.empty((0, 0), np.int64))
+    """int64 `[decodes, blocks]`: blocks of the decoding sequences."""
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    """As `ScheduledBatch.copies`."""
 
-        The chunks' tokens come first, then one token of each decoding sequence. Token ids, positions and slots are
-        one array, so that one transfer is enough.
-        """
-        size, tables, row_of = self._cache.block_size, self._blocks.tables, self._blocks.row
+    @classmethod
+    def of(cls, batch: ScheduledBatch, blocks: BlockManager) -> ModelInput:
+        """Read a batch's tokens and blocks."""
+        size, tables, row_of = blocks.block_size, blocks.tables, blocks.row
         decodes = batch.decodes
         num_prefilled = sum(chunk.end - chunk.start for chunk in batch.prefills)
-        device = self._model.device
         packed = np.empty((3, num_prefilled + len(decodes)), dtype=np.int64)
         token_ids, positions, slots = packed
-        prefills: list[Prefill] = []
+        prefills: list[tuple[int, int, int, NDArray[np.int64] | None]] = []
         end = 0
         for chunk in batch.prefills:
             sequence, start = chunk.sequences[0], end
@@ -43,10 +51,8 @@ class ModelRunner:
             token_ids[start:end] = sequence.data.span(chunk.start, chunk.end) + chunk.drafts
             positions[start:end] = at = np.arange(chunk.start, chunk.end)
             slots[start:end] = tables[row, at // size] * size + at % size
-            table = None
-            if chunk.start:
-                table = torch.from_numpy(tables[row : row + 1, : -(-chunk.end // size)]).to(device, copy=True)
-            prefills.append(Prefill(start, end, chunk.start, table))
+            table = tables[row : row + 1, : -(-chunk.end // size)].copy() if chunk.start else None
+            prefills.append((start, end, chunk.start, table))
         rows = [row_of(sequence.seq_id) for sequence in decodes]
         width = 0
         if decodes:
@@ -55,22 +61,89 @@ class ModelRunner:
             block, offset = np.divmod(positions[end:], size)
             slots[end:] = tables[rows, block] * size + offset
             width = max(lengths) // size + 1
-        tokens_at, positions_at, slots_at = torch.from_numpy(packed).to(device, non_blocking=True)
-        tables_at = torch.from_numpy(tables[rows, :width]).to(device, non_blocking=True)
-        context = PagedContext(self._cache, slots_at, prefills, tables_at, positions_at[end:] + 1, size)
-        return {"input_ids": tokens_at[None], "position_ids": positions_at[None], "paged": context}
+        return cls(packed, prefills, tables[rows, :width], batch.copies)
+
+    def run(self, body: torch.nn.Module, cache: KVCache, device: torch.device) -> torch.Tensor:
+        """Run the forward pass: hidden states `[tokens, hidden]`, in the order of the input."""
+        if self.copies:
+            cache.copy_blocks(self.copies)
+        tokens, positions, slots = torch.from_numpy(self.packed).to(device, non_blocking=True)
+        tables = torch.from_numpy(self.tables).to(device, non_blocking=True)
+        prefills = [
+            Prefill(start, end, before, None if table is None else torch.from_numpy(table).to(device))
+            for start, end, before, table in self.prefills
+        ]
+        decoded = len(positions) - len(self.tables)
+        context = PagedContext(cache, slots, prefills, tables, positions[decoded:] + 1, cache.block_size)
+        output = body(input_ids=tokens[None], position_ids=positions[None], paged=context, use_cache=False)
+        hidden: torch.Tensor = output.last_hidden_state[0]
+        return hidden
+
+
+class ModelRunner:
+    """Runs the model's body on a batch, and its head on the sampled rows. With tensor parallelism, on all ranks."""
+
+    def __init__(self, model: LoadedModel, block_size: int) -> None:
+        self._model, self._block_size = model, block_size
+        self.blocks: BlockManager
+        self._cache: KVCache
+
+    def start(self, blocks: BlockManager) -> None:
+        """Allocate the KV cache. Call it before `execute`."""
+        self.blocks = blocks
+        self._allocate(blocks.num_blocks)
+
+    def _everywhere(self, message: object) -> contextlib.AbstractContextManager[None]:
+        ranks = self._model.ranks
+        return contextlib.nullcontext() if ranks is None else ranks.running(message)
+
+    def _allocate(self, num_blocks: int) -> None:
+        model = self._model
+        with self._everywhere(CacheSize(num_blocks, self._block_size, torch.get_num_threads())):
+            self._cache = KVCache(model.layers, num_blocks, self._block_size, model.dtype, model.device)
 
     def execute(self, batch: ScheduledBatch) -> torch.Tensor:
         """Run the forward pass: hidden states `[tokens, hidden]`, in the order of the input."""
-        inputs = self._prepare_inputs(batch)
-        if batch.copies:
-            self._cache.copy_blocks(batch.copies)
-        hidden: torch.Tensor = self._model.body(**inputs, use_cache=False).last_hidden_state[0]
-        return hidden
+        return self._execute(ModelInput.of(batch, self.blocks))
+
+    def _execute(self, step: ModelInput) -> torch.Tensor:
+        with self._everywhere(step):
+            return step.run(self._model.body, self._cache, self._model.device)
 
     def compute_logits(self, hidden: torch.Tensor, selected: torch.Tensor | None) -> torch.Tensor:
-        """Compute the logits of the selected rows, or of all: float32 `[rows, padded_vocab_size]`."""
+        """Compute the logits of the selected rows, or of all: float32 `[rows, padded_vocab_size]`.
+
+        Args:
+            hidden: what the last `execute` returned.
+            selected: int64 `[rows]`.
+        """
+        rows = None
         if selected is not None:
             hidden = hidden.index_select(0, selected)
-        logits: torch.Tensor = self._model.head(hidden)
+            rows = selected.tolist() if self._model.ranks is not None else None
+        with self._everywhere(rows):
+            logits: torch.Tensor = self._model.head(hidden)
         return logits.float()
+
+    @torch.inference_mode()
+    def memory_for_cache(self, memory: CudaMemory, tokens: int, rows: int, max_model_len: int) -> int:
+        """Run the largest step, and return the bytes that the KV cache may take beside it.
+
+        Args:
+            tokens: maximum number of tokens in a step.
+            rows: maximum number of sampled rows.
+            max_model_len: maximum length of a sequence.
+        """
+        self._allocate(1)
+        starts = np.arange(0, tokens, max_model_len).tolist()
+        prefills = [(start, min(tokens, start + max_model_len), 0, None) for start in starts]
+        packed = np.zeros((3, tokens), np.int64)
+        packed[1] = np.arange(tokens) % max_model_len
+
+        def largest_step() -> None:
+            hidden = self._execute(ModelInput(packed, prefills))
+            chosen = torch.zeros(rows, dtype=torch.int64, device=hidden.device)
+            self.compute_logits(hidden, chosen).softmax(-1).sort(-1)  # as for top_p
+
+        peak = memory.peak_of(largest_step)
+        return int(memory.free() * _HEADROOM - peak * _PEAK_MARGIN) - 2 * GATHER_BYTES

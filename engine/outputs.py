@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from engine.sequence import Logprob, Sequence, SequenceGroup, SequenceStatus
+from engine.sequence import Logprob, MaskDetails, Sequence, SequenceGroup, SequenceStatus
 from guided.errors import GuidedError
 from guided.output_types import parse_as
 
@@ -46,6 +46,8 @@ class CompletionOutput:
     """The request's `output_type`."""
     completed_early: bool = False
     """`complete` had an effect: tokens were forbidden because the rest would not have fit in `max_tokens`."""
+    mask_details: MaskDetails | None = None
+    """Of `token_ids`, if the request asked for them."""
 
     @property
     def parsed(self) -> Any:
@@ -80,6 +82,7 @@ class CompletionOutput:
             sequence.error,
             sequence.params.output_type,
             sequence.guided is not None and sequence.guided.steered,
+            None if sequence.details is None else sequence.details.first(count, sequence.guided),
         )
 
 
@@ -96,6 +99,8 @@ class RequestOutput:
     """The grammar library that enforces the constraint."""
     not_enforced: tuple[str, ...] = ()
     """What the schema contains and the output need not satisfy: see `guided.Constraint.not_enforced`."""
+    guarded: tuple[str, ...] = ()
+    """Keywords of the schema that the guard enforces, not the library."""
     compile_seconds: float = 0.0
     """Seconds of the compilation; 0 if the grammar came from the cache."""
     error: GuidedError | None = None
@@ -121,6 +126,7 @@ class RequestOutput:
             group.is_finished,
             group.backend,
             () if constraint is None else constraint.not_enforced,
+            group.guarded,
             group.compile_seconds,
             error,
             RequestMetrics(group.arrival_time, group.compiled_time, group.first_token_time, group.finished_time),

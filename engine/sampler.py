@@ -33,14 +33,19 @@ class SamplerOutput:
     """Rows on which a custom logits processor raised, in `adjust` or later."""
     logprobs: dict[int, dict[int, Logprob]] = field(default_factory=dict)
     """By row, if requested: those of the sampled token and of the most likely tokens."""
+    allowed: dict[int, int] = field(default_factory=dict)
+    """By row with `mask_details`: the number of tokens that could be sampled."""
     beam_logprobs: torch.Tensor | None = None
-    """float32 `[len(metadata.beams), vocab]`: of the adjusted logits, -inf where the mask forbids."""
+    """float32 `[len(metadata.beams), vocab]`: of the adjusted logits, before the mask."""
+    beam_scores: torch.Tensor | None = None
+    """The same, -inf where the mask forbids."""
 
 
 class Sampler:
     """Call once per step: `begin` before the forward pass, `adjust` before the mask, `sample` after it.
 
-    Log-probabilities are those of the raw logits, before bias, penalties, mask and temperature (vLLM's default).
+    Log-probabilities are those of the raw logits, before bias, penalties, mask and temperature (vLLM's default). With
+    `logprobs_mode` masked they are those of the logits after bias, penalties and mask.
 
     Args:
         eos_ids: the model's own stop tokens.
@@ -123,10 +128,16 @@ class Sampler:
             logits: float32 `[rows, vocab]`, adjusted and masked.
             skip: rows that are not sampled. Their random generators do not advance.
         """
+        allowed: list[int] = []
+        if metadata.detailed:
+            allowed = (logits[metadata.detailed] > -torch.inf).sum(-1).tolist()
+        if (rows := metadata.with_masked_logprobs) and self._raw is not None:
+            self._raw[[metadata.with_logprobs.index(row) for row in rows]] = logits[rows].log_softmax(-1)
         best, chosen = logits.max(-1)
         if not metadata.is_all_greedy:
             best, chosen = self._draw(logits, best, chosen, metadata, skip)
         output = SamplerOutput(chosen.tolist(), failed=self.processors.failed)
+        output.allowed = dict(zip(metadata.detailed, allowed, strict=True))
         finite = best.isfinite()
         if not finite.all():
             output.broken = [row for row in (~finite).nonzero()[:, 0].tolist() if row not in skip]
@@ -134,7 +145,8 @@ class Sampler:
             output.logprobs = self._logprobs(chosen, metadata)
         if self._beam_logprobs is not None:
             forbidden = logits[metadata.beams].isneginf()
-            output.beam_logprobs, self._beam_logprobs = self._beam_logprobs.masked_fill_(forbidden, -torch.inf), None
+            output.beam_logprobs, self._beam_logprobs = self._beam_logprobs, None
+            output.beam_scores = output.beam_logprobs.masked_fill(forbidden, -torch.inf)
         return output
 
     def _draw(
@@ -190,6 +202,7 @@ def ranked_logprobs(logprobs: torch.Tensor, own_ids: torch.Tensor, counts: list[
     for count, token, value, rank, ids, values in zip(counts, *columns, strict=True):
         entries = {token: Logprob(value, rank)}
         for place, (other, logprob) in enumerate(zip(ids[:count], values[:count], strict=True), start=1):
-            entries.setdefault(other, Logprob(logprob, place))
+            if logprob > -torch.inf:  # the mask may leave fewer
+                entries.setdefault(other, Logprob(logprob, place))
         found.append(entries)
     return found

@@ -60,6 +60,8 @@ class SamplingMetadata:
     """By row of a sequence with drafts: the drafts. Their rows follow."""
     changed: dict[int, int] = field(default_factory=dict)
     """By id of a draft's row: the length of the output that its matcher can keep."""
+    appended: NDArray[np.int32] | None = None
+    """int32 `[rows]`: the tokens of the last step with this object, if that is all that has changed since."""
 
     random: list[int] = field(default_factory=list)
     """Rows that need a random number."""
@@ -72,6 +74,9 @@ class SamplingMetadata:
     with_min_tokens: list[int] = field(default_factory=list)
     without_eos: list[int] = field(default_factory=list)
     with_logprobs: list[int] = field(default_factory=list)
+    with_masked_logprobs: list[int] = field(default_factory=list)
+    detailed: list[int] = field(default_factory=list)
+    """Rows with `mask_details`."""
     beams: list[int] = field(default_factory=list)
     with_min_p: list[int] = field(default_factory=list)
     """Random rows only."""
@@ -130,6 +135,8 @@ class SamplingMetadata:
                 (params.min_tokens, self.with_min_tokens),
                 (params.ignore_eos, self.without_eos),
                 (params.needs_logprobs, self.with_logprobs),
+                (params.needs_logprobs and params.logprobs_mode == "masked", self.with_masked_logprobs),
+                (params.mask_details, self.detailed),
                 (params.use_beam_search, self.beams),
                 (params.stop and sequence.drafted_from is None, self.stop_checked),
             ):

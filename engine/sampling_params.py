@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from engine.keywords import refuse_unknown
 from guided.backends import candidates, resolve
@@ -65,7 +65,12 @@ class SamplingParams:
         presence_penalty, frequency_penalty: OpenAI's, over the output, in [-2, 2].
         repetition_penalty: CTRL's (arXiv:1909.05858), over prompt and output, > 0; 1 is off.
         logit_bias: token id to a number added to its logit, in [-100, 100].
-        logprobs: number of alternatives to report per token (0: only the sampled token). None is off.
+        logprobs: number of alternatives to report per token (0: only the sampled token). None is off. Those of beams
+            include bias and penalties: they are what the search adds up.
+        logprobs_mode: `raw`: log-probabilities of the model's own distribution. `masked`: of the distribution after
+            bias, penalties and mask; forbidden tokens are not reported.
+        mask_details: report how many tokens each mask allowed, and the time for masks
+            (`CompletionOutput.mask_details`).
         prompt_logprobs: number of alternatives to report per prompt token, as `logprobs`. None is off.
         skip_special_tokens: leave special tokens out of the text.
         spaces_between_special_tokens: accepted for compatibility, without effect: the text is the concatenation of the
@@ -113,6 +118,8 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] | None = None
     logprobs: int | None = None
+    logprobs_mode: Literal["raw", "masked"] = "raw"
+    mask_details: bool = False
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
@@ -133,6 +140,8 @@ class SamplingParams:
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
         self._check_numbers()
+        if self.logprobs_mode not in ("raw", "masked"):
+            raise InvalidRequest('logprobs_mode is "raw" or "masked"', param="logprobs_mode")
         self._check_stops()
         self._check_bias()
         self._check_beams()
@@ -151,8 +160,8 @@ class SamplingParams:
 
     @property
     def needs_logprobs(self) -> bool:
-        """Log-probabilities of sampled tokens are returned, or compared."""
-        return self.logprobs is not None or (self.width > self.n and not self.use_beam_search)
+        """Log-probabilities of sampled tokens are returned, or compared. (Beams have their own.)"""
+        return not self.use_beam_search and (self.logprobs is not None or self.width > self.n)
 
     @property
     def has_penalties(self) -> bool:
@@ -211,7 +220,7 @@ class SamplingParams:
             "top_k": self.top_k > 0 and "must be 0",
             "min_p": self.min_p > 0 and "must be 0",
             "stop": bool(self.stop) and "must be empty",
-            "logprobs": self.logprobs is not None and "is not supported",
+            "mask_details": self.mask_details and "is not supported",
             "complete": self.complete and "is not supported",
         }
         for name, why in wrong.items():

@@ -8,7 +8,7 @@ import itertools
 import time
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -51,6 +51,30 @@ class Logprob:
 
     logprob: float
     rank: int
+
+
+@dataclass(slots=True)
+class MaskDetails:
+    """What the masks of one sequence allowed, for requests with `SamplingParams.mask_details`."""
+
+    allowed: list[int | None] = field(default_factory=list)
+    """For each output token: the number of tokens that could be sampled. None: there was no mask."""
+    forced: list[bool] = field(default_factory=list)
+    """For each output token: it was appended without a forward pass of its own."""
+    exposed_seconds: float = 0.0
+    """The time by which masks have lengthened the sequence's steps."""
+    mask_seconds: float = 0.0
+    """The time that the workers took for the sequence's masks. Set in snapshots."""
+
+    def note(self, allowed: int | None, forced: bool = False) -> None:
+        """Add an output token."""
+        self.allowed.append(allowed)
+        self.forced.append(forced)
+
+    def first(self, count: int, guided: GuidedSequence | None) -> MaskDetails:
+        """Return a copy for the first `count` output tokens."""
+        seconds = 0.0 if guided is None else guided.mask_seconds or 0.0
+        return MaskDetails(self.allowed[:count], self.forced[:count], self.exposed_seconds, seconds)
 
 
 @dataclass(slots=True)
@@ -162,6 +186,7 @@ class Sequence:
         self.drafted_from: Sequence | None = None
         """Set if this is only the row of a draft (`engine.drafter`)."""
         self.drafts: Drafts | None = None
+        self.details = MaskDetails() if params.mask_details else None
         self.guided: GuidedSequence | None = None
         """Its view for the post-processor, if there is a constraint. Set with the group."""
 
@@ -180,12 +205,13 @@ class Sequence:
         self.last_token = token_id
         self.length += 1
 
-    def take_over(self, output: list[int], logprob: float) -> None:
-        """Replace the output."""
+    def take_over(self, output: list[int], logprob: float, logprobs: list[dict[int, Logprob]]) -> None:
+        """Replace the output, its cumulative log-probability and, if they are requested, those of its tokens."""
         self.data.output_token_ids[:] = output
         self.length = len(self.data.prompt_token_ids) + len(output)
         self.last_token = output[-1]
         self.cumulative_logprob = logprob
+        self.logprobs = logprobs
         self.edits += 1
 
     def roll_back(self, count: int) -> None:
@@ -194,6 +220,8 @@ class Sequence:
         self.length -= count
         self.edits += 1
         self.last_token = self.data.span(self.length - 1, self.length)[0]
+        if self.details is not None:
+            del self.details.allowed[self.num_output_tokens :], self.details.forced[self.num_output_tokens :]
         while len(self.logprobs) > self.num_output_tokens:
             self.cumulative_logprob -= next(iter(self.logprobs.pop().values())).logprob  # the token's own comes first
 
@@ -207,11 +235,63 @@ class Sequence:
         self.logprobs.append(entries)
         self.cumulative_logprob += entries[token_id].logprob
 
+    def note_details(self, allowed: int, forced: bool = False) -> None:
+        """Add how many tokens the mask of the newest token allowed, if the request asks for it."""
+        if self.details is not None:
+            self.details.note(None if self.guided is None else allowed, forced)
+
+    def end_by_token(self) -> bool:
+        """End it if its last token is a stop token, or if it has its maximum length. Returns whether it does."""
+        token = self.last_token
+        if token in self.stop_ids:
+            self.finish(SequenceStatus.FINISHED_STOPPED)
+            self.ended_by_stop_token = True
+            self.stop_reason = token if token in self.params.stop_token_ids else None
+            return True
+        if self.length >= self.max_length:
+            self.finish(SequenceStatus.FINISHED_LENGTH_CAPPED)
+            return True
+        return False
+
+    def end_by_stop_string(self) -> bool:
+        """End it if its newest token completes a stop string. Returns whether it does.
+
+        A stop string takes precedence over the length cap.
+        """
+        if self.status.is_finished and self.status is not SequenceStatus.FINISHED_LENGTH_CAPPED:
+            return False
+        detokenizer = self.detokenizer
+        before = len(detokenizer.text)
+        detokenizer.feed(self.data.output_token_ids, self.num_output_tokens)
+        if self.num_output_tokens <= self.params.min_tokens:
+            return False
+        stop = detokenizer.cut_at_stop(before)
+        if stop is None:
+            return False
+        self.status = SequenceStatus.FINISHED_STOPPED
+        self.stop_reason = stop
+        self.text_complete = True
+        return True
+
     def finish(self, status: SequenceStatus, error: GuidedError | None = None) -> None:
         """End it, unless it has ended already."""
         if not self.status.is_finished:
             self.status = status
             self.error = error
+
+
+class StepSeconds(NamedTuple):
+    """What steps took, part by part, and how many they were."""
+
+    prepare: float
+    forward: float
+    mask_wait: float
+    sample: float
+    steps: int
+
+    def since(self, before: StepSeconds) -> StepSeconds:
+        """Return what was added."""
+        return StepSeconds._make(now - then for now, then in zip(self, before, strict=True))
 
 
 @dataclass(eq=False)
@@ -232,12 +312,18 @@ class SequenceGroup:
     """Number of newest tokens that outputs do not show before the end: the post-processor may take them back."""
     backend: str | None = None
     """The grammar library that enforces the constraint. Known once it is compiled."""
+    guarded: tuple[str, ...] = ()
+    """Keywords of the schema that the guard enforces, not the library."""
     compile_seconds: float = 0.0
     """Seconds of the compilation; 0 if the grammar came from the cache."""
     prompt_logprobs: list[dict[int, Logprob] | None] = field(default_factory=lambda: [None])
     """One entry per scored prompt token, if they were requested. The first token has none."""
     arrival_time: float = field(default_factory=time.monotonic)
     compiled_time: float | None = None
+    scheduled_time: float | None = None
+    """When its first prefill began."""
+    step_seconds: StepSeconds | None = None
+    """Once it has ended: what the steps took since then. Until then, the engine's counters at that time."""
     first_token_time: float | None = None
     finished_time: float | None = None
 
@@ -250,7 +336,14 @@ class SequenceGroup:
             sequence.group = self
             if params.constraint is not None:
                 tokens = sequence.data.output_token_ids, sequence.data.prompt_token_ids
-                sequence.guided = GuidedSequence(self.request_id, sequence.seq_id, *tokens, params, budget=budget)
+                sequence.guided = GuidedSequence(
+                    self.request_id,
+                    sequence.seq_id,
+                    *tokens,
+                    params,
+                    budget=budget,
+                    mask_seconds=0.0 if params.mask_details else None,
+                )
 
     @property
     def prompt_token_ids(self) -> list[int]:

@@ -8,13 +8,24 @@ from __future__ import annotations
 import sys
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from engine.default_model import checkpoint_path
-from guided import Constraint, Grammar, GuidedError, GuidedProcessor, GuidedSequence, InlinePool, MaskPool, Vocabulary
+from guided import (
+    Constraint,
+    Grammar,
+    GuidedError,
+    GuidedProcessor,
+    GuidedSequence,
+    InlinePool,
+    MaskPool,
+    Vocabulary,
+    decode_step,
+)
 
 DEADLINE = 0.002
 """Seconds that a step waits for masks after the forward pass."""
@@ -74,35 +85,39 @@ def decode(model: Any, processor: GuidedProcessor, requests: list[Request], max_
             continue
 
         guided = [index for index in running if index in sequences]
-        processor.prepare([sequences[index] for index in guided], [running.index(index) for index in guided])
-        batch = [requests[index] for index in running]
-        hidden = forward(model, [request.prompt + request.output for request in batch])  # masks are computed meanwhile
-        logits = model.lm_head(hidden).float()
-        report = processor.apply(logits, DEADLINE, alone=len(guided) == len(running))
-
-        tokens = logits.argmax(dim=-1).tolist()
-        for index, token in zip(list(running), tokens, strict=True):
-            if index in report.failed:
-                end(index, report.failed[index])
-            elif index in report.late:  # not sampled; the other rows continue
+        texts = [requests[index].prompt + requests[index].output for index in running]
+        step = decode_step(
+            processor,
+            [sequences[index] for index in guided],
+            forward=partial(forward, model, texts),
+            sample=lambda logits: logits.argmax(dim=-1).tolist(),
+            logits_rows=[running.index(index) for index in guided],
+            patience=DEADLINE,
+        )
+        for index, token in zip(list(running), step.tokens, strict=True):
+            if index in step.report.failed:
+                end(index, step.report.failed[index])
+            elif index in step.report.late:  # not sampled; the other rows continue
                 running.remove(index)
                 late.add(index)
             elif token in processor.vocabulary.stop_token_ids:
                 end(index)
             else:
-                requests[index].output.append(token)
-                if len(requests[index].output) == max_tokens:
+                if index not in sequences:
+                    requests[index].output.append(token)
+                if len(requests[index].output) >= max_tokens:
                     end(index)
 
 
 def forward(model: Any, texts: list[list[int]]) -> torch.Tensor:
-    """Return the hidden state of each text's last token, `[texts, hidden]`. A real engine has a KV cache."""
+    """Return the logits after each text's last token, `[texts, tokens]`. A real engine has a KV cache."""
     longest = max(map(len, texts))
     tokens = torch.tensor([text + [0] * (longest - len(text)) for text in texts], device=model.device)
     lengths = torch.tensor([len(text) for text in texts], device=model.device)
     mask = torch.arange(longest, device=model.device) < lengths[:, None]
     hidden: torch.Tensor = model.model(tokens, attention_mask=mask.long(), use_cache=False).last_hidden_state
-    return hidden[torch.arange(len(texts)), lengths - 1]
+    logits: torch.Tensor = model.lm_head(hidden[torch.arange(len(texts)), lengths - 1]).float()
+    return logits
 
 
 def open_pool(vocabulary: Vocabulary, ray: bool) -> MaskPool:

@@ -6,6 +6,7 @@ in the calling process, `actors.RayPool` in processes that may crash.
 
 from guided.bundle import ProcessorBundle
 from guided.constraint import KINDS, Constraint, ConstraintKind
+from guided.decoding import DecodeStep, decode_step
 from guided.errors import (
     BackendError,
     CompileTimeout,
@@ -38,6 +39,7 @@ __all__ = [
     "ConstraintKind",
     "ConstraintTooLarge",
     "DeadEnd",
+    "DecodeStep",
     "Grammar",
     "GuidedError",
     "GuidedProcessor",
@@ -58,5 +60,6 @@ __all__ = [
     "Vocabulary",
     "WorkerDied",
     "constraint_for",
+    "decode_step",
     "parse_as",
 ]

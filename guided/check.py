@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
+from guided.backend_process import BackendProcess, set_time_limit
 from guided.backends import AUTO, Backends, candidates
 from guided.bitmask import allowed_ids, words
 from guided.budget import Budget, budget_of
@@ -25,6 +26,7 @@ from guided.completion import shortest
 from guided.constraint import Constraint, ConstraintKind
 from guided.errors import GuidedError, InvalidRequest
 from guided.grammar import syntax, to_lark
+from guided.guard.plan import keywords
 from guided.regex import canonical
 from guided.schema.normal_form import normalise
 from guided.vocabulary import Vocabulary
@@ -155,6 +157,30 @@ def check(
     return report
 
 
+def check_all(
+    texts: Iterable[tuple[str, str]], vocabulary: Vocabulary, *, seconds: float, **options: Any
+) -> Iterator[Report]:
+    """Report on several constraints, each a name and a text, in another process: it is killed after `seconds` for one.
+
+    Args:
+        options: see `check`.
+    """
+    process = BackendProcess(vocabulary)
+    try:
+        for name, text in texts:
+            try:
+                yield process.call(_check, name, text, seconds, options)
+            except GuidedError as error:
+                yield Report(name, options.get("kind") or kind_of(name, text), error=error.message)
+    finally:
+        process.stop()
+
+
+def _check(backends: Backends, name: str, text: str, seconds: float, options: dict[str, Any]) -> Report:
+    set_time_limit(seconds)
+    return check(name, text, backends, **options)
+
+
 def _constraint(kind: ConstraintKind, text: str) -> Constraint:
     if kind == "json_schema":
         return Constraint.json_schema(text)
@@ -174,53 +200,14 @@ def _describe_changes(report: Report, constraint: Constraint, compiled: Compiled
             document = json.loads(constraint.source)
             form = normalise(document)
             normal = {"root": form.root, "definitions": form.definitions}
-            before, after = set(_keywords(document)), set(_keywords(normal))
-            report.rewritten = sorted(before & _REWRITTEN - after)
+            report.rewritten = sorted(set(keywords(document)) - set(keywords(normal)))
             report.compiled = json.dumps(normal, ensure_ascii=False, indent=2)
-            superset = getattr(getattr(compiled.grammar, "plan", None), "superset", None)
-            if superset is not None:
-                report.guarded = sorted(after & _REWRITTEN - set(_keywords(json.loads(superset))))
+            report.guarded = list(compiled.grammar.guarded)
         case "regex":
             report.compiled = canonical(constraint.source)
         case "grammar":
             lark = to_lark(constraint.source)
             report.compiled = lark if lark != constraint.source else ""
-
-
-_REWRITTEN = frozenset(
-    [
-        "not",
-        "if",
-        "then",
-        "else",
-        "oneOf",
-        "allOf",
-        "dependencies",
-        "dependentRequired",
-        "dependentSchemas",
-        "uniqueItems",
-        "contains",
-        "minContains",
-        "maxContains",
-        "minProperties",
-        "maxProperties",
-        "patternProperties",
-        "propertyNames",
-        "unevaluatedProperties",
-        "unevaluatedItems",
-        "$dynamicRef",
-        "$recursiveRef",
-    ]
-)
-"""Keywords that rewriting or the guard can replace."""
-
-
-def _keywords(schema: Any) -> Iterator[str]:
-    """Yield all keys of a document."""
-    if isinstance(schema, dict):
-        yield from schema
-    for value in schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ():
-        yield from _keywords(value)
 
 
 def _sample(budget: Budget, compiled: Compiled, vocabulary: Vocabulary, chance: random.Random) -> str:

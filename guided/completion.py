@@ -9,6 +9,7 @@ the mask allows needs a completion of its own that fits.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -94,6 +95,12 @@ class Completions:
         self._ranks = tuple(np.array([_rank(order, byte) for byte in spelled]) for order in (_STRUCTURE, _TEXT))
         self._closing = np.array([byte in _CLOSING for byte in spelled], np.bool_)
         self._mark = spelled.index(_MARK) if _MARK in spelled else -1
+
+    def permitting(self, permitted: NDArray[np.int32]) -> Completions:
+        """Return a copy with other tokens, such as the special tokens of a structural tag. Shares all tables."""
+        shared = copy(self)
+        shared._permitted = permitted
+        return shared
 
     def text_of(self, token: int) -> bytes:
         """Return the bytes of a token."""

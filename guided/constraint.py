@@ -17,6 +17,7 @@ from functools import cached_property
 from typing import Any, Literal, get_args
 
 from guided.errors import ConstraintTooLarge, InvalidConstraint, UnsupportedConstraint, bounded
+from guided.guard.keys import open_object
 from guided.limits import DEFAULT_LIMITS, Limits
 from guided.schema import document as schema_checks
 from guided.structural_tag import Content, Node, at_content, contents, parse, read
@@ -52,7 +53,8 @@ class Constraint:
     whitespace: str | None = None
     not_enforced: tuple[str, ...] = field(default=(), compare=False)
     """JSON pointers of what a schema contains and the output need not satisfy: unknown formats (annotations in JSON
-    Schema) and probably misspelt keywords, these with a suggestion in parentheses."""
+    Schema), and with a remark in parentheses, probably misspelt keywords, and objects in a structural tag that may
+    repeat a key."""
 
     @cached_property
     def key(self) -> str:
@@ -157,19 +159,23 @@ class Constraint:
         if isinstance(tag, str):
             _check_text(tag, "structural tag", limits, param)
         document = read(tag, limits, param) if isinstance(tag, str) else tag
-        unknown: list[str] = []
+        notes: list[str] = []
         for content in dict.fromkeys(contents(parse(document, limits, param))):
             options: dict[str, Any] = {"limits": limits, "param": param}
             if content.kind == "json_schema":
                 options["strict_formats"] = strict_formats
+            opened: str | None = ""
             if content.kind != "json_object":
                 with at_content(content, param):
                     inner: Constraint = getattr(cls, content.kind)(content.value, **options)
-                unknown += [content.pointer + pointer for pointer in inner.not_enforced]
+                notes += [content.pointer + pointer for pointer in inner.not_enforced]
+                opened = open_object(inner.source) if content.kind == "json_schema" else None
+            if opened is not None:  # the guard is for JSON constraints only
+                notes.append(f"{content.pointer}{opened}/additionalProperties (a key may repeat unless it is false)")
         source = json.dumps(document, ensure_ascii=False, separators=(",", ":"))
         _check_text(source, "structural tag", limits, param)
         spaces = _whitespace(whitespace, limits, param)
-        return cls("structural_tag", source, spaces, tuple(unknown))._checked(limits)
+        return cls("structural_tag", source, spaces, tuple(notes))._checked(limits)
 
     def inner(self, content: Content) -> Constraint:
         """Return the constraint of a content of this structural tag, which was checked with it."""

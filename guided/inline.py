@@ -63,6 +63,7 @@ class InlinePool:
         self._step: Sequence[GuidedSequence] = ()
         self._masks: NDArray[np.int32] = np.empty((0, words(vocabulary.padded_vocab_size)), np.int32)
         self._runs: NDArray[np.int32] = np.empty((0, MAX_FORCED_TOKENS), np.int32)
+        self._seconds: NDArray[np.float32] = np.empty(0, np.float32)
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -83,7 +84,7 @@ class InlinePool:
     def _compile(self, constraint: Constraint, backends: Sequence[str], key: CacheKey) -> Grammar:
         compiled = compile_constraint(self._backends, constraint, backends)
         name = grammar_key(compiled.backend, constraint)
-        grammar = Grammar(name, compiled.backend, constraint, key, compiled.seconds)
+        grammar = Grammar(name, compiled.backend, constraint, key, compiled.seconds, guarded=compiled.grammar.guarded)
         self._worker.install(name, compiled.grammar)
         self._cache.weigh(grammar, compiled.grammar.nbytes)
         return grammar
@@ -114,11 +115,14 @@ class InlinePool:
         if len(self._masks) < len(sequences):
             self._masks = np.empty((2 * len(sequences), self._masks.shape[1]), np.int32)
             self._runs = np.full((len(self._masks), MAX_FORCED_TOKENS), -1, np.int32)
+            self._seconds = np.zeros(len(self._masks), np.float32)
         step = StepMasks()
         started = time.perf_counter()
         ready: list[int] = []
         for row, sequence in enumerate(sequences):
+            began = time.perf_counter()
             error = self._fill(sequence, self._masks[row])
+            self._seconds[row] = time.perf_counter() - began
             if error is None:
                 ready.append(row)
                 if self._forced_tokens:
@@ -128,7 +132,7 @@ class InlinePool:
         if sequences:
             rows = np.array(ready, np.intp)
             step.forced = forced_runs(self._runs[rows], rows)
-            step.ready.append(ReadyMasks(self._masks, rows, rows))
+            step.ready.append(ReadyMasks(self._masks, rows, rows, self._seconds))
             step.seconds = time.perf_counter() - started
         return step
 

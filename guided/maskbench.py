@@ -6,26 +6,26 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
 from typing import Any, Literal
 
 import numpy as np
 from jsonschema import Draft202012Validator
 
+from guided.backend_process import BackendProcess, set_time_limit
 from guided.backends import AUTO, Backends, candidates
 from guided.backends.base import Matcher
 from guided.bitmask import words
 from guided.compilation import compile_constraint
 from guided.constraint import Constraint
-from guided.errors import GuidedError, InvalidConstraint, TokenRejected
+from guided.errors import CompileTimeout, GuidedError, InvalidConstraint, TokenRejected
 from guided.schema import string_pattern
+from guided.schema.form import NormalForm
 from guided.schema.keywords import Schema
-from guided.schema.normal_form import NormalForm, normalise
+from guided.schema.normal_form import normalise
 from guided.vocabulary import Vocabulary
 
 Outcome = Literal["passes", "accepts invalid", "rejects valid", "refused", "timeout", "error"]
@@ -199,59 +199,26 @@ def judge_all(
 
     The process is killed then, and another one goes on; so does one that crashes, which is an `error`.
     """
-    process: _JudgeProcess | None = None
+    names = names or candidates("json_schema", AUTO)
+    process = BackendProcess(vocabulary, names)
     try:
         for entry in entries:
-            process = process or _JudgeProcess(vocabulary, names)
-            result = process.judge(entry, seconds)
-            if result.outcome in ("timeout", "error"):
+            try:
+                result: Result = process.call(_judge, entry, names, seconds)
+            except GuidedError as error:
+                outcome: Outcome = "timeout" if isinstance(error, CompileTimeout) else "error"
+                result = Result(str(entry.get("id", "")), outcome, reason=error.message)
+            if result.outcome == "error":
                 process.stop()
-                process = None
             yield result
     finally:
-        if process is not None:
-            process.stop()
+        process.stop()
 
 
 _REPLAY_SECONDS = 120.0
-"""Time for the instances of an entry, beyond which it is an `error`."""
+"""Time limit for the instances of an entry."""
 
 
-class _JudgeProcess:
-    def __init__(self, vocabulary: Vocabulary, names: Sequence[str] | None) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, vocabulary.to_bytes(), names), daemon=True)
-        self._process.start()
-        theirs.close()
-        self._pipe.recv()
-
-    def judge(self, entry: Mapping[str, Any], seconds: float) -> Result:
-        name = str(entry.get("id", ""))
-        try:
-            self._pipe.send(entry)
-            if not self._pipe.poll(seconds):
-                return Result(name, "timeout", reason=f"compilation takes more than {seconds:g} s")
-            result: Result | None = self._pipe.recv()
-            if result is None:  # compiled
-                if not self._pipe.poll(_REPLAY_SECONDS):
-                    return Result(name, "error", reason="the masks take too long")
-                result = self._pipe.recv()
-        except (EOFError, OSError):
-            return Result(name, "error", reason="the process crashed")
-        assert result is not None
-        return result
-
-    def stop(self) -> None:
-        self._process.kill()
-        self._process.join()
-        self._pipe.close()
-
-
-def _serve(pipe: Connection, packed: bytes, names: Sequence[str] | None) -> None:
-    backends = Backends(Vocabulary.from_bytes(packed))
-    for name in names or candidates("json_schema", AUTO):
-        backends[name]
-    pipe.send("ready")
-    while True:
-        pipe.send(judge(pipe.recv(), backends, names, compiled=lambda: pipe.send(None)))
+def _judge(backends: Backends, entry: Mapping[str, Any], names: Sequence[str], seconds: float) -> Result:
+    set_time_limit(seconds)
+    return judge(entry, backends, names, compiled=lambda: set_time_limit(_REPLAY_SECONDS))

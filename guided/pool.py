@@ -7,6 +7,7 @@ nothing of requests, batches or logits.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -33,6 +34,10 @@ class Grammar:
     """Key under which the pool's cache counts its users (`guided.grammar_cache`)."""
     compile_seconds: float = 0.0
     """Seconds that the compilation took."""
+    compiled_at: float = field(default_factory=time.monotonic, compare=False)
+    """`time.monotonic()` of its end."""
+    guarded: tuple[str, ...] = ()
+    """Keywords of a schema that the guard enforces, not the library."""
 
 
 class ReadyMasks(NamedTuple):
@@ -44,6 +49,8 @@ class ReadyMasks(NamedTuple):
     """`[ready]`: which lines of `masks` belong to this step."""
     rows: NDArray[np.intp]
     """`[ready]`: the position of each in the submitted sequences."""
+    seconds: NDArray[np.float32]
+    """`[slots]`: the time that the worker took for each line of `masks`."""
 
 
 @dataclass(slots=True)
@@ -72,13 +79,18 @@ class StepMasks:
             bitmask[part.rows if rows is None else rows[part.rows]] = part.masks[part.slots]
 
 
+WorkerState = Literal["starting", "up", "restarting", "down", "draining", "stopped"]
+"""`down`: in a crash loop. `draining`: finishes its sequences, because fewer workers are enough. `stopped`: not needed
+now."""
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerStatus:
     """One worker, for `/health`."""
 
     index: int
     incarnation: int
-    state: Literal["starting", "up", "restarting", "down"]
+    state: WorkerState
     pid: int | None
     node: str | None
     open_sequences: int
@@ -119,13 +131,15 @@ class PoolStatus:
     backends: list[BackendStatus] = field(default_factory=list)
     trouble: str | None = None
     """What keeps workers that end from being replaced, where something does."""
+    ray_address: str | None = None
+    """Of Ray's head."""
     replays: int = 0
     """Sequences that outlived their worker and were opened on another one, since the start."""
 
     @property
     def healthy(self) -> bool:
         """At least one worker is up."""
-        return any(worker.state == "up" for worker in self.workers)
+        return any(worker.state in ("up", "draining") for worker in self.workers)
 
 
 MAX_FORCED_TOKENS = 8

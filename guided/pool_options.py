@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
+from guided.cpus import available_cpus
 from guided.errors import bounded
 from guided.grammar_cache import DEFAULT_CACHE_BYTES
 from guided.limits import CompileLimits, Range, check_ranges
@@ -80,7 +81,10 @@ class RayPoolOptions:
     """How many mask actors a pool has, where they run and what each of them may take.
 
     Args:
-        num_actors: mask actors. None: one for every four CPUs, at least 2, at most 8.
+        num_actors: mask actors at the start. None: one for every four CPUs, at least 2, at most 8.
+        min_actors, max_actors: the pool starts and ends actors between these numbers, by its load. None: `num_actors`,
+            so without both the number stays. An actor that is to end finishes the sequences that it has.
+        scale_down_seconds: seconds for which fewer actors must have been enough before one is ended.
         address: address of a Ray cluster to join. None: the cluster that this process is connected to, else a local
             cluster that the pool starts.
         placement: nodes of the cluster that the actors run on. "local": the node of this process. "spread": all nodes
@@ -117,6 +121,9 @@ class RayPoolOptions:
     """
 
     num_actors: int | None = None
+    min_actors: int | None = None
+    max_actors: int | None = None
+    scale_down_seconds: float = 60.0
     address: str | None = None
     placement: str = "local"
     actor_cpus: float | None = None
@@ -135,8 +142,9 @@ class RayPoolOptions:
     compile_limits: CompileLimits = field(default_factory=CompileLimits)
 
     RANGES: ClassVar[Mapping[str, Range]] = {
-        **dict.fromkeys(("num_actors", "slots", "max_compiling"), Range(1)),
+        **dict.fromkeys(("num_actors", "min_actors", "max_actors", "slots", "max_compiling"), Range(1)),
         **dict.fromkeys(("max_replays", "pool_wait", "max_cache_bytes", "actor_cpus", "compile_cpus"), Range(0)),
+        "scale_down_seconds": Range(0),
         "mask_limit": Range(0, exclusive=True),
         "actor_memory_bytes": Range(256 << 20),
     }
@@ -144,9 +152,21 @@ class RayPoolOptions:
     def __post_init__(self) -> None:
         check_ranges(self)
         NodePlacement.parse(self.placement)
-        ports, count = self.ports, self.num_actors or 1
+        given = [each for each in (self.min_actors, self.num_actors, self.max_actors) if each is not None]
+        if given != sorted(given):
+            raise ValueError(
+                f"min_actors={self.min_actors}, num_actors={self.num_actors}, max_actors={self.max_actors}: "
+                "min_actors must not be more than num_actors, nor num_actors more than max_actors"
+            )
+        ports, count = self.ports, max(given, default=1)
         if ports is not None and len(ports) < count:
             raise ValueError(f"channel_ports has {len(ports)} ports; {count} actors need one each, and spare ones")
+
+    @property
+    def actors_at_start(self) -> int:
+        """`num_actors`, or its default value within the limits."""
+        count = self.num_actors or max(2, min(8, available_cpus() // 4))
+        return max(self.min_actors or 1, min(count, self.max_actors or count))
 
     @property
     def ports(self) -> range | None:

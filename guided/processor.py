@@ -130,7 +130,9 @@ class LogitPostProcessor(Protocol):
         """Return how outputs are to change, by sequence id. Called after each step, between `apply` and `prepare`.
 
         Args:
-            sequences: those that got a token in this step and have not ended. Their outputs include it.
+            sequences: the prepared ones, the same object. Their outputs include the sampled token. A row that was late
+                or failed, and a row of a draft, got none; these, and sequences that have ended, cannot be changed:
+                their edits are ignored.
         """
 
     def settled(self, timeout: float = 0.0) -> list[int]:
@@ -173,13 +175,15 @@ class GuidedProcessor:
         self._requests: dict[str, _Request] = {}
         self._request_ids: dict[int, str] = {}
         """Of each open sequence."""
+        self._timed: set[int] = set()
+        """Open sequences with `mask_seconds`."""
         self._opened: tuple[GuidedSequence, ...] | None = None
         """The last tuple that was prepared, while all its sequences are open."""
         self._prepared: Sequence[GuidedSequence] | None = None
         """The step that `apply` is to follow."""
         self._logits_rows: NDArray[np.intp] | None = None
-        self._forced: dict[int, tuple[int, list[int]]] = {}
-        """Of this step, by sequence id: the length of the output, and `StepMasks.forced`."""
+        self._forced: list[tuple[GuidedSequence, int, list[int]]] = []
+        """Of this step: a sequence, the length of its output, and `StepMasks.forced`."""
         self._thread = 0
         """The thread that called `prepare`."""
         self._stop_mask = pack(pool.vocabulary.stop_token_ids[:1], pool.vocabulary.padded_vocab_size)
@@ -238,6 +242,8 @@ class GuidedProcessor:
             self._pool.open(sequence, request.future.result(timeout=0))
             request.sequences.add(sequence.sequence_id)
             self._request_ids[sequence.sequence_id] = sequence.request_id
+            if sequence.mask_seconds is not None:
+                self._timed.add(sequence.sequence_id)
 
     def apply(
         self, logits: torch.Tensor, patience: float | None = None, alone: bool = True, keep_late: bool = False
@@ -298,9 +304,13 @@ class GuidedProcessor:
         timeout = max(patience, _FIRST_MASK_SECONDS) if patience is not None and alone else patience
         step = self._pool.collect(timeout, patience)
         report = ApplyReport(wait_seconds=time.perf_counter() - started, mask_seconds=step.seconds)
-        forced = ((sequences[row], run) for row, run in step.forced.items())
-        self._forced = {each.sequence_id: (len(each.output_token_ids), run) for each, run in forced}
+        self._forced = [(sequences[row], len(sequences[row].output_token_ids), run) for row, run in step.forced.items()]
         report.late = [sequences[row].sequence_id for row in step.late]
+        if self._timed:
+            for part in step.ready:
+                for slot, row in zip(part.slots, part.rows, strict=True):
+                    if (sequence := sequences[row]).mask_seconds is not None:
+                        sequence.mask_seconds += float(part.seconds[slot])
         if step.failed:
             report.failed = {sequences[row].sequence_id: error for row, error in step.failed.items()}
             self._close(list(report.failed))
@@ -308,11 +318,8 @@ class GuidedProcessor:
 
     def sampled(self, sequences: Sequence[GuidedSequence]) -> dict[int, SampledEdit]:
         """Append the tokens that have no alternative, if the pool looks ahead."""
-        if not self._forced:
-            return {}
         edits: dict[int, SampledEdit] = {}
-        for sequence in sequences:
-            length, (first, *others) = self._forced.get(sequence.sequence_id, (0, (-1,)))
+        for sequence, length, (first, *others) in self._forced:
             output = sequence.output_token_ids
             if others and len(output) == length + 1 and output[-1] == first:
                 edits[sequence.sequence_id] = SampledEdit(append=others)
@@ -353,6 +360,7 @@ class GuidedProcessor:
 
     def _close(self, sequence_ids: Collection[int]) -> None:
         self._pool.free(sequence_ids)
+        self._timed.difference_update(sequence_ids)
         self._opened = None  # a freed sequence that is prepared again is opened again
         for sequence_id in sequence_ids:
             request = self._requests.get(self._request_ids.pop(sequence_id, ""))

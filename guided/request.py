@@ -101,17 +101,32 @@ def build(
         raise
 
 
-def refuse_stops(constraint: Constraint, **stops: Sequence[object] | str | None) -> None:
-    """Reject stop conditions next to a constraint: an output that ends `stop` satisfies its constraint.
-
-    Args:
-        stops: `stop` and `stop_token_ids` of the request.
+def refuse_stops(
+    constraint: Constraint, stop: Sequence[str] | str | None, stop_token_ids: Sequence[int] | None
+) -> None:
+    """Reject stop conditions that could end an output before it satisfies its constraint.
 
     Raises:
-        InvalidRequest: the request has stop conditions.
+        InvalidRequest: the request has such stop conditions.
     """
-    for name, value in stops.items():
+    strings = [stop] if isinstance(stop, str) else stop or ()
+    cutting = next((text for text in strings if _may_contain(constraint, text)), None)
+    for name, value in (("stop", cutting), ("stop_token_ids", stop_token_ids)):
         if value:
-            raise InvalidRequest(
-                f"{name} would cut the {constraint.kind} constraint short: leave one of the two out", param=name
-            )
+            message = f"{name} could cut the {constraint.kind} constraint short: leave one of the two out"
+            raise InvalidRequest(message, param=name)
+
+
+_OUTSIDE = frozenset(" \t\r\n{}[],:+-.0123456789eE" + "truefalsenull")
+"""The characters of JSON outside of strings, without the quotation mark."""
+
+
+def _may_contain(constraint: Constraint, text: str) -> bool:
+    """Return whether an output may contain `text`; True if that is not known."""
+    if constraint.kind == "choice":
+        return any(text in each for each in constraint.choices)
+    if constraint.kind in ("json_schema", "json_object"):
+        # A control character is outside of strings, and so is what no quotation mark separates from it.
+        parts = [part for part in text.split('"') if any(character < " " for character in part)]
+        return all(_OUTSIDE.issuperset(part) for part in parts)
+    return True

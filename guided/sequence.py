@@ -30,3 +30,5 @@ class GuidedSequence:
     """The output tokens within which the constraint must be completed. None: the mask ignores the engine's limit."""
     steered: bool = False
     """Set by the pool: a mask was restricted, so that the output fits in `budget`."""
+    mask_seconds: float | None = None
+    """The post-processor adds the time that the workers take for this sequence's masks, unless it is None."""

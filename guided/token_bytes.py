@@ -45,21 +45,26 @@ def from_huggingface(tokenizer: Tokenizer) -> TokenBytes:
     return TokenBytes(tuple(contents), frozenset(special))
 
 
-def from_tekken(path: str | os.PathLike[str]) -> TokenBytes:
-    """Read a `tekken.json`: special tokens first, then the vocabulary up to `default_vocab_size`."""
+def from_tekken(path: str | os.PathLike[str]) -> tuple[TokenBytes, str]:
+    """Read a `tekken.json`: special tokens first, then the vocabulary up to `default_vocab_size`.
+
+    Returns:
+        The tokens, and the regex of the pieces in which a text is encoded.
+    """
     with open(path, encoding="utf-8") as file:
         document = json.load(file)
     num_special = document["config"]["default_num_special_tokens"]
     num_ordinary = document["config"]["default_vocab_size"] - num_special
     ordinary = [base64.b64decode(entry["token_bytes"]) for entry in document["vocab"][:num_ordinary]]
-    return TokenBytes((b"",) * num_special + tuple(ordinary), frozenset(range(num_special)))
+    tokens = TokenBytes((b"",) * num_special + tuple(ordinary), frozenset(range(num_special)))
+    return tokens, document["config"]["pattern"]
 
 
-def from_sentencepiece(path: str | os.PathLike[str]) -> TokenBytes:
-    """Read a SentencePiece model file. Its control, unknown and unused pieces are special."""
+def from_sentencepiece(content: bytes) -> TokenBytes:
+    """Read the content of a SentencePiece model file. Its control, unknown and unused pieces are special."""
     from sentencepiece import SentencePieceProcessor  # an optional dependency, for these files only
 
-    model = SentencePieceProcessor(model_file=os.fspath(path))
+    model = SentencePieceProcessor(model_proto=content)
     ids = range(model.vocab_size())
     special = frozenset(i for i in ids if model.IsControl(i) or model.IsUnknown(i) or model.IsUnused(i))
     contents = []

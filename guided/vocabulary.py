@@ -1,6 +1,7 @@
 """Vocabulary: the tokens of a tokenizer as bytes, which is all that `guided` needs of a tokenizer.
 
-Every grammar library works on token bytes. `token_bytes.py` reads them from each tokenizer family.
+Every grammar library works on token bytes. `token_bytes.py` reads them from each tokenizer family. `Vocabulary.encode`
+gives the tokens that the tokenizer itself would: grammar libraries ask for them where a constraint forces a text.
 """
 
 from __future__ import annotations
@@ -8,9 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -19,10 +21,11 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from guided.bitmask import pack
+from guided.byte_pairs import BytePairs
 from guided.errors import InvalidRequest
 from guided.token_bytes import TokenBytes, from_huggingface, from_sentencepiece, from_tekken
 
-_Packed = tuple[tuple[bytes, ...], tuple[int, ...], list[int], int, str]
+_Packed = tuple[tuple[bytes, ...], tuple[int, ...], list[int], int, str, str, bytes]
 """The fields of a vocabulary in msgpack."""
 
 
@@ -39,7 +42,10 @@ class Vocabulary:
         special_token_ids: tokens that are no text (bos, pad, role markers, ...); never allowed except as stop tokens.
         padded_vocab_size: width of the model's logits, usually >= vocab_size. Ids beyond it can't be sampled and are
             not permitted.
-        tokenizer_json: a Hugging Face `tokenizer.json`, for canonical `encode`; empty if there is none.
+        tokenizer_json: a Hugging Face `tokenizer.json`. This and the next two are for canonical `encode`; at most one
+            is given.
+        split_pattern: a tekken's: the regex of the pieces in which a text is encoded.
+        sentencepiece_model: a SentencePiece model file.
     """
 
     token_bytes: tuple[bytes, ...]
@@ -47,6 +53,8 @@ class Vocabulary:
     special_token_ids: frozenset[int]
     padded_vocab_size: int
     tokenizer_json: str = ""
+    split_pattern: str = ""
+    sentencepiece_model: bytes = b""
 
     def __post_init__(self) -> None:
         beyond = [token for token in self.stop_token_ids if not 0 <= token < self.padded_vocab_size]
@@ -122,12 +130,13 @@ class Vocabulary:
 
     def _encode_canonically(self, text: str) -> list[int]:
         """Return the tokenizer's own tokens if they spell `text` exactly (no dummy space, no normalisation)."""
-        if self._tokenizer is None:
+        tokenize = self._tokenize
+        if tokenize is None:
             return []
         wanted = text.encode("utf-8")
         # A leading control character separates the dummy space from the text.
         for lead in ("", "\x02"):
-            tokens: list[int] = self._tokenizer.encode(lead + text, add_special_tokens=False).ids
+            tokens = tokenize(lead + text)
             while tokens and len(self.decode(tokens)) > len(wanted):
                 del tokens[0]
             if self.decode(tokens) == wanted and self._text_tokens.issuperset(tokens):
@@ -162,20 +171,32 @@ class Vocabulary:
         return max(map(len, self._by_bytes), default=0)
 
     @cached_property
-    def _tokenizer(self) -> Tokenizer | None:
-        return Tokenizer.from_str(self.tokenizer_json) if self.tokenizer_json else None
+    def _tokenize(self) -> Callable[[str], list[int]] | None:
+        """The tokenizer itself, without special tokens."""
+        if self.tokenizer_json:
+            tokenizer = Tokenizer.from_str(self.tokenizer_json)
+            return lambda text: tokenizer.encode(text, add_special_tokens=False).ids
+        if self.split_pattern:
+            return BytePairs(self.split_pattern, self._by_bytes)
+        if self.sentencepiece_model:
+            from sentencepiece import SentencePieceProcessor  # an optional dependency, for these models only
+
+            encode: Callable[[str], list[int]] = SentencePieceProcessor(model_proto=self.sentencepiece_model).encode
+            return encode
+        return None
 
     def to_bytes(self) -> bytes:
         """Pack the vocabulary as msgpack, for `from_bytes` in any process."""
         special = sorted(self.special_token_ids)
-        fields = (self.token_bytes, self.stop_token_ids, special, self.padded_vocab_size, self.tokenizer_json)
+        encoding = self.tokenizer_json, self.split_pattern, self.sentencepiece_model
+        fields = (self.token_bytes, self.stop_token_ids, special, self.padded_vocab_size, *encoding)
         return msgspec.msgpack.encode(fields)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Vocabulary:
         """Unpack a vocabulary that `to_bytes` packed. Raises `msgspec.MsgspecError` on anything else."""
-        contents, stop, special, width, tokenizer_json = msgspec.msgpack.decode(data, type=_Packed)
-        return cls(contents, stop, frozenset(special), width, tokenizer_json)
+        contents, stop, special, *others = msgspec.msgpack.decode(data, type=_Packed)
+        return cls(contents, stop, frozenset(special), *others)
 
     def __reduce__(self) -> tuple[object, ...]:
         return Vocabulary.from_bytes, (self.to_bytes(),)
@@ -211,29 +232,32 @@ class Vocabulary:
             )
         tokens = from_huggingface(backend)
         special = tokens.special.union(getattr(tokenizer, "all_special_ids", ()))
-        return cls._of(TokenBytes(tokens.contents, special), stop_token_ids, padded_vocab_size, backend.to_str())
+        tokens = TokenBytes(tokens.contents, special)
+        return cls._of(tokens, stop_token_ids, padded_vocab_size, tokenizer_json=backend.to_str())
 
     @classmethod
     def from_tekken(
         cls, path: str | os.PathLike[str], padded_vocab_size: int | None = None, stop_token_ids: Sequence[int] = (2,)
     ) -> Vocabulary:
         """Read a `tekken.json` (Mistral's tiktoken-like format), in which token 2 is always `</s>`."""
-        return cls._of(from_tekken(path), stop_token_ids, padded_vocab_size)
+        tokens, pattern = from_tekken(path)
+        return cls._of(tokens, stop_token_ids, padded_vocab_size, split_pattern=pattern)
 
     @classmethod
     def from_sentencepiece(
         cls, path: str | os.PathLike[str], padded_vocab_size: int | None = None, stop_token_ids: Sequence[int] = (2,)
     ) -> Vocabulary:
         """Read a SentencePiece model file, with the `sentencepiece` package. Token 2 is `</s>` in most of them."""
-        return cls._of(from_sentencepiece(path), stop_token_ids, padded_vocab_size)
+        model = Path(path).read_bytes()
+        return cls._of(from_sentencepiece(model), stop_token_ids, padded_vocab_size, sentencepiece_model=model)
 
     @classmethod
     def _of(
-        cls, tokens: TokenBytes, stop_token_ids: Sequence[int], padded_vocab_size: int | None, tokenizer_json: str = ""
+        cls, tokens: TokenBytes, stop_token_ids: Sequence[int], padded_vocab_size: int | None, **encoding: Any
     ) -> Vocabulary:
         contents = tuple(b"" if token in tokens.special else content for token, content in enumerate(tokens.contents))
         padded = len(contents) if padded_vocab_size is None else padded_vocab_size
-        return cls(contents, tuple(dict.fromkeys(stop_token_ids)), tokens.special, padded, tokenizer_json)
+        return cls(contents, tuple(dict.fromkeys(stop_token_ids)), tokens.special, padded, **encoding)
 
 
 def _valid_utf8(data: bytes) -> int:

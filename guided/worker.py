@@ -59,8 +59,8 @@ class MaskWorker:
         self._vocabulary = vocabulary
         self._stop_words = np.flatnonzero(stop)
         self._stop_bits = stop[self._stop_words]
-        self._completions: dict[bytes, Completions] = {}
-        """By the permitted tokens."""
+        self._completions: Completions | None = None
+        """Its tables are computed for the first sequence with a budget."""
         self.steered: set[int] = set()
         """Slots in which a mask was restricted, so that the output fits in its budget."""
 
@@ -118,10 +118,8 @@ class MaskWorker:
                 if source is not None and source.budgeted is not None:
                     state.budgeted = source.budgeted.fork(budget)
                 else:
-                    key = state.permitted.tobytes()
-                    if key not in self._completions:
-                        self._completions[key] = Completions(self._vocabulary, state.permitted)
-                    state.budgeted = BudgetedSequence(self._completions[key], budget)
+                    self._completions = self._completions or Completions(self._vocabulary, self._permitted)
+                    state.budgeted = BudgetedSequence(self._completions.permitting(state.permitted), budget)
 
     def edit(self, slot: int, start: int, tokens: Sequence[int]) -> None:
         """Replace the output of a slot's sequence from position `start` on. Applied by the next `fill`."""

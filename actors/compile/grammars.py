@@ -268,7 +268,7 @@ class Grammars:
             self._fail(key, from_wire(result.error))
             return
         name = grammar_key(result.backend, constraint)
-        grammar = Grammar(name, result.backend, constraint, key, result.seconds)
+        grammar = Grammar(name, result.backend, constraint, key, result.seconds, guarded=tuple(result.guarded))
         with self._lock:
             self._cache.weigh(grammar, result.nbytes)
         stored = self._loading.add(StoredGrammar(name, result.backend, encode(constraint), dumped))

@@ -70,6 +70,8 @@ class CompileResult(msgspec.Struct, array_like=True):
     nbytes: int = 0
     """Memory of the grammar in a process that has loaded it."""
     dumped: bytes = b""
+    guarded: list[str] = []
+    """Keywords of a schema that the guard enforces, not the library."""
     crashed: list[str] = []
     """Backends that crashed while they compiled this constraint."""
     timed_out: list[str] = []
@@ -101,7 +103,7 @@ def _compile(backends: Backends, request: CompileRequest) -> CompileResult:
     started = time.perf_counter()
     try:
         grammar = compile_with(backends, request.constraint, request.backend).grammar
-        dumped, nbytes = grammar.dump(), grammar.nbytes
+        dumped, nbytes, guarded = grammar.dump(), grammar.nbytes, list(grammar.guarded)
         size = max(nbytes, len(dumped))
         if size > request.max_bytes:
             raise ConstraintTooLarge(
@@ -110,7 +112,7 @@ def _compile(backends: Backends, request: CompileRequest) -> CompileResult:
             )
     except Exception as error:
         return CompileResult(to_wire(error), request.backend, time.perf_counter() - started)
-    return CompileResult(None, request.backend, time.perf_counter() - started, nbytes, dumped)
+    return CompileResult(None, request.backend, time.perf_counter() - started, nbytes, dumped, guarded)
 
 
 def _run_compile_process(backends: Backends, jobs: int, fork_server: int) -> NoReturn:

@@ -264,7 +264,9 @@ class WorkerConnection:
         self.reserved_for: SequenceState | None = None
         """The only sequence that may be here: a suspect."""
         self.retiring = False
-        """A fresh actor is to take its place: sequences go elsewhere if they can. Set by the supervisor."""
+        """It is ended once it is empty: new sequences go elsewhere if they can. Set by the supervisor."""
+        self.keeps_sequences = False
+        """While it retires, the sequences that it has stay until they are freed. Set by the supervisor."""
         self._channel = channel
         self._segment = segment
         self._wake, self._busy, self._since, self._seconds = (

@@ -13,6 +13,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import zmq
@@ -32,6 +33,21 @@ _PLACE_SECONDS = 0.02
 _GIVE_UP_FACTOR = 1.5
 """The supervisor ends a worker that exceeds the mask limit. A sequence fails after so many times the limit even if the
 supervisor does not."""
+
+
+@dataclass(slots=True)
+class Load:
+    """Counters of all steps since the start. Only the engine's thread writes them."""
+
+    rows: int = 0
+    late: int = 0
+    """Rows without a mask at the step's deadline."""
+    unplaced: int = 0
+    """Those of them that no worker had taken."""
+    exposed_seconds: float = 0.0
+    """Seconds that steps waited for masks."""
+    mask_seconds: float = 0.0
+    """Seconds that workers have spent on masks, summed."""
 
 
 class _Step:
@@ -112,6 +128,7 @@ class Dispatcher:
         """Sequences with `changed_from`."""
         self._budgeted: set[SequenceState] = set()
         """Sequences with a budget."""
+        self.load = Load()
         self.replays = 0
         """Sequences that outlived their worker and are opened on another one, since the start."""
         self._lost: dict[int, GuidedError] = {}
@@ -302,8 +319,10 @@ class Dispatcher:
             if not worker.shared:
                 self._receive(worker)
         if step.look():
+            started = time.monotonic()
             limit = self._give_up_seconds if timeout is None else timeout
-            self._wait_for_step(step, step.began + limit if timeout is None else time.monotonic() + limit, patience)
+            self._wait_for_step(step, (step.began if timeout is None else started) + limit, patience)
+            self.load.exposed_seconds += time.monotonic() - started
             self._sort_undecided(step, waited_for_all=timeout is None)
         return self._masks(step)
 
@@ -350,7 +369,7 @@ class Dispatcher:
             slots, rows = part.slots, part.rows
             if part.missing:
                 slots, rows = slots[part.ready], rows[part.ready]
-            found.ready.append(ReadyMasks(part.table.mask, slots, rows))
+            found.ready.append(ReadyMasks(part.table.mask, slots, rows, part.table.seconds))
             if self._forced_tokens:
                 found.forced |= forced_runs(part.table.forced[slots], rows)
             ready_rows += len(rows)
@@ -363,6 +382,10 @@ class Dispatcher:
         step.all_ready = ready_rows == len(step.sequences)
         if not step.all_ready:
             found.late = sorted(row for row in step.undecided() if row not in step.failed)
+            self.load.late += len(found.late)
+            self.load.unplaced += len(step.unplaced)
+        self.load.rows += len(step.sequences)
+        self.load.mask_seconds += found.seconds
         return found
 
     def _note_ready(self, step: _Step) -> None:

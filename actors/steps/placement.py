@@ -2,7 +2,7 @@
 
 A sequence stays on its worker, except for three reasons. A straggler, with masks that hold up others, gets a slow lane.
 A suspect, with a mask that may have ended a worker, is filled on a worker without other sequences. A worker that
-retires is emptied. Used from the engine's thread.
+is to be replaced is emptied. Used from the engine's thread.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _QUICK_ROWS = 16
 """After so many quick masks a straggler is an ordinary sequence again."""
 _TYPICAL_WEIGHT = 0.02
 
-Cause = Literal["died", "hung", "memory", "retired"]
+Cause = Literal["died", "hung", "memory", "retired", "drained"]
 """Why an incarnation ended: it died by itself; it was ended because of a mask that did not come, or that took too much
-memory; it had grown, and a fresh one replaces it."""
+memory; it had grown, and a fresh one replaces it; fewer workers are enough."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +72,8 @@ class Recovery:
     def __init__(self, down: WorkerDown, max_replays: int) -> None:
         self._down = down
         self._max_replays = max_replays
-        # A retired worker was idle, whatever its mark says by now.
-        self._suspects = set() if down.cause == "retired" else down.worker.suspects()
+        # A retired or drained worker was idle, whatever its mark says by now.
+        self._suspects = set() if down.cause in ("retired", "drained") else down.worker.suspects()
         self._certain = len(self._suspects) == 1 and not down.loading
 
     def is_lost(self, state: SequenceState) -> bool:
@@ -171,7 +171,7 @@ class Placement:
     def add(self, worker: WorkerConnection) -> None:
         """A worker is up."""
         self.workers.append(worker)
-        self.needs_rebalancing |= any(each.retiring for each in self.workers)
+        self.needs_rebalancing |= any(each.retiring and not each.keeps_sequences for each in self.workers)
 
     def remove(self, worker: WorkerConnection) -> list[SequenceState]:
         """A worker is gone; return its sequences."""
@@ -236,6 +236,8 @@ class Placement:
         """Empty workers that are to be replaced; move sequences to a worker that is a slow lane no more."""
         self.needs_rebalancing = False
         for worker in self.workers:
+            if worker.keeps_sequences:
+                continue
             if worker.retiring and any(not each.retiring and each.reserved_for is None for each in self.workers):
                 self._clear(worker, {state for state in worker.sequences.values() if state.late_since})
                 self.needs_rebalancing |= bool(worker.num_open)  # a late mask is being computed: at the next step

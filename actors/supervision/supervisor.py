@@ -14,7 +14,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import zmq
 
@@ -30,7 +30,7 @@ from actors.steps.connection import WorkerConnection
 from actors.steps.placement import Cause, WorkerDown, WorkerRetiring, WorkerUp
 from actors.steps.protocol import Segment
 from guided.errors import BackendError, GuidedError, MaskTimeout, PoolUnavailable, WorkerDied, bounded
-from guided.pool import WorkerStatus
+from guided.pool import WorkerState, WorkerStatus
 from guided.pool_options import NodePlacement, RayPoolOptions
 from guided.vocabulary import Vocabulary
 
@@ -97,6 +97,7 @@ class Supervisor:
         next_incarnation: returns a number that no other incarnation of this pool has.
         announce: takes the events of this actor; called from the supervisor's thread.
         restarts: None is `RestartPolicy()`.
+        wanted: start the actor now. If not, `set_wanted` does.
     """
 
     def __init__(
@@ -106,13 +107,14 @@ class Supervisor:
         next_incarnation: Callable[[], int],
         announce: Callable[[WorkerUp | WorkerRetiring | WorkerDown], None],
         restarts: RestartPolicy | None = None,
+        wanted: bool = True,
     ) -> None:
         self._index = index
         self._settings = settings
         self._next_incarnation = next_incarnation
         self._announce = announce
         self._restart_policy = restarts or RestartPolicy()
-        self._state: Literal["starting", "up", "restarting", "down"] = "starting"
+        self._state: WorkerState = "starting"
         self._number = -1
         """Of the current incarnation."""
         self._began = 0.0
@@ -125,7 +127,11 @@ class Supervisor:
         """Set while the actor is up."""
         self._restarts = 0
         self._stopping = threading.Event()
+        self._wanted = threading.Event()
+        if wanted:
+            self._wanted.set()
         self._first_try = threading.Event()
+        """The first incarnation since the actor is wanted is up, or did not start."""
         self._error: GuidedError | None = None
         self._causes: Counter[str] = Counter()
         self._last_end: str | None = None
@@ -161,9 +167,17 @@ class Supervisor:
             last_end=self._last_end,
         )
 
+    def set_wanted(self, wanted: bool) -> None:
+        """Keep the actor up, or end it once its sequences have ended."""
+        if wanted:
+            self._wanted.set()
+        else:
+            self._wanted.clear()
+
     def stop(self) -> None:
         """Begin to end the actor for good, whether it is up or still starting. `join` waits for the end."""
         self._stopping.set()
+        self._wanted.set()
         os.eventfd_write(self._wake, 1)
         handle, process = self._handle, self._process
         if handle is not None:
@@ -178,18 +192,24 @@ class Supervisor:
 
     def _run(self) -> None:
         while not self._stopping.is_set():
+            if not self._wanted.is_set():
+                self._state = "stopped"
+                self._wanted.wait()
+                self._state = "starting"
+                self._first_try.clear()
+                continue
             if not self._settings.cluster.connected.wait(_TICK_MS / 1000):
                 continue  # Ray is lost: it is no fault of the actor's, and no reason for a longer pause
             self._seconds_up = 0.0
             try:
-                retired = self._live() == "retired"
+                is_expected = self._live() in ("retired", "drained")
             except Exception as error:
-                retired = False
+                is_expected = False
                 self._error = error if isinstance(error, GuidedError) else PoolUnavailable(bounded(error))
                 if not self._stopping.is_set():
                     self._record_end("not_started", f"mask actor {self._index} did not start: {self._error}")
             self._first_try.set()
-            if retired:
+            if is_expected:
                 continue
             pause, crash_loop = self._restart_policy.next_pause(self._seconds_up)
             self._state = "down" if crash_loop else "restarting"
@@ -312,7 +332,7 @@ class Supervisor:
     def _record_end(self, cause: str, message: str) -> None:
         self._causes[cause] += 1
         self._last_end = bounded(message)
-        _log.log(logging.INFO if cause == "retired" else logging.WARNING, "%s", message)
+        _log.log(logging.INFO if cause in ("retired", "drained") else logging.WARNING, "%s", message)
 
     def _failure(self, pid: int, cause: Cause) -> GuidedError:
         """Return the error of the sequences that are lost with this incarnation."""
@@ -321,7 +341,8 @@ class Supervisor:
             return MaskTimeout(f"{worker} was killed: a mask took longer than {self._settings.options.mask_limit:g} s")
         if cause == "memory":
             return BackendError(f"{worker} was killed: it took more than {self._settings.memory >> 20} MiB of memory")
-        return WorkerDied(f"{worker} had grown and is replaced" if cause == "retired" else f"{worker} died")
+        texts = {"retired": "had grown and is replaced", "drained": "was not needed any more"}
+        return WorkerDied(f"{worker} {texts.get(cause, 'died')}")
 
     def _watch(
         self, handle: ActorHandle, process: ProcessHandle, connection: WorkerConnection, channel: Channel
@@ -342,6 +363,9 @@ class Supervisor:
                 return "died"
             if connection.overdue(mask_limit) or handle.is_overdue():
                 return "hung"
+            self._follow_wanted(connection)
+            if connection.retiring and not connection.num_open and not handle.loading:
+                return "drained" if connection.keeps_sequences else "retired"
             reading = process.read()
             if reading is None:  # on another node, where it watches its memory itself; or it has just ended
                 continue
@@ -351,11 +375,14 @@ class Supervisor:
                 last_running = time.monotonic()
             elif time.monotonic() - last_running > mask_limit:
                 return "hung"
-            if connection.retiring:
-                if not connection.num_open:
-                    return "retired"
-            elif reading.resident > retire_above:
+            if reading.resident > retire_above and not connection.retiring:
                 connection.retiring = True
                 _log.info("mask worker %d takes %d MiB: it will be replaced", self._index, reading.resident >> 20)
                 self._announce(WorkerRetiring(connection))
         return "died"
+
+    def _follow_wanted(self, connection: WorkerConnection) -> None:
+        """Begin to drain the actor when it is not wanted any more; keep it if it is wanted again before it is empty."""
+        if self._wanted.is_set() == connection.keeps_sequences:
+            connection.retiring = connection.keeps_sequences = not connection.keeps_sequences
+            self._state = "draining" if connection.retiring else "up"

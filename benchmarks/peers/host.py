@@ -53,7 +53,8 @@ def _ray(options: dict[str, Any]) -> Way:
 
     limits = CompileLimits(seconds=options.get("compile_seconds", 10.0))
     actors = options.get("actors", 2)
-    pool = RayPool(_vocabulary(options), num_actors=actors, compile_limits=limits, max_cache_bytes=4 << 30)
+    more = {"compile_limits": limits, "max_cache_bytes": 4 << 30, **options.get("pool", {})}
+    pool = RayPool(_vocabulary(options), num_actors=actors, **more)
     return _guided(pool, options)
 
 

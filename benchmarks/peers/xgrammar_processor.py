@@ -31,7 +31,7 @@ class XGrammarProcessor:
             stop_token_ids=list(vocabulary.stop_token_ids),
         )
         self._compiler = xgrammar.GrammarCompiler(info)
-        self._grammars: dict[str, Any] = {}
+        self.grammars: dict[str, Any] = {}
         self._opened: dict[int, str] = {}
         self._slow = Slowness()
         self._processor: Any = None
@@ -52,11 +52,11 @@ class XGrammarProcessor:
         refused: dict[str, str] = {}
         for document in documents:
             try:
-                if document.schema not in self._grammars:
-                    self._grammars[document.schema] = self._compiler.compile_json_schema(
+                if document.schema not in self.grammars:
+                    self.grammars[document.schema] = self._compiler.compile_json_schema(
                         document.schema, strict_mode=False
                     )
-                matcher = xgrammar.GrammarMatcher(self._grammars[document.schema])
+                matcher = xgrammar.GrammarMatcher(self.grammars[document.schema])
                 if not all(matcher.accept_token(token) for token in document.tokens):
                     refused[document.name] = "its tokens are rejected"
             except Exception as error:
@@ -77,7 +77,7 @@ class XGrammarProcessor:
             self._fresh.add(sequence.row)
 
     def _matcher(self, sequence: RunningSequence) -> Any:
-        matcher = xgrammar.GrammarMatcher(self._grammars[sequence.document.schema])
+        matcher = xgrammar.GrammarMatcher(self.grammars[sequence.document.schema])
         return _SlowMatcher(matcher, self._slow) if self._slow.hits(sequence.row) else matcher
 
     def close(self, sequence: RunningSequence) -> None:
@@ -88,7 +88,7 @@ class XGrammarProcessor:
 
     def step(self, sequences: Sequence[RunningSequence], forward: Forward) -> tuple[torch.Tensor, Times]:
         if self._processor is None:
-            grammars = [self._grammars[self._opened[row]] for row in range(len(sequences))]
+            grammars = [self.grammars[self._opened[row]] for row in range(len(sequences))]
             self._processor = xgrammar.contrib.hf.LogitsProcessor(grammars)
             self._processor.batch_size = len(sequences)
             self._processor.matchers = [self._matcher(sequence) for sequence in sequences]

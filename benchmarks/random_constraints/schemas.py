@@ -45,6 +45,17 @@ def random_schema(source: random.Random) -> Case:
     )
 
 
+def schema_case(schema: Any) -> Case:
+    """Return a schema as a case."""
+    text = json.dumps(schema)
+    return Case(
+        "json_schema",
+        schema,
+        lambda: Constraint.json_schema(json.loads(text)),
+        lambda output: problem(output, json.loads(text)),
+    )
+
+
 class _Generator:
     def __init__(self, source: random.Random, draft: int) -> None:
         self._source = source

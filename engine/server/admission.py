@@ -111,11 +111,13 @@ def parse(
 
 def _check_counts(data: Mapping[str, Any], context: ServerContext) -> None:
     """Check the lengths of lists and objects that cost time for each entry."""
-    messages, prompts, n = data.get("messages"), data.get("prompt"), data.get("n")
+    prompts, n = data.get("prompt"), data.get("n")
     context_length = context.engine.max_model_len
-    if isinstance(messages, list) and len(messages) > context_length:
-        message = f"there are {len(messages)} messages; the context of {context_length} tokens holds fewer"
-        raise InvalidRequest(message, param="messages")
+    for name in ("messages", "input"):
+        messages = data.get(name)
+        if isinstance(messages, list) and len(messages) > context_length:
+            message = f"there are {len(messages)} messages; the context of {context_length} tokens holds fewer"
+            raise InvalidRequest(message, param=name)
     count = len(prompts) if isinstance(prompts, list) and prompts and not isinstance(prompts[0], int) else 1
     times = n if isinstance(n, int) and n > 1 else 1
     limit = min(context.settings.max_outputs, context.settings.max_requests)

@@ -1,4 +1,7 @@
-"""Answer: what a generation endpoint sends back, as a whole or in chunks. Each endpoint has a subclass."""
+"""Answer: what a generation endpoint sends back, as a whole or as events. Each endpoint has a subclass.
+
+`ChoicesAnswer` is what chat and text completions have in common: choices, and chunks of them.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,8 @@ import asyncio
 import json
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 from engine.outputs import CompletionOutput, RequestOutput
@@ -14,7 +18,9 @@ from engine.sequence import Logprob
 from engine.server.context import ServerContext
 from engine.server.generation import Job
 from engine.server.logprobs import FLOOR
-from engine.server.protocol import GuidedInfo, Usage
+from engine.server.protocol import GuidedInfo, MaskTimes, Usage
+from guided.error_body import error_body
+from guided.errors import GuidedError
 
 _SLICE = 64
 """Log-probabilities of so many tokens are built in one piece: with 20 alternatives, about 2 ms."""
@@ -24,12 +30,71 @@ _PIECE_BYTES = 64 << 10
 
 
 class Answer(ABC):
-    """Writes the bodies of one request's answer. `index` is the index of a choice, over all prompts.
-
-    Log-probabilities of many tokens are built in slices, so that they do not hold the event loop.
+    """Writes the body of one request's answer, or the events of its stream.
 
     Args:
-        guided: how the output is constrained. It stands in a whole answer and in the first chunk of a choice.
+        guided: how the output is constrained. It stands in a whole answer and where a stream begins.
+    """
+
+    end: ClassVar[bytes] = b"data: [DONE]\n\n"
+    """What is sent after the last event of a stream."""
+
+    def __init__(self, context: ServerContext, job: Job, guided: GuidedInfo | None) -> None:
+        self.context = context
+        self.job = job
+        self.guided = guided
+        self.created = int(time.time())
+
+    @abstractmethod
+    def whole(self, finished: Sequence[RequestOutput]) -> AsyncIterator[bytes]:
+        """Write the answer of a request without `stream`, in pieces. `finished` has one output per prompt."""
+
+    @abstractmethod
+    def first_events(self) -> Iterator[dict[str, Any]]:
+        """Build the events before the first token."""
+
+    @abstractmethod
+    def new_events(self, prompt: int, output: RequestOutput) -> Iterator[dict[str, Any]]:
+        """Build the events for what is new in `output` since the last call."""
+
+    @abstractmethod
+    def last_events(self, finished: Sequence[RequestOutput]) -> Iterator[dict[str, Any]]:
+        """Build the events after the last token."""
+
+    def failure(self, error: GuidedError) -> dict[str, Any]:
+        """Build the event that ends a stream with an error."""
+        return error_body(error)
+
+    def event(self, data: dict[str, Any]) -> bytes:
+        """Write an event."""
+        return b"data: " + to_json(data) + b"\n\n"
+
+    def guided_info(
+        self, requests: Sequence[RequestOutput] = (), outputs: Sequence[CompletionOutput] = ()
+    ) -> dict[str, Any] | None:
+        """Build `guided`, with what is known at the end of `outputs`, which belong to `requests`."""
+        if self.guided is None:
+            return None
+        known: dict[str, Any] = {}
+        if self.job.params.complete and outputs:
+            known["completed_early"] = any(each.completed_early for each in outputs)
+        details = [each.mask_details for each in outputs if each.mask_details is not None]
+        if details and self.guided.backend is not None:
+            times = [each.metrics for each in requests if each.metrics is not None]
+            total = sum((each.finished_time or time.monotonic()) - (each.compiled_time or 0.0) for each in times)
+            known["masks"] = MaskTimes(
+                compile=sum(each.compile_seconds for each in requests),
+                computed=sum(each.mask_seconds for each in details),
+                exposed=sum(each.exposed_seconds for each in details),
+                total=total,
+            )
+        return self.guided.model_copy(update=known).model_dump(exclude_none=True)
+
+
+class ChoicesAnswer(Answer):
+    """An answer with choices. `index` is the index of a choice, over all prompts.
+
+    Log-probabilities of many tokens are built in slices, so that they do not hold the event loop.
     """
 
     whole_object: ClassVar[str]
@@ -38,10 +103,7 @@ class Answer(ABC):
     """The `object` of a chunk."""
 
     def __init__(self, context: ServerContext, job: Job, guided: GuidedInfo | None) -> None:
-        self.context = context
-        self.job = job
-        self.guided = guided
-        self._created = int(time.time())
+        super().__init__(context, job, guided)
         self._sent = [(0, 0, False)] * job.num_choices
         """What a stream's client has been sent of each choice: characters, tokens, and whether it has ended."""
 
@@ -74,16 +136,15 @@ class Answer(ABC):
     def opening(self, index: int) -> dict[str, Any] | None:
         """Build a choice's first chunk, if there is something to say before the first token."""
 
-    def guided_info(self, outputs: Sequence[CompletionOutput] = ()) -> dict[str, Any] | None:
-        """Build `guided`. With `complete`, it says whether that had an effect on one of `outputs`."""
-        if self.guided is None:
+    def mask_details(self, output: CompletionOutput, which: slice) -> dict[str, Any] | None:
+        """Build `TokenMasks` of some tokens; None if the request did not ask for it."""
+        details = output.mask_details
+        if details is None:
             return None
-        early = {"completed_early": any(each.completed_early for each in outputs)}
-        known = early if self.job.params.complete and outputs else {}
-        return self.guided.model_copy(update=known).model_dump(exclude_none=True)
+        texts = [self.context.texts.of(token) for token in output.token_ids[which]]
+        return {"tokens": texts, "allowed": details.allowed[which], "forced": details.forced[which]}
 
     async def whole(self, finished: Sequence[RequestOutput]) -> AsyncIterator[bytes]:
-        """Write the answer of a request without `stream`, in pieces. `finished` has one output per prompt."""
         written = bytearray()
         async for part in self._parts(finished):
             written += part
@@ -103,33 +164,19 @@ class Answer(ABC):
                     "finish_reason": self.finish_reason(index, each),
                     "stop_reason": each.stop_reason,
                 }
-                logprobs = await self._logprobs_json(index, self.scored(index, output, each))
+                scored = self.scored(index, output, each)
+                logprobs = await _sliced_json(partial(self.logprobs, index, scored), len(scored.token_ids))
                 prompt_logprobs = b""
                 if self.job.params.prompt_logprobs is not None and not self.job.echoes_logprobs:
                     prompt_logprobs = b',"prompt_logprobs":' + await self._prompt_logprobs_json(output)
-                choice_json = to_json(choice)[:-1] + b',"logprobs":' + logprobs + prompt_logprobs + b"}"
+                masks = b""
+                if each.mask_details is not None:
+                    masks = b',"masks":' + await _sliced_json(partial(self.mask_details, each), len(each.token_ids))
+                choice_json = to_json(choice)[:-1] + b',"logprobs":' + logprobs + prompt_logprobs + masks + b"}"
                 yield (b"," if index else b"") + choice_json
-        guided = self.guided_info([each for output in finished for each in output.outputs])
-        end = {"usage": _usage_of(finished).model_dump(), "system_fingerprint": None, "guided": guided}
+        guided = self.guided_info(finished, [each for output in finished for each in output.outputs])
+        end = {"usage": usage_of(finished).model_dump(), "system_fingerprint": None, "guided": guided}
         yield b"]," + to_json(end)[1:]
-
-    async def _logprobs_json(self, index: int, output: CompletionOutput) -> bytes:
-        """Write a choice's log-probabilities, slice by slice."""
-        lists: dict[str, list[bytes]] = {}
-        constants: dict[str, Any] = {}
-        for start in range(0, max(1, len(output.token_ids)), _SLICE):
-            part = self.logprobs(index, output, slice(start, start + _SLICE))
-            if part is None:
-                return b"null"
-            for name, values in part.items():
-                if isinstance(values, list):
-                    lists.setdefault(name, []).append(to_json(values)[1:-1])
-                else:
-                    constants[name] = values
-            await asyncio.sleep(0)
-        fields = [to_json(name) + b":[" + b",".join(parts) + b"]" for name, parts in lists.items()]
-        fields += [to_json(name) + b":" + to_json(value) for name, value in constants.items()]
-        return b"{" + b",".join(fields) + b"}"
 
     async def _prompt_logprobs_json(self, output: RequestOutput) -> bytes:
         """Write the prompt's log-probabilities in vLLM's shape, slice by slice."""
@@ -148,8 +195,7 @@ class Answer(ABC):
             for token, one in entry.items()
         }
 
-    def new_chunks(self, prompt: int, output: RequestOutput) -> Iterator[dict[str, Any]]:
-        """Build the chunks for what is new in `output` since the last call."""
+    def new_events(self, prompt: int, output: RequestOutput) -> Iterator[dict[str, Any]]:
         for each in output.outputs:
             index = prompt * self.job.params.n + each.index
             completion = self.scored(index, output, each)
@@ -157,23 +203,32 @@ class Answer(ABC):
             if ended:
                 continue
             contents = self.contents(index, each, characters)
-            count = tokens if completion.logprobs is None else len(completion.token_ids)
+            added = len(completion.token_ids) - len(each.token_ids)  # tokens of an echoed prompt
+            by_token = completion.logprobs is not None or each.mask_details is not None
+            count = len(completion.token_ids) if by_token else tokens
             while contents or tokens < count:
                 which = slice(tokens, min(tokens + _SLICE, count))
                 content = contents.pop(0) if contents else self.content("")
-                yield self.chunk(index, content, self.logprobs(index, completion, which))
+                chunk = self.chunk(index, content, self.logprobs(index, completion, which))
+                own = slice(max(0, which.start - added), max(0, which.stop - added))
+                if (masks := self.mask_details(each, own)) is not None:
+                    chunk["choices"][0]["masks"] = masks
+                yield chunk
                 tokens = which.stop
             self._sent[index] = len(each.text), tokens, completion.finish_reason is not None
             if completion.finish_reason is not None:
                 chunk = self.chunk(index, self.content(None), finish_reason=self.finish_reason(index, completion))
                 chunk["choices"][0]["stop_reason"] = completion.stop_reason
-                if self.job.params.complete:
-                    chunk["guided"] = self.guided_info([completion])
+                if self.job.params.complete or (each.mask_details is not None and self.guided is not None):
+                    chunk["guided"] = self.guided_info([output], [each])
                 yield chunk
 
-    def usage(self, finished: Sequence[RequestOutput]) -> dict[str, Any]:
-        """Build the stream's last chunk, which has no choices."""
-        return {**self._head(self.chunk_object), "choices": [], "usage": _usage_of(finished).model_dump()}
+    def first_events(self) -> Iterator[dict[str, Any]]:
+        return filter(None, map(self.opening, range(self.job.num_choices)))
+
+    def last_events(self, finished: Sequence[RequestOutput]) -> Iterator[dict[str, Any]]:
+        if self.job.include_usage:
+            yield {**self._head(self.chunk_object), "choices": [], "usage": usage_of(finished).model_dump()}
 
     def chunk(
         self,
@@ -187,7 +242,26 @@ class Answer(ABC):
         return {**chunk, "usage": None} if self.job.include_usage else chunk
 
     def _head(self, kind: str) -> dict[str, Any]:
-        return {"id": self.job.request_id, "object": kind, "created": self._created, "model": self.context.model_name}
+        return {"id": self.job.request_id, "object": kind, "created": self.created, "model": self.context.model_name}
+
+
+async def _sliced_json(build: Callable[[slice], dict[str, Any] | None], count: int) -> bytes:
+    """Write an object with a list entry for each of `count` tokens, slice by slice."""
+    lists: dict[str, list[bytes]] = {}
+    constants: dict[str, Any] = {}
+    for start in range(0, max(1, count), _SLICE):
+        part = build(slice(start, start + _SLICE))
+        if part is None:
+            return b"null"
+        for name, values in part.items():
+            if isinstance(values, list):
+                lists.setdefault(name, []).append(to_json(values)[1:-1])
+            else:
+                constants[name] = values
+        await asyncio.sleep(0)
+    fields = [to_json(name) + b":[" + b",".join(parts) + b"]" for name, parts in lists.items()]
+    fields += [to_json(name) + b":" + to_json(value) for name, value in constants.items()]
+    return b"{" + b",".join(fields) + b"}"
 
 
 def to_json(data: Any) -> bytes:
@@ -195,7 +269,7 @@ def to_json(data: Any) -> bytes:
     return json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode()
 
 
-def _usage_of(finished: Sequence[RequestOutput]) -> Usage:
+def usage_of(finished: Sequence[RequestOutput]) -> Usage:
     """Count tokens. A prompt counts once, whatever n is."""
     prompt = sum(len(output.prompt_token_ids) for output in finished)
     completion = sum(len(each.token_ids) for output in finished for each in output.outputs)

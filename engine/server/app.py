@@ -11,12 +11,13 @@ from fastapi_offline import FastAPIOffline
 from starlette.middleware.cors import CORSMiddleware
 
 from engine.async_llm import AsyncLLM
-from engine.server import chat, completions, health, metrics, models, tokenization
+from engine.server import chat, check, completions, health, metrics, models, playground, responses, tokenization
 from engine.server.context import ServerContext
 from engine.server.errors import install_handlers
 from engine.server.gate import Gate
 from engine.server.options import ServerSettings
 from engine.server.protocol import ErrorAnswer
+from engine.server.tracing import Tracing
 
 DESCRIPTION = """
 An OpenAI-compatible server with guided decoding. Add one of `json_schema`, `json_object`, `regex`, `choice`,
@@ -25,7 +26,7 @@ An OpenAI-compatible server with guided decoding. Add one of `json_schema`, `jso
 """
 
 
-def create_app(engine: AsyncLLM, settings: ServerSettings) -> FastAPI:
+def create_app(engine: AsyncLLM, settings: ServerSettings, tracing: Tracing | None = None) -> FastAPI:
     """Build the application. The caller shuts the engine down, after the application.
 
     The documentation pages bring their own scripts and styles and work without internet access.
@@ -39,7 +40,7 @@ def create_app(engine: AsyncLLM, settings: ServerSettings) -> FastAPI:
     app = FastAPIOffline(
         title="guided", version=version("guided"), description=DESCRIPTION, dependencies=key, responses=errors
     )
-    app.state.context = context = ServerContext.build(engine, settings)
+    app.state.context = context = ServerContext.build(engine, settings, tracing)
     app.add_middleware(Gate, context=context)
     if settings.allowed_origins:
         app.add_middleware(
@@ -50,6 +51,8 @@ def create_app(engine: AsyncLLM, settings: ServerSettings) -> FastAPI:
             expose_headers=["x-request-id", "x-guided-backend", "x-guided-ignored", "x-should-retry", "retry-after"],
         )
     install_handlers(app)
-    for routes in (chat, completions, tokenization, models, health, metrics):
+    for routes in (chat, responses, check, completions, tokenization, models, health, metrics):
         app.include_router(routes.router)
+    if settings.playground:
+        app.include_router(playground.router)
     return app

@@ -10,17 +10,18 @@ from typing import Any
 from fastapi import APIRouter, Request
 
 from engine.outputs import CompletionOutput
-from engine.server.answers import Answer
-from engine.server.constraints import requested_constraint
+from engine.server.answers import ChoicesAnswer
+from engine.server.constraints import RequestedConstraint, requested_constraint
 from engine.server.context import Context, ServerContext
-from engine.server.endpoint import RESPONSES, GenerationRoute, field_names
+from engine.server.endpoint import RESPONSES, GenerationRoute, Prepared, field_names
 from engine.server.generation import Job
 from engine.server.logprobs import chat_logprobs
 from engine.server.output_form import offered_calls, output_form
 from engine.server.prompts import encode_chat
-from engine.server.protocol import ChatRequest, ChatResponse, GuidedInfo
+from engine.server.protocol import ChatRequest, ChatResponse, GuidedInfo, Message
 from engine.server.sampling import sampling_params, wants_usage
 from guided.errors import InvalidRequest
+from guided.model_formats import ToolFormat
 from guided.output_parser import Piece
 
 router = APIRouter(tags=["generation"], route_class=GenerationRoute)
@@ -29,23 +30,33 @@ _FIELD_NAMES = {"prompt": "messages", "logprobs": "top_logprobs", "extra_args": 
 
 
 @router.post("/v1/chat/completions", response_model=ChatResponse, responses=RESPONSES)
-def create_chat_completion(body: ChatRequest, request: Request, context: Context) -> tuple[type[Answer], Job]:
+def create_chat_completion(body: ChatRequest, request: Request, context: Context) -> Prepared:
     """Answer a chat, constrained or not. With `stream`, the status is sent once the constraint is compiled."""
     names = dict(_FIELD_NAMES)
     if body.max_completion_tokens is not None and body.max_tokens in (None, body.max_completion_tokens):
         names["max_tokens"] = "max_completion_tokens"
     with field_names(names):
-        return _ChatAnswer, _build_job(body, context, request.state.request_id, names)
+        return _ChatAnswer, build_job(body, context, f"chatcmpl-{uuid.uuid4().hex}", request.state.request_id, names)
 
 
-def _build_job(body: ChatRequest, context: ServerContext, http_id: str, names: Mapping[str, str]) -> Job:
+def build_job(
+    body: ChatRequest, context: ServerContext, request_id: str, http_id: str, names: Mapping[str, str]
+) -> Job:
+    """Build the work of a chat.
+
+    Args:
+        request_id, http_id, names: as `request_id`, `http_id` and `field_names` of `Job`.
+
+    Raises:
+        GuidedError: the request is refused.
+    """
     strict = context.settings.strict_formats
     wanted = requested_constraint(body, context.settings.backend, context.limits, strict_formats=strict)
     calls = offered_calls(body, context, wanted)
     effort = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
     prompt = encode_chat(
         context.engine.tokenizer,
-        body.messages,
+        _described(body, context, wanted),
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
         variables={**effort, **(body.chat_template_kwargs or {})},
@@ -58,11 +69,11 @@ def _build_job(body: ChatRequest, context: ServerContext, http_id: str, names: M
     if form.shows_special_tokens:
         params = replace(params, skip_special_tokens=False)
     job = Job(
-        f"chatcmpl-{uuid.uuid4().hex}",
+        request_id,
         http_id,
         [prompt],
         params,
-        wanted.param,
+        wanted.param or (None if calls is None else "tools"),
         body.stream,
         field_names=names,
         include_usage=wants_usage(body),
@@ -72,6 +83,23 @@ def _build_job(body: ChatRequest, context: ServerContext, http_id: str, names: M
         call_id_length=form.id_length,
     )
     return job.admitted(context)
+
+
+def _described(body: ChatRequest, context: ServerContext, wanted: RequestedConstraint) -> list[Message]:
+    """Return the messages, with the JSON schema in a system message if that is asked for."""
+    constraint = wanted.constraint
+    if constraint is None or constraint.kind != "json_schema":
+        if body.describe_schema:
+            raise InvalidRequest("describe_schema needs a JSON schema", param="describe_schema")
+        return body.messages
+    if not (context.settings.describe_schema if body.describe_schema is None else body.describe_schema):
+        return body.messages
+    form = ToolFormat.schema_text if context.tool_format is None else context.tool_format.schema_text
+    text = form.replace("{schema}", constraint.source)
+    first, *others = body.messages
+    if first.role not in ("system", "developer"):
+        return [Message(role="system", content=text), *body.messages]
+    return [first.model_copy(update={"content": f"{first.text}\n\n{text}"}), *others]
 
 
 def _max_tokens(body: ChatRequest) -> int | None:
@@ -92,7 +120,7 @@ def _logprobs(body: ChatRequest) -> int | None:
     return None
 
 
-class _ChatAnswer(Answer):
+class _ChatAnswer(ChoicesAnswer):
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
@@ -118,8 +146,7 @@ class _ChatAnswer(Answer):
         return {"message": message}
 
     def _call(self, name: str) -> dict[str, Any]:
-        number = f"call_{uuid.uuid4().hex[:24]}"[-self.job.call_id_length :]
-        return {"id": number, "type": "function", "function": {"name": name, "arguments": ""}}
+        return {"id": self.job.new_call_id(), "type": "function", "function": {"name": name, "arguments": ""}}
 
     def contents(self, index: int, output: CompletionOutput, sent: int) -> list[dict[str, Any]]:
         parser = self._parsers[index]

@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from guided.backends import Backends, candidates
-from guided.check import Report, check, vocabulary_of
+from guided.backends import candidates
+from guided.check import Report, check_all, vocabulary_of
 from guided.maskbench import OUTCOMES, Result, judge_all
 
 
@@ -27,16 +27,14 @@ def check_files(
     """Print a report on each file; return whether all are accepted.
 
     Args:
-        options: arguments of `guided.check.check`.
+        options: arguments of `guided.check.check_all`.
         rewritten: print the rewritten constraint, too.
         strict: what is not enforced counts as refused.
         as_json: print lines of JSON.
     """
-    backends = Backends(vocabulary_of(tokenizer))
+    texts = ((str(f), sys.stdin.read() if str(f) == "-" else f.read_text(encoding="utf-8")) for f in files)
     good = True
-    for file in files:
-        text = sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
-        report = check(str(file), text, backends, **options)
+    for report in check_all(texts, vocabulary_of(tokenizer), **options):
         good = good and report.accepted and not (strict and report.not_enforced)
         print(json.dumps(asdict(report), ensure_ascii=False) if as_json else _text(report, rewritten), flush=True)
     return good

@@ -15,17 +15,33 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from engine.default_model import checkpoint_path
-from engine.server.options import OPTIONS, Option, ServeOptions, take_api_key
+from engine.server.options import OPTIONS, Option, ServeOptions, check_names, take_api_key
 from guided.backends import AUTO, resolve
 from guided.errors import GuidedError
+
+
+class _Command(TyperCommand):
+    """A command with plain help: in rich's tables, narrow terminals cut the names of options."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the options under the titles of their panels."""
+        panels: dict[str, list[Any]] = {}
+        for each in self.get_params(ctx):
+            title = "Arguments" if each.param_type_name == "argument" else getattr(each, "rich_help_panel", None)
+            panels.setdefault(title or "Options", []).extend(filter(None, [each.get_help_record(ctx)]))
+        for title, records in panels.items():
+            with formatter.section(title):
+                formatter.write_dl(records)
+
 
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
+    rich_markup_mode=None,
     help="Guided decoding: an OpenAI-compatible server with outputs that satisfy a schema, regex, grammar or choice.",
 )
 
@@ -60,6 +76,7 @@ def serve(**values: Any) -> None:
     """
     try:
         options = take_api_key(_options(values))
+        check_names(options)
         with listener_on(options.host, options.port) as listener:  # a port in use is reported at once
             from engine.server import process  # slow: torch, transformers
 
@@ -136,7 +153,7 @@ def doctor(**values: Any) -> None:
     raise typer.Exit(failed)
 
 
-@app.command()
+@app.command(cls=_Command)
 def top(
     url: Annotated[str, typer.Argument(help="The server.")] = "http://127.0.0.1:8000",
     interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two readings.")] = 2.0,
@@ -164,11 +181,11 @@ def top(
 
 _signature = inspect.Signature([_parameter(option) for option in OPTIONS])
 serve.__signature__ = doctor.__signature__ = _signature  # type: ignore[attr-defined]
-app.command()(serve)
-app.command()(doctor)
+app.command(cls=_Command)(serve)
+app.command(cls=_Command)(doctor)
 
 
-@app.command()
+@app.command(cls=_Command)
 def check(
     files: Annotated[list[Path], typer.Argument(help="Files to check; - is standard input.", allow_dash=True)],
     kind: Annotated[
@@ -183,6 +200,7 @@ def check(
         ),
     ] = None,
     samples: Annotated[int, typer.Option(help="Random valid outputs to print for each.", min=0)] = 0,
+    seconds: Annotated[float, typer.Option(help="Time limit for each file.", min=0)] = 30.0,
     seed: Annotated[int, typer.Option(help="Of the samples.")] = 0,
     rewritten: Annotated[bool, typer.Option("--rewritten", help="Print the constraint as it was rewritten.")] = False,
     strict: Annotated[bool, typer.Option("--strict", help="What is not enforced is an error.")] = False,
@@ -197,7 +215,7 @@ def check(
         raise typer.BadParameter(f"there is no file {missing}")
     from engine.server import check_command  # slow: the grammar libraries
 
-    options = {"kind": kind, "backend": backend, "samples": samples, "seed": seed}
+    options = {"kind": kind, "backend": backend, "samples": samples, "seed": seed, "seconds": seconds}
     try:
         good = check_command.check_files(
             files, tokenizer or checkpoint_path(), options, rewritten=rewritten, strict=strict, as_json=as_json
@@ -208,7 +226,7 @@ def check(
     raise typer.Exit(0 if good else 1)
 
 
-@app.command()
+@app.command(cls=_Command)
 def maskbench(
     file: Annotated[
         Path, typer.Argument(help="MaskBench's schemas: lines of JSON, maybe .gz.", exists=True, dir_okay=False)

@@ -10,10 +10,10 @@ from typing import Any
 from fastapi import APIRouter, Request
 
 from engine.outputs import CompletionOutput, RequestOutput
-from engine.server.answers import Answer
+from engine.server.answers import ChoicesAnswer
 from engine.server.constraints import requested_constraint
 from engine.server.context import Context, ServerContext
-from engine.server.endpoint import RESPONSES, GenerationRoute, field_names
+from engine.server.endpoint import RESPONSES, GenerationRoute, Prepared, field_names
 from engine.server.generation import Job
 from engine.server.logprobs import TextOffsets, completion_logprobs
 from engine.server.prompts import text_prompts
@@ -30,7 +30,7 @@ _FIELD_NAMES = {"extra_args": "vllm_xargs"}
 
 
 @router.post("/v1/completions", response_model=Completion, responses=RESPONSES)
-def create_completion(body: CompletionRequest, request: Request, context: Context) -> tuple[type[Answer], Job]:
+def create_completion(body: CompletionRequest, request: Request, context: Context) -> Prepared:
     """Continue one or several prompts, constrained or not."""
     with field_names(_FIELD_NAMES):
         return _TextAnswer, _build_job(body, context, request.state.request_id)
@@ -72,7 +72,7 @@ def _texts(given: Any, prompts: Sequence[Sequence[int]], context: ServerContext)
     return [b"".join(map(context.texts.bytes_of, prompt)).decode("utf-8", "replace") for prompt in prompts]
 
 
-class _TextAnswer(Answer):
+class _TextAnswer(ChoicesAnswer):
     whole_object = "text_completion"
     chunk_object = "text_completion"
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from engine.server.protocol import GenerationRequest
+from engine.server.protocol import GenerationRequest, ResponseFormat
 from guided.backends import AUTO, candidates, resolve
 from guided.constraint import KINDS, Constraint, ConstraintKind
 from guided.errors import InvalidConstraint, InvalidRequest, bounded
@@ -99,26 +99,28 @@ def _response_format(request: GenerationRequest) -> Iterator[GivenConstraint]:
     chosen = request.response_format
     if chosen is None:
         return
-    given = {name for name in type(chosen).model_fields.keys() - {"type"} if getattr(chosen, name) is not None}
+    given = {name for name in ResponseFormat.model_fields.keys() - {"type"} if getattr(chosen, name) is not None}
     for name in sorted(given.difference(_FORMAT_FIELDS.get(chosen.type, ()))):
-        field = f"response_format.{name.rstrip('_')}"
+        field = f"{chosen.path}.{name.rstrip('_')}"
         requires = next(kind for kind, names in _FORMAT_FIELDS.items() if name in names)
         raise InvalidConstraint(f"{field} requires type {requires}, not {chosen.type}", param=field)
     if chosen.type == "structural_tag":
         parts = {"format": chosen.format, "structures": chosen.structures, "triggers": chosen.triggers}
         tag = {"type": "structural_tag", **{name: value for name, value in parts.items() if value is not None}}
-        yield GivenConstraint("structural_tag", "response_format", tag)
+        yield GivenConstraint("structural_tag", chosen.path, tag)
     elif given:
         inner = chosen.json_schema.schema_ if chosen.json_schema is not None else chosen.schema_
         schema = chosen.value if chosen.type == "json" else inner
         if schema is None:
-            raise _missing("response_format.json_schema.schema")
+            raise _missing(chosen.schema_path)
         # OpenAI names this field, too, in errors about the schema.
-        yield GivenConstraint("json_schema", "response_format", schema)
+        yield GivenConstraint("json_schema", chosen.path, schema)
     elif chosen.type == "json_object":
-        yield GivenConstraint("json_object", "response_format", True)
+        yield GivenConstraint("json_object", chosen.path, True)
     elif chosen.type != "text":
-        raise _missing(f"response_format.{_FORMAT_FIELDS[chosen.type][0]}")
+        raise _missing(
+            chosen.schema_path if chosen.type == "json_schema" else f"{chosen.path}.{_FORMAT_FIELDS[chosen.type][0]}"
+        )
 
 
 def _missing(field: str) -> InvalidConstraint:

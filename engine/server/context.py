@@ -19,6 +19,7 @@ from engine.server.errors import ModelNotFound, QueueFull, ShuttingDown
 from engine.server.metrics import Metrics
 from engine.server.options import ServerSettings
 from engine.server.readiness import ReadinessCheck
+from engine.server.tracing import Tracing
 from guided.backends import AUTO
 from guided.errors import bounded
 from guided.limits import Limits
@@ -36,17 +37,18 @@ class ServerContext:
     texts: TokenTexts
     admission: AdmissionThreads
     readiness: ReadinessCheck
+    tracing: Tracing | None = None
     created: int = field(default_factory=lambda: int(time.time()))
     shutting_down: bool = False
     _in_flight: Counter[str] = field(default_factory=Counter)
     """Generations in flight, by client."""
 
     @classmethod
-    def build(cls, engine: AsyncLLM, settings: ServerSettings) -> ServerContext:
+    def build(cls, engine: AsyncLLM, settings: ServerSettings, tracing: Tracing | None = None) -> ServerContext:
         texts = TokenTexts(engine.model.vocabulary, engine.tokenizer)
         admission = AdmissionThreads(settings.max_waiting)
         readiness = ReadinessCheck(engine, settings.backend, admission)
-        return cls(engine, settings, Metrics(engine), texts, admission, readiness)
+        return cls(engine, settings, Metrics(engine), texts, admission, readiness, tracing)
 
     @cached_property
     def tool_format(self) -> ToolFormat | None:

@@ -1,10 +1,10 @@
-"""GenerationRoute: what chat and text completions do alike: run the job, and send an answer or a stream."""
+"""GenerationRoute: what chats, responses and text completions do alike: run the job, and send an answer or a stream."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from contextlib import AsyncExitStack, contextmanager
 from typing import Any, TypeVar
 from urllib.parse import quote
@@ -24,6 +24,9 @@ logger = logging.getLogger("guided.server")
 
 T = TypeVar("T")
 
+Prepared = tuple[Callable[[ServerContext, Job, GuidedInfo | None], Answer], Job]
+"""What an endpoint returns: how to make the answer, and the job."""
+
 RESPONSES: dict[int | str, dict[str, Any]] = {
     200: {"description": "An answer, or with `stream` its chunks.", "content": {"text/event-stream": {}}}
 }
@@ -33,30 +36,27 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
 class GenerationRoute(AdmissionRoute):
     """A route for endpoints that return the request's `Job`. It runs the job and sends the answer, or a stream."""
 
-    def prepare(self, body: Any, request: Request, context: ServerContext) -> tuple[type[Answer], Job]:
+    def prepare(self, body: Any, request: Request, context: ServerContext) -> Prepared:
         context.check_model(body.model)
-        prepared: tuple[type[Answer], Job] = self.endpoint(body, request, context)
+        prepared: Prepared = self.endpoint(body, request, context)
         return prepared
 
-    async def respond(self, prepared: tuple[type[Answer], Job], request: Request, context: ServerContext) -> Response:
+    async def respond(self, prepared: Prepared, request: Request, context: ServerContext) -> Response:
         """Run the job.
 
         Raises:
             GuidedError: it was refused, or it failed before the first byte of the answer.
         """
-        answer_type, job = prepared
+        make_answer, job = prepared
         async with AsyncExitStack() as stack:
             try:
-                client = request.state.client
-                outputs = await _unless_gone(request, stack.enter_async_context(running(context, job, client)))
+                work = running(context, job, request.state.client, request.headers)
+                outputs = await _unless_gone(request, stack.enter_async_context(work))
                 guided = outputs.guided
                 if ignored := request.state.ignored:
                     guided = (guided or GuidedInfo()).model_copy(update={"ignored": ignored})
-                answer = answer_type(context, job, guided)
-                if job.stream:
-                    content = events(outputs, answer, context.metrics)
-                else:
-                    content = answer.whole(await _unless_gone(request, _finished(outputs)))
+                answer = make_answer(context, job, guided)
+                content = await _unless_gone(request, self.content(outputs, answer, context))
             except _ClientGone:
                 context.metrics.abandoned("disconnected")
                 text = "request %s (x-request-id %s): the client went away"
@@ -64,6 +64,12 @@ class GenerationRoute(AdmissionRoute):
                 return Response(status_code=499)
             headers = {} if guided is None else _headers(guided)
             return AnswerStream(content, stack.pop_all(), headers, context, job)
+
+    async def content(self, outputs: Outputs, answer: Answer, context: ServerContext) -> AsyncIterator[bytes]:
+        """Return the answer's body in pieces."""
+        if outputs.job.stream:
+            return events(outputs, answer, context.metrics)
+        return answer.whole(await _finished(outputs))
 
 
 @contextmanager

@@ -14,10 +14,12 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
+from starlette.types import Scope
 
 from engine.server.protocol import MISPLACED, REFUSED, UNSUPPORTED
 from guided.error_body import envelope, error_body, error_headers
-from guided.errors import GuidedError, InternalError, InvalidRequest, bounded
+from guided.errors import CompileTimeout, GuidedError, InternalError, InvalidRequest, bounded
 
 logger = logging.getLogger("guided.server")
 
@@ -92,14 +94,17 @@ def install_handlers(app: FastAPI) -> None:
 
 async def _on_guided_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, GuidedError)
-    request.app.state.context.metrics.failed(error.code)
+    request.app.state.context.metrics.failed(error.code, error.status)
+    if error.status < 500 and not isinstance(error, CompileTimeout):  # those are logged where they happen
+        log_refusal(request.scope, error.code, error.message, error.param)
     return JSONResponse(error_body(error), status_code=error.status, headers=error_headers(error))
 
 
 async def _on_shape_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
     message, param, code = _describe(error.errors())
-    request.app.state.context.metrics.failed(code)
+    request.app.state.context.metrics.failed(code, 400)
+    log_refusal(request.scope, code, message, param)
     return JSONResponse(envelope(400, message, param, code), 400, headers={"x-should-retry": "false"})
 
 
@@ -109,9 +114,29 @@ async def _on_http_exception(request: Request, error: Exception) -> JSONResponse
     code = {404: "not_found", 405: "method_not_allowed", 413: BodyTooLarge.code}.get(
         error.status_code, "invalid_request"
     )
-    body = envelope(error.status_code, bounded(error.detail), None, code)
-    request.app.state.context.metrics.failed(code)
+    message = _hint(request) if code == "not_found" else bounded(error.detail)
+    body = envelope(error.status_code, message, None, code)
+    request.app.state.context.metrics.failed(code, error.status_code)
+    log_refusal(request.scope, code, message, None)
     return JSONResponse(body, error.status_code, headers=headers)
+
+
+def log_refusal(scope: Scope, code: str, message: str, param: str | None) -> None:
+    """Log why a request is refused."""
+    request_id = scope.get("state", {}).get("request_id", "-")
+    text = " ".join(f"{'' if param is None else f'{param}: '}{message}".split())
+    where = f"{scope['method']} {bounded(scope['path'], 100)!r}"
+    extra = {"x_request_id": request_id, "code": code}
+    logger.info("x-request-id %s: %s refused: %s: %s", request_id, where, code, bounded(text), extra=extra)
+
+
+def _hint(request: Request) -> str:
+    """Return what to do about an unknown path."""
+    path = request.url.path
+    wanted = {**request.scope, "path": f"/v1{path}"}
+    if any(route.matches(wanted)[0] is not Match.NONE for route in request.app.routes):
+        return f"there is no {path}: send the request to /v1{path} (a client's base URL ends with /v1)"
+    return f"there is no {bounded(path, 100)!r}: requests go to /v1/chat/completions, and /docs lists all paths"
 
 
 async def _on_unexpected_error(request: Request, error: Exception) -> JSONResponse:
@@ -119,7 +144,7 @@ async def _on_unexpected_error(request: Request, error: Exception) -> JSONRespon
     request_id = request.scope.get("state", {}).get("request_id", "-")
     text, extra = "x-request-id %s: %s %s failed: %r", {"x_request_id": request_id}
     logger.error(text, request_id, request.method, request.url.path, error, extra=extra)
-    request.app.state.context.metrics.failed(InternalError.code)
+    request.app.state.context.metrics.failed(InternalError.code, InternalError.status)
     headers = {"x-should-retry": "false", "x-request-id": request_id}
     body = envelope(500, "the server failed on this request; its log says why", None, InternalError.code)
     return JSONResponse(body, 500, headers=headers)

@@ -13,12 +13,13 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.server.context import ServerContext
-from engine.server.errors import BodyTooLarge, HostNotAllowed, Unauthorized
+from engine.server.errors import BodyTooLarge, HostNotAllowed, Unauthorized, log_refusal
 from guided.error_body import error_body, error_headers
 from guided.errors import GuidedError, bounded
 
 OPEN_PATHS = ("/health", "/metrics", "/version", "/docs", "/redoc", "/openapi.json", "/static-offline-docs")
-"""Paths that need no key: probes and scrapers have none, and the documentation reveals nothing about the traffic."""
+"""Paths that need no key: probes and scrapers have none, and the documentation reveals nothing about the traffic. Nor
+does the page at `/`."""
 
 _ID_CHARACTERS = frozenset(string.ascii_letters + string.digits + "-_.:/+=")
 
@@ -56,7 +57,8 @@ class Gate:
             key = self._check_key(scope, headers)
             self._check_length(headers)
         except GuidedError as error:
-            self.context.metrics.failed(error.code)
+            self.context.metrics.failed(error.code, error.status)
+            log_refusal(scope, error.code, error.message, error.param)
             answer = JSONResponse(error_body(error), error.status, headers=error_headers(error))
             await answer(scope, receive, send_with_id)
             return
@@ -85,7 +87,7 @@ class Gate:
         same = [secrets.compare_digest(text, key) for key in self._keys]  # all of them: the time tells nothing
         if kind.lower() == "bearer" and True in same:
             return same.index(True)
-        if self._keys and not scope["path"].startswith(OPEN_PATHS):
+        if self._keys and scope["path"] != "/" and not scope["path"].startswith(OPEN_PATHS):
             raise Unauthorized("Incorrect API key provided: send it as 'Authorization: Bearer KEY'")
         return None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -67,6 +68,10 @@ class Job:
     def num_choices(self) -> int:
         return len(self.prompts) * self.params.n
 
+    def new_call_id(self) -> str:
+        """Make the id of a function call."""
+        return f"call_{uuid.uuid4().hex[:24]}"[-self.call_id_length :]
+
     def admitted(self, context: ServerContext) -> Job:
         """Return this job with its engine requests.
 
@@ -120,14 +125,17 @@ class Outputs:
 
 
 @asynccontextmanager
-async def running(context: ServerContext, job: Job, client: str) -> AsyncIterator[Outputs]:
+async def running(context: ServerContext, job: Job, client: str, headers: Mapping[str, str]) -> AsyncIterator[Outputs]:
     """Start the job of a client and wait until it is admitted. At the end, abort what still runs of it.
+
+    Args:
+        headers: of the request: they say which span is the parent of its spans.
 
     Raises:
         GuidedError: the job is refused (also because its constraint does not compile), or it fails later. Errors that
             an operator can act on are logged here.
     """
-    guided = None
+    guided = failure = None
     try:
         _check_logprobs(context, job)
         with context.admit(len(job.prompts) * job.params.width, client):
@@ -138,14 +146,20 @@ async def running(context: ServerContext, job: Job, client: str) -> AsyncIterato
                 if constraint is not None and backend is not None:
                     unknown = [respell_pointer(each, job.places) for each in constraint.not_enforced]
                     guided = GuidedInfo(kind=job.kind or constraint.kind, backend=backend, not_enforced=unknown)
+                    guided.guarded = list(first[0].guarded) or None
                 async with aclosing(_checked(context, _merged(first, streams), job)) as checked:
                     yield Outputs(job, guided, checked)
             finally:
                 for stream in streams:
                     await stream.aclose()  # aborts what still runs
     except GuidedError as error:
+        failure = error
         report(job, error, guided)
         raise
+    finally:
+        if context.tracing is not None:
+            for group in job.groups:
+                context.tracing.record(group, headers, failure)
 
 
 def report(job: Job, error: GuidedError, guided: GuidedInfo | None) -> None:

@@ -9,6 +9,7 @@ from pydantic import AfterValidator, BaseModel, Field
 
 from engine.server.context import Context
 from engine.server.readiness import Stage
+from guided.pool import WorkerState
 
 router = APIRouter(tags=["operation"])
 
@@ -17,7 +18,7 @@ class MaskActor(BaseModel):
     """One worker of the mask pool. The inline pool has a single one, in the server's own process."""
 
     index: int
-    state: Literal["starting", "up", "restarting", "down"]
+    state: WorkerState
     pid: int | None
     node: str | None
     """Name of the host."""

@@ -16,10 +16,11 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from engine.async_llm import AsyncLLM, EngineHealth
+from engine.async_llm import AsyncLLM
 from engine.outputs import RequestMetrics, RequestOutput
 from engine.sampling_params import SamplingParams
 from guided.errors import GuidedError, InvalidRequest
+from guided.pool_metrics import counts_by, pool_metrics
 
 router = APIRouter(tags=["operation"])
 
@@ -76,7 +77,9 @@ class Metrics:
         self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of admitted requests.")
         self._generation_tokens = counter("generation_tokens", "Generated tokens.")
         self._successes = counter("request_success", "Sequences that ended without an error.", "finished_reason")
-        self._failures = counter("request_failures", "Requests that ended with an error, by its code.", "code")
+        self._failures = counter(
+            "request_failures", "Requests that ended with an error, by its code and what was at fault.", "code", "fault"
+        )
         self._grammar_failures = counter(
             "grammar_failures", "Constrained requests that ended before they had a grammar.", "code", "kind"
         )
@@ -96,9 +99,10 @@ class Metrics:
         """Count a connection that the server ended: its client sent too little or too much, or there were too many."""
         self._connection_ends.labels(reason).inc()
 
-    def failed(self, code: str) -> None:
+    def failed(self, code: str, status: int) -> None:
         """Count a request that was answered with an error, or with a stream that ended with one."""
-        self._failures.labels(code).inc()
+        fault = "load" if status == 429 else "request" if status < 500 else "server"
+        self._failures.labels(code, fault).inc()
 
     async def observed(
         self, outputs: AsyncGenerator[RequestOutput, None], params: SamplingParams
@@ -160,18 +164,13 @@ class _EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         health = self._engine.health()
-        stats, workers = health.stats, health.pool.workers
+        stats = health.stats
         gauges = (
             ("num_requests_running", "Running sequences.", health.num_running),
             ("num_requests_waiting", "Requests that could run and wait.", health.num_waiting),
             ("num_requests_waiting_for_grammar", "Requests that wait for a grammar.", health.num_waiting_for_grammar),
             ("num_sequences_parked", "Sequences parked because of a late mask.", stats.parked),
             ("kv_cache_usage_perc", "Share of the KV cache in use, 0 to 1.", health.kv_cache_usage),
-            ("grammar_compiling", "Constraints that are being compiled or queued.", health.pool.compiling),
-            ("mask_actors_up", "Mask actors that are up.", sum(worker.state == "up" for worker in workers)),
-            ("mask_actors_down", "Mask actors in a crash loop.", sum(worker.state == "down" for worker in workers)),
-            ("mask_actors", "Configured mask actors.", len(workers)),
-            ("mask_open_sequences", "Open matchers.", sum(worker.open_sequences for worker in workers)),
         )
         exposed = stats.prepare_seconds + stats.wait_seconds + stats.kernel_seconds
         counters = (
@@ -189,30 +188,10 @@ class _EngineCollector(Collector):
             ("mask_seconds", "Seconds that workers spent on masks, exposed or hidden.", stats.mask_seconds),
             ("mask_parkings", "Times that a sequence was parked because of a late mask.", stats.parkings),
             ("mask_parked_seconds", "Seconds that sequences were parked.", stats.parked_seconds),
-            ("mask_replays", "Sequences opened on another mask actor after the end of theirs.", health.pool.replays),
-            ("mask_actor_restarts", "Mask actors replaced.", sum(worker.restarts for worker in workers)),
         )
         for name, text, value in gauges:
             yield GaugeMetricFamily(f"guided_{name}", text, value=value)
         for name, text, value in counters:
             yield CounterMetricFamily(f"guided_{name}", text, value=value)
-        yield from _by_label(health)
-
-
-def _by_label(health: EngineHealth) -> Iterator[Metric]:
-    backends, workers = health.pool.backends, health.pool.workers
-    up = GaugeMetricFamily("guided_backend_up", "0 while a backend is suspended after crashes.", labels=["backend"])
-    for backend in backends:
-        up.add_metric([backend.name], float(backend.state == "up"))
-    yield up
-    ends = sum((Counts(worker.ends) for worker in workers), Counts())
-    for name, text, label, counts in (
-        ("compile_crashes", "Compile processes that crashed.", "backend", {b.name: b.crashes for b in backends}),
-        ("compile_timeouts", "Compilations that took too long.", "backend", {b.name: b.timeouts for b in backends}),
-        ("mask_actor_ends", "Mask actors that ended.", "cause", dict(sorted(ends.items()))),
-        ("engine_failures", "Groups that ended with an error.", "code", dict(health.stats.failures)),
-    ):
-        counter = CounterMetricFamily(f"guided_{name}", text, labels=[label])
-        for value, count in counts.items():
-            counter.add_metric([value], count)
-        yield counter
+        yield from pool_metrics([health.pool])
+        yield counts_by("engine_failures", "Groups that ended with an error.", "code", Counts(stats.failures))

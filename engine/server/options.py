@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_type_hints
 
@@ -53,6 +54,8 @@ class ServerSettings:
             `none`.
         reasoning_format: how the model writes its thinking: a name of `REASONING_FORMATS`, `auto`, `none`.
         strict_fields: reject unknown fields of a request, instead of ignoring them.
+        playground: serve a page to try the server at `/`.
+        describe_schema: put the schema into the prompt of chats that do not say.
         allowed_origins: web pages (`https://example.org`, or `*`) that may use the server from a browser.
 
     Raises:
@@ -78,6 +81,8 @@ class ServerSettings:
     reasoning_format: str = AUTO
     strict_fields: bool = False
     allowed_origins: tuple[str, ...] = ()
+    playground: bool = True
+    describe_schema: bool = False
 
     RANGES: ClassVar[Mapping[str, Range]] = {
         **dict.fromkeys(("max_requests", "max_waiting", "max_body_bytes", "max_body_values"), Range(1)),
@@ -216,6 +221,22 @@ def take_api_key(options: ServeOptions) -> ServeOptions:
     return replace(options, server=replace(options.server, api_key=key))
 
 
+def check_names(options: ServeOptions) -> None:
+    """Check the model's directory and the modules of logits processors, without loading anything.
+
+    Raises:
+        OSError: there is no such directory.
+        ValueError: there is no such module.
+    """
+    model = options.model_path
+    if model.startswith((".", "/", "~")) and not Path(model).is_dir():  # no hub name begins like this
+        raise OSError(f"there is no model directory {model}")
+    for one in options.engine.logits_processors:
+        module = one.partition(":")[0] if isinstance(one, str) else ""
+        if module and find_spec(module.partition(".")[0]) is None:
+            raise ValueError(f"the logits processor {one} can't be loaded: there is no module {module}")
+
+
 def _with(base: Any, path: Sequence[str], value: Any) -> Any:
     """Return a copy of a dataclass with another value at `path`."""
     name, *rest = path
@@ -315,6 +336,8 @@ OPTIONS = (
         "A web page's origin that may use the server from a browser (CORS), or * for any. Can be repeated.",
         metavar="ORIGIN",
     ),
+    Option("server.playground", "Serve a page to try the server at /."),
+    Option("server.describe_schema", "Put the JSON schema into the prompt of chats that do not say."),
     Option("server.strict_fields", "Reject unknown fields of a request, instead of ignoring them."),
     Option("server.tool_format", f"How the model writes calls: auto, none, {', '.join(TOOL_FORMATS)}."),
     Option("server.reasoning_format", f"How the model writes thoughts: auto, none, {', '.join(REASONING_FORMATS)}."),
@@ -331,6 +354,7 @@ OPTIONS = (
         "Engine",
         Option("load.device", "auto, cpu, cuda, cuda:1, ..."),
         Option("load.dtype", "auto (the checkpoint's), float32, bfloat16 or float16."),
+        Option("load.tensor_parallel_size", "Number of processes, one per GPU, that the model is split over."),
         Option("load.tokenizer", "Directory or hub name of the tokenizer. Default: the model's."),
         Option("load.revision", "Branch, tag or commit of the model on the hub."),
         Option("engine.max_num_seqs", "Maximum number of sequences in one step."),
@@ -364,7 +388,10 @@ OPTIONS = (
             "ray_address",
             process_only=True,
         ),
-        Option("ray.num_actors", "Number of mask actors. Default: by the number of CPUs."),
+        Option("ray.num_actors", "Mask actors at the start. Default: by the number of CPUs."),
+        Option("ray.min_actors", "Fewest mask actors, if their number is to follow the load. Default: --num-actors."),
+        Option("ray.max_actors", "Most mask actors, likewise. Default: --num-actors."),
+        Option("ray.scale_down_seconds", "Seconds for which fewer actors must be enough before one is ended."),
         Option(
             "ray.placement",
             "Nodes for the mask actors: local, spread (all), a Ray resource (NAME:AMOUNT) or node label (NAME=VALUE).",

@@ -17,7 +17,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -27,12 +26,14 @@ from transformers import GenerationConfig
 from transformers.utils.logging import disable_progress_bar
 
 from engine.async_llm import AsyncLLM
+from engine.logits_processors.loading import load_classes
 from engine.server.app import create_app
 from engine.server.connections import Connections
 from engine.server.context import ServerContext
 from engine.server.logs import log_to_stderr, uvicorn_logging
-from engine.server.options import ServeOptions, ServerSettings
+from engine.server.options import ServeOptions, ServerSettings, check_names
 from engine.server.protocol import CHAT_EXAMPLE, COMPLETION_EXAMPLE
+from engine.server.tracing import Tracing
 
 _ANSWER_SECONDS = 3
 """After the grace period: time to send the last events of streams."""
@@ -61,12 +62,13 @@ def start_engine(options: ServeOptions) -> AsyncLLM:
         UnsupportedModelError: the engine cannot serve the model.
         GuidedError: the pool cannot be started.
     """
-    model = options.model_path
-    if model.startswith((".", "/", "~")) and not Path(model).is_dir():  # no hub name begins like this
-        raise OSError(f"there is no model directory {model}")
+    check_names(options)
+    load_classes(options.engine.logits_processors)  # reports a wrong one before the model is loaded
     if not sys.stderr.isatty():
         disable_progress_bar()
-    engine = AsyncLLM(model, options.pool, options.engine, pool_options=options.ray, **dataclasses.asdict(options.load))
+    engine = AsyncLLM(
+        options.model_path, options.pool, options.engine, pool_options=options.ray, **dataclasses.asdict(options.load)
+    )
     # What exists now stays. A garbage collection that visited it would hold all threads for tenths of a second.
     gc.collect()
     gc.freeze()
@@ -102,12 +104,13 @@ def serve(options: ServeOptions, listener: socket.socket) -> None:
     exit_timer = _ExitTimer(options.grace_seconds + _EXIT_SECONDS)
     with _sigterm_exits(exit_timer):
         _say(options, "loading the model and starting the mask pool …")
+        tracing = Tracing.from_environment()
         engine = start_engine(options)
         try:
             settings = settings_of(options)
             if not settings.allowed_hosts and _is_loopback(options.host):
                 settings = dataclasses.replace(settings, allowed_hosts=(*_LOOPBACK_NAMES, options.host))
-            app = create_app(engine, settings)
+            app = create_app(engine, settings, tracing)
             config = uvicorn_config(app, options)
             _Server(config, app.state.context, options, exit_timer).run(sockets=[listener])
         finally:
@@ -157,7 +160,8 @@ class _Server(uvicorn.Server):
         if self.started and sockets:
             sockets[0].listen(_BACKLOG)  # uvicorn has one option for the kernel's queue and for asyncio's turns
             host, port = sockets[0].getsockname()[:2]
-            _say(self._options, _greeting(f"http://{f'[{host}]' if ':' in host else host}:{port}", self._options))
+            url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+            _say(self._options, _greeting(url, self._options, _description(self._options, self._context.engine)))
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self._exit_timer.start()
@@ -222,12 +226,27 @@ def _say(options: ServeOptions, text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-def _greeting(url: str, options: ServeOptions) -> str:
-    lines = ["", f"guided serves {options.model_name} on {url}", ""]
+def _description(options: ServeOptions, engine: AsyncLLM) -> list[str]:
+    """Say where model and masks are computed."""
+    model, pool = engine.model, engine.pool.status()
+    device = f"{model.device}, {str(model.dtype).removeprefix('torch.')}"
+    if model.device.type == "cpu" and options.load.device == "auto":
+        device += " (no CUDA device was found)"
+    masks = "this process, without isolation"
+    if pool.name == "ray":
+        how = "started by this server" if options.ray.address is None else "joined"
+        masks = f"{len(pool.workers)} Ray actors; Ray at {pool.ray_address}, {how}"
+    return [f"Model: {device}, context of {engine.max_model_len} tokens", f"Masks: {masks}"]
+
+
+def _greeting(url: str, options: ServeOptions, description: list[str]) -> str:
+    lines = ["", f"guided serves {options.model_name} on {url}", *description, ""]
     if not options.server.api_key and not _is_loopback(options.host):
         lines += [f"WARNING: {options.host} takes requests without a key: set --api-key or GUIDED_API_KEY", ""]
     lines += ["Try:", "", _curl(url, options, "/v1/chat/completions", CHAT_EXAMPLE), ""]
     lines += [_curl(url, options, "/v1/completions", COMPLETION_EXAMPLE), ""]
+    if options.server.playground:
+        lines += [f"Playground, in a browser:  {url}/"]
     lines += [f"Documentation, to try from the browser:  {url}/docs", f"State of the mask pool:  curl {url}/health", ""]
     return "\n".join(lines)
 

@@ -163,8 +163,8 @@ def _check_length(tokenizer: Any, text: str, param: str, max_tokens: int) -> Non
 
 def _too_long(param: str, max_tokens: int) -> InvalidRequest:
     return ContextLengthExceeded(
-        f"This model's maximum context length is {max_tokens} tokens. However, {param} has more. Please reduce the"
-        " length of the messages.",
+        f"This model's maximum context length is {max_tokens} tokens. However, '{param}' resulted in more. Please"
+        " reduce the length of the messages.",
         param=param,
     )
 

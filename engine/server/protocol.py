@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationInfo, field_validator, model_validator
@@ -26,11 +27,15 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "refusal": ("refusals are not supported", ()),
     "annotations": ("annotations are not supported", ([],)),
     "suffix": ("the models served here don't fill in the middle", ("",)),
-    "verbosity": ("verbosity is not supported", ()),
+    "verbosity": ("verbosity is not supported", ("medium",)),
     "web_search_options": ("web search is not supported", ()),
     "chat_template": ("a request can't bring its own chat template", ()),
     "prompt_embeds": ("prompt embeddings are not supported", ()),
     "truncate_prompt_tokens": ("prompts are not truncated: send a shorter one", ()),
+    "previous_response_id": ("the server stores no responses: send the whole conversation in input", ()),
+    "conversation": ("the server stores no conversations: send the whole conversation in input", ()),
+    "background": ("the server stores no responses: ask for a stream", (False,)),
+    "truncation": ("the input is not truncated: send a shorter one", ("disabled",)),
     "logits_processors": ("logits processors can't be sent with a request", ([],)),
 }
 """Known fields that are rejected: the reason, and the values besides null that are accepted as without effect."""
@@ -121,6 +126,9 @@ class ResponseFormat(Body):
     """OpenAI's `response_format`, and the forms of other servers."""
 
     tolerant = False
+    path: ClassVar[str] = "response_format"
+    """How errors name it, and the place of its schema."""
+    schema_path: ClassVar[str] = "response_format.json_schema.schema"
     type: Literal["text", "json_object", "json_schema", "json", "structural_tag"]
     json_schema: JsonSchemaFormat | None = None
     schema_: dict[str, Any] | bool | None = Field(
@@ -226,6 +234,12 @@ class GenerationRequest(Body):
     length_penalty: float | None = None
     early_stopping: bool | Literal["never"] | None = None
     prompt_logprobs: int | None = Field(default=None, description="In every choice. Not with stream.")
+    logprobs_mode: Literal["raw", "masked"] | None = Field(
+        default=None, description="Log-probabilities of the model (raw), or after the mask (masked)."
+    )
+    mask_details: bool | None = Field(
+        default=None, description="Report how many tokens each mask allowed, and the time for masks."
+    )
     vllm_xargs: dict[str, ExtraArg | Many[ExtraArg]] | None = Field(
         default=None, description="For the server's custom logits processors: their `extra_args`."
     )
@@ -241,17 +255,35 @@ class GenerationRequest(Body):
     prediction: Any = None
 
 
-class TextPart(Body):
-    type: Literal["text"]
-    text: str
+class Typed(Body):
+    """An object that is read by its `type`. Other types than `kinds` are refused by name."""
+
+    kinds: ClassVar[tuple[str, ...]]
+    """The first is what `type` is by default, for those that need not say."""
+    noun: ClassVar[str]
+    """What the objects are called."""
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_other_parts(cls, data: Any) -> Any:
-        kind = data.get("type", "text") if isinstance(data, dict) else "text"
-        if isinstance(kind, str) and kind != "text":
-            raise PydanticCustomError(UNSUPPORTED, "content parts of type {kind} are not supported", {"kind": kind})
+    def _refuse_other_types(cls, data: Any) -> Any:
+        kind = data.get("type", cls.kinds[0]) if isinstance(data, dict) else cls.kinds[0]
+        if isinstance(kind, str) and kind not in cls.kinds:
+            text = "{noun} of type {kind} are not supported; there are: {kinds}"
+            details = {"noun": cls.noun, "kind": kind[:60], "kinds": ", ".join(cls.kinds)}
+            raise PydanticCustomError(UNSUPPORTED, text, details)
         return data
+
+
+class TextPart(Typed):
+    kinds: ClassVar[tuple[str, ...]] = ("text",)
+    noun: ClassVar[str] = "content parts"
+    type: str
+    text: str
+
+
+def joined(content: str | Sequence[TextPart] | None) -> str:
+    """Return a message's content as one string. Newlines join the parts."""
+    return (content or "") if isinstance(content, str | None) else "\n".join(part.text for part in content)
 
 
 class CalledFunction(Body):
@@ -286,10 +318,8 @@ class Message(Body):
 
     @property
     def text(self) -> str:
-        """The content as one string. Newlines join the parts."""
-        if isinstance(self.content, list):
-            return "\n".join(part.text for part in self.content)
-        return self.content or ""
+        """The content as one string."""
+        return joined(self.content)
 
     def for_template(self) -> dict[str, Any]:
         """Convert to the form of chat templates. `developer` is OpenAI's newer name for `system`."""
@@ -349,6 +379,9 @@ class ChatRequest(GenerationRequest):
         default=None, ge=0, description="After so many tokens, the thinking phase ends."
     )
     reasoning_effort: str | None = Field(default=None, description="Passed to the chat template.")
+    describe_schema: bool | None = Field(
+        default=None, description="Put the JSON schema into the prompt, in a system message."
+    )
 
 
 class CompletionRequest(GenerationRequest):
@@ -403,6 +436,24 @@ class ErrorAnswer(BaseModel):
     error: ErrorDetail
 
 
+class MaskTimes(BaseModel):
+    """Seconds. `exposed`: the time by which masks have lengthened the steps of this request's sequences, of `total`,
+    the time from the end of the compilation to the end of the request."""
+
+    compile: float = Field(description="The time that compiling the grammar took, now or before.")
+    computed: float = Field(description="The time that the workers took for this request's masks.")
+    exposed: float
+    total: float
+
+
+class TokenMasks(BaseModel):
+    """With `mask_details`: what was allowed for each token."""
+
+    tokens: list[str]
+    allowed: list[int | None] = Field(description="The number of tokens that could be sampled; null: any.")
+    forced: list[bool] = Field(description="Appended without a forward pass of its own.")
+
+
 class GuidedInfo(BaseModel):
     """How the output was constrained, and what of the request had no effect. Null if there is nothing to say."""
 
@@ -411,6 +462,10 @@ class GuidedInfo(BaseModel):
     not_enforced: list[str] = Field(
         default=[], description="JSON pointers of unknown formats and misspelt keywords in the schema."
     )
+    guarded: list[str] | None = None
+    """Keywords of the schema that the guard enforces, not the library."""
+    masks: MaskTimes | None = None
+    """With `mask_details`, in a stream in the last chunk of a choice."""
     completed_early: bool | None = None
     """With `complete`: tokens were forbidden because the rest would not have fit in `max_tokens`."""
     ignored: list[str] | None = None
@@ -464,6 +519,7 @@ class ChatChoice(BaseModel):
     index: int
     message: ResponseMessage
     logprobs: ChatLogprobs | None
+    masks: TokenMasks | None = None
     finish_reason: str
     stop_reason: int | str | None = None
     prompt_logprobs: list[dict[int, PromptLogprob] | None] | None = None
@@ -493,6 +549,7 @@ class CompletionChoice(BaseModel):
     index: int
     text: str
     logprobs: CompletionLogprobs | None
+    masks: TokenMasks | None = None
     finish_reason: str | None
     stop_reason: int | str | None = None
     prompt_logprobs: list[dict[int, PromptLogprob] | None] | None = None

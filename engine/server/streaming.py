@@ -1,6 +1,6 @@
 """Send an answer piece by piece, or as server-sent events as OpenAI's clients read them.
 
-The status is sent before the first event. A failure after that is one event `data: {"error": ...}`, and the stream ends
+The status is sent before the first event. A failure after that is one event (`Answer.failure`), and the stream ends
 without `[DONE]`.
 """
 
@@ -10,22 +10,18 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
-from typing import Any
 
 from fastapi.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from engine.outputs import RequestOutput
-from engine.server.answers import Answer, to_json
+from engine.server.answers import Answer
 from engine.server.context import ServerContext
 from engine.server.generation import Job, Outputs, report
 from engine.server.metrics import Metrics
-from guided.error_body import error_body
 from guided.errors import GuidedError, InternalError
 
 logger = logging.getLogger("guided.server")
-
-DONE = b"data: [DONE]\n\n"
 
 
 class AnswerStream(StreamingResponse):
@@ -90,29 +86,25 @@ async def events(outputs: Outputs, answer: Answer, metrics: Metrics) -> AsyncIte
     job = outputs.job
     finished: dict[int, RequestOutput] = {}
     try:
-        for index in range(job.num_choices):
-            if (opening := answer.opening(index)) is not None:
-                yield _event(opening)
+        for data in answer.first_events():
+            yield answer.event(data)
         async for number, output in outputs.stream:
-            for chunk in answer.new_chunks(number, output):
-                yield _event(chunk)
+            for data in answer.new_events(number, output):
+                yield answer.event(data)
                 if job.params.logprobs is not None:  # a chunk takes milliseconds: let other requests go on
                     await asyncio.sleep(0)
             if output.finished:
                 finished[number] = output
-        if job.include_usage:
-            yield _event(answer.usage(list(finished.values())))
-        yield DONE
+        for data in answer.last_events(list(finished.values())):
+            yield answer.event(data)
+        yield answer.end
     except GuidedError as error:
-        metrics.failed(error.code)
+        metrics.failed(error.code, error.status)
         report(job, error, outputs.guided)
-        yield _event(error_body(error))
+        yield answer.event(answer.failure(error))
     except Exception:
-        metrics.failed(InternalError.code)
+        metrics.failed(InternalError.code, InternalError.status)
         text = "request %s (x-request-id %s) failed"
         logger.exception(text, job.request_id, job.http_id, extra=job.log_ids)
-        yield _event(error_body(InternalError("the server failed on this request; its log says why")))
-
-
-def _event(data: dict[str, Any]) -> bytes:
-    return b"data: " + to_json(data) + b"\n\n"
+        failure = InternalError("the server failed on this request; its log says why")
+        yield answer.event(answer.failure(failure))

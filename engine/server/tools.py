@@ -106,6 +106,9 @@ def _parameters(tool: Tool, param: str) -> dict[str, Any]:
         return {"type": "object", "properties": {}, "additionalProperties": False}
     if schema.get("type", "object") != "object":
         raise InvalidRequest("the parameters of a function are an object: their schema has another type", param=param)
+    if "$ref" in schema:  # up to draft 7 it has no siblings
+        others = {keyword: value for keyword, value in schema.items() if keyword != "$ref"}
+        schema = {**others, "allOf": [{"$ref": schema["$ref"]}, *schema.get("allOf", [])]}
     return {**schema, "type": "object"}
 
 

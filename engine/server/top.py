@@ -131,6 +131,7 @@ class View:
             ("compile queue", f"{now.total('grammar_compiling'):.0f}", "exposed masks", self._per_step("mask_exposed")),
             ("parked", f"{now.total('num_sequences_parked'):.0f}", "hidden masks", self._per_step("mask_hidden")),
             ("KV cache", f"{now.total('kv_cache_usage_perc'):.0%}", "mask cores", f"{cores:.2f}"),
+            ("mask actors", self._up(), "", ""),
             ("first token", self._mean("time_to_first_token"), "between tokens", self._mean("inter_token_latency")),
         ):
             table.add_row(*cells)
@@ -142,11 +143,15 @@ class View:
             table.add_column(name, justify="right" if name in ("pid", "sequences", "restarts") else "left")
         by_node = sorted(self._actors(self.now), key=lambda each: (str(each["address"] or each["node"]), each["index"]))
         for actor in by_node:
-            state = Text(actor["state"], style="" if actor["state"] == "up" else "red")
+            state = Text(actor["state"], style="" if actor["state"] in ("up", "draining", "stopped") else "red")
             where = (actor["node"] or "-", actor["address"] or "-", str(actor["pid"] or "-"))
             counts = (str(actor["open_sequences"]), str(actor["restarts"]))
             table.add_row(str(actor["index"]), *where, state, *counts, (actor["last_end"] or "")[:80])
         return table
+
+    def _up(self) -> str:
+        up, wanted = self.now.total("mask_actors_up"), self.now.total("mask_actors")
+        return f"{up:.0f} of {wanted:.0f} wanted"
 
     @staticmethod
     def _actors(reading: Reading) -> list[dict[str, Any]]:

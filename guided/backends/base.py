@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from guided.constraint import Constraint
+from guided.errors import TokenRejected
 from guided.vocabulary import Vocabulary
 
 
@@ -50,6 +51,16 @@ class Matcher(Protocol):
     def is_terminated(self) -> bool:
         """Whether a stop token was accepted."""
 
+    def accepts(self, token_ids: Sequence[int]) -> int:
+        """Return how many of `token_ids`, from the first on, are allowed here. The state does not change."""
+        trial = self.fork()
+        for count, token in enumerate(token_ids):
+            try:
+                trial.accept_tokens([token])
+            except TokenRejected:
+                return count
+        return len(token_ids)
+
     def forced_tokens(self) -> list[int]:
         """Return the only possible continuation, as token ids; empty where there are several or none is known."""
 
@@ -61,6 +72,8 @@ class CompiledGrammar(Protocol):
     """Estimated memory in bytes. Caches are bounded by it."""
     special_token_ids: frozenset[int] = frozenset()
     """Special tokens that the grammar may allow, because a structural tag names them."""
+    guarded: tuple[str, ...] = ()
+    """Keywords of a schema that the guard enforces, not the library."""
 
     def matcher(self) -> Matcher:
         """Return a new matcher at the start."""

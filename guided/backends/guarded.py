@@ -3,31 +3,31 @@
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from guided.backends.base import Backend, CompiledGrammar, Matcher
-from guided.bitmask import pack, words
+from guided.bitmask import each_allowed, forbid, pack, words
 from guided.constraint import Constraint
 from guided.errors import BackendError, InvalidConstraint, TokenRejected, UnsupportedConstraint, bounded
-from guided.guard.plan import Plan, has_few_names, plan_superset, repeats_keys
-from guided.guard.rules import minified
-from guided.guard.text import AFTER, BEFORE_KEY, BEFORE_VALUE, KEY, SCALAR, STRING, Choice, Frame, State, Veto, advance
+from guided.guard.candidates import Candidates
+from guided.guard.keys import has_few_names, open_object
+from guided.guard.outlook import Forbidden, forbidden, may_continue
+from guided.guard.plan import Plan, plan_superset
+from guided.guard.text import BEFORE_KEY, KEY, STRING, State, Veto, advance
 from guided.guard.tokens import TokenIndex
 from guided.vocabulary import Vocabulary
 
-_MARKS = {b"keys:": False, b"superset:": True}
-"""Prefixes of a serialised grammar that is guarded -> whether the library got a superset."""
-_SPACE = re.compile(rb'("(?:[^"\\]|\\.)*"?)|[ \t\r\n]+', re.DOTALL)
-_FOLLOWS = b",]} \t\n\r:"
-_MAX_QUESTIONS = 200
+_KEYS_ONLY, _SUPERSET = b"keys:", b"superset:"
+"""Prefixes of a serialised grammar that is guarded: the library got the constraint itself, or a superset."""
+_BLANKS = b" \t\n\r"
+_ENDS = b",]}:" + _BLANKS
+"""Bytes after a complete key or value."""
+_MAX_MASKS = 200
 """Maximum number of masks to compute to find a text that is allowed."""
-_DIGITS = re.compile(rb"-?\d*")
-_BITS = [np.array(1 << bit, np.uint32).view(np.int32)[()] for bit in range(32)]
 
 
 class GuardedBackend(Backend):
@@ -66,18 +66,21 @@ class GuardedBackend(Backend):
             return self._inner.load(constraint, dumped)
         if not dumped:
             return self.compile(constraint)
-        for mark, is_superset in _MARKS.items():
-            if dumped.startswith(mark):
-                plan = plan_superset(constraint.source) if is_superset else Plan()
-                assert plan is not None
-                inner = constraint if plan.superset is None else replace(constraint, source=plan.superset)
-                return self._guarded(constraint, self._inner.load(inner, dumped[len(mark) :]), plan)
+        if dumped.startswith(_KEYS_ONLY):
+            inner = self._inner.load(constraint, dumped.removeprefix(_KEYS_ONLY))
+            return self._guarded(constraint, inner, Plan())
+        if dumped.startswith(_SUPERSET):
+            plan = plan_superset(constraint.source)
+            assert plan is not None
+            assert plan.superset is not None
+            superset = replace(constraint, source=plan.superset)
+            return self._guarded(constraint, self._inner.load(superset, dumped.removeprefix(_SUPERSET)), plan)
         return self._inner.load(constraint, dumped)
 
     def _guarded(self, constraint: Constraint, grammar: CompiledGrammar, plan: Plan) -> CompiledGrammar:
         if self._index is None:
             self._index = TokenIndex(self._vocabulary)
-        if constraint.kind == "json_schema" and has_few_names(json.loads(constraint.source)):
+        if constraint.kind == "json_schema" and has_few_names(constraint.source):
             plan = replace(plan, has_few_names=True)
         return GuardedGrammar(grammar, plan, self._index, self._vocabulary)
 
@@ -85,7 +88,7 @@ class GuardedBackend(Backend):
 def _repeats_keys(constraint: Constraint) -> bool:
     if constraint.kind == "json_object":
         return True
-    return constraint.kind == "json_schema" and repeats_keys(json.loads(constraint.source))
+    return constraint.kind == "json_schema" and open_object(constraint.source) is not None
 
 
 class GuardedGrammar(CompiledGrammar):
@@ -97,6 +100,7 @@ class GuardedGrammar(CompiledGrammar):
         self.index = index
         self.vocabulary = vocabulary
         self.text_tokens = pack(vocabulary.text_token_ids, vocabulary.padded_vocab_size)
+        self.guarded = plan.keywords
         self.nbytes = inner.nbytes + len(plan.superset or "")
 
     def matcher(self) -> GuardedMatcher:
@@ -105,8 +109,7 @@ class GuardedGrammar(CompiledGrammar):
     def dump(self) -> bytes:
         """The library's own, with a mark; empty where compiling again is cheaper."""
         dumped = self._inner.dump()
-        mark = next(mark for mark, is_superset in _MARKS.items() if is_superset == (self.plan.superset is not None))
-        return mark + dumped if dumped else b""
+        return (_KEYS_ONLY if self.plan.superset is None else _SUPERSET) + dumped if dumped else b""
 
 
 class GuardedMatcher(Matcher):
@@ -124,8 +127,6 @@ class GuardedMatcher(Matcher):
         self._keys_only = (
             grammar.plan.planner is None and not grammar.plan.has_few_names and not grammar.index.has_later_key
         )
-        self._asking = False
-        """This copy only finds out what may follow (`_leaves`)."""
         self._checked = -1
         """Length of the complete text that was validated last."""
 
@@ -170,190 +171,65 @@ class GuardedMatcher(Matcher):
         return tokens if tokens and self._allows(tokens) else []
 
     def fill_bitmask(self, row: NDArray[np.int32]) -> None:
+        self._fill(row, look_ahead=True)
+
+    def _fill(self, row: NDArray[np.int32], *, look_ahead: bool) -> None:
+        """Write the mask. Without `look_ahead`, it only forbids tokens that violate a rule at once."""
         self.inner.fill_bitmask(row)
         state = self._states[-1][0]
         if self._keys_only and state.mode not in (KEY, BEFORE_KEY):
             return  # the usual case: no key may end here
-        for token in self._candidates(state, row):
-            if not self._allows([token]):
-                row[token >> 5] &= ~_BITS[token & 31]
+        candidates = Candidates(self._index, state, self._text, row)
+        for token in candidates.find(self._plan, look_ahead=look_ahead):
+            if not self._allows([token], look_ahead=look_ahead):
+                forbid(row, token)
 
-    def _candidates(self, state: State, row: NDArray[np.int32]) -> Iterable[int]:
-        """Return all allowed tokens that may have to be vetoed. Clears some that have to be."""
-        index, mode, frame = self._index, state.mode, state.frame
-        if state.escaped:
-            return index.quoted.allowed(row)
-        found = index.has_later_key.allowed(row)
-        if mode in (KEY, BEFORE_KEY):
-            assert frame is not None
-            started = bytes(self._text[state.begin + 1 :]) if mode == KEY else None
-            found += self._ending_keys(frame, started, row)
-        if self._plan.has_few_names and frame is not None and frame.keys:
-            found += self._near_used_keys(state, frame, row)
-        if self._plan.planner is None:
-            return found
-        found += (index.ends_string_and_opens if mode in (KEY, STRING) else index.opens).allowed(row)
-        if frame is not None and not frame.watched:
-            return found
-        if not _is_quiet(state):
-            if mode in (KEY, STRING):
-                found += index.ends_string_and_more.allowed(row)
-            else:
-                ends = {AFTER: index.after_value, SCALAR: index.ends_scalar}.get(mode, index.has_end)
-                found += ends.allowed(row)
-        if frame is not None and mode != AFTER and frame.rule is not None and frame.rule.vetoes:
-            choice = frame.rule.choice(frame.state, mode in (KEY, BEFORE_KEY))
-            if choice is not None:
-                partial = bytes(self._text[state.begin :]) if mode in (KEY, STRING, SCALAR) else b""
-                found += self._chosen(choice, partial, row)
-        if frame is not None and not self._asking:
-            found += self._in_items(state, frame, row)
-        return set(found)
-
-    def _ending_keys(self, frame: Frame, started: bytes | None, row: NDArray[np.int32]) -> list[int]:
-        """Return the tokens that may end a key which is not allowed. `started`: the beginning of the key, if any."""
-        index = self._index
-        keys: Collection[bytes] = frame.keys if frame.rule is None else frame.keys | frame.rule.names
-        if started is None:
-            return self._allowed((token for key in keys for token in index.by_key.get(key, ())), row)
-        if b"\\" in started:
-            return index.quoted.allowed(row) if keys else []
-        keys = [key for key in keys if key.startswith(started)]
-        found = index.ends_after_escape.allowed(row) if keys else []
-        for key in keys:
-            found += self._allowed(index.starting_with(key[len(started) :] + b'"'), row)
-        return found
-
-    def _near_used_keys(self, state: State, frame: Frame, row: NDArray[np.int32]) -> list[int]:
-        """Return the tokens after which there may be no other key than those used, if another one has to come."""
-        index = self._index
-        if state.mode in (KEY, BEFORE_KEY):
-            partial = bytes(self._text[state.begin :]) if state.mode == KEY else b""
-            return self._chosen(Choice(None, _as_texts(frame.keys), frozenset()), partial, row)
-        ends = {STRING: index.ends_string_and_more, SCALAR: index.ends_scalar}.get(state.mode, index.has_end)
-        return ends.allowed(row)
-
-    def _has_other_keys(self, state: State, frame: Frame, tokens: list[int]) -> bool:
-        if not frame.keys or state.mode not in (KEY, BEFORE_KEY) or self._asking:
-            return True
-        partial = bytes(self._text[state.begin :]) if state.mode == KEY else b""
-        never = [text for text in _as_texts(frame.keys) if text.startswith(partial)]
-        return not never or self._leaves(tokens, partial, never)
-
-    def _allowed(self, tokens: Iterable[int], row: NDArray[np.int32]) -> list[int]:
-        return [token for token in tokens if row[token >> 5] & _BITS[token & 31]]
-
-    def _chosen(self, choice: Choice, partial: bytes, row: NDArray[np.int32]) -> list[int]:
-        """Return the tokens that may begin or end a restricted key or value. Clears those that begin none of `only`."""
-        index = self._index
-        found: set[int] = set()
-        for text in choice.never if choice.only is None else choice.only:
-            if text.startswith(partial):
-                on = choice.only is not None or _may_be_stuck(text, choice)
-                for lead in (b"",) if partial else (b"", b" "):
-                    rest = lead + text[len(partial) :]
-                    found.update(index.beginning(rest) if on else ())
-                    found.update(index.starting_with(rest) if rest else index.ends_scalar.allowed(row))
-        if choice.only is not None:
-            found.update(index.blank.allowed(row))
-            found.update(index.after_value.allowed(row))
-            row &= pack(sorted(found), len(row) * 32)[: len(row)]
-        elif b"\\" in partial:
-            found.update(index.quoted.allowed(row))
-        elif partial.startswith(b"-0") or (partial[:1] != b'"' and not _DIGITS.fullmatch(partial)):
-            found.update(index.ends_scalar.allowed(row))  # another way to write a number
-        return self._allowed(found, row)
-
-    def _in_items(self, state: State, frame: Frame, row: NDArray[np.int32]) -> list[int]:
-        """Return the tokens that may lead to a container which is not allowed, as in an array of unique objects."""
-        index = self._index
-        found: set[int] = set()
-        for partial, never in self._forbidden(frame):
-            for text in never:
-                for lead in (b"",) if state.mode in (KEY, STRING, SCALAR) else (b"", b" "):
-                    found.update(index.beginning(lead + text[len(partial) :]))
-                    found.update(index.starting_with(lead + text[len(partial) :]))
-            if state.mode not in (KEY, STRING):
-                found.update(index.spaced.allowed(row))
-        return self._allowed(found, row)
-
-    def _forbidden(self, frame: Frame) -> Iterator[tuple[bytes, list[bytes]]]:
-        """Yield the text of each open container that may become one that is not allowed, and those."""
-        inner = frame
-        while inner.parent is not None:
-            outer = inner.parent
-            if outer.rule is not None and outer.rule.vetoes:
-                choice = outer.rule.choice(outer.state, False)
-                if choice is not None and choice.never and self._text[inner.begin] not in choice.endless:
-                    partial = _SPACE.sub(lambda match: match[1] or b"", self._text[inner.begin :])
-                    never = [text for text in choice.never if text.startswith(partial)]
-                    if never:
-                        yield partial, never
-            inner = outer
-
-    def _allows(self, tokens: list[int]) -> bool:
-        """Whether no rule is violated after more tokens, and none has to be."""
+    def _allows(self, tokens: list[int], *, look_ahead: bool = True) -> bool:
+        """Whether no rule is violated after more tokens, and with `look_ahead`, whether none has to be."""
         state, length = self._states[-1]
         for token in tokens:
             self._text += self._index.contents[token]
         try:
             after = advance(state, self._text, length, self._plan.root)
-            if after.frame is None:
-                return True
-            if self._plan.has_few_names and not self._has_other_keys(after, after.frame, tokens):
+            if not may_continue(after, self._text):
                 return False
-            return not after.frame.watched or self._continues(after, after.frame, tokens)
+            return not look_ahead or all(
+                self._can_avoid(avoided, tokens) for avoided in forbidden(after, self._text, self._plan.has_few_names)
+            )
         except Veto:
             return False
         finally:
             del self._text[length:]
 
-    def _continues(self, state: State, frame: Frame, tokens: list[int]) -> bool:
-        """Whether some text after `tokens` satisfies the rules."""
-        if state.mode != AFTER and frame.rule is not None and frame.rule.vetoes:
-            choice = frame.rule.choice(frame.state, state.mode in (KEY, BEFORE_KEY))
-            if choice is not None:
-                partial = b"" if state.mode in (BEFORE_VALUE, BEFORE_KEY) else bytes(self._text[state.begin :])
-                if choice.only is not None and not any(text.startswith(partial) for text in choice.only):
-                    if state.mode != BEFORE_KEY or frame.keys:
-                        return False
-                    frame.rule.close(frame.state)  # at once, or never
-                never = [text for text in choice.never if text.startswith(partial)]
-                stuck = choice.only is None and any(_may_be_stuck(text, choice, partial) for text in never)
-                asks = stuck and not self._asking and (partial or not choice.endless)
-                if asks and not self._leaves(tokens, partial, never):
-                    return False
-        if self._asking:
-            return True
-        return all(self._leaves(tokens, partial, never) for partial, never in self._forbidden(frame))
+    def _can_avoid(self, avoided: Forbidden, tokens: list[int]) -> bool:
+        """Whether the library allows something else than forbidden texts after `tokens`.
 
-    def _leaves(self, tokens: list[int], partial: bytes, never: list[bytes]) -> bool:
-        """Whether some text from `partial` on is none of `never`."""
-        matcher = self.fork()
-        matcher._asking = True
-        matcher.accept_tokens(tokens)
-        todo: list[tuple[GuardedMatcher, bytes]] = [(matcher, partial)]
+        Follows the tokens that stay on the way to such a text, until one leaves it.
+        """
+        if avoided.is_avoidable:
+            return True
+        start = self.fork()
+        start.accept_tokens(tokens)
+        on_the_way = [(start, avoided.partial)]
         row = np.empty(words(self._grammar.vocabulary.padded_vocab_size), np.int32)
-        for _ in range(_MAX_QUESTIONS):
-            if not todo:
+        for _ in range(_MAX_MASKS):
+            if not on_the_way:
                 return False
-            matcher, partial = todo.pop()
-            matcher.fill_bitmask(row)
+            matcher, partial = on_the_way.pop()
+            matcher._fill(row, look_ahead=False)
             row &= self._grammar.text_tokens
-            rests = [text[len(partial) :] for text in never if text.startswith(partial)]
-            blanks = not partial.startswith(b'"')
-            for token in _each(row):
+            rests = [text[len(partial) :] for text in avoided.texts if text.startswith(partial)]
+            places = np.flatnonzero(row).tolist()
+            for token in each_allowed(map(row.item, places), places):
                 content = self._index.contents[token]
-                if blanks and content[0] in b" \t\n\r":
-                    continue
-                same = [rest for rest in rests if rest.startswith(content) or content.startswith(rest)]
-                if not same or (same == [b""] and content[0] not in _FOLLOWS):
+                if content[0] in _BLANKS and not partial.startswith(b'"'):
+                    continue  # between tokens of JSON: changes nothing
+                if _leaves(content, rests):
                     return True
-                if any(len(rest) > len(content) for rest in same):
+                if any(len(rest) > len(content) and rest.startswith(content) for rest in rests):
                     after = matcher.fork()
-                    after._asking = True
                     after.accept_tokens([token])
-                    todo.append((after, partial + content))
+                    on_the_way.append((after, partial + content))
         return False
 
     def _complete(self, state: State) -> bool:
@@ -368,38 +244,8 @@ class GuardedMatcher(Matcher):
         return True
 
 
-def _as_texts(keys: frozenset[bytes]) -> frozenset[bytes]:
-    """Return keys as JSON texts."""
-    return frozenset(minified(key.decode("utf-8", "surrogatepass")) for key in keys)
-
-
-def _is_quiet(state: State) -> bool:
-    """Whether no comma and no end of a container can be vetoed next."""
-    frame, complete = state.frame, state.mode == AFTER
-    if frame is None:
+def _leaves(content: bytes, rests: list[bytes]) -> bool:
+    """Whether a text with any of `rests` to come becomes another one by `content`."""
+    if any(rest and (rest.startswith(content) or content.startswith(rest)) for rest in rests):
         return False
-    outer = False
-    while frame is not None:
-        rule = frame.rule
-        if rule is not None and rule.vetoes:
-            if not rule.is_quiet(frame.state, complete):
-                return False
-            if outer and not frame.is_object and rule.choice(frame.state, False) is not None:
-                return False  # the end of the container within completes an item
-        frame, complete, outer = frame.parent, False, True
-    return True
-
-
-def _may_be_stuck(text: bytes, choice: Choice, partial: bytes = b"0") -> bool:
-    """Whether the library may allow nothing but `text` after `partial`."""
-    return text[0] not in choice.endless or (partial in (b"0", b"-0") and text in (b"0", b"-0"))
-
-
-def _each(row: NDArray[np.int32]) -> Iterator[int]:
-    """Iterate over the tokens that `row` allows."""
-    for index in np.flatnonzero(row).tolist():
-        word = int(row[index]) & 0xFFFFFFFF
-        while word:
-            low = word & -word
-            yield index * 32 + low.bit_length() - 1
-            word ^= low
+    return b"" not in rests or content[0] not in _ENDS  # a complete text ends here, or goes on as another one

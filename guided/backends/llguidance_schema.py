@@ -149,18 +149,7 @@ class LLGuidanceLowering(SchemaLowering):
 
     def _alternatives(self, schema: Schema) -> list[dict[str, Any]]:
         """Return the alternatives of a schema, without `$ref` and `anyOf`."""
-        found: list[dict[str, Any]] = []
-        todo, seen = [schema], set()
-        while todo:
-            one = todo.pop()
-            if isinstance(one, dict) and "$ref" in one and one["$ref"] not in seen:
-                seen.add(one["$ref"])
-                todo.append(self.form.target(one))
-            elif isinstance(one, dict) and "anyOf" in one:
-                todo += one["anyOf"]
-            elif one is not False:
-                found.append(one if isinstance(one, dict) else {})
-        return found
+        return [one if isinstance(one, dict) else {} for one in self.form.alternatives(schema) if one is not False]
 
     def _other_strings(self, schema: dict[str, Any]) -> dict[str, Any]:
         """Lower a string that is under `not`: to a pattern for the other strings."""
@@ -209,7 +198,14 @@ class LLGuidanceLowering(SchemaLowering):
         return {"type": "integer", **self._bounds("integer", schema), **self._multiple(schema)}
 
     def number(self, schema: dict[str, Any]) -> dict[str, Any]:
-        return {"type": "number", **self._bounds("number", schema), **self._multiple(schema)}
+        bounds = self._bounds("number", schema)
+        largest = max(
+            (abs(bounds[each]) for each in ("exclusiveMinimum", "exclusiveMaximum") if each in bounds), default=0
+        )
+        if largest >= 10**6 and "multipleOf" not in schema:
+            # A reader with doubles rounds a longer number to the bound: so many digits has no double of this size.
+            return {"type": "number", **bounds, "multipleOf": 10.0 ** -max(1, 15 - len(str(int(largest))))}
+        return {"type": "number", **bounds, **self._multiple(schema)}
 
     def _bounds(self, kind: str, schema: dict[str, Any]) -> dict[str, Any]:
         """Return the next bounds inside those of `schema` that llguidance calculates with correctly.

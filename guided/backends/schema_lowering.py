@@ -10,13 +10,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import Any, ClassVar, NamedTuple
 
-from jsonschema import Draft202012Validator
-
 from guided import regex
 from guided.errors import InvalidConstraint, UnsupportedConstraint, bounded
 from guided.schema import string_pattern
-from guided.schema.instances import enforcing
-from guided.schema.keywords import ALL_TYPES, Schema
+from guided.schema.form import target_name
+from guided.schema.keywords import ALL_TYPES, Schema, listed
 from guided.schema.normal_form import normalise
 from guided.schema.pointer import escape
 
@@ -69,7 +67,7 @@ class SchemaLowering(ABC):
         root = self.lower(self.form.root)
         definitions: dict[str, Any] = {}
         for reference in self._referenced:  # grows meanwhile
-            name = reference["$ref"].removeprefix("#/$defs/")
+            name = target_name(reference)
             if name not in definitions:
                 definitions[name] = self.lower(self.form.target(reference))
         return {**root, "$defs": definitions} if definitions else root
@@ -97,9 +95,8 @@ class SchemaLowering(ABC):
                 raise self.refusal(schema, keyword)
         if "$ref" in schema:
             return self.reference(schema)
-        for keyword in ("const", "enum"):
-            if keyword in schema:
-                return self.finite(schema, keyword, [schema["const"]] if keyword == "const" else schema["enum"])
+        if (values := listed(schema)) is not None:
+            return self.finite(schema, "const" if "const" in schema else "enum", values)
         if "anyOf" in schema:
             return any_of([self.lower(part) for part in schema["anyOf"]])
         return any_of([self._of_type(kind, schema) for kind in self.types(schema)])
@@ -279,16 +276,13 @@ class SchemaLowering(ABC):
 
     def allowed_names(self, schema: dict[str, Any], names: Iterable[str]) -> set[str]:
         """Return those of `names` that `propertyNames` allows."""
-        rule = {"$defs": self.form.definitions, "allOf": [schema.get("propertyNames", True)]}
-        validator = enforcing(Draft202012Validator)(rule)
+        validator = self.form.validator(schema.get("propertyNames", True))
         return {name for name in names if validator.is_valid(name)}
 
     def listed_names(self, names: Schema) -> list[str] | None:
         """Return the names that `names`, the schema of `propertyNames`, lists; None if it lists none."""
-        if isinstance(names, bool) or not names.keys() & {"enum", "const"}:
-            return [] if names is False else None
-        values = [names["const"]] if "const" in names else names["enum"]
-        return [value for value in values if isinstance(value, str)]
+        values = [] if names is False else listed(names)
+        return None if values is None else [value for value in values if isinstance(value, str)]
 
     def matches(self, pattern: str, name: str) -> bool:
         """Return whether a property's name contains a match of `pattern`."""

@@ -7,7 +7,8 @@ from typing import Any, Protocol
 
 from guided import regex
 from guided.schema import string_pattern
-from guided.schema.keywords import ALL_TYPES, NUMBER_BOUNDS, Schema, integer_bounds
+from guided.schema.form import NormalForm
+from guided.schema.keywords import ALL_TYPES, NUMBER_BOUNDS, Schema, integer_bounds, kind_of, listed
 
 _MANY = 1000
 _DEPTH = 4
@@ -18,68 +19,36 @@ _FIRST = {"string": b'"', "object": b"{", "array": b"[", "boolean": b"tf", "null
 _FIRST |= dict.fromkeys(("number", "integer"), b"-0123456789")
 
 
-class Definitions(Protocol):
+class Bases(Protocol):
     """Where subschemas are looked up."""
 
-    def target(self, schema: dict[str, Any]) -> Schema:
-        """Return the target of a `$ref`."""
+    @property
+    def form(self) -> NormalForm:
+        """The whole schema."""
 
     def base(self, schema: dict[str, Any]) -> dict[str, Any]:
         """Return an alternative without what is guarded."""
 
 
-def resolved(form: Definitions, schema: Schema) -> list[Schema]:
+def resolved(bases: Bases, schema: Schema) -> list[Schema]:
     """Return the alternatives of a schema without `$ref` and `anyOf`, and without what is guarded."""
-    return [form.base(one) if isinstance(one, dict) else one for one in alternatives(form, schema)]
-
-
-def alternatives(form: Definitions, schema: Schema) -> list[Schema]:
-    """Return the alternatives of a schema without `$ref` and `anyOf`."""
-    found: list[Schema] = []
-    todo, seen = [schema], set()
-    while todo:
-        one = todo.pop()
-        if isinstance(one, dict) and "$ref" in one:
-            if one["$ref"] not in seen:
-                seen.add(one["$ref"])
-                todo.append(form.target(one))
-        elif isinstance(one, dict) and "anyOf" in one:
-            todo.extend(reversed(one["anyOf"]))
-        else:
-            found.append(one)
-    return found
+    return [bases.base(one) if isinstance(one, dict) else one for one in bases.form.alternatives(schema)]
 
 
 def kinds(schema: Schema) -> list[str]:
     """Return the types of an alternative."""
     if isinstance(schema, bool):
         return [*ALL_TYPES] if schema else []
-    if "const" in schema or "enum" in schema:
-        return sorted({kind_of(value) for value in listed(schema) or ()})
+    if (values := listed(schema)) is not None:
+        return sorted(set(map(kind_of, values)))
     named = schema.get("type", ALL_TYPES)
     return [named] if isinstance(named, str) else [*named]
 
 
-def kind_of(value: Any) -> str:
-    """Return the type of a value."""
-    if value is None or isinstance(value, bool):
-        return "null" if value is None else "boolean"
-    names: dict[type, str] = {str: "string", dict: "object", list: "array"}
-    return names.get(type(value), "number")
-
-
-def listed(schema: Schema) -> list[Any] | None:
-    """Return the values of an alternative with `enum` or `const`."""
-    if isinstance(schema, dict) and ("const" in schema or "enum" in schema):
-        values: list[Any] = [schema["const"]] if "const" in schema else schema["enum"]
-        return values
-    return None
-
-
-def finite(form: Definitions, schema: Schema) -> list[Any] | None:
+def finite(bases: Bases, schema: Schema) -> list[Any] | None:
     """Return all values of a schema, if they are few and scalar; otherwise None."""
     found: list[Any] = []
-    for one in resolved(form, schema):
+    for one in resolved(bases, schema):
         values = listed(one)
         if values is None:
             for kind in kinds(one):
@@ -94,11 +63,11 @@ def finite(form: Definitions, schema: Schema) -> list[Any] | None:
     return None if any(isinstance(value, dict | list) for value in found) else found
 
 
-def endless(form: Definitions, schema: Schema) -> frozenset[int]:
+def endless(bases: Bases, schema: Schema) -> frozenset[int]:
     """Return the first bytes of values that can be continued at any length whatever they began with."""
     found: set[int] = set()
     closed: set[int] = set()
-    for one in resolved(form, schema):
+    for one in resolved(bases, schema):
         for kind in kinds(one):
             part = one if isinstance(one, dict) else {}
             free = listed(one) is None and (
@@ -109,32 +78,32 @@ def endless(form: Definitions, schema: Schema) -> frozenset[int]:
                     and not part.keys() & {"maxProperties", "propertyNames"}
                 )
                 or (kind in ("integer", "number") and not part.keys() & {*NUMBER_BOUNDS, "multipleOf"})
-                or (kind == "array" and _is_endless_array(form, part, _DEPTH))
+                or (kind == "array" and _is_endless_array(bases, part, _DEPTH))
             )
             (found if free else closed).update(_FIRST[kind])
     return frozenset(found - closed)
 
 
-def at_least(form: Definitions, schema: Schema, count: int, depth: int = _DEPTH) -> bool:
+def at_least(bases: Bases, schema: Schema, count: int, depth: int = _DEPTH) -> bool:
     """Whether it is certain that a schema allows `count` different values."""
     known = 0
-    for one in resolved(form, schema):
+    for one in resolved(bases, schema):
         values = listed(one)
         if values is not None:
             known = max(known, len(values))
             continue
-        sizes = [_size(form, one if isinstance(one, dict) else {}, kind, depth) for kind in kinds(one)]
+        sizes = [_size(bases, one if isinstance(one, dict) else {}, kind, depth) for kind in kinds(one)]
         known = max(known, sum(sizes))
     return known >= count
 
 
-def _is_endless_array(form: Definitions, schema: dict[str, Any], depth: int) -> bool:
+def _is_endless_array(bases: Bases, schema: dict[str, Any], depth: int) -> bool:
     """Whether an array can go on whatever it began with. Its items may have to be different."""
     items = schema.get("items", True)
-    return items is not False and "maxItems" not in schema and depth > 0 and at_least(form, items, _MANY, depth - 1)
+    return items is not False and "maxItems" not in schema and depth > 0 and at_least(bases, items, _MANY, depth - 1)
 
 
-def _size(form: Definitions, schema: dict[str, Any], kind: str, depth: int) -> int:
+def _size(bases: Bases, schema: dict[str, Any], kind: str, depth: int) -> int:
     """Return a lower bound of the number of values of a type."""
     if kind == "boolean":
         return 2
@@ -154,7 +123,7 @@ def _size(form: Definitions, schema: dict[str, Any], kind: str, depth: int) -> i
         is_open = schema.get("additionalProperties", True) is not False and "propertyNames" not in schema
         return _MANY if is_open and schema.get("maxProperties", 1) > len(schema.get("required", ())) else 1
     if kind == "array":
-        return _MANY if _is_endless_array(form, schema, depth) else 1
+        return _MANY if _is_endless_array(bases, schema, depth) else 1
     return 1
 
 
@@ -178,19 +147,19 @@ def endless_pattern(pattern: str) -> bool:
     return _language(string_pattern.read(pattern)) >= _MANY
 
 
-def samples(form: Definitions, schema: Schema, depth: int = 3) -> Iterator[Any]:
+def samples(bases: Bases, schema: Schema, depth: int = 3) -> Iterator[Any]:
     """Yield some values that a schema may allow. The caller checks them."""
-    for one in resolved(form, schema):
+    for one in resolved(bases, schema):
         values = listed(one)
         if values is not None:
             yield from values
             continue
         part = one if isinstance(one, dict) else {}
         for kind in kinds(one):
-            yield from _of_kind(form, part, kind, depth)
+            yield from _of_kind(bases, part, kind, depth)
 
 
-def _of_kind(form: Definitions, schema: dict[str, Any], kind: str, depth: int) -> Iterator[Any]:
+def _of_kind(bases: Bases, schema: dict[str, Any], kind: str, depth: int) -> Iterator[Any]:
     match kind:
         case "string":
             yield from _STRINGS
@@ -211,10 +180,10 @@ def _of_kind(form: Definitions, schema: dict[str, Any], kind: str, depth: int) -
             yield []
             parts = [*prefix[:least], *[rest] * (least - len(prefix))]
             if depth and 0 < least <= 20:
-                yield [next(samples(form, item, depth - 1), None) for item in parts]
+                yield [next(samples(bases, item, depth - 1), None) for item in parts]
         case "object":
             properties = schema.get("properties", {})
             names = schema.get("required", [])
             yield {}
             if depth:
-                yield {name: next(samples(form, properties.get(name, True), depth - 1), None) for name in names}
+                yield {name: next(samples(bases, properties.get(name, True), depth - 1), None) for name in names}

@@ -16,6 +16,7 @@ BEFORE_VALUE, BEFORE_KEY, AFTER, KEY, STRING, SCALAR = range(6)
 
 _CHARACTERS = re.compile(rb'[^"\\]*(?:\\.[^"\\]*)*', re.DOTALL)
 _SCALAR = re.compile(rb"[^,\]} \t\n\r]*")
+_ZEROS = (b"0", b"-0")
 _COLON, _COMMA, _QUOTE = b':,"'
 _OPEN, _CLOSE, _SPACE = b"{[", b"}]", b" \t\n\r"
 
@@ -34,6 +35,10 @@ class Choice(NamedTuple):
     endless: frozenset[int]
     """First bytes of values that can go on whatever they began with. For others, the library may allow nothing else.
     Numbers that can go on are among them, although `0` can't."""
+
+    def goes_on(self, text: bytes, partial: bytes) -> bool:
+        """Whether it is certain that a value which has begun as `partial` can become another one than `text`."""
+        return text[0] in self.endless and not (partial == text in _ZEROS)
 
 
 class Rule(Protocol):

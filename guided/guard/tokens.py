@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from guided.bitmask import pack
+from guided.bitmask import each_allowed, pack
 from guided.vocabulary import Vocabulary
 
 _ENDS_AFTER_ESCAPE = re.compile(rb'[^"\\]*(?:\\.[^"\\]*)+"', re.DOTALL)
@@ -37,14 +37,8 @@ class TokenClass:
             return []
         found = row[self._words]
         found &= self._bits
-        tokens: list[int] = []
-        for index in found.nonzero()[0].tolist():
-            word, base = int(found[index]) & 0xFFFFFFFF, int(self._words[index]) * 32
-            while word:
-                low = word & -word
-                tokens.append(base + low.bit_length() - 1)
-                word ^= low
-        return tokens
+        at = found.nonzero()[0]
+        return list(each_allowed(found[at].tolist(), self._words[at].tolist()))
 
 
 class TokenIndex:

@@ -10,8 +10,7 @@ during it: a Ray pool (`pool="ray"`) adds isolation, and hides no time.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -51,20 +50,18 @@ class _Branch:
     request_id: str
     tokens: list[int] = field(default_factory=list)
     sequence: GuidedSequence | None = None
-    """From the first mask until the branch has ended."""
-    ended: bool = False
-    """The output has a stop token, or `generate()` pads it."""
+    """None: the branch has ended. The output has a stop token, or `generate()` pads it, or there is no mask."""
     failed: bool = False
-
-    def copy(self) -> _Branch:
-        """Return a branch for another row with the same output. Its matcher is copied from this one's."""
-        branch = _Branch(self.request_id, list(self.tokens), None, self.ended, self.failed)
-        if self.sequence is not None:
-            branch.open(self.sequence.sequence_id)
-        return branch
 
     def open(self, parent_id: int | None = None) -> None:
         self.sequence = GuidedSequence(self.request_id, next(_ids), self.tokens, parent_id=parent_id)
+
+    def copy(self) -> _Branch:
+        """Return a branch for another row with the same output. Its matcher is copied from this one's."""
+        branch = _Branch(self.request_id, list(self.tokens), None, self.failed)
+        if self.sequence is not None:
+            branch.open(self.sequence.sequence_id)
+        return branch
 
 
 class GuidedLogitsProcessor:
@@ -91,8 +88,6 @@ class GuidedLogitsProcessor:
             row (as a beam, it loses against all others), stores the error in `failed`, and continues the other rows.
             Beam sampling (`num_beams` with `do_sample`) needs "end": if it finds too few allowed tokens, it draws
             forbidden ones, for beams that can't win.
-        in_place: write into the scores that are passed in, which saves a copy. With `output_logits=True`, `generate()`
-            would return masked logits as raw ones, so the second token raises an error.
 
     Raises:
         GuidedError: a constraint can't be compiled. The message has its index in `constraints`.
@@ -107,7 +102,6 @@ class GuidedLogitsProcessor:
         pool: MaskPool | str | None = None,
         backend: str = "auto",
         failed_rows: Literal["raise", "end"] = "raise",
-        in_place: bool = False,
     ) -> None:
         if not (pool is None or isinstance(pool, str)) and pool.vocabulary != vocabulary:
             raise InvalidRequest(f"the pool's masks are over {pool.vocabulary}, not over {vocabulary}", param="pool")
@@ -119,8 +113,6 @@ class GuidedLogitsProcessor:
             for each in many
         ]
         self._end_failed = failed_rows == "end"
-        self._in_place = in_place
-        self._last_scores: Callable[[], torch.Tensor | None] = lambda: None
         self._own_pool: MaskPool | None = None
         if pool is None:
             pool = self._own_pool = InlinePool(vocabulary)
@@ -133,11 +125,16 @@ class GuidedLogitsProcessor:
         self._stop = list(vocabulary.stop_token_ids)
         self._text = frozenset(vocabulary.text_token_ids)
         self._closed = False
-        self._prompts = torch.empty(0, 0, dtype=torch.long)
-        self._outputs: NDArray[np.int64] = np.empty((0, 0), np.int64)
-        """`[rows, tokens]`: the output of all rows in the last call."""
+        self._ids: NDArray[np.int64] = np.empty((0, 0), np.int64)
+        """`[rows, tokens]`: the prompts and outputs of the last call."""
+        self._length = 0
+        """Number of tokens of the prompts."""
         self._branches: dict[int, _Branch] = {}
         """By row. Rows without a constraint have none."""
+        self._unconstrained: list[int] = []
+        """Rows without a constraint."""
+        self._step: tuple[list[int], tuple[GuidedSequence, ...]] | None = None
+        """The rows with a matcher and their sequences. None: a branch has begun, moved or ended since the last step."""
         self._unused: list[int] = []
         """Sequences to be freed after this step, which may copy their matchers."""
         try:
@@ -159,11 +156,11 @@ class GuidedLogitsProcessor:
 
         Args:
             input_ids: int64 `[rows, tokens]`: prompts, padded on the left, and the tokens generated so far.
-            scores: float `[rows, width]`, logits or log-probabilities. Written to only with `in_place`.
+            scores: float `[rows, width]`, logits or log-probabilities. Not written to.
 
         Raises:
             GuidedError: a row has no valid mask, and `failed_rows` is "raise".
-            InvalidRequest: the scores or the number of rows don't fit, or the previous call's are still in use.
+            InvalidRequest: the scores or the number of rows don't fit.
         """
         if self._closed:
             raise RuntimeError("this processor is closed")
@@ -173,159 +170,132 @@ class GuidedLogitsProcessor:
                 f"padded_vocab_size={scores.shape[1]}",
                 param="vocabulary",
             )
-        if self._in_place:
-            self._check_last_scores(scores)
-        if not self._continue(input_ids):
-            self._begin(input_ids)
-        rows = self._collect(len(scores))
-        masked = scores.detach() if self._in_place else self._memory.like(scores)
-        if not self._in_place:
-            for row in set(range(len(scores))) - self._branches.keys():
-                masked[row] = scores[row]
-        in_order = rows == list(range(len(rows)))
-        masks = self._bitmask[: len(rows)] if in_order else [self._bitmask[row] for row in rows]
+        ids: NDArray[np.int64] = input_ids.numpy(force=True).copy()  # `generate()` may write into its tensor
+        if not self._continue(ids):
+            self._begin(ids)
+        self._ids = ids
+        rows = self._collect()
+        masked = self._memory.like(scores)
+        for row in self._unconstrained:
+            masked[row] = scores[row]
+        masks = self._bitmask if len(rows) == len(self._bitmask) else [self._bitmask[row] for row in rows]
         apply_bitmask(scores, masks, rows, masked, _FLOOR)
         self._mask_ended(scores, masked)
         return masked
 
-    def _check_last_scores(self, scores: torch.Tensor) -> None:
-        """Reject scores that are written to while the previous ones are still in use."""
-        last, self._last_scores = self._last_scores(), weakref.ref(scores)
-        if last is not None and last is not scores:
-            raise InvalidRequest(
-                "in_place=True writes into the scores that are passed in, and the previous ones are still in use: by "
-                "generate(output_logits=True), or by another logits processor",
-                param="in_place",
-            )
-
     # the branch of each row
 
-    def _begin(self, input_ids: torch.Tensor) -> None:
+    def _begin(self, ids: NDArray[np.int64]) -> None:
         """Start a new generation with these prompts."""
         self.reset()
-        rows, prompts = len(input_ids), len(self._constraints)
+        rows, prompts = len(ids), len(self._constraints)
         if not prompts or rows % prompts:
             raise InvalidRequest(
                 f"{rows} rows and {prompts} constraints: give one for all, or one (or None) for each prompt",
                 param="constraints",
             )
         self.failed.clear()
-        self._prompts = input_ids.clone()
-        self._outputs = np.empty((rows, 0), np.int64)
+        self._length = ids.shape[1]
+        self._bitmask = np.empty((rows, words(self._width)), np.int32)
         for row in range(rows):
             index = row * prompts // rows  # the rows of a prompt are adjacent
             if self._constraints[index] is not None:
                 self._branches[row] = branch = _Branch(str(index))
                 branch.open()
+        self._unconstrained = [row for row in range(rows) if row not in self._branches]
 
-    def _continue(self, input_ids: torch.Tensor) -> bool:
+    def _continue(self, ids: NDArray[np.int64]) -> bool:
         """Update the branches from the rows. Returns False if the rows don't continue those of the last call."""
-        length = self._prompts.shape[1]
-        if len(input_ids) != len(self._prompts) or input_ids.shape[1] <= length:
+        before, known = self._ids, ids.shape[1] - 1
+        if len(ids) != len(before) or not self._length <= known <= before.shape[1]:
             return False
-        if input_ids.device != self._prompts.device or not torch.equal(input_ids[:, :length], self._prompts):
+        stayed = (ids[:, :known] == before[:, :known]).all(axis=1)
+        if not stayed.all() and not self._move(ids[:, :known], stayed.tolist()):
             return False
-        outputs: NDArray[np.int64] = input_ids[:, length:].numpy(force=True).copy()
-        parents = self._parents(outputs)
-        if parents is None:
-            return False
-        if parents:
-            self._move(parents)
-        known = outputs.shape[1] - 1
-        tokens = outputs[:, -1].tolist()
+        tokens, length = ids[:, -1].tolist(), known - self._length
         for row, branch in self._branches.items():
-            if len(branch.tokens) > known:
-                self._roll_back(branch, known)
+            if len(branch.tokens) > length:
+                self._roll_back(branch, length)
             branch.tokens.append(tokens[row])
             if tokens[row] not in self._text:
-                branch.ended = True
-                self._drop_matcher(branch)
-        self._outputs = outputs
+                self._end(branch)
         return True
 
-    def _parents(self, outputs: NDArray[np.int64]) -> dict[int, int] | None:
-        """Return, for each constrained row, the row that had its output without the last token.
-
-        The result is empty if no row has moved, and None if a row continues none of the last call's rows.
-        """
-        before, known = self._outputs, outputs.shape[1] - 1
-        if known > before.shape[1]:
-            return None
-        stayed = (outputs[:, :known] == before[:, :known]).all(axis=1).tolist()
-        if all(stayed[row] for row in self._branches):
-            return {}
-        if known < before.shape[1]:
-            return None
-        by_output = {(branch.request_id, before[row].tobytes()): row for row, branch in self._branches.items()}
-        parents: dict[int, int] = {}
-        for row, branch in self._branches.items():
-            parent = row if stayed[row] else by_output.get((branch.request_id, outputs[row, :known].tobytes()))
-            if parent is None:
-                return None
-            parents[row] = parent
-        return parents
-
-    def _move(self, parents: dict[int, int]) -> None:
+    def _move(self, ids: NDArray[np.int64], stayed: list[bool]) -> bool:
         """Follow beams: a branch continues in one row and is copied to others, or is dropped.
 
         Copying a matcher takes 1 us, which is faster than rolling back a dropped one.
+
+        Returns:
+            Whether each constrained row has the tokens of one of the last call's rows.
         """
-        before, dropped = self._branches, set(self._branches)
-        self._branches = {}
+        before = self._branches
+        rows = {(branch.request_id, self._ids[row].tobytes()): row for row, branch in before.items()}
+        parents = {
+            row: row if stayed[row] else rows.get((branch.request_id, ids[row].tobytes()))
+            for row, branch in before.items()
+        }
+        dropped, self._branches = set(before), {}
         for row, parent in sorted(parents.items(), key=lambda pair: pair[0] != pair[1]):
+            if parent is None:
+                self._branches = before
+                return False
             self._branches[row] = before[parent] if parent in dropped else before[parent].copy()
             dropped.discard(parent)
         for row in dropped:
-            self._drop_matcher(before[row])
+            self._end(before[row])
+        self._step = None
+        return True
 
     def _roll_back(self, branch: _Branch, length: int) -> None:
         """Remove rejected draft tokens of an assistant."""
         del branch.tokens[length:]
-        branch.ended = branch.failed or not self._text.issuperset(branch.tokens)
         if branch.sequence is not None:
             self._processor.rollback(branch.sequence.sequence_id, length)
-        elif not branch.ended:
+        elif not branch.failed and self._text.issuperset(branch.tokens):
             branch.open()
+            self._step = None
 
-    def _drop_matcher(self, branch: _Branch) -> None:
+    def _end(self, branch: _Branch) -> None:
         if branch.sequence is not None:
             self._unused.append(branch.sequence.sequence_id)
-            branch.sequence = None
+            branch.sequence = self._step = None
 
     # masks
 
-    def _collect(self, batch: int) -> list[int]:
+    def _collect(self) -> list[int]:
         """Write the masks of the branches into `_bitmask`, at their rows. Returns these rows. Failed branches end."""
         processor = self._processor
         processor.failures()  # a lost sequence fails below, in its row
-        if len(self._bitmask) < batch:
-            self._bitmask = np.empty((batch, self._bitmask.shape[1]), np.int32)
-        step = [(branch.sequence, row) for row, branch in self._branches.items() if branch.sequence is not None]
-        step.sort(key=lambda pair: pair[0].parent_id is None)  # new forks before their parents accept more tokens
-        sequences, rows = [sequence for sequence, _ in step], [row for _, row in step]
+        if self._step is None:
+            step = [(row, branch.sequence) for row, branch in self._branches.items() if branch.sequence is not None]
+            step.sort(key=lambda pair: pair[1].parent_id is None)  # new forks before their parents accept more tokens
+            self._step = [row for row, _ in step], tuple(sequence for _, sequence in step)
+        rows, sequences = self._step
         processor.prepare(sequences, rows)
         failed = finish_step(processor, sequences, rows, partial(processor.collect, self._bitmask)).failed
         for sequence in sequences:
             sequence.parent_id = None
         self._free_unused()
-        if failed:
-            self._fail({row: failed[sequence.sequence_id] for sequence, row in step if sequence.sequence_id in failed})
-        return sorted(row for sequence, row in step if sequence.sequence_id not in failed)
+        if not failed:
+            return sorted(rows)
+        by_row = {row: failed.get(sequence.sequence_id) for row, sequence in zip(rows, sequences, strict=True)}
+        self._fail({row: error for row, error in by_row.items() if error is not None})
+        return sorted(row for row in rows if self._branches[row].sequence is not None)
 
     def _fail(self, failed: dict[int, GuidedError]) -> None:
         if not self._end_failed:
             row = min(failed)
             self.reset()
-            raise _prefixed(failed[row], f"row {row} of {len(self._outputs)}") from failed[row]
+            raise _prefixed(failed[row], f"row {row} of {len(self._bitmask)}") from failed[row]
         for row, error in failed.items():
             branch = self._branches[row]
-            branch.ended = branch.failed = True
-            branch.sequence = None
+            branch.failed, branch.sequence, self._step = True, None, None
             self.failed.setdefault(row, error)
 
     def _mask_ended(self, scores: torch.Tensor, masked: torch.Tensor) -> None:
         """Allow only stop tokens in ended rows, which `generate()` passes on while other rows continue."""
-        ended = [row for row, branch in self._branches.items() if branch.ended]
+        ended = [row for row, branch in self._branches.items() if branch.sequence is None]
         if ended:
             failed = torch.tensor([self._branches[row].failed for row in ended], device=masked.device)
             rows = torch.tensor(ended, device=masked.device).unsqueeze(1)
@@ -340,10 +310,11 @@ class GuidedLogitsProcessor:
     def reset(self) -> None:
         """Start a new generation with the next call, whatever its rows are."""
         for branch in self._branches.values():
-            self._drop_matcher(branch)
+            self._end(branch)
         self._free_unused()
         self._branches.clear()
-        self._prompts = torch.empty(0, 0, dtype=torch.long)
+        self._step = None
+        self._ids = np.empty((0, 0), np.int64)
 
     def _free_unused(self) -> None:
         for sequence_id in self._unused:

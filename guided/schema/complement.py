@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from guided.schema.keywords import ALL_TYPES, OF_TYPE, Schema, types_of
+from guided.schema.keywords import ALL_TYPES, OF_TYPE, Schema, kind_of, listed, types_of
 
 _OPPOSITES = {
     "minimum": "exclusiveMaximum",
@@ -20,7 +20,6 @@ _OPPOSITES = {
 }
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 _MAX_NUMBERS = 8
-_DECLARED = ("properties", "patternProperties", "additionalProperties")
 
 
 def violations(schema: dict[str, Any], complement: Callable[[Schema], Schema]) -> Iterator[Schema]:
@@ -30,8 +29,8 @@ def violations(schema: dict[str, Any], complement: Callable[[Schema], Schema]) -
         schema: keywords of values, or `enum` or `const`; without `$ref`, `anyOf`, `oneOf`, `allOf` and `if`.
         complement: of a subschema of a part.
     """
-    if "const" in schema or "enum" in schema:
-        yield from _other_values([schema["const"]] if "const" in schema else schema["enum"], complement)
+    if (values := listed(schema)) is not None:
+        yield from _other_values(values, complement)
         return
     types = types_of(schema)
     others = [kind for kind in ALL_TYPES if kind not in types and not (kind == "number" and "integer" in types)]
@@ -104,7 +103,7 @@ def _other_values(values: list[Any], complement: Callable[[Schema], Schema]) -> 
     """Yield schemas that together allow every value but `values`."""
     kinds: dict[str, list[Any]] = {kind: [] for kind in ALL_TYPES}
     for value in values:
-        kinds[_kind(value)].append(value)
+        kinds[kind_of(value)].append(value)
     unlisted = [kind for kind, listed in kinds.items() if not listed]
     if unlisted:
         yield {"type": unlisted}
@@ -136,12 +135,3 @@ def _described(value: Any) -> dict[str, Any]:
         return {"prefixItems": [{"const": item} for item in value], "minItems": len(value), "items": False}
     named = {name: {"const": member} for name, member in value.items()}
     return {"properties": named, "required": list(value), "additionalProperties": False}
-
-
-def _kind(value: Any) -> str:
-    if value is None:
-        return "null"
-    for kind, python in (("boolean", bool), ("number", int | float), ("string", str), ("array", list)):
-        if isinstance(value, python):
-            return kind
-    return "object"

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from guided.errors import InvalidConstraint
+from guided.schema.form import NormalForm, target_name
 from guided.schema.keywords import Schema, cleaned, map_parts, types_of
 
 
@@ -26,7 +28,7 @@ class FiniteInstances:
         if isinstance(schema, bool) or not schema:
             return schema is not False
         if "$ref" in schema:
-            return schema["$ref"].removeprefix("#/$defs/") in self._finite
+            return target_name(schema) in self._finite
         if "allOf" in schema:
             return all(map(self.possible, schema["allOf"]))
         for keyword in ("anyOf", "oneOf"):
@@ -57,3 +59,25 @@ class FiniteInstances:
                 if len(kept[keyword]) == 1:
                     return kept[keyword][0]  # type: ignore[no-any-return]
         return cleaned(kept)
+
+
+def exclude_infinite(form: NormalForm) -> None:
+    """Exclude the parts that have no finite instance. A model that begins one could never end it.
+
+    Raises:
+        InvalidConstraint: the whole schema has none.
+    """
+    finite = FiniteInstances(form.definitions)
+    infinite = [schema for schema in form.definitions.values() if not finite.possible(schema)]
+    if not infinite:
+        return
+    if form.root is not False and not finite.possible(form.root):
+        at = next(filter(None, map(form.pointer, infinite)), "")
+        message = "no finite value satisfies the schema: a required part of it refers back to the whole"
+        raise InvalidConstraint(message, param="json_schema", pointer=at)
+    for name, schema in form.definitions.items():
+        form.definitions[name] = finite.without_impossible(schema)
+        form.note_copy(schema, form.definitions[name])
+    root = form.root
+    form.root = finite.without_impossible(root)
+    form.note_copy(root, form.root)

@@ -6,8 +6,10 @@ named "items" or an enum value that contains "$ref" is not mistaken for one. Not
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 from graphlib import CycleError, TopologicalSorter
 from typing import Any, NamedTuple
 from urllib.parse import unquote
@@ -37,7 +39,7 @@ _PART_ONE = (
 _PART_MANY = ("items", "prefixItems")
 _PART_NAMED = ("properties", "patternProperties")
 _KEPT_NAMED = ("$defs", "definitions")
-_REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
+REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 _LOOKUP_ERRORS = (referencing.exceptions.Unresolvable, ValueError, TypeError, LookupError, AttributeError)
 
 
@@ -100,13 +102,18 @@ class SchemaGraph:
         graph._resolve()
         return graph
 
+    @property
+    def root(self) -> Node:
+        """The whole document."""
+        return self._nodes[id(self._document)]
+
     def nodes(self) -> Iterator[Node]:
         """Iterate over every object subschema, including unused `$defs`."""
         return iter(self._nodes.values())
 
     def reachable(self) -> Iterator[Node]:
         """Iterate over the subschemas that take part in validation, the root first."""
-        return closure([self._nodes[id(self._document)]])
+        return closure([self.root])
 
     def refuse_endless_references(self, param: str) -> None:
         """Refuse a schema that applies itself to the same value: validation would never end.
@@ -137,7 +144,7 @@ class SchemaGraph:
             keywords = {keyword for keyword, _ in node.same}
             conditions += [child for keyword, child in node.same if keyword in ("if", "not", "disallow")]
             alone = len(keywords) == 1 and not any(name in node.schema for name in _PART_NAMED)
-            alternatives = keywords <= {"anyOf", "oneOf", *_REFERENCES} or len(children) == 1
+            alternatives = keywords <= {"anyOf", "oneOf", *REFERENCES} or len(children) == 1
             if alone and alternatives and not keywords & {*_SAME_ONE, *_SAME_NAMED}:
                 continue
             marked += children
@@ -202,7 +209,7 @@ class SchemaGraph:
                 above = self._resolvers.get(id(node if node.parent is None else node.parent), start)
                 resolver = above.in_subresource(specification.create_resource(node.schema))
                 self._resolvers[id(node)] = resolver
-                for keyword in _REFERENCES:
+                for keyword in REFERENCES:
                     if isinstance(node.schema.get(keyword), str):
                         self._link(node, keyword, resolver)
 
@@ -236,6 +243,12 @@ class SchemaGraph:
                 "'$defs' and refer to it as '#/$defs/...'"
             )
         return InvalidConstraint(message, param=self._param, pointer=where)
+
+
+@lru_cache(maxsize=4)  # several parts of a compilation read it
+def read_graph(text: str) -> SchemaGraph:
+    """Return the graph of a schema as JSON text, an object that was checked before. Its nodes are not to be changed."""
+    return SchemaGraph.build(json.loads(text))
 
 
 def _specification(dialect: Dialect) -> Any:

@@ -5,7 +5,7 @@ Works on subschemas in the terms of the normal form (`normal_form.py`), without 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from fractions import Fraction
 from math import ceil, floor
 from typing import Any
@@ -50,6 +50,22 @@ def types_of(schema: Schema) -> frozenset[str]:
     """Return the types of a subschema in normal form; all if it names none. "number" includes "integer"."""
     named = schema.get("type", ALL_TYPES) if isinstance(schema, dict) else ALL_TYPES
     return frozenset([named] if isinstance(named, str) else named)
+
+
+def listed(schema: Schema) -> list[Any] | None:
+    """Return the values of a subschema with `enum` or `const`."""
+    if isinstance(schema, bool) or not ("enum" in schema or "const" in schema):
+        return None
+    values: list[Any] = [schema["const"]] if "const" in schema else schema["enum"]
+    return values
+
+
+def kind_of(value: Any) -> str:
+    """Return the type of a value; "number" for integers too."""
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else "boolean"
+    names: dict[type, str] = {str: "string", dict: "object", list: "array"}
+    return names.get(type(value), "number")
 
 
 def clean(schema: dict[str, Any]) -> Schema:
@@ -120,6 +136,15 @@ def map_parts(schema: Schema, change: Callable[[Schema], Schema]) -> Schema:
         elif keyword in _NAMED:
             kept[keyword] = {name: change(part) for name, part in value.items()}
     return kept
+
+
+def parts_of(schema: dict[str, Any]) -> Iterator[Schema]:
+    """Yield the subschemas directly in a subschema in normal form."""
+    for keyword, value in schema.items():
+        if keyword in _ONE:
+            yield value
+        elif keyword in _MANY or keyword in _NAMED:
+            yield from value if keyword in _MANY else value.values()
 
 
 _ONE = ("items", "contains", "additionalProperties", "propertyNames", "not", "if", "then", "else")

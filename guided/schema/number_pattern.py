@@ -17,16 +17,19 @@ def integers(low: int | None, high: int | None) -> str:
 def numbers(low: int, high: int | None, *, above: bool, below: bool) -> str:
     """Return a regex for numbers from `low` >= 0 to `high` (None: unbounded), without exponents.
 
+    They have at most 15 digits around the bounds: a reader with doubles would round longer ones to an excluded bound.
+
     Args:
         above, below: exclude the bound itself.
     """
     parts = []
+    places = max(1, 15 - len(str(low if high is None else high)))
     last = None if high is None else high - 1
     first = low + 1 if above else low
     if last is None or first <= last:
-        parts.append(rf"(?:{integers(first, last)})(?:\.[0-9]+)?")
+        parts.append(rf"(?:{integers(first, last)})(?:\.[0-9]{{1,{places}}})?")
     if above and (high is None or high > low):
-        parts.append(rf"{low}\.[0-9]*[1-9][0-9]*")
+        parts.append(rf"{low}\.[0-9]{{0,{places - 1}}}[1-9]")
     if high is not None and not below and (high > low or not above):
         parts.append(rf"{high}(?:\.0+)?")
     return "|".join(parts)

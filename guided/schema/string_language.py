@@ -13,7 +13,7 @@ from guided import regex
 from guided.errors import UnsupportedConstraint
 from guided.regex import EMPTY, UNIVERSE, Chars, Node
 from guided.schema import string_pattern
-from guided.schema.keywords import Schema, types_of
+from guided.schema.keywords import Schema, listed, types_of
 
 _MAX_STATES = 150
 _MAX_NODES = 20_000
@@ -71,8 +71,7 @@ def _strings(schema: Schema, *, exact: bool = False) -> Node:
     if schema is True or schema == {}:
         return _ANY
     if isinstance(schema, dict) and "string" in types_of(schema):
-        values = [schema["const"]] if "const" in schema else schema.get("enum", [])
-        literals = [regex.literal(value) for value in values if isinstance(value, str)]
+        literals = [regex.literal(value) for value in listed(schema) or () if isinstance(value, str)]
         if literals:
             return regex.choice(literals)
         if schema.keys() == {"anyOf"}:

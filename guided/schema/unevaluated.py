@@ -1,18 +1,25 @@
-"""Where `unevaluatedProperties` and `unevaluatedItems` have an effect that can be told from the schema alone."""
+"""`unevaluatedProperties` and `unevaluatedItems`, where their effect can be told from the schema alone."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from guided.errors import UnsupportedConstraint
-from guided.schema.graph import Node
+from guided.schema.combination import Combinations
+from guided.schema.definitions import Definitions, Inexact
+from guided.schema.form import target_name
+from guided.schema.graph import Node, SchemaGraph
+from guided.schema.keywords import Schema, listed
 
 _DESCRIBES = {
     "unevaluatedProperties": {"properties", "patternProperties", "additionalProperties", "unevaluatedProperties"},
     "unevaluatedItems": {"items", "prefixItems", "additionalItems", "unevaluatedItems", "contains"},
 }
+_STANDING_FOR = {"unevaluatedProperties": "additionalProperties", "unevaluatedItems": "items"}
 _ALWAYS = ("$ref", "$dynamicRef", "$recursiveRef", "allOf")
+_BRANCHES = ("if", "then", "else")
 _EITHER = (*_ALWAYS, "anyOf", "oneOf", "dependentSchemas", "dependencies")
+UNEVALUATED = _DESCRIBES.keys()
 
 
 def unevaluated(node: Node) -> dict[str, Any]:
@@ -20,29 +27,44 @@ def unevaluated(node: Node) -> dict[str, Any]:
 
     Raises:
         UnsupportedConstraint: what is evaluated depends on the value, other than by `anyOf`, `oneOf` and
-            `dependentSchemas`.
+            `dependentSchemas`, and its own `if`.
     """
     found: dict[str, Any] = {}
     for keyword in _DESCRIBES.keys() & node.schema.keys():
         always = _applied([node], _ALWAYS)
         if any(_describes_all(one, keyword, one is node) for one in always):
             continue
-        either = _applied([node], _EITHER)
-        conditional = [child for one in either for name, child in one.same if name not in _EITHER]
-        depends = any(_DESCRIBES[keyword] & one.schema.keys() for one in _applied(conditional, None))
+        branches = [child for name, child in node.same if name in _BRANCHES]
+        either = _applied([node, *branches], _EITHER)
+        depending = [child for one in either for name, child in one.same if _depends(name, one is node)]
         if (
-            depends
+            any(_DESCRIBES[keyword] & one.schema.keys() for one in _applied(depending, None))
             or any(_describes_all(one, keyword, one is node) for one in either)
             or (keyword == "unevaluatedItems" and any("contains" in one.schema for one in either))
         ):
-            raise UnsupportedConstraint(
-                f"{keyword!r} can't be enforced where what it applies to depends on the value ('if', 'not', "
-                "'contains', or an alternative for all properties or items)",
-                param="json_schema",
-                pointer=f"{node.pointer}/{keyword}",
-            )
+            raise depends_on_value(node, keyword)
         found[keyword] = node.schema[keyword]
     return found
+
+
+def depends_on_value(node: Node, keyword: str) -> UnsupportedConstraint:
+    """Return the error for a subschema in which it depends on the value what is evaluated."""
+    return UnsupportedConstraint(
+        f"{keyword!r} can't be enforced where what it applies to depends on the value ('if', 'contains', or an "
+        "alternative for all properties or items)",
+        param="json_schema",
+        pointer=f"{node.pointer}/{keyword}",
+    )
+
+
+def evaluating(graph: SchemaGraph) -> set[int]:
+    """Return the `id`s of nodes that one of the two keywords depends on."""
+    return {id(one) for one in _applied([node for node in graph.nodes() if node.schema.keys() & UNEVALUATED], None)}
+
+
+def _depends(keyword: str, is_own: bool) -> bool:
+    """Whether it depends on the value what `keyword` evaluates. (What is under `not` is never evaluated.)"""
+    return keyword not in (*_EITHER, "not", *(_BRANCHES if is_own else ()))
 
 
 def _applied(start: list[Node], keywords: tuple[str, ...] | None) -> list[Node]:
@@ -65,3 +87,44 @@ def _describes_all(node: Node, keyword: str, is_own: bool) -> bool:
         return "additionalProperties" in node.schema
     items = node.schema.get("items", [])
     return not isinstance(items, list) or "additionalItems" in node.schema
+
+
+def closed(schema: Schema, rest: dict[str, Schema], definitions: Definitions) -> Schema:
+    """Return `schema` in normal form with the two keywords as `additionalProperties` and `items`.
+
+    Each alternative is closed separately: a value that needs two of them together is excluded (a subset).
+
+    Args:
+        rest: the two keywords, in normal form.
+    """
+    if schema is False or not rest:
+        return schema
+    if schema is True:
+        schema = {}
+    if "anyOf" in schema:
+        return {"anyOf": [closed(part, rest, definitions) for part in schema["anyOf"]]}
+    if "$ref" in schema:
+        try:
+            return closed(definitions.get(target_name(schema)), rest, definitions)
+        except Inexact:
+            return {"allOf": [schema, {"unevaluatedProperties": False}]}
+    if listed(schema) is not None:
+        return schema
+    standing = {_STANDING_FOR[keyword]: value for keyword, value in rest.items() if value is not True}
+    return {**schema, **{keyword: value for keyword, value in standing.items() if keyword not in schema}}
+
+
+def closed_apart(
+    merged: Schema, parts: list[Schema], rest: dict[str, Schema], combinations: Combinations, definitions: Definitions
+) -> Schema | None:
+    """Close each of the alternatives `parts` of a `oneOf` beside `merged`, for objects. None if they overlap then."""
+    found: list[Schema] = []
+    for index, part in enumerate(parts):
+        try:
+            one = combinations.merge({"type": "object"}, closed(combinations.merge(merged, part), rest, definitions))
+        except Inexact:
+            return None
+        if not all(combinations.disjoint(one, other) for other in (*parts[:index], *parts[index + 1 :])):
+            return None
+        found.append(one)
+    return combinations.any_of(found) if parts else None

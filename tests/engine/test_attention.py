@@ -88,7 +88,7 @@ def test_prefills_and_decodes_in_one_row(
 
     with pytest.MonkeyPatch.context() as patch:
         if one_by_one:
-            patch.setattr(attention, "_GATHER_BYTES", 1)
+            patch.setattr(attention, "GATHER_BYTES", 1)
         found, _ = paged_attention(
             LAYER, flat(queries), flat(keys), flat(values), None,
             paged=context, scaling=DIM**-0.5, sliding_window=window, position_ids=object(),
@@ -122,10 +122,11 @@ def test_the_cache_is_sized_from_a_number_a_budget_or_the_need() -> None:
     assert block_bytes(layers, 16, torch.float16) == 16 * (2 * 16 + 2 * 12) * 2
 
     def plan(**config: Any) -> int:
-        return plan_blocks(EngineConfig(**config), layers, max_model_len=64, dtype=torch.float16, device=CPU)
+        return plan_blocks(EngineConfig(**config), layers, 64, torch.float16, lambda: 20 * 1792)
 
     assert plan(num_blocks=7) == 7
     assert plan(kv_cache_bytes=10 * 1792 + 5) == 10
+    assert plan() == 20
     assert plan(max_num_seqs=3) == 12
     with pytest.raises(ValueError, match="needs 4"):
         plan(num_blocks=3)

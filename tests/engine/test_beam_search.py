@@ -99,6 +99,41 @@ def test_guided_beams_equal_transformers_and_satisfy_the_constraint(
         assert one.finish_reason == "stop"
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_logprobs_of_beams_are_those_of_their_own_tokens(
+    make_engine: MakeEngine, tiny_model: LoadedModel, run: Run, late: bool
+) -> None:
+    """The same outputs, scored as a prompt, have the same log-probabilities."""
+    pool = FaultyPool(tiny_model.vocabulary)
+    generator = random.Random(3)
+    if late:
+        pool.delay = lambda sequence_id, position: generator.choice([0, 0, 0, 2])
+    prompt = [9] * 5
+    requests = {
+        "free": (prompt, beams(3, logprobs=2, stop_token_ids=STOPS)),
+        "guided": (prompt, beams(3, logprobs=2, regex="[a-z ]{12}")),
+    }
+    config: dict[str, Any] = {"block_size": 4, "num_blocks": 32} if late else {}
+    found = run(make_engine(pool, **config), requests)
+    scored = SamplingParams(prompt_logprobs=2, max_tokens=1)
+    for name, output in found.items():
+        plain = run(make_engine(), {name: (prompt, beams(3, **_without_logprobs(requests[name][1])))})[name]
+        assert [one.token_ids for one in output.outputs] == [one.token_ids for one in plain.outputs]
+        for one in output.outputs:
+            assert one.logprobs is not None
+            assert len(one.logprobs) == len(one.token_ids)
+            again = run(make_engine(), {"r": (prompt + one.token_ids, scored)})["r"].prompt_logprobs or []
+            for token, entries, same in zip(one.token_ids, one.logprobs, again[len(prompt) :], strict=True):
+                assert entries[token].logprob == pytest.approx((same or {})[token].logprob, abs=1e-3)
+                assert len(entries) >= 2
+            total = sum(entries[token].logprob for token, entries in zip(one.token_ids, one.logprobs, strict=True))
+            assert one.cumulative_logprob == pytest.approx(total, abs=1e-3)
+
+
+def _without_logprobs(params: SamplingParams) -> dict[str, Any]:
+    return {"constraint": params.constraint, "stop_token_ids": params.stop_token_ids}
+
+
 def test_fewer_outputs_where_the_constraint_has_fewer(make_engine: MakeEngine, run: Run) -> None:
     outputs = run(make_engine(), {"r": ("So?", beams(4, choice=["yes", "no"], length_penalty=0.0))})["r"].outputs
     assert {"yes", "no"} == {one.text for one in outputs}
@@ -143,7 +178,7 @@ def test_best_of_returns_the_most_likely(make_engine: MakeEngine, run: Run) -> N
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("temperature", 0.5), ("top_p", 0.5), ("logprobs", 1), ("stop", "x"), ("best_of", 1)]
+    ("field", "value"), [("temperature", 0.5), ("top_p", 0.5), ("top_k", 3), ("stop", "x"), ("best_of", 1)]
 )
 def test_what_a_beam_search_does_not_have_is_named(field: str, value: Any) -> None:
     with pytest.raises(InvalidRequest) as raised:

@@ -12,9 +12,11 @@ import pytest
 import torch
 
 from engine.config import EngineConfig
+from engine.kv_cache import CudaMemory
 from engine.llm import LLM
 from engine.llm_engine import LLMEngine
 from engine.model_loader import LoadedModel, load_model
+from engine.model_runner import ModelRunner
 from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
 from guided.errors import InternalError
@@ -71,6 +73,36 @@ def test_warm_up_says_in_one_line_what_it_found(make_engine: MakeEngine, caplog:
     assert not engine.has_unfinished
     assert engine.stats.steps == 0
     assert engine.blocks.num_free == engine.blocks.num_blocks
+
+
+class Memory(CudaMemory):
+    """A device with 8 GiB. A step is said to take as much as its logits would."""
+
+    def __init__(self) -> None:
+        self.peak = 0
+
+    def peak_of(self, run: Callable[[], None]) -> int:
+        run()
+        return self.peak
+
+    def free(self) -> int:
+        return 8 << 30
+
+
+def test_the_kv_cache_gets_what_the_largest_step_leaves(tiny_model: LoadedModel) -> None:
+    steps: list[tuple[int, int]] = []
+
+    def note(module: Any, args: Any, inputs: dict[str, Any], output: Any) -> None:
+        steps.append((inputs["input_ids"].shape[1], int(inputs["position_ids"].max())))
+
+    memory, runner = Memory(), ModelRunner(tiny_model, block_size=16)
+    with tiny_model.body.register_forward_hook(note, with_kwargs=True):
+        light = runner.memory_for_cache(memory, 300, rows=5, max_model_len=128)
+        memory.peak = 1 << 30
+        heavy = runner.memory_for_cache(memory, 300, rows=5, max_model_len=128)
+    assert steps == [(300, 127)] * 2
+    assert 0 < light < memory.free()
+    assert light - heavy >= memory.peak
 
 
 @pytest.mark.cuda

@@ -18,7 +18,7 @@ from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
 from guided.bundle import ProcessorBundle
 from guided.constraint import Constraint
-from guided.errors import GuidedError
+from guided.errors import BackendError, GuidedError
 from guided.inline import InlinePool
 from guided.pool import Grammar
 from guided.processor import ApplyReport, GuidedProcessor, SampledEdit
@@ -117,6 +117,7 @@ class Own:
         return ApplyReport()
 
     def sampled(self, sequences: Sequence[GuidedSequence]) -> dict[int, SampledEdit]:
+        assert sequences is self.sequences, "the same tuple: nothing is looked up for a step without edits"
         decided = {each.sequence_id: self.decide(list(each.output_token_ids)) for each in sequences}
         return {name: edit for name, edit in decided.items() if edit is not None}
 
@@ -203,6 +204,33 @@ def test_a_processor_appends_and_stops(engine_with: Callable[..., LLMEngine], ru
     assert found.token_ids[1:4] == [seven, eight, seven]
     assert (len(found.token_ids), found.finish_reason) == (7, "stop")
     assert len(found.logprobs or ()) == 7
+
+
+def test_edits_of_sequences_that_got_no_token_are_ignored(
+    engine_with: Callable[..., LLMEngine], run: Run, tiny_model: LoadedModel
+) -> None:
+    """A failed row, a beam and a draft are among the prepared sequences. Only outputs can be changed."""
+    digit = tiny_model.vocabulary.encode("7")
+
+    class Failing(Own):
+        def apply(self, logits: torch.Tensor, *options: Any, **named: Any) -> ApplyReport:
+            failed = [each.sequence_id for each in self.sequences if each.request_id == "failed"]
+            return ApplyReport(dict.fromkeys(failed, BackendError("no mask")))
+
+    own = Failing(lambda output: SampledEdit(append=digit) if len(output) == 4 else None)
+    requests = {
+        "failed": (PROMPT, DIGITS),
+        "beams": (PROMPT, SamplingParams(regex=REGEX, temperature=0.0, n=2, use_beam_search=True, max_tokens=30)),
+        "edited": (PROMPT, DIGITS),
+    }
+    engine = engine_with(False, own, num_speculative_tokens=3)
+    found = run(engine, requests)
+    expected = run(engine_with(False), {"beams": requests["beams"]})["beams"]
+    assert isinstance(found["failed"].error, BackendError)
+    assert [one.token_ids for one in found["beams"].outputs] == [one.token_ids for one in expected.outputs]
+    assert found["edited"].outputs[0].token_ids[4] == digit[0]
+    assert engine.stats.forced_tokens == 1
+    assert re.fullmatch(REGEX, found["edited"].outputs[0].text)
 
 
 def test_more_than_was_declared_is_not_rolled_back(engine_with: Callable[..., LLMEngine], run: Run) -> None:

@@ -78,7 +78,7 @@ def test_the_constraint_is_there(fields: dict[str, Any], kind: str) -> None:
     assert dataclasses.replace(params, n=2).constraint == params.constraint
     for param in ("stop", "stop_token_ids"):
         with pytest.raises(InvalidRequest, match=r"cut the .* constraint short") as refusal:
-            dataclasses.replace(params, **{param: [1] if param == "stop_token_ids" else "x"})
+            dataclasses.replace(params, **{param: [1] if param == "stop_token_ids" else "a"})
         assert refusal.value.param == param
 
 

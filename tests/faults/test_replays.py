@@ -106,7 +106,14 @@ def in_the_middle(action: Callable[[LLMEngine], None]) -> Callable[[LLMEngine], 
 def kill(pid: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE, LONG)
+    wait_until(lambda: _has_ended(pid), LONG)
+
+
+def _has_ended(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
 
 
 def test_two_poisoned_grammars_end_two_requests(pool: RayPool, tiny_model: LoadedModel, expected: Outputs) -> None:

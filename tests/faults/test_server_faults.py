@@ -144,7 +144,8 @@ class TestEveryError:
         failed.set_exception(kind("told to"))
         monkeypatch.setattr(server.pool, "compile", lambda constraint, backends, client: failed)
         status, code, retry = ERRORS[kind]
-        counted = server.metric("guided_request_failures_total", code=code)
+        fault = "load" if status == 429 else "request" if status < 500 else "server"
+        counted = server.metric("guided_request_failures_total", code=code, fault=fault)
         not_compiled = server.metric("guided_grammar_failures_total", code=code, kind="regex")
         answer = server.post(regex="a", stream=stream)
         assert answer.status_code == status
@@ -154,7 +155,7 @@ class TestEveryError:
         assert answer.headers["x-should-retry"] == ("true" if retry else "false")
         assert ("retry-after" in answer.headers) == (status in (429, 503))
         assert answer.headers["x-request-id"]
-        assert server.metric("guided_request_failures_total", code=code) == counted + 1
+        assert server.metric("guided_request_failures_total", code=code, fault=fault) == counted + 1
         assert server.metric("guided_grammar_failures_total", code=code, kind="regex") == not_compiled + 1
 
     @pytest.mark.parametrize("kind", [BackendError, DeadEnd, TokenRejected, MaskTimeout, WorkerDied, PoolUnavailable])

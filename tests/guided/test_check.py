@@ -12,7 +12,7 @@ from byte_vocabulary import BYTES
 
 from engine.default_model import checkpoint_path
 from guided.backends import Backends
-from guided.check import check, kind_of, vocabulary_of
+from guided.check import check, check_all, kind_of, vocabulary_of
 from guided.errors import InvalidRequest
 
 SCHEMA = {
@@ -62,6 +62,13 @@ def test_gbnf_is_shown_as_lark(backends: Backends) -> None:
     assert report.kind == "GBNF grammar"
     assert "start" in report.compiled
     assert check("-", 'start: "a" start | "b"', backends).kind == "Lark grammar"
+
+
+def test_a_constraint_that_takes_too_long_is_refused() -> None:
+    [late] = check_all([("slow.json", json.dumps(SCHEMA))], BYTES, seconds=1e-4)
+    assert not late.accepted
+    assert "time limit" in late.error
+    assert [report.backend for report in check_all([("-", "a{2}")], BYTES, seconds=100)] == ["llguidance"]
 
 
 @pytest.mark.parametrize(

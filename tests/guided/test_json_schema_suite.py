@@ -25,7 +25,7 @@ DIALECTS = {
     "draft7": "http://json-schema.org/draft-07/schema#",
     "draft2020-12": "https://json-schema.org/draft/2020-12/schema",
 }
-LEAST_COMPILED = {"draft7": 225, "draft2020-12": 315}
+LEAST_COMPILED = {"draft7": 230, "draft2020-12": 335}
 """Of 257 and 383 groups."""
 
 INTEGER = "an integer is written without a fraction: `1.0` gains a model nothing"

@@ -31,6 +31,8 @@ TEXTS = [
     '{"a": [1, 2.5e-3, true, null, "\\u00e9\\n"]}',
     "\u017f İ ﬁ ﷺ ½ ² Ⅷ",
 ]
+LONG = "".join(TEXTS) + "ab" * 5000 + "=" * 3000 + "日本" * 300
+"""Text with long pieces."""
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +81,9 @@ def test_tekken(mistral_data: Path) -> None:
     for text in TEXTS:
         ids = reference.encode(text, bos=False, eos=False)
         assert vocabulary.decode(ids) == text.encode()
-        assert vocabulary.decode(vocabulary.encode(text)) == text.encode()
+        assert vocabulary.encode(text) == ids
+    copy = Vocabulary.from_bytes(vocabulary.to_bytes())
+    assert copy.encode(LONG) == vocabulary.encode(LONG) == reference.encode(LONG, bos=False, eos=False)
     assert all(vocabulary.token_bytes[token] == reference.id_to_byte_piece(token) for token in range(0, 131_072, 97))
     assert reference.eos_id in vocabulary.stop_token_ids
 
@@ -92,7 +96,10 @@ def test_sentencepiece(mistral_data: Path, name: str) -> None:
     for text in TEXTS:
         # The dummy space that SentencePiece puts before a text is the known exception.
         assert vocabulary.decode(model.Encode(text)) == b" " + text.encode()
-        assert vocabulary.decode(vocabulary.encode(text)) == text.encode()
+        # After other text there is no dummy space: what SentencePiece writes there is canonical.
+        assert vocabulary.encode(text) == model.Encode("\n" + text)[len(model.Encode("\n")) :]
+    copy = Vocabulary.from_bytes(vocabulary.to_bytes())
+    assert copy.encode(TEXTS[0]) == vocabulary.encode(TEXTS[0])
     assert model.bos_id() in vocabulary.special_token_ids
     assert set(vocabulary.stop_token_ids) == {model.eos_id()}
 

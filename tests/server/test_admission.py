@@ -16,7 +16,7 @@ from engine.outputs import CompletionOutput, RequestOutput
 from engine.sampling_params import SamplingParams
 from engine.sequence import Logprob
 from engine.server.admission_threads import AdmissionThreads
-from engine.server.answers import Answer
+from engine.server.answers import Answer, ChoicesAnswer
 from engine.server.errors import QueueFull
 from engine.server.generation import Job
 from engine.server.protocol import MAX_IGNORED
@@ -226,7 +226,7 @@ class TestThreads:
         asyncio.run(run())
 
 
-class _Plain(Answer):
+class _Plain(ChoicesAnswer):
     whole_object = chunk_object = "test"
 
     def message(self, index: int, text: str) -> dict[str, Any]:
@@ -281,10 +281,10 @@ class TestAnswers:
         assert found["usage"]["completion_tokens"] == 3000
 
     def test_a_stream_that_was_not_read_goes_on_in_slices(self, answer: Answer, output: RequestOutput) -> None:
-        chunks = list(answer.new_chunks(0, output))
+        chunks = list(answer.new_events(0, output))
         choices = [chunk["choices"][0] for chunk in chunks]
         first = [choice for choice in choices if choice["index"] == 0]
         assert [token for choice in first[:-1] for token in choice["logprobs"]["tokens"]] == TOKENS
         assert "".join(choice["text"] for choice in first) == "é" * 90_000
         assert [choice["finish_reason"] for choice in first[-2:]] == [None, "length"]
-        assert list(answer.new_chunks(0, output)) == []
+        assert list(answer.new_events(0, output)) == []

@@ -389,7 +389,9 @@ class TestRefusals:
             assert answer.status_code == 401
             assert error_of(answer)["code"] == "invalid_api_key"
             assert "secret" not in answer.text
-        assert 'guided_request_failures_total{code="invalid_api_key"} 3.0' in client.get("/metrics").text
+        assert (
+            'guided_request_failures_total{code="invalid_api_key",fault="request"} 3.0' in client.get("/metrics").text
+        )
         assert client.post("/tokenize", json={"prompt": "a"}).status_code == 401
         key = {"authorization": "Bearer secret"}
         assert client.post("/v1/chat/completions", json=HELLO, headers=key).status_code == 200
@@ -451,6 +453,13 @@ class TestFailures:
         assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
         assert last["error"]["code"] == "backend_error"
 
+    def test_a_response_that_fails_in_its_stream(self, failing: TestClient) -> None:
+        body = {"input": "hello", "regex": "[0-9]{30}", "stream": True}
+        answer = failing.post("/v1/responses", json=body)
+        last = json.loads(answer.text.strip().rpartition("data: ")[2])
+        assert (last["type"], last["response"]["status"]) == ("response.failed", "failed")
+        assert last["response"]["error"]["code"] == "backend_error"
+
     def test_others_are_unharmed(self, failing: TestClient) -> None:
         assert post(failing, regex="[0-9]{30}", max_tokens=None).status_code == 500
         assert post(failing).status_code == 200
@@ -508,7 +517,7 @@ class TestOthers:
             r"guided_grammar_wait_seconds_count{backend=\"llguidance\",kind=\"regex\"} 1.0",
             r"guided_grammar_compile_seconds_count{backend=\"llguidance\",kind=\"regex\"} ",
             r"guided_request_success_total{finished_reason=\"stop\"} 1.0",
-            r"guided_request_failures_total{code=\"invalid_constraint\"} 1.0",
+            r"guided_request_failures_total{code=\"invalid_constraint\",fault=\"request\"} 1.0",
             r"guided_generation_tokens_total [1-9]",
             r"guided_num_requests_running 0.0",
             r"guided_kv_cache_usage_perc ",

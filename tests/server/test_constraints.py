@@ -178,7 +178,12 @@ def test_backend_of_the_request_goes_before_the_servers(fields: dict[str, Any], 
         ({"response_format": {"type": "structural_tag"}}, InvalidConstraint, "response_format", ["format"]),
         ({"response_format": {"type": "json"}}, InvalidConstraint, "response_format.value", ["Missing"]),
         ({"response_format": {"type": "text", "format": {}}}, InvalidConstraint, "response_format.format", ["text"]),
-        ({"response_format": {"type": "json_schema"}}, InvalidConstraint, "response_format.json_schema", ["Missing"]),
+        (
+            {"response_format": {"type": "json_schema"}},
+            InvalidConstraint,
+            "response_format.json_schema.schema",
+            ["Missing"],
+        ),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
             InvalidConstraint,

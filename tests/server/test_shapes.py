@@ -31,7 +31,7 @@ def test_tokenize_takes_one_of_two(client: TestClient, body: dict[str, Any]) -> 
 def test_parts_that_are_no_text(client: TestClient, kind: str) -> None:
     parts = [{"type": "text", "text": "what is this?"}, {"type": kind, kind: {"url": "data:image/png;base64,AA"}}]
     body = {"messages": [{"role": "user", "content": parts}]}
-    expected = f"content parts of type {kind} are not supported", "messages[0].content[1]"
+    expected = f"content parts of type {kind} are not supported; there are: text", "messages[0].content[1]"
     assert said(client, "/v1/chat/completions", body) == expected
 
 

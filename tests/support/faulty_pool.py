@@ -136,5 +136,5 @@ def without_rows(step: StepMasks, late: Collection[int]) -> StepMasks:
     kept: list[ReadyMasks] = []
     for part in masked:
         keep = np.array([row not in late and row not in step.failed for row in part.rows.tolist()], bool)
-        kept.append(ReadyMasks(part.masks, part.slots[keep], part.rows[keep]))
+        kept.append(ReadyMasks(part.masks, part.slots[keep], part.rows[keep], part.seconds))
     return StepMasks(kept, [*step.late, *late], step.failed, step.seconds)

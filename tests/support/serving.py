@@ -51,8 +51,12 @@ class ServerProcess:
 
 @contextlib.contextmanager
 def serving(*arguments: str, **environment: str) -> Iterator[ServerProcess]:
-    """Run `guided serve` on a free port until the block ends."""
-    command = [sys.executable, "-c", "from engine.server.cli import main; main()", "serve", "--port", "0", *arguments]
+    """Run `guided serve` on a free port until the block ends.
+
+    `GUIDED_PYTHON` is the server's interpreter, if it is not that of the tests.
+    """
+    python = os.environ.get("GUIDED_PYTHON", sys.executable)
+    command = [python, "-c", "from engine.server.cli import main; main()", "serve", "--port", "0", *arguments]
     process = subprocess.Popen(
         command,
         stderr=subprocess.STDOUT,

@@ -167,3 +167,13 @@ class TestFaults:
         assert not ended.is_set(), "the constraint was compiled too soon: the test is void"
         assert max(gaps[1:]) < 5
         thread.join(WAIT)
+
+
+def test_the_pool_is_in_the_metrics(drop_in: Server) -> None:
+    until = time.monotonic() + WAIT
+    while "guided_mask_actors_up 2.0" not in (text := httpx.get(f"{drop_in.url}/metrics", timeout=WAIT).text):
+        assert time.monotonic() < until, text
+        time.sleep(0.5)
+    assert "guided_mask_actors 2.0" in text
+    assert 'guided_backend_up{backend="llguidance"} 1.0' in text
+    assert "vllm:num_requests_running" in text

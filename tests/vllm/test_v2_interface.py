@@ -395,5 +395,5 @@ def test_what_the_front_end_refuses() -> None:
     validate(guided("12").params)
     with pytest.raises(VLLMValidationError, match="choice is empty"):
         validate(SamplingParams(extra_args={"choice": []}))
-    with pytest.raises(VLLMValidationError, match="stop would cut"):
+    with pytest.raises(VLLMValidationError, match="stop could cut"):
         validate(SamplingParams(extra_args={"choice": ["1"]}, stop=["x"]))

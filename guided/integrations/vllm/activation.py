@@ -9,16 +9,11 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import TYPE_CHECKING
 
+from guided.integrations.vllm import pool_reports
 from guided.integrations.vllm.run_directory import SWITCH, announce
 
-if TYPE_CHECKING:
-    from vllm import SamplingParams
-
-    from guided.integrations.vllm.request_params import GuidedParams
-
-TESTED_VERSIONS = ("0.32.0",)
+TESTED_VERSIONS = ("0.32.0", "0.33.0")
 """Versions of vLLM with which `tests/vllm` passes."""
 _log = logging.getLogger("guided.integrations")
 _active = False
@@ -28,11 +23,12 @@ def activate() -> None:
     """Make this process a part of the run, and replace vLLM's structured outputs if the switch is on. Idempotent."""
     global _active
     announce()
+    _show_log()
+    pool_reports.expose()
     if _active or os.environ.get(SWITCH, "").lower() in ("", "0", "false", "off"):
         return
     import vllm
 
-    _show_log()
     version = vllm.__version__.partition("+")[0]
     if version not in TESTED_VERSIONS:
         _log.warning(
@@ -58,13 +54,6 @@ def activate() -> None:
 def is_active() -> bool:
     """Whether vLLM's structured outputs use our pool, in this process."""
     return _active
-
-
-def enforce(params: SamplingParams, guided: GuidedParams | None) -> None:
-    """Have `guided`, from `vllm_xargs`, enforced like vLLM's own `structured_outputs`. Only while `is_active`."""
-    from guided.integrations.vllm import admission
-
-    admission.enforce(params, guided)
 
 
 def _show_log() -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from guided.errors import InvalidRequest
 from guided.integrations.pools import DEFAULT_POOL, PoolOpener, find_pool
+from guided.integrations.vllm import pool_reports
 from guided.pool import MaskPool
 from guided.vocabulary import Vocabulary
 
@@ -54,7 +55,9 @@ def pool_opener(config: VllmConfig, opens: bool = True) -> PoolOpener:
 
 
 def open_pool(config: VllmConfig, options: Mapping[str, Any]) -> MaskPool:
-    return _find_pool(**options)(model_vocabulary(config))
+    pool = _find_pool(**options)(model_vocabulary(config))
+    pool_reports.start(pool)
+    return pool
 
 
 def model_vocabulary(config: VllmConfig) -> Vocabulary:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from vllm import __version_tuple__
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.utils import strip_speculative_padding
 
@@ -47,20 +48,34 @@ class _Output:
     """Number of tokens for which a slow request's mask was last asked for."""
 
 
+class _Block(NamedTuple):
+    """The lines of one request in a step's bitmask: one per draft token, one more, and padding."""
+
+    request_id: str
+    first: int
+    last: int
+    """The line after the block."""
+    reasoning: int = 0
+    """Number of lines before the constraint begins."""
+    start: int = 0
+    """The line with the mask of the constraint's first token, if there are `ends`."""
+    ends: Collection[int] = ()
+    """Tokens that end the reasoning and begin the constrained output, for example the start of a tool call."""
+
+
 class _Step:
-    """The lines of one step's bitmask: for each request one per draft token, and one more."""
+    """The lines of one step's bitmask."""
 
     def __init__(self, request_ids: Sequence[str], drafts: Mapping[str, list[int]]) -> None:
         self.request_ids = list(request_ids)
         self.drafts = {name: list(drafts[name]) for name in request_ids if name in drafts} if drafts else {}
         self.rows: list[GuidedRow] = []
         """The lines with a mask. The others are unconstrained: reasoning, and padding after the draft tokens."""
-        self.places: list[tuple[str, int, int]] = []
-        """Each request with its first line and the line after its last."""
+        self.blocks: list[_Block] = []
 
     @property
     def lines(self) -> int:
-        return self.places[-1][2] if self.places else 0
+        return self.blocks[-1].last if self.blocks else 0
 
     def is_for(self, request_ids: Sequence[str], drafts: Mapping[str, list[int]]) -> bool:
         """Return whether these requests and draft tokens are those of this step."""
@@ -82,6 +97,8 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
         weakref.finalize(self, self._opener.close)
         self._masker = Masker(self._opener, self._note_failure, vllm_config.model_config.get_vocab_size())
         self._step_wait = step_wait(vllm_config)
+        self._block = 1 + vllm_config.num_speculative_tokens if __version_tuple__ >= (0, 33) else None
+        """Lines of each request in a bitmask. None: as many as it has draft tokens, and one more."""
         self._outputs: dict[str, _Output] = {}
         """By vLLM's request id. The thread that receives requests adds to it."""
         self._slow: dict[str, _Output] = {}
@@ -128,16 +145,19 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
             return None
         step = self._step
         if step is None or not step.is_for(structured_output_request_ids, scheduled_spec_decode_tokens):
-            step = self._prepare(requests, structured_output_request_ids, scheduled_spec_decode_tokens)
+            step = self.prepare(requests, structured_output_request_ids, scheduled_spec_decode_tokens)
         self._step = None
         bitmask = self._masker.collect(self._step_wait, park=True)
         if len(bitmask) < step.lines:
             constrained, bitmask = bitmask, np.full((step.lines, bitmask.shape[1]), -1, np.int32)
             bitmask[[row.logits_row for row in step.rows]] = constrained
         discarded = {step.rows[index].logits_row for index in self._masker.discarded}
-        for request_id, first, last in step.places:
+        for block in step.blocks:
+            request_id, first, last = block[:3]
             output = self._outputs[request_id]
             output.masks = bitmask[first:last]
+            if block.ends:
+                _mask_reasoning(bitmask, block)
             if output.stops:
                 self._allow_stops(output)
             invalid = next((line - first - 1 for line in range(first + 1, last) if line in discarded), None)
@@ -182,10 +202,6 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
         self._opener.close()
 
     # the scheduler's interface
-
-    def prepare(self, requests: Mapping[str, Request], request_ids: list[str], drafts: dict[str, list[int]]) -> None:
-        """Start to compute the masks of a step, while the forward pass runs. `grammar_bitmask` follows."""
-        self._step = self._prepare(requests, request_ids, drafts)
 
     def hold_back(self, in_flight: Callable[[str], bool]) -> set[str]:
         """Return the ids of slow requests that must not join a batch now: their masks are missing.
@@ -234,29 +250,34 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
 
     # steps
 
-    def _prepare(
+    def prepare(
         self, requests: Mapping[str, Request], request_ids: Sequence[str], drafts: dict[str, list[int]]
     ) -> _Step:
-        step = _Step(request_ids, drafts)
+        """Start to compute the masks of a step, while the forward pass runs. `grammar_bitmask` follows."""
+        self._step = step = _Step(request_ids, drafts)
         for request_id in request_ids:
             output = self._outputs[request_id]
             given = drafts.get(request_id, [])
             tokens = strip_speculative_padding(given)
             grammar_start = constraint_start = 0
+            ends: Collection[int] = ()
             if self.reasoner_cls is not None:
                 grammar_start, constraint_start = self._get_constraint_bounds(requests[request_id], tokens)
             first = step.lines
-            for count in range(len(tokens) + 1):
-                if count >= constraint_start:
-                    consumed = tokens[grammar_start:count]
-                    row = GuidedRow(
-                        output.request,
-                        first + count,
-                        [*output.tokens, *consumed] if consumed else output.tokens,
-                        len(consumed),
-                    )
-                    step.rows.append(row)
-            step.places.append((request_id, first, first + 1 + len(given)))
+            rows: list[GuidedRow] = []
+            for count in range(constraint_start, len(tokens) + 1):
+                consumed = tokens[grammar_start:count]
+                before = [*output.tokens, *consumed] if consumed else output.tokens
+                rows.append(GuidedRow(output.request, first + count, before, len(consumed)))
+            if constraint_start:
+                reasoner = self._get_reasoner(requests[request_id])
+                ends = getattr(reasoner, "implicit_reasoning_end_token_ids", ())
+                if ends and (not rows or rows[0].drafts):
+                    rows.insert(0, GuidedRow(output.request, first, output.tokens))
+            step.rows += rows
+            last = first + (self._block or 1 + len(given))
+            start = rows[0].logits_row if rows else first
+            step.blocks.append(_Block(request_id, first, last, min(constraint_start, 1 + len(tokens)), start, ends))
         self._masker.prepare(step.rows)
         return step
 
@@ -266,5 +287,18 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
         for mask in output.masks:
             complete = any(int(mask[token >> 5]) >> (token & 31) & 1 for token in self._masker.stop_token_ids)
             for token in output.stops - self._masker.stop_token_ids:
-                bit = np.array([1 << (token & 31)], np.uint32).view(np.int32)[0]
-                mask[token >> 5] = mask[token >> 5] | bit if complete else mask[token >> 5] & ~bit
+                word = mask[token >> 5]
+                mask[token >> 5] = word | _bit(token) if complete else word & ~_bit(token)
+
+
+def _mask_reasoning(bitmask: NDArray[np.int32], block: _Block) -> None:
+    """Allow all tokens in the lines of the reasoning, except those `ends` that can't begin the constrained output."""
+    line = np.full(bitmask.shape[1], -1, np.int32)
+    for token in block.ends:
+        line[token >> 5] &= bitmask[block.start, token >> 5] | ~_bit(token)
+    bitmask[block.first : block.first + block.reasoning] = line
+
+
+def _bit(token: int) -> np.int32:
+    """Return a token's bit in its word of a mask."""
+    return np.uint32(1 << (token & 31)).view(np.int32)

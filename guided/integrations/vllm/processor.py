@@ -21,7 +21,7 @@ from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext, 
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor as V2LogitsProcessor
 
 from guided.errors import GuidedError, InvalidRequest, PoolUnavailable
-from guided.integrations.vllm import activation, error_reports, worker_registry
+from guided.integrations.vllm import activation, admission, error_reports, worker_registry
 from guided.integrations.vllm.configuration import pool_opener, step_wait, stop_token
 from guided.integrations.vllm.masker import UNKNOWN_TOKEN, GuidedRequest, GuidedRow, Masker
 from guided.integrations.vllm.request_params import VALIDATED, GuidedParams, guided_params, request_id
@@ -61,7 +61,7 @@ class GuidedLogitsProcessor(V1LogitsProcessor, V2LogitsProcessor):  # type: igno
         try:
             guided = guided_params(sampling_params)
             if activation.is_active():
-                activation.enforce(sampling_params, guided)
+                admission.enforce(sampling_params, guided)
             elif guided is not None:
                 worker_registry.check()
                 if _SERVER in sys.modules and request_id(sampling_params) is None:

@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from guided.backends import AUTO, candidates, resolve
 from guided.constraint import KINDS, Constraint
@@ -17,24 +17,21 @@ from guided.errors import InternalError, InvalidConstraint, InvalidRequest, boun
 from guided.integrations.vllm.error_reports import REQUEST_ID
 from guided.request import GivenConstraint, GivenWhitespace, build, refuse_stops, take_one, take_whitespace
 
-_FORMER_NAMES = {
-    "guided_json": "json_schema",
-    "guided_regex": "regex",
-    "guided_choice": "choice",
-    "guided_grammar": "grammar",
-    "guided_json_object": "json_object",
-    "guided_decoding_backend": "backend",
-    "guided_whitespace_pattern": "whitespace_pattern",
-}
+if TYPE_CHECKING:
+    from vllm import SamplingParams
+
 _OPTIONS = ("whitespace_pattern", "backend")
-_NEAR_MISSES = {
-    **dict.fromkeys(("json", "schema", "guided_schema", "response_format", "structured_outputs"), "json_schema"),
-    **dict.fromkeys(("pattern", "re"), "regex"),
-    **dict.fromkeys(("choices", "enum"), "choice"),
-    **dict.fromkeys(("ebnf", "gbnf", "lark", "cfg"), "grammar"),
-    **dict.fromkeys(("json_mode",), "json_object"),
+_MEANT = {
+    "json_schema": ("json", "schema", "guided_json", "guided_schema", "response_format", "structured_outputs"),
+    "json_object": ("json_mode", "guided_json_object"),
+    "regex": ("pattern", "re", "guided_regex"),
+    "choice": ("choices", "enum", "guided_choice"),
+    "grammar": ("ebnf", "gbnf", "lark", "cfg", "guided_grammar"),
+    "backend": ("guided_decoding_backend",),
+    "whitespace_pattern": ("guided_whitespace_pattern",),
 }
-"""Names of constraints elsewhere -> ours."""
+"""Our names -> what they are called elsewhere."""
+_OURS = {other: name for name, others in _MEANT.items() for other in others}
 VALIDATED = "guided_constraint"
 """The parameter with the validated constraint, as text. Written in the process that admits requests."""
 FROM_EXTRA_ARGS = "_guided_from_extra_args"
@@ -44,18 +41,6 @@ _CLOSE = 0.8
 """Similarity (`difflib`) from which a name counts as a misspelt one."""
 _TRUE, _FALSE = (True, 1, "true"), (False, 0, "false")
 """`vllm_xargs` has no booleans: pydantic converts them to numbers."""
-
-
-class VLLMParams(Protocol):
-    """The fields of vLLM's `SamplingParams` that are read here."""
-
-    extra_args: dict[str, Any] | None
-    stop: Any
-    stop_token_ids: Any
-    ignore_eos: bool
-    structured_outputs: Any
-    thinking_token_budget: int | None
-    trace_decode_token_ids: list[int] | None
 
 
 @dataclass(frozen=True)
@@ -83,7 +68,7 @@ class GuidedParams:
         return cls(Constraint(kind, source, whitespace), backend)
 
 
-def guided_params(params: VLLMParams) -> GuidedParams | None:
+def guided_params(params: SamplingParams) -> GuidedParams | None:
     """Read and check the guided parameters, in the process that admits requests. None: the request has no constraint.
 
     Raises:
@@ -115,7 +100,7 @@ def is_ours(structured_outputs: Any) -> bool:
     return bool(getattr(structured_outputs, FROM_EXTRA_ARGS, False))
 
 
-def reject_overwriting(params: VLLMParams, constraint: str) -> None:
+def reject_overwriting(params: SamplingParams, constraint: str) -> None:
     """Reject parameters that overwrite masks, or change where an output ends.
 
     Args:
@@ -134,7 +119,7 @@ def reject_overwriting(params: VLLMParams, constraint: str) -> None:
             raise InvalidRequest(f"{name} would write over what the {constraint} constraint allows", param=name)
 
 
-def request_id(params: VLLMParams) -> str | None:
+def request_id(params: SamplingParams) -> str | None:
     """Return the id that errors are reported under, even if other parameters are invalid."""
     value = (params.extra_args or {}).get(REQUEST_ID)
     return None if value is None else str(value)
@@ -146,10 +131,8 @@ def _reject_near_misses(extra: Mapping[str, Any]) -> None:
     for name in extra:
         if name in known or name in (REQUEST_ID, VALIDATED):
             continue
-        if name in _FORMER_NAMES:
-            raise InvalidRequest(f"{name} is called {_FORMER_NAMES[name]} here", param=name)
         plain = name.lower().replace("-", "_")
-        meant = [_NEAR_MISSES[plain]] if plain in _NEAR_MISSES else get_close_matches(plain, known, 1, _CLOSE)
+        meant = [_OURS[plain]] if plain in _OURS else get_close_matches(plain, known, 1, _CLOSE)
         if meant or plain.startswith("guided_"):
             hint = f"did you mean {meant[0]}? " if meant else ""
             raise InvalidRequest(

@@ -112,6 +112,13 @@ def read_note(path: Path) -> Any:
         return None
 
 
+def notes_of_running(folder: str) -> list[dict[str, Any]]:
+    """Read the notes in a folder of the run directory that are of processes that still run: those in "process"."""
+    run = find()
+    notes = [read_note(path) for path in (run / folder).glob("[!.]*")] if run is not None else []
+    return [note for note in notes if isinstance(note, dict) and not has_ended(note["process"])]
+
+
 def _is_inherited(path: Path) -> bool:
     """Whether another run made the directory: one that started this program, which inherited its environment."""
     try:

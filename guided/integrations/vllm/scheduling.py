@@ -24,8 +24,8 @@ class _GuidedScheduling:
     requests: dict[str, Request]
     running: list[Request]
     current_step: int
-    grammar_compile_error_reqs: set[str]
-    """vLLM ends these requests with `FINISHED_ERROR`, after this step."""
+    grammar_compile_error_reqs: set[str] | dict[str, Any]
+    """vLLM ends these requests with `FINISHED_ERROR`, after this step. From 0.33 on, with the error for the client."""
     prev_step_scheduled_req_ids: set[str]
     _preempt_request: Any
     _held_back: frozenset[str] | set[str] = frozenset()
@@ -37,7 +37,6 @@ class _GuidedScheduling:
             request = self.requests.get(request_id)
             if request is not None:  # a running request is skipped until this step
                 request.next_decode_eligible_step = max(request.next_decode_eligible_step, self.current_step + 2)
-        self.grammar_compile_error_reqs.update(manager.take_failed())
         output: SchedulerOutput = super().schedule(*args, **options)  # type: ignore[misc]
         manager.free(output.finished_req_ids)
         if output.has_structured_output_requests and not output.pending_structured_output_tokens:
@@ -68,5 +67,9 @@ class _GuidedScheduling:
                 self.running.remove(request)
                 self._preempt_request(request, time.monotonic(), drop_stale_output=True)
                 self.prev_step_scheduled_req_ids.discard(request_id)  # its tokens are sent again when it continues
-        self.grammar_compile_error_reqs.update(manager.take_failed())
         return output
+
+    def update_from_output(self, *args: Any, **options: Any) -> Any:
+        # None: `admission` looks up the error, and answers with its status.
+        self.grammar_compile_error_reqs.update(dict.fromkeys(self.structured_output_manager.take_failed()))
+        return super().update_from_output(*args, **options)  # type: ignore[misc]

@@ -12,7 +12,7 @@ from multiprocessing import active_children
 from typing import Any
 
 from guided.errors import PoolUnavailable
-from guided.integrations.vllm.run_directory import VARIABLE, find, has_ended, identity, lineage, read_note, write_note
+from guided.integrations.vllm.run_directory import VARIABLE, identity, lineage, notes_of_running, write_note
 
 _DIRECTORY = "workers"
 _ENGINE_PROCESS = "EngineCore"
@@ -45,9 +45,7 @@ def check() -> None:
     Raises:
         PoolUnavailable: they don't. The message has the reason and the remedy.
     """
-    run = find()
-    notes = [read_note(path) for path in (run / _DIRECTORY).glob("[!.]*")] if run is not None else []
-    workers = [note for note in notes if _is_alive(note)]
+    workers = notes_of_running(_DIRECTORY)
     for worker in workers:
         if worker["rejection"] is not None:
             raise PoolUnavailable(worker["rejection"])
@@ -76,7 +74,3 @@ def _has_engine_without_worker(workers: list[dict[str, Any]]) -> bool:
         if not its_engines and worker["process"] != identity(os.getpid()):
             elsewhere.add(worker.get("engine", ""))
     return len(engines - found) > len(elsewhere)
-
-
-def _is_alive(note: object) -> bool:
-    return isinstance(note, dict) and not has_ended(note["process"])

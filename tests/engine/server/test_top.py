@@ -38,6 +38,7 @@ def test_a_server_at_work(server: Hosted) -> None:
     assert float(line.split()[3]) > 0
     assert "1 x invalid_constraint" in text
     assert "ms a step" in text
+    assert "1 of 1 wanted" in text
 
 
 def test_rates_start_again_after_a_restart_of_the_server(server: Hosted) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import llguidance
 import numpy as np
 import pytest
+from mistral_common.tokens.tokenizers.tekken import Tekkenizer
+from sentencepiece import SentencePieceProcessor
 
 from guided.backends import Backends
 from guided.backends import llguidance as llguidance_backend
@@ -96,6 +99,27 @@ def test_no_key_slips_by_in_escapes(vocabulary: Vocabulary, schema: dict[str, ob
         matcher.accept_tokens(vocabulary.encode(text))
 
 
+@pytest.mark.parametrize(
+    ("bounds", "inside", "rounded"),
+    [
+        ({"minimum": 0, "exclusiveMaximum": 2147483651}, "2147483650.99999", "2147483650.99999999"),
+        ({"exclusiveMinimum": -2147483651}, "-2147483650.99999", "-2147483650.99999999"),
+        ({"exclusiveMaximum": 10**12}, "999999999999.9", "999999999999.99999"),
+    ],
+)
+def test_no_number_is_rounded_to_an_excluded_bound(
+    vocabulary: Vocabulary, bounds: dict[str, float], inside: str, rounded: str
+) -> None:
+    backend = Backends(vocabulary)["llguidance"]
+    for text, fits in ((inside, True), (rounded, False)):
+        matcher = backend.compile(Constraint.json_schema({"type": "number", **bounds})).matcher()
+        try:
+            matcher.accept_tokens(vocabulary.encode(text))
+            assert matcher.is_accepting() is fits, text
+        except TokenRejected:
+            assert not fits, text
+
+
 def test_a_schema_cannot_switch_enforcement_off(vocabulary: Vocabulary) -> None:
     schema = {"x-guidance": {"lenient": True, "coerce_one_of": True}, "type": "array", "uniqueItems": True}
     with pytest.raises(UnsupportedConstraint, match="uniqueItems"):
@@ -167,3 +191,34 @@ def test_ten_thousand_choices(vocabulary: Vocabulary) -> None:
     matcher = LLGuidanceBackend(vocabulary).compile(Constraint.choice(choices)).matcher()
     matcher.accept_tokens(vocabulary.encode(choices[4242]))
     assert matcher.is_accepting()
+
+
+FORCED = {
+    "type": "object",
+    "properties": {"x": {"const": {"identifier": "Zwölf Boxkämpfer 12.5", "descriptions": [[]]}}},
+}
+FORCED_TEXT = '{"x":{"identifier":"Zwölf Boxkämpfer 12.5","descriptions":[[]]}}'
+
+
+@pytest.mark.parametrize("family", ["tekken", "sentencepiece"])
+def test_masks_on_forced_text_allow_what_the_tokenizer_writes(mistral_data: Path, family: str) -> None:
+    """The tokenizer's own tokens of the text are allowed one after the other, and nothing else where it is forced."""
+    if family == "tekken":
+        path = mistral_data / "tekken_240911.json"
+        vocabulary = Vocabulary.from_tekken(path)
+        tokens = Tekkenizer.from_file(path).encode(FORCED_TEXT, bos=False, eos=False)
+    else:
+        path = mistral_data / "mistral_instruct_tokenizer_240323.model.v3"
+        vocabulary, model = Vocabulary.from_sentencepiece(path), SentencePieceProcessor(model_file=str(path))
+        tokens = model.Encode("\n" + FORCED_TEXT)[len(model.Encode("\n")) :]
+    assert vocabulary.decode(tokens).decode() == FORCED_TEXT
+    matcher = LLGuidanceBackend(vocabulary).compile(Constraint.json_schema(FORCED, whitespace="")).matcher()
+    row = np.zeros(words(vocabulary.padded_vocab_size), dtype=np.int32)
+    alone = 0
+    for token in tokens:
+        matcher.fill_bitmask(row)
+        allowed = allowed_ids(row).tolist()
+        assert token in allowed, vocabulary.token_bytes[token]
+        alone += len(allowed) == 1
+        matcher.accept_tokens([token])
+    assert alone > len(tokens) // 2

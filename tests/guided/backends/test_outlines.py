@@ -63,6 +63,11 @@ def test_what_it_would_ignore_is_refused_by_name(
     [
         ({"type": "integer", "minimum": 3, "exclusiveMaximum": 12}, ["3", "11"], ["2", "12", "-3", "3.0"]),
         ({"type": "number", "minimum": 0, "maximum": 1}, ["0", "0.5", "1", "1.0"], ["1.5", "-0.5", "2"]),
+        (
+            {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 2},
+            ["0.5", "1.99"],
+            ["0", "2", "1.99999999999999999999", "0.00000000000000000001"],
+        ),
         ({"type": "number"}, ["1e5", "-0.1E-7", "3"], ["1.", "01", "+1"]),
         ({"type": "string", "pattern": ".*"}, ['"a"', '"\\""'], ['"a"b"', '"\n"']),
         ({"type": "string", "pattern": '^a"$'}, ['"a\\""'], ['"a""', '"a"']),

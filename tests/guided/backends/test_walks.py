@@ -70,6 +70,7 @@ KNOWN: list[Any] = [
     {"type": "number", "exclusiveMinimum": 0, "maximum": 0.25},
     {"type": "number", "minimum": -0.25, "exclusiveMaximum": 0},
     {"type": "number", "exclusiveMinimum": 3, "maximum": 3.5},
+    {"type": "number", "minimum": 2147483649, "exclusiveMaximum": 2147483651},
     {"allOf": [{"type": "number", "exclusiveMinimum": 0}, {"maximum": 0.25}]},
     *(
         {"type": "integer", side: sign * 2**power + step}
@@ -171,6 +172,8 @@ def test_what_once_went_wrong(backends: Backends, vocabulary: Vocabulary, schema
         ({"type": "number", "minimum": -0.25, "exclusiveMaximum": 0}, "-0"),
         ({"type": "integer", "minimum": 2**63}, "9223372036854775807"),
         ({"type": "number", "exclusiveMinimum": 1}, "1.00000000000000000001"),
+        ({"type": "number", "minimum": 1, "exclusiveMaximum": 3}, "2.99999999999999999999"),
+        ({"type": "number", "minimum": 0, "exclusiveMaximum": 0.25}, "0.24999999999999999999"),
         ({"type": "number", "multipleOf": 0.1}, "0.35"),
         ({"pattern": "^[\\x00-\\x1f]$"}, '"\\""'),
         ({"pattern": "^\\p{Lu}+$"}, '"abc"'),

@@ -17,7 +17,8 @@ from jsonschema.validators import validator_for
 from guided.errors import InvalidConstraint, UnsupportedConstraint
 from guided.limits import DEFAULT_LIMITS
 from guided.schema.document import parse
-from guided.schema.normal_form import NormalForm, normalise
+from guided.schema.form import NormalForm
+from guided.schema.normal_form import normalise
 
 DATA = Path(__file__).parents[4] / "shared" / "data" / "maskbench-dev.jsonl.gz"
 
@@ -156,6 +157,14 @@ def test_older_dialects_come_out_as_2020_12() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    "dialect", ["http://json-schema.org/draft-07/schema#", "http://json-schema.org/draft-04/schema#"]
+)
+def test_patterns_beside_listed_values_are_those_of_ecma_262_in_every_dialect(dialect: str) -> None:
+    schema = {"$schema": dialect, "enum": ["3", "٣"], "pattern": "^\\d$"}
+    assert as_document(normalise(schema)) == {"enum": ["3"]}
+
+
 def test_draft_3_comes_out_as_2020_12() -> None:
     draft3 = {
         "$schema": "http://json-schema.org/draft-03/schema#",
@@ -238,6 +247,13 @@ def test_references_are_merged_with_what_stands_next_to_them_unless_recursive() 
     form = normalise(schema)
     assert Draft202012Validator(as_document(form)).is_valid({"a": {"next": {"next": {}}}})
     assert not Draft202012Validator(as_document(form)).is_valid({"a": {}})
+
+
+def test_a_property_may_be_named_like_a_keyword() -> None:
+    part = {"properties": {"const": {"$ref": "#/$defs/n"}, "enum": {"$ref": "#/$defs/n"}}}
+    values = [{"const": 1, "enum": 2}, {"const": "x"}, {"enum": "x"}]
+    schema = {"allOf": [part, {"enum": values}], "$defs": {"n": {"type": "integer"}}}
+    assert normalise(schema).root == {"enum": values[:1]}
 
 
 def test_a_subschema_knows_where_it_came_from() -> None:

@@ -1,4 +1,4 @@
-"""What the logits processor does to the scores: in place or in a copy, and next to other processors."""
+"""What the logits processor does to the scores, also next to other processors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from transformers import LlamaForCausalLM, LogitsProcessor, PreTrainedTokenizerF
 from transformers_generation import CONSTRAINTS, PROMPTS, Replaying, inputs
 
 from guided.constraint import Constraint
-from guided.errors import InvalidRequest
 from guided.integrations.transformers import GuidedLogitsProcessor
 from guided.vocabulary import Vocabulary
 
@@ -33,12 +32,8 @@ def test_raw_logits_and_scores_that_are_kept_do_not_change(
     batch = inputs(tiny_tokenizer, ["2024-10-11 and "] if "prompt_lookup_num_tokens" in mode else PROMPTS)
     constraints = CONSTRAINTS if len(batch["input_ids"]) > 1 else CONSTRAINTS[1:2]
     found, recording = [], Recording()
-    in_place = "num_beams" in mode or "prompt_lookup_num_tokens" in mode  # modes in which `generate()` makes copies
-    with (
-        GuidedLogitsProcessor(vocabulary, constraints) as subject,
-        GuidedLogitsProcessor(vocabulary, constraints, in_place=in_place) as writer,
-    ):
-        for processor in (subject, writer, Replaying(vocabulary, constraints, batch["input_ids"].shape[1])):
+    with GuidedLogitsProcessor(vocabulary, constraints) as subject:
+        for processor in (subject, Replaying(vocabulary, constraints, batch["input_ids"].shape[1])):
             torch.manual_seed(1)
             result = model.generate(
                 **batch,
@@ -50,56 +45,23 @@ def test_raw_logits_and_scores_that_are_kept_do_not_change(
                 output_scores=True,
             )
             found.append(result)
-    *ours, replayed = found
+    ours, replayed = found
     if "prompt_lookup_num_tokens" not in mode:
-        for raw, seen in zip(ours[0].logits, recording.scores, strict=False):
+        for raw, seen in zip(ours.logits, recording.scores, strict=False):
             assert torch.equal(raw.log_softmax(-1) if "num_beams" in mode else raw, seen)
-    for result in ours:
-        assert len(result.logits) == len(result.scores) > 5
-        for one, other in zip(result.logits, replayed.logits, strict=True):
-            assert torch.equal(one, other)
-            assert one.isfinite().all()
-        for one, other in zip(result.scores, replayed.scores, strict=True):
-            assert torch.equal(one, other)
+    assert len(ours.logits) == len(ours.scores) > 5
+    for one, other in zip(ours.logits, replayed.logits, strict=True):
+        assert torch.equal(one, other)
+        assert one.isfinite().all()
+    for one, other in zip(ours.scores, replayed.scores, strict=True):
+        assert torch.equal(one, other)
 
 
-def test_in_place_writes_into_the_scores(vocabulary: Vocabulary) -> None:
-    prompt, constraints = torch.tensor([[1], [2]]), [Constraint.regex("a+"), None]
-    scores = torch.randn(2, vocabulary.padded_vocab_size)
-    with (
-        GuidedLogitsProcessor(vocabulary, constraints) as subject,
-        GuidedLogitsProcessor(vocabulary, constraints, in_place=True) as writer,
-    ):
-        expected = subject(prompt, scores)
-        assert writer(prompt, scores).data_ptr() == scores.data_ptr()
-    assert torch.equal(scores, expected)
-
-
-def test_in_place_is_rejected_with_raw_logits_and_not_with_kept_scores(
-    model: LlamaForCausalLM, vocabulary: Vocabulary, tiny_tokenizer: PreTrainedTokenizerFast
-) -> None:
-    batch = inputs(tiny_tokenizer, PROMPTS)
-    replaying = Replaying(vocabulary, CONSTRAINTS, batch["input_ids"].shape[1])
-    options = {**batch, "max_new_tokens": 20, "return_dict_in_generate": True, "output_scores": True}
-    with GuidedLogitsProcessor(vocabulary, CONSTRAINTS, in_place=True) as subject:
-        with pytest.raises(InvalidRequest, match="output_logits=True"):
-            model.generate(**options, logits_processor=[subject], output_logits=True)
-        for _ in range(2):
-            found, expected = (
-                model.generate(**options, logits_processor=[processor]) for processor in (subject, replaying)
-            )
-            assert torch.equal(found.sequences, expected.sequences)
-            assert all(map(torch.equal, found.scores, expected.scores))
-
-
-@pytest.mark.parametrize("in_place", [False, True])
-def test_tokens_that_others_forbid_are_allowed_only_if_few_are_left(vocabulary: Vocabulary, in_place: bool) -> None:
+def test_tokens_that_others_forbid_are_allowed_only_if_few_are_left(vocabulary: Vocabulary) -> None:
     a = vocabulary.encode("a")[0]
     scores = torch.randn(2, vocabulary.padded_vocab_size)
     scores[:, a] = -torch.inf
-    with GuidedLogitsProcessor(
-        vocabulary, [Constraint.regex("a"), Constraint.regex("(?s:.)*")], in_place=in_place
-    ) as subject:
+    with GuidedLogitsProcessor(vocabulary, [Constraint.regex("a"), Constraint.regex("(?s:.)*")]) as subject:
         masked = subject(torch.tensor([[1], [2]]), scores.clone())
         assert masked[0].isfinite().nonzero().flatten().tolist() == [a]
         assert masked[1].isfinite().sum() > 300

@@ -151,7 +151,7 @@ def test_the_id_is_known_if_other_parameters_are_invalid() -> None:
 
 @pytest.mark.parametrize("name", ["guided_json", "guided_regex", "guided_decoding_backend"])
 def test_former_names_are_not_ignored(name: str) -> None:
-    with pytest.raises(InvalidRequest, match="is called"):
+    with pytest.raises(InvalidRequest, match="did you mean"):
         guided_params(params({name: "x"}))
 
 

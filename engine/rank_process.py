@@ -1,0 +1,53 @@
+"""One rank of tensor parallelism, other than rank 0. `Ranks` runs `python -m engine.rank_process FD`.
+
+FD is a socket. The messages are a `RankSetup`, then any number of `CacheSize`s, `ModelInput`s, and rows of the last
+hidden states to run the head on (None: all). The process ends when the socket is closed, or on the first error: the
+other ranks notice it in their next collective operation.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from multiprocessing.connection import Connection
+
+import torch
+from torch import distributed
+
+from engine.kv_cache import KVCache
+from engine.model_loader import load_part
+from engine.model_runner import ModelInput
+from engine.ranks import CacheSize, RankSetup, join, open_store
+
+
+@torch.inference_mode()
+def _serve(connection: Connection) -> None:
+    setup: RankSetup = connection.recv()
+    rank, port, name, options, device_type = setup
+    os.environ["LOCAL_RANK"] = str(rank)  # transformers takes the GPU of this number
+    connection.send(None)
+    size = options.tensor_parallel_size
+    join(open_store(port, size), rank, size, device_type)
+    model = load_part(name, options)
+    cache, hidden = KVCache({}, 0, 1, model.dtype, model.device), torch.empty(0)
+    while True:
+        message = connection.recv()
+        if isinstance(message, ModelInput):
+            hidden = message.run(model.body, cache, model.device)
+        elif isinstance(message, CacheSize):
+            torch.set_num_threads(message.threads)
+            cache = KVCache(model.layers, message.num_blocks, message.block_size, model.dtype, model.device)
+        else:
+            model.head(hidden if message is None else hidden[message])
+
+
+def main() -> None:
+    """Serve until the engine closes the socket."""
+    try:
+        _serve(Connection(int(sys.argv[1])))
+    except (EOFError, ConnectionResetError):
+        distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

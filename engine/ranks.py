@@ -1,0 +1,137 @@
+"""Ranks: the other processes of tensor parallelism, as the engine's process sees them.
+
+transformers splits the layers of a model over processes, the ranks, by the model's own plan. The engine's process is
+rank 0: it alone has sequences, masks and sampling. It sends each step to the other ranks (`engine.rank_process`), and
+all run it together. Each rank has the weights and the KV cache of its own heads. torch.distributed adds the parts up,
+with gloo on CPUs and NCCL on GPUs.
+
+The ranks are ordinary child processes, not Ray actors: they end with the engine, they run without Ray, and their closed
+socket tells at once that one has died.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from torch import distributed
+
+from engine.config import LoadOptions
+from guided.errors import InternalError, bounded
+
+_TIMEOUT = timedelta(minutes=10)
+"""How long a rank waits for the others: loading takes minutes. A rank that has ended is noticed at once."""
+_EXIT_SECONDS = 5.0
+
+RankSetup = tuple[int, int, str, LoadOptions, str]
+"""The first message to a rank: its number, the port of the ranks' store, the model, its options, the type of device."""
+
+
+@dataclass(frozen=True)
+class CacheSize:
+    """Allocate a KV cache, in place of the last one."""
+
+    num_blocks: int
+    block_size: int
+    threads: int
+    """torch's threads in each rank."""
+
+
+class Ranks:
+    """Starts the other ranks, and joins them as rank 0. One instance per process at a time.
+
+    Raises:
+        ValueError: this process has a process group already, or the machine has fewer GPUs.
+        InternalError: a rank cannot be started.
+    """
+
+    def __init__(self, model: str, options: LoadOptions, device_type: str) -> None:
+        self.size = size = options.tensor_parallel_size
+        if distributed.is_initialized():
+            raise ValueError("torch.distributed is in use in this process: shut the other model down first")
+        if device_type == "cuda" and torch.cuda.device_count() < size:
+            raise ValueError(f"tensor_parallel_size is {size}; this machine has {torch.cuda.device_count()} GPUs")
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._connections: list[Connection] = []
+        try:
+            store = open_store(0, size, is_master=True)
+            for rank in range(1, size):
+                self._start((rank, store.port, model, options, device_type))
+            for connection in self._connections:
+                connection.recv()  # its imports are done
+            join(store, 0, size, device_type)
+        except Exception as error:
+            raise self.ended(error) from error
+
+    def _start(self, setup: RankSetup) -> None:
+        ours, theirs = Pipe()
+        command = [sys.executable, "-m", "engine.rank_process", str(theirs.fileno())]
+        self._connections.append(ours)
+        with theirs:  # a session of its own: Ctrl-C is for the engine
+            process = subprocess.Popen(command, pass_fds=[theirs.fileno()], start_new_session=True)
+        self._processes.append(process)
+        ours.send(setup)
+
+    @contextlib.contextmanager
+    def running(self, message: object) -> Iterator[None]:
+        """Have the other ranks do what rank 0 does within this context.
+
+        Raises:
+            InternalError: a rank has failed. No step can follow.
+        """
+        try:
+            for connection in self._connections:
+                connection.send(message)
+            yield
+        except Exception as error:
+            raise self.ended(error) from error
+
+    def ended(self, error: Exception) -> InternalError:
+        """End all ranks, because of an error in rank 0 or a rank that has ended. Returns the error to raise."""
+        codes = {rank: _exit_code(process) for rank, process in enumerate(self._processes, start=1)}
+        self.close()
+        for rank, code in codes.items():
+            if code is not None:
+                how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"has ended with status {code}"
+                return InternalError(f"rank {rank} of tensor parallelism {how}")
+        return InternalError(f"a step of tensor parallelism has failed: {type(error).__name__}: {bounded(error)}")
+
+    def close(self) -> None:
+        """End the other ranks, and leave the process group. Idempotent."""
+        for connection in self._connections:
+            connection.close()
+        for process in self._processes:
+            try:
+                process.wait(_EXIT_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        if self._processes and distributed.is_initialized():
+            distributed.destroy_process_group()
+        self._processes, self._connections = [], []
+
+
+def open_store(port: int, size: int, *, is_master: bool = False) -> Any:
+    """Open the store by which the ranks find each other. Port 0: any."""
+    return distributed.TCPStore("127.0.0.1", port, size, is_master, wait_for_workers=False)  # type: ignore[attr-defined]
+
+
+def join(store: Any, rank: int, size: int, device_type: str) -> None:
+    """Join the process group that transformers splits models over."""
+    backend = "nccl" if device_type == "cuda" else "gloo"
+    distributed.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_TIMEOUT)
+
+
+def _exit_code(process: subprocess.Popen[bytes]) -> int | None:
+    with contextlib.suppress(subprocess.TimeoutExpired):  # its sockets are closed a little before it has ended
+        return process.wait(1.0)
+    return None

@@ -1,0 +1,141 @@
+"""POST /v1/responses: a chat in the shape of OpenAI's newer API, without state on the server."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import count
+from typing import Any
+
+from fastapi import APIRouter, Request
+
+from engine.outputs import CompletionOutput, RequestOutput
+from engine.server.answers import Answer, to_json, usage_of
+from engine.server.chat import build_job
+from engine.server.context import Context, ServerContext
+from engine.server.endpoint import RESPONSES, GenerationRoute, Prepared, field_names
+from engine.server.generation import Job
+from engine.server.protocol import GuidedInfo
+from engine.server.response_items import OutputItems
+from engine.server.responses_protocol import CHAT_FIELDS, ResponseObject, ResponsesRequest
+from guided.error_body import error_body
+from guided.errors import GuidedError
+from guided.output_parser import OutputParser, Piece
+
+router = APIRouter(tags=["generation"], route_class=GenerationRoute)
+
+
+@router.post("/v1/responses", response_model=ResponseObject, responses=RESPONSES)
+def create_response(body: ResponsesRequest, request: Request, context: Context) -> Prepared:
+    """Answer a chat in the shape of OpenAI's Responses API. The server stores nothing."""
+    names = dict(CHAT_FIELDS)
+    for index in range(len(body.tools or ())):
+        for name in ("name", "parameters"):
+            names[f"tools[{index}].function.{name}"] = f"tools[{index}].{name}"
+    with field_names(names):
+        job = build_job(body.as_chat(), context, f"resp_{uuid.uuid4().hex}", request.state.request_id, names)
+    places = {place: (names.get(field, field), pointer) for place, (field, pointer) in job.places.items()}
+    return partial(_ResponseAnswer, _settings(body, job)), replace(job, places=places)
+
+
+def _settings(body: ResponsesRequest, job: Job) -> dict[str, Any]:
+    """Return what the answer repeats of the request."""
+    return {
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": None,
+        "reasoning": {"effort": body.reasoning and body.reasoning.effort, "summary": None},
+        "store": False,
+        "temperature": job.params.temperature,
+        "text": {"format": {"type": "text"}}
+        if body.text is None or body.text.format is None
+        else body.text.model_dump(by_alias=True, exclude_unset=True),
+        "tool_choice": body.tool_choice or "auto",
+        "tools": [tool.model_dump() for tool in body.tools or ()],
+        "top_p": job.params.top_p,
+        "truncation": "disabled",
+        "metadata": {},
+    }
+
+
+class _ResponseAnswer(Answer):
+    end = b""
+
+    def __init__(self, settings: dict[str, Any], context: ServerContext, job: Job, guided: GuidedInfo | None) -> None:
+        super().__init__(context, job, guided)
+        self._settings = settings
+        self._parser = OutputParser() if job.parser is None else job.parser()
+        self._items = OutputItems(job.new_call_id)
+        self._thoughts = ""
+        self._numbers = count()
+
+    async def whole(self, finished: Sequence[RequestOutput]) -> AsyncIterator[bytes]:
+        for _ in self.new_events(0, finished[0]):
+            pass
+        yield to_json(self._ended(finished))
+
+    def first_events(self) -> Iterator[dict[str, Any]]:
+        for status in ("created", "in_progress"):
+            yield {"type": f"response.{status}", "response": self._response("in_progress")}
+
+    def new_events(self, prompt: int, output: RequestOutput) -> Iterator[dict[str, Any]]:
+        [completion] = output.outputs
+        pieces = self._parser.feed(completion.text, completion.finish_reason is not None)
+        self._thoughts += "".join(piece.text for piece in pieces if piece.kind == "reasoning")
+        yield from self._items.add(pieces)
+        if completion.finish_reason is not None:
+            if not self._items.items:
+                yield from self._items.add([Piece("text", "")])
+            yield from self._items.close(_status(completion))
+
+    def last_events(self, finished: Sequence[RequestOutput]) -> Iterator[dict[str, Any]]:
+        response = self._ended(finished)
+        yield {"type": f"response.{response['status']}", "response": response}
+
+    def failure(self, error: GuidedError) -> dict[str, Any]:
+        response = self._response("failed", error=error_body(error)["error"])
+        return {"type": "response.failed", "response": response}
+
+    def event(self, data: dict[str, Any]) -> bytes:
+        kind: str = data["type"]
+        numbered = {**data, "sequence_number": next(self._numbers)}
+        return b"event: " + kind.encode() + b"\n" + super().event(numbered)
+
+    def _ended(self, finished: Sequence[RequestOutput]) -> dict[str, Any]:
+        [completion] = finished[0].outputs
+        status, counted = _status(completion), usage_of(finished)
+        usage = {
+            "input_tokens": counted.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "output_tokens": counted.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": self._num_thinking_tokens(completion)},
+            "total_tokens": counted.total_tokens,
+        }
+        return self._response(
+            status,
+            incomplete_details={"reason": "max_output_tokens"} if status == "incomplete" else None,
+            usage=usage,
+            guided=self.guided_info(finished, [completion]),
+        )
+
+    def _response(self, status: str, **fields: Any) -> dict[str, Any]:
+        head = {"id": self.job.request_id, "created_at": self.created, "model": self.context.model_name}
+        empty = {"object": "response", "error": None, "incomplete_details": None, "usage": None}
+        known = {"status": status, "output": self._items.items, "guided": self.guided_info()}
+        return {**head, **empty, **self._settings, **known, **fields}
+
+    def _num_thinking_tokens(self, completion: CompletionOutput) -> int:
+        """Count the tokens up to the end of the thoughts."""
+        rest = len(self._thoughts.encode()) + completion.text.find(self._thoughts)
+        for number, token in enumerate(completion.token_ids):
+            if rest <= 0 or not self._thoughts:
+                return number
+            rest -= len(self.context.texts.bytes_of(token))
+        return len(completion.token_ids)
+
+
+def _status(completion: CompletionOutput) -> str:
+    return "incomplete" if completion.finish_reason == "length" else "completed"

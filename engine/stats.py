@@ -1,0 +1,92 @@
+"""EngineStats: what the engine counts."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from engine.sequence import StepSeconds
+from guided.processor import ApplyReport
+
+_MEAN_WEIGHT = 0.02
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@dataclass
+class EngineStats:
+    """Counters since the start. Only the engine's thread writes them. Times are seconds."""
+
+    steps: int = 0
+    """Forward passes."""
+    step_seconds: float = 0.0
+    mean_step: float = 0.0
+    """Moving average of a step's seconds, without the time that it waits for masks."""
+    prepare_seconds: float = 0.0
+    wait_seconds: float = 0.0
+    """Waiting for masks in `apply`. With `prepare_seconds` and `kernel_seconds` the exposed mask time."""
+    kernel_seconds: float = 0.0
+    forward_seconds: float = 0.0
+    """Forward passes and logits. A device works on while the engine samples or waits for masks: that is not in here."""
+    sample_seconds: float = 0.0
+    mask_seconds: float = 0.0
+    """Mask time of the workers, exposed or hidden."""
+    hidden_seconds: float = 0.0
+    """The part of it that no step waited for."""
+    drafted_tokens: int = 0
+    """Draft tokens (speculative decoding), and those of them that were accepted."""
+    accepted_tokens: int = 0
+    forced_tokens: int = 0
+    """Tokens that were appended without a forward pass of their own."""
+    parked: int = 0
+    """Number of sequences that are parked now."""
+    parkings: int = 0
+    parked_seconds: float = 0.0
+    failures: dict[str, int] = field(default_factory=dict)
+    """Groups that ended with an error, by its code."""
+
+    @property
+    def of_steps(self) -> StepSeconds:
+        """What the steps took so far."""
+        return StepSeconds(
+            self.prepare_seconds, self.forward_seconds, self.wait_seconds, self.sample_seconds, self.steps
+        )
+
+    def reset(self) -> None:
+        """Start again from zero."""
+        vars(self).update(vars(EngineStats()))
+
+    def note_masks(self, report: ApplyReport) -> None:
+        """Add what `apply` reports."""
+        self.wait_seconds += report.wait_seconds
+        self.kernel_seconds += report.kernel_seconds
+        self.mask_seconds += report.mask_seconds
+        self.hidden_seconds += max(0.0, report.mask_seconds - report.wait_seconds)
+
+    def note_step(self, seconds: float, waited: float) -> None:
+        """Add a step that waited `waited` of its seconds for masks."""
+        self.step_seconds += seconds
+        weight = max(1 / self.steps, _MEAN_WEIGHT)
+        self.mean_step += weight * (seconds - waited - self.mean_step)
+
+
+def timed(counter: str) -> Callable[[Callable[Concatenate[Any, P], R]], Callable[Concatenate[Any, P], R]]:
+    """Add the seconds that a method of the engine takes to a counter of its `stats`."""
+
+    def decorate(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
+        @functools.wraps(method)
+        def run(engine: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
+            began = time.perf_counter()
+            try:
+                return method(engine, *args, **kwargs)
+            finally:
+                stats = engine.stats
+                setattr(stats, counter, getattr(stats, counter) + time.perf_counter() - began)
+
+        return run
+
+    return decorate

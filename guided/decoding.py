@@ -1,0 +1,77 @@
+"""One step of a decode loop in one call, for engines of one's own. `docs/embedding.md` has the calls that it makes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+
+from guided.bitmask import words
+from guided.processor import ApplyReport, GuidedProcessor
+from guided.sequence import GuidedSequence
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(slots=True)
+class DecodeStep:
+    """What one step did."""
+
+    tokens: list[int]
+    """The sampled token of each logits row. Not to be used for the rows of failed and late sequences."""
+    report: ApplyReport
+    """Which sequences failed, and which are late."""
+    ended: list[int] = field(default_factory=list)
+    """Ids of sequences that sampled a stop token. It is not appended. Do not decode them again."""
+
+
+def decode_step(
+    processor: GuidedProcessor,
+    sequences: Sequence[GuidedSequence],
+    forward: Callable[[], torch.Tensor],
+    sample: Callable[[torch.Tensor], Sequence[int]],
+    logits_rows: Sequence[int] | None = None,
+    patience: float | None = None,
+) -> DecodeStep:
+    """Prepare the masks, run the forward pass, apply the masks, sample, and append the tokens to the outputs.
+
+    Args:
+        sequences: the constrained sequences of the batch, with lists as `output_token_ids`.
+        forward: returns the logits, float `[rows, >= padded_vocab_size]`. The masks are computed meanwhile.
+        sample: returns one token for each logits row.
+        logits_rows: the logits row of each sequence. None: row i for sequence i.
+        patience: seconds to wait for masks after the forward pass. A sequence without a mask by then is late: decode it
+            again when `processor.settled` returns it. None: every mask is waited for.
+
+    Returns:
+        The step. Tokens of failed and late sequences are not appended. Tokens without an alternative are appended too,
+        if the pool looks ahead (`forced_tokens`): an output may grow by several.
+    """
+    processor.prepare(sequences, logits_rows)
+    try:
+        logits = forward()
+    except BaseException:  # each `prepare` is followed by one `apply` or `collect`
+        rows = len(sequences) if logits_rows is None else 1 + max(logits_rows, default=-1)
+        processor.collect(np.empty((rows, words(processor.vocabulary.padded_vocab_size)), np.int32), 0.0, alone=False)
+        raise
+    report = processor.apply(logits, patience, alone=len(logits) == len(sequences))
+    step = DecodeStep([int(token) for token in sample(logits)], report)
+    for row, sequence in zip(range(len(sequences)) if logits_rows is None else logits_rows, sequences, strict=True):
+        if sequence.sequence_id not in report.failed and sequence.sequence_id not in report.late:
+            _append(processor, sequence, [step.tokens[row]], step)
+            forced = processor.sampled([sequence]).get(sequence.sequence_id)
+            if forced is not None:
+                _append(processor, sequence, forced.append, step)
+    return step
+
+
+def _append(processor: GuidedProcessor, sequence: GuidedSequence, tokens: Sequence[int], step: DecodeStep) -> None:
+    """Append to the output, up to a stop token."""
+    for token in tokens:
+        if token in processor.vocabulary.stop_token_ids:
+            step.ended.append(sequence.sequence_id)
+            return
+        cast("list[int]", sequence.output_token_ids).append(token)

@@ -1,0 +1,46 @@
+"""Objects of a schema that may repeat a key, or run out of keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from guided.guard.domains import endless_pattern
+from guided.schema.graph import read_graph
+
+
+def open_object(source: str) -> str | None:
+    """Return the pointer of an object with keys that the schema does not name, so that a library could repeat them.
+
+    Args:
+        source: a schema as JSON text.
+    """
+    if source in ("true", "false"):
+        return "" if source == "true" else None
+    return next((node.pointer for node in read_graph(source).reachable() if _is_open(node.schema)), None)
+
+
+def has_few_names(source: str) -> bool:
+    """Whether some object may have no other names than a few, which are not listed as `properties`."""
+    if source in ("true", "false"):
+        return False
+    for node in read_graph(source).reachable():
+        names = node.schema.get("propertyNames", True)
+        few = isinstance(names, dict) and not (names.keys() <= {"type", "minLength", "pattern"})
+        patterns = [*node.schema.get("patternProperties", {})]
+        patterns += [names["pattern"]] if isinstance(names, dict) and "pattern" in names else []
+        if few or not all(map(endless_pattern, patterns)):
+            return True
+    return False
+
+
+def _is_open(schema: dict[str, Any]) -> bool:
+    types = schema.get("type", "object")
+    if "enum" in schema or "const" in schema:
+        return False
+    if "object" in types or (isinstance(types, list) and any(not isinstance(one, str) for one in types)):
+        applied = schema.keys() & {"$ref", "anyOf", "oneOf", "allOf"}
+        if applied and not schema.keys() & {"properties", "patternProperties", "additionalProperties"}:
+            return False  # as open as what it applies
+        return schema.get("additionalProperties") is not False or bool(schema.get("patternProperties"))
+    anything = (schema.get(keyword, {}) for keyword in ("items", "additionalItems"))
+    return "array" in types and (any(one is True for one in anything) or "items" not in schema)

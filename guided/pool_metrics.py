@@ -1,0 +1,58 @@
+"""The metrics of mask pools, for Prometheus. The project's server and vLLM's (`integrations/vllm`) have the same."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+
+from guided.pool import PoolStatus
+
+
+def pool_metrics(pools: Sequence[PoolStatus]) -> Iterator[Metric]:
+    """Yield the metrics of these pools, summed."""
+    workers = [worker for pool in pools for worker in pool.workers]
+    backends = [backend for pool in pools for backend in pool.backends]
+    gauges = (
+        ("grammar_compiling", "Constraints that are being compiled or queued.", sum(pool.compiling for pool in pools)),
+        ("mask_actors_up", "Mask actors that are up.", sum(worker.state == "up" for worker in workers)),
+        ("mask_actors_down", "Mask actors in a crash loop.", sum(worker.state == "down" for worker in workers)),
+        (
+            "mask_actors",
+            "Mask actors that are wanted, by the configuration and the load.",
+            sum(worker.state not in ("draining", "stopped") for worker in workers),
+        ),
+        ("mask_open_sequences", "Open matchers.", sum(worker.open_sequences for worker in workers)),
+    )
+    replays = sum(pool.replays for pool in pools)
+    counters = (
+        ("mask_replays", "Sequences opened on another mask actor after the end of theirs.", replays),
+        ("mask_actor_restarts", "Mask actors replaced.", sum(worker.restarts for worker in workers)),
+    )
+    for name, text, value in gauges:
+        yield GaugeMetricFamily(f"guided_{name}", text, value=value)
+    for name, text, value in counters:
+        yield CounterMetricFamily(f"guided_{name}", text, value=value)
+    up = GaugeMetricFamily("guided_backend_up", "0 while a backend is suspended after crashes.", labels=["backend"])
+    for name in dict.fromkeys(backend.name for backend in backends):
+        up.add_metric([name], float(all(each.state == "up" for each in backends if each.name == name)))
+    yield up
+    crashes, timeouts, ends = Counter[str](), Counter[str](), Counter[str]()
+    for backend in backends:
+        crashes[backend.name] += backend.crashes
+        timeouts[backend.name] += backend.timeouts
+    for worker in workers:
+        ends.update(worker.ends)
+    yield counts_by("compile_crashes", "Compile processes that crashed.", "backend", crashes)
+    yield counts_by("compile_timeouts", "Compilations that took too long.", "backend", timeouts)
+    yield counts_by("mask_actor_ends", "Mask actors that ended.", "cause", Counter(dict(sorted(ends.items()))))
+
+
+def counts_by(name: str, text: str, label: str, counts: Counter[str]) -> Metric:
+    """Return a counter `guided_{name}` with one value for each of `counts`."""
+    family = CounterMetricFamily(f"guided_{name}", text, labels=[label])
+    for value, count in counts.items():
+        family.add_metric([value], count)
+    return family

@@ -1,0 +1,78 @@
+"""openai-agents: output types, tools and streams, over responses and over chats."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import agents
+import openai
+import pytest
+
+
+def test_the_page(run_section: Callable[[str], dict[str, Any]], shared: dict[str, Any]) -> None:
+    names = run_section("openai-agents")
+    assert isinstance(names["person"], shared["Person"])
+
+
+@pytest.fixture(params=["OpenAIResponsesModel", "OpenAIChatCompletionsModel"])
+def model(request: pytest.FixtureRequest, shared: dict[str, Any]) -> Any:
+    client = openai.AsyncOpenAI(base_url=shared["URL"], api_key=shared["KEY"], max_retries=0)
+    return getattr(agents, request.param)(shared["MODEL"], client)
+
+
+def test_output_type(model: Any, shared: dict[str, Any]) -> None:
+    agent = agents.Agent("reader", instructions="Extract the person.", model=model, output_type=shared["Person"])
+    result = agents.Runner.run_sync(agent, shared["TEXT"])
+    assert isinstance(result.final_output, shared["Person"])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tools(model: Any, shared: dict[str, Any], stream: bool) -> None:
+    """The tool's result is the answer, as the embedded model cannot be relied on for one of its own."""
+    stored = []
+    Person = shared["Person"]  # noqa: N806
+
+    @agents.function_tool
+    def store(person: Person) -> str:
+        """Store a person."""
+        stored.append(person)
+        return "stored"
+
+    agent = agents.Agent(
+        "writer",
+        model=model,
+        tools=[store],
+        model_settings=agents.ModelSettings(tool_choice="required", parallel_tool_calls=False),
+        tool_use_behavior="stop_on_first_tool",
+    )
+
+    async def run() -> Any:
+        if not stream:
+            return (await agents.Runner.run(agent, shared["TEXT"])).final_output
+        result = agents.Runner.run_streamed(agent, shared["TEXT"])
+        kinds = {event.type async for event in result.stream_events()}
+        assert {"raw_response_event", "run_item_stream_event"} <= kinds
+        return result.final_output
+
+    assert asyncio.run(run()) == "stored"
+    assert [type(person) for person in stored] == [shared["Person"]]
+
+
+def test_a_second_turn(model: Any, shared: dict[str, Any]) -> None:
+    """The tool's result goes back to the model, with an output type beside the tool."""
+
+    @agents.function_tool
+    def now() -> str:
+        """Tell the time."""
+        return "noon"
+
+    agent = agents.Agent(
+        "teller",
+        model=model,
+        tools=[now],
+        output_type=shared["Person"],
+        model_settings=agents.ModelSettings(tool_choice="now"),
+    )
+    result = agents.Runner.run_sync(agent, shared["TEXT"], max_turns=6)
+    assert isinstance(result.final_output, shared["Person"])
+    assert any(item.type == "tool_call_output_item" for item in result.new_items)

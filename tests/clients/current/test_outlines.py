@@ -1,0 +1,39 @@
+"""outlines: `from_openai` with schemas, `from_vllm` with every type that it has."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any, Literal
+
+import openai
+import outlines
+import pytest
+
+
+def test_the_page(run_section: Callable[[str], dict[str, Any]], shared: dict[str, Any]) -> None:
+    names = run_section("outlines")
+    assert isinstance(names["person"], shared["Person"])
+    assert re.fullmatch("20[0-9]{2}", names["year"])
+
+
+@pytest.fixture
+def client(shared: dict[str, Any]) -> openai.OpenAI:
+    return openai.OpenAI(base_url=shared["URL"], api_key=shared["KEY"], max_retries=0)
+
+
+@pytest.mark.parametrize("source", ["from_openai", "from_vllm"])
+def test_a_schema(client: openai.OpenAI, shared: dict[str, Any], source: str) -> None:
+    model = getattr(outlines, source)(client, shared["MODEL"])
+    shared["Person"].model_validate_json(model(shared["TEXT"], shared["Person"]))
+
+
+def test_what_vllm_has_besides(client: openai.OpenAI, shared: dict[str, Any]) -> None:
+    model = outlines.from_vllm(client, shared["MODEL"])
+    assert model("Which color?", Literal["red", "green"]) in ("red", "green")
+    assert re.fullmatch("[ab]{4}", model("Which?", outlines.regex("[ab]{4}")))
+    assert model("Yes or no?", outlines.cfg('start: "yes" | "no"')) in ("yes", "no")
+    pieces = list(model.stream(shared["TEXT"], shared["Person"]))
+    assert len(pieces) > 1
+    assert set(json.loads("".join(pieces))) == {"name", "age", "city"}

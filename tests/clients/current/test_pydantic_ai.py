@@ -1,0 +1,41 @@
+"""pydantic-ai: output by function calls and by response_format, own tools, streams; chats and responses."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pydantic_ai
+import pytest
+from pydantic_ai.models import openai as models
+from pydantic_ai.providers.openai import OpenAIProvider
+
+
+def test_the_page(run_section: Callable[[str], dict[str, Any]], shared: dict[str, Any]) -> None:
+    names = run_section("pydantic-ai")
+    assert isinstance(names["person"], shared["Person"])
+    assert isinstance(names["native"], shared["Person"])
+
+
+@pytest.fixture(params=["OpenAIChatModel", "OpenAIResponsesModel"])
+def model(request: pytest.FixtureRequest, shared: dict[str, Any]) -> Any:
+    provider = OpenAIProvider(base_url=shared["URL"], api_key=shared["KEY"])
+    return getattr(models, request.param)(shared["MODEL"], provider=provider)
+
+
+@pytest.mark.parametrize("mode", ["ToolOutput", "NativeOutput"])
+def test_output(model: Any, shared: dict[str, Any], mode: str) -> None:
+    agent = pydantic_ai.Agent(model, output_type=getattr(pydantic_ai, mode)(shared["Person"]))
+    assert isinstance(agent.run_sync(shared["TEXT"]).output, shared["Person"])
+
+
+@pytest.mark.parametrize("mode", ["ToolOutput", "NativeOutput"])
+def test_streams(model: Any, shared: dict[str, Any], mode: str) -> None:
+    agent = pydantic_ai.Agent(model, output_type=getattr(pydantic_ai, mode)(shared["Person"]))
+
+    async def run() -> Any:
+        async with agent.run_stream(shared["TEXT"]) as result:
+            return await result.get_output()
+
+    assert isinstance(asyncio.run(run()), shared["Person"])

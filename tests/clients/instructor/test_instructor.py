@@ -1,0 +1,35 @@
+"""instructor: function calls and schemas, whole and streamed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import instructor
+import openai
+import pytest
+
+
+def test_the_page(run_section: Callable[[str], dict[str, Any]], shared: dict[str, Any]) -> None:
+    names = run_section("instructor")
+    assert isinstance(names["person"], shared["Person"])
+
+
+@pytest.fixture(params=["TOOLS", "JSON_SCHEMA"])
+def client(request: pytest.FixtureRequest, shared: dict[str, Any]) -> Any:
+    inner = openai.OpenAI(base_url=shared["URL"], api_key=shared["KEY"], max_retries=0)
+    return instructor.from_openai(inner, mode=instructor.Mode[request.param])
+
+
+def asked(shared: dict[str, Any]) -> dict[str, Any]:
+    return {"model": shared["MODEL"], "messages": [{"role": "user", "content": shared["TEXT"]}], "max_retries": 0}
+
+
+def test_create(client: Any, shared: dict[str, Any]) -> None:
+    person = client.chat.completions.create(**asked(shared), response_model=shared["Person"])
+    assert isinstance(person, shared["Person"])
+
+
+def test_partial(client: Any, shared: dict[str, Any]) -> None:
+    *_, last = client.chat.completions.create_partial(**asked(shared), response_model=shared["Person"])
+    shared["Person"].model_validate(last.model_dump())

@@ -1,0 +1,50 @@
+"""litellm: schemas, functions, streams, responses, and the errors that its router looks for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import litellm
+import pytest
+
+
+def test_the_page(run_section: Callable[[str], dict[str, Any]], shared: dict[str, Any]) -> None:
+    names = run_section("litellm")
+    assert isinstance(names["person"], shared["Person"])
+
+
+@pytest.fixture
+def asked(shared: dict[str, Any]) -> dict[str, Any]:
+    model = {"model": f"openai/{shared['MODEL']}", "api_base": shared["URL"], "api_key": shared["KEY"]}
+    return {**model, "messages": [{"role": "user", "content": shared["TEXT"]}], "max_retries": 0}
+
+
+def test_a_schema(asked: dict[str, Any], shared: dict[str, Any]) -> None:
+    answer = litellm.completion(**asked, response_format=shared["Person"])
+    shared["Person"].model_validate_json(answer.choices[0].message.content)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_functions(asked: dict[str, Any], shared: dict[str, Any], stream: bool) -> None:
+    function = {"name": "store", "description": "Store it.", "parameters": shared["Person"].model_json_schema()}
+    asked |= {"tools": [{"type": "function", "function": function}], "tool_choice": "required", "stream": stream}
+    answer = litellm.completion(**asked, parallel_tool_calls=False)
+    if stream:
+        answer = litellm.stream_chunk_builder(list(answer))
+    [call] = answer.choices[0].message.tool_calls
+    assert call.function.name == "store"
+    shared["Person"].model_validate_json(call.function.arguments)
+
+
+def test_responses(asked: dict[str, Any], shared: dict[str, Any]) -> None:
+    messages = asked.pop("messages")
+    response = litellm.responses(**asked, input=messages, text_format=shared["Person"])
+    [message] = response.output
+    shared["Person"].model_validate_json(message.content[0].text)
+
+
+def test_a_prompt_that_is_too_long(asked: dict[str, Any]) -> None:
+    asked["messages"] = [{"role": "user", "content": "word " * 5000}]
+    with pytest.raises(litellm.ContextWindowExceededError):
+        litellm.completion(**asked)

@@ -1,0 +1,145 @@
+"""`mask_details` and `logprobs_mode`: what the masks allowed for each token, and log-probabilities after them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from serving import sse
+from starlette.testclient import TestClient
+
+HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}], "temperature": 0, "max_tokens": 60}
+SCHEMA = {
+    "type": "object",
+    "properties": {"ok": {"type": "boolean"}, "mood": {"enum": ["good", "bad"]}},
+    "required": ["ok", "mood"],
+    "additionalProperties": False,
+}
+
+
+def ask(client: TestClient, **fields: Any) -> dict[str, Any]:
+    answer = client.post("/v1/chat/completions", json={**HELLO, **fields})
+    assert answer.status_code == 200, answer.text
+    body: dict[str, Any] = answer.json()
+    return body
+
+
+def joined(chunks: list[Any]) -> dict[str, list[Any]]:
+    """The `masks` of a stream's only choice, in one piece."""
+    parts = [each["masks"] for chunk in chunks for each in chunk["choices"] if "masks" in each]
+    return {name: [one for part in parts for one in part[name]] for name in ("tokens", "allowed", "forced")}
+
+
+def test_each_token_says_how_many_were_allowed(client: TestClient) -> None:
+    body = ask(client, json_schema=SCHEMA, mask_details=True, whitespace_pattern="")
+    [choice] = body["choices"]
+    masks, text = choice["masks"], choice["message"]["content"]
+    assert "".join(masks["tokens"]).startswith(text)
+    assert len(masks["tokens"]) == len(masks["allowed"]) == len(masks["forced"]) == body["usage"]["completion_tokens"]
+    assert all(1 <= allowed < 600 for allowed in masks["allowed"])
+    assert all(allowed == 1 for allowed, forced in zip(masks["allowed"], masks["forced"], strict=True) if forced)
+    assert any(masks["forced"])
+    assert max(masks["allowed"]) > 1
+    times = body["guided"]["masks"]
+    assert times["computed"] > 0
+    assert 0 < times["exposed"] <= times["total"]
+
+
+def test_a_stream_reports_the_same(client: TestClient) -> None:
+    fields = {"json_schema": SCHEMA, "mask_details": True, "temperature": 1, "seed": 3}
+    whole = ask(client, **fields)
+    answer = client.post("/v1/chat/completions", json={**HELLO, **fields, "stream": True})
+    *chunks, done = sse(answer.text)
+    assert done == "[DONE]"
+    assert joined(chunks) == whole["choices"][0]["masks"]
+    assert chunks[-1]["guided"]["masks"]["computed"] > 0
+    assert "masks" not in chunks[0]["guided"]
+
+
+def test_nothing_is_reported_unless_it_is_asked_for(client: TestClient) -> None:
+    body = ask(client, json_schema=SCHEMA)
+    assert "masks" not in body["choices"][0]
+    assert "masks" not in body["guided"]
+
+
+def test_without_a_constraint_there_is_no_number(client: TestClient) -> None:
+    [choice] = ask(client, mask_details=True, max_tokens=4)["choices"]
+    assert choice["masks"]["allowed"] == [None] * len(choice["masks"]["tokens"])
+
+
+def test_several_choices_have_their_own(client: TestClient) -> None:
+    body = ask(client, regex="[a-c]{4}", mask_details=True, n=2, temperature=1)
+    for choice in body["choices"]:
+        assert "".join(choice["masks"]["tokens"]).startswith(choice["message"]["content"])
+
+
+def test_beams_have_none(client: TestClient) -> None:
+    answer = client.post("/v1/chat/completions", json={**HELLO, "mask_details": True, "use_beam_search": True})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "mask_details"
+
+
+def test_an_echoed_prompt_has_no_masks(client: TestClient) -> None:
+    body = {"prompt": "ab", "regex": "[a-c]{4}", "mask_details": True, "echo": True, "logprobs": 1, "temperature": 0}
+    whole = client.post("/v1/completions", json=body).json()
+    stream = client.post("/v1/completions", json={**body, "stream": True})
+    assert "ab" + "".join(whole["choices"][0]["masks"]["tokens"][:-1]) == whole["choices"][0]["text"]
+    assert joined(sse(stream.text)[:-1]) == whole["choices"][0]["masks"]
+
+
+class TestMaskedLogprobs:
+    def test_the_choices_have_all_of_the_probability(self, client: TestClient) -> None:
+        fields = {"choice": ["a", "b"], "logprobs": True, "top_logprobs": 5, "logprobs_mode": "masked"}
+        [choice] = ask(client, **fields)["choices"]
+        first = choice["logprobs"]["content"][0]
+        assert {each["token"] for each in first["top_logprobs"]} == {"a", "b"}
+        assert math.isclose(sum(math.exp(each["logprob"]) for each in first["top_logprobs"]), 1, abs_tol=1e-4)
+        [raw] = ask(client, **{**fields, "logprobs_mode": "raw"})["choices"]
+        assert raw["message"] == choice["message"]
+        assert sum(math.exp(each["logprob"]) for each in raw["logprobs"]["content"][0]["top_logprobs"]) < 0.9
+        assert len(raw["logprobs"]["content"][0]["top_logprobs"]) == 5
+
+    def test_forced_tokens_are_certain(self, client: TestClient) -> None:
+        fields = {"regex": "(a|b)xyzxyz", "logprobs": True, "logprobs_mode": "masked", "mask_details": True}
+        [choice] = ask(client, **fields)["choices"]
+        masks, logprobs = choice["masks"], [each["logprob"] for each in choice["logprobs"]["content"]]
+        assert any(masks["forced"])
+        assert len(logprobs) == len(masks["allowed"])
+        for allowed, logprob in zip(masks["allowed"], logprobs, strict=True):
+            assert (allowed == 1) == math.isclose(logprob, 0, abs_tol=1e-6)
+
+    def test_another_mode(self, client: TestClient) -> None:
+        answer = client.post("/v1/chat/completions", json={**HELLO, "logprobs_mode": "processed"})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == "logprobs_mode"
+
+
+@pytest.mark.parametrize(
+    ("fields", "stop"),
+    [
+        ({"choice": ["yes", "no"]}, "maybe"),
+        ({"json_schema": SCHEMA}, ["\nObservation:", "\n\nHuman"]),
+        ({"json_object": True}, 'x"\nhuman'),
+    ],
+)
+def test_a_stop_string_that_cannot_occur_is_accepted(client: TestClient, fields: dict[str, Any], stop: Any) -> None:
+    assert ask(client, **fields, stop=stop)["choices"] == ask(client, **fields)["choices"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "stop"),
+    [
+        ({"choice": ["yes", "no"]}, ["maybe", "e"]),
+        ({"json_schema": SCHEMA}, "\n"),
+        ({"json_schema": SCHEMA}, '\n  "Observation'),
+        ({"json_object": True}, "Observation"),
+        ({"json_object": True}, "}\n"),
+        ({"regex": "a+"}, "b"),
+    ],
+)
+def test_a_stop_string_that_could_occur_is_refused(client: TestClient, fields: dict[str, Any], stop: Any) -> None:
+    answer = client.post("/v1/chat/completions", json={**HELLO, **fields, "stop": stop})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "stop"
+    assert "could cut" in answer.json()["error"]["message"]

@@ -1,0 +1,206 @@
+"""The playground: the page, its headers, and how it works in a browser (Debian's chromium with playwright)."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hosting import hosted
+from serving import ServerProcess, wait_until
+from starlette.testclient import TestClient
+
+from engine.async_llm import AsyncLLM
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+Make = Callable[..., TestClient]
+
+
+class TestPage:
+    def test_its_policy_allows_its_own_script_and_style_only(self, client: TestClient) -> None:
+        answer = client.get("/")
+        assert answer.status_code == 200
+        assert answer.headers["content-type"] == "text/html; charset=utf-8"
+        assert answer.headers["x-content-type-options"] == "nosniff"
+        parts = answer.headers["content-security-policy"].split("; ")
+        policy = dict(part.split(" ", 1) for part in parts)
+        for tag in ("script", "style"):
+            [content] = re.findall(f"<{tag}>(.*?)</{tag}>", answer.text, re.DOTALL)
+            digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
+            assert policy[f"{tag}-src"] == f"'sha256-{digest}'"
+        assert policy["connect-src"] == "'self'"
+        assert policy["default-src"] == policy["frame-ancestors"] == policy["base-uri"] == "'none'"
+
+    def test_it_loads_nothing_from_elsewhere(self, client: TestClient) -> None:
+        text = client.get("/").text
+        assert not re.findall(r"""(?:src|href)=["'](?!/|data:)""", text)
+        assert "https://" not in text
+        assert "innerHTML" not in text
+
+    def test_an_option_switches_it_off(self, client_with: Make) -> None:
+        answer = client_with(playground=False).get("/")
+        assert answer.status_code == 404
+        assert "/docs" in answer.json()["error"]["message"]
+
+    def test_with_a_key_the_page_is_open_and_its_requests_are_not(self, client_with: Make) -> None:
+        client = client_with(api_key="secret")
+        assert client.get("/").status_code == 200
+        assert "secret" not in client.get("/").text
+        assert client.get("/v1/models").status_code == 401
+        assert client.post("/v1/check", json={}).status_code == 401
+
+    def test_another_name_of_this_machine_does_not_get_it(self, client_with: Make) -> None:
+        client = client_with(allowed_hosts=("localhost",))
+        assert client.get("/", headers={"host": "evil.example"}).status_code == 400
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    program = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if program is None:
+        pytest.skip("there is no browser: install Debian's package chromium")
+    playwright = pytest.importorskip("playwright.sync_api", reason="needs the package playwright")
+    with playwright.sync_playwright() as started:
+        running = started.chromium.launch(executable_path=program, args=["--no-sandbox", "--disable-gpu"])
+        yield running
+        running.close()
+
+
+@pytest.fixture
+def page(browser: Browser) -> Iterator[Page]:
+    """An empty page. At the end, nothing was written to its console."""
+    made = browser.new_page(viewport={"width": 1280, "height": 900})
+    complaints: list[str] = []
+    made.on("console", lambda message: complaints.append(message.text))
+    made.on("pageerror", lambda error: complaints.append(str(error)))
+    yield made
+    made.close()
+    # Chromium reports answers with an error status.
+    assert [text for text in complaints if not text.startswith("Failed to load resource")] == []
+
+
+def wait_for(page: Page, selector: str, text: str) -> str:
+    """Wait until an element has the text, and return all of its text."""
+    found = page.locator(selector, has_text=text)
+    found.wait_for(timeout=90_000)
+    return found.inner_text()
+
+
+def choose(page: Page, kind: str, constraint: str | None = None) -> None:
+    page.locator("#kinds").get_by_role("button", name=kind, exact=True).click()
+    if constraint is not None:
+        page.fill("#constraint", constraint)
+
+
+def send(page: Page) -> str:
+    """Send the request and return the answer."""
+    page.click("#send")
+    page.locator("#send:enabled").wait_for(timeout=90_000)
+    return page.inner_text("#answer")
+
+
+class TestInABrowser:
+    def test_an_answer_with_its_tokens(self, page: Page, inline_server: ServerProcess) -> None:
+        page.goto(inline_server.url)
+        assert "llguidance" in wait_for(page, "#status", "Accepted")
+        assert set(json.loads(send(page))) == {"name", "age", "city"}
+        counts = page.locator("#tokens .token small").all_inner_texts()
+        assert "1" in counts
+        assert len(set(counts)) > 3
+        assert page.locator("#tokens .forced").count() > 3
+        facts = page.inner_text("#facts")
+        assert "json_schema, enforced by llguidance" in facts
+        assert "nothing: all of it is enforced" in facts
+        assert re.search(r"exposed\s+[\d.]+ ms: [\d.]+ % of", facts)
+        assert wait_for(page, "#progress", "tokens").startswith("stop · ")
+
+    def test_a_constraint_is_checked_while_it_is_typed(self, page: Page, inline_server: ServerProcess) -> None:
+        page.goto(inline_server.url)
+        page.fill("#constraint", '{"type": "object", "properties": {"age": {"type": "int"}}}')
+        text = wait_for(page, "#status", "invalid_constraint")
+        assert "/properties/age/type" in text
+        page.fill("#constraint", '{"type": ')
+        wait_for(page, "#status", "This is not JSON")
+        tags = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
+        page.fill("#constraint", json.dumps({"type": "object", "properties": {"tags": tags}}))
+        assert "guarded: uniqueItems" in wait_for(page, "#status", "Accepted")
+
+    @pytest.mark.parametrize("kind", ["None", "Regex", "Choice", "Lark", "Tools"])
+    def test_the_first_example_of_each_kind(self, page: Page, inline_server: ServerProcess, kind: str) -> None:
+        page.goto(inline_server.url)
+        choose(page, kind)
+        wait_for(page, "#status", "Accepted")
+        assert send(page)
+        assert wait_for(page, "#progress", "tokens in")
+
+    def test_what_a_model_writes_stays_text(self, page: Page, inline_server: ServerProcess) -> None:
+        page.goto(inline_server.url)
+        evil = '<img id="evil" src="x" onerror="document.title=1"><script>document.title=2</script>'
+        choose(page, "Choice", evil)
+        wait_for(page, "#status", "Accepted")
+        assert send(page) == evil
+        assert page.locator("#evil").count() == 0
+        assert page.title() == "guided: playground"
+
+    def test_its_code_gives_the_same_answer(self, page: Page, inline_server: ServerProcess) -> None:
+        page.goto(inline_server.url)
+        choose(page, "Choice", 'it\'s\n"so"')
+        wait_for(page, "#status", "Accepted")
+        answer = send(page)
+        page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+        if shutil.which("curl"):
+            page.click("#copy")
+            wait_for(page, "#copy", "Copied")
+            copied: str = page.evaluate("navigator.clipboard.readText()")
+            done = subprocess.run(["bash", "-c", copied], capture_output=True, text=True, timeout=60, check=True)
+            assert json.loads(done.stdout)["choices"][0]["message"]["content"] == answer
+        page.locator("#languages").get_by_role("button", name="Python").click()
+        program = page.inner_text("#code")
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+        assert done.stdout.strip() == answer
+
+    def test_stop_ends_the_generation(self, page: Page, inline_server: ServerProcess) -> None:
+        page.goto(inline_server.url)
+        page.fill("#max_tokens", "1500")
+        choose(page, "Regex", "[a-z]{1400}")
+        wait_for(page, "#status", "Accepted")
+        page.click("#send")
+        page.locator("#tokens .token").first.wait_for()
+        page.click("#stop")
+        wait_for(page, "#progress", "stopped")
+        wait_until(lambda: inline_server.metric("guided_num_requests_running") == 0)
+
+    @pytest.mark.parametrize("dark", [False, True])
+    def test_it_fits_a_phone(self, browser: Browser, inline_server: ServerProcess, dark: bool) -> None:
+        scheme: Any = "dark" if dark else "light"
+        phone = browser.new_page(
+            viewport={"width": 375, "height": 700}, color_scheme=scheme, is_mobile=True, has_touch=True
+        )
+        phone.goto(inline_server.url)
+        wait_for(phone, "#status", "Accepted")
+        send(phone)
+        assert phone.evaluate("document.documentElement.scrollWidth") <= 375
+        shade = phone.evaluate("getComputedStyle(document.body).backgroundColor")
+        brightness = sum(map(int, re.findall(r"\d+", shade)))
+        assert brightness < 200 if dark else brightness > 600
+        phone.close()
+
+    def test_it_asks_for_the_key(self, page: Page, tiny_engine: AsyncLLM) -> None:
+        with hosted(tiny_engine.model, api_key="secret") as server:
+            page.goto(server.url)
+            assert page.locator("#key").is_visible() or page.locator("#key-form").wait_for() is None
+            page.fill("#key", "secret")
+            page.click("#key-form button")
+            wait_for(page, "#status", "Accepted")
+            assert not page.locator("#key-form").is_visible()
+            assert "$GUIDED_API_KEY" in page.inner_text("#code")
+            assert "secret" not in page.content()

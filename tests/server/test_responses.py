@@ -1,0 +1,269 @@
+"""`/v1/responses`: OpenAI's newer API, with OpenAI's own client and types as judges."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any, Literal
+
+import openai
+import pytest
+from openai.lib._tools import ResponsesPydanticFunctionTool
+from openai.types.responses import Response, ResponseFunctionToolCall, ResponseStreamEvent
+from pydantic import BaseModel, TypeAdapter
+from starlette.testclient import TestClient
+from transformers import PreTrainedTokenizerFast
+
+PATH = "/v1/responses"
+ASK: dict[str, Any] = {"input": "hi", "max_output_tokens": 150}
+EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+
+
+class Light(BaseModel):
+    """A traffic light."""
+
+    color: Literal["red", "green"]
+    on: bool
+
+
+LIGHT: dict[str, Any] = {**Light.model_json_schema(), "additionalProperties": False}
+TOOL = {"type": "function", "name": "Light", "description": "Set it.", "parameters": LIGHT, "strict": True}
+CHAT_TOOL = {"type": "function", "function": {name: TOOL[name] for name in ("name", "description", "parameters")}}
+FORMAT = {"format": {"type": "json_schema", "name": "light", "schema": LIGHT}}
+
+
+@pytest.fixture
+def hermes(client_with: Callable[..., TestClient]) -> TestClient:
+    return client_with(tool_format="hermes")
+
+
+@pytest.fixture
+def sdk(hermes: TestClient) -> openai.OpenAI:
+    return openai.OpenAI(base_url="http://testserver/v1", api_key="none", max_retries=0, http_client=hermes)
+
+
+def create(client: TestClient, **fields: Any) -> dict[str, Any]:
+    answer = client.post(PATH, json={**ASK, **fields})
+    assert answer.status_code == 200, answer.text
+    body: dict[str, Any] = answer.json()
+    Response.model_validate(body)
+    return body
+
+
+def events_of(client: TestClient, **fields: Any) -> list[dict[str, Any]]:
+    """Return the events of a stream. Each has OpenAI's type, and the number after the one before."""
+    answer = client.post(PATH, json={**ASK, **fields, "stream": True})
+    assert answer.status_code == 200, answer.text
+    events = []
+    for number, written in enumerate(answer.text.removesuffix("\n\n").split("\n\n")):
+        kind, data = written.split("\n")
+        event = json.loads(data.removeprefix("data: "))
+        assert (kind, number) == (f"event: {event['type']}", event["sequence_number"])
+        EVENT.validate_python(event)
+        events.append(event)
+    return events
+
+
+def refusal(client: TestClient, **fields: Any) -> dict[str, Any]:
+    answer = client.post(PATH, json={**ASK, **fields})
+    assert answer.status_code == 400, answer.text
+    error: dict[str, Any] = answer.json()["error"]
+    return error
+
+
+class TestOpenAIClient:
+    def test_parse(self, sdk: openai.OpenAI) -> None:
+        response = sdk.responses.parse(model="tiny", input="hi", text_format=Light)
+        assert isinstance(response.output_parsed, Light)
+        assert response.status == "completed"
+        assert response.guided["kind"] == "json_schema"  # type: ignore[attr-defined]
+
+    def test_stream(self, sdk: openai.OpenAI) -> None:
+        with sdk.responses.stream(model="tiny", input="hi", text_format=Light) as stream:
+            kinds = [event.type for event in stream]
+            response = stream.get_final_response()
+        assert isinstance(response.output_parsed, Light)
+        assert kinds[:4] == [
+            "response.created",
+            "response.in_progress",
+            "response.output_item.added",
+            "response.content_part.added",
+        ]
+        assert kinds[-4:] == [
+            "response.output_text.done",
+            "response.content_part.done",
+            "response.output_item.done",
+            "response.completed",
+        ]
+
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_functions(self, sdk: openai.OpenAI, stream: bool) -> None:
+        tool = openai.pydantic_function_tool(Light)["function"]
+        asked: Any = {
+            "model": "tiny",
+            "input": "hi",
+            "tools": [ResponsesPydanticFunctionTool({"type": "function", **tool}, Light)],
+            "tool_choice": {"type": "function", "name": "Light"},
+        }
+        if stream:
+            with sdk.responses.stream(**asked) as streamed:
+                [call] = streamed.get_final_response().output
+        else:
+            [call] = sdk.responses.parse(**asked).output
+        assert isinstance(call, ResponseFunctionToolCall)
+        assert isinstance(call.parsed_arguments, Light)  # type: ignore[attr-defined]
+        assert call.call_id.startswith("call_")
+
+
+def test_a_conversation_is_the_same_as_a_chat(hermes: TestClient) -> None:
+    """Items of answers are sent back as they are. The prompt, and so the answer, are those of the chat."""
+    first = create(hermes, tools=[TOOL], tool_choice="required", parallel_tool_calls=False)
+    [call] = first["output"]
+    thoughts = {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "?"}]}
+    told = {"type": "message", "id": "msg_1", "role": "assistant", "status": "completed", "content": []}
+    told["content"] = [{"type": "output_text", "text": "So", "annotations": [], "logprobs": []}]
+    items = [
+        {"role": "user", "content": [{"type": "input_text", "text": "hi"}]},
+        *(thoughts, told, call),
+        {"type": "function_call_output", "call_id": call["call_id"], "output": "done"},
+        {"role": "developer", "content": "be short"},
+    ]
+    made = {"id": call["call_id"], "type": "function"}
+    made["function"] = {"name": "Light", "arguments": call["arguments"]}
+    messages = [
+        {"role": "system", "content": "Be kind."},
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "So", "reasoning_content": "?", "tool_calls": [made]},
+        {"role": "tool", "tool_call_id": call["call_id"], "content": "done"},
+        {"role": "developer", "content": "be short"},
+    ]
+    same = {"temperature": 0, "presence_penalty": 0.5}
+    response = create(hermes, instructions="Be kind.", input=items, tools=[TOOL], max_output_tokens=20, **same)
+    body = {"messages": messages, "tools": [CHAT_TOOL], "max_tokens": 20, **same}
+    chat = hermes.post("/v1/chat/completions", json=body).json()
+    [message] = response["output"]
+    assert message["content"][0]["text"] == chat["choices"][0]["message"]["content"]
+    assert response["usage"]["input_tokens"] == chat["usage"]["prompt_tokens"]
+    assert response["usage"]["output_tokens"] == chat["usage"]["completion_tokens"] == 20
+    assert (response["status"], message["status"]) == ("incomplete", "incomplete")
+    assert response["incomplete_details"] == {"reason": "max_output_tokens"}
+
+
+@pytest.mark.parametrize(
+    "fields", [{"tools": [TOOL], "tool_choice": "required"}, {"text": FORMAT}, {"regex": "[ab]{9}"}]
+)
+def test_a_stream_is_the_answer_in_pieces(hermes: TestClient, fields: dict[str, Any]) -> None:
+    whole = create(hermes, **fields, seed=5)
+    events = events_of(hermes, **fields, seed=5)
+    last = events[-1]["response"]
+
+    def comparable(response: dict[str, Any]) -> dict[str, Any]:
+        items = [{**item, "id": 0, "call_id": 0} for item in response["output"]]
+        return {**response, "output": items, "id": 0, "created_at": 0}
+
+    assert comparable(last) == comparable(whole)
+    texts: dict[int, str] = {}
+    for event in events:
+        if event["type"].endswith(".delta"):
+            texts[event["output_index"]] = texts.get(event["output_index"], "") + event["delta"]
+        elif event["type"] == "response.output_item.done":
+            assert last["output"][event["output_index"]] == event["item"]
+    assert texts == {index: _text(item) for index, item in enumerate(last["output"])}
+
+
+def _text(item: dict[str, Any]) -> Any:
+    return item["arguments"] if item["type"] == "function_call" else item["content"][0]["text"]
+
+
+def test_formats(hermes: TestClient) -> None:
+    text = create(hermes, text=FORMAT)["output"][0]["content"][0]["text"]
+    Light.model_validate_json(text)
+    limited = {"response_format": None, "max_output_tokens": 300, "complete": True}
+    some = create(hermes, text={"format": {"type": "json_object"}}, **limited)["output"][0]["content"][0]["text"]
+    assert isinstance(json.loads(some), dict)
+    plain = create(hermes, text={"format": {"type": "text"}, "verbosity": "medium"}, max_output_tokens=3)
+    assert plain["guided"] is None
+    assert plain["text"] == {"format": {"type": "text"}}
+
+
+def test_thoughts(client_with: Callable[..., TestClient], tiny_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer: PreTrainedTokenizerFast = tiny_engine.tokenizer
+    template = "{% for message in messages %}<|user|>{{ message['content'] }}{% endfor %}<|assistant|><think>\n"
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    client = client_with(reasoning_format="think")
+    asked = {"text": FORMAT, "max_reasoning_tokens": 6, "reasoning": {"effort": "low", "summary": "auto"}, "seed": 3}
+    response = create(client, **asked)
+    thoughts, message = response["output"]
+    assert (thoughts["type"], message["type"]) == ("reasoning", "message")
+    Light.model_validate_json(message["content"][0]["text"])
+    assert 5 <= response["usage"]["output_tokens_details"]["reasoning_tokens"] <= 8
+    assert response["usage"]["output_tokens"] > 10
+    assert response["guided"]["ignored"] == ["summary"]
+    events = events_of(client, **asked)
+    told = "".join(event["delta"] for event in events if event["type"] == "response.reasoning_text.delta")
+    assert told == thoughts["content"][0]["text"]
+
+
+def test_nothing_is_stored(hermes: TestClient) -> None:
+    response = create(hermes, store=True, metadata={"a": "b"}, max_output_tokens=2)
+    assert response["store"] is False
+    assert response["guided"]["ignored"] == ["metadata", "store"]
+    assert hermes.get(f"{PATH}/{response['id']}").status_code == 404
+
+
+def test_an_empty_answer_is_a_message(hermes: TestClient) -> None:
+    tokenizer = hermes.app.state.context.engine.tokenizer  # type: ignore[attr-defined]
+    [message] = create(hermes, regex="a?", logit_bias={str(tokenizer.eos_token_id): 100})["output"]
+    assert message["content"] == [{"type": "output_text", "annotations": [], "text": ""}]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words", "pointer"),
+    [
+        ({"previous_response_id": "resp_1"}, "previous_response_id", ["stores no responses"], None),
+        ({"conversation": "conv_1"}, "conversation", ["stores no"], None),
+        ({"background": True}, "background", [], None),
+        ({"truncation": "auto"}, "truncation", [], None),
+        ({"n": 2}, "n", ["should be 1"], None),
+        ({"include": ["message.output_text.logprobs"]}, "include", ["/v1/chat/completions"], None),
+        ({"input": []}, "input", [], None),
+        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0]", ["item_reference", "message"], None),
+        ({"input": [{"type": "function_call", "name": "f"}]}, "input[0]", ["arguments, call_id"], None),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+            "input[0].content[0]",
+            ["input_image"],
+            None,
+        ),
+        ({"input": "word " * 3000}, "input", ["maximum context length"], None),
+        ({"max_output_tokens": 0}, "max_output_tokens", [], None),
+        (
+            {"text": {"format": {"type": "json_schema", "name": "x"}}},
+            "text.format.schema",
+            ["text.format.schema"],
+            None,
+        ),
+        (
+            {"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "strin"}}}},
+            "text.format",
+            ["strin"],
+            "/type",
+        ),
+        ({"text": FORMAT, "regex": "a"}, "text.format", ["regex"], None),
+        ({"tools": [TOOL, TOOL]}, "tools[1].name", ["unique"], None),
+        (
+            {"tools": [{**TOOL, "parameters": {"properties": {"a": {"pattern": "(?=a)b"}}}}]},
+            "tools[0].parameters",
+            [],
+            "/properties/a/pattern",
+        ),
+        ({"tools": [{"type": "web_search"}]}, "tools[0]", ["web_search", "function"], None),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "x"}}, "tool_choice", ["'x'", "Light"], None),
+    ],
+)
+def test_refusals(
+    hermes: TestClient, fields: dict[str, Any], param: str, words: list[str], pointer: str | None
+) -> None:
+    error = refusal(hermes, **fields)
+    assert (error["param"], error["pointer"]) == (param, pointer), error
+    assert all(word in error["message"] for word in words), error["message"]
