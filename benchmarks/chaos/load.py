@@ -102,9 +102,9 @@ def client_for(url: str, connections: int, address: str | None = None) -> httpx.
     Args:
         address: its own address, for example 127.0.0.2, by which the server can tell it from other clients.
     """
-    # No `keepalive_expiry`: httpcore also closes an expired connection that it has just given to a request. Then the
-    # request fails with `ReadError`.
-    limits = httpx.Limits(max_connections=connections, max_keepalive_connections=connections, keepalive_expiry=None)
+    # No idle connections: httpcore also closes one that expires while a request that was given it has not begun.
+    # Then the request fails with `ReadError`.
+    limits = httpx.Limits(max_connections=connections, max_keepalive_connections=0)
     transport = httpx.AsyncHTTPTransport(limits=limits, local_address=address)
     return httpx.AsyncClient(base_url=url, timeout=None, transport=transport)
 
