@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from engine.distribution import Distribution
@@ -132,7 +133,7 @@ class Sampler:
         if metadata.detailed:
             allowed = (logits[metadata.detailed] > -torch.inf).sum(-1).tolist()
         if (rows := metadata.with_masked_logprobs) and self._raw is not None:
-            self._raw[[metadata.with_logprobs.index(row) for row in rows]] = logits[rows].log_softmax(-1)
+            self._raw[np.searchsorted(metadata.with_logprobs, rows)] = logits[rows].log_softmax(-1)
         best, chosen = logits.max(-1)
         if not metadata.is_all_greedy:
             best, chosen = self._draw(logits, best, chosen, metadata, skip)

@@ -62,9 +62,10 @@ def decode_step(
     for row, sequence in zip(range(len(sequences)) if logits_rows is None else logits_rows, sequences, strict=True):
         if sequence.sequence_id not in report.failed and sequence.sequence_id not in report.late:
             _append(processor, sequence, [step.tokens[row]], step)
-            forced = processor.sampled([sequence]).get(sequence.sequence_id)
-            if forced is not None:
-                _append(processor, sequence, forced.append, step)
+    if forced := processor.sampled(sequences):
+        for sequence in sequences:
+            if sequence.sequence_id in forced:
+                _append(processor, sequence, forced[sequence.sequence_id].append, step)
     return step
 
 

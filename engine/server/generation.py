@@ -145,8 +145,9 @@ async def running(context: ServerContext, job: Job, client: str, headers: Mappin
                 constraint, backend = job.params.constraint, first[0].backend
                 if constraint is not None and backend is not None:
                     unknown = [respell_pointer(each, job.places) for each in constraint.not_enforced]
-                    guided = GuidedInfo(kind=job.kind or constraint.kind, backend=backend, not_enforced=unknown)
-                    guided.guarded = list(first[0].guarded) or None
+                    guarded = list(first[0].guarded) or None
+                    kind = job.kind or constraint.kind
+                    guided = GuidedInfo(kind=kind, backend=backend, not_enforced=unknown, guarded=guarded)
                 async with aclosing(_checked(context, _merged(first, streams), job)) as checked:
                     yield Outputs(job, guided, checked)
             finally:

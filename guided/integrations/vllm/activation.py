@@ -13,7 +13,7 @@ import os
 from guided.integrations.vllm import pool_reports
 from guided.integrations.vllm.run_directory import SWITCH, announce
 
-TESTED_VERSIONS = ("0.32.0", "0.33.0")
+TESTED_VERSIONS = ("0.32.0",)
 """Versions of vLLM with which `tests/vllm` passes."""
 _log = logging.getLogger("guided.integrations")
 _active = False
