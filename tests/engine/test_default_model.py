@@ -63,15 +63,15 @@ class TestCheckpoint:
 
     def test_calls_the_right_function(self, model: torch.nn.Module, tokenizer: PreTrainedTokenizerFast) -> None:
         right = 0
-        for index in range(10):
-            one = evaluation_call(index, seed=5)
+        for index in range(24):
+            one = evaluation_call(index)  # as the benchmark's first
             inputs = tokenizer.apply_chat_template(
                 one.messages(), tools=one.tools, add_generation_prompt=True, return_tensors="pt", return_dict=True
             )
             ids = model.generate(**inputs, max_new_tokens=96)[0, inputs["input_ids"].shape[1] :]
             text = tokenizer.decode(ids, skip_special_tokens=True)
             right += f'"name": "{one.expected["name"]}"' in text
-        assert right >= 7
+        assert right >= 15  # the benchmark's share is 80 %; guessing would give 8
 
     def test_ends_without_a_task_it_knows(self, model: torch.nn.Module, tokenizer: PreTrainedTokenizerFast) -> None:
         assert answer(model, tokenizer, "Hello!", system="You are a helpful assistant.")

@@ -167,7 +167,8 @@ def test_readme_holds_lines_that_work(inline_server: ServerProcess) -> None:
         assert "http://127.0.0.1:8000" in command
         answer = run_curl(command.replace("http://127.0.0.1:8000", inline_server.url))
         called = '"finish_reason":"tool_calls"' in answer and '"name":"get_weather"' in answer
-        assert called if '"tools"' in command else '"finish_reason":"stop"' in answer
+        right = '"finish_reason":"stop"' in answer and "Maria Keller" in answer and "Lisbon" in answer
+        assert called if '"tools"' in command else right
 
 
 def test_sigterm_lets_answers_end_and_leaves_nothing() -> None:
