@@ -50,8 +50,8 @@ class Walk:
     seconds: NDArray[np.float64]
     sparse_bytes: NDArray[np.int64]
     """The mask as a list of its allowed or of its forbidden tokens, whichever is shorter; at most the whole row."""
-    changed: NDArray[np.bool_]
-    """The mask differs from the one before it."""
+    changed: NDArray[np.int64]
+    """Words in which the mask differs from the one before it."""
 
 
 def measure(backend: str, data: Path, count: int) -> tuple[list[Walk], int]:
@@ -59,6 +59,7 @@ def measure(backend: str, data: Path, count: int) -> tuple[list[Walk], int]:
     tokens = Tokens.tekken()
     backends = Backends(Vocabulary.from_tekken(tokens.path))
     row = np.zeros(words(tokens.width), np.int32)
+    before = row.copy()
     walks = []
     for document in documents(data, tokens, count, max_schema=1000):
         started = time.thread_time()
@@ -67,7 +68,7 @@ def measure(backend: str, data: Path, count: int) -> tuple[list[Walk], int]:
         except GuidedError:  # this backend cannot enforce the schema
             continue
         compiled = time.thread_time() - started
-        seconds, sparse, changed, before = [], [], [], np.zeros_like(row)
+        seconds, sparse, changed = [], [], []
         for token in document.tokens:
             started = time.thread_time()
             matcher.fill_bitmask(row)
@@ -78,7 +79,7 @@ def measure(backend: str, data: Path, count: int) -> tuple[list[Walk], int]:
             seconds.append(time.thread_time() - started)
             allowed = int(np.bitwise_count(row).sum())
             sparse.append(min(4 * allowed, 4 * (tokens.width - allowed), row.nbytes))
-            changed.append(not np.array_equal(row, before))
+            changed.append(np.count_nonzero(row != before))
             before = row.copy()
         if seconds:
             walks.append(Walk(compiled, np.array(seconds), np.array(sparse), np.array(changed)))
@@ -104,8 +105,12 @@ def exposed(walks: Sequence[Walk], rows: int, actors: int, forward: float, rando
     return late
 
 
-def fleet(walks: Sequence[Walk], row_bytes: int, sequences: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Return what `sequences` concurrent sequences need, and how far each resource of an engine is used."""
+def fleet(walks: Sequence[Walk], mask_bytes: int, sequences: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Return what `sequences` concurrent sequences need, and how far each resource of an engine is used.
+
+    Args:
+        mask_bytes: mean of a mask on the wire.
+    """
     random = np.random.default_rng(0)
     rows, forward = min(options.rows, sequences), options.forward_ms / 1e3
     mean = float(np.concatenate([walk.seconds for walk in walks]).mean())
@@ -120,11 +125,11 @@ def fleet(walks: Sequence[Walk], row_bytes: int, sequences: int, options: argpar
     grammars = rows / (length * step) * options.new_grammars
     compiling = grammars * float(np.mean([walk.compile_seconds for walk in walks]))
     cores = rows * mean / step
-    row_full = row_bytes + _HEADER_BYTES
+    on_the_wire = mask_bytes + _HEADER_BYTES
     used = {
         "engine thread": rows * _ROW_SECONDS / step,
         "cores of the engine's node": (cores + compiling + 2) / options.cores,
-        "network of the engine, if masks are remote": rows * row_full / step * 8 / (options.gbits * 1e9),
+        "network of the engine, if masks are remote": rows * on_the_wire / step * 8 / (options.gbits * 1e9),
         "compile processes": compiling / options.compile_processes,
         "calls through Ray": grammars * actors / _CALLS_PER_SECOND,
         "actors in one Ray cluster": engines * (actors + 1) / _RAY_ACTORS,
@@ -138,7 +143,7 @@ def fleet(walks: Sequence[Walk], row_bytes: int, sequences: int, options: argpar
         "exposed_mean_ms": float(late.mean()) * 1e3,
         "exposed_p99_ms": float(np.percentile(late, 99)) * 1e3,
         "tokens_per_second": sequences / step,
-        "gigabytes_per_second": sequences * row_full / step / 1e9,
+        "gigabytes_per_second": sequences * on_the_wire / step / 1e9,
         "grammars_per_second": engines * grammars,
         "first": max(used, key=lambda name: used[name]),
         "used": max(used.values()),
@@ -173,6 +178,7 @@ def main() -> None:
     seconds = np.concatenate([walk.seconds for walk in walks])
     sparse = np.concatenate([walk.sparse_bytes for walk in walks])
     changed = np.concatenate([walk.changed for walk in walks])
+    wire_bytes = round(8 * float(changed.mean()))  # position and word, as in `actors.steps.protocol.Filled`
     measured = {
         "schemas": len(walks),
         "masks": len(seconds),
@@ -181,13 +187,14 @@ def main() -> None:
         "row_bytes": row_bytes,
         "mean_bytes": {
             "whole rows": row_bytes,
-            "changed rows, whole": round(float(changed.mean()) * row_bytes),
+            "changed rows, whole": round(float((changed > 0).mean()) * row_bytes),
             "sparse": round(float(sparse.mean())),
-            "changed rows, sparse": round(float((sparse * changed).mean())),
+            "changed rows, sparse": round(float((sparse * (changed > 0)).mean())),
+            "changed words": wire_bytes,
         },
     }
     print(*(f"{name}: {value}" for name, value in measured.items()), sep="\n")
-    rows = [fleet(walks, row_bytes, sequences, options) for sequences in options.sequences]
+    rows = [fleet(walks, wire_bytes, sequences, options) for sequences in options.sequences]
     print_table(
         rows,
         {

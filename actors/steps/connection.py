@@ -446,7 +446,8 @@ class WorkerConnection:
         slots = np.frombuffer(lines.slots, np.int32)
         ready = np.frombuffer(lines.ready, np.int64)
         filled = ready >= 0
-        masks = np.frombuffer(lines.mask, np.int32).reshape(np.count_nonzero(filled), self.table.mask.shape[1])
+        masks = self.table.mask[slots[filled]]
+        masks.reshape(-1)[np.frombuffer(lines.changed, np.int32)] = np.frombuffer(lines.mask, np.int32)
         self.table.mask[slots[filled]] = masks
         if lines.forced:
             self.table.forced[slots] = np.frombuffer(lines.forced, np.int32).reshape(len(slots), MAX_FORCED_TOKENS)

@@ -127,8 +127,11 @@ class Filled(msgspec.Struct, array_like=True, tag=1, gc=False, frozen=True):
     """int64 `[n]`: a version, or negative if the slot was freed."""
     seconds: bytes = b""
     """float32 `[n]`."""
+    changed: bytes = b""
+    """int32 `[m]`: words of the masks that differ from those sent before. They are positions in `[k, words]`, flattened,
+    of the k slots with a version in `ready`, in order."""
     mask: bytes = b""
-    """int32 `[k, words]`, of the slots with a version in `ready`, in order."""
+    """int32 `[m]`: these words."""
     forced: bytes = b""
     """int32 `[n, MAX_FORCED_TOKENS]`."""
     steered: bytes = b""

@@ -200,6 +200,8 @@ class _LineSender:
 
     def __init__(self, table: SlotTable, send: Callable[[Answer], None]) -> None:
         self._table = table
+        self._sent = np.zeros(table.mask.shape, np.int32)
+        """The masks that the engine has."""
         self._send = send
         self._slots: list[int] = []
         self._oldest = 0.0
@@ -226,10 +228,14 @@ class _LineSender:
         if self._slots:
             slots, self._slots = np.array(self._slots, np.int32), []
             ready = self._table.ready[slots]
-            masks = self._table.mask[slots[ready >= 0]]
+            filled = slots[ready >= 0]
+            masks = self._table.mask[filled]
+            changed = np.flatnonzero(masks != self._sent[filled]).astype(np.int32)
+            self._sent[filled] = masks
             seconds = self._table.seconds[slots]
             steered = slots[self._table.status[slots] == STEERED]
-            columns = slots, ready, seconds, masks, self._table.forced[slots], steered
+            masks = masks.reshape(-1)[changed]
+            columns = slots, ready, seconds, changed, masks, self._table.forced[slots], steered
             self._send(Filled(*(column.tobytes() for column in columns)))
 
     def run(self) -> None:

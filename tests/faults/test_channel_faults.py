@@ -134,7 +134,8 @@ class WorkerByHand:
             self.table.ready[slot] = version
         else:
             slots, ready, seconds = np.array([slot], np.int32), np.array([version]), np.zeros(1, np.float32)
-            self.send(Filled(slots.tobytes(), ready.tobytes(), seconds.tobytes(), mask.tobytes()))
+            columns = slots, ready, seconds, np.arange(len(mask), dtype=np.int32), mask
+            self.send(Filled(*(column.tobytes() for column in columns)))
 
 
 @both_tables

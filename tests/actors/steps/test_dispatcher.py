@@ -428,14 +428,14 @@ def test_answers_about_other_versions_or_slots_and_garbage_change_nothing(cluste
     version = int(actor.connection.table.target[slot])
     error = to_wire(WorkerDied("no"))
     wrong = [Failed(slot, version - 1, error), Failed(99, version, error), Failed(-1, version, error), Filled()]
-    masks = np.zeros((1, WORDS), np.int32).tobytes()
-    lines = Filled(np.array([slot], np.int32).tobytes(), np.array([version]).tobytes(), b"\0" * 4, masks)
+    columns = np.array([slot], np.int32), np.array([version]), np.zeros(1, np.float32), np.zeros(1, np.int32)
+    lines = Filled(*(column.tobytes() for column in columns), b"\0" * 4)
     for message in (*map(encode, [*wrong, lines]), b"", b"\xc1garbled"):
         actor.pair.end.send(message)  # the server's thread is in a mask: the socket is free
     assert cluster.collect(0.2) == ["late"]
 
 
-def test_a_mask_of_another_size_is_no_mask(transport: Transport) -> None:
+def test_words_without_a_place_in_a_mask_are_no_mask(transport: Transport) -> None:
     cluster = Cluster(transport, number=1, shared=False)
     cluster.open(1, grammar="slow")
     cluster.submit((1, "a"))
@@ -443,8 +443,9 @@ def test_a_mask_of_another_size_is_no_mask(transport: Transport) -> None:
     assert cluster.slow.reached.wait(WAIT)
     (slot,) = actor.connection.sequences
     version = actor.connection.table.target[[slot]]
-    short = Filled(np.array([slot], np.int32).tobytes(), version.tobytes(), b"\0" * 4, b"\xff" * 4)
-    actor.pair.end.send(encode(short))
+    for changed, mask in (([0, 1, 2], [-1, -1]), ([WORDS], [-1])):
+        columns = np.array([slot], np.int32), version, np.zeros(1, np.float32), np.int32(changed), np.int32(mask)
+        actor.pair.end.send(encode(Filled(*(column.tobytes() for column in columns))))
     assert cluster.collect(0.2) == ["late"]
     cluster.close()
 

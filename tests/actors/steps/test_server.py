@@ -170,13 +170,35 @@ def test_without_shared_memory_changed_lines_are_sent(transport: Transport) -> N
     assert failed.slot == 4
     assert np.frombuffer(lines.slots, np.int32).tolist() == [3]
     assert np.frombuffer(lines.ready, np.int64).tolist() == [peer.table.target[3]]
-    assert allowed(np.frombuffer(lines.mask, np.int32)) == "ax"
+    mask = np.zeros(WORDS, np.int32)
+    mask[np.frombuffer(lines.changed, np.int32)] = np.frombuffer(lines.mask, np.int32)
+    assert allowed(mask) == "ax"
     assert not peer.table.mask.any()
     peer.send(Free([3]))
     answer = peer.answer()
     assert isinstance(answer, Filled)
     assert np.frombuffer(answer.ready, np.int64).tolist() == [freed(EDIT)]
     assert answer.mask == b""
+    peer.close()
+
+
+@pytest.mark.parametrize(("text", "expected"), [("", "ax"), ("x", "y"), ("xy", "z")])
+def test_without_shared_memory_only_changed_words_of_a_mask_are_sent(
+    transport: Transport, text: str, expected: str
+) -> None:
+    peer = Peer(transport, shared=False)
+    peer.send(peer.open(3))
+    first = peer.answer()
+    assert isinstance(first, Filled)
+    peer.send(Edit(3, 2 * EDIT + len(text), 0, tokens(text)))
+    lines = peer.answer()
+    assert isinstance(lines, Filled)
+    before, mask = np.zeros(WORDS, np.int32), np.zeros(WORDS, np.int32)
+    before[np.frombuffer(first.changed, np.int32)] = np.frombuffer(first.mask, np.int32)
+    for sent in (first, lines):
+        mask[np.frombuffer(sent.changed, np.int32)] = np.frombuffer(sent.mask, np.int32)
+    assert allowed(mask) == expected
+    assert np.frombuffer(lines.changed, np.int32).tolist() == np.flatnonzero(mask != before).tolist()
     peer.close()
 
 
