@@ -17,9 +17,7 @@ from guided.errors import ContextLengthExceeded, InvalidRequest
 class Admission:
     """Checks what `SamplingParams` cannot: the prompt, the context length, the vocabulary, the engine's limits.
 
-    Args:
-        num_blocks: blocks of the KV cache.
-        validate: lets the logits processors check the parameters of a request. It raises `InvalidRequest`.
+    `validate` lets the logits processors check the parameters of a request.
     """
 
     def __init__(
@@ -44,11 +42,7 @@ class Admission:
     def admit(
         self, request_id: str, prompt: str | Tokens[int], params: SamplingParams, *, stream: bool = True
     ) -> SequenceGroup:
-        """Build the group of a request with its n sequences. If the prompt is too long, they are `FINISHED_IGNORED`.
-
-        Raises:
-            InvalidRequest: `param` names the field.
-        """
+        """Build the group of a request with its n sequences. If the prompt is too long, they are `FINISHED_IGNORED`."""
         token_ids = self._tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         self._check_prompt(token_ids)
         self._check_params(params)
@@ -133,7 +127,5 @@ class Admission:
         for name, tokens in (("logit_bias", params.logit_bias or ()), ("stop_token_ids", params.stop_token_ids)):
             beyond = [token for token in tokens if token >= self._vocab_size]
             if beyond:
-                raise InvalidRequest(
-                    f"{name} has token {beyond[0]}; the model has {self._vocab_size} tokens", param=name
-                )
+                raise InvalidRequest(f"{name} has token {beyond[0]}; there are {self._vocab_size}", param=name)
         self._validate(params)

@@ -96,12 +96,7 @@ class BaseLLM:
 def open_pool(
     choice: PoolChoice, vocabulary: Vocabulary, options: RayPoolOptions | Mapping[str, Any] | None, forced_tokens: bool
 ) -> MaskPool:
-    """Start a mask pool. The caller shuts it down.
-
-    Raises:
-        ValueError: there is no such kind of pool.
-        PoolUnavailable: Ray or an actor cannot be started.
-    """
+    """Start a mask pool. The caller shuts it down."""
     if not isinstance(options, RayPoolOptions):
         options = RayPoolOptions(**(options or {}))
     if choice == "inline":

@@ -113,9 +113,7 @@ class BlockManager:
     def note_content(self, seq_id: int, tokens: Sequence[int], start: int) -> None:
         """Declare what the sequence's full blocks contain, so that other sequences find them.
 
-        Args:
-            tokens: the sequence's tokens from `start` on that are in the cache, or will be after this step.
-            start: number of tokens in the sequence's blocks that are known (`known_tokens`).
+        `tokens` are those from `start` (`known_tokens`) on that are in the cache, or will be after this step.
         """
         size, blocks, prefixes = self.block_size, self._blocks[seq_id], self._prefixes[seq_id]
         for offset in range(0, len(tokens) - size + 1, size):
@@ -142,11 +140,8 @@ class BlockManager:
     def append_slot(self, seq_id: int, position: int) -> tuple[int, int] | None:
         """Make the slot of `position` (the sequence's last or next one) writable for the sequence.
 
-        Returns:
-            `(source, target)` if a shared block must be copied before the step's forward pass, else None.
-
-        Raises:
-            MemoryError: no block is free.
+        Returns `(source, target)` if a shared block must be copied before the step's forward pass. Raises `MemoryError`
+        if no block is free.
         """
         blocks = self._blocks[seq_id]
         index = position // self.block_size

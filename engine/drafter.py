@@ -61,7 +61,6 @@ class Drafts:
         found: list[tuple[Sequence, int | None]] = []
         for count in range(1, len(drafts) + 1):
             row = copy.copy(main)
-            row.drafted_from = main
             row.data = SequenceData(main.data.prompt_token_ids, main.data.output_token_ids + drafts[:count])
             row.length, row.last_token = main.length + count, drafts[count - 1]
             row.logprobs = []

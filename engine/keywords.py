@@ -63,11 +63,7 @@ def without_neutral(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def refuse_unknown(of: str, given: Iterable[str], known: Collection[str]) -> None:
-    """Refuse keywords that are not known, and say what works instead.
-
-    Raises:
-        InvalidRequest: `param` is the keyword.
-    """
+    """Refuse keywords that are not known, and say what works instead. `param` of the error is the keyword."""
     for name in given:
         if name in known:
             continue

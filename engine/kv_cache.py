@@ -21,11 +21,7 @@ class LayerShapes:
 
 
 class KVCache:
-    """Keys and values of all layers: zeroed tensors `[num_blocks * block_size, kv_heads, dim]`.
-
-    Args:
-        layers: by the layer index that the model gives its attention modules.
-    """
+    """Keys and values of all layers: zeroed tensors `[num_blocks * block_size, kv_heads, dim]`, by layer index."""
 
     def __init__(
         self, layers: dict[int, LayerShapes], num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device

@@ -47,10 +47,6 @@ class Sampler:
 
     Log-probabilities are those of the raw logits, before bias, penalties, mask and temperature (vLLM's default). With
     `logprobs_mode` masked they are those of the logits after bias, penalties and mask.
-
-    Args:
-        eos_ids: the model's own stop tokens.
-        processors: the engine's logits processors.
     """
 
     def __init__(self, eos_ids: Collection[int], processors: LogitsProcessors) -> None:
@@ -69,14 +65,10 @@ class Sampler:
     def adjust(
         self, logits: torch.Tensor, metadata: SamplingMetadata, again: Callable[[], torch.Tensor] | None = None
     ) -> torch.Tensor:
-        """Apply bias, custom processors, penalties and suppression.
+        """Apply bias, custom processors, penalties and suppression to logits, float32 `[rows, vocab]`. Returns the
+        adjusted logits, normally `logits` itself.
 
-        Args:
-            logits: float32 `[rows, vocab]`, changed in place.
-            again: computes the same logits again, in case a custom processor raises after it has changed some.
-
-        Returns:
-            The adjusted logits, normally `logits` itself.
+        `again` computes the same logits again, in case a custom processor raises after it has changed some.
         """
         if metadata.with_logprobs:
             self._raw = logits[metadata.with_logprobs].log_softmax(-1)
@@ -123,11 +115,9 @@ class Sampler:
         return logits
 
     def sample(self, logits: torch.Tensor, metadata: SamplingMetadata, skip: Collection[int] = ()) -> SamplerOutput:
-        """Sample one token per row.
+        """Sample one token per row from adjusted and masked logits, float32 `[rows, vocab]`.
 
-        Args:
-            logits: float32 `[rows, vocab]`, adjusted and masked.
-            skip: rows that are not sampled. Their random generators do not advance.
+        Rows in `skip` are not sampled. Their random generators do not advance.
         """
         allowed: list[int] = []
         if metadata.detailed:
@@ -189,12 +179,8 @@ class Sampler:
 
 
 def ranked_logprobs(logprobs: torch.Tensor, own_ids: torch.Tensor, counts: list[int]) -> list[dict[int, Logprob]]:
-    """Return each row's entries: its own token and the `counts[row]` most likely ones.
-
-    Args:
-        logprobs: float32 `[rows, vocab]`.
-        own_ids: int64 `[rows]`.
-    """
+    """Return the entries of each row of `logprobs`, float32 `[rows, vocab]`: its own token and the `counts[row]` most
+    likely."""
     own = logprobs.gather(1, own_ids[:, None])
     ranks = (logprobs > own).sum(-1) + 1
     best = logprobs.topk(min(max(counts), logprobs.shape[1]), dim=-1)

@@ -225,10 +225,8 @@ class Scheduler:
             self.blocks.note_content(sequence.seq_id, sequence.data.span(known, sequence.computed), known)
 
     def _make_room(self) -> None:
-        """Preempt sequences of the client that runs the most, if another client's next prefill does not fit.
-
-        The other client then runs no more sequences than the preempted one, so it is not preempted in return.
-        """
+        """Preempt sequences of the client that runs the most, if another client's next prefill does not fit. That
+        client then runs no more sequences than the preempted one, so it is not preempted in return."""
         if len(self._clients) < 2:
             return
         queues = self._queues()

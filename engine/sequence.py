@@ -66,11 +66,6 @@ class MaskDetails:
     mask_seconds: float = 0.0
     """The time that the workers took for the sequence's masks. Set in snapshots."""
 
-    def note(self, allowed: int | None, forced: bool = False) -> None:
-        """Add an output token."""
-        self.allowed.append(allowed)
-        self.forced.append(forced)
-
     def first(self, count: int, guided: GuidedSequence | None) -> MaskDetails:
         """Return a copy for the first `count` output tokens."""
         seconds = 0.0 if guided is None else guided.mask_seconds or 0.0
@@ -183,8 +178,6 @@ class Sequence:
         self.parked: Parked | None = None
         """Set while its mask is late. It does not run, and keeps its blocks unless it is preempted."""
         self.group: SequenceGroup
-        self.drafted_from: Sequence | None = None
-        """Set if this is only the row of a draft (`engine.drafter`)."""
         self.drafts: Drafts | None = None
         self.details = MaskDetails() if params.mask_details else None
         self.guided: GuidedSequence | None = None
@@ -238,7 +231,8 @@ class Sequence:
     def note_details(self, allowed: int, forced: bool = False) -> None:
         """Add how many tokens the mask of the newest token allowed, if the request asks for it."""
         if self.details is not None:
-            self.details.note(None if self.guided is None else allowed, forced)
+            self.details.allowed.append(None if self.guided is None else allowed)
+            self.details.forced.append(forced)
 
     def end_by_token(self) -> bool:
         """End it if its last token is a stop token, or if it has its maximum length. Returns whether it does."""

@@ -32,8 +32,7 @@ _PIECE_BYTES = 64 << 10
 class Answer(ABC):
     """Writes the body of one request's answer, or the events of its stream.
 
-    Args:
-        guided: how the output is constrained. It stands in a whole answer and where a stream begins.
+    `guided` says how the output is constrained. It stands in a whole answer and where a stream begins.
     """
 
     end: ClassVar[bytes] = b"data: [DONE]\n\n"

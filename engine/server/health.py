@@ -2,45 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
 from fastapi import APIRouter, Response
-from pydantic import AfterValidator, BaseModel, Field
+from pydantic import BaseModel, Field
 
 from engine.server.context import Context
 from engine.server.readiness import Stage
-from guided.pool import WorkerState
+from guided.pool import BackendStatus, WorkerStatus
 
 router = APIRouter(tags=["operation"])
-
-
-class MaskActor(BaseModel):
-    """One worker of the mask pool. The inline pool has a single one, in the server's own process."""
-
-    index: int
-    state: WorkerState
-    pid: int | None
-    node: str | None
-    """Name of the host."""
-    node_id: str | None
-    """Ray's id of the node."""
-    address: str | None
-    """The node's, for other nodes."""
-    incarnation: int
-    restarts: int
-    last_end: str | None
-    """How the last process of this worker ended."""
-    open_sequences: int
-
-
-class CompileBackend(BaseModel):
-    """A grammar library as a compiler. After several crashes it is `suspended` for `seconds_left`."""
-
-    name: str
-    state: Literal["up", "suspended"]
-    seconds_left: Annotated[float, AfterValidator(lambda seconds: round(seconds, 1))]
-    crashes: int
-    timeouts: int
 
 
 class PoolHealth(BaseModel):
@@ -48,8 +19,8 @@ class PoolHealth(BaseModel):
     trouble: str | None
     """Why actors that have ended are not replaced, if they are not."""
     compiling: int
-    backends: list[CompileBackend]
-    actors: list[MaskActor] = Field(validation_alias="workers")
+    backends: list[BackendStatus]
+    actors: list[WorkerStatus] = Field(validation_alias="workers")
 
 
 class Liveness(BaseModel):

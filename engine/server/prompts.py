@@ -36,13 +36,7 @@ def encode_chat(
     """Render the messages with the tokenizer's chat template and tokenize them.
 
     Only the template produces special tokens. Text of a message that looks like one ("<|end|>") stays text.
-
-    Args:
-        add_special_tokens: add the tokenizer's own special tokens, besides those of the template.
-        max_tokens: as in `encode`.
-
-    Raises:
-        InvalidRequest: there is no template, it rejects these messages, they are not valid Unicode, or far too long.
+    `add_special_tokens` adds the tokenizer's own to those of the template; `max_tokens` as in `encode`.
     """
     if not tokenizer.chat_template:
         raise InvalidRequest("the tokenizer of this model has no chat template: use /v1/completions", param="messages")
@@ -99,11 +93,7 @@ class _EscapedSpecialTokens:
         self._mark = f"<{uuid.uuid4().hex}>"  # unpredictable
 
     def escape(self, value: Any) -> Any:
-        """Return a copy of `value` with marks in the special tokens of its strings.
-
-        Raises:
-            InvalidRequest: there are more than `most` of them. Each takes at least one token.
-        """
+        """Return a copy of `value` with marks in the special tokens of its strings. Refuse more than `most` of them."""
         if isinstance(value, Mapping):
             return {self.escape(name): self.escape(inner) for name, inner in value.items()}
         if isinstance(value, list):
@@ -134,13 +124,10 @@ def _special_begins(tokenizer: Any) -> re.Pattern[str]:
 def encode(
     tokenizer: Any, text: str, *, add_special_tokens: bool, param: str, max_tokens: int = sys.maxsize
 ) -> list[int]:
-    """Tokenize a text, unless its beginning shows that it is far too long.
+    """Tokenize a text, unless its beginning shows that it is far too long, or it has lone surrogates, which JSON can
+    spell.
 
-    Args:
-        max_tokens: a text with more than twice as many tokens may be refused here. The others are for the caller.
-
-    Raises:
-        InvalidRequest: the text has lone surrogates, which JSON can spell, or it is far too long.
+    A text with more than twice `max_tokens` tokens may be refused here. The others are for the caller.
     """
     try:
         text.encode("utf-8")
@@ -177,13 +164,7 @@ def text_prompts(
     max_tokens: int = sys.maxsize,
 ) -> list[list[int]]:
     """Tokenize the prompts of a completion request: one or many, text or token ids. The engine checks the ids.
-
-    Args:
-        max_tokens: as in `encode`.
-
-    Raises:
-        InvalidRequest: there is no prompt, a text is not valid Unicode, or far too long.
-    """
+    `max_tokens` as in `encode`."""
     if not prompt and not isinstance(prompt, str):
         raise InvalidRequest("prompt is empty: give at least one", param="prompt")
     many: Sequence[Any] = [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt

@@ -45,11 +45,7 @@ _KINDS = {
 
 
 class OutputItems:
-    """Builds the items of one response.
-
-    Args:
-        new_call_id: makes the id of a function call.
-    """
+    """Builds the items of one response."""
 
     def __init__(self, new_call_id: Callable[[], str]) -> None:
         self.items: list[dict[str, Any]] = []
