@@ -127,5 +127,5 @@ class Admission:
         for name, tokens in (("logit_bias", params.logit_bias or ()), ("stop_token_ids", params.stop_token_ids)):
             beyond = [token for token in tokens if token >= self._vocab_size]
             if beyond:
-                raise InvalidRequest(f"{name} has token {beyond[0]}; there are {self._vocab_size}", param=name)
+                raise InvalidRequest(f"{name} has token {beyond[0]}; the model has {self._vocab_size}", param=name)
         self._validate(params)

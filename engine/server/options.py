@@ -354,11 +354,7 @@ OPTIONS = (
     ),
     *_panel(
         "Limits of the server (429 beyond)",
-        Option(
-            "server.max_requests",
-            "Generations that run or wait: n for each prompt. A client with less than its share of this limit and the "
-            "next is still served, up to twice the limit.",
-        ),
+        Option("server.max_requests", "Generations that run or wait: n for each prompt."),
         Option("server.max_waiting", "Prompts that wait for a grammar or for their turn."),
         Option("ray.max_compiling", "Constraints that are being compiled or wait for it."),
         Option(
@@ -377,8 +373,7 @@ OPTIONS = (
         "Connections",
         Option(
             "connections.max_connections",
-            "Connections, at most what the limit on open files allows. One more ends the one that waits longest for "
-            "its client, or gets 503.",
+            "Connections. One more ends the one that has waited longest.",
             process_only=True,
         ),
         Option("connections.max_header_bytes", "Size of URL and headers, in bytes (431 beyond).", process_only=True),
