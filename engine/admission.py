@@ -102,21 +102,20 @@ class Admission:
 
     def _context_error(self, token_ids: list[int], params: SamplingParams) -> InvalidRequest | None:
         """Check the context length. Every API reports this error."""
-        have, limit = len(token_ids), self._max_model_len
+        have, most, limit = len(token_ids), params.max_tokens, self._max_model_len
+        if have + (most or 1) <= limit:
+            return None
         if have >= limit:
-            return ContextLengthExceeded(
-                f"This model's maximum context length is {limit} tokens. However, your messages resulted in {have}"
-                " tokens, and the output needs at least one. Please reduce the length of the messages.",
-                param="prompt",
-            )
-        if params.max_tokens is not None and have + params.max_tokens > limit:
-            return ContextLengthExceeded(
-                f"This model's maximum context length is {limit} tokens. However, you requested"
-                f" {have + params.max_tokens} tokens ({have} in the messages, {params.max_tokens} in the completion)."
-                " Please reduce the length of the messages or completion.",
-                param="max_tokens",
-            )
-        return None
+            param, what = "prompt", "messages"
+            why = f"your messages resulted in {have} tokens, and the output needs at least one"
+        else:
+            param, what = "max_tokens", "messages or completion"
+            why = f"you requested {have + (most or 1)} tokens ({have} in the messages, {most} in the completion)"
+        return ContextLengthExceeded(
+            f"This model's maximum context length is {limit} tokens. However, {why}."
+            f" Please reduce the length of the {what}.",
+            param=param,
+        )
 
     def _check_params(self, params: SamplingParams) -> None:
         if params.width > self._max_n:

@@ -55,9 +55,8 @@ class BaseLLM:
         **options: Any,
     ) -> None:
         options = without_neutral(options)
-        loading = {field.name for field in fields(LoadOptions)}
+        loading = {field.name for field in fields(LoadOptions)} if isinstance(model, str) else set[str]()
         configurable = {field.name for field in fields(EngineConfig)}
-        loading -= set() if isinstance(model, str) else {"tensor_parallel_size"}
         refuse_unknown(type(self).__name__, options, loading | configurable)
         config = replace(
             config or EngineConfig(), **{name: options.pop(name) for name in configurable & options.keys()}

@@ -71,16 +71,11 @@ class BlockManager:
         return list(self._blocks[seq_id])
 
     def allocate(self, seq_ids: Sequence[int], num_tokens: int, tokens: Sequence[int] = ()) -> int:
-        """Assign blocks for the `num_tokens` tokens that the sequences have in common.
+        """Assign blocks for the `num_tokens` tokens that the sequences have in common. Raises `MemoryError` if too few
+        are free.
 
-        Args:
-            tokens: these tokens, to look up their beginning in the prefix cache. Empty: nothing is looked up.
-
-        Returns:
-            How many of the first tokens were found. It is less than `num_tokens`: the last token is computed.
-
-        Raises:
-            MemoryError: not enough blocks are free.
+        Returns how many of the first of `tokens` (empty: nothing is looked up) the prefix cache had: not all, because
+        the last token is computed.
         """
         first, *others = seq_ids
         prefixes, found = self._find(tokens)

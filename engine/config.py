@@ -11,11 +11,7 @@ from guided.limits import DEFAULT_LIMITS, Limits, Range, check_ranges
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """How a model is loaded. `guided serve --help` describes the fields.
-
-    Raises:
-        ValueError: a value is out of range.
-    """
+    """How a model is loaded. `guided serve --help` describes the fields."""
 
     tokenizer: str | None = None
     revision: str | None = None
@@ -60,9 +56,6 @@ class EngineConfig:
         max_n: maximum number of outputs (`n`) of one request. None: `max_num_seqs`.
         logits_processors: custom logits processors in the order in which they run: classes, or `module:Class`
             (docs/logits-processors.md). Processors from the entry points of installed packages run before them.
-
-    Raises:
-        ValueError: a value is out of range.
     """
 
     max_num_seqs: int = 64

@@ -42,13 +42,8 @@ logger = logging.getLogger(__name__)
 class LLMEngine:
     """Runs requests, one step at a time.
 
-    Args:
-        pool: where masks are computed. The engine does not shut it down.
-        processor: the post-processor. None: a `GuidedProcessor` on `pool`. If both are None, the engine rejects
-            constraints.
-
-    Raises:
-        ValueError: `config` asks for a longer context than the model has.
+    Masks are computed in `pool`, which is not shut down. `processor` is the post-processor. None: a `GuidedProcessor`
+    on `pool`. If both are None, the engine rejects constraints.
     """
 
     def __init__(

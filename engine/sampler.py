@@ -63,9 +63,8 @@ class Sampler:
     """
 
     def __init__(self, eos_ids: Collection[int], processors: LogitsProcessors) -> None:
-        self._eos = sorted(eos_ids)
         self.processors = processors
-        self._eos_ids: torch.Tensor | None = None
+        self._eos_ids = torch.tensor(sorted(eos_ids), dtype=torch.int64)
         self._penalties: Penalties | None = None
         self._distribution: Distribution | None = None
         self._raw: torch.Tensor | None = None
@@ -91,20 +90,12 @@ class Sampler:
                 self._penalties = Penalties(metadata, logits.shape[1])
             self._penalties.apply(logits)
         if metadata.without_eos:
-            self._suppress_eos(logits, metadata)
+            rows = torch.tensor(metadata.without_eos, device=logits.device)
+            logits[rows[:, None], self._eos_ids.to(logits.device)] = SUPPRESSED
         self.processors.after_penalties(logits, metadata)
         if metadata.beams:
             self._beam_logprobs = logits[metadata.beams].log_softmax(-1)
         return logits
-
-    def _suppress_eos(self, logits: torch.Tensor, metadata: SamplingMetadata) -> None:
-        if self._eos_ids is None:
-            self._eos_ids = torch.tensor(self._eos, device=logits.device)
-        if len(metadata.without_eos) == len(logits):
-            logits.index_fill_(1, self._eos_ids, SUPPRESSED)
-        else:
-            rows = torch.tensor(metadata.without_eos, device=logits.device)
-            logits[rows[:, None], self._eos_ids] = SUPPRESSED
 
     def park(self, logits: torch.Tensor, row: int, metadata: SamplingMetadata) -> Parked:
         """Keep what `recall` needs to sample this row later. Call it between `adjust` and `sample`."""

@@ -98,10 +98,6 @@ class ServerContext:
         A client alone may use a limit in full. If several have generations in flight, the limit divided by their number
         is a client's share. Beyond the limit, a client within its share is still admitted, up to twice the limit. So a
         client that fills the server delays the others, but does not lock them out.
-
-        Raises:
-            QueueFull: a limit would be exceeded.
-            ShuttingDown: the server takes no more requests.
         """
         if self.shutting_down:
             raise ShuttingDown("the server is shutting down")

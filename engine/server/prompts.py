@@ -38,13 +38,7 @@ def encode_chat(
     Only the template produces special tokens. Text of a message that looks like one ("<|end|>") stays text.
     `add_special_tokens` adds the tokenizer's own to those of the template; `max_tokens` as in `encode`.
     """
-    if not tokenizer.chat_template:
-        raise InvalidRequest("the tokenizer of this model has no chat template: use /v1/completions", param="messages")
-    # Arguments of `apply_chat_template` are not variables of the template.
-    reserved = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters}
-    for name in variables or ():
-        if name in reserved:
-            raise InvalidRequest(f"chat_template_kwargs can't set {name}", param="chat_template_kwargs")
+    _check_template(tokenizer, variables or {})
     if continue_final_message and (add_generation_prompt or messages[-1].role != "assistant"):
         raise InvalidRequest(
             "continue_final_message needs add_generation_prompt: false and an assistant message at the end",
@@ -52,11 +46,13 @@ def encode_chat(
         )
     rendered = [message.for_template() for message in messages]
     functions = [tool.for_template() for tool in tools]
-    for message in messages:
-        _check_length(tokenizer, message.text, "messages", max_tokens)
-    calls = json.dumps([each.get("tool_calls") for each in rendered])
-    for param, written in (("messages", calls), ("tools", json.dumps(functions))):
-        _check_length(tokenizer, written, param, max_tokens)
+    written = [("messages", message.text) for message in messages]
+    written += [
+        ("messages", json.dumps([each.get("tool_calls") for each in rendered])),
+        ("tools", json.dumps(functions)),
+    ]
+    for param, part in written:
+        _check_length(tokenizer, part, param, max_tokens)
     escaped = _EscapedSpecialTokens(tokenizer, max_tokens)
     try:
         text: str = tokenizer.apply_chat_template(
@@ -78,6 +74,16 @@ def encode_chat(
         if len(ids) > _SURE * max_tokens:
             raise _too_long("messages", max_tokens)
     return ids
+
+
+def _check_template(tokenizer: Any, variables: Mapping[str, Any]) -> None:
+    if not tokenizer.chat_template:
+        raise InvalidRequest("the tokenizer of this model has no chat template: use /v1/completions", param="messages")
+    # Arguments of `apply_chat_template` are not variables of the template.
+    reserved = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters}
+    for name in variables:
+        if name in reserved:
+            raise InvalidRequest(f"chat_template_kwargs can't set {name}", param="chat_template_kwargs")
 
 
 class _EscapedSpecialTokens:
