@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -105,25 +105,24 @@ class BlockManager:
             blocks.append(known[1])
         return prefixes, blocks
 
-    def note_content(self, seq_id: int, tokens: Sequence[int], start: int) -> None:
-        """Declare what the sequence's full blocks contain, so that other sequences find them.
+    def note_content(self, seq_id: int, computed: int, span: Callable[[int, int], list[int]]) -> None:
+        """Note what the sequence's full blocks contain, so that other sequences find them.
 
-        `tokens` are those from `start` (`known_tokens`) on that are in the cache, or will be after this step.
+        Args:
+            computed: number of its tokens that are in the cache, or will be after this step.
+            span: returns the sequence's tokens between two positions.
         """
-        size, blocks, prefixes = self.block_size, self._blocks[seq_id], self._prefixes[seq_id]
-        for offset in range(0, len(tokens) - size + 1, size):
-            block = blocks[(start + offset) // size]
-            content = (prefixes[-1] if prefixes else 0, tuple(tokens[offset : offset + size]))
+        size, prefixes = self.block_size, self._prefixes.get(seq_id)
+        if prefixes is None or not self._prefix_cache:
+            return
+        for index in range(len(prefixes), computed // size):
+            content = (prefixes[-1] if prefixes else 0, tuple(span(index * size, (index + 1) * size)))
             known = self._known.get(content)
             if known is None:
+                block = self._blocks[seq_id][index]
                 known = self._known[content] = next(self._prefix_ids), block
                 self._content[block] = content
             prefixes.append(known[0])
-
-    def known_tokens(self, seq_id: int) -> int | None:
-        """Return the number of tokens in the sequence's blocks with known content. None: nothing is to be noted."""
-        prefixes = self._prefixes.get(seq_id)
-        return None if prefixes is None or not self._prefix_cache else len(prefixes) * self.block_size
 
     def fork(self, parent_id: int, child_id: int) -> None:
         """Share all blocks of `parent_id` with `child_id`."""
@@ -168,10 +167,10 @@ class BlockManager:
             self.tables[self._rows[child], : len(blocks)] = blocks
 
     def rewind(self, seq_id: int, num_tokens: int) -> None:
-        """Declare that the sequence's tokens after the first `num_tokens` will be computed again, and may be others."""
+        """Note that the sequence's tokens after the first `num_tokens` will be computed again, and may be others."""
         first = num_tokens // self.block_size
-        del self._prefixes[seq_id][first:]
-        for block in self._blocks[seq_id][first:]:
+        del self._prefixes.get(seq_id, [])[first:]
+        for block in self._blocks.get(seq_id, [])[first:]:
             if self._count[block] == 1:  # a shared one is copied before it is written
                 self._forget(block)
 

@@ -54,9 +54,7 @@ class Metrics:
 
         grammar = ("backend", "kind")
         self._first_token = histogram("time_to_first_token_seconds", "Time from arrival to the first token.", _LATENCY)
-        self._inter_token = histogram(
-            "inter_token_latency_seconds", "Streams: time between two pieces of output, usually one token each.", _STEP
-        )
+        self._inter_token = histogram("inter_token_latency_seconds", "Streams: time between pieces of output.", _STEP)
         self._per_token = histogram("request_time_per_output_token_seconds", "Mean time between tokens.", _STEP)
         self._end_to_end = histogram("e2e_request_latency_seconds", "Time from arrival to the end.", _LATENCY)
         self._grammar_wait = histogram(
