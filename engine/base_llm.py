@@ -58,9 +58,8 @@ class BaseLLM:
         loading = {field.name for field in fields(LoadOptions)} if isinstance(model, str) else set[str]()
         configurable = {field.name for field in fields(EngineConfig)}
         refuse_unknown(type(self).__name__, options, loading | configurable)
-        config = replace(
-            config or EngineConfig(), **{name: options.pop(name) for name in configurable & options.keys()}
-        )
+        given = {name: options.pop(name) for name in configurable & options.keys()}
+        config = replace(config or EngineConfig(), **given)
         config = replace(config, logits_processors=(*config.logits_processors, *logits_processors))
         self.model = load_model(model, **options) if isinstance(model, str) else model
         self._own_pool: MaskPool | None = None

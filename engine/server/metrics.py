@@ -65,9 +65,7 @@ class Metrics:
         self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of admitted requests.")
         self._generation_tokens = counter("generation_tokens", "Generated tokens.")
         self._successes = counter("request_success", "Sequences that ended without an error.", "finished_reason")
-        self._failures = counter(
-            "request_failures", "Requests that ended with an error, by its code and what was at fault.", "code", "fault"
-        )
+        self._failures = counter("request_failures", "Requests that ended with an error.", "code", "fault")
         self._grammar_failures = counter(
             "grammar_failures", "Constrained requests that ended before they had a grammar.", "code", "kind"
         )

@@ -181,15 +181,11 @@ class GenerationRequest(Body):
     regex: str | None = Field(default=None, description="The whole output matches.")
     choice: Many[str] | None = Field(default=None, description="The output is one of these.")
     grammar: str | None = Field(default=None, description="Lark, or GBNF/EBNF with a root rule.")
-    structural_tag: dict[str, Any] | str | None = Field(
-        default=None, description="Free text with constrained parts, as in vLLM and xgrammar."
-    )
+    structural_tag: dict[str, Any] | str | None = Field(default=None, description="Free text with constrained parts.")
     backend: str | None = Field(default=None, description="auto, llguidance, xgrammar, outlines or lm-format-enforcer.")
     whitespace_pattern: str | None = Field(default=None, description="Regex of whitespace between JSON tokens.")
     strict_formats: bool | None = Field(default=None, description="Reject formats that are not in the specification.")
-    complete: bool | None = Field(
-        default=None, description="Complete the constraint within max_tokens, instead of being cut off by it."
-    )
+    complete: bool | None = Field(default=None, description="Complete the constraint within max_tokens.")
     # ... OpenAI's, vLLM's ...
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -226,9 +222,7 @@ class GenerationRequest(Body):
     length_penalty: float | None = None
     early_stopping: bool | Literal["never"] | None = None
     prompt_logprobs: int | None = Field(default=None, description="In every choice. Not with stream.")
-    logprobs_mode: Literal["raw", "masked"] | None = Field(
-        default=None, description="Log-probabilities of the model (raw), or after the mask (masked)."
-    )
+    logprobs_mode: Literal["raw", "masked"] | None = Field(default=None, description="Of the model, or after the mask.")
     mask_details: bool | None = Field(default=None, description="Report what each mask allowed, and its time.")
     vllm_xargs: dict[str, ExtraArg | Many[ExtraArg]] | None = Field(
         default=None, description="For the server's custom logits processors: their `extra_args`."
