@@ -73,7 +73,7 @@ def plan_blocks(
     """Return the number of blocks: the configured one, or as many as the configured or available memory holds.
 
     The cache is never larger than `max_num_seqs` sequences of `max_model_len` tokens need. `available` returns the
-    bytes for the cache if no option says. On a GPU it runs a step: `ModelRunner.memory_for_cache`.
+    bytes for the cache if no option sets them. On a GPU it runs a step: `ModelRunner.memory_for_cache`.
     """
     one = -(-max_model_len // config.block_size)
     block = block_bytes(layers, config.block_size, dtype)

@@ -27,7 +27,7 @@ class ScoredRows:
 
     @classmethod
     def of(cls, chunk: Chunk, begin: int) -> Iterator[ScoredRows]:
-        """Yield the rows of a chunk whose first token is row `begin`. Tokens that are scored already are left out."""
+        """Yield the rows of a chunk that begins at row `begin`. Tokens that are scored already are left out."""
         sequence = chunk.sequences[0]
         group, num_prompt = sequence.group, len(sequence.data.prompt_token_ids)
         wanted: list[tuple[int, int]] = []

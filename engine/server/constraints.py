@@ -61,7 +61,7 @@ def requested_constraint(
 ) -> RequestedConstraint:
     """Read the request's constraint, check it against `limits`, and read its backend. `param` of an error is the field.
 
-    `strict_formats` is for requests that do not say.
+    `strict_formats` is the default for requests without this field.
     """
     backend, backend_field, backend_whitespace = _backend(request, default_backend)
     found = [

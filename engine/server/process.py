@@ -139,7 +139,7 @@ def drop_stalled_connections(listener: socket.socket, seconds: float) -> None:
 
 
 class _Server(uvicorn.Server):
-    """Prints examples when it is up. When told to stop, it lets running generations end, then aborts the rest."""
+    """Prints examples when it is up. At a signal, it lets running generations end, then aborts the rest."""
 
     def __init__(
         self, config: uvicorn.Config, context: ServerContext, options: ServeOptions, exit_timer: _ExitTimer

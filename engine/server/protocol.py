@@ -243,7 +243,7 @@ class Typed(Body):
     """An object that is read by its `type`. Other types than `kinds` are refused by name."""
 
     kinds: ClassVar[tuple[str, ...]]
-    """The first is what `type` is by default, for those that need not say."""
+    """Accepted types. The first is the default."""
     noun: ClassVar[str]
     """What the objects are called."""
 
@@ -433,7 +433,7 @@ class TokenMasks(BaseModel):
 
 
 class GuidedInfo(BaseModel):
-    """How the output was constrained, and what of the request had no effect. Null if there is nothing to say."""
+    """How the output was constrained, and what of the request had no effect. Null if neither applies."""
 
     kind: str | None = None
     backend: str | None = None
