@@ -98,8 +98,16 @@ def accept(sequence: Sequence, row: int, drafts: list[int], sampled: SamplerOutp
         row += 1
         if sequence.status.is_finished or not accepted or row in skipped or row in sampled.broken:
             return count
-        sampled.append_to(sequence, row)
+        token = sampled.token_ids[row]
+        sequence.append(token)
         sequence.computed += 1
         if not sequence.params.is_greedy:
             sequence.uniforms.next()
+        sequence.end_by_token()
+        if row in sampled.logprobs:
+            sequence.add_logprobs(token, sampled.logprobs[row])
+        if row in sampled.allowed:
+            sequence.note_details(sampled.allowed[row])
+        if sequence.params.stop:
+            sequence.end_by_stop_string()
     return len(drafts)

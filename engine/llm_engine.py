@@ -435,15 +435,25 @@ class LLMEngine:
         # A parked sequence may have been preempted. It gets its token before it runs again.
         running, waiting = SequenceStatus.RUNNING, SequenceStatus.WAITING
         any_ended = False
-        for row, sequence in enumerate(metadata.sequences):
+        for row, (sequence, token) in enumerate(zip(metadata.sequences, sampled.token_ids, strict=True)):
             if row in skipped or (sequence.status is not running and sequence.status is not waiting):
                 continue
             group = sequence.group
             changed[group] = None
             if group.beams is None:
-                any_ended |= sampled.append_to(sequence, row)
+                sequence.append(token)
                 if group.first_token_time is None:
                     group.first_token_time = now
+                any_ended |= sequence.end_by_token()
+        for row, entries in sampled.logprobs.items():
+            if row not in skipped:
+                metadata.sequences[row].add_logprobs(sampled.token_ids[row], entries)
+        for row in metadata.detailed:
+            if row not in skipped:
+                metadata.sequences[row].note_details(sampled.allowed[row])
+        for row in metadata.with_stop_strings:
+            if row not in skipped:
+                any_ended |= metadata.sequences[row].end_by_stop_string()
         return any_ended
 
     def _follow_edits(self, metadata: SamplingMetadata, skipped: frozenset[int]) -> bool:

@@ -20,7 +20,7 @@ from engine.logits_processors.builtin import SUPPRESSED
 from engine.logits_processors.processors import LogitsProcessorFailed, LogitsProcessors
 from engine.penalties import Penalties
 from engine.sampling_metadata import SamplingMetadata
-from engine.sequence import Logprob, Parked, Sequence
+from engine.sequence import Logprob, Parked
 
 
 @dataclass(slots=True)
@@ -40,19 +40,6 @@ class SamplerOutput:
     """float32 `[len(metadata.beams), vocab]`: of the adjusted logits, before the mask."""
     beam_scores: torch.Tensor | None = None
     """The same, -inf where the mask forbids."""
-
-    def append_to(self, sequence: Sequence, row: int) -> bool:
-        """Append a row's token to its sequence. Returns whether that ends the sequence."""
-        token = self.token_ids[row]
-        sequence.append(token)
-        ended = sequence.end_by_token()
-        if row in self.logprobs:
-            sequence.add_logprobs(token, self.logprobs[row])
-        if row in self.allowed:
-            sequence.note_details(self.allowed[row])
-        if sequence.params.stop:
-            ended |= sequence.end_by_stop_string()
-        return ended
 
 
 class Sampler:

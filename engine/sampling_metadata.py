@@ -86,6 +86,7 @@ class SamplingMetadata:
         self.with_masked_logprobs = rows(lambda one: one.needs_logprobs and one.logprobs_mode == "masked")
         self.detailed = rows(lambda one: one.mask_details)
         self.beams = rows(lambda one: one.use_beam_search)
+        self.with_stop_strings = rows(lambda one: one.stop)
 
     @classmethod
     def for_batch(
