@@ -21,12 +21,7 @@ class BlockManager:
     """Assigns blocks of `block_size` token slots.
 
     Sequences that start from one prompt share its blocks. A shared block is copied before the first write. `tables` has
-    the block tables of all sequences in one array, so that a step reads them with one gather.
-
-    Args:
-        max_seqs: rows of `tables`.
-        max_blocks: columns of `tables`: maximum number of blocks of one sequence.
-        prefix_cache: find blocks again by their content.
+    the block tables of all sequences in one array `[max_seqs, max_blocks]`, so that a step reads them with one gather.
     """
 
     def __init__(

@@ -52,11 +52,6 @@ class Scheduler:
 
     A preempted sequence loses its blocks. It is prefilled again, prompt and output, before new groups start. Groups
     that wait for their grammar are skipped and keep their turn. Parked sequences are skipped and keep their blocks.
-
-    Args:
-        max_num_seqs: maximum number of running sequences.
-        max_num_batched_tokens: maximum number of tokens in a step: more than `max_num_seqs`.
-        num_drafts: maximum number of drafts of a decoding sequence.
     """
 
     def __init__(

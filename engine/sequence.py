@@ -131,13 +131,10 @@ class Uniforms:
 
 
 class Sequence:
-    """One output while it is generated.
+    """One output while it is generated: the `index`th of its group.
 
-    Args:
-        index: its index among the n of its group.
-        max_length: maximum number of prompt and output tokens together.
-        stop_ids: tokens that end it.
-        seed: seed of its `uniforms`.
+    `max_length` counts prompt and output tokens. `stop_ids` are the tokens that end it. `seed` is that of its
+    `uniforms`.
     """
 
     def __init__(
@@ -366,3 +363,9 @@ def sequence_seed(engine_seed: int, request_id: str, seed: int | None, index: in
     root = f"seed {seed}" if seed is not None else f"request {engine_seed} {request_id}"
     digest = hashlib.blake2b(f"{root} {index}".encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
+
+
+def common_length(left: list[int], right: list[int]) -> int:
+    """Return how many tokens at the beginning are the same."""
+    pairs = enumerate(zip(left, right, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), min(len(left), len(right)))
