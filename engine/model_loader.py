@@ -265,7 +265,7 @@ def _probe(model: Any) -> dict[int, LayerShapes]:
     pairs = torch.stack([ours.flatten(), theirs.flatten()])
     alike = ours.shape == theirs.shape and torch.corrcoef(pairs.double())[0, 1] >= _SAME[head.weight.dtype]
     if not alike or not torch.allclose(ours.std(), theirs.std(), rtol=0.05):
-        raise UnsupportedModelError(f"{name} can't be served: paged attention changes its logits")
+        raise UnsupportedModelError(f"{name} can't be served: its logits with paged attention differ from eager's")
     return dict(sorted(recorder.layers.items()))
 
 
