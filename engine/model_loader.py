@@ -48,7 +48,7 @@ class LoadedModel:
     def context_length(self, wanted: int | None) -> int:
         """Return `wanted`, in tokens, or the model's own context length if it is None. More than that is refused."""
         if wanted is not None and wanted > self.max_model_len:
-            raise ValueError(f"max_model_len is {wanted}; the context of this model has {self.max_model_len} tokens")
+            raise ValueError(f"max_model_len is {wanted}; the context of this model is {self.max_model_len} tokens")
         return wanted or self.max_model_len
 
 
