@@ -11,7 +11,11 @@ from guided.limits import DEFAULT_LIMITS, Limits, Range, check_ranges
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """How a model is loaded. `guided serve --help` describes the fields."""
+    """How a model is loaded. `guided serve --help` describes the fields.
+
+    Raises:
+        ValueError: a value is out of range.
+    """
 
     tokenizer: str | None = None
     revision: str | None = None

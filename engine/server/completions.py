@@ -37,9 +37,13 @@ def create_completion(body: CompletionRequest, request: Request, context: Contex
 
 
 def _build_job(body: CompletionRequest, context: ServerContext, http_id: str) -> Job:
-    settings, tokenizer, length = context.settings, context.engine.tokenizer, context.engine.max_model_len
-    wanted = requested_constraint(body, settings.backend, context.limits, strict_formats=settings.strict_formats)
-    prompts = text_prompts(tokenizer, body.prompt, add_special_tokens=body.add_special_tokens, max_tokens=length)
+    wanted = requested_constraint(
+        body, context.settings.backend, context.limits, strict_formats=context.settings.strict_formats
+    )
+    length = context.engine.max_model_len
+    prompts = text_prompts(
+        context.engine.tokenizer, body.prompt, add_special_tokens=body.add_special_tokens, max_tokens=length
+    )
     max_tokens = body.max_tokens
     if max_tokens is None and wanted.constraint is None:
         max_tokens = max(1, min(OPENAI_MAX_TOKENS, length - max(map(len, prompts))))

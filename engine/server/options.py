@@ -160,7 +160,12 @@ def take_api_key(options: ServeOptions) -> ServeOptions:
 
 
 def check_names(options: ServeOptions) -> None:
-    """Check the model's directory and the modules of logits processors, without loading anything."""
+    """Check the model's directory and the modules of logits processors, without loading anything.
+
+    Raises:
+        OSError: there is no such directory.
+        ValueError: there is no such module.
+    """
     model = options.model_path
     if model.startswith((".", "/", "~")) and not Path(model).is_dir():  # no hub name begins like this
         raise OSError(f"there is no model directory {model}")
