@@ -73,7 +73,11 @@ class Job:
         return f"call_{uuid.uuid4().hex[:24]}"[-self.call_id_length :]
 
     def admitted(self, context: ServerContext) -> Job:
-        """Return this job with its engine requests. Raises the error of one that the engine rejects."""
+        """Return this job with its engine requests.
+
+        Raises:
+            InvalidRequest: the engine rejects one.
+        """
         groups = []
         for number, prompt in enumerate(self.prompts):
             request_id = self.request_id if len(self.prompts) == 1 else f"{self.request_id}-{number}"
@@ -175,7 +179,11 @@ def report(job: Job, error: GuidedError, guided: GuidedInfo | None) -> None:
 
 
 def _check_logprobs(context: ServerContext, job: Job) -> None:
-    """Bound the size of an answer with several choices: each token can have 21 log-probabilities."""
+    """Bound the size of an answer with several choices: each token can have 21 log-probabilities.
+
+    Raises:
+        InvalidRequest: the answer could have too many.
+    """
     params, limit = job.params, context.settings.max_answer_logprobs
     if job.num_choices == 1:
         return
