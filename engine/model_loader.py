@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from huggingface_hub import HfApi, try_to_load_from_cache
@@ -143,7 +143,7 @@ def prepare_model(model: Any, tokenizer: Any, *, name: str = "model") -> LoadedM
         vocabulary=Vocabulary.from_tokenizer(
             tokenizer, padded_vocab_size=head.weight.shape[0], stop_token_ids=_stop_tokens(model, tokenizer)
         ),
-        max_model_len=_context_length(config, tokenizer),
+        max_model_len=getattr(config, "max_position_embeddings", None) or min(tokenizer.model_max_length, 1 << 20),
         dtype=head.weight.dtype,
         device=head.weight.device,
     )
@@ -279,10 +279,3 @@ def _stop_tokens(model: Any, tokenizer: Any) -> list[int]:
             if token is not None and token not in found:
                 found.append(int(token))
     return found
-
-
-def _context_length(config: Any, tokenizer: Any) -> int:
-    length = getattr(config, "max_position_embeddings", None)
-    if length is None:
-        length = min(getattr(tokenizer, "model_max_length", 2048), 1 << 20)
-    return cast(int, length)
