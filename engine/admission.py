@@ -17,9 +17,7 @@ from guided.errors import ContextLengthExceeded, InvalidRequest
 class Admission:
     """Checks what `SamplingParams` cannot: the prompt, the context length, the vocabulary, the engine's limits.
 
-    Args:
-        num_blocks: blocks of the KV cache.
-        validate: lets the logits processors check the parameters of a request. It raises `InvalidRequest`.
+    `validate` lets the logits processors check the parameters of a request.
     """
 
     def __init__(
@@ -44,11 +42,7 @@ class Admission:
     def admit(
         self, request_id: str, prompt: str | Tokens[int], params: SamplingParams, *, stream: bool = True
     ) -> SequenceGroup:
-        """Build the group of a request with its n sequences. If the prompt is too long, they are `FINISHED_IGNORED`.
-
-        Raises:
-            InvalidRequest: `param` names the field.
-        """
+        """Build the group of a request with its n sequences. If the prompt is too long, they are `FINISHED_IGNORED`."""
         token_ids = self._tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         self._check_prompt(token_ids)
         self._check_params(params)
@@ -108,21 +102,20 @@ class Admission:
 
     def _context_error(self, token_ids: list[int], params: SamplingParams) -> InvalidRequest | None:
         """Check the context length. Every API reports this error."""
-        have, limit = len(token_ids), self._max_model_len
+        have, most, limit = len(token_ids), params.max_tokens, self._max_model_len
+        if have + (most or 1) <= limit:
+            return None
         if have >= limit:
-            return ContextLengthExceeded(
-                f"This model's maximum context length is {limit} tokens. However, your messages resulted in {have}"
-                " tokens, and the output needs at least one. Please reduce the length of the messages.",
-                param="prompt",
-            )
-        if params.max_tokens is not None and have + params.max_tokens > limit:
-            return ContextLengthExceeded(
-                f"This model's maximum context length is {limit} tokens. However, you requested"
-                f" {have + params.max_tokens} tokens ({have} in the messages, {params.max_tokens} in the completion)."
-                " Please reduce the length of the messages or completion.",
-                param="max_tokens",
-            )
-        return None
+            param, what = "prompt", "messages"
+            why = f"your messages resulted in {have} tokens, and the output needs at least one"
+        else:
+            param, what = "max_tokens", "messages or completion"
+            why = f"you requested {have + (most or 1)} tokens ({have} in the messages, {most} in the completion)"
+        return ContextLengthExceeded(
+            f"This model's maximum context length is {limit} tokens. However, {why}."
+            f" Please reduce the length of the {what}.",
+            param=param,
+        )
 
     def _check_params(self, params: SamplingParams) -> None:
         if params.width > self._max_n:
@@ -133,7 +126,5 @@ class Admission:
         for name, tokens in (("logit_bias", params.logit_bias or ()), ("stop_token_ids", params.stop_token_ids)):
             beyond = [token for token in tokens if token >= self._vocab_size]
             if beyond:
-                raise InvalidRequest(
-                    f"{name} has token {beyond[0]}; the model has {self._vocab_size} tokens", param=name
-                )
+                raise InvalidRequest(f"{name} has token {beyond[0]}; the model has {self._vocab_size}", param=name)
         self._validate(params)

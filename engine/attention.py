@@ -104,9 +104,6 @@ def paged_attention(
 
     Returns:
         `[1, tokens, heads, dim]`, and None for the attention weights.
-
-    Raises:
-        UnsupportedModelError: the model passes a keyword that this function does not support.
     """
     if attention_mask is not None or not _HARMLESS.issuperset(others):
         _refuse_unknown(module, attention_mask, others)

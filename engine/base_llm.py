@@ -55,13 +55,11 @@ class BaseLLM:
         **options: Any,
     ) -> None:
         options = without_neutral(options)
-        loading = {field.name for field in fields(LoadOptions)}
+        loading = {field.name for field in fields(LoadOptions)} if isinstance(model, str) else set[str]()
         configurable = {field.name for field in fields(EngineConfig)}
-        loading -= set() if isinstance(model, str) else {"tensor_parallel_size"}
         refuse_unknown(type(self).__name__, options, loading | configurable)
-        config = replace(
-            config or EngineConfig(), **{name: options.pop(name) for name in configurable & options.keys()}
-        )
+        given = {name: options.pop(name) for name in configurable & options.keys()}
+        config = replace(config or EngineConfig(), **given)
         config = replace(config, logits_processors=(*config.logits_processors, *logits_processors))
         self.model = load_model(model, **options) if isinstance(model, str) else model
         self._own_pool: MaskPool | None = None
@@ -96,12 +94,7 @@ class BaseLLM:
 def open_pool(
     choice: PoolChoice, vocabulary: Vocabulary, options: RayPoolOptions | Mapping[str, Any] | None, forced_tokens: bool
 ) -> MaskPool:
-    """Start a mask pool. The caller shuts it down.
-
-    Raises:
-        ValueError: there is no such kind of pool.
-        PoolUnavailable: Ray or an actor cannot be started.
-    """
+    """Start a mask pool. The caller shuts it down."""
     if not isinstance(options, RayPoolOptions):
         options = RayPoolOptions(**(options or {}))
     if choice == "inline":

@@ -38,12 +38,7 @@ class Hypothesis:
 
 
 class BeamSearch:
-    """Beams in lockstep. There are always `width` of them, dead ones included.
-
-    Args:
-        max_tokens: maximum number of output tokens.
-        stop_ids: tokens that finish an output.
-    """
+    """Beams in lockstep. There are always `width` of them, dead ones included."""
 
     def __init__(self, params: SamplingParams, max_tokens: int, stop_ids: Collection[int]) -> None:
         self.finished: list[Hypothesis] = []

@@ -8,7 +8,7 @@ from engine.beam_search import Candidate
 from engine.sampler import SamplerOutput, ranked_logprobs
 from engine.sampling_metadata import SamplingMetadata
 from engine.scheduler import Scheduler
-from engine.sequence import Logprob, Sequence, SequenceGroup, SequenceStatus
+from engine.sequence import Logprob, Sequence, SequenceGroup, SequenceStatus, common_length
 from guided.processor import LogitPostProcessor
 
 
@@ -58,7 +58,7 @@ class Beams:
         for own, sequence, candidate in zip(outputs, beams, chosen, strict=True):
             output = outputs[candidate.beam]
             if own != output and self._processor is not None and sequence.guided is not None:
-                self._processor.rollback(sequence.seq_id, _common_length(own, output))
+                self._processor.rollback(sequence.seq_id, common_length(own, output))
             sequence.take_over([*output, candidate.token], candidate.logprob, scored(candidate))
         return True
 
@@ -74,7 +74,3 @@ def show_result(group: SequenceGroup) -> None:
         sequence.take_over(one.tokens, one.candidate.logprob, one.logprobs)
         sequence.status = SequenceStatus.RUNNING
         sequence.end_by_token()
-
-
-def _common_length(left: list[int], right: list[int]) -> int:
-    return next((place for place, (a, b) in enumerate(zip(left, right, strict=True)) if a != b), len(left))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,12 +21,7 @@ class BlockManager:
     """Assigns blocks of `block_size` token slots.
 
     Sequences that start from one prompt share its blocks. A shared block is copied before the first write. `tables` has
-    the block tables of all sequences in one array, so that a step reads them with one gather.
-
-    Args:
-        max_seqs: rows of `tables`.
-        max_blocks: columns of `tables`: maximum number of blocks of one sequence.
-        prefix_cache: find blocks again by their content.
+    the block tables of all sequences in one array `[max_seqs, max_blocks]`, so that a step reads them with one gather.
     """
 
     def __init__(
@@ -71,16 +66,11 @@ class BlockManager:
         return list(self._blocks[seq_id])
 
     def allocate(self, seq_ids: Sequence[int], num_tokens: int, tokens: Sequence[int] = ()) -> int:
-        """Assign blocks for the `num_tokens` tokens that the sequences have in common.
+        """Assign blocks for the `num_tokens` tokens that the sequences have in common. Raises `MemoryError` if too few
+        are free.
 
-        Args:
-            tokens: these tokens, to look up their beginning in the prefix cache. Empty: nothing is looked up.
-
-        Returns:
-            How many of the first tokens were found. It is less than `num_tokens`: the last token is computed.
-
-        Raises:
-            MemoryError: not enough blocks are free.
+        Returns how many of the first of `tokens` (empty: nothing is looked up) the prefix cache had: not all, because
+        the last token is computed.
         """
         first, *others = seq_ids
         prefixes, found = self._find(tokens)
@@ -110,27 +100,24 @@ class BlockManager:
             blocks.append(known[1])
         return prefixes, blocks
 
-    def note_content(self, seq_id: int, tokens: Sequence[int], start: int) -> None:
-        """Declare what the sequence's full blocks contain, so that other sequences find them.
+    def note_content(self, seq_id: int, computed: int, span: Callable[[int, int], list[int]]) -> None:
+        """Note what the sequence's full blocks contain, so that other sequences find them.
 
         Args:
-            tokens: the sequence's tokens from `start` on that are in the cache, or will be after this step.
-            start: number of tokens in the sequence's blocks that are known (`known_tokens`).
+            computed: number of its tokens that are in the cache, or will be after this step.
+            span: returns the sequence's tokens between two positions.
         """
-        size, blocks, prefixes = self.block_size, self._blocks[seq_id], self._prefixes[seq_id]
-        for offset in range(0, len(tokens) - size + 1, size):
-            block = blocks[(start + offset) // size]
-            content = (prefixes[-1] if prefixes else 0, tuple(tokens[offset : offset + size]))
+        size, prefixes = self.block_size, self._prefixes.get(seq_id)
+        if prefixes is None or not self._prefix_cache:
+            return
+        for index in range(len(prefixes), computed // size):
+            content = (prefixes[-1] if prefixes else 0, tuple(span(index * size, (index + 1) * size)))
             known = self._known.get(content)
             if known is None:
+                block = self._blocks[seq_id][index]
                 known = self._known[content] = next(self._prefix_ids), block
                 self._content[block] = content
             prefixes.append(known[0])
-
-    def known_tokens(self, seq_id: int) -> int | None:
-        """Return the number of tokens in the sequence's blocks with known content. None: nothing is to be noted."""
-        prefixes = self._prefixes.get(seq_id)
-        return None if prefixes is None or not self._prefix_cache else len(prefixes) * self.block_size
 
     def fork(self, parent_id: int, child_id: int) -> None:
         """Share all blocks of `parent_id` with `child_id`."""
@@ -142,11 +129,8 @@ class BlockManager:
     def append_slot(self, seq_id: int, position: int) -> tuple[int, int] | None:
         """Make the slot of `position` (the sequence's last or next one) writable for the sequence.
 
-        Returns:
-            `(source, target)` if a shared block must be copied before the step's forward pass, else None.
-
-        Raises:
-            MemoryError: no block is free.
+        Returns `(source, target)` if a shared block must be copied before the step's forward pass. Raises `MemoryError`
+        if no block is free.
         """
         blocks = self._blocks[seq_id]
         index = position // self.block_size
@@ -178,10 +162,10 @@ class BlockManager:
             self.tables[self._rows[child], : len(blocks)] = blocks
 
     def rewind(self, seq_id: int, num_tokens: int) -> None:
-        """Declare that the sequence's tokens after the first `num_tokens` will be computed again, and may be others."""
+        """Note that the sequence's tokens after the first `num_tokens` will be computed again, and may be others."""
         first = num_tokens // self.block_size
-        del self._prefixes[seq_id][first:]
-        for block in self._blocks[seq_id][first:]:
+        del self._prefixes.get(seq_id, [])[first:]
+        for block in self._blocks.get(seq_id, [])[first:]:
             if self._count[block] == 1:  # a shared one is copied before it is written
                 self._forget(block)
 

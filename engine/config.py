@@ -60,9 +60,6 @@ class EngineConfig:
         max_n: maximum number of outputs (`n`) of one request. None: `max_num_seqs`.
         logits_processors: custom logits processors in the order in which they run: classes, or `module:Class`
             (docs/logits-processors.md). Processors from the entry points of installed packages run before them.
-
-    Raises:
-        ValueError: a value is out of range.
     """
 
     max_num_seqs: int = 64

@@ -12,12 +12,8 @@ _utf8 = codecs.getincrementaldecoder("utf-8")
 
 
 class TokenTexts:
-    """The bytes that each token id adds to the text. Shared by all sequences of an engine.
-
-    Args:
-        vocabulary: bytes of ordinary tokens.
-        tokenizer: a transformers tokenizer, for the text of special tokens, which have no bytes in the vocabulary.
-    """
+    """The bytes that each token id adds to the text. Shared by all sequences of an engine. The text of special tokens,
+    which have no bytes in the vocabulary, is the tokenizer's."""
 
     def __init__(self, vocabulary: Vocabulary, tokenizer: Any) -> None:
         ordinary = list(vocabulary.token_bytes)

@@ -35,15 +35,8 @@ class Distribution:
         return logits.index_copy(0, self.index, self.scaled(logits[self.index]))
 
     def draw(self, logits: torch.Tensor, uniforms: list[float]) -> torch.Tensor:
-        """Draw one token per row by inverting the cumulative distribution function.
-
-        Args:
-            logits: float32 `[len(rows), vocab]`, scaled.
-            uniforms: one number in [0, 1) per row.
-
-        Returns:
-            int64 `[len(rows)]`.
-        """
+        """Draw one token per row, int64 `[rows]`: invert the cumulative distribution of scaled logits, `[rows, vocab]`,
+        at `uniforms`, one number in [0, 1) per row."""
         logits = self._truncated(logits)
         cumulated = logits.softmax(-1).cumsum(-1, dtype=torch.float64)
         # Slightly less than the total, so that rounding cannot lead past the last token with a probability.

@@ -12,7 +12,7 @@ import copy
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
-from engine.sequence import Sequence, SequenceData
+from engine.sequence import Sequence, SequenceData, common_length
 from guided.sequence import GuidedSequence
 
 if TYPE_CHECKING:
@@ -27,11 +27,10 @@ class Drafts:
 
     def __init__(self, sequence: Sequence) -> None:
         self._sequence = sequence
-        self._tokens = sequence.data.token_ids
         self._edits = sequence.edits
-        self._indexed = 0
+        self._tokens: list[int] = []
         self._after: dict[tuple[int, ...], int] = {}
-        """By n-gram: where its last occurrence ends."""
+        """By n-gram of `_tokens`: where its last occurrence ends."""
         self.guided: list[GuidedSequence] = []
         """Of the rows: the matchers after 1, 2, ... drafts. They stay open from step to step."""
 
@@ -39,13 +38,14 @@ class Drafts:
         """Return up to `limit` tokens that may follow."""
         sequence, tokens = self._sequence, self._tokens
         if self._edits != sequence.edits:
-            self.__init__(sequence)  # type: ignore[misc]
-            tokens = self._tokens
-        tokens += sequence.data.span(len(tokens), sequence.length)
-        for end in range(max(1, self._indexed), len(tokens)):
+            self._edits = sequence.edits
+            tokens.clear()
+            self._after.clear()
+        indexed = len(tokens)
+        tokens += sequence.data.span(indexed, sequence.length)
+        for end in range(max(1, indexed), len(tokens)):
             for size in _SIZES:
                 self._after[tuple(tokens[max(0, end - size) : end])] = end
-        self._indexed = len(tokens)
         for size in _SIZES:
             found = self._after.get(tuple(tokens[-size:]))
             if found is not None:
@@ -61,7 +61,6 @@ class Drafts:
         found: list[tuple[Sequence, int | None]] = []
         for count in range(1, len(drafts) + 1):
             row = copy.copy(main)
-            row.drafted_from = main
             row.data = SequenceData(main.data.prompt_token_ids, main.data.output_token_ids + drafts[:count])
             row.length, row.last_token = main.length + count, drafts[count - 1]
             row.logprobs = []
@@ -82,7 +81,7 @@ class Drafts:
             return new, None
         guided = self.guided[count - 1]
         known = guided.output_token_ids
-        same = next((place for place, (a, b) in enumerate(zip(known, output, strict=False)) if a != b), len(known))
+        same = common_length(known, output)
         guided.output_token_ids = output
         return guided, same if same < len(known) else None
 

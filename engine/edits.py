@@ -9,11 +9,7 @@ from guided.processor import LogitPostProcessor, SampledEdit
 
 
 def follow(edit: SampledEdit, sequence: Sequence, scheduler: Scheduler, processor: LogitPostProcessor) -> int:
-    """Change a sequence: its output, its blocks and its matcher. Returns the number of appended tokens.
-
-    Raises:
-        InternalError: the post-processor rolls back more than it has declared.
-    """
+    """Change a sequence: its output, its blocks and its matcher. Returns the number of appended tokens."""
     if edit.rollback:
         if edit.rollback > processor.max_rollback:
             raise InternalError(f"{edit.rollback} tokens to roll back; the limit is {processor.max_rollback}")

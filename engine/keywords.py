@@ -28,7 +28,10 @@ _NOT_SUPPORTED: dict[str, str] = {
     "gpu_memory_utilization": "give kv_cache_bytes",
     "swap_space": "preempted sequences are computed again",
     "max_logprobs": "the limit is fixed: 20",
-    "tensor_parallel_size": "give it with the name of a model, which is then loaded in parts",
+    **dict.fromkeys(
+        ("dtype", "device", "tokenizer", "revision", "tensor_parallel_size"),
+        "give it with the name of a model, which is then loaded that way",
+    ),
     "pipeline_parallel_size": "give tensor_parallel_size",
     "quantization": "the checkpoint's own dtype is used",
     "trust_remote_code": "only models of transformers itself are served",
@@ -63,11 +66,7 @@ def without_neutral(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def refuse_unknown(of: str, given: Iterable[str], known: Collection[str]) -> None:
-    """Refuse keywords that are not known, and say what works instead.
-
-    Raises:
-        InvalidRequest: `param` is the keyword.
-    """
+    """Refuse keywords that are not known, and say what works instead. `param` of the error is the keyword."""
     for name in given:
         if name in known:
             continue

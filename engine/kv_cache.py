@@ -21,11 +21,7 @@ class LayerShapes:
 
 
 class KVCache:
-    """Keys and values of all layers: zeroed tensors `[num_blocks * block_size, kv_heads, dim]`.
-
-    Args:
-        layers: by the layer index that the model gives its attention modules.
-    """
+    """Keys and values of all layers: zeroed tensors `[num_blocks * block_size, kv_heads, dim]`, by layer index."""
 
     def __init__(
         self, layers: dict[int, LayerShapes], num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
@@ -76,13 +72,8 @@ def plan_blocks(
 ) -> int:
     """Return the number of blocks: the configured one, or as many as the configured or available memory holds.
 
-    The cache is never larger than `max_num_seqs` sequences of `max_model_len` tokens need.
-
-    Args:
-        available: bytes for the cache, if no option says. On a GPU it runs a step: `ModelRunner.memory_for_cache`.
-
-    Raises:
-        ValueError: one sequence of `max_model_len` tokens would not fit, and could never be finished.
+    The cache is never larger than `max_num_seqs` sequences of `max_model_len` tokens need. `available` returns the
+    bytes for the cache if no option sets them. On a GPU it runs a step: `ModelRunner.memory_for_cache`.
     """
     one = -(-max_model_len // config.block_size)
     block = block_bytes(layers, config.block_size, dtype)

@@ -31,7 +31,7 @@ from engine.sampling_metadata import SamplingMetadata, ScoredRows
 from engine.sampling_params import SamplingParams
 from engine.scheduler import ScheduledBatch, Scheduler
 from engine.sequence import SequenceGroup, SequenceStatus
-from engine.stats import EngineStats, timed
+from engine.stats import EngineStats
 from guided.errors import BackendError, GuidedError, InternalError, bounded
 from guided.pool import Grammar, MaskPool
 from guided.processor import ApplyReport, GuidedProcessor, LogitPostProcessor
@@ -42,13 +42,8 @@ logger = logging.getLogger(__name__)
 class LLMEngine:
     """Runs requests, one step at a time.
 
-    Args:
-        pool: where masks are computed. The engine does not shut it down.
-        processor: the post-processor. None: a `GuidedProcessor` on `pool`. If both are None, the engine rejects
-            constraints.
-
-    Raises:
-        ValueError: `config` asks for a longer context than the model has.
+    Masks are computed in `pool`, which is not shut down. `processor` is the post-processor. None: a `GuidedProcessor`
+    on `pool`. If both are None, the engine rejects constraints.
     """
 
     def __init__(
@@ -89,7 +84,9 @@ class LLMEngine:
         """Requests that have not finished, by id."""
         self.awake = threading.Event()
         """Set when a step could do something new. The thread that waits for it clears it."""
-        self.admit = Admission(model, config, self.max_model_len, num_blocks, processors.validate).admit
+        admission = Admission(model, config, self.max_model_len, num_blocks, processors.validate)
+        self.texts = admission.texts
+        self.admit = admission.admit
         """Check a request and tokenize its prompt, without queueing it. Call it from any thread."""
         self._metadata: SamplingMetadata | None = None
         self._compiled: deque[tuple[SequenceGroup, Future[Grammar]]] = deque()
@@ -312,25 +309,23 @@ class LLMEngine:
         self._preparing = time.perf_counter() - started
         self.stats.prepare_seconds += self._preparing
 
-    @timed("forward_seconds")
     def execute(self, batch: ScheduledBatch) -> torch.Tensor:
         """Run the forward pass: hidden states `[tokens, hidden]`."""
         self.stats.steps += 1
-        return self.runner.execute(batch)
+        with self.stats.timing("forward_seconds"):
+            return self.runner.execute(batch)
 
-    @timed("forward_seconds")
     def compute_logits(self, hidden: torch.Tensor, metadata: SamplingMetadata) -> torch.Tensor:
-        """Compute the logits of the sampled rows, float32 `[rows, vocab]`, with everything applied but the mask.
-
-        Other tokens with requested log-probabilities are scored.
-        """
+        """Compute the logits of the sampled rows, float32 `[rows, vocab]`, with everything applied but the mask. Other
+        tokens with requested log-probabilities are scored."""
 
         def raw() -> torch.Tensor:
             return self.runner.compute_logits(hidden, metadata.selected)
 
-        for rows in metadata.scored:
-            self._score(rows, hidden)
-        return self.sampler.adjust(raw(), metadata, raw)
+        with self.stats.timing("forward_seconds"):
+            for rows in metadata.scored:
+                self._score(rows, hidden)
+            return self.sampler.adjust(raw(), metadata, raw)
 
     def _score(self, scored: ScoredRows, hidden: torch.Tensor) -> None:
         sequence, params = scored.sequence, scored.sequence.params
@@ -370,7 +365,6 @@ class LLMEngine:
         given = self.config.mask_deadline
         return given if given is not None else max(_LEAST_DEADLINE, _DEADLINE_SHARE * self.stats.mean_step)
 
-    @timed("sample_seconds")
     def sample(
         self, logits: torch.Tensor, metadata: SamplingMetadata, report: ApplyReport
     ) -> tuple[SamplerOutput, frozenset[int]]:
@@ -379,42 +373,45 @@ class LLMEngine:
         Rows with a failed mask or logits processor are skipped, and their groups end. Rows with a late mask are
         skipped, and their sequences are parked.
         """
-        skipped: frozenset[int] = frozenset()
-        broken = self.sampler.processors.failed
-        if report.failed or report.late or broken:
-            late = set(report.late)
-            excluded = list(broken)
-            for row, failure in broken.items():
-                self._fail(metadata.sequences[row].group, failure)
-            for row in metadata.guided_rows.tolist():
-                sequence = metadata.sequences[row]
-                error = report.failed.get(sequence.seq_id)
-                if sequence.drafted_from is not None:
-                    if error is None and sequence.seq_id not in late:
-                        continue
-                    assert self.processor is not None
-                    self.processor.free_sequence(sequence.seq_id)  # opened again when it is needed
-                elif error is not None:
-                    self._fail(sequence.group, error)
-                elif sequence.seq_id in late:
-                    self.parking.add(sequence, logits, row, metadata)
-                else:
-                    continue
-                excluded.append(row)
-            skipped = frozenset(excluded)
-        if metadata.beams:
-            skipped |= self.parking.hold_beams(logits, metadata, skipped)
-        sampled = self.sampler.sample(logits, metadata, skipped)
+        with self.stats.timing("sample_seconds"):
+            skipped: frozenset[int] = frozenset()
+            if report.failed or report.late or self.sampler.processors.failed:
+                skipped = self._skip(logits, metadata, report)
+            if metadata.beams:
+                skipped |= self.parking.hold_beams(logits, metadata, skipped)
+            sampled = self.sampler.sample(logits, metadata, skipped)
         for row, failure in sampled.failed.items():
             self._fail(metadata.sequences[row].group, failure)
         for row in sampled.broken:
-            if metadata.sequences[row].drafted_from is None:
+            if row not in metadata.draft_rows:
                 self._fail(metadata.sequences[row].group, InternalError("no token of this step has a finite logit"))
         return sampled, skipped
 
+    def _skip(self, logits: torch.Tensor, metadata: SamplingMetadata, report: ApplyReport) -> frozenset[int]:
+        """End the groups of failed rows, and park the sequences of late ones. Returns these rows."""
+        late = set(report.late)
+        skipped = set(self.sampler.processors.failed)
+        for row, failure in self.sampler.processors.failed.items():
+            self._fail(metadata.sequences[row].group, failure)
+        for row in metadata.guided_rows.tolist():
+            sequence = metadata.sequences[row]
+            error = report.failed.get(sequence.seq_id)
+            if error is None and sequence.seq_id not in late:
+                continue
+            skipped.add(row)
+            if row in metadata.draft_rows:
+                assert self.processor is not None
+                self.processor.free_sequence(sequence.seq_id)  # opened again when it is needed
+            elif error is not None:
+                self._fail(sequence.group, error)
+            else:
+                self.parking.add(sequence, logits, row, metadata)
+        return frozenset(skipped)
+
     def append(self, sampled: SamplerOutput, metadata: SamplingMetadata, skipped: frozenset[int]) -> None:
         """Append the tokens, accept drafts, continue beams, follow the post-processor, and end what is complete."""
-        any_ended = self._append_tokens(sampled, metadata, skipped)
+        others = skipped | metadata.draft_rows
+        any_ended = self._append_tokens(sampled, metadata, others)
         metadata.appended = None if skipped or metadata.drafted else np.array(sampled.token_ids, np.int32)
         for row, drafts in metadata.drafted.items():
             if row not in skipped:
@@ -423,7 +420,7 @@ class LLMEngine:
                 self.stats.accepted_tokens += drafter.accept(sequence, row, drafts, sampled, skipped)
                 any_ended |= sequence.status.is_finished
         if metadata.guided:
-            any_ended |= self._follow_edits(metadata, skipped)
+            any_ended |= self._follow_edits(metadata, others)
         if metadata.beams:
             self._metadata = metadata.appended = None  # penalties are counted again
             for group in self.beams.advance(sampled, metadata, skipped):
@@ -441,24 +438,22 @@ class LLMEngine:
         for row, (sequence, token) in enumerate(zip(metadata.sequences, sampled.token_ids, strict=True)):
             if row in skipped or (sequence.status is not running and sequence.status is not waiting):
                 continue
-            if sequence.drafted_from is not None:
-                continue
             group = sequence.group
             changed[group] = None
-            if group.beams is not None:
-                continue
-            sequence.append(token)
-            if group.first_token_time is None:
-                group.first_token_time = now
-            any_ended |= sequence.end_by_token()
+            if group.beams is None:
+                sequence.append(token)
+                if group.first_token_time is None:
+                    group.first_token_time = now
+                any_ended |= sequence.end_by_token()
         for row, entries in sampled.logprobs.items():
-            if row not in skipped and metadata.sequences[row].drafted_from is None:
+            if row not in skipped:
                 metadata.sequences[row].add_logprobs(sampled.token_ids[row], entries)
         for row in metadata.detailed:
-            if row not in skipped and metadata.sequences[row].drafted_from is None:
+            if row not in skipped:
                 metadata.sequences[row].note_details(sampled.allowed[row])
-        for row in metadata.stop_checked:
-            any_ended |= metadata.sequences[row].end_by_stop_string()
+        for row in metadata.with_stop_strings:
+            if row not in skipped:
+                any_ended |= metadata.sequences[row].end_by_stop_string()
         return any_ended
 
     def _follow_edits(self, metadata: SamplingMetadata, skipped: frozenset[int]) -> bool:
@@ -472,9 +467,7 @@ class LLMEngine:
         for row in metadata.guided_rows.tolist():
             sequence = metadata.sequences[row]
             edit = wanted.get(sequence.seq_id)
-            if edit is None or row in skipped or sequence.status.is_finished:
-                continue
-            if sequence.group.beams is not None or sequence.drafted_from is not None:
+            if edit is None or row in skipped or sequence.status.is_finished or sequence.group.beams is not None:
                 continue
             try:
                 self.stats.forced_tokens += edits.follow(edit, sequence, self.scheduler, self.processor)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from huggingface_hub import HfApi, try_to_load_from_cache
@@ -46,15 +46,9 @@ class LoadedModel:
     """The other processes of tensor parallelism."""
 
     def context_length(self, wanted: int | None) -> int:
-        """Return `wanted`, in tokens, or the model's own context length if it is None.
-
-        Raises:
-            ValueError: it is more than the model's own.
-        """
+        """Return `wanted`, in tokens, or the model's own context length if it is None. More than that is refused."""
         if wanted is not None and wanted > self.max_model_len:
-            raise ValueError(
-                f"max_model_len is {wanted}; the context of this model is {self.max_model_len} tokens long"
-            )
+            raise ValueError(f"max_model_len is {wanted}; the context of this model is {self.max_model_len} tokens")
         return wanted or self.max_model_len
 
 
@@ -115,12 +109,8 @@ def _load(model: str, config: Any, how: LoadOptions, device: torch.device | None
 
 
 def _check_plan(config: Any, size: int, device: torch.device) -> None:
-    """Reject a model that cannot be split.
-
-    Raises:
-        UnsupportedModelError: transformers has no plan for it, or its heads cannot be shared out evenly.
-        ValueError: transformers would use another device.
-    """
+    """Reject a model that transformers has no plan for or that cannot be shared out evenly, and another device than
+    transformers would use."""
     text = config.get_text_config(decoder=True)
     name = (getattr(config, "architectures", None) or [type(config).__name__])[0]
     if not getattr(text, "base_model_tp_plan", None):
@@ -136,11 +126,7 @@ def _check_plan(config: Any, size: int, device: torch.device) -> None:
 
 
 def prepare_model(model: Any, tokenizer: Any, *, name: str = "model") -> LoadedModel:
-    """Check a transformers `...ForCausalLM`, give it the paged attention and run a probe.
-
-    Raises:
-        UnsupportedModelError: see `load_model`.
-    """
+    """Check a transformers `...ForCausalLM`, give it the paged attention and run a probe."""
     register()
     config = model.config.get_text_config(decoder=True)
     _check_config(model.config)
@@ -157,7 +143,7 @@ def prepare_model(model: Any, tokenizer: Any, *, name: str = "model") -> LoadedM
         vocabulary=Vocabulary.from_tokenizer(
             tokenizer, padded_vocab_size=head.weight.shape[0], stop_token_ids=_stop_tokens(model, tokenizer)
         ),
-        max_model_len=_context_length(config, tokenizer),
+        max_model_len=getattr(config, "max_position_embeddings", None) or min(tokenizer.model_max_length, 1 << 20),
         dtype=head.weight.dtype,
         device=head.weight.device,
     )
@@ -192,12 +178,7 @@ def _find_config(model: str, revision: str | None) -> Any:
 
 
 def _look_up(model: str, revision: str | None) -> None:
-    """Try to reach the hub once. (transformers would try for a minute.)
-
-    Raises:
-        OSError: the hub cannot be reached.
-        ValueError: `model` is not a valid name.
-    """
+    """Try to reach the hub once. (transformers would try for a minute.)"""
     try:
         HfApi().model_info(model, revision=revision, timeout=10)
     except ValueError:
@@ -284,9 +265,7 @@ def _probe(model: Any) -> dict[int, LayerShapes]:
     pairs = torch.stack([ours.flatten(), theirs.flatten()])
     alike = ours.shape == theirs.shape and torch.corrcoef(pairs.double())[0, 1] >= _SAME[head.weight.dtype]
     if not alike or not torch.allclose(ours.std(), theirs.std(), rtol=0.05):
-        raise UnsupportedModelError(
-            f"{name} can't be served: its logits with paged attention differ from those with eager attention"
-        )
+        raise UnsupportedModelError(f"{name} can't be served: its logits with paged attention differ from eager's")
     return dict(sorted(recorder.layers.items()))
 
 
@@ -300,10 +279,3 @@ def _stop_tokens(model: Any, tokenizer: Any) -> list[int]:
             if token is not None and token not in found:
                 found.append(int(token))
     return found
-
-
-def _context_length(config: Any, tokenizer: Any) -> int:
-    length = getattr(config, "max_position_embeddings", None)
-    if length is None:
-        length = min(getattr(tokenizer, "model_max_length", 2048), 1 << 20)
-    return cast(int, length)

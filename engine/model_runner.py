@@ -111,12 +111,8 @@ class ModelRunner:
             return step.run(self._model.body, self._cache, self._model.device)
 
     def compute_logits(self, hidden: torch.Tensor, selected: torch.Tensor | None) -> torch.Tensor:
-        """Compute the logits of the selected rows, or of all: float32 `[rows, padded_vocab_size]`.
-
-        Args:
-            hidden: what the last `execute` returned.
-            selected: int64 `[rows]`.
-        """
+        """Compute the logits of the selected rows (int64 `[rows]`), or of all, of what the last `execute` returned:
+        float32 `[rows, padded_vocab_size]`."""
         rows = None
         if selected is not None:
             hidden = hidden.index_select(0, selected)
@@ -129,10 +125,7 @@ class ModelRunner:
     def memory_for_cache(self, memory: CudaMemory, tokens: int, rows: int, max_model_len: int) -> int:
         """Run the largest step, and return the bytes that the KV cache may take beside it.
 
-        Args:
-            tokens: maximum number of tokens in a step.
-            rows: maximum number of sampled rows.
-            max_model_len: maximum length of a sequence.
+        The step has `tokens` tokens of sequences of up to `max_model_len`, and `rows` sampled rows.
         """
         self._allocate(1)
         starts = np.arange(0, tokens, max_model_len).tolist()

@@ -53,8 +53,7 @@ class CompletionOutput:
     def parsed(self) -> Any:
         """The answer as a value of `output_type`. None: the request has no type, or the output did not end `stop`.
 
-        Raises:
-            ValueError: a validator of the type rejects the value.
+        Raises the `ValueError` of a validator of the type.
         """
         if self.output_type is None or self.finish_reason != "stop":
             return None

@@ -14,11 +14,7 @@ from guided.processor import LogitPostProcessor
 
 
 class ParkedSequences:
-    """Parks and unparks sequences.
-
-    Args:
-        limit: maximum number of sequences that are sampled at once.
-    """
+    """Parks and unparks sequences. At most `limit` of them are sampled at once."""
 
     def __init__(
         self, sampler: Sampler, processor: LogitPostProcessor | None, stats: EngineStats, *, limit: int
@@ -30,11 +26,7 @@ class ParkedSequences:
     def add(
         self, sequence: Sequence, logits: torch.Tensor, row: int, metadata: SamplingMetadata, is_late: bool = True
     ) -> None:
-        """Park a sequence, unless it has ended (an earlier row may have ended its group).
-
-        Args:
-            is_late: as `Parked.is_late`.
-        """
+        """Park a sequence, unless it has ended (an earlier row may have ended its group). `is_late` as in `Parked`."""
         if sequence.parked is None and not sequence.status.is_finished:
             sequence.parked = self._sampler.park(logits, row, metadata)
             sequence.parked.is_late = is_late

@@ -47,12 +47,7 @@ class CacheSize:
 
 
 class Ranks:
-    """Starts the other ranks, and joins them as rank 0. One instance per process at a time.
-
-    Raises:
-        ValueError: this process has a process group already, or the machine has fewer GPUs.
-        InternalError: a rank cannot be started.
-    """
+    """Starts the other ranks, and joins them as rank 0. One instance per process at a time."""
 
     def __init__(self, model: str, options: LoadOptions, device_type: str) -> None:
         self.size = size = options.tensor_parallel_size
@@ -83,11 +78,7 @@ class Ranks:
 
     @contextlib.contextmanager
     def running(self, message: object) -> Iterator[None]:
-        """Have the other ranks do what rank 0 does within this context.
-
-        Raises:
-            InternalError: a rank has failed. No step can follow.
-        """
+        """Have the other ranks do what rank 0 does in this context. After an error of a rank, no step follows."""
         try:
             for connection in self._connections:
                 connection.send(message)

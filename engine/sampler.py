@@ -47,16 +47,11 @@ class Sampler:
 
     Log-probabilities are those of the raw logits, before bias, penalties, mask and temperature (vLLM's default). With
     `logprobs_mode` masked they are those of the logits after bias, penalties and mask.
-
-    Args:
-        eos_ids: the model's own stop tokens.
-        processors: the engine's logits processors.
     """
 
     def __init__(self, eos_ids: Collection[int], processors: LogitsProcessors) -> None:
-        self._eos = sorted(eos_ids)
         self.processors = processors
-        self._eos_ids: torch.Tensor | None = None
+        self._eos_ids = torch.tensor(sorted(eos_ids), dtype=torch.int64)
         self._penalties: Penalties | None = None
         self._distribution: Distribution | None = None
         self._raw: torch.Tensor | None = None
@@ -69,14 +64,10 @@ class Sampler:
     def adjust(
         self, logits: torch.Tensor, metadata: SamplingMetadata, again: Callable[[], torch.Tensor] | None = None
     ) -> torch.Tensor:
-        """Apply bias, custom processors, penalties and suppression.
+        """Apply bias, custom processors, penalties and suppression to logits, float32 `[rows, vocab]`. Returns the
+        adjusted logits, normally `logits` itself.
 
-        Args:
-            logits: float32 `[rows, vocab]`, changed in place.
-            again: computes the same logits again, in case a custom processor raises after it has changed some.
-
-        Returns:
-            The adjusted logits, normally `logits` itself.
+        `again` computes the same logits again, in case a custom processor raises after it has changed some.
         """
         if metadata.with_logprobs:
             self._raw = logits[metadata.with_logprobs].log_softmax(-1)
@@ -86,20 +77,12 @@ class Sampler:
                 self._penalties = Penalties(metadata, logits.shape[1])
             self._penalties.apply(logits)
         if metadata.without_eos:
-            self._suppress_eos(logits, metadata)
+            rows = torch.tensor(metadata.without_eos, device=logits.device)
+            logits[rows[:, None], self._eos_ids.to(logits.device)] = SUPPRESSED
         self.processors.after_penalties(logits, metadata)
         if metadata.beams:
             self._beam_logprobs = logits[metadata.beams].log_softmax(-1)
         return logits
-
-    def _suppress_eos(self, logits: torch.Tensor, metadata: SamplingMetadata) -> None:
-        if self._eos_ids is None:
-            self._eos_ids = torch.tensor(self._eos, device=logits.device)
-        if len(metadata.without_eos) == len(logits):
-            logits.index_fill_(1, self._eos_ids, SUPPRESSED)
-        else:
-            rows = torch.tensor(metadata.without_eos, device=logits.device)
-            logits[rows[:, None], self._eos_ids] = SUPPRESSED
 
     def park(self, logits: torch.Tensor, row: int, metadata: SamplingMetadata) -> Parked:
         """Keep what `recall` needs to sample this row later. Call it between `adjust` and `sample`."""
@@ -123,11 +106,9 @@ class Sampler:
         return logits
 
     def sample(self, logits: torch.Tensor, metadata: SamplingMetadata, skip: Collection[int] = ()) -> SamplerOutput:
-        """Sample one token per row.
+        """Sample one token per row from adjusted and masked logits, float32 `[rows, vocab]`.
 
-        Args:
-            logits: float32 `[rows, vocab]`, adjusted and masked.
-            skip: rows that are not sampled. Their random generators do not advance.
+        Rows in `skip` are not sampled. Their random generators do not advance.
         """
         allowed: list[int] = []
         if metadata.detailed:
@@ -189,12 +170,8 @@ class Sampler:
 
 
 def ranked_logprobs(logprobs: torch.Tensor, own_ids: torch.Tensor, counts: list[int]) -> list[dict[int, Logprob]]:
-    """Return each row's entries: its own token and the `counts[row]` most likely ones.
-
-    Args:
-        logprobs: float32 `[rows, vocab]`.
-        own_ids: int64 `[rows]`.
-    """
+    """Return the entries of each row of `logprobs`, float32 `[rows, vocab]`: its own token and the `counts[row]` most
+    likely."""
     own = logprobs.gather(1, own_ids[:, None])
     ranks = (logprobs > own).sum(-1) + 1
     best = logprobs.topk(min(max(counts), logprobs.shape[1]), dim=-1)

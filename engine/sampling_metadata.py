@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from engine.sampling_params import SamplingParams
 from engine.scheduler import Chunk, ScheduledBatch
 from engine.sequence import Sequence
-from guided.sequence import GuidedSequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class ScoredRows:
 
     @classmethod
     def of(cls, chunk: Chunk, begin: int) -> Iterator[ScoredRows]:
-        """Yield the rows of a chunk whose first token is row `begin`. Tokens that are scored already are left out."""
+        """Yield the rows of a chunk that begins at row `begin`. Tokens that are scored already are left out."""
         sequence = chunk.sequences[0]
         group, num_prompt = sequence.group, len(sequence.data.prompt_token_ids)
         wanted: list[tuple[int, int]] = []
@@ -63,25 +63,30 @@ class SamplingMetadata:
     appended: NDArray[np.int32] | None = None
     """int32 `[rows]`: the tokens of the last step with this object, if that is all that has changed since."""
 
-    random: list[int] = field(default_factory=list)
-    """Rows that need a random number."""
-    guided: tuple[GuidedSequence, ...] = ()
-    """The rows with a constraint, for the post-processor."""
-    guided_rows: NDArray[np.intp] = field(default_factory=lambda: np.empty(0, np.intp))
-    """int `[len(guided)]`: their row numbers."""
-    biased: list[int] = field(default_factory=list)
-    penalised: list[int] = field(default_factory=list)
-    with_min_tokens: list[int] = field(default_factory=list)
-    without_eos: list[int] = field(default_factory=list)
-    with_logprobs: list[int] = field(default_factory=list)
-    with_masked_logprobs: list[int] = field(default_factory=list)
-    detailed: list[int] = field(default_factory=list)
-    """Rows with `mask_details`."""
-    beams: list[int] = field(default_factory=list)
-    with_min_p: list[int] = field(default_factory=list)
-    """Random rows only."""
-    stop_checked: list[int] = field(default_factory=list)
-    """Rows with stop strings."""
+    def __post_init__(self) -> None:
+        guided = [row for row, sequence in enumerate(self.sequences) if sequence.guided is not None]
+        self.guided = tuple(sequence.guided for sequence in self.sequences if sequence.guided is not None)
+        """The rows with a constraint, for the post-processor."""
+        self.guided_rows = np.array(guided, np.intp)
+        """int `[len(guided)]`: their row numbers."""
+        self.draft_rows = frozenset(at + 1 + n for at, drafts in self.drafted.items() for n in range(len(drafts)))
+        """Rows of drafts: they are sampled only to decide on the drafts."""
+        params = [sequence.params for sequence in self.sequences]
+
+        def rows(applies: Callable[[SamplingParams], object]) -> list[int]:
+            return [row for row, one in enumerate(params) if applies(one)]
+
+        self.random = rows(lambda one: not one.is_greedy)
+        self.with_min_p = rows(lambda one: one.min_p and not one.is_greedy)
+        self.biased = rows(lambda one: one.logit_bias)
+        self.penalised = rows(lambda one: one.has_penalties)
+        self.with_min_tokens = rows(lambda one: one.min_tokens)
+        self.without_eos = rows(lambda one: one.ignore_eos)
+        self.with_logprobs = rows(lambda one: one.needs_logprobs)
+        self.with_masked_logprobs = rows(lambda one: one.needs_logprobs and one.logprobs_mode == "masked")
+        self.detailed = rows(lambda one: one.mask_details)
+        self.beams = rows(lambda one: one.use_beam_search)
+        self.with_stop_strings = rows(lambda one: one.stop)
 
     @classmethod
     def for_batch(
@@ -120,25 +125,3 @@ class SamplingMetadata:
     def is_all_greedy(self) -> bool:
         """No row needs a random number."""
         return not self.random
-
-    def __post_init__(self) -> None:
-        guided = [row for row, sequence in enumerate(self.sequences) if sequence.guided is not None]
-        self.guided = tuple(sequence.guided for sequence in self.sequences if sequence.guided is not None)
-        self.guided_rows = np.array(guided, np.intp)
-        for row, sequence in enumerate(self.sequences):
-            params = sequence.params
-            for applies, rows in (
-                (not params.is_greedy, self.random),
-                (params.min_p and not params.is_greedy, self.with_min_p),
-                (params.logit_bias, self.biased),
-                (params.has_penalties, self.penalised),
-                (params.min_tokens, self.with_min_tokens),
-                (params.ignore_eos, self.without_eos),
-                (params.needs_logprobs, self.with_logprobs),
-                (params.needs_logprobs and params.logprobs_mode == "masked", self.with_masked_logprobs),
-                (params.mask_details, self.detailed),
-                (params.use_beam_search, self.beams),
-                (params.stop and sequence.drafted_from is None, self.stop_checked),
-            ):
-                if applies:
-                    rows.append(row)

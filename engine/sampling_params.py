@@ -170,8 +170,9 @@ class SamplingParams:
 
     def _check_numbers(self) -> None:
         for name, bounds in _RANGES.items():
-            if getattr(self, name) is not None or name not in _OPTIONAL:
-                _check_range(name, getattr(self, name), *bounds)
+            value = getattr(self, name)
+            if value is not None or type(self).__dataclass_fields__[name].default is not None:
+                _check_range(name, value, *bounds)
         if self.top_p == 0.0:
             raise InvalidRequest("top_p is greater than 0 and at most 1 (temperature 0 is greedy)", param="top_p")
         if self.repetition_penalty == 0.0:
@@ -276,7 +277,6 @@ _RANGES: dict[str, tuple[type, Range]] = {
     "prompt_logprobs": (int, Range(0, MAX_LOGPROBS)),
     "max_tokens": (int, Range(1)),
 }
-_OPTIONAL = ("best_of", "seed", "logprobs", "prompt_logprobs", "max_tokens")
 
 
 def _check_count(name: str, values: Collection[object], limit: int, what: str) -> None:

@@ -52,11 +52,6 @@ class Scheduler:
 
     A preempted sequence loses its blocks. It is prefilled again, prompt and output, before new groups start. Groups
     that wait for their grammar are skipped and keep their turn. Parked sequences are skipped and keep their blocks.
-
-    Args:
-        max_num_seqs: maximum number of running sequences.
-        max_num_batched_tokens: maximum number of tokens in a step: more than `max_num_seqs`.
-        num_drafts: maximum number of drafts of a decoding sequence.
     """
 
     def __init__(
@@ -212,23 +207,18 @@ class Scheduler:
     def rewind(self, sequence: Sequence) -> None:
         """Have the last token of an output that became shorter computed again."""
         sequence.computed = min(sequence.computed, sequence.length - 1)
-        if self.blocks.known_tokens(sequence.seq_id) is not None:
-            self.blocks.rewind(sequence.seq_id, sequence.computed)
+        self.blocks.rewind(sequence.seq_id, sequence.computed)
 
     def _free(self, sequence: Sequence) -> None:
         self._note_content(sequence)
         self.blocks.free(sequence.seq_id)
 
     def _note_content(self, sequence: Sequence) -> None:
-        known = self.blocks.known_tokens(sequence.seq_id)
-        if known is not None and sequence.computed >= known + self.blocks.block_size:
-            self.blocks.note_content(sequence.seq_id, sequence.data.span(known, sequence.computed), known)
+        self.blocks.note_content(sequence.seq_id, sequence.computed, sequence.data.span)
 
     def _make_room(self) -> None:
-        """Preempt sequences of the client that runs the most, if another client's next prefill does not fit.
-
-        The other client then runs no more sequences than the preempted one, so it is not preempted in return.
-        """
+        """Preempt sequences of the client that runs the most, if another client's next prefill does not fit. That
+        client then runs no more sequences than the preempted one, so it is not preempted in return."""
         if len(self._clients) < 2:
             return
         queues = self._queues()

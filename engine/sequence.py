@@ -66,11 +66,6 @@ class MaskDetails:
     mask_seconds: float = 0.0
     """The time that the workers took for the sequence's masks. Set in snapshots."""
 
-    def note(self, allowed: int | None, forced: bool = False) -> None:
-        """Add an output token."""
-        self.allowed.append(allowed)
-        self.forced.append(forced)
-
     def first(self, count: int, guided: GuidedSequence | None) -> MaskDetails:
         """Return a copy for the first `count` output tokens."""
         seconds = 0.0 if guided is None else guided.mask_seconds or 0.0
@@ -136,13 +131,10 @@ class Uniforms:
 
 
 class Sequence:
-    """One output while it is generated.
+    """One output while it is generated: the `index`th of its group.
 
-    Args:
-        index: its index among the n of its group.
-        max_length: maximum number of prompt and output tokens together.
-        stop_ids: tokens that end it.
-        seed: seed of its `uniforms`.
+    `max_length` counts prompt and output tokens. `stop_ids` are the tokens that end it. `seed` is that of its
+    `uniforms`.
     """
 
     def __init__(
@@ -183,8 +175,6 @@ class Sequence:
         self.parked: Parked | None = None
         """Set while its mask is late. It does not run, and keeps its blocks unless it is preempted."""
         self.group: SequenceGroup
-        self.drafted_from: Sequence | None = None
-        """Set if this is only the row of a draft (`engine.drafter`)."""
         self.drafts: Drafts | None = None
         self.details = MaskDetails() if params.mask_details else None
         self.guided: GuidedSequence | None = None
@@ -238,7 +228,8 @@ class Sequence:
     def note_details(self, allowed: int, forced: bool = False) -> None:
         """Add how many tokens the mask of the newest token allowed, if the request asks for it."""
         if self.details is not None:
-            self.details.note(None if self.guided is None else allowed, forced)
+            self.details.allowed.append(None if self.guided is None else allowed)
+            self.details.forced.append(forced)
 
     def end_by_token(self) -> bool:
         """End it if its last token is a stop token, or if it has its maximum length. Returns whether it does."""
@@ -372,3 +363,9 @@ def sequence_seed(engine_seed: int, request_id: str, seed: int | None, index: in
     root = f"seed {seed}" if seed is not None else f"request {engine_seed} {request_id}"
     digest = hashlib.blake2b(f"{root} {index}".encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
+
+
+def common_length(left: list[int], right: list[int]) -> int:
+    """Return how many tokens at the beginning are the same."""
+    pairs = enumerate(zip(left, right, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), min(len(left), len(right)))

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from engine.sequence import StepSeconds
 from guided.processor import ApplyReport
 
 _MEAN_WEIGHT = 0.02
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 
 @dataclass
@@ -73,20 +69,11 @@ class EngineStats:
         weight = max(1 / self.steps, _MEAN_WEIGHT)
         self.mean_step += weight * (seconds - waited - self.mean_step)
 
-
-def timed(counter: str) -> Callable[[Callable[Concatenate[Any, P], R]], Callable[Concatenate[Any, P], R]]:
-    """Add the seconds that a method of the engine takes to a counter of its `stats`."""
-
-    def decorate(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
-        @functools.wraps(method)
-        def run(engine: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
-            began = time.perf_counter()
-            try:
-                return method(engine, *args, **kwargs)
-            finally:
-                stats = engine.stats
-                setattr(stats, counter, getattr(stats, counter) + time.perf_counter() - began)
-
-        return run
-
-    return decorate
+    @contextlib.contextmanager
+    def timing(self, counter: str) -> Iterator[None]:
+        """Add the seconds that the block takes to a counter."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            setattr(self, counter, getattr(self, counter) + time.perf_counter() - began)

@@ -65,12 +65,7 @@ def _reorder(places: list[Sequence | None], rows: list[Sequence]) -> list[MovedR
 
 
 class RequestIndices:
-    """Assigns indices. Shared by all processors of the revised model.
-
-    Args:
-        count: number of indices: maximum number of rows in a batch.
-        max_model_len: maximum number of tokens of a sequence.
-    """
+    """Assigns `count` indices, one per row of the largest batch. Shared by all processors of the revised model."""
 
     def __init__(self, count: int, max_model_len: int) -> None:
         self.holders: dict[int, Sequence] = {}

@@ -23,11 +23,7 @@ GROUP = "guided.logits_processors"
 
 
 def processors_of(model: LoadedModel, config: EngineConfig, max_model_len: int) -> LogitsProcessors:
-    """Load and create an engine's logits processors.
-
-    Raises:
-        ValueError: a processor cannot be loaded or created. The message names it.
-    """
+    """Load and create an engine's logits processors. The `ValueError` of one that cannot be created names it."""
     description = VllmConfig(
         ModelConfig(model.name, max_model_len, model.vocabulary.padded_vocab_size, model.dtype, model.config),
         SchedulerConfig(config.max_num_seqs, config.tokens_per_step(model.device.type == "cpu")),
@@ -40,11 +36,7 @@ def processors_of(model: LoadedModel, config: EngineConfig, max_model_len: int) 
 def load_classes(given: Sequence[str | type]) -> list[ProcessorClass]:
     """Return the classes of all entry points of `GROUP`, sorted by name, then the given ones.
 
-    Args:
-        given: classes, or names as `module:Class`.
-
-    Raises:
-        ValueError: a name cannot be imported, or is not a logits processor.
+    The `ValueError` of a name that cannot be imported, or is no logits processor, names it.
     """
     installed = sorted(entry_points(group=GROUP), key=lambda point: point.name)
     return [_load(one) for one in (*installed, *given)]

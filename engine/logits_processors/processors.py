@@ -36,15 +36,8 @@ class LogitsProcessorFailed(InternalError):
 
 
 class LogitsProcessors:
-    """The built-in and the custom processors of an engine. The set is fixed.
-
-    Args:
-        config: argument of each processor's constructor.
-        classes: the custom processors, in the order in which they run.
-
-    Raises:
-        ValueError: a processor cannot be created. The message names it.
-    """
+    """The built-in and the custom processors of an engine; `classes` run in their order. The `ValueError` of one that
+    cannot be created names it."""
 
     def __init__(self, config: VllmConfig, device: torch.device, classes: Rows[ProcessorClass] = ()) -> None:
         self.classes = tuple(classes)
@@ -72,9 +65,8 @@ class LogitsProcessors:
     def validate(self, params: SamplingParams) -> None:
         """Let the custom processors check a request. Call it from any thread.
 
-        Raises:
-            InvalidRequest: a processor rejects the request.
-            LogitsProcessorFailed: a processor has raised something else than a `ValueError`.
+        Raises `InvalidRequest` if one rejects it, `LogitsProcessorFailed` if one raises something else than a
+        `ValueError`.
         """
         for one in self.classes:
             try:
@@ -124,8 +116,7 @@ class LogitsProcessors:
     ) -> torch.Tensor:
         """Run min_tokens, bias and the custom processors that are not argmax-invariant, on float32 `[rows, vocab]`.
 
-        Args:
-            again: computes the unchanged logits again, in case a processor raises. None: a copy is kept instead.
+        `again` computes the unchanged logits again, in case a processor raises. None: a copy is kept instead.
         """
         first: list[AnyHost] = []
         if metadata.with_min_tokens and self._before:  # custom processors see suppressed tokens, as in vLLM

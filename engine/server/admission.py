@@ -82,12 +82,7 @@ def parse(
 ) -> BaseModel:
     """Take a body through the stages 2 to 4.
 
-    Args:
-        ignored: takes the names of fields that have no effect. None: unknown fields are rejected.
-
-    Raises:
-        InvalidRequest: it is not JSON, or over a limit.
-        RequestValidationError: it has the wrong shape.
+    `ignored` takes the names of fields that have no effect. None: unknown fields are rejected.
     """
     if not _is_json(content_type):
         raise InvalidRequest("the body must be a JSON object (content-type: application/json)")

@@ -23,11 +23,7 @@ T = TypeVar("T")
 
 
 class AdmissionThreads:
-    """The threads in which bodies are checked, and how many bodies may wait for them.
-
-    Args:
-        max_waiting: maximum number of small bodies that wait.
-    """
+    """The threads in which bodies are checked. At most `max_waiting` small bodies wait for them."""
 
     def __init__(self, max_waiting: int) -> None:
         self._small = ThreadPoolExecutor(_THREADS, thread_name_prefix="admission")
@@ -37,12 +33,7 @@ class AdmissionThreads:
         self._waiting = 0
 
     async def run(self, request: Request, work: Callable[[bytes], T]) -> T:
-        """Read the request's body and run `work` on it in a thread.
-
-        Raises:
-            QueueFull: too many bodies wait for a thread.
-            ClientDisconnect: the client has disconnected.
-        """
+        """Read the request's body and run `work` on it in a thread. Raises `QueueFull` or `ClientDisconnect`."""
         async with AsyncExitStack() as stack:
             chunks: list[bytes] = []
             size = 0

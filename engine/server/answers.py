@@ -32,8 +32,7 @@ _PIECE_BYTES = 64 << 10
 class Answer(ABC):
     """Writes the body of one request's answer, or the events of its stream.
 
-    Args:
-        guided: how the output is constrained. It stands in a whole answer and where a stream begins.
+    `guided` describes how the output is constrained. It is a part of a whole answer, and of a stream's first events.
     """
 
     end: ClassVar[bytes] = b"data: [DONE]\n\n"
@@ -134,7 +133,7 @@ class ChoicesAnswer(Answer):
 
     @abstractmethod
     def opening(self, index: int) -> dict[str, Any] | None:
-        """Build a choice's first chunk, if there is something to say before the first token."""
+        """Build a choice's chunk before its first token, if it has one."""
 
     def mask_details(self, output: CompletionOutput, which: slice) -> dict[str, Any] | None:
         """Build `TokenMasks` of some tokens; None if the request did not ask for it."""

@@ -42,14 +42,7 @@ def create_chat_completion(body: ChatRequest, request: Request, context: Context
 def build_job(
     body: ChatRequest, context: ServerContext, request_id: str, http_id: str, names: Mapping[str, str]
 ) -> Job:
-    """Build the work of a chat.
-
-    Args:
-        request_id, http_id, names: as `request_id`, `http_id` and `field_names` of `Job`.
-
-    Raises:
-        GuidedError: the request is refused.
-    """
+    """Build the work of a chat. The last arguments are `request_id`, `http_id` and `field_names` of `Job`."""
     strict = context.settings.strict_formats
     wanted = requested_constraint(body, context.settings.backend, context.limits, strict_formats=strict)
     calls = offered_calls(body, context, wanted)
@@ -106,9 +99,7 @@ def _max_tokens(body: ChatRequest) -> int | None:
     if body.max_completion_tokens is None:
         return body.max_tokens
     if body.max_tokens not in (None, body.max_completion_tokens):
-        raise InvalidRequest(
-            "max_tokens and max_completion_tokens are given and differ: choose one", param="max_tokens"
-        )
+        raise InvalidRequest("max_tokens and max_completion_tokens differ: choose one", param="max_tokens")
     return body.max_completion_tokens
 
 

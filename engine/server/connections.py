@@ -26,11 +26,7 @@ _RESERVED_FILES = 128
 
 
 class Connections:
-    """The connections of one server.
-
-    Args:
-        on_early_end: called with the reason when the server ends a connection that its client has not ended.
-    """
+    """The connections of one server. `on_early_end` gets the reason when the server ends one early."""
 
     def __init__(self, limits: ConnectionLimits, on_early_end: Callable[[str], None]) -> None:
         self.limits = limits

@@ -59,13 +59,9 @@ def requested_constraint(
     *,
     strict_formats: bool = False,
 ) -> RequestedConstraint:
-    """Read the request's constraint, check it against `limits`, and read its backend.
+    """Read the request's constraint, check it against `limits`, and read its backend. `param` of an error is the field.
 
-    Args:
-        strict_formats: for requests that do not say.
-
-    Raises:
-        InvalidRequest, InvalidConstraint, ConstraintTooLarge, UnsupportedConstraint: `param` is the field.
+    `strict_formats` is the default for requests without this field.
     """
     backend, backend_field, backend_whitespace = _backend(request, default_backend)
     found = [

@@ -34,7 +34,6 @@ class ServerContext:
     engine: AsyncLLM
     settings: ServerSettings
     metrics: Metrics
-    texts: TokenTexts
     admission: AdmissionThreads
     readiness: ReadinessCheck
     tracing: Tracing | None = None
@@ -45,10 +44,9 @@ class ServerContext:
 
     @classmethod
     def build(cls, engine: AsyncLLM, settings: ServerSettings, tracing: Tracing | None = None) -> ServerContext:
-        texts = TokenTexts(engine.model.vocabulary, engine.tokenizer)
         admission = AdmissionThreads(settings.max_waiting)
         readiness = ReadinessCheck(engine, settings.backend, admission)
-        return cls(engine, settings, Metrics(engine), texts, admission, readiness, tracing)
+        return cls(engine, settings, Metrics(engine), admission, readiness, tracing)
 
     @cached_property
     def tool_format(self) -> ToolFormat | None:
@@ -64,6 +62,10 @@ class ServerContext:
         template = self.engine.tokenizer.chat_template
         found = detect(str(template or ""), formats) if chosen == AUTO else chosen
         return formats.get(found or "")
+
+    @property
+    def texts(self) -> TokenTexts:
+        return self.engine.engine.texts
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -84,16 +86,10 @@ class ServerContext:
         return bool(self.engine.engine.sampler.processors.classes)
 
     def check_model(self, name: str | None) -> None:
-        """Check the model that a request names. None: the served model.
-
-        Raises:
-            ModelNotFound: this server does not serve the model.
-        """
+        """Check the model that a request names. None: the served model."""
         if name is not None and name not in self.settings.model_names:
             served = ", ".join(self.settings.model_names)
-            raise ModelNotFound(
-                f"The model {bounded(name, 100)!r} does not exist; served here: {served}", param="model"
-            )
+            raise ModelNotFound(f"The model {bounded(name, 100)!r} does not exist; here: {served}", param="model")
 
     @contextmanager
     def admit(self, count: int, client: str) -> Iterator[None]:
@@ -102,10 +98,6 @@ class ServerContext:
         A client alone may use a limit in full. If several have generations in flight, the limit divided by their number
         is a client's share. Beyond the limit, a client within its share is still admitted, up to twice the limit. So a
         client that fills the server delays the others, but does not lock them out.
-
-        Raises:
-            QueueFull: a limit would be exceeded.
-            ShuttingDown: the server takes no more requests.
         """
         if self.shutting_down:
             raise ShuttingDown("the server is shutting down")

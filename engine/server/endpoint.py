@@ -42,11 +42,7 @@ class GenerationRoute(AdmissionRoute):
         return prepared
 
     async def respond(self, prepared: Prepared, request: Request, context: ServerContext) -> Response:
-        """Run the job.
-
-        Raises:
-            GuidedError: it was refused, or it failed before the first byte of the answer.
-        """
+        """Run the job. Raises its error if it was refused, or failed before the first byte of the answer."""
         make_answer, job = prepared
         async with AsyncExitStack() as stack:
             try:
@@ -104,11 +100,7 @@ class _ClientGone(Exception):
 
 
 async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Await `work`, and cancel it when the client disconnects.
-
-    Raises:
-        _ClientGone: the client has disconnected.
-    """
+    """Await `work`, and cancel it when the client disconnects. Raises `_ClientGone` then."""
     task = asyncio.create_task(work)
     watch = asyncio.create_task(_disconnected(request))
     try:

@@ -100,18 +100,22 @@ class Job:
 
 def locate(error: GuidedError, places: Mapping[str, tuple[str, str]]) -> None:
     """Make an error at one of `places` in a constraint name the request's field."""
-    for place, (field_name, pointer) in places.items():
-        if error.pointer is not None and f"{error.pointer}/".startswith(f"{place}/"):
-            error.param, error.pointer = field_name, pointer + error.pointer[len(place) :]
-            return
+    if error.pointer is not None and (found := _field_at(error.pointer, places)) is not None:
+        error.param, error.pointer = found
 
 
-def respell_pointer(pointer: str, places: Mapping[str, tuple[str, str]]) -> str:
-    """Return a pointer into a constraint as one into the request's field: functions' schemas are named."""
+def _field_at(pointer: str, places: Mapping[str, tuple[str, str]]) -> tuple[str, str] | None:
+    """Return the request's field that a pointer into a constraint is in, and the pointer there."""
     for place, (field_name, inner) in places.items():
         if f"{pointer}/".startswith(f"{place}/"):
-            return (field_name if field_name.startswith("tools[") else "") + inner + pointer[len(place) :]
-    return pointer
+            return field_name, inner + pointer[len(place) :]
+    return None
+
+
+def _not_enforced(pointer: str, places: Mapping[str, tuple[str, str]]) -> str:
+    """Return a pointer into a constraint as one into the request's field. Functions' schemas are named."""
+    name, inner = _field_at(pointer, places) or ("", pointer)
+    return (name if name.startswith("tools[") else "") + inner
 
 
 @dataclass
@@ -128,12 +132,8 @@ class Outputs:
 async def running(context: ServerContext, job: Job, client: str, headers: Mapping[str, str]) -> AsyncIterator[Outputs]:
     """Start the job of a client and wait until it is admitted. At the end, abort what still runs of it.
 
-    Args:
-        headers: of the request: they say which span is the parent of its spans.
-
-    Raises:
-        GuidedError: the job is refused (also because its constraint does not compile), or it fails later. Errors that
-            an operator can act on are logged here.
+    Raises the job's error, when it is refused or later, and logs it if an operator can act on it. `headers` of the
+    request say which span is the parent of its spans.
     """
     guided = failure = None
     try:
@@ -144,7 +144,7 @@ async def running(context: ServerContext, job: Job, client: str, headers: Mappin
                 first = await _all_first(streams, job)
                 constraint, backend = job.params.constraint, first[0].backend
                 if constraint is not None and backend is not None:
-                    unknown = [respell_pointer(each, job.places) for each in constraint.not_enforced]
+                    unknown = [_not_enforced(each, job.places) for each in constraint.not_enforced]
                     guarded = list(first[0].guarded) or None
                     kind = job.kind or constraint.kind
                     guided = GuidedInfo(kind=kind, backend=backend, not_enforced=unknown, guarded=guarded)

@@ -2,45 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
 from fastapi import APIRouter, Response
-from pydantic import AfterValidator, BaseModel, Field
+from pydantic import BaseModel, Field
 
 from engine.server.context import Context
 from engine.server.readiness import Stage
-from guided.pool import WorkerState
+from guided.pool import BackendStatus, WorkerStatus
 
 router = APIRouter(tags=["operation"])
-
-
-class MaskActor(BaseModel):
-    """One worker of the mask pool. The inline pool has a single one, in the server's own process."""
-
-    index: int
-    state: WorkerState
-    pid: int | None
-    node: str | None
-    """Name of the host."""
-    node_id: str | None
-    """Ray's id of the node."""
-    address: str | None
-    """The node's, for other nodes."""
-    incarnation: int
-    restarts: int
-    last_end: str | None
-    """How the last process of this worker ended."""
-    open_sequences: int
-
-
-class CompileBackend(BaseModel):
-    """A grammar library as a compiler. After several crashes it is `suspended` for `seconds_left`."""
-
-    name: str
-    state: Literal["up", "suspended"]
-    seconds_left: Annotated[float, AfterValidator(lambda seconds: round(seconds, 1))]
-    crashes: int
-    timeouts: int
 
 
 class PoolHealth(BaseModel):
@@ -48,8 +19,8 @@ class PoolHealth(BaseModel):
     trouble: str | None
     """Why actors that have ended are not replaced, if they are not."""
     compiling: int
-    backends: list[CompileBackend]
-    actors: list[MaskActor] = Field(validation_alias="workers")
+    backends: list[BackendStatus]
+    actors: list[WorkerStatus] = Field(validation_alias="workers")
 
 
 class Liveness(BaseModel):
@@ -77,30 +48,30 @@ async def health(response: Response, context: Context) -> Health:
         reason = f"the engine has died: {engine.error}"
     elif not engine.pool.healthy:
         reason = "no mask actor is up" + (f": {engine.pool.trouble}" if engine.pool.trouble else "")
-    if reason is not None:
-        response.status_code = 503
     pool = PoolHealth.model_validate(engine.pool, from_attributes=True)
-    return Health(status="ok" if reason is None else "unavailable", reason=reason, pool=pool)
+    return Health(status=_status(reason, response), reason=reason, pool=pool)
 
 
 @router.get("/health/live", responses={503: {"model": Liveness}})
 async def live(response: Response, context: Context) -> Liveness:
     """Report whether the engine runs. If not, only a new process helps."""
     engine = context.engine.health()
-    if engine.alive:
-        return Liveness(status="ok")
-    response.status_code = 503
-    return Liveness(status="unavailable", reason=f"the engine has died: {engine.error}")
+    reason = None if engine.alive else f"the engine has died: {engine.error}"
+    return Liveness(status=_status(reason, response), reason=reason)
 
 
 @router.get("/health/ready", responses={503: {"model": ReadinessReport}})
 async def ready(response: Response, context: Context) -> ReadinessReport:
     """Report whether admission, compilation and masks each answered within a second, at most a few seconds ago."""
     if context.shutting_down:
-        response.status_code = 503
-        return ReadinessReport(status="unavailable", reason="shutting down")
+        return ReadinessReport(status=_status("shutting down", response), reason="shutting down")
     result = await context.readiness.result()
-    if result.reason is not None:
-        response.status_code = 503
-    status: Literal["ok", "unavailable"] = "ok" if result.reason is None else "unavailable"
-    return ReadinessReport(status=status, reason=result.reason, seconds=result.seconds)
+    return ReadinessReport(status=_status(result.reason, response), reason=result.reason, seconds=result.seconds)
+
+
+def _status(reason: str | None, response: Response) -> Literal["ok", "unavailable"]:
+    """Return the body's status, and set that of the response."""
+    if reason is None:
+        return "ok"
+    response.status_code = 503
+    return "unavailable"

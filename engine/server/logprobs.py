@@ -57,11 +57,7 @@ def completion_logprobs(
     output: CompletionOutput, texts: TokenTexts, place: TextOffsets, which: slice
 ) -> dict[str, Any] | None:
     """Build `CompletionLogprobs` of some tokens. `top_logprobs` includes the sampled token. The first token of an
-    echoed prompt has none.
-
-    Args:
-        place: has computed the offsets of the tokens before.
-    """
+    echoed prompt has none. `place` has computed the offsets of the tokens before."""
     if output.logprobs is None:
         return None
     tokens: list[str] = []

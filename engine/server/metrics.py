@@ -53,42 +53,24 @@ class Metrics:
             return Counter(f"guided_{name}", text, labels, registry=self.registry)
 
         grammar = ("backend", "kind")
-        self._first_token = histogram(
-            "time_to_first_token_seconds", "Time from a request's arrival to its first token.", _LATENCY
-        )
-        self._inter_token = histogram(
-            "inter_token_latency_seconds", "Streams: time between two pieces of output, usually one token each.", _STEP
-        )
-        self._per_token = histogram(
-            "request_time_per_output_token_seconds", "A request's mean time between tokens.", _STEP
-        )
-        self._end_to_end = histogram(
-            "e2e_request_latency_seconds", "Time from a request's arrival to its end.", _LATENCY
-        )
+        self._first_token = histogram("time_to_first_token_seconds", "Time from arrival to the first token.", _LATENCY)
+        self._inter_token = histogram("inter_token_latency_seconds", "Streams: time between pieces of output.", _STEP)
+        self._per_token = histogram("request_time_per_output_token_seconds", "Mean time between tokens.", _STEP)
+        self._end_to_end = histogram("e2e_request_latency_seconds", "Time from arrival to the end.", _LATENCY)
         self._grammar_wait = histogram(
             "grammar_wait_seconds", "Time that a request waited for its grammar, in the queue too.", _COMPILE, *grammar
         )
-        self._compile = histogram(
-            "grammar_compile_seconds", "Compilation time, without grammars from the cache.", _COMPILE, *grammar
-        )
-        self._cache_hits = counter(
-            "grammar_cache_hits", "Constrained requests with a grammar from the cache.", *grammar
-        )
+        self._compile = histogram("grammar_compile_seconds", "Compilation time, if not cached.", _COMPILE, *grammar)
+        self._cache_hits = counter("grammar_cache_hits", "Requests with a grammar from the cache.", *grammar)
         self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of admitted requests.")
         self._generation_tokens = counter("generation_tokens", "Generated tokens.")
         self._successes = counter("request_success", "Sequences that ended without an error.", "finished_reason")
-        self._failures = counter(
-            "request_failures", "Requests that ended with an error, by its code and what was at fault.", "code", "fault"
-        )
+        self._failures = counter("request_failures", "Requests that ended with an error.", "code", "fault")
         self._grammar_failures = counter(
             "grammar_failures", "Constrained requests that ended before they had a grammar.", "code", "kind"
         )
-        self._abandoned = counter(
-            "request_aborts", "Requests aborted because the client disconnected or stalled.", "reason"
-        )
-        self._connection_ends = counter(
-            "connections_ended", "Connections that the server ended before their client did.", "reason"
-        )
+        self._abandoned = counter("request_aborts", "Requests aborted because of their client.", "reason")
+        self._connection_ends = counter("connections_ended", "Connections that the server ended.", "reason")
         self.registry.register(_EngineCollector(engine))
 
     def abandoned(self, reason: str) -> None:

@@ -31,37 +31,8 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """Settings of the HTTP application.
-
-    Args:
-        model_names: names that requests may use. Answers carry the first.
-        api_key: key that requests must carry, or several keys with commas between them. None: no key is needed.
-        api_key_file: file with such keys, one a line or with commas between them. Read at the start.
-        allowed_hosts: names in the header `Host` that requests may use, without port. Empty, or with `*`: any name.
-        backend: grammar backend of requests that name none.
-        strict_formats: reject a `format` that is not in the specification, in requests that do not say.
-        max_requests: maximum number of generations that run or wait: n for each prompt. Further ones get 429.
-        max_waiting: maximum number of prompts that wait for a grammar or for their turn. Further ones get 429. Beyond
-            these two limits, a client that has less than its share of them is still served, up to twice the limit.
-        max_body_bytes: maximum size of a request's body. A larger one gets 413.
-        max_body_values: maximum number of values (objects, arrays, strings, numbers, ...) in a request's body.
-        max_outputs: maximum number of outputs of one request: prompts times `n`. `EngineConfig.max_n` limits `n`.
-        max_answer_logprobs: maximum number of log-probabilities that an answer with several choices may have. A request
-            for more gets 400.
-        stall_seconds: time for which a stream's client may read nothing before the request is aborted.
-        sampling_defaults: fields of `SamplingParams` for what a request leaves out.
-        tool_format: how the model writes function calls: a name of `TOOL_FORMATS`, `auto` (by its chat template) or
-            `none`.
-        reasoning_format: how the model writes its thinking: a name of `REASONING_FORMATS`, `auto`, `none`.
-        strict_fields: reject unknown fields of a request, instead of ignoring them.
-        playground: serve a page to try the server at `/`.
-        describe_schema: put the schema into the prompt of chats that do not say.
-        allowed_origins: web pages (`https://example.org`, or `*`) that may use the server from a browser.
-
-    Raises:
-        InvalidRequest: there is no such backend or format.
-        ValueError: a value is out of range.
-    """
+    """Settings of the HTTP application. `OPTIONS` describes all but two: the names that requests may use for the model
+    (answers carry the first), and the values of `SamplingParams` for what a request leaves out."""
 
     model_names: tuple[str, ...] = (DEFAULT_MODEL,)
     api_key: str | None = field(default=None, repr=False)
@@ -107,27 +78,15 @@ class ServerSettings:
 
 @dataclass(frozen=True)
 class ConnectionLimits:
-    """Limits on the connections of `guided serve`. Ray Serve has its own HTTP proxy.
-
-    Args:
-        max_connections: maximum number of connections, at most what the limit on open files allows. One more ends the
-            connection that has waited longest for its client, or gets 503 if none waits.
-        max_header_bytes: maximum size of URL and headers. Larger ones get 431.
-        header_seconds: time for URL and headers, from the start of the connection or from their first byte.
-        body_seconds: time for the body.
-        idle_seconds: time between an answer and the next request. Clients and proxies keep idle connections for 5 to
-            60 s. The server keeps them longer, because a server that closes first may do so at the moment when the
-            client sends a request.
-
-    Raises:
-        ValueError: a value is out of range.
-    """
+    """Limits on the connections of `guided serve`. Ray Serve has its own HTTP proxy."""
 
     max_connections: int = 2048
     max_header_bytes: int = 64 << 10
     header_seconds: float = 10.0
     body_seconds: float = 30.0
     idle_seconds: float = 75.0
+    """Clients and proxies keep idle connections for 5 to 60 s. A server that closes first may do so at the moment when
+    the client sends a request."""
 
     RANGES: ClassVar[Mapping[str, Range]] = {
         **dict.fromkeys(("max_connections", "max_header_bytes"), Range(1)),
@@ -140,20 +99,7 @@ class ConnectionLimits:
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """Options of one server process: of `guided serve`, and of a replica of the Ray Serve application.
-
-    Args:
-        model: local directory or hub name. None: the embedded model.
-        served_model_name: name that requests use for the model. None: `model`.
-        pool: where masks are computed.
-        ray: options of the mask pool.
-        grace_seconds: time that running generations have to end when the server stops.
-        forwarded_allow_ips: addresses of proxies, with commas between them: for requests from there the client is the
-            one in `X-Forwarded-For`. None: the header is ignored.
-
-    Raises:
-        ValueError: a value is out of range.
-    """
+    """Options of one server process: of `guided serve`, and of a replica of the Ray Serve application."""
 
     model: str | None = None
     served_model_name: str | None = None
@@ -177,11 +123,7 @@ class ServeOptions:
 
     @classmethod
     def from_flat(cls, values: Mapping[str, Any]) -> ServeOptions:
-        """Build the options from values by the flat names of `OPTIONS`. What is missing keeps its default.
-
-        Raises:
-            ValueError: a value is out of range.
-        """
+        """Build the options from values by the flat names of `OPTIONS`. What is missing keeps its default."""
         options = {option.name: option for option in OPTIONS}
         changed = cls()
         for name, value in values.items():
@@ -206,10 +148,6 @@ def take_api_key(options: ServeOptions) -> ServeOptions:
     """Use the API key of the file or of the environment if the options have none, and remove it from the environment.
 
     Call it before the first child process is started: children inherit the environment.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: there are no keys in it.
     """
     key = os.environ.pop(_API_KEY_VARIABLE, None)
     if options.server.api_key_file is not None:

@@ -48,11 +48,7 @@ def offered_calls(body: ChatRequest, context: ServerContext, wanted: RequestedCo
 def output_form(
     body: ChatRequest, context: ServerContext, wanted: RequestedConstraint, calls: Calls | None, prompt: list[int]
 ) -> OutputForm:
-    """Combine the request's constraint, its calls and the model's thinking phase.
-
-    Raises:
-        InvalidConstraint: a function's parameters are no schema, or a backend lacks structural tags.
-    """
+    """Combine the request's constraint, its calls and the model's thinking phase."""
     reasoning = context.reasoning_format if body.reasoning != "constrained" else None
     thinking = _thinking(reasoning, prompt, context)
     if reasoning is not None and thinking == "no" and not reasoning.answer:

@@ -55,13 +55,7 @@ _SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalt
 
 
 def start_engine(options: ServeOptions) -> AsyncLLM:
-    """Load the model, start the mask pool and the engine's thread. The caller shuts the engine down.
-
-    Raises:
-        OSError: the model is not found.
-        UnsupportedModelError: the engine cannot serve the model.
-        GuidedError: the pool cannot be started.
-    """
+    """Load the model, start the mask pool and the engine's thread. The caller shuts the engine down."""
     check_names(options)
     load_classes(options.engine.logits_processors)  # reports a wrong one before the model is loaded
     if not sys.stderr.isatty():
@@ -145,7 +139,7 @@ def drop_stalled_connections(listener: socket.socket, seconds: float) -> None:
 
 
 class _Server(uvicorn.Server):
-    """Prints examples when it is up. When told to stop, it lets running generations end, then aborts the rest."""
+    """Prints examples when it is up. At a signal, it lets running generations end, then aborts the rest."""
 
     def __init__(
         self, config: uvicorn.Config, context: ServerContext, options: ServeOptions, exit_timer: _ExitTimer

@@ -36,21 +36,9 @@ def encode_chat(
     """Render the messages with the tokenizer's chat template and tokenize them.
 
     Only the template produces special tokens. Text of a message that looks like one ("<|end|>") stays text.
-
-    Args:
-        add_special_tokens: add the tokenizer's own special tokens, besides those of the template.
-        max_tokens: as in `encode`.
-
-    Raises:
-        InvalidRequest: there is no template, it rejects these messages, they are not valid Unicode, or far too long.
+    `add_special_tokens` adds the tokenizer's own to those of the template; `max_tokens` as in `encode`.
     """
-    if not tokenizer.chat_template:
-        raise InvalidRequest("the tokenizer of this model has no chat template: use /v1/completions", param="messages")
-    # Arguments of `apply_chat_template` are not variables of the template.
-    reserved = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters}
-    for name in variables or ():
-        if name in reserved:
-            raise InvalidRequest(f"chat_template_kwargs can't set {name}", param="chat_template_kwargs")
+    _check_template(tokenizer, variables or {})
     if continue_final_message and (add_generation_prompt or messages[-1].role != "assistant"):
         raise InvalidRequest(
             "continue_final_message needs add_generation_prompt: false and an assistant message at the end",
@@ -58,11 +46,13 @@ def encode_chat(
         )
     rendered = [message.for_template() for message in messages]
     functions = [tool.for_template() for tool in tools]
-    for message in messages:
-        _check_length(tokenizer, message.text, "messages", max_tokens)
-    calls = json.dumps([each.get("tool_calls") for each in rendered])
-    for param, written in (("messages", calls), ("tools", json.dumps(functions))):
-        _check_length(tokenizer, written, param, max_tokens)
+    written = [("messages", message.text) for message in messages]
+    written += [
+        ("messages", json.dumps([each.get("tool_calls") for each in rendered])),
+        ("tools", json.dumps(functions)),
+    ]
+    for param, part in written:
+        _check_length(tokenizer, part, param, max_tokens)
     escaped = _EscapedSpecialTokens(tokenizer, max_tokens)
     try:
         text: str = tokenizer.apply_chat_template(
@@ -86,6 +76,16 @@ def encode_chat(
     return ids
 
 
+def _check_template(tokenizer: Any, variables: Mapping[str, Any]) -> None:
+    if not tokenizer.chat_template:
+        raise InvalidRequest("the tokenizer of this model has no chat template: use /v1/completions", param="messages")
+    # Arguments of `apply_chat_template` are not variables of the template.
+    reserved = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters}
+    for name in variables:
+        if name in reserved:
+            raise InvalidRequest(f"chat_template_kwargs can't set {name}", param="chat_template_kwargs")
+
+
 class _EscapedSpecialTokens:
     """Prevents special tokens in a user's text from being tokenized as such.
 
@@ -99,11 +99,7 @@ class _EscapedSpecialTokens:
         self._mark = f"<{uuid.uuid4().hex}>"  # unpredictable
 
     def escape(self, value: Any) -> Any:
-        """Return a copy of `value` with marks in the special tokens of its strings.
-
-        Raises:
-            InvalidRequest: there are more than `most` of them. Each takes at least one token.
-        """
+        """Return a copy of `value` with marks in the special tokens of its strings. Refuse more than `most` of them."""
         if isinstance(value, Mapping):
             return {self.escape(name): self.escape(inner) for name, inner in value.items()}
         if isinstance(value, list):
@@ -134,13 +130,10 @@ def _special_begins(tokenizer: Any) -> re.Pattern[str]:
 def encode(
     tokenizer: Any, text: str, *, add_special_tokens: bool, param: str, max_tokens: int = sys.maxsize
 ) -> list[int]:
-    """Tokenize a text, unless its beginning shows that it is far too long.
+    """Tokenize a text, unless its beginning shows that it is far too long, or it has lone surrogates, which JSON can
+    spell.
 
-    Args:
-        max_tokens: a text with more than twice as many tokens may be refused here. The others are for the caller.
-
-    Raises:
-        InvalidRequest: the text has lone surrogates, which JSON can spell, or it is far too long.
+    A text with more than twice `max_tokens` tokens may be refused here. The others are for the caller.
     """
     try:
         text.encode("utf-8")
@@ -177,13 +170,7 @@ def text_prompts(
     max_tokens: int = sys.maxsize,
 ) -> list[list[int]]:
     """Tokenize the prompts of a completion request: one or many, text or token ids. The engine checks the ids.
-
-    Args:
-        max_tokens: as in `encode`.
-
-    Raises:
-        InvalidRequest: there is no prompt, a text is not valid Unicode, or far too long.
-    """
+    `max_tokens` as in `encode`."""
     if not prompt and not isinstance(prompt, str):
         raise InvalidRequest("prompt is empty: give at least one", param="prompt")
     many: Sequence[Any] = [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt

@@ -131,9 +131,7 @@ class ResponseFormat(Body):
     schema_path: ClassVar[str] = "response_format.json_schema.schema"
     type: Literal["text", "json_object", "json_schema", "json", "structural_tag"]
     json_schema: JsonSchemaFormat | None = None
-    schema_: dict[str, Any] | bool | None = Field(
-        default=None, alias="schema", description="llama.cpp's place for the schema."
-    )
+    schema_: dict[str, Any] | bool | None = Field(default=None, alias="schema", description="llama.cpp's place.")
     value: dict[str, Any] | str | bool | None = Field(default=None, description="TGI's place, with type json.")
     format: Any = Field(default=None, description="The format of a structural tag.")
     structures: Any = Field(default=None, description="vLLM's older form of a structural tag.")
@@ -178,26 +176,16 @@ class GenerationRequest(Body):
         return options
 
     # The constraint, one of these. Our own names ...
-    json_schema: dict[str, Any] | str | bool | None = Field(
-        default=None, description="A JSON schema, as an object or as JSON text."
-    )
+    json_schema: dict[str, Any] | str | bool | None = Field(default=None, description="A schema, or its JSON text.")
     json_object: bool | None = Field(default=None, description="The output is a JSON object.")
     regex: str | None = Field(default=None, description="The whole output matches.")
     choice: Many[str] | None = Field(default=None, description="The output is one of these.")
     grammar: str | None = Field(default=None, description="Lark, or GBNF/EBNF with a root rule.")
-    structural_tag: dict[str, Any] | str | None = Field(
-        default=None, description="Free text with constrained parts, as in vLLM and xgrammar."
-    )
+    structural_tag: dict[str, Any] | str | None = Field(default=None, description="Free text with constrained parts.")
     backend: str | None = Field(default=None, description="auto, llguidance, xgrammar, outlines or lm-format-enforcer.")
-    whitespace_pattern: str | None = Field(
-        default=None, description="JSON constraints: regex of the whitespace between JSON tokens."
-    )
-    strict_formats: bool | None = Field(
-        default=None, description="Reject a format in a schema that is not in the specification."
-    )
-    complete: bool | None = Field(
-        default=None, description="Complete the constraint within max_tokens, instead of being cut off by it."
-    )
+    whitespace_pattern: str | None = Field(default=None, description="Regex of whitespace between JSON tokens.")
+    strict_formats: bool | None = Field(default=None, description="Reject formats that are not in the specification.")
+    complete: bool | None = Field(default=None, description="Complete the constraint within max_tokens.")
     # ... OpenAI's, vLLM's ...
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -234,12 +222,8 @@ class GenerationRequest(Body):
     length_penalty: float | None = None
     early_stopping: bool | Literal["never"] | None = None
     prompt_logprobs: int | None = Field(default=None, description="In every choice. Not with stream.")
-    logprobs_mode: Literal["raw", "masked"] | None = Field(
-        default=None, description="Log-probabilities of the model (raw), or after the mask (masked)."
-    )
-    mask_details: bool | None = Field(
-        default=None, description="Report how many tokens each mask allowed, and the time for masks."
-    )
+    logprobs_mode: Literal["raw", "masked"] | None = Field(default=None, description="Of the model, or after the mask.")
+    mask_details: bool | None = Field(default=None, description="Report what each mask allowed, and its time.")
     vllm_xargs: dict[str, ExtraArg | Many[ExtraArg]] | None = Field(
         default=None, description="For the server's custom logits processors: their `extra_args`."
     )
@@ -259,7 +243,7 @@ class Typed(Body):
     """An object that is read by its `type`. Other types than `kinds` are refused by name."""
 
     kinds: ClassVar[tuple[str, ...]]
-    """The first is what `type` is by default, for those that need not say."""
+    """Accepted types. The first is the default."""
     noun: ClassVar[str]
     """What the objects are called."""
 
@@ -368,20 +352,14 @@ class ChatRequest(GenerationRequest):
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, TemplateValue] | None = None
     tools: Many[Tool] | None = None
-    tool_choice: str | dict[str, Any] | None = Field(
-        default=None, description="none, auto, required, a function, or allowed_tools."
-    )
+    tool_choice: str | dict[str, Any] | None = Field(default=None, description="A mode, a function, or allowed_tools.")
     parallel_tool_calls: bool | None = None
     reasoning: Literal["free", "constrained"] | None = Field(
         default=None, description="Where the constraint starts: after the thinking phase (free), or at the first token."
     )
-    max_reasoning_tokens: int | None = Field(
-        default=None, ge=0, description="After so many tokens, the thinking phase ends."
-    )
+    max_reasoning_tokens: int | None = Field(default=None, ge=0, description="Tokens after which thinking ends.")
     reasoning_effort: str | None = Field(default=None, description="Passed to the chat template.")
-    describe_schema: bool | None = Field(
-        default=None, description="Put the JSON schema into the prompt, in a system message."
-    )
+    describe_schema: bool | None = Field(default=None, description="Put the schema into a system message.")
 
 
 class CompletionRequest(GenerationRequest):
@@ -455,13 +433,11 @@ class TokenMasks(BaseModel):
 
 
 class GuidedInfo(BaseModel):
-    """How the output was constrained, and what of the request had no effect. Null if there is nothing to say."""
+    """How the output was constrained, and what of the request had no effect. Null if neither applies."""
 
     kind: str | None = None
     backend: str | None = None
-    not_enforced: list[str] = Field(
-        default=[], description="JSON pointers of unknown formats and misspelt keywords in the schema."
-    )
+    not_enforced: list[str] = Field(default=[], description="JSON pointers of unknown formats and misspelt keywords.")
     guarded: list[str] | None = None
     """Keywords of the schema that the guard enforces, not the library."""
     masks: MaskTimes | None = None
@@ -515,25 +491,31 @@ class ResponseMessage(BaseModel):
     tool_calls: list[ResponseCall] | None = None
 
 
-class ChatChoice(BaseModel):
+class Choice(BaseModel):
     index: int
-    message: ResponseMessage
-    logprobs: ChatLogprobs | None
     masks: TokenMasks | None = None
-    finish_reason: str
+    finish_reason: str | None
     stop_reason: int | str | None = None
     prompt_logprobs: list[dict[int, PromptLogprob] | None] | None = None
 
 
-class ChatResponse(BaseModel):
+class ChatChoice(Choice):
+    message: ResponseMessage
+    logprobs: ChatLogprobs | None
+
+
+class WithChoices(BaseModel):
     id: str
-    object: Literal["chat.completion"] = "chat.completion"
     created: int
     model: str
-    choices: list[ChatChoice]
     usage: Usage
     system_fingerprint: str | None = None
     guided: GuidedInfo | None = None
+
+
+class ChatResponse(WithChoices):
+    object: Literal["chat.completion"] = "chat.completion"
+    choices: list[ChatChoice]
 
 
 class CompletionLogprobs(BaseModel):
@@ -545,25 +527,14 @@ class CompletionLogprobs(BaseModel):
     text_offset: list[int]
 
 
-class CompletionChoice(BaseModel):
-    index: int
+class CompletionChoice(Choice):
     text: str
     logprobs: CompletionLogprobs | None
-    masks: TokenMasks | None = None
-    finish_reason: str | None
-    stop_reason: int | str | None = None
-    prompt_logprobs: list[dict[int, PromptLogprob] | None] | None = None
 
 
-class Completion(BaseModel):
-    id: str
+class Completion(WithChoices):
     object: Literal["text_completion"] = "text_completion"
-    created: int
-    model: str
     choices: list[CompletionChoice]
-    usage: Usage | None
-    system_fingerprint: str | None = None
-    guided: GuidedInfo | None = None
 
 
 class ModelCard(BaseModel):

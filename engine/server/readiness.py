@@ -93,11 +93,7 @@ class ReadinessCheck:
 
 
 async def _end(outputs: AsyncGenerator[RequestOutput, None]) -> None:
-    """Wait for the end of a request.
-
-    Raises:
-        GuidedError: it failed.
-    """
+    """Wait for the end of a request, and raise its error."""
     async for output in outputs:
         error = output.error or output.outputs[0].error
         if error is not None:

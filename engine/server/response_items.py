@@ -17,11 +17,11 @@ class _Kind(NamedTuple):
     prefix: str
     """Of its id."""
     part: dict[str, Any] | None
-    """The constant fields of its only content part. None: the text stands in the item."""
+    """The constant fields of its only content part. None: the text is a field of the item."""
     events: str
     """What the events about its text are called."""
     field: str
-    """Where its text stands, in the item or its part, and in the event that ends it."""
+    """Field of its text, in the item or its part, and in the event that ends it."""
     fields: dict[str, Any] = {}  # noqa: RUF012
     """Constant fields of the events about its text."""
 
@@ -45,11 +45,7 @@ _KINDS = {
 
 
 class OutputItems:
-    """Builds the items of one response.
-
-    Args:
-        new_call_id: makes the id of a function call.
-    """
+    """Builds the items of one response."""
 
     def __init__(self, new_call_id: Callable[[], str]) -> None:
         self.items: list[dict[str, Any]] = []

@@ -112,9 +112,7 @@ class ResponsesRequest(GenerationRequest):
     max_output_tokens: int | None = Field(default=None, description="Default: what remains of the context.")
     text: TextConfig | None = None
     tools: Many[FunctionTool] | None = None
-    tool_choice: str | dict[str, Any] | None = Field(
-        default=None, description="none, auto, required, a function, or allowed_tools."
-    )
+    tool_choice: str | dict[str, Any] | None = Field(default=None, description="A mode, a function, or allowed_tools.")
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningConfig | None = None
     max_reasoning_tokens: int | None = Field(default=None, ge=0)

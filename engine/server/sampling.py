@@ -26,11 +26,7 @@ def sampling_params(
     logprobs: int | None,
     context: ServerContext,
 ) -> SamplingParams:
-    """Build and check the parameters. A null field takes the model's default, else OpenAI's.
-
-    Raises:
-        InvalidRequest: `param` names the field.
-    """
+    """Build and check the parameters. A null field takes the model's default, else OpenAI's."""
     given: dict[str, Any] = {name: getattr(request, name) for name in _SAME_NAME}
     given = {name: value for name, value in given.items() if value is not None}
     if request.vllm_xargs and not context.has_logits_processors:

@@ -25,13 +25,10 @@ logger = logging.getLogger("guided.server")
 
 
 class AnswerStream(StreamingResponse):
-    """A response that sends an answer in pieces, and releases the resources at the end, also if it never began.
+    """A response that sends an answer in pieces, and closes `resources` at the end, also if it never began.
 
     A slow client delays no other request: of its unread output only the newest snapshot is kept. If it reads nothing
     for `ServerSettings.stall_seconds`, its request is aborted and the connection closed.
-
-    Args:
-        resources: resources of the generation, closed with the stream.
     """
 
     def __init__(
@@ -70,9 +67,8 @@ class AnswerStream(StreamingResponse):
             self._context.metrics.abandoned(reason)
             ids, extra = (self._job.request_id, self._job.http_id), self._job.log_ids
             if reason == "stalled":
-                logger.warning(
-                    "request %s (x-request-id %s): the client took nothing for %g s", *ids, limit, extra=extra
-                )
+                text = "request %s (x-request-id %s): the client took nothing for %g s"
+                logger.warning(text, *ids, limit, extra=extra)
             else:
                 logger.info("request %s (x-request-id %s): the client went away", *ids, extra=extra)
 

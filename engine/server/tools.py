@@ -17,12 +17,7 @@ _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 def requested_calls(body: ChatRequest, tool_format: ToolFormat | None, answer: dict[str, Any] | None) -> Calls | None:
     """Return the calls that the answer may have; None if it may have none.
 
-    Args:
-        tool_format: the model's format. None: it is not known.
-        answer: the format of an answer without calls. None: any text.
-
-    Raises:
-        InvalidRequest: a tool or the choice is invalid; `param` names it.
+    `tool_format` is the model's, if it is known, and `answer` the format of an answer without calls (None: any text).
     """
     tools = body.tools or []
     _check_names(tools)
@@ -113,11 +108,8 @@ def _parameters(tool: Tool, param: str) -> dict[str, Any]:
 
 
 def places(document: Any, owners: dict[int, tuple[str, str]], at: str = "") -> Iterator[tuple[str, tuple[str, str]]]:
-    """Yield the JSON pointers of the objects in `document` that a request's field describes.
-
-    Args:
-        owners: id of an object -> its field, and its pointer there.
-    """
+    """Yield the JSON pointers of the objects in `document` that a request's field describes: those in `owners`, which
+    has the field, and the pointer there, by an object's id."""
     if id(document) in owners:
         yield at, owners[id(document)]
     elif isinstance(document, dict):

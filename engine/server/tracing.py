@@ -26,22 +26,14 @@ _EXPORTERS = {"http/protobuf": "otlp_proto_http", "grpc": "otlp_proto_grpc"}
 
 
 class Tracing:
-    """Makes the spans of requests.
-
-    Args:
-        provider: where they go.
-    """
+    """Makes the spans of requests."""
 
     def __init__(self, provider: TracerProvider) -> None:
         self._tracer = provider.get_tracer("guided")
 
     @classmethod
     def from_environment(cls) -> Tracing | None:
-        """Return what the OTEL_ variables ask for. None: they name no exporter and no endpoint.
-
-        Raises:
-            ValueError: they ask for what is not installed.
-        """
+        """Return what the OTEL_ variables ask for. None: they name no exporter and no endpoint."""
         given = os.environ
         exporter = given.get("OTEL_TRACES_EXPORTER", "otlp" if any(map(given.get, _ENDPOINTS)) else "none")
         if exporter == "none" or given.get("OTEL_SDK_DISABLED", "").lower() == "true":
@@ -65,12 +57,7 @@ class Tracing:
         return cls(provider)
 
     def record(self, group: SequenceGroup, headers: Mapping[str, str], error: GuidedError | None = None) -> None:
-        """Make the spans of a request that has ended.
-
-        Args:
-            headers: of the HTTP request. `traceparent` names the parent.
-            error: why the request failed. None: see its sequences.
-        """
+        """Make the spans of a request that has ended, below the span that `traceparent` in the HTTP headers names."""
         from opentelemetry import propagate
         from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
 

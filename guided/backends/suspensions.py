@@ -130,7 +130,7 @@ class Suspensions:
                     record.crashes,
                     record.timeouts,
                     record.suspensions,
-                    max(0.0, record.until("") - now),
+                    round(max(0.0, record.until("") - now), 1),
                 )
                 for name, record in self._records.items()
             ]

@@ -90,6 +90,7 @@ def test_the_package_exports_what_it_says() -> None:
     ("keywords", "instead"),
     [
         ({"tensor_parallel_size": 2}, "name of a model"),
+        ({"dtype": "float32"}, "name of a model"),
         ({"gpu_memory_utilization": 0.5}, "kv_cache_bytes"),
         ({"max_num_seq": 2}, "did you mean max_num_seqs"),
         ({"lora_request": "x"}, "merge them into the checkpoint"),

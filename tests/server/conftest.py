@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,17 @@ from engine.async_llm import AsyncLLM
 from engine.config import EngineConfig
 from engine.server.app import create_app
 from engine.server.options import ServerSettings
+
+
+@pytest.fixture(autouse=True)
+def own_log_handlers() -> Iterator[None]:
+    """Undo what `guided serve` in this process does to the loggers: its handler keeps a stream that the test closes."""
+    loggers = [logging.getLogger(name) for name in ("guided", "actors", "engine")]
+    before = [(logger.handlers[:], logger.level, logger.propagate) for logger in loggers]
+    yield
+    for logger, (handlers, level, propagate) in zip(loggers, before, strict=True):
+        logger.handlers[:], logger.propagate = handlers, propagate
+        logger.setLevel(level)
 
 
 @pytest.fixture(scope="session")

@@ -521,6 +521,8 @@ class TestOthers:
             r"guided_generation_tokens_total [1-9]",
             r"guided_num_requests_running 0.0",
             r"guided_kv_cache_usage_perc ",
+            r"guided_prefix_cache_queries_total [1-9]",
+            r"guided_prefix_cache_hits_total [0-9]",
             r"guided_mask_actors_up 1.0",
             r"guided_mask_exposed_seconds_total ",
         ):
