@@ -6,7 +6,7 @@ automaton that `RegexParser` builds, and `ChoiceAutomaton` a prefix tree of the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable
+from collections.abc import Collection, Hashable, Iterable
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from guided.backends.character_tokens import OTHER, CharacterTokens, Columns, Node
 from guided.bitmask import pack
-from guided.errors import InvalidConstraint
 
 MAX_SPACES = 12
 """Maximum length of a run of whitespace in JSON."""
@@ -119,16 +118,11 @@ class Machine:
 
     Args:
         pattern: in the common subset (`guided.regex`), a full match.
-        usable: whether a text may contain a character.
-
-    Raises:
-        InvalidConstraint: no text matches it.
     """
 
-    def __init__(self, pattern: str, usable: Callable[[str], bool] = lambda _: True) -> None:
+    def __init__(self, pattern: str) -> None:
         self.parser = RegexParser(pattern, config())
         self.fsm = self.parser.context.pattern
-        self._drop_dead_ends(usable)
         states = {state: index for index, state in enumerate(self.fsm.map)}
         self.dead = len(states)
         self.table = np.full((len(states) + 1, 1 + max(self.fsm.alphabet.values(), default=0)), self.dead, np.int32)
@@ -149,31 +143,6 @@ class Machine:
     def symbols(self, columns: Columns) -> NDArray[np.int32]:
         """Return the columns of an alphabet."""
         return np.array([self.symbol(character) for character in columns.alphabet], dtype=np.int32)
-
-    def _drop_dead_ends(self, usable: Callable[[str], bool]) -> None:
-        fsm = self.fsm
-        may = {
-            symbol: any(c is anything_else or usable(c) for c in characters)
-            for symbol, characters in fsm.alphabet.by_transition.items()
-        }
-        into: dict[Any, set[Any]] = {}
-        for state, transitions in fsm.map.items():
-            for symbol, target in transitions.items():
-                if may[symbol]:
-                    into.setdefault(target, set()).add(state)
-        live, pending = set(fsm.finals), list(fsm.finals)
-        while pending:
-            fresh = into.get(pending.pop(), set()) - live
-            live |= fresh
-            pending.extend(fresh)
-        if fsm.initial not in live:
-            raise InvalidConstraint("no text that can be generated matches the regex")
-        kept: dict[Any, dict[Any, Any]] = {}
-        for state in live:
-            moves = fsm.map.get(state, {}).items()
-            kept[state] = {symbol: target for symbol, target in moves if target in live and may[symbol]}
-        fsm.map.clear()
-        fsm.map.update(kept)
 
 
 class RegexAutomaton(Automaton):

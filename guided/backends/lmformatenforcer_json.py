@@ -28,7 +28,6 @@ from guided.backends.character_tokens import OTHER, CharacterTokens, Ids
 from guided.backends.lmformatenforcer_automata import MAX_SPACES, Automaton, Machine, config, tree_tokens
 from guided.backends.lmformatenforcer_schema import Lowered
 from guided.bitmask import pack
-from guided.errors import InvalidConstraint, UnsupportedConstraint
 from guided.schema import json_syntax
 
 _SPACE = " \t\n\r"
@@ -74,7 +73,7 @@ class JsonAutomaton(Automaton):
 
     def __init__(self, lowered: Lowered, tokens: CharacterTokens, spaces: bool) -> None:
         self._spaces = spaces
-        self._machines = {pattern: _machine(pattern) for pattern in lowered.patterns}
+        self._machines = {pattern: Machine(pattern) for pattern in lowered.patterns}
         characters = frozenset().union(*lowered.literals, *(machine.characters for machine in self._machines.values()))
         self.named = frozenset(character for character in characters if character >= "\x80")
         self._symbols = {
@@ -145,7 +144,7 @@ class JsonAutomaton(Automaton):
                 return inside
             lengths = strings.lengths[strings.closing]
             closing = strings.closing[(lengths >= low) & (lengths <= high)]
-            return self._with_closing(state, inside, closing, "a" * low)
+            return self._with_closing(state, string, inside, closing)
         machine, symbols = self._machines[string.pattern], self._symbols[string.pattern]
         start = machine.numbers[string.regex_parser.current_state]
         ends = strings.contents.run(machine.table, symbols, start, machine.dead)
@@ -156,18 +155,15 @@ class JsonAutomaton(Automaton):
             live[index] = self._may_continue(machine, int(ends[index]), strings.tails[int(strings.plain[index])])
         reached, final = strings.plain[live], strings.plain[machine.finals[ends]]
         inside = self._pack(strings.tokens[reached[strings.rests[reached] < 0]])
-        return self._with_closing(
-            state, inside, final[strings.rests[final] >= 0], self._content_to_final(machine, string)
-        )
+        return self._with_closing(state, string, inside, final[strings.rests[final] >= 0])
 
     def _with_closing(
-        self, state: JsonState, inside: NDArray[np.int32], closing: Ids, content: str | None
+        self, state: JsonState, string: StringParsingState, inside: NDArray[np.int32], closing: Ids
     ) -> NDArray[np.int32]:
-        """Add the `closing` tokens with an allowed text after the quote. `content`: text that completes the string."""
+        """Add the `closing` tokens with an allowed text after the quote to the mask `inside`."""
         strings = self._tokens.strings
-        after: JsonState | None = state if content is not None and len(closing) else None
-        for character in (content or "") + '"':
-            after = self.step(after, character) if after is not None else None
+        complete = JsonState(_with_top(state.parser, _completed(string)), state.syntax)
+        after = self.step(complete, '"') if len(closing) else None
         if after is None:
             return inside
         spelled = tree_tokens(self, after, strings.rest_tree)
@@ -178,49 +174,9 @@ class JsonAutomaton(Automaton):
         following = machine.table[state]
         return any(c.encode().startswith(cut) and following[machine.symbol(c)] != machine.dead for c in self.named)
 
-    def _content_to_final(self, machine: Machine, string: StringParsingState) -> str | None:
-        """Return the shortest text that satisfies the pattern; None if it is longer than any token."""
-        start = machine.numbers[string.regex_parser.current_state]
-        seen, pending = {start}, [(start, "")]
-        for state, text in pending:
-            if machine.finals[state]:
-                return text
-            if len(text) >= self._tokens.strings.longest:
-                break
-            for symbol in np.flatnonzero(machine.table[state] != machine.dead):
-                after = int(machine.table[state, symbol])
-                if after not in seen:
-                    seen.add(after)
-                    pending.append((after, text + self._one_of(machine, int(symbol))))
-        return None
-
-    def _one_of(self, machine: Machine, symbol: int) -> str:
-        characters = [c for c in machine.fsm.alphabet.by_transition[symbol] if isinstance(c, str)]
-        usable = [c for c in characters if _may_stand_in_a_string(c)]
-        return (
-            usable[0]
-            if usable
-            else next(c for c in config().alphabet if machine.symbol(c) == symbol and c not in '"\\')
-        )
-
     def key(self, state: JsonState) -> Hashable | None:
         key = _key(state.parser)
         return None if key is None else (key, state.syntax, state.spaces)
-
-
-def _machine(pattern: str) -> Machine:
-    try:
-        return Machine(pattern, _may_stand_in_a_string)
-    except InvalidConstraint:  # every match must be escaped
-        raise UnsupportedConstraint(
-            "lm-format-enforcer can't enforce a pattern that only text with quotes, backslashes or control characters"
-            " matches",
-            param="json_schema",
-        ) from None
-
-
-def _may_stand_in_a_string(character: str) -> bool:
-    return character >= " " and character not in '"\\'
 
 
 def _with_first_space(parser: CharacterLevelParser) -> CharacterLevelParser:
@@ -263,15 +219,28 @@ def _options(parser: CharacterLevelParser) -> list[CharacterLevelParser]:
         and parser.object_stack
         and isinstance(parser.object_stack[-1], UnionParser)
     ):
-        options = []
-        for option in parser.object_stack[-1].parsers:
-            stack = [*parser.object_stack[:-1], option]
-            split = JsonSchemaParser(parser.context, parser.config, stack, parser.num_consecutive_whitespaces)
-            split.last_parsed_string = parser.last_parsed_string
-            split.last_non_whitespace_character = parser.last_non_whitespace_character
-            options.append(split)
-        return options
+        return [_with_top(parser, option) for option in parser.object_stack[-1].parsers]
     return [parser]
+
+
+def _with_top(parser: JsonSchemaParser, top: CharacterLevelParser) -> JsonSchemaParser:
+    """Return a copy of `parser` with another parser of the current value."""
+    stack = [*parser.object_stack[:-1], top]
+    copied = JsonSchemaParser(parser.context, parser.config, stack, parser.num_consecutive_whitespaces)
+    copied.last_parsed_string = parser.last_parsed_string
+    copied.last_non_whitespace_character = parser.last_non_whitespace_character
+    return copied
+
+
+def _completed(string: StringParsingState) -> StringParsingState:
+    """Return a copy of an open string that lacks only its closing quote."""
+    complete = string._clone()
+    if complete.regex_parser is None:
+        complete.parsed_string = complete.parsed_string.ljust(complete.min_length or 0, "a")
+    else:
+        context = complete.regex_parser.context
+        complete.regex_parser = RegexParser(context, complete.regex_parser.config, min(context.pattern.finals))
+    return complete
 
 
 def _top(parser: CharacterLevelParser) -> Iterable[CharacterLevelParser]:
