@@ -25,7 +25,7 @@ from lmformatenforcer.jsonschemaparser import (
 from numpy.typing import NDArray
 
 from guided.backends.character_tokens import OTHER, CharacterTokens, Ids
-from guided.backends.lmformatenforcer_automata import MAX_SPACES, Automaton, Machine, config, tree_tokens
+from guided.backends.lmformatenforcer_automata import MAX_SPACES, Automaton, RegexAutomaton, config, tree_tokens
 from guided.backends.lmformatenforcer_schema import Lowered
 from guided.bitmask import pack
 from guided.schema import json_syntax
@@ -73,12 +73,9 @@ class JsonAutomaton(Automaton):
 
     def __init__(self, lowered: Lowered, tokens: CharacterTokens, spaces: bool) -> None:
         self._spaces = spaces
-        self._machines = {pattern: Machine(pattern) for pattern in lowered.patterns}
-        characters = frozenset().union(*lowered.literals, *(machine.characters for machine in self._machines.values()))
+        self._patterns = {pattern: RegexAutomaton(pattern, tokens) for pattern in lowered.patterns}
+        characters = frozenset().union(*lowered.literals, *(pattern.named for pattern in self._patterns.values()))
         self.named = frozenset(character for character in characters if character >= "\x80")
-        self._symbols = {
-            pattern: machine.symbols(tokens.strings.contents) for pattern, machine in self._machines.items()
-        }
         self._tokens = tokens
         self.start = JsonState(self._parser(lowered.schema), json_syntax.START)
 
@@ -87,11 +84,10 @@ class JsonAutomaton(Automaton):
         context = JsonSchemaParser._Context()
         context.model_class = JsonSchemaObject(**copy.deepcopy(schema))
         context.alphabet_without_quotes = settings.alphabet.replace('"', "")
-        # The library's own cache is shared by all parsers of the process, and its automata have dead ends.
-        context.regex_parser_cache = {}
-        for pattern, machine in self._machines.items():
-            machine.parser.config = settings
-            context.regex_parser_cache[pattern] = machine.parser
+        # The library's own cache is shared by all parsers of the process.
+        context.regex_parser_cache = {pattern: automaton.parser for pattern, automaton in self._patterns.items()}
+        for automaton in self._patterns.values():
+            automaton.parser.config = settings
         return JsonSchemaParser(context, settings)
 
     def step(self, state: JsonState, character: str) -> JsonState | None:
@@ -145,15 +141,9 @@ class JsonAutomaton(Automaton):
             lengths = strings.lengths[strings.closing]
             closing = strings.closing[(lengths >= low) & (lengths <= high)]
             return self._with_closing(state, string, inside, closing)
-        machine, symbols = self._machines[string.pattern], self._symbols[string.pattern]
-        start = machine.numbers[string.regex_parser.current_state]
-        ends = strings.contents.run(machine.table, symbols, start, machine.dead)
-        live = ends != machine.dead
-        cut = strings.cut[live[strings.cut]]
-        live[cut] = machine.table[ends[cut], machine.symbol(OTHER)] != machine.dead
-        for index in cut[~live[cut]].tolist() if self.named else ():
-            live[index] = self._may_continue(machine, int(ends[index]), strings.tails[int(strings.plain[index])])
-        reached, final = strings.plain[live], strings.plain[machine.finals[ends]]
+        automaton = self._patterns[string.pattern]
+        ends, live = automaton.ends(strings.contents, automaton.numbers[string.regex_parser.current_state])
+        reached, final = strings.plain[live], strings.plain[automaton.finals[ends]]
         inside = self._pack(strings.tokens[reached[strings.rests[reached] < 0]])
         return self._with_closing(state, string, inside, final[strings.rests[final] >= 0])
 
@@ -168,11 +158,6 @@ class JsonAutomaton(Automaton):
             return inside
         spelled = tree_tokens(self, after, strings.rest_tree)
         return inside | self._pack(strings.tokens[closing[np.isin(strings.rests[closing], spelled)]])
-
-    def _may_continue(self, machine: Machine, state: int, cut: bytes) -> bool:
-        """Return whether a character that the schema names and that starts with the bytes `cut` may follow."""
-        following = machine.table[state]
-        return any(c.encode().startswith(cut) and following[machine.symbol(c)] != machine.dead for c in self.named)
 
     def key(self, state: JsonState) -> Hashable | None:
         key = _key(state.parser)
