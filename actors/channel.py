@@ -17,7 +17,7 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -113,13 +113,15 @@ class Transport:
     def __init__(
         self, directory: str, host: str, listen_on: str | None = None, ports: Sequence[int] | None = None
     ) -> None:
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._directory = directory
         self._listen_on = (listen_on or host).strip("[]")
-        self._host = host if self._listen_on in _ALL_ADDRESSES else self._listen_on
+        self.host = host if self._listen_on in _ALL_ADDRESSES else self._listen_on
+        """This machine's address for actors."""
         self._ports = ports
         self._channels: weakref.WeakSet[LocalChannel] = weakref.WeakSet()
-        self._clients: set[bytes] = set()
+        self.clients: set[bytes] = set()
+        """Public keys of the clients that may connect."""
         self._authenticator: ThreadAuthenticator | None = None
         self._lock = threading.Lock()
 
@@ -138,10 +140,14 @@ class Transport:
         Raises:
             PoolUnavailable: the address cannot be listened on, or no port is free.
         """
-        self._authenticate()
-        return RemoteChannel(self._context, self._bind, self._host, self._admit, self._forget)
+        with self._lock:
+            if self._authenticator is None:
+                self._authenticator = ThreadAuthenticator(self.context)
+                self._authenticator.start()
+                self._authenticator.configure_curve_callback("*", credentials_provider=self)
+        return RemoteChannel(self)
 
-    def _bind(self, socket: zmq.Socket[bytes]) -> int:
+    def bind(self, socket: zmq.Socket[bytes]) -> int:
         """Bind a socket to a free port and return the port."""
         for port in self._ports or ("*",):
             try:
@@ -158,7 +164,7 @@ class Transport:
 
     def callback(self, domain: str, key: bytes) -> bool:
         """Return whether a client's public key was handed out (called by the authenticator's thread)."""
-        return key in self._clients
+        return key in self.clients
 
     def close(self) -> None:
         """Stop the authenticator and close every socket."""
@@ -168,22 +174,7 @@ class Transport:
             authenticator, self._authenticator = self._authenticator, None
         if authenticator is not None:
             authenticator.stop()
-        self._context.destroy(linger=0)
-
-    def _admit(self, client_key: bytes) -> None:
-        with self._lock:
-            self._clients.add(client_key)
-
-    def _forget(self, client_key: bytes) -> None:
-        with self._lock:
-            self._clients.discard(client_key)
-
-    def _authenticate(self) -> None:
-        with self._lock:
-            if self._authenticator is None:
-                self._authenticator = ThreadAuthenticator(self._context)
-                self._authenticator.start()
-                self._authenticator.configure_curve_callback("*", credentials_provider=self)
+        self.context.destroy(linger=0)
 
 
 def connect(context: zmq.Context[zmq.Socket[bytes]], address: Address) -> WorkerEnd:
@@ -336,25 +327,13 @@ class _LocalEnd:
 
 
 class RemoteChannel:
-    """Engine side of a ZeroMQ connection; see `Channel`.
+    """Engine side of a ZeroMQ connection; see `Channel`. One client may connect: the one that has `address`."""
 
-    Args:
-        bind: binds a socket and returns the port.
-        host: this machine's address for other nodes.
-        admit, forget: take the public key of the one client that may connect, for as long as it may.
-    """
-
-    def __init__(
-        self,
-        context: zmq.Context[zmq.Socket[bytes]],
-        bind: Callable[[zmq.Socket[bytes]], int],
-        host: str,
-        admit: Callable[[bytes], None],
-        forget: Callable[[bytes], None],
-    ) -> None:
+    def __init__(self, transport: Transport) -> None:
         server_key, server_secret = zmq.curve_keypair()
         client_key, client_secret = zmq.curve_keypair()
-        self._forget = forget
+        self._clients = transport.clients
+        context = transport.context
         socket = context.socket(zmq.PAIR)
         socket.linger = 0
         socket.ipv6 = True
@@ -364,13 +343,13 @@ class RemoteChannel:
         socket.heartbeat_ivl, socket.heartbeat_timeout = _HEARTBEAT_MS, _HEARTBEAT_TIMEOUT_MS
         socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
         try:
-            port = bind(socket)
+            port = transport.bind(socket)
         except PoolUnavailable:
             socket.close()
             raise
-        admit(client_key)
+        self._clients.add(client_key)
         self.socket = socket
-        self.address = Address(_tcp_endpoint(host, port), server_key, client_key, client_secret)
+        self.address = Address(_tcp_endpoint(transport.host, port), server_key, client_key, client_secret)
         name = f"inproc://monitor-{next(_serial)}"
         socket.monitor(name, zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
         self._candidates: set[int] = set()
@@ -420,7 +399,7 @@ class RemoteChannel:
         # The supervisor's thread must not use the monitor any more: libzmq blocks if it has an event to report and the
         # monitor was closed before the socket.
         if not self.socket.closed:
-            self._forget(self.address.client_key)
+            self._clients.discard(self.address.client_key)
             self.socket.monitor(None, 0)
             self.socket.close(linger=0)
             self.monitor.close(linger=0)

@@ -30,33 +30,41 @@ _CGROUP_FILES = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/
 _log = logging.getLogger(__name__)
 
 
-class ActorLocation(NamedTuple):
-    """Where an actor runs, and which version of this package it has."""
+class ProcessLocation(NamedTuple):
+    """Where an actor or the engine runs, and which version of this package it has."""
 
     pid: int
     node_id: str
     """Ray's id of the node."""
-    host: str
+    host: str = ""
     address: str = ""
     """The node's, for other nodes."""
     pid_namespace: int = 0
-    """Of its process, as in `pid_namespace`."""
+    """The number of the namespace that the pid belongs to: each container has its own."""
+    started: int = 0
+    """As in `ProcessReading`."""
     version: str = ""
 
     @classmethod
-    def of_this_actor(cls) -> ActorLocation:
+    def here(cls, node_id: str, address: str = "") -> ProcessLocation:
+        """Describe the current process, on the node with that id."""
+        reading = ProcessReading.of(os.getpid())
+        assert reading is not None
+        return cls(os.getpid(), node_id, platform.node(), address, _pid_namespace(), reading.started, package_version())
+
+    @classmethod
+    def of_this_actor(cls) -> ProcessLocation:
         """Describe the current process, an actor."""
         import ray  # only actors load Ray
 
-        address = str(ray.util.get_node_ip_address())
-        return cls(os.getpid(), node_id(), platform.node(), address, pid_namespace(), package_version())
+        return cls.here(_node_id(), str(ray.util.get_node_ip_address()))
 
     def is_beside(self, node_id: str) -> bool:
-        """Return whether this process, on the node with that id, can look up the actor's pid.
+        """Return whether this process, on the node with that id, can look up the pid.
 
         A container has pids of its own. It may use the Ray of its host, with the same node id.
         """
-        return self.node_id == node_id and self.pid_namespace == pid_namespace()
+        return self.node_id == node_id and self.pid_namespace == _pid_namespace()
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,26 +147,7 @@ def kill_actor(actor: RemoteActor, process: ProcessHandle | None) -> None:
         process.kill(after=1.0)
 
 
-@dataclass(frozen=True, slots=True)
-class Owner:
-    """The engine's process, as its actors know it."""
-
-    pid: int
-    started: int
-    """As in `ProcessReading`."""
-    node_id: str
-    """Ray's id of its node."""
-    pid_namespace: int
-
-    @classmethod
-    def this_process(cls, node_id: str) -> Owner:
-        """Describe the current process, on the node with that id."""
-        reading = ProcessReading.of(os.getpid())
-        assert reading is not None
-        return cls(os.getpid(), reading.started, node_id, pid_namespace())
-
-
-def exit_with_owner(owner: Owner) -> bool:
+def exit_with_owner(owner: ProcessLocation) -> bool:
     """End this process as soon as the owner's process ends.
 
     Returns:
@@ -173,14 +162,13 @@ def exit_with_owner(owner: Owner) -> bool:
             process.wait()
         os._exit(0)  # not sys.exit: a grammar library may block the main thread forever
 
-    is_beside = node_id() == owner.node_id and pid_namespace() == owner.pid_namespace
+    is_beside = owner.is_beside(_node_id())
     if is_beside:
         threading.Thread(target=watch, name="owner-watch", daemon=True).start()
     return is_beside
 
 
-def pid_namespace() -> int:
-    """Return the number of the namespace that this process's pid belongs to: each container has its own."""
+def _pid_namespace() -> int:
     return os.stat("/proc/self/ns/pid").st_ino
 
 
@@ -192,8 +180,7 @@ def package_version() -> str:
         return ""
 
 
-def node_id() -> str:
-    """Return Ray's id of this process's node. In an actor: only actors load Ray."""
+def _node_id() -> str:
     import ray
 
     return str(ray.get_runtime_context().get_node_id())

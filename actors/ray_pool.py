@@ -57,50 +57,56 @@ class RayPool:
         options = replace(options or RayPoolOptions(), **changes)
         self._vocabulary = vocabulary
         self._lock = threading.Lock()
-        self._closed = False
         self._dispatcher = Dispatcher(
             options.mask_limit, options.pool_wait, options.max_replays, self._rejection, options.forced_tokens
         )
         self._supervisors: list[Supervisor] = []
-        self._scaler: Scaler | None = None
         with contextlib.ExitStack() as undo:
             self._cluster = Cluster.join(options.address)
             undo.callback(self._cluster.leave)
-            self._scratch = ScratchDirectory()
-            undo.callback(self._scratch.remove)
-            self._transport = Transport(self._scratch.path, self._cluster.host, options.channel_host, options.ports)
-            undo.callback(self._transport.close)
+            scratch = ScratchDirectory()
+            undo.callback(scratch.remove)
+            transport = Transport(scratch.path, self._cluster.host, options.channel_host, options.ports)
+            undo.callback(transport.close)
+            undo.callback(self._dispatcher.close)
             self._grammars = Grammars(self._cluster, vocabulary, options)
-            undo.pop_all()
-        try:
+            undo.callback(self._grammars.close)
             settings = IncarnationSettings(
                 cluster=self._cluster,
-                transport=self._transport,
+                transport=transport,
                 grammars=self._grammars,
                 vocabulary=vocabulary,
                 memory=memory_limit(options.actor_memory_bytes),
                 words=words(vocabulary.padded_vocab_size),
                 options=options,
             )
-            incarnations = itertools.count(1)
-            count = options.actors_at_start
-            least, most = options.min_actors or count, options.max_actors or count
-            for index in range(most):
-                wanted = index < count
-                supervisor = Supervisor(
-                    index, settings, incarnations.__next__, self._dispatcher.announce, wanted=wanted
-                )
-                self._supervisors.append(supervisor)
-            for supervisor in self._supervisors[:count]:
-                supervisor.wait_started()
-            if least < most:
-                policy = ScalingPolicy(least, most, count, options.scale_down_seconds)
-                self._scaler = Scaler(self._supervisors, policy, lambda: self._dispatcher.load)
-        except BaseException:
-            self.shutdown()
-            raise
+            undo.callback(self._stop_actors)
+            self._start_actors(settings, undo)
+            self._undo = undo.pop_all()
         self._at_exit = weakref.WeakMethod(self.shutdown)
         atexit.register(_shut_down, self._at_exit)
+
+    def _start_actors(self, settings: IncarnationSettings, undo: contextlib.ExitStack) -> None:
+        """Start the mask actors, and their scaling."""
+        options, incarnations = settings.options, itertools.count(1)
+        count = options.actors_at_start
+        least, most = options.min_actors or count, options.max_actors or count
+        for index in range(most):
+            self._supervisors.append(
+                Supervisor(index, settings, incarnations.__next__, self._dispatcher.announce, wanted=index < count)
+            )
+        for supervisor in self._supervisors[:count]:
+            supervisor.wait_started()
+        if least < most:
+            policy = ScalingPolicy(least, most, count, options.scale_down_seconds)
+            undo.callback(Scaler(self._supervisors, policy, lambda: self._dispatcher.load).stop)
+
+    def _stop_actors(self) -> None:
+        for supervisor in self._supervisors:
+            supervisor.stop()
+        deadline = time.monotonic() + _STOP_SECONDS
+        for supervisor in self._supervisors:
+            supervisor.join(max(0.0, deadline - time.monotonic()))
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -168,21 +174,7 @@ class RayPool:
         """End the actors and give everything back: processes, sockets, memory, files. Idempotent; from any thread."""
         self._dispatcher.interrupt()
         with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-            if self._scaler is not None:
-                self._scaler.stop()
-            for supervisor in self._supervisors:
-                supervisor.stop()
-            deadline = time.monotonic() + _STOP_SECONDS
-            for supervisor in self._supervisors:
-                supervisor.join(max(0.0, deadline - time.monotonic()))
-            self._grammars.close()
-            self._dispatcher.close()
-            self._transport.close()
-            self._scratch.remove()
-            self._cluster.leave()
+            self._undo.close()
 
 
 def _shut_down(pool: weakref.WeakMethod[Callable[[], None]]) -> None:

@@ -33,10 +33,11 @@ import msgspec
 import numpy as np
 import ray
 import zmq
+from msgspec.msgpack import encode
 from numpy.typing import NDArray
 
 from actors.channel import Address, Channel, Transport, connect
-from actors.processes import ActorLocation
+from actors.processes import ProcessLocation
 from actors.ray_pool import RayPool
 from actors.steps import Dispatcher
 from actors.steps.connection import WorkerConnection
@@ -47,7 +48,6 @@ from benchmarks.paths import RESULTS
 from benchmarks.report import machine, write_json
 from guided.bitmask import words
 from guided.constraint import Constraint
-from guided.messages import encode
 from guided.pool import Grammar, StepMasks
 from guided.sequence import GuidedSequence
 from guided.vocabulary import Vocabulary
@@ -157,7 +157,7 @@ class PoolStep:
             segment, channel = Segment(SLOTS, width), transport.ipc()
             pid = ray.get(actor.attach.remote(channel.address, segment.name))
             assert channel.wait_connected(WAIT)
-            location = ActorLocation(pid, "", "")
+            location = ProcessLocation(pid, "", "")
             self._dispatcher.announce(
                 WorkerUp(WorkerConnection(index, 1, location, channel, segment, shared=True, installed={"g"}))
             )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from guided.constraint import Constraint, ConstraintKind
 from guided.errors import GuidedError, InvalidRequest
 from guided.grammar import syntax, to_lark
 from guided.guard.plan import keywords
+from guided.limits import DEFAULT_LIMITS
 from guided.regex import canonical
 from guided.schema.normal_form import normalise
 from guided.vocabulary import Vocabulary
@@ -141,8 +142,14 @@ def check(
     try:
         if kind == "grammar":
             report.kind = {"lark": "Lark grammar", "gbnf": "GBNF grammar"}[syntax(text)]
-        constraint = _constraint(kind, text)
-        compiled = _compile(constraint, backends, candidates(kind, backend), report)
+        source = text.rstrip("\n") if kind == "regex" else text
+        constraint = Constraint.of_kind(kind, source, limits=DEFAULT_LIMITS, param=kind)
+        compiled = compile_constraint(
+            backends,
+            constraint,
+            candidates(kind, backend),
+            lambda name, refusal: report.refusals.update({name: str(refusal)}),
+        )
         report.accepted, report.backend, report.compile_seconds = True, compiled.backend, compiled.seconds
         report.not_enforced = list(constraint.not_enforced)
         _describe_changes(report, constraint, compiled)
@@ -179,19 +186,6 @@ def check_all(
 def _check(backends: Backends, name: str, text: str, seconds: float, options: dict[str, Any]) -> Report:
     set_time_limit(seconds)
     return check(name, text, backends, **options)
-
-
-def _constraint(kind: ConstraintKind, text: str) -> Constraint:
-    if kind == "json_schema":
-        return Constraint.json_schema(text)
-    return Constraint.regex(text.rstrip("\n")) if kind == "regex" else Constraint.grammar(text)
-
-
-def _compile(constraint: Constraint, backends: Backends, names: Sequence[str], report: Report) -> Compiled:
-    def note(name: str, refusal: GuidedError) -> None:
-        report.refusals[name] = str(refusal)
-
-    return compile_constraint(backends, constraint, names, note)
 
 
 def _describe_changes(report: Report, constraint: Constraint, compiled: Compiled) -> None:

@@ -11,7 +11,7 @@ import hashlib
 import json
 import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, get_args
@@ -33,6 +33,12 @@ generates blanks until its token limit.
 """
 _ANY_SIZE = Limits(**dict.fromkeys(Limits.RANGES, sys.maxsize))
 KINDS: tuple[ConstraintKind, ...] = get_args(ConstraintKind)
+_OPTIONS: Mapping[str, Collection[str]] = {
+    "json_schema": ("whitespace", "additional_properties", "strict_formats"),
+    "json_object": ("whitespace",),
+    "structural_tag": ("whitespace", "strict_formats"),
+}
+"""Kind -> the options of its class method, besides `limits` and `param`."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +67,13 @@ class Constraint:
         """Canonical key of 32 hex digits, equal for equal constraints in every process."""
         text = "\x1f".join((self.kind, self.source, "\x1e" if self.whitespace is None else self.whitespace))
         return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+
+    @classmethod
+    def of_kind(cls, kind: ConstraintKind, value: Any, *, limits: Limits, param: str, **options: Any) -> Constraint:
+        """Create a constraint with the class method for its kind. Options that the kind does not have are ignored."""
+        create: Callable[..., Constraint] = getattr(cls, kind)
+        taken = {name: option for name, option in options.items() if name in _OPTIONS.get(kind, ())}
+        return create(*(() if kind == "json_object" else (value,)), limits=limits, param=param, **taken)
 
     @classmethod
     def json_schema(
@@ -160,16 +173,15 @@ class Constraint:
             _check_text(tag, "structural tag", limits, param)
         document = read(tag, limits, param) if isinstance(tag, str) else tag
         notes: list[str] = []
-        for content in dict.fromkeys(contents(parse(document, limits, param))):
-            options: dict[str, Any] = {"limits": limits, "param": param}
+        for content in contents(parse(document, limits, param)):
+            with at_content(content, param):
+                inner = cls.of_kind(
+                    content.kind, content.value, strict_formats=strict_formats, limits=limits, param=param
+                )
+            notes += [content.pointer + pointer for pointer in inner.not_enforced]
+            opened: str | None = "" if content.kind == "json_object" else None
             if content.kind == "json_schema":
-                options["strict_formats"] = strict_formats
-            opened: str | None = ""
-            if content.kind != "json_object":
-                with at_content(content, param):
-                    inner: Constraint = getattr(cls, content.kind)(content.value, **options)
-                notes += [content.pointer + pointer for pointer in inner.not_enforced]
-                opened = open_object(inner.source) if content.kind == "json_schema" else None
+                opened = open_object(inner.source)
             if opened is not None:  # the guard is for JSON constraints only
                 notes.append(f"{content.pointer}{opened}/additionalProperties (a key may repeat unless it is false)")
         source = json.dumps(document, ensure_ascii=False, separators=(",", ":"))
@@ -196,17 +208,8 @@ class Constraint:
         """
         if getattr(self, "_limits", None) == limits:
             return
-        match self.kind:
-            case "json_schema":
-                Constraint.json_schema(self.source, whitespace=self.whitespace, limits=limits)
-            case "json_object":
-                Constraint.json_object(whitespace=self.whitespace, limits=limits)
-            case "choice":
-                Constraint.choice(self.choices, limits=limits)
-            case "structural_tag":
-                Constraint.structural_tag(self.source, whitespace=self.whitespace, limits=limits)
-            case "regex" | "grammar" as kind:
-                getattr(Constraint, kind)(self.source, limits=limits)
+        value = self.choices if self.kind == "choice" else self.source
+        Constraint.of_kind(self.kind, value, whitespace=self.whitespace, limits=limits, param=self.kind)
 
     @property
     def tag(self) -> Node:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, lru_cache
 from itertools import combinations
 from typing import Literal
 
@@ -285,9 +285,10 @@ class _Converter:
         """Return lexemes of several characters that are a prefix of another one, or have one as a prefix."""
         clashing: set[Node] = set()
         for (right, other), (left, first) in combinations([(lexeme, _first(lexeme)) for lexeme in lexemes], 2):
-            if isinstance(left, Chars) and isinstance(right, Chars):
+            characters = isinstance(left, Chars) + isinstance(right, Chars)
+            if characters == 2 or not regex.intersection(first, other):
                 continue
-            if regex.intersection(first, other) and not _prefix_free(regex.choice((left, right))):
+            if characters or not _prefix_free(regex.choice((left, right))):  # a character is a prefix of what it begins
                 clashing.add(max(left, right, key=_size))
         return clashing
 
@@ -318,7 +319,7 @@ class _Irregular(Exception):
     """A rule is recursive or too large for one regex."""
 
 
-@cache
+@lru_cache(maxsize=4096)
 def _size(node: Node) -> int:
     match node:
         case Sequence(inner) | Choice(inner):
@@ -347,12 +348,12 @@ def _first(node: Node) -> Ranges:
     raise AssertionError(node)
 
 
-@cache
+@lru_cache(maxsize=4096)
 def _prefix_free(node: Node) -> bool:
     """Whether no text of `node` (regular) is a prefix of another one. The empty text is a prefix of all."""
     if regex.nullable(node) or _size(node) > _MAX_NODES:
         return False
-    machine = interegular.parse_pattern(regex.render(node)).to_fsm().reduce()
+    machine = interegular.parse_pattern(regex.render(node)).to_fsm()
     return not any(machine.islive(target) for final in machine.finals for target in machine.map.get(final, {}).values())
 
 

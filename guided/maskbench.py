@@ -1,13 +1,10 @@
-"""MaskBench's protocol: does a compiled schema accept its valid instances, reject the invalid ones, and how fast?
-
-`judge` decides one entry in the calling process. `judge_all` runs it in a process that is killed after the time limit.
-"""
+"""MaskBench's protocol: does a compiled schema accept its valid instances, reject the invalid ones, and how fast?"""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -30,7 +27,8 @@ from guided.vocabulary import Vocabulary
 
 Outcome = Literal["passes", "accepts invalid", "rejects valid", "refused", "timeout", "error"]
 OUTCOMES: tuple[Outcome, ...] = ("passes", "accepts invalid", "rejects valid", "refused", "timeout", "error")
-Encode = Callable[[str], list[int]]
+_REPLAY_SECONDS = 120.0
+"""Time limit for the instances of an entry."""
 
 
 @dataclass(frozen=True)
@@ -56,32 +54,26 @@ class Result:
     """For each mask along the instances, including the acceptance of the token before."""
 
 
-def judge(
-    entry: Mapping[str, Any],
-    backends: Backends,
-    names: Sequence[str] | None = None,
-    encode: Encode | None = None,
-    compiled: Callable[[], None] = lambda: None,
-) -> Result:
+def _judge(backends: Backends, entry: Mapping[str, Any], names: Sequence[str], seconds: float) -> Result:
     """Compile `entry["schema"]` and replay `entry["tests"]`, each `{"valid", "data"}`, token by token.
 
     Args:
-        names: backends to try in order; those of "auto" if None.
-        encode: the model's tokenizer; the vocabulary's own encoding if None.
-        compiled: called after the compilation.
+        names: backends to try in order.
+        seconds: time limit of the compilation. This process is killed after it.
     """
+    set_time_limit(seconds)
     name = str(entry.get("id", ""))
     started = time.perf_counter()
     try:
         constraint = Constraint.json_schema(entry["schema"])
-        result = compile_constraint(backends, constraint, names or candidates("json_schema", AUTO))
+        result = compile_constraint(backends, constraint, names)
     except InvalidConstraint as error:
         return _refused(name, error)
     except GuidedError as error:
         return Result(name, "error", reason=str(error))
-    seconds = time.perf_counter() - started
-    compiled()
-    replay = _Replay(backends.vocabulary, encode or backends.vocabulary.encode)
+    compile_seconds = time.perf_counter() - started
+    set_time_limit(_REPLAY_SECONDS)
+    replay = _Replay(backends.vocabulary)
     outcome: Outcome = "passes"
     reason, reordered = "", False
     for test in entry["tests"]:
@@ -103,7 +95,7 @@ def judge(
         reason,
         reordered=reordered,
         not_enforced=constraint.not_enforced,
-        compile_seconds=seconds,
+        compile_seconds=compile_seconds,
         mask_seconds=replay.seconds,
     )
 
@@ -117,8 +109,8 @@ def _refused(name: str, error: InvalidConstraint) -> Result:
 class _Replay:
     """Replays instances, and measures the masks."""
 
-    def __init__(self, vocabulary: Vocabulary, encode: Encode) -> None:
-        self._encode = encode
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._encode = vocabulary.encode
         self._row = np.empty(words(vocabulary.padded_vocab_size), np.int32)
         self.seconds: list[float] = []
 
@@ -213,12 +205,3 @@ def judge_all(
             yield result
     finally:
         process.stop()
-
-
-_REPLAY_SECONDS = 120.0
-"""Time limit for the instances of an entry."""
-
-
-def _judge(backends: Backends, entry: Mapping[str, Any], names: Sequence[str], seconds: float) -> Result:
-    set_time_limit(seconds)
-    return judge(entry, backends, names, compiled=lambda: set_time_limit(_REPLAY_SECONDS))

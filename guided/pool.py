@@ -157,7 +157,7 @@ def forced_runs(runs: NDArray[np.int32], rows: NDArray[np.intp]) -> dict[int, li
 
 
 class MaskPool(Protocol):
-    """Workers, and the way to them. All methods but `status` are called from one thread, the engine's."""
+    """Workers, and the way to them. All methods but `release` and `status` are called from one thread, the engine's."""
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -174,7 +174,7 @@ class MaskPool(Protocol):
         """
 
     def release(self, grammar: Grammar) -> None:
-        """Drop one use of `grammar` (each `compile` counts one). An unused grammar may be evicted."""
+        """Drop one use of `grammar` (each `compile` counts one). An unused grammar may be evicted. From any thread."""
 
     def open(self, sequence: GuidedSequence, grammar: Grammar) -> None:
         """Add a sequence. Its matcher is opened on a worker when the sequence is first submitted.

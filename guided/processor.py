@@ -187,8 +187,6 @@ class GuidedProcessor:
         self._thread = 0
         """The thread that called `prepare`."""
         self._stop_mask = pack(pool.vocabulary.stop_token_ids[:1], pool.vocabulary.padded_vocab_size)
-        self._releasing: list[Future[Grammar]] = []
-        """Grammars to be released once they are compiled."""
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -329,8 +327,6 @@ class GuidedProcessor:
         return self._pool.settled(timeout)
 
     def failures(self) -> dict[str, GuidedError]:
-        if self._releasing:
-            self._release()
         lost = self._pool.failures()
         return {self._request_ids[each]: error for each, error in lost.items() if each in self._request_ids}
 
@@ -339,18 +335,11 @@ class GuidedProcessor:
         if request is None:
             return
         self._close(list(request.sequences))
-        self._releasing.append(request.future)
-        self._release()
+        request.future.add_done_callback(self._release)
 
-    def _release(self) -> None:
-        """Release grammars that are compiled; the others are released by a later call."""
-        waiting: list[Future[Grammar]] = []
-        for future in self._releasing:
-            if not future.done():
-                waiting.append(future)
-            elif future.exception() is None:
-                self._pool.release(future.result())
-        self._releasing = waiting
+    def _release(self, compiled: Future[Grammar]) -> None:
+        if compiled.exception() is None:
+            self._pool.release(compiled.result())
 
     def rollback(self, sequence_id: int, length: int) -> None:
         self._pool.rollback(sequence_id, length)

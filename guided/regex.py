@@ -70,7 +70,7 @@ Node = Chars | Sequence | Choice | Repeat | Reference
 EMPTY = Sequence(())
 
 
-def canonical(pattern: str, *, small_classes: bool = False, param: str = "regex") -> str:
+def canonical(pattern: str, *, small_classes: bool = False) -> str:
     """Return `pattern` in the common subset, with the meaning of `re.fullmatch(pattern, ...)` on valid Unicode.
 
     Args:
@@ -81,7 +81,7 @@ def canonical(pattern: str, *, small_classes: bool = False, param: str = "regex"
         InvalidConstraint: not a regular expression, or no text matches it.
         UnsupportedConstraint: lookaround, backreferences, possessive or atomic groups, anchors in the middle, ...
     """
-    node = parse(pattern, param=param)
+    node = parse(pattern)
     return render(with_small_classes(node) if small_classes else node)
 
 
@@ -335,6 +335,26 @@ def complement(ranges: Ranges) -> Ranges:
 
 def _count(ranges: Ranges) -> int:
     return sum(high - low + 1 for low, high in ranges)
+
+
+def within(node: Node, allowed: Ranges) -> Node | None:
+    """Return `node` without the texts that have a character outside `allowed`; None if nothing is left."""
+    match node:
+        case Chars(ranges):
+            kept = intersection(ranges, allowed)
+            return Chars(kept) if kept else None
+        case Sequence(items):
+            parts = [part for item in items if (part := within(item, allowed)) is not None]
+            return sequence(parts) if len(parts) == len(items) else None
+        case Choice(options):
+            parts = [part for option in options if (part := within(option, allowed)) is not None]
+            return choice(parts) if parts else None
+        case Repeat(item, low, high):
+            inner = within(item, allowed)
+            if inner is None:
+                return None if low else EMPTY
+            return repeat(inner, low, high)
+    return node
 
 
 def map_leaves(node: Node, change: Callable[[Chars | Reference], Node]) -> Node:

@@ -76,25 +76,16 @@ def build(
     Raises:
         InvalidConstraint, ConstraintTooLarge: `param` is the field at fault.
     """
-    spaces = None if whitespace is None else whitespace.pattern
-    options: dict[str, Any] = {"limits": limits, "param": one.field}
     try:
-        match one.kind:
-            case "json_schema":
-                options |= {"whitespace": spaces, "additional_properties": additional_properties}
-                options |= {"strict_formats": strict_formats}
-                return Constraint.json_schema(one.value, **options)
-            case "json_object":
-                return Constraint.json_object(whitespace=spaces, **options)
-            case "regex":
-                return Constraint.regex(one.value, **options)
-            case "choice":
-                return Constraint.choice(one.value, **options)
-            case "grammar":
-                return Constraint.grammar(one.value, **options)
-            case "structural_tag":
-                options |= {"whitespace": spaces, "strict_formats": strict_formats}
-                return Constraint.structural_tag(one.value, **options)
+        return Constraint.of_kind(
+            one.kind,
+            one.value,
+            whitespace=None if whitespace is None else whitespace.pattern,
+            additional_properties=additional_properties,
+            strict_formats=strict_formats,
+            limits=limits,
+            param=one.field,
+        )
     except InvalidConstraint as error:
         if whitespace is not None and "whitespace" in error.message and error.param == one.field:
             error.param = whitespace.field  # the pattern is at fault, not the schema

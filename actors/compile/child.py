@@ -16,10 +16,11 @@ import time
 import weakref
 from multiprocessing.connection import Connection
 
+from msgspec.msgpack import Decoder, encode
+
 from actors.compile.process import NUMBER, RUNNING, CompileRequest, CompileResult
 from actors.processes import ProcessHandle, ProcessReading
 from guided.errors import BackendError, CompileTimeout, ConstraintTooLarge
-from guided.messages import decoder, encode
 
 _WARM_UP_SECONDS = 120.0
 _COMMAND_SECONDS = 10.0
@@ -173,7 +174,7 @@ class CompileProcess:
         for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
             jobs.setsockopt(socket.SOL_SOCKET, option, _TRANSFER_TIMEOUT)
         self._jobs = Connection(jobs.detach())
-        self._decode = decoder(CompileResult).decode
+        self._decode = Decoder(CompileResult).decode
         self._process = ProcessHandle(pid)
         self._ended = False
         self._fresh = self._slice = self._read()

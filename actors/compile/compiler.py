@@ -15,9 +15,11 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from msgspec.msgpack import Decoder
+
 from actors.compile.child import CompileProcess, ForkServer, ProcessLost, TimeSliceExceeded
 from actors.compile.process import CompileRequest, CompileResult
-from actors.processes import ActorLocation, Owner, exit_with_owner
+from actors.processes import ProcessLocation, exit_with_owner
 from guided.compilation import conclusion, is_about_backend
 from guided.constraint import Constraint
 from guided.cpus import available_cpus
@@ -33,7 +35,6 @@ from guided.errors import (
     to_wire,
 )
 from guided.limits import CompileLimits
-from guided.messages import decoder
 from guided.vocabulary import Vocabulary
 
 _SLICES = (0.03, 0.5)
@@ -50,7 +51,7 @@ _MAX_LOST = 4
 """Maximum number of processes that may be killed externally (for example by the OOM killer) with one constraint."""
 _RETRY_SECONDS = 1.0
 """Pause before another attempt to start a compile process."""
-_decode = decoder(Constraint).decode
+_decode = Decoder(Constraint).decode
 _log = logging.getLogger(__name__)
 
 
@@ -99,7 +100,7 @@ class CompileActor:
 
     RAY_OPTIONS: ClassVar[dict[str, Any]] = {}
 
-    def __init__(self, owner: Owner, vocabulary: Vocabulary, limits: CompileLimits) -> None:
+    def __init__(self, owner: ProcessLocation, vocabulary: Vocabulary, limits: CompileLimits) -> None:
         exit_with_owner(owner)
         self._compiler = Compiler(vocabulary, limits)
 
@@ -113,9 +114,9 @@ class CompileActor:
         """Return the pids of the compile processes."""
         return self._compiler.pids
 
-    async def location(self) -> ActorLocation:
+    async def location(self) -> ProcessLocation:
         """Return where this actor runs; also shows that it is alive."""
-        return ActorLocation.of_this_actor()
+        return ProcessLocation.of_this_actor()
 
 
 class Compiler:

@@ -16,12 +16,14 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
+from msgspec.msgpack import encode
+
 from actors.cluster import Cluster
 from actors.compile.loading import ActorHandle, Loading, StoredGrammar, died_loading
 from actors.compile.process import CompileResult
 from actors.driver.client import ActorDied, ActorFailed, RemoteActor, RemoteObject
 from actors.driver.scheduling import Scheduling
-from actors.processes import ActorLocation, Owner, ProcessHandle, kill_actor
+from actors.processes import ProcessHandle, ProcessLocation, kill_actor
 from guided.backends import BACKENDS
 from guided.backends.suspensions import Suspensions
 from guided.compilation import grammar_key, is_about_backend
@@ -36,7 +38,6 @@ from guided.errors import (
     from_wire,
 )
 from guided.grammar_cache import CacheKey, GrammarCache, cache_key
-from guided.messages import encode
 from guided.pool import BackendStatus, Grammar
 from guided.pool_options import NodePlacement, RayPoolOptions
 from guided.vocabulary import Vocabulary
@@ -378,7 +379,7 @@ class _CompilerHandle:
         self._cluster = cluster
         self._vocabulary = vocabulary
         self._options = options
-        self._heartbeat: tuple[Future[ActorLocation], float] | None = None
+        self._heartbeat: tuple[Future[ProcessLocation], float] | None = None
         """A call that should be answered, and when it was made."""
         self._process: ProcessHandle | None = None
         """Known from its first answer on."""
@@ -426,7 +427,7 @@ class _CompilerHandle:
     def _start(self) -> RemoteActor:
         driver, ray = self._cluster.driver()
         self._node_id = ray.node_id
-        owner = Owner.this_process(ray.node_id)
+        owner = ProcessLocation.here(ray.node_id)
         actor_class = "actors.compile.compiler:CompileActor"
         options = self._options
         # The compile actor runs on one of the nodes of the mask actors. It takes nothing of their resource.

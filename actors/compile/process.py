@@ -27,13 +27,13 @@ from pathlib import Path
 from typing import NoReturn
 
 import msgspec
+from msgspec.msgpack import Decoder, encode
 
 from guided.backends import BACKENDS, Backends
 from guided.backends.without_torch import leave_out_torch
 from guided.compilation import compile_with
 from guided.constraint import Constraint
 from guided.errors import ConstraintTooLarge, Wire, to_wire
-from guided.messages import decoder, encode
 from guided.vocabulary import Vocabulary
 
 NUMBER = struct.Struct("<q")
@@ -119,7 +119,7 @@ def _run_compile_process(backends: Backends, jobs: int, fork_server: int) -> NoR
     """Compile one request after the other until the other end of the socket `jobs` is closed."""
     _die_with(fork_server)
     os.nice(_NICENESS)
-    connection, decode = Connection(jobs), decoder(CompileRequest).decode
+    connection, decode = Connection(jobs), Decoder(CompileRequest).decode
     try:
         while True:
             connection.send_bytes(encode(_compile(backends, decode(connection.recv_bytes()))))

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
+from msgspec.msgpack import Decoder, encode
 from numpy.typing import NDArray
 
 from actors.channel import Channel
@@ -39,14 +40,13 @@ from actors.steps.protocol import (
     in_fill_order,
 )
 from guided.errors import GuidedError, from_wire
-from guided.messages import encode
 from guided.pool import MAX_FORCED_TOKENS
 from guided.sequence import GuidedSequence
 
 if TYPE_CHECKING:
-    from actors.processes import ActorLocation
+    from actors.processes import ProcessLocation
 
-_decode = msgspec.msgpack.Decoder(Answer).decode
+_decode = Decoder(Answer).decode
 
 
 @dataclass(slots=True, eq=False)
@@ -243,7 +243,7 @@ class WorkerConnection:
         self,
         index: int,
         incarnation: int,
-        location: ActorLocation,
+        location: ProcessLocation,
         channel: Channel,
         segment: Segment,
         shared: bool,

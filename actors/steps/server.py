@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 import msgspec
 import numpy as np
+from msgspec.msgpack import Decoder, encode
 from numpy.typing import NDArray
 
 from actors.channel import WorkerEnd
@@ -36,7 +37,6 @@ from actors.steps.protocol import (
     in_fill_order,
 )
 from guided.errors import BackendError, GuidedError, to_wire
-from guided.messages import decoder, encode
 from guided.worker import MaskWorker
 
 _SEND_SECONDS = 0.001
@@ -70,7 +70,7 @@ class StepServer:
             table.mark[name] for name in ("since", "busy", "wake", "seconds")
         )
         self._sender = None if shared else _LineSender(table, self._send)
-        self._decode = decoder(list[Request]).decode
+        self._decode = Decoder(list[Request]).decode
         self._sending = threading.Lock()
 
     def start(self) -> None:

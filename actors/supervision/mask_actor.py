@@ -11,22 +11,22 @@ from typing import ClassVar, TypeVar
 
 import ray
 import zmq
+from msgspec.msgpack import Decoder
 
 from actors.channel import Address, connect
-from actors.processes import ActorLocation, Owner, exit_with_owner, limit_memory, memory_limit
+from actors.processes import ProcessLocation, exit_with_owner, limit_memory, memory_limit
 from actors.steps.protocol import SegmentName, SlotTable, attach
 from actors.steps.server import StepServer
 from guided.backends import BACKENDS, Backends
 from guided.backends.without_torch import leave_out_torch
 from guided.constraint import Constraint
-from guided.messages import decoder
 from guided.vocabulary import Vocabulary
 from guided.worker import MaskWorker
 
 IN_ORDER = "grammars"
 """The concurrency group of the calls that run one after the other, in the order in which they were made."""
 _SWITCH_SECONDS = 0.0005
-_decode = decoder(Constraint).decode
+_decode = Decoder(Constraint).decode
 _Method = TypeVar("_Method")
 
 
@@ -45,7 +45,7 @@ class MaskActor:
 
     RAY_OPTIONS: ClassVar = {"max_restarts": 0, "max_concurrency": 2, "concurrency_groups": {IN_ORDER: 1}}
 
-    def __init__(self, owner: Owner, vocabulary: Vocabulary, memory: int) -> None:
+    def __init__(self, owner: ProcessLocation, vocabulary: Vocabulary, memory: int) -> None:
         is_beside_owner = exit_with_owner(owner)
         limit_memory(memory_limit(memory), watched=is_beside_owner)  # this node may have less memory than the engine's
         leave_out_torch()
@@ -60,9 +60,9 @@ class MaskActor:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._incarnation: int | None = None
 
-    def location(self) -> ActorLocation:
+    def location(self) -> ProcessLocation:
         """Return where this actor runs; also shows that it is alive."""
-        return ActorLocation.of_this_actor()
+        return ProcessLocation.of_this_actor()
 
     def attach(self, incarnation: int, address: Address, segment: SegmentName, shared: bool) -> bool:
         """Connect to the engine and start to serve steps.

@@ -25,7 +25,7 @@ from actors.compile.loading import ActorHandle
 from actors.driver.client import Driver
 from actors.driver.messages import Connected
 from actors.driver.scheduling import Scheduling
-from actors.processes import ActorLocation, Owner, ProcessHandle, kill_actor, package_version, soft_limit
+from actors.processes import ProcessHandle, ProcessLocation, kill_actor, package_version, soft_limit
 from actors.steps.connection import WorkerConnection
 from actors.steps.placement import Cause, WorkerDown, WorkerRetiring, WorkerUp
 from actors.steps.protocol import Segment
@@ -227,7 +227,7 @@ class Supervisor:
         actor = self._wait(self._create_actor(driver, ray), _CREATE_SECONDS, "start an actor")
         handle = self._handle = ActorHandle(actor)
         try:
-            location: ActorLocation = self._wait(actor.call("location"), _START_SECONDS, "bring the actor up")
+            location: ProcessLocation = self._wait(actor.call("location"), _START_SECONDS, "bring the actor up")
             if location.version != package_version():
                 raise PoolUnavailable(
                     f"{location.host} has version {location.version or 'unknown'} of guided, and this process "
@@ -249,7 +249,7 @@ class Supervisor:
 
     def _create_actor(self, driver: Driver, ray: Connected) -> Future[Any]:
         settings = self._settings
-        owner = Owner.this_process(ray.node_id)
+        owner = ProcessLocation.here(ray.node_id)
         return driver.create(
             "actors.supervision.mask_actor:MaskActor",
             owner,
@@ -274,7 +274,7 @@ class Supervisor:
         return answer.result()
 
     def _connect(
-        self, handle: ActorHandle, location: ActorLocation, ray: Connected
+        self, handle: ActorHandle, location: ProcessLocation, ray: Connected
     ) -> tuple[WorkerConnection, Channel]:
         """Connect to the actor: with shared memory and a Unix socket if it can reach our memory, otherwise by TCP."""
         settings, options = self._settings, self._settings.options

@@ -6,7 +6,7 @@ Tokens of byte-level tokenizers may begin or end within a character. If one ends
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import takewhile
 from typing import NamedTuple
 
@@ -66,12 +66,19 @@ _NO_TAILS: dict[bytes, tuple[int, ...]] = {}
 
 
 class Columns:
-    """Texts as columns of characters, the longest text first. A table automaton processes one column per step."""
+    """Texts as columns of characters, the longest text first. A table automaton processes one column per step.
 
-    def __init__(self, texts: list[str]) -> None:
-        self.order = np.array(sorted(range(len(texts)), key=lambda index: -len(texts[index])), dtype=np.int64)
+    Args:
+        texts: each with the first bytes of one more character, or b"".
+    """
+
+    def __init__(self, texts: Sequence[tuple[str, bytes]]) -> None:
+        self.order = np.array(sorted(range(len(texts)), key=lambda index: -len(texts[index][0])), dtype=np.int64)
         """Positions in `texts`, in the order of the result of `run`."""
-        ordered = [texts[index] for index in self.order]
+        ordered = [texts[index][0] for index in self.order]
+        self.tails = [texts[index][1] for index in self.order]
+        self.cut = np.flatnonzero([bool(tail) for tail in self.tails])
+        """Positions in this order of texts that end within a character."""
         self.alphabet = sorted({character for text in ordered for character in text})
         number = {character: index for index, character in enumerate(self.alphabet)}
         self._count = len(ordered)
@@ -120,13 +127,10 @@ class CharacterTokens:
         """The tokens that begin at a character, as a prefix tree."""
         for token, text, tail in texts:
             self.tree.add(token, text, tail)
-        self.columns = Columns([text for _, text, _ in texts])
-        """The same as columns; `ids`, `tails` and `cut` are in its order."""
-        ordered = [texts[index] for index in self.columns.order]
-        self.ids = np.array([token for token, _, _ in ordered], dtype=np.int64)
-        self.tails = [tail for _, _, tail in ordered]
-        self.cut = np.flatnonzero([bool(tail) for tail in self.tails])
-        """Positions of tokens with a tail."""
+        self.columns = Columns([(text, tail) for _, text, tail in texts])
+        """The same as columns."""
+        self.ids = np.array([texts[index].token for index in self.columns.order], dtype=np.int64)
+        """In the order of `columns`."""
         self.strings = StringTokens(texts, vocabulary.padded_vocab_size)
         """The tokens that may follow within a JSON string."""
 
@@ -140,24 +144,19 @@ class StringTokens:
         rests: a number for the text after the quote; -1 if the string stays open. `rest_tree` has them by text.
         closing: positions of tokens with the closing quote.
         plain: positions of tokens without an escape; `contents` has their contents as columns.
-        cut: positions in `plain` of tokens that end within a character; `tails` has their last bytes by position.
     """
 
     def __init__(self, texts: list[TokenText], padded_vocab_size: int) -> None:
         numbers: dict[str, int] = {}
         rows: list[tuple[int, int, int]] = []
-        plain: list[tuple[int, str]] = []
-        self.tails: dict[int, bytes] = {}
-        """Position -> the first bytes of one more character."""
+        plain: list[tuple[int, str, bytes]] = []
         for token, text, tail in texts:
             parts = _split(text)
             if parts is None or (tail and parts[2] is not None):
                 continue
             content, length, rest = parts
             if "\\" not in content:
-                plain.append((len(rows), content))
-            if tail:
-                self.tails[len(rows)] = tail
+                plain.append((len(rows), content, tail))
             rows.append((token, length + bool(tail), -1 if rest is None else numbers.setdefault(rest, len(numbers))))
         table = np.array(rows, dtype=np.int64).reshape(-1, 3)
         self.tokens, self.lengths, self.rests = (table[:, column].copy() for column in range(3))
@@ -165,9 +164,8 @@ class StringTokens:
         for rest, number in numbers.items():
             self.rest_tree.add(number, rest)
         self.closing = np.flatnonzero(self.rests >= 0)
-        self.contents = Columns([content for _, content in plain])
-        self.plain = np.array([position for position, _ in plain], dtype=np.int64)[self.contents.order]
-        self.cut = np.flatnonzero(np.isin(self.plain, np.array(list(self.tails), dtype=np.int64)))
+        self.contents = Columns([(content, tail) for _, content, tail in plain])
+        self.plain = np.array([position for position, _, _ in plain], dtype=np.int64)[self.contents.order]
         self.longest = int(self.lengths.max(initial=0))
         self._padded_vocab_size = padded_vocab_size
         self._open: dict[int, NDArray[np.int32]] = {}

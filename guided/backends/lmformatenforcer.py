@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from guided import regex
 from guided.backends.base import Backend
-from guided.backends.character_tokens import OTHER, CharacterTokens, cut
+from guided.backends.character_tokens import CharacterTokens, cut
 from guided.backends.lmformatenforcer_automata import Automaton, ChoiceAutomaton, RegexAutomaton, begins
 from guided.backends.lmformatenforcer_json import JsonAutomaton
 from guided.backends.lmformatenforcer_schema import lower
@@ -31,7 +31,6 @@ from guided.constraint import Constraint
 from guided.errors import GuidedError, UnsupportedConstraint, bounded
 from guided.vocabulary import Vocabulary
 
-_MAX_FORCED = 64
 _native = guard("lm-format-enforcer")
 
 _State = tuple[Any, bytes]
@@ -125,24 +124,6 @@ class LMFormatEnforcerGrammar(StateGrammar):
         automaton_state, pending = state
         key = self._automaton.key(automaton_state)
         return None if key is None else (key, pending)
-
-    def forced(self, state: _State) -> list[int]:
-        """See `StateGrammar.forced`. The last token is left out: the text after it may make it longer."""
-        automaton_state, pending = state
-        if pending:
-            return []
-        with _native:
-            return self.vocabulary.encode(self._forced_text(automaton_state))[:-1]
-
-    def _forced_text(self, state: Any) -> str:
-        text = ""
-        while len(text) < _MAX_FORCED and not self._automaton.final(state):
-            following = list(self._automaton.following(state))
-            after = self._automaton.step(state, following[0]) if len(following) == 1 else None
-            if after is None or following[0] == OTHER:
-                break
-            text, state = text + following[0], after
-        return text
 
     def _after(self, state: Any, pending: bytes, content: bytes) -> _State | None:
         parts = cut(pending + content)

@@ -6,7 +6,7 @@ automaton that `RegexParser` builds, and `ChoiceAutomaton` a prefix tree of the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable
+from collections.abc import Collection, Hashable, Iterable
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from guided.backends.character_tokens import OTHER, CharacterTokens, Columns, Node
 from guided.bitmask import pack
-from guided.errors import InvalidConstraint
 
 MAX_SPACES = 12
 """Maximum length of a run of whitespace in JSON."""
@@ -114,100 +113,67 @@ class ChoiceAutomaton(Automaton):
         return id(state)  # unique: the tree keeps its nodes alive
 
 
-class Machine:
-    """A regex as a table, int32 `[states + 1, symbols]`. The last state is the dead one.
+class RegexAutomaton(Automaton):
+    """A regex. A state is a row of `table`.
 
     Args:
         pattern: in the common subset (`guided.regex`), a full match.
-        usable: whether a text may contain a character.
-
-    Raises:
-        InvalidConstraint: no text matches it.
     """
 
-    def __init__(self, pattern: str, usable: Callable[[str], bool] = lambda _: True) -> None:
-        self.parser = RegexParser(pattern, config())
-        self.fsm = self.parser.context.pattern
-        self._drop_dead_ends(usable)
-        states = {state: index for index, state in enumerate(self.fsm.map)}
-        self.dead = len(states)
-        self.table = np.full((len(states) + 1, 1 + max(self.fsm.alphabet.values(), default=0)), self.dead, np.int32)
-        for state, transitions in self.fsm.map.items():
-            for symbol, target in transitions.items():
-                self.table[states[state], symbol] = states[target]
-        self.start = states[self.fsm.initial]
-        self.numbers = states
-        self.finals = np.zeros(len(states) + 1, dtype=bool)
-        self.finals[[states[state] for state in self.fsm.finals if state in states]] = True
-        self.characters: frozenset[str] = frozenset(c for c in self.fsm.alphabet if c is not anything_else)
-
-    def symbol(self, character: str) -> int:
-        """Return the column of a character."""
-        known = character in self.characters and character != OTHER
-        return int(self.fsm.alphabet[character if known else anything_else])
-
-    def symbols(self, columns: Columns) -> NDArray[np.int32]:
-        """Return the columns of an alphabet."""
-        return np.array([self.symbol(character) for character in columns.alphabet], dtype=np.int32)
-
-    def _drop_dead_ends(self, usable: Callable[[str], bool]) -> None:
-        fsm = self.fsm
-        may = {
-            symbol: any(c is anything_else or usable(c) for c in characters)
-            for symbol, characters in fsm.alphabet.by_transition.items()
-        }
-        into: dict[Any, set[Any]] = {}
-        for state, transitions in fsm.map.items():
-            for symbol, target in transitions.items():
-                if may[symbol]:
-                    into.setdefault(target, set()).add(state)
-        live, pending = set(fsm.finals), list(fsm.finals)
-        while pending:
-            fresh = into.get(pending.pop(), set()) - live
-            live |= fresh
-            pending.extend(fresh)
-        if fsm.initial not in live:
-            raise InvalidConstraint("no text that can be generated matches the regex")
-        kept: dict[Any, dict[Any, Any]] = {}
-        for state in live:
-            moves = fsm.map.get(state, {}).items()
-            kept[state] = {symbol: target for symbol, target in moves if target in live and may[symbol]}
-        fsm.map.clear()
-        fsm.map.update(kept)
-
-
-class RegexAutomaton(Automaton):
-    """A regex. A state is a row of the table."""
-
     def __init__(self, pattern: str, tokens: CharacterTokens) -> None:
-        self._machine = Machine(pattern)
-        self.start = self._machine.start
-        self.named = frozenset(character for character in self._machine.characters if character >= "\x80")
+        self.parser = RegexParser(pattern, config())
+        self._fsm = self.parser.context.pattern
+        self.numbers = {state: index for index, state in enumerate(self._fsm.map)}
+        """The library's state -> its row."""
+        self._dead = len(self.numbers)
+        """The last row, which is never left."""
+        columns = 1 + max(self._fsm.alphabet.values(), default=0)
+        self._table = np.full((self._dead + 1, columns), self._dead, np.int32)
+        for state, transitions in self._fsm.map.items():
+            for symbol, target in transitions.items():
+                self._table[self.numbers[state], symbol] = self.numbers[target]
+        self.start = self.numbers[self._fsm.initial]
+        self.finals = np.zeros(self._dead + 1, dtype=bool)
+        """By row."""
+        self.finals[[self.numbers[state] for state in self._fsm.finals]] = True
+        self._characters = frozenset(c for c in self._fsm.alphabet if c is not anything_else)
+        self.named = frozenset(character for character in self._characters if character >= "\x80")
         self._tokens = tokens
-        self._symbols = self._machine.symbols(tokens.columns)
+        self._symbols: dict[Columns, NDArray[np.int32]] = {}
+
+    def _symbol(self, character: str) -> int:
+        """Return the column of a character."""
+        known = character in self._characters and character != OTHER
+        return int(self._fsm.alphabet[character if known else anything_else])
 
     def step(self, state: int, character: str) -> int | None:
-        after = int(self._machine.table[state, self._machine.symbol(character)])
-        return None if after == self._machine.dead else after
+        after = int(self._table[state, self._symbol(character)])
+        return None if after == self._dead else after
 
     def final(self, state: int) -> bool:
-        return bool(self._machine.finals[state])
+        return bool(self.finals[state])
 
-    def mask(self, state: int) -> NDArray[np.int32]:
-        tokens = self._tokens
-        ends = tokens.columns.run(self._machine.table, self._symbols, state, self._machine.dead)
-        live = ends != self._machine.dead
+    def ends(self, texts: Columns, start: int) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+        """Return the state after each of `texts`, and whether the text may follow `start`, both in their order."""
+        if texts not in self._symbols:
+            self._symbols[texts] = np.array([self._symbol(character) for character in texts.alphabet], np.int32)
+        ends = texts.run(self._table, self._symbols[texts], start, self._dead)
+        live = ends != self._dead
         may: dict[tuple[int, bytes], bool] = {}
-        for index in tokens.cut[live[tokens.cut]].tolist():
-            at = int(ends[index]), tokens.tails[index]
+        for index in texts.cut[live[texts.cut]].tolist():
+            at = int(ends[index]), texts.tails[index]
             if at not in may:
                 may[at] = begins(self, *at)
             live[index] = may[at]
-        return pack(tokens.ids[live], tokens.vocabulary.padded_vocab_size)
+        return ends, live
+
+    def mask(self, state: int) -> NDArray[np.int32]:
+        _, live = self.ends(self._tokens.columns, state)
+        return pack(self._tokens.ids[live], self._tokens.vocabulary.padded_vocab_size)
 
     def following(self, state: int) -> Collection[str]:
-        live = np.flatnonzero(self._machine.table[state] != self._machine.dead).tolist()
-        found = [character for symbol in live for character in self._machine.fsm.alphabet.by_transition[symbol]]
+        live = np.flatnonzero(self._table[state] != self._dead).tolist()
+        found = [character for symbol in live for character in self._fsm.alphabet.by_transition[symbol]]
         return [OTHER if character is anything_else else character for character in found]
 
     def key(self, state: int) -> Hashable | None:

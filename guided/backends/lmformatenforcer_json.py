@@ -25,10 +25,9 @@ from lmformatenforcer.jsonschemaparser import (
 from numpy.typing import NDArray
 
 from guided.backends.character_tokens import OTHER, CharacterTokens, Ids
-from guided.backends.lmformatenforcer_automata import MAX_SPACES, Automaton, Machine, config, tree_tokens
+from guided.backends.lmformatenforcer_automata import MAX_SPACES, Automaton, RegexAutomaton, config, tree_tokens
 from guided.backends.lmformatenforcer_schema import Lowered
 from guided.bitmask import pack
-from guided.errors import InvalidConstraint, UnsupportedConstraint
 from guided.schema import json_syntax
 
 _SPACE = " \t\n\r"
@@ -74,12 +73,9 @@ class JsonAutomaton(Automaton):
 
     def __init__(self, lowered: Lowered, tokens: CharacterTokens, spaces: bool) -> None:
         self._spaces = spaces
-        self._machines = {pattern: _machine(pattern) for pattern in lowered.patterns}
-        characters = frozenset().union(*lowered.literals, *(machine.characters for machine in self._machines.values()))
+        self._patterns = {pattern: RegexAutomaton(pattern, tokens) for pattern in lowered.patterns}
+        characters = frozenset().union(*lowered.literals, *(pattern.named for pattern in self._patterns.values()))
         self.named = frozenset(character for character in characters if character >= "\x80")
-        self._symbols = {
-            pattern: machine.symbols(tokens.strings.contents) for pattern, machine in self._machines.items()
-        }
         self._tokens = tokens
         self.start = JsonState(self._parser(lowered.schema), json_syntax.START)
 
@@ -88,11 +84,10 @@ class JsonAutomaton(Automaton):
         context = JsonSchemaParser._Context()
         context.model_class = JsonSchemaObject(**copy.deepcopy(schema))
         context.alphabet_without_quotes = settings.alphabet.replace('"', "")
-        # The library's own cache is shared by all parsers of the process, and its automata have dead ends.
-        context.regex_parser_cache = {}
-        for pattern, machine in self._machines.items():
-            machine.parser.config = settings
-            context.regex_parser_cache[pattern] = machine.parser
+        # The library's own cache is shared by all parsers of the process.
+        context.regex_parser_cache = {pattern: automaton.parser for pattern, automaton in self._patterns.items()}
+        for automaton in self._patterns.values():
+            automaton.parser.config = settings
         return JsonSchemaParser(context, settings)
 
     def step(self, state: JsonState, character: str) -> JsonState | None:
@@ -145,82 +140,28 @@ class JsonAutomaton(Automaton):
                 return inside
             lengths = strings.lengths[strings.closing]
             closing = strings.closing[(lengths >= low) & (lengths <= high)]
-            return self._with_closing(state, inside, closing, "a" * low)
-        machine, symbols = self._machines[string.pattern], self._symbols[string.pattern]
-        start = machine.numbers[string.regex_parser.current_state]
-        ends = strings.contents.run(machine.table, symbols, start, machine.dead)
-        live = ends != machine.dead
-        cut = strings.cut[live[strings.cut]]
-        live[cut] = machine.table[ends[cut], machine.symbol(OTHER)] != machine.dead
-        for index in cut[~live[cut]].tolist() if self.named else ():
-            live[index] = self._may_continue(machine, int(ends[index]), strings.tails[int(strings.plain[index])])
-        reached, final = strings.plain[live], strings.plain[machine.finals[ends]]
+            return self._with_closing(state, string, inside, closing)
+        automaton = self._patterns[string.pattern]
+        ends, live = automaton.ends(strings.contents, automaton.numbers[string.regex_parser.current_state])
+        reached, final = strings.plain[live], strings.plain[automaton.finals[ends]]
         inside = self._pack(strings.tokens[reached[strings.rests[reached] < 0]])
-        return self._with_closing(
-            state, inside, final[strings.rests[final] >= 0], self._content_to_final(machine, string)
-        )
+        return self._with_closing(state, string, inside, final[strings.rests[final] >= 0])
 
     def _with_closing(
-        self, state: JsonState, inside: NDArray[np.int32], closing: Ids, content: str | None
+        self, state: JsonState, string: StringParsingState, inside: NDArray[np.int32], closing: Ids
     ) -> NDArray[np.int32]:
-        """Add the `closing` tokens with an allowed text after the quote. `content`: text that completes the string."""
+        """Add the `closing` tokens with an allowed text after the quote to the mask `inside`."""
         strings = self._tokens.strings
-        after: JsonState | None = state if content is not None and len(closing) else None
-        for character in (content or "") + '"':
-            after = self.step(after, character) if after is not None else None
+        complete = JsonState(_with_top(state.parser, _completed(string)), state.syntax)
+        after = self.step(complete, '"') if len(closing) else None
         if after is None:
             return inside
         spelled = tree_tokens(self, after, strings.rest_tree)
         return inside | self._pack(strings.tokens[closing[np.isin(strings.rests[closing], spelled)]])
 
-    def _may_continue(self, machine: Machine, state: int, cut: bytes) -> bool:
-        """Return whether a character that the schema names and that starts with the bytes `cut` may follow."""
-        following = machine.table[state]
-        return any(c.encode().startswith(cut) and following[machine.symbol(c)] != machine.dead for c in self.named)
-
-    def _content_to_final(self, machine: Machine, string: StringParsingState) -> str | None:
-        """Return the shortest text that satisfies the pattern; None if it is longer than any token."""
-        start = machine.numbers[string.regex_parser.current_state]
-        seen, pending = {start}, [(start, "")]
-        for state, text in pending:
-            if machine.finals[state]:
-                return text
-            if len(text) >= self._tokens.strings.longest:
-                break
-            for symbol in np.flatnonzero(machine.table[state] != machine.dead):
-                after = int(machine.table[state, symbol])
-                if after not in seen:
-                    seen.add(after)
-                    pending.append((after, text + self._one_of(machine, int(symbol))))
-        return None
-
-    def _one_of(self, machine: Machine, symbol: int) -> str:
-        characters = [c for c in machine.fsm.alphabet.by_transition[symbol] if isinstance(c, str)]
-        usable = [c for c in characters if _may_stand_in_a_string(c)]
-        return (
-            usable[0]
-            if usable
-            else next(c for c in config().alphabet if machine.symbol(c) == symbol and c not in '"\\')
-        )
-
     def key(self, state: JsonState) -> Hashable | None:
         key = _key(state.parser)
         return None if key is None else (key, state.syntax, state.spaces)
-
-
-def _machine(pattern: str) -> Machine:
-    try:
-        return Machine(pattern, _may_stand_in_a_string)
-    except InvalidConstraint:  # every match must be escaped
-        raise UnsupportedConstraint(
-            "lm-format-enforcer can't enforce a pattern that only text with quotes, backslashes or control characters"
-            " matches",
-            param="json_schema",
-        ) from None
-
-
-def _may_stand_in_a_string(character: str) -> bool:
-    return character >= " " and character not in '"\\'
 
 
 def _with_first_space(parser: CharacterLevelParser) -> CharacterLevelParser:
@@ -263,15 +204,28 @@ def _options(parser: CharacterLevelParser) -> list[CharacterLevelParser]:
         and parser.object_stack
         and isinstance(parser.object_stack[-1], UnionParser)
     ):
-        options = []
-        for option in parser.object_stack[-1].parsers:
-            stack = [*parser.object_stack[:-1], option]
-            split = JsonSchemaParser(parser.context, parser.config, stack, parser.num_consecutive_whitespaces)
-            split.last_parsed_string = parser.last_parsed_string
-            split.last_non_whitespace_character = parser.last_non_whitespace_character
-            options.append(split)
-        return options
+        return [_with_top(parser, option) for option in parser.object_stack[-1].parsers]
     return [parser]
+
+
+def _with_top(parser: JsonSchemaParser, top: CharacterLevelParser) -> JsonSchemaParser:
+    """Return a copy of `parser` with another parser of the current value."""
+    stack = [*parser.object_stack[:-1], top]
+    copied = JsonSchemaParser(parser.context, parser.config, stack, parser.num_consecutive_whitespaces)
+    copied.last_parsed_string = parser.last_parsed_string
+    copied.last_non_whitespace_character = parser.last_non_whitespace_character
+    return copied
+
+
+def _completed(string: StringParsingState) -> StringParsingState:
+    """Return a copy of an open string that lacks only its closing quote."""
+    complete = string._clone()
+    if complete.regex_parser is None:
+        complete.parsed_string = complete.parsed_string.ljust(complete.min_length or 0, "a")
+    else:
+        context = complete.regex_parser.context
+        complete.regex_parser = RegexParser(context, complete.regex_parser.config, min(context.pattern.finals))
+    return complete
 
 
 def _top(parser: CharacterLevelParser) -> Iterable[CharacterLevelParser]:

@@ -14,6 +14,7 @@ from typing import Any
 from guided import regex
 from guided.backends.schema_lowering import ArrayShape, SchemaLowering, any_of, counts
 from guided.errors import InvalidConstraint, bounded
+from guided.schema import string_pattern
 from guided.schema.keywords import ALL_TYPES, OF_TYPE, Schema
 
 
@@ -99,9 +100,12 @@ class _Lowering(SchemaLowering):
             node = regex.parse_ecma(schema["pattern"], param="json_schema")
         except InvalidConstraint as error:
             raise self.at_keyword(error, schema, "pattern") from None
-        if node == regex.EMPTY:
+        plain = regex.within(node, string_pattern.PLAIN)
+        if plain is None:
+            raise self.refusal(schema, "pattern", " that only text with escaped characters matches")
+        if plain == regex.EMPTY:
             return {"type": "string", "enum": [""]}
-        pattern = f"(?:{regex.render(regex.with_small_classes(node))})"
+        pattern = f"(?:{regex.render(regex.with_small_classes(plain))})"
         self.patterns.add(pattern)
         return {"type": "string", "pattern": pattern}
 

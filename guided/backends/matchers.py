@@ -74,9 +74,6 @@ class StateGrammar(CompiledGrammar, Protocol):
     def mask(self, state: Any) -> NDArray[np.int32]:
         """The tokens that are allowed in `state`: int32 `[words]`, read-only."""
 
-    def forced(self, state: Any) -> list[int]:
-        """The only possible continuation of `state`, which is not final."""
-
     def matcher(self) -> Matcher:
         return StateMatcher(self, [self.start])
 
@@ -110,6 +107,3 @@ class StateMatcher(TextMatcher):
     def is_accepting(self) -> bool:
         empty = self._grammar.accepts_empty and len(self._states) == 1
         return empty or self._grammar.is_final(self._states[-1])
-
-    def forced_tokens(self) -> list[int]:
-        return [] if self._terminated or self.is_accepting() else self._grammar.forced(self._states[-1])

@@ -27,12 +27,11 @@ from guided.backends.mask_cache import MaskCache
 from guided.backends.matchers import StateGrammar
 from guided.backends.native import guard
 from guided.backends.outlines_schema import to_regex
-from guided.bitmask import allowed_ids, words
+from guided.bitmask import words
 from guided.constraint import Constraint
 from guided.errors import UnsupportedConstraint, bounded
 from guided.vocabulary import Vocabulary
 
-_MAX_FORCED = 64
 _native = guard("outlines")
 
 
@@ -144,14 +143,3 @@ class OutlinesGrammar(StateGrammar):
             state, token = self._reached[state]
             path.append(token)
         return path[::-1]
-
-    def forced(self, state: int) -> list[int]:
-        tokens: list[int] = []
-        while len(tokens) < _MAX_FORCED and not self.is_final(state):
-            allowed = allowed_ids(self.mask(state))
-            reached = self.next_state(state, int(allowed[0])) if len(allowed) == 1 else None
-            if reached is None:
-                break
-            tokens.append(int(allowed[0]))
-            state = reached
-        return tokens

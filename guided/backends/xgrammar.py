@@ -16,9 +16,7 @@ import json
 import math
 import re
 import time
-from bisect import bisect_right
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
@@ -102,40 +100,26 @@ class XGrammarBackend(Backend):
         return XGrammarGrammar(self._tokens, compiled, math.inf)
 
     def _compile(self, constraint: Constraint) -> Any:
+        if constraint.kind == "structural_tag":
+            tag = TagFormat(constraint, self._tokens.special_names, lambda content: str(self._grammar(content)))
+            return self._compiler.compile_structural_tag(json.dumps(tag.source()))
+        return self._compiler.compile_grammar(self._grammar(constraint))
+
+    def _grammar(self, constraint: Constraint) -> Any:
+        """Return a constraint as a grammar: xgrammar's, or a text in its notation."""
         match constraint.kind:
             case "json_schema":
-                return self._compile_schema(lower(json.loads(constraint.source)), constraint.whitespace)
+                return self._schema_ebnf(lower(json.loads(constraint.source)), constraint.whitespace)
             case "json_object":
-                return self._compile_schema(lower({"type": "object"}), constraint.whitespace)
+                return self._schema_ebnf(lower({"type": "object"}), constraint.whitespace)
             case "regex":
-                return self._compiler.compile_regex(regex.canonical(constraint.source))
+                return f"root ::= {ebnf(regex.parse(constraint.source))}"
             case "choice":
-                options = " | ".join(quoted(option) for option in constraint.choices)
-                return self._compiler.compile_grammar(f"root ::= {options}")
-            case "grammar":
-                if syntax(constraint.source) == "lark":
-                    return self._compiler.compile_grammar(self._from_lark(constraint.source))
-                parse_gbnf(constraint.source)
-                return self._compiler.compile_grammar(constraint.source)
-            case "structural_tag":
-                tag = TagFormat(constraint, self._tokens.special_names, self._ebnf)
-                return self._compiler.compile_structural_tag(json.dumps(tag.source()))
-
-    def _ebnf(self, content: Constraint) -> str:
-        """Return a content of a structural tag as a grammar."""
-        match content.kind:
-            case "json_schema":
-                return self._schema_ebnf(lower(json.loads(content.source)), content.whitespace)
-            case "json_object":
-                return self._schema_ebnf(lower({"type": "object"}), content.whitespace)
-            case "regex":
-                return f"root ::= {ebnf(regex.parse(content.source))}"
-            case "choice":
-                return f"root ::= {' | '.join(map(quoted, content.choices))}"
-            case "grammar" if syntax(content.source) == "lark":
-                return str(self._from_lark(content.source))
-        parse_gbnf(content.source)
-        return content.source
+                return f"root ::= {' | '.join(map(quoted, constraint.choices))}"
+            case "grammar" if syntax(constraint.source) == "lark":
+                return self._from_lark(constraint.source)
+        parse_gbnf(constraint.source)
+        return constraint.source
 
     def _from_lark(self, text: str) -> Any:
         grammar = xgrammar.Grammar.from_lark(text, tokenizer_info=self._tokenizer)
@@ -145,9 +129,6 @@ class XGrammarBackend(Backend):
                 param="grammar",
             )
         return grammar
-
-    def _compile_schema(self, schema: Lowered, whitespace: str | None) -> Any:
-        return self._compiler.compile_grammar(xgrammar.Grammar.from_ebnf(self._schema_ebnf(schema, whitespace)))
 
     def _schema_ebnf(self, schema: Lowered, whitespace: str | None) -> str:
         if whitespace:
@@ -268,28 +249,11 @@ class XGrammarMatcher(Matcher):
         with _native:
             return bool(self.native.is_terminated())
 
-    def forced_tokens(self) -> list[int]:
-        """See `Matcher.forced_tokens`. Tokens at the end are left out if the text after them may make them longer."""
-        with _native:
-            if self.native.is_terminated():
-                return []
-            try:
-                text = str(self.native.find_jump_forward_string())
-            except UnicodeDecodeError:  # the text ends within a character
-                return []
-            tokens = self._tokens.certain(text) if text else []
-            if tokens:
-                trial = self.native.fork()
-                if not all(trial.accept_token(token) for token in tokens):
-                    return []
-        return tokens
-
 
 class _Tokens:
     """The data that all matchers of one vocabulary share."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        self._vocabulary = vocabulary
         self._known = frozenset(vocabulary.permitted_token_ids)
         self.special_names = vocabulary.special_names
         texts = [(token, vocabulary.token_bytes[token]) for token in vocabulary.text_token_ids]
@@ -319,18 +283,3 @@ class _Tokens:
         lead = self._leads.get(accepted[-1]) if accepted else None
         if lead is not None:
             np.bitwise_and(row, self._keep_after[lead], out=row)
-
-    def certain(self, text: str) -> list[int]:
-        """Return the first tokens of `text` that are the same whatever text follows."""
-        rest, found = text.encode("utf-8"), []
-        for token in self._vocabulary.encode(text):
-            place = bisect_right(self._sorted, rest)
-            if place < len(self._sorted) and self._sorted[place].startswith(rest):
-                break  # a longer token could stand here
-            found.append(token)
-            rest = rest[len(self._vocabulary.token_bytes[token]) :]
-        return found
-
-    @cached_property
-    def _sorted(self) -> list[bytes]:
-        return sorted({self._vocabulary.token_bytes[token] for token in self._vocabulary.text_token_ids})

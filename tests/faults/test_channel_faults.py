@@ -14,6 +14,7 @@ from cutting_proxy import CuttingProxy, Way
 from driven_pool import until
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.msgpack import encode
 from numpy.typing import NDArray
 from scripted_grammar import ScriptedGrammar
 from slow_grammar import SlowGrammar
@@ -25,7 +26,6 @@ from actors.steps import Dispatcher
 from actors.steps.placement import WorkerDown, WorkerUp
 from actors.steps.protocol import EDIT, Answer, Failed, Filled, Open, Ring, Segment, SegmentName, attach
 from guided.errors import GuidedError, WorkerDied, to_wire
-from guided.messages import encode
 
 LONG = "a" * 3000
 SENTENCES = [tokens(text) for text in ("abc", "abd", "xyz", LONG)]

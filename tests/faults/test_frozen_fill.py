@@ -18,7 +18,7 @@ from stuck_worker import TEXTS, serve
 from thread_actor import ThreadActor, close_all
 
 from actors.channel import Transport
-from actors.processes import ActorLocation
+from actors.processes import ProcessLocation
 from actors.steps import Dispatcher
 from actors.steps.connection import WorkerConnection
 from actors.steps.placement import WorkerDown, WorkerUp
@@ -46,7 +46,7 @@ class Frozen(StepDriver):
         assert channel.wait_connected(WAIT)
         assert self.process.pid is not None
         self.pid = self.process.pid
-        location = ActorLocation(self.pid, "node", "host")
+        location = ProcessLocation(self.pid, "node", "host")
         self.connection = WorkerConnection(0, 1_000_000, location, channel, self.segment, True, {"fast", "stuck"})
         self.dispatcher = Dispatcher(mask_limit=60.0, pool_wait=60.0, max_replays=0)
         self.dispatcher.announce(WorkerUp(self.connection))

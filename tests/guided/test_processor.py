@@ -296,7 +296,6 @@ def test_a_grammar_still_being_compiled_when_its_request_ends_is_released_later(
     assert released == []
     grammar = Grammar("k", "llguidance", Constraint.choice(["1"]), ("k",))
     pool.pending.set_result(grammar)
-    subject.failures()
     assert released == [grammar]
 
 

@@ -14,7 +14,7 @@ import zmq
 from byte_vocabulary import BYTES, WORDS
 
 from actors.channel import Address, Channel, Transport, connect
-from actors.processes import ActorLocation
+from actors.processes import ProcessLocation
 from actors.steps.connection import WorkerConnection
 from actors.steps.protocol import Segment, SlotTable, attach
 from actors.steps.server import StepServer
@@ -46,7 +46,7 @@ class ConnectedPair:
         self.end = connect(self.context, through(self.channel.address))
         assert self.channel.wait_connected(10)
         self.installed: set[str] = set()
-        location = ActorLocation(os.getpid(), "node", "host")
+        location = ProcessLocation(os.getpid(), "node", "host")
         self.connection = WorkerConnection(
             index, next(_incarnations), location, self.channel, self.segment, shared, self.installed
         )

@@ -12,6 +12,7 @@ import pytest
 from byte_vocabulary import BYTES, WORDS, allowed, tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.msgpack import encode
 from step_driver import WAIT, all_ready, outcomes
 from thread_actor import close_all
 from thread_cluster import Cluster, ids, until
@@ -20,7 +21,6 @@ from actors.channel import Transport
 from actors.steps.placement import WorkerRetiring
 from actors.steps.protocol import Failed, Filled
 from guided.errors import GuidedError, MaskTimeout, PoolUnavailable, TokenRejected, WorkerDied, to_wire
-from guided.messages import encode
 
 # placement
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import zmq
 from byte_vocabulary import WORDS, allowed, tokens
+from msgspec.msgpack import Decoder, encode
 from scripted_grammar import ScriptedGrammar
 from slow_grammar import SlowGrammar
 from thread_actor import ThreadActor
@@ -32,7 +33,6 @@ from actors.steps.protocol import (
     freed,
 )
 from guided.errors import BackendError, TokenRejected, from_wire
-from guided.messages import decoder, encode
 
 FAST = ScriptedGrammar([tokens("ab"), tokens("ac"), tokens("xyz")])
 
@@ -68,7 +68,7 @@ class Peer:
             return None
         frame = self.channel.receive()
         assert frame is not None
-        found: Answer = decoder(Answer).decode(frame)  # type: ignore[arg-type]
+        found: Answer = Decoder(Answer).decode(frame)  # type: ignore[arg-type]
         return found
 
     def wait(self, slot: int) -> None:

@@ -237,7 +237,7 @@ def test_equal_states_share_a_mask(vocabulary: Vocabulary) -> None:
 
 def test_columns_run_a_table_over_all_texts() -> None:
     texts = ["ab", "", "abc", "b", "ba"]
-    columns = Columns(texts)
+    columns = Columns([(text, b"") for text in texts])
     table = np.array([[1, 3, 3], [3, 2, 3], [3, 3, 0], [3, 3, 3]], dtype=np.int32)  # (abc)*
     ends = columns.run(table, np.arange(3, dtype=np.int32), 0, 3)
     assert dict(zip([texts[index] for index in columns.order], ends.tolist(), strict=True)) == {

@@ -188,15 +188,6 @@ def test_the_way_to_a_state_is_no_longer_than_the_automaton() -> None:
     assert len(grammar.path(state)) <= 1
 
 
-def test_forced_tokens(backend: OutlinesBackend) -> None:
-    state = backend.compile(Constraint.choice(["abc", "abd"])).matcher()
-    assert state.forced_tokens() == [ord("a") + 1, ord("b") + 1]
-    state.accept_tokens([ord("a") + 1, ord("b") + 1])
-    assert state.forced_tokens() == []
-    state.accept_tokens([ord("c") + 1])
-    assert state.forced_tokens() == []
-
-
 def test_nothing_matches(backend: OutlinesBackend) -> None:
     with pytest.raises(InvalidConstraint):
         backend.compile(Constraint.json_schema({"type": "integer", "minimum": 1.2, "maximum": 1.8}))

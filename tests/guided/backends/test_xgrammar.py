@@ -292,20 +292,6 @@ def test_malformed_grammars(backend: XGrammarBackend, text: str, error: type[Exc
     assert "/project/" not in str(caught.value)
 
 
-def test_forced_tokens_are_certain(vocabulary: Vocabulary) -> None:
-    backend = XGrammarBackend(vocabulary)
-    state = backend.compile(Constraint.json_schema({"const": {"address": "London"}}, whitespace="")).matcher()
-    forced = state.forced_tokens()
-    assert forced
-    text = b'{"address":"London"}'
-    assert text.startswith(vocabulary.decode(forced))
-    assert vocabulary.encode(text)[: len(forced)] == forced
-    state.accept_tokens(forced)
-    # What is left could be the beginning of longer tokens, if more were to follow.
-    rest = text[len(vocabulary.decode(forced)) :]
-    assert not rest or any(token.startswith(rest) for token in vocabulary.token_bytes)
-
-
 @pytest.mark.parametrize(
     "grammar",
     [
