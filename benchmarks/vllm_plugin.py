@@ -104,7 +104,7 @@ def engines(python: str, model: Path, dummy: bool, batch: int) -> Iterator[dict[
     with contextlib.ExitStack() as stack:
         found = {}
         for label, way in tqdm(WAYS.items(), desc="starting", leave=False, disable=None):
-            arguments = (way, str(model), "dummy" if dummy else "real", str(batch))
+            arguments = (way, str(model), "dummy" if dummy else "real", str(batch), "auto")
             process = JsonProcess(
                 "benchmarks.peers.vllm_engine", *arguments, label=label, environment=environment, python=python
             )

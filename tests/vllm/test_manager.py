@@ -189,14 +189,9 @@ class Reasoner:
 
 
 class Subject:
-    """A manager and one request for the text "1 2 3 4", as in this minor version of vLLM.
+    """A manager and one request for the text "1 2 3 4"."""
 
-    Args:
-        drafts: as many as vLLM is configured for.
-    """
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, reasons: bool, drafts: int = 0, minor: int = 32) -> None:
-        monkeypatch.setattr("guided.integrations.vllm.manager.__version_tuple__", (0, minor, 0))
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, reasons: bool) -> None:
         pool = InlinePool(VOCABULARY, ScriptedBackends(VOCABULARY))  # type: ignore[arg-type]
         monkeypatch.setattr("guided.integrations.vllm.configuration.open_pool", lambda config, options: pool)
         config: Any = SimpleNamespace(
@@ -205,7 +200,6 @@ class Subject:
             model_config=SimpleNamespace(skip_tokenizer_init=True, get_vocab_size=lambda: WIDTH, is_diffusion=False),
             structured_outputs_config=SimpleNamespace(enable_in_reasoning=False),
             additional_config={"guided": {"pool": "inline"}},
-            num_speculative_tokens=drafts,
         )
         self.manager = GuidedManager(config)
         self.manager.tokenizer = None
@@ -247,14 +241,6 @@ class TestDraftTokens:
         assert subject.accept(1, 2)
         assert subject.rows([3, -1]) == [[3], [4], "all"]
 
-    def test_from_0_33_on_each_request_has_a_block_of_one_width(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        subject = Subject(monkeypatch, reasons=False, drafts=3, minor=33)
-        assert subject.rows([1]) == [[1], [2], "all", "all"]
-        assert subject.accept(1, 2)
-        assert subject.rows([]) == [[3], "all", "all", "all"]
-        assert subject.rows([3, 7, 1]) == [[3], [4], [STOP], [STOP]]
-        assert subject.drafts["r"] == [3, -1, -1]
-
     def test_a_token_that_its_mask_forbids_ends_the_request(self, monkeypatch: pytest.MonkeyPatch) -> None:
         subject = Subject(monkeypatch, reasons=False)
         subject.rows([])
@@ -276,17 +262,3 @@ class TestReasoning:
         assert subject.rows([8, 9]) == ["all", "all", "all"]
         assert subject.accept(8, END_OF_THOUGHT)
         assert subject.rows([]) == [[1]]
-
-    def test_an_end_that_begins_the_output_is_masked_where_the_constraint_forbids_it(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """vLLM's parsers from 0.33 on: a token such as the start of a tool call ends the reasoning."""
-        monkeypatch.setattr(Reasoner, "implicit_reasoning_end_token_ids", frozenset({1, 7}), raising=False)
-        subject = Subject(monkeypatch, reasons=True)
-        reasoning = [token for token in range(64) if token != 7]
-        assert subject.rows([]) == [reasoning]
-        assert subject.accept(8)
-        assert subject.rows([8, END_OF_THOUGHT, 1]) == [reasoning, reasoning, [1], [2]]
-        assert subject.rows([8]) == [reasoning, reasoning]
-        assert subject.accept(8, END_OF_THOUGHT)
-        assert subject.rows([2]) == [[1], [STOP]]

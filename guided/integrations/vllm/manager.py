@@ -7,15 +7,13 @@ preempts it, discards the token of this step, and continues it when the mask is 
 
 from __future__ import annotations
 
-import logging
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
-from vllm import __version_tuple__
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.utils import strip_speculative_padding
 
@@ -29,8 +27,6 @@ from guided.integrations.vllm.scheduling import guided_scheduler
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.request import Request
-
-_log = logging.getLogger("guided.integrations")
 
 
 @dataclass(eq=False, slots=True)
@@ -48,21 +44,6 @@ class _Output:
     """Number of tokens for which a slow request's mask was last asked for."""
 
 
-class _Block(NamedTuple):
-    """The lines of one request in a step's bitmask: one per draft token, one more, and padding."""
-
-    request_id: str
-    first: int
-    last: int
-    """The line after the block."""
-    reasoning: int = 0
-    """Number of lines before the constraint begins."""
-    start: int = 0
-    """The line with the mask of the constraint's first token, if there are `ends`."""
-    ends: Collection[int] = ()
-    """Tokens that end the reasoning and begin the constrained output, for example the start of a tool call."""
-
-
 class _Step:
     """The lines of one step's bitmask."""
 
@@ -71,11 +52,9 @@ class _Step:
         self.drafts = {name: list(drafts[name]) for name in request_ids if name in drafts} if drafts else {}
         self.rows: list[GuidedRow] = []
         """The lines with a mask. The others are unconstrained: reasoning, and padding after the draft tokens."""
-        self.blocks: list[_Block] = []
-
-    @property
-    def lines(self) -> int:
-        return self.blocks[-1].last if self.blocks else 0
+        self.lines: dict[str, range] = {}
+        """Of each request: one per draft token, and one more."""
+        self.count = 0
 
     def is_for(self, request_ids: Sequence[str], drafts: Mapping[str, list[int]]) -> bool:
         """Return whether these requests and draft tokens are those of this step."""
@@ -97,8 +76,6 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
         weakref.finalize(self, self._opener.close)
         self._masker = Masker(self._opener, self._note_failure, vllm_config.model_config.get_vocab_size())
         self._step_wait = step_wait(vllm_config)
-        self._block = 1 + vllm_config.num_speculative_tokens if __version_tuple__ >= (0, 33) else None
-        """Lines of each request in a bitmask. None: as many as it has draft tokens, and one more."""
         self._outputs: dict[str, _Output] = {}
         """By vLLM's request id. The thread that receives requests adds to it."""
         self._slow: dict[str, _Output] = {}
@@ -148,19 +125,16 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
             step = self.prepare(requests, structured_output_request_ids, scheduled_spec_decode_tokens)
         self._step = None
         bitmask = self._masker.collect(self._step_wait, park=True)
-        if len(bitmask) < step.lines:
-            constrained, bitmask = bitmask, np.full((step.lines, bitmask.shape[1]), -1, np.int32)
+        if len(bitmask) < step.count:
+            constrained, bitmask = bitmask, np.full((step.count, bitmask.shape[1]), -1, np.int32)
             bitmask[[row.logits_row for row in step.rows]] = constrained
         discarded = {step.rows[index].logits_row for index in self._masker.discarded}
-        for block in step.blocks:
-            request_id, first, last = block[:3]
+        for request_id, lines in step.lines.items():
             output = self._outputs[request_id]
-            output.masks = bitmask[first:last]
-            if block.ends:
-                _mask_reasoning(bitmask, block)
+            output.masks = bitmask[lines.start : lines.stop]
             if output.stops:
                 self._allow_stops(output)
-            invalid = next((line - first - 1 for line in range(first + 1, last) if line in discarded), None)
+            invalid = next((index for index, line in enumerate(lines[1:]) if line in discarded), None)
             if invalid is not None:  # vLLM counts the drafts before the first -1 as acceptable
                 tokens = scheduled_spec_decode_tokens[request_id]
                 scheduled_spec_decode_tokens[request_id] = [*tokens[:invalid], *[-1] * (len(tokens) - invalid)]
@@ -260,24 +234,14 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
             given = drafts.get(request_id, [])
             tokens = strip_speculative_padding(given)
             grammar_start = constraint_start = 0
-            ends: Collection[int] = ()
             if self.reasoner_cls is not None:
                 grammar_start, constraint_start = self._get_constraint_bounds(requests[request_id], tokens)
-            first = step.lines
-            rows: list[GuidedRow] = []
+            step.lines[request_id] = lines = range(step.count, step.count + 1 + len(given))
+            step.count = lines.stop
             for count in range(constraint_start, len(tokens) + 1):
                 consumed = tokens[grammar_start:count]
                 before = [*output.tokens, *consumed] if consumed else output.tokens
-                rows.append(GuidedRow(output.request, first + count, before, len(consumed)))
-            if constraint_start:
-                reasoner = self._get_reasoner(requests[request_id])
-                ends = getattr(reasoner, "implicit_reasoning_end_token_ids", ())
-                if ends and (not rows or rows[0].drafts):
-                    rows.insert(0, GuidedRow(output.request, first, output.tokens))
-            step.rows += rows
-            last = first + (self._block or 1 + len(given))
-            start = rows[0].logits_row if rows else first
-            step.blocks.append(_Block(request_id, first, last, min(constraint_start, 1 + len(tokens)), start, ends))
+                step.rows.append(GuidedRow(output.request, lines[count], before, len(consumed)))
         self._masker.prepare(step.rows)
         return step
 
@@ -289,14 +253,6 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
             for token in output.stops - self._masker.stop_token_ids:
                 word = mask[token >> 5]
                 mask[token >> 5] = word | _bit(token) if complete else word & ~_bit(token)
-
-
-def _mask_reasoning(bitmask: NDArray[np.int32], block: _Block) -> None:
-    """Allow all tokens in the lines of the reasoning, except those `ends` that can't begin the constrained output."""
-    line = np.full(bitmask.shape[1], -1, np.int32)
-    for token in block.ends:
-        line[token >> 5] &= bitmask[block.start, token >> 5] | ~_bit(token)
-    bitmask[block.first : block.first + block.reasoning] = line
 
 
 def _bit(token: int) -> np.int32:

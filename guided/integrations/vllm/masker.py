@@ -195,12 +195,13 @@ class Masker:
 
     # a step
 
-    def prepare(self, rows: Sequence[GuidedRow], wait: float | None = None) -> bool:
+    def prepare(self, rows: Sequence[GuidedRow], wait: float | None = None, error: Exception | None = None) -> bool:
         """Start to compute the masks of `rows`. `collect` or `apply` follows, or the next `prepare`.
 
         Args:
             wait: seconds to wait for grammars. Requests without one fail then. None: if a grammar or a token is
                 missing, False is returned.
+            error: why the tokens of `rows` are not available. Their requests fail.
         """
         self._discard_step()
         self._rows, self._discarded, self._prepared = rows, set(), {}
@@ -210,9 +211,11 @@ class Masker:
             return False
         self._wait_for_grammars(wait or 0.0)
         try:
+            if error is not None:
+                raise error
             self._submit()
-        except Exception as error:
-            self._fail_rows(error)
+        except Exception as failure:
+            self._fail_rows(failure)
         return True
 
     def _wait_for_grammars(self, seconds: float) -> None:
@@ -344,12 +347,6 @@ class Masker:
         """Finish a prepared step that the engine does not use."""
         if self._in_step:
             self.collect(0.0, park=True)
-
-    def fail_step(self, rows: Sequence[GuidedRow], error: Exception) -> None:
-        """Fail the requests of `rows`, instead of `prepare`: their tokens are not available."""
-        self._discard_step()
-        self._rows, self._discarded = rows, set()
-        self._fail_rows(error)
 
     def _fail_rows(self, error: Exception) -> None:
         """Fail this step's requests after an unexpected error."""

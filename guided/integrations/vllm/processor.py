@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.exceptions import VLLMValidationError
-from vllm.v1.sample.logits_processor.interface import BatchUpdate, MoveDirectionality
+from vllm.v1.sample.logits_processor.builtin import process_dict_updates
+from vllm.v1.sample.logits_processor.interface import BatchUpdate
 from vllm.v1.sample.logits_processor.interface import LogitsProcessor as V1LogitsProcessor
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext, LogitsProcRequestState
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor as V2LogitsProcessor
@@ -26,8 +27,7 @@ from guided.integrations.vllm.configuration import pool_opener, step_wait, stop_
 from guided.integrations.vllm.masker import UNKNOWN_TOKEN, GuidedRequest, GuidedRow, Masker
 from guided.integrations.vllm.request_params import VALIDATED, GuidedParams, guided_params, request_id
 from guided.integrations.vllm.run_directory import announce
-from guided.integrations.vllm.tensor_parallel import TensorParallelRanks
-from guided.integrations.vllm.v1_batch import V1Batch
+from guided.integrations.vllm.tensor_parallel import Ranks
 from guided.integrations.vllm.v2_batch import V2Batch
 
 if TYPE_CHECKING:
@@ -88,7 +88,8 @@ class GuidedLogitsProcessor(V1LogitsProcessor, V2LogitsProcessor):  # type: igno
         weakref.finalize(self, pool.close)
         self._masker = Masker(pool, _report, vllm_config.model_config.get_vocab_size(), ranks)
         self._step_wait = step_wait(vllm_config)
-        self._v1: V1Batch[tuple[GuidedRequest, list[int]]] = V1Batch()
+        self._v1: dict[int, tuple[GuidedRequest, list[int]]] = {}
+        """The V1 runner's guided rows: the request and its output tokens."""
         self._rows: list[GuidedRow] = []
         self._prepared = True
         if v2:
@@ -127,14 +128,16 @@ class GuidedLogitsProcessor(V1LogitsProcessor, V2LogitsProcessor):  # type: igno
         """Before the forward pass: follow the batch, and prepare its masks if all tokens are known."""
         if self.idle:
             return
-        if batch_update is not None:
-            entered = ((index, self._begin(params), outputs) for index, params, _, outputs in batch_update.added)
-            added = [(index, None if request is None else (request, outputs)) for index, request, outputs in entered]
-            moved = [(one, other, how is MoveDirectionality.SWAP) for one, other, how in batch_update.moved]
-            for request, _ in self._v1.update(batch_update.removed, added, moved):
+        before = self._rows
+        if process_dict_updates(self._v1, batch_update, self._enter):
+            self._rows = [GuidedRow(request, row, outputs) for row, (request, outputs) in sorted(self._v1.items())]
+            for request in {row.request for row in before} - {row.request for row in self._rows}:
                 self._masker.end(request)
-            self._rows = [GuidedRow(request, row, outputs) for row, (request, outputs) in self._v1]
         self._prepared = self._masker.prepare(self._rows)
+
+    def _enter(self, params: SamplingParams, _: Any, outputs: list[int]) -> tuple[GuidedRequest, list[int]] | None:
+        request = self._begin(params)
+        return None if request is None else (request, outputs)
 
     # the V2 model runner
 
@@ -149,21 +152,18 @@ class GuidedLogitsProcessor(V1LogitsProcessor, V2LogitsProcessor):  # type: igno
         return request is not None
 
     def apply_staged_writes(self) -> None:
-        """Before the forward pass: start to copy the tokens of the previous step."""
+        """Before the forward pass: the tokens of the previous step are complete."""
         if not self.idle and self._masker.computes:
-            self._v2.begin_copy()
+            self._v2.begin()
 
     def _prepare_v2(self, context: LogitsContext) -> None:
         error: Exception | None = None
         try:
-            self._v2.read_copy()
+            if self._masker.computes:
+                self._v2.read()
         except Exception as failure:
             error = failure
-        rows = self._v2.rows(*_layout(context))
-        if error is None:
-            self._masker.prepare(rows, self._step_wait)
-        else:
-            self._masker.fail_step(rows, error)
+        self._masker.prepare(self._v2.rows(*_layout(context)), self._step_wait, error)
 
     # both
 
@@ -193,11 +193,11 @@ def _is_last_stage(config: VllmConfig) -> bool:
     return config.parallel_config.pipeline_parallel_size == 1 or bool(get_pp_group().is_last_rank)
 
 
-def _ranks(config: VllmConfig) -> TensorParallelRanks | None:
+def _ranks(config: VllmConfig) -> Ranks | None:
     if config.parallel_config.tensor_parallel_size == 1:
         return None
     group = get_tp_group()
-    return TensorParallelRanks(group.cpu_group, group.ranks[0])
+    return Ranks(group.cpu_group, group.ranks[0])
 
 
 def _rejection(config: VllmConfig, v2: bool) -> str | None:

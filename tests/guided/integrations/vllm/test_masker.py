@@ -485,7 +485,7 @@ def test_a_failed_step_ends_its_requests_only() -> None:
     subject = Subject(lambda: pool)
     bad, other = subject.begin("123", name="bad"), subject.begin("45", name="other")
     subject.step(GuidedRow(bad, 0, []), GuidedRow(other, 1, []))
-    subject.masker.fail_step([GuidedRow(bad, 1, ())], RuntimeError("no tokens"))
+    subject.masker.prepare([GuidedRow(bad, 1, ())], 60, RuntimeError("no tokens"))
     subject.masker.apply(logits := torch.zeros(2, WIDTH), 60)
     assert allowed(logits, 1) == [STOP]
     assert torch.isfinite(logits[0]).all()
