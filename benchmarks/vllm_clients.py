@@ -1,11 +1,12 @@
-"""Send existing client code's requests to vLLM with `GUIDED_VLLM=1`: `python -m benchmarks.vllm_clients --vllm-python PATH`.
+"""Send the requests of existing client code to vLLM with `GUIDED_VLLM=1`: `python -m benchmarks.vllm_clients
+--vllm-python PATH`.
 
 OpenAI's client library asks vLLM's server with the embedded model, `--at-once` requests at a time, all kinds in turn:
-`parse` (whole, streamed, and of `/v1/responses`), `response_format`, every field of `structured_outputs` on both routes,
-and tools (required and named, whole and streamed). Nothing in the requests is particular to this project. Each answer
-is checked: the text or the arguments satisfy the constraint, and the output ended by itself. Beside them run unguided
-requests. At last each misspelt key in `vllm_xargs` must be a 400. Writes benchmarks/out/vllm_clients.json, and ends with
-status 1 if an answer is not valid.
+`parse` (whole, streamed, and of `/v1/responses`), `response_format`, every field of `structured_outputs` on both
+routes, and tools (required and named, whole and streamed). Nothing in the requests is particular to this project. Each
+answer is checked: the text or the arguments satisfy the constraint, and the output ended by itself. Beside them run
+unguided requests. At last each misspelt key in `vllm_xargs` must be a 400. Writes benchmarks/out/vllm_clients.json, and
+ends with status 1 if an answer is not valid.
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ DATE = r"20[0-9]{2}-(0[1-9]|1[0-2])-[0-3][0-9]"
 CITIES = ["Lisbon", "Oslo", "Quito"]
 LARK = 'start: "<" NUMBER ("," NUMBER)? ">"\nNUMBER: /[0-9]{1,4}/'
 NUMBERS = r"<[0-9]{1,4}(,[0-9]{1,4})?>"
-TAG = {"type": "tag", "begin": "<person>", "content": {"type": "json_schema", "json_schema": Person.model_json_schema()},
-       "end": "</person>"}  # fmt: skip
+CONTENT = {"type": "json_schema", "json_schema": Person.model_json_schema()}
+TAG = {"type": "tag", "begin": "<person>", "content": CONTENT, "end": "</person>"}
 FIELDS: dict[str, tuple[dict[str, Any], Callable[[str], object]]] = {
     "json": ({"json": Person.model_json_schema()}, Person.model_validate_json),
     "json, without whitespace": (
@@ -76,9 +77,10 @@ FIELDS: dict[str, tuple[dict[str, Any], Callable[[str], object]]] = {
         lambda text: Person.model_validate_json(_match("<person>(.*)</person>", text)),
     ),
 }
+FUNCTIONS = {of.__name__.lower(): of for of in TYPES}
 TOOLS = [
-    {"type": "function", "function": {"name": of.__name__.lower(), "parameters": of.model_json_schema()}}
-    for of in TYPES
+    {"type": "function", "function": {"name": name, "parameters": of.model_json_schema()}}
+    for name, of in FUNCTIONS.items()
 ]
 Ask = Callable[[AsyncOpenAI, dict[str, Any], int], Awaitable[None]]
 
@@ -155,8 +157,7 @@ def tools(choice: Any, streamed: bool) -> Ask:
         calls = answer.choices[0].message.tool_calls
         assert calls, "there is no tool call"
         for call in calls:
-            of = {each.__name__.lower(): each for each in TYPES}[call.function.name]
-            of.model_validate_json(call.function.arguments)
+            FUNCTIONS[call.function.name].model_validate_json(call.function.arguments)
 
     return ask
 
