@@ -125,15 +125,14 @@ def _apply_on_cpu(
     floors = _floors_of_byte(minus_infinity)
     if tight:
         _fill_and_restore(bits, target, block, tight, floors, ceiling)
-    if others:
-        _raise_to_floor(bits, target, block, set(others).difference(poor), floors, None)
-        _raise_to_floor(bits, target, block, set(others).intersection(poor), floors, ceiling)
+    for row in others:
+        _raise_to_floor(bits, target, block, [row], floors, ceiling if row in poor else None)
 
 
 def _poor(bits: Bits, block: NDArray[np.int32], rows: list[int], ceiling: Any) -> list[int]:
     """Return the rows of which the window doesn't show `_PLENTY` allowed logits above the least."""
-    if not rows:
-        return []
+    if not rows or bits.shape[1] <= 4 * _WINDOW:  # raising all logits of a short row takes less than looking at them
+        return rows
     first = bits.shape[1] // 64 * 32
     more = np.count_nonzero(bits[rows, first : first + _WINDOW] < ceiling, axis=1).tolist()
     masks = block[:, first // 32 : (first + _WINDOW) // 32]
