@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -108,6 +109,24 @@ class TestLateMasks:
         assert [one.text for one in found] == [one.text for one in expected]
         assert [one.finish_reason for one in found] == ["stop"] * len(OWN)
         assert [one.token_ids for one in also_free] == [one.token_ids for one in free]
+
+    def test_a_request_that_was_late_once_is_not_delayed_for_long(
+        self, host: Host, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        host.calm()
+        asked: Counter[tuple[int, int]] = Counter()
+        submit = host.pool.submit
+
+        def counted(sequences: Any, new_tokens: Any = None) -> None:
+            asked.update((each.sequence_id, len(each.output_token_ids)) for each in sequences)
+            submit(sequences, new_tokens)
+
+        monkeypatch.setattr(host.pool, "submit", counted)
+        host.pool.delay = lambda sequence_id, position: int(position == 3)
+        (found,), _ = host.ask({"regex": "[a-f]{30}"})
+        assert found.finish_reason == "stop"
+        assert max(count for (_, position), count in asked.items() if position < 8) > 1
+        assert {count for (_, position), count in asked.items() if position > 22} == {1}
 
     def test_a_failed_row_ends_with_an_error_and_no_unmasked_token(self, host: Host) -> None:
         host.calm()

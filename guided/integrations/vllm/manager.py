@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.request import Request
 
+_QUICK_MASKS = 16
+"""After so many a slow request is an ordinary one again."""
+
 
 @dataclass(eq=False, slots=True)
 class _Output:
@@ -42,6 +45,8 @@ class _Output:
     """`[1 + drafts, words]`: the masks of the last step."""
     asked: int = -1
     """Number of tokens for which a slow request's mask was last asked for."""
+    quick: int = 0
+    """How often a slow request's mask was asked for since one took longer than a step."""
 
 
 class _Step:
@@ -79,7 +84,8 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
         self._outputs: dict[str, _Output] = {}
         """By vLLM's request id. The thread that receives requests adds to it."""
         self._slow: dict[str, _Output] = {}
-        """Requests with a mask that was late. From then on, they join a batch only when their masks are ready."""
+        """Requests with a mask that was late. They join a batch only when their masks are ready, until many masks in
+        succession took less than a step."""
         self._failed: list[str] = []
         """Ids of requests that failed since the last `take_failed`."""
         self._missing: list[str] = []
@@ -139,7 +145,7 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
                 tokens = scheduled_spec_decode_tokens[request_id]
                 scheduled_spec_decode_tokens[request_id] = [*tokens[:invalid], *[-1] * (len(tokens) - invalid)]
             if output.request.late or output.request.error is not None:
-                self._slow[request_id] = output
+                self._slow[request_id], output.quick = output, 0
                 self._missing.append(request_id)
         return bitmask
 
@@ -189,19 +195,23 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
         if not slow:
             return set()
         held = {name for name, output in slow.items() if output.request.error is not None or in_flight(name)}
-        idle = [output for name, output in slow.items() if name not in held]
         settled = self._masker.settled()
-        asking = [
-            output
-            for output in idle
-            if (output.request.late <= settled if output.request.late else output.asked != len(output.tokens))
-        ]
+        asking: dict[str, _Output] = {}
+        for name, output in slow.items():
+            late = output.request.late
+            if late and not late <= settled:
+                output.quick = 0
+            elif name not in held and (late or output.asked != len(output.tokens)):
+                asking[name] = output
         if asking:
             self._step = None
-            self._masker.prepare([GuidedRow(output.request, 0, output.tokens) for output in asking])
+            self._masker.prepare([GuidedRow(output.request, 0, output.tokens) for output in asking.values()])
             self._masker.collect(0.0, park=True)
-            for output in asking:
-                output.asked = len(output.tokens)
+        for name, output in asking.items():
+            output.asked = len(output.tokens)
+            output.quick += 1
+            if output.quick >= _QUICK_MASKS and not output.request.late:
+                del slow[name]
         return held | {name for name, output in slow.items() if output.request.late or output.request.error is not None}
 
     def take_missing(self) -> list[str]:
