@@ -49,23 +49,17 @@ class _Output:
     """How often a slow request's mask was asked for since one took longer than a step."""
 
 
+@dataclass(slots=True)
 class _Step:
     """The lines of one step's bitmask."""
 
-    def __init__(self, request_ids: Sequence[str], drafts: Mapping[str, list[int]]) -> None:
-        self.request_ids = list(request_ids)
-        self.drafts = {name: list(drafts[name]) for name in request_ids if name in drafts} if drafts else {}
-        self.rows: list[GuidedRow] = []
-        """The lines with a mask. The others are unconstrained: reasoning, and padding after the draft tokens."""
-        self.lines: dict[str, range] = {}
-        """Of each request: one per draft token, and one more."""
-        self.count = 0
-
-    def is_for(self, request_ids: Sequence[str], drafts: Mapping[str, list[int]]) -> bool:
-        """Return whether these requests and draft tokens are those of this step."""
-        return self.request_ids == request_ids and all(
-            self.drafts.get(name, []) == drafts.get(name, []) for name in request_ids if self.drafts or drafts
-        )
+    drafts: list[tuple[str, list[int]]]
+    """The requests and their draft tokens."""
+    rows: list[GuidedRow] = field(default_factory=list)
+    """The lines with a mask. The others are unconstrained: reasoning, and padding after the draft tokens."""
+    lines: dict[str, range] = field(default_factory=dict)
+    """Of each request: one per draft token, and one more."""
+    count: int = 0
 
 
 class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
@@ -127,7 +121,7 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
         if not structured_output_request_ids:
             return None
         step = self._step
-        if step is None or not step.is_for(structured_output_request_ids, scheduled_spec_decode_tokens):
+        if step is None or step.drafts != _drafts(structured_output_request_ids, scheduled_spec_decode_tokens):
             step = self.prepare(requests, structured_output_request_ids, scheduled_spec_decode_tokens)
         self._step = None
         bitmask = self._masker.collect(self._step_wait, park=True)
@@ -238,10 +232,9 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
         self, requests: Mapping[str, Request], request_ids: Sequence[str], drafts: dict[str, list[int]]
     ) -> _Step:
         """Start to compute the masks of a step, while the forward pass runs. `grammar_bitmask` follows."""
-        self._step = step = _Step(request_ids, drafts)
-        for request_id in request_ids:
+        self._step = step = _Step(_drafts(request_ids, drafts))
+        for request_id, given in step.drafts:
             output = self._outputs[request_id]
-            given = drafts.get(request_id, [])
             tokens = strip_speculative_padding(given)
             grammar_start = constraint_start = 0
             if self.reasoner_cls is not None:
@@ -263,6 +256,10 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
             for token in output.stops - self._masker.stop_token_ids:
                 word = mask[token >> 5]
                 mask[token >> 5] = word | _bit(token) if complete else word & ~_bit(token)
+
+
+def _drafts(request_ids: Iterable[str], drafts: Mapping[str, list[int]]) -> list[tuple[str, list[int]]]:
+    return [(name, list(drafts.get(name, ()))) for name in request_ids]
 
 
 def _bit(token: int) -> np.int32:

@@ -105,8 +105,9 @@ class Masker:
         self._sequence_ids = itertools.count()
         self._requests: dict[str, GuidedRequest] = {}
         self._rows: Sequence[GuidedRow] = ()
-        self._discarded: set[int] = set()
-        """Indices of rows that need no mask in this step: the engine discards their tokens."""
+        self.discarded: set[int] = set()
+        """Indices of the step's rows that come after the end of the output, or after an invalid draft token. They need
+        no mask: the engine discards their tokens."""
         self._prepared: dict[int, int] = {}
         """Sequence id -> index of its row, for the rows that were prepared."""
         self._sequences: tuple[GuidedSequence, ...] = ()
@@ -204,7 +205,7 @@ class Masker:
             error: why the tokens of `rows` are not available. Their requests fail.
         """
         self._discard_step()
-        self._rows, self._discarded, self._prepared = rows, set(), {}
+        self._rows, self.discarded, self._prepared = rows, set(), {}
         if not self.computes or not rows:
             return True
         if wait is None and not all(_is_known(row) and _is_ready(row) for row in rows):
@@ -238,13 +239,13 @@ class Masker:
             if not _is_known(row):
                 self.fail(row.request, UNKNOWN_TOKEN)
             elif any(token in stops or token == row.request.stop_token or token < 0 for token in last):
-                self._discarded.add(index)  # the output is complete, or a draft token before it is invalid
-        complete = {rows[index].request.name for index in self._discarded if not rows[index].drafts}
+                self.discarded.add(index)  # the output is complete, or a draft token before it is invalid
+        complete = {rows[index].request.name for index in self.discarded if not rows[index].drafts}
         for name, error in processor.failures().items():  # of requests that lost a matcher between steps
             if name in self._requests and name not in complete:
                 self.fail(self._requests[name], error)
         for index, row in enumerate(rows):
-            if row.request.error is None and index not in self._discarded:
+            if row.request.error is None and index not in self.discarded:
                 sequence = self._sequence(row)
                 self._prepared[sequence.sequence_id] = index
                 sequences.append(sequence)
@@ -295,7 +296,7 @@ class Masker:
             except Exception as error:
                 self._fail_rows(error)
         for index, row in enumerate(self._rows):
-            without = index not in computed or index in self._discarded
+            without = index not in computed or index in self.discarded
             if without or row.request.error is not None or row.request.late:
                 bitmask[index] = pack([row.request.stop_token], self._width)
         return bitmask
@@ -309,7 +310,7 @@ class Masker:
             index = self._prepared[sequence_id]
             row = self._rows[index]
             if row.drafts and isinstance(error, TokenRejected):
-                self._discarded.add(index)  # the engine rejects the draft token in the row before
+                self.discarded.add(index)  # the engine rejects the draft token in the row before
             else:
                 self.fail(row.request, error)
 
@@ -332,11 +333,6 @@ class Masker:
             self._fail_rows(error)
             logits[rows] = float("-inf")
             logits[rows, [row.request.stop_token for row in self._rows]] = 0.0
-
-    @property
-    def discarded(self) -> set[int]:
-        """Indices of the last step's rows that come after the end of the output, or after an invalid draft token."""
-        return self._discarded
 
     def settled(self) -> set[int]:
         """Return the ids of late sequences that are decided: their masks are ready, or they failed."""

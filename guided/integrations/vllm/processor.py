@@ -98,7 +98,7 @@ class GuidedLogitsProcessor(V1LogitsProcessor, V2LogitsProcessor):  # type: igno
             self._v2 = V2Batch(runner[0], int(max_drafts or 0))
         if self._masker.computes:
             try:
-                worker_registry.register(self._rejection, vllm_config.instance_id)
+                worker_registry.register(self._rejection and str(self._rejection), vllm_config.instance_id)
             except OSError:  # requests without a constraint are not affected
                 _log.exception("guided requests will be rejected: this worker can't register")
         if self._rejection is not None:
@@ -118,9 +118,7 @@ class GuidedLogitsProcessor(V1LogitsProcessor, V2LogitsProcessor):  # type: igno
             guided = GuidedParams.from_text(text)
         except GuidedError as error:
             guided = error
-        if self._rejection is not None:
-            guided = UNKNOWN_TOKEN if self._rejection == str(UNKNOWN_TOKEN) else PoolUnavailable(self._rejection)
-        return self._masker.begin(guided, stop_token(params), request_id(params))
+        return self._masker.begin(self._rejection or guided, stop_token(params), request_id(params))
 
     # the V1 model runner
 
@@ -200,17 +198,17 @@ def _ranks(config: VllmConfig) -> Ranks | None:
     return Ranks(group.cpu_group, group.ranks[0])
 
 
-def _rejection(config: VllmConfig, v2: bool) -> str | None:
-    """Why this engine can't mask guided requests. None: it can."""
+def _rejection(config: VllmConfig, v2: bool) -> GuidedError | None:
+    """Return why this engine can't mask guided requests. None: it can."""
     if config.model_config.is_diffusion:
-        return "vLLM doesn't call logits processors for diffusion models: guided requests can't be masked"
-    if v2:
-        if config.parallel_config.enable_batch_sharded_sampling:
-            return "with batch-sharded sampling each rank has other rows: start vLLM without it for guided requests"
-        return None
+        return PoolUnavailable(
+            "vLLM doesn't call logits processors for diffusion models: guided requests can't be masked"
+        )
+    if v2 and config.parallel_config.enable_batch_sharded_sampling:
+        return PoolUnavailable("with batch-sharded sampling each rank has other rows: guided requests can't be masked")
     # The V1 runner passes the real tokens to processors if any class is given by name.
-    if config.scheduler_config.async_scheduling and not config.model_config.logits_processors:
-        return str(UNKNOWN_TOKEN)
+    if not v2 and config.scheduler_config.async_scheduling and not config.model_config.logits_processors:
+        return UNKNOWN_TOKEN
     return None
 
 

@@ -8,27 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
 from guided.integrations.vllm.masker import GuidedRequest, GuidedRow
 
-
-class RequestStates(Protocol):
-    """The part of vLLM's `LogitsProcRequestState` that is read here: int32 tensors (`.gpu`) and arrays (`.np`)."""
-
-    device: torch.device
-    all_token_ids: Any
-    """`.gpu`: `[slots, max_model_len]`."""
-    total_len: Any
-    """`.gpu`: `[slots]`: number of prompt and output tokens."""
-    prompt_len: Any
-    """`.np`: `[slots]`."""
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcRequestState
 
 
 @dataclass(eq=False, slots=True)
-class Slot:
+class _Slot:
     """One guided request and its tokens."""
 
     request: GuidedRequest
@@ -52,11 +43,11 @@ class V2Batch:
         max_drafts: maximum number of draft tokens of a request in one step.
     """
 
-    def __init__(self, states: RequestStates, max_drafts: int = 0) -> None:
+    def __init__(self, states: LogitsProcRequestState, max_drafts: int = 0) -> None:
         self._states = states
         self._width = 1 + max_drafts
         """Maximum number of tokens that a step adds to an output."""
-        self._slots: dict[int, Slot] = {}
+        self._slots: dict[int, _Slot] = {}
         cuda = torch.device(states.device).type == "cuda"
         self._stream = torch.cuda.Stream(states.device) if cuda else None  # type: ignore[no-untyped-call]
 
@@ -64,7 +55,7 @@ class V2Batch:
         """Fill a slot with `request` (None: a request without a constraint). Returns the previous guided request."""
         previous = self._slots.pop(index, None)
         if request is not None:
-            self._slots[index] = Slot(request, int(self._states.prompt_len.np[index]))
+            self._slots[index] = _Slot(request, int(self._states.prompt_len.np[index]))
         return previous.request if previous is not None else None
 
     def begin(self) -> None:
@@ -117,9 +108,6 @@ class V2Batch:
                 tokens = [*slot.tokens, *input_ids[row - drafts + 1 : row + 1]] if drafts else slot.tokens
                 found.append((index, GuidedRow(slot.request, row, tokens, drafts)))
         return [row for _, row in sorted(found, key=lambda pair: (pair[0], pair[1].drafts))]
-
-    def __getitem__(self, index: int) -> Slot:
-        return self._slots[index]
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._slots)
