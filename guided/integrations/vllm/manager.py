@@ -89,10 +89,9 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
         config = vllm_config.scheduler_config
         config.scheduler_cls = guided_scheduler(config.get_scheduler_cls())
 
-    def _note_failure(self, request: GuidedRequest) -> None:
-        if request.report_id is not None and request.error is not None:
-            self._failed.append(request.report_id)
-            error_reports.report_engine_request(request.report_id, request.error)
+    def _note_failure(self, request_id: str, error: GuidedError) -> None:
+        self._failed.append(request_id)
+        error_reports.report_engine_request(request_id, error)
 
     # vLLM's interface
 

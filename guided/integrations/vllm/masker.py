@@ -84,13 +84,13 @@ class Masker:
 
     Args:
         pool: an opener that has begun to open it. The pool is not closed here.
-        report: called with each request that fails; from any thread.
+        report: called with the id and the error of each request that fails, if it has an id; from any thread.
         width: number of logits.
         ranks: the processes that mask the same batch. None: only this one.
     """
 
     def __init__(
-        self, pool: PoolOpener, report: Callable[[GuidedRequest], None], width: int, ranks: Ranks | None = None
+        self, pool: PoolOpener, report: Callable[[str, GuidedError], None], width: int, ranks: Ranks | None = None
     ) -> None:
         self._opener = pool
         self._report = report
@@ -183,7 +183,8 @@ class Masker:
         request.error = known
         _log.error("guided request %s fails: %s", request.report_id or "without an id", known)
         try:
-            self._report(request)
+            if request.report_id is not None:
+                self._report(request.report_id, known)
         except Exception:
             _log.exception("the error of request %s can't be reported", request.report_id)
         if not request.compiled.done():
@@ -226,7 +227,8 @@ class Masker:
                 try:
                     row.request.compiled.exception(max(0.0, deadline - time.monotonic()))
                 except TimeoutError:
-                    self.fail(row.request, _not_compiled(seconds))
+                    message = f"the constraint is still being compiled after {seconds:g} s: send the request again"
+                    self.fail(row.request, PoolUnavailable(message))
 
     def _submit(self) -> None:
         rows, processor = self._rows, self._processor
@@ -360,10 +362,3 @@ def _is_known(row: GuidedRow) -> bool:
 def _is_ready(row: GuidedRow) -> bool:
     """Whether the row's request has its grammar, or has failed."""
     return row.request.compiled.done() or row.request.error is not None
-
-
-def _not_compiled(seconds: float) -> PoolUnavailable:
-    return PoolUnavailable(
-        f"the constraint is still being compiled after {seconds:g} s, which is as long as the batch waits: send the "
-        "request again"
-    )

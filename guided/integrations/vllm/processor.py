@@ -75,7 +75,8 @@ class GuidedLogitsProcessor(V1LogitsProcessor, V2LogitsProcessor):  # type: igno
         Args:
             runner: V1: device, is_pin_memory. V2: the request states.
         """
-        self.idle = activation.is_active() or id(vllm_config) in _instances or not _is_last_stage(vllm_config)
+        first_stages = vllm_config.parallel_config.pipeline_parallel_size > 1 and not get_pp_group().is_last_rank
+        self.idle = activation.is_active() or id(vllm_config) in _instances or first_stages
         """`GuidedManager` or another instance masks this engine's batches, or this process has no logits."""
         if self.idle:
             return
@@ -86,7 +87,7 @@ class GuidedLogitsProcessor(V1LogitsProcessor, V2LogitsProcessor):  # type: igno
         ranks = _ranks(vllm_config)
         pool = pool_opener(vllm_config, opens=self._rejection is None and (ranks is None or ranks.computes))
         weakref.finalize(self, pool.close)
-        self._masker = Masker(pool, _report, vllm_config.model_config.get_vocab_size(), ranks)
+        self._masker = Masker(pool, error_reports.report, vllm_config.model_config.get_vocab_size(), ranks)
         self._step_wait = step_wait(vllm_config)
         self._v1: dict[int, tuple[GuidedRequest, list[int]]] = {}
         """The V1 runner's guided rows: the request and its output tokens."""
@@ -186,11 +187,6 @@ class GuidedLogitsProcessor(V1LogitsProcessor, V2LogitsProcessor):  # type: igno
 # the configuration
 
 
-def _is_last_stage(config: VllmConfig) -> bool:
-    """Whether this is the last stage of the pipeline, which has the logits."""
-    return config.parallel_config.pipeline_parallel_size == 1 or bool(get_pp_group().is_last_rank)
-
-
 def _ranks(config: VllmConfig) -> Ranks | None:
     if config.parallel_config.tensor_parallel_size == 1:
         return None
@@ -210,14 +206,6 @@ def _rejection(config: VllmConfig, v2: bool) -> GuidedError | None:
     if not v2 and config.scheduler_config.async_scheduling and not config.model_config.logits_processors:
         return UNKNOWN_TOKEN
     return None
-
-
-# one request or step
-
-
-def _report(request: GuidedRequest) -> None:
-    if request.report_id is not None and request.error is not None:
-        error_reports.report(request.report_id, request.error)
 
 
 def _layout(context: LogitsContext) -> tuple[list[int], list[int], list[int]]:
