@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -125,8 +125,9 @@ def _apply_on_cpu(
     floors = _floors_of_byte(minus_infinity)
     if tight:
         _fill_and_restore(bits, target, block, tight, floors, ceiling)
-    for row in others:
-        _raise_to_floor(bits, target, block, [row], floors, ceiling if row in poor else None)
+    if others:
+        _raise_to_floor(bits, target, block, set(others).difference(poor), floors, None)
+        _raise_to_floor(bits, target, block, set(others).intersection(poor), floors, ceiling)
 
 
 def _poor(bits: Bits, block: NDArray[np.int32], rows: list[int], ceiling: Any) -> list[int]:
@@ -241,11 +242,17 @@ def _by_word(bits: Bits, words: int) -> Bits:
 
 
 def _raise_to_floor(
-    bits: Bits, target: Bits, block: NDArray[np.int32], rows: Iterable[int], floors: Bits, ceiling: Any, start: int = 0
+    bits: Bits,
+    target: Bits,
+    block: NDArray[np.int32],
+    rows: Collection[int],
+    floors: Bits,
+    ceiling: Any,
+    start: int = 0,
 ) -> None:
     """Write the rows one by one from word `start` on, for any mask."""
     width = bits.shape[1] - start * 32
-    if not width:
+    if not width or not rows:
         return
     floor = np.empty(((block.shape[1] - start) * 4, 8), floors.dtype)
     for row in rows:
