@@ -395,4 +395,4 @@ def test_what_the_front_end_refuses() -> None:
     with pytest.raises(VLLMValidationError, match="choice is empty"):
         validate(SamplingParams(extra_args={"choice": []}))
     with pytest.raises(VLLMValidationError, match="stop could cut"):
-        validate(SamplingParams(extra_args={"choice": ["1"]}, stop=["x"]))
+        validate(SamplingParams(extra_args={"choice": ["1"]}, stop=["1"]))
