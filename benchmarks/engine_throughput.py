@@ -1,27 +1,32 @@
-"""Compare the engine's tokens per second with transformers' batched `generate()`: `python -m
-benchmarks.engine_throughput`.
+"""Compare the engine's tokens per second with transformers' batched `generate()`, and with vLLM's engine on a CPU:
+`python -m benchmarks.engine_throughput --vllm-python PATH`.
 
-Both get the same prompts (mixed lengths, all at once; left-padded for `generate()`) and write the same number of new
-tokens, greedily, in one process. Each figure is the best of `--repeat` runs, in which the ways take turns. Guided
-requests have a regex without an early end, and llguidance computes the masks inline, so all mask work is in this
-process too. `--clock cpu` counts CPU seconds of the process instead of wall time, which is a fairer comparison on a
-busy machine with one thread. Writes `benchmarks/out/engine_throughput.{json,png}`.
+All get the same prompts (mixed lengths, all at once; left-padded for `generate()`) and write the same number of new
+tokens, greedily. Ours and transformers run in one process; vLLM in two, as it does by default. Each figure is the best
+of `--repeat` runs, in which the ways take turns. Guided requests have a regex without an early end, and llguidance
+computes the masks inline, so all mask work is in this process too, as it is in vLLM's (its guidance backend). `--clock
+cpu`, without vLLM, counts CPU seconds of the process instead of wall time, which is a fairer comparison on a busy
+machine with one thread. Writes `benchmarks/out/engine_throughput.{json,png}`.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.paths import RESULTS
-from benchmarks.report import canvas, machine, write_json
+from benchmarks.child_process import SINGLE_THREADED, VLLM_ON_CPU, JsonProcess
+from benchmarks.comparison import vllm_candidate
+from benchmarks.paths import RESULTS, ROOT
+from benchmarks.report import canvas, fail, machine, write_json
 from engine.config import EngineConfig
 from engine.default_model import checkpoint_path
 from engine.llm import LLM
@@ -29,6 +34,7 @@ from engine.model_loader import LoadedModel, prepare_model
 from engine.sampling_params import SamplingParams
 
 GUIDE = r"[A-Za-z0-9 ,.:{}\"]{4000}"
+VLLM_WAYS = {"vLLM": "unguided", "vLLM, guided": "own:guidance"}
 
 
 def load(path: Path, dtype: str) -> tuple[Any, Any]:
@@ -84,6 +90,35 @@ def ways(model: Any, loaded: LoadedModel, batch: int, new_tokens: int) -> dict[s
     }
 
 
+@contextlib.contextmanager
+def vllm_engines(python: str | None, args: argparse.Namespace) -> Iterator[dict[str, JsonProcess]]:
+    """Start vLLM's engines, one per way. Without an interpreter that has vLLM there are none."""
+    candidate = vllm_candidate(python)
+    environment = {**SINGLE_THREADED, **VLLM_ON_CPU, "VLLM_CPU_OMP_THREADS_BIND": "nobind", "PYTHONPATH": str(ROOT)}
+    environment["OMP_NUM_THREADS"] = str(args.threads)
+    with contextlib.ExitStack() as stack:
+        found = {}
+        for label, way in VLLM_WAYS.items() if candidate is not None else ():
+            assert candidate is not None
+            arguments = (way, str(args.model), "real", str(max(args.batch)), args.dtype)
+            process = JsonProcess(
+                "benchmarks.peers.vllm_engine",
+                *arguments,
+                label=label,
+                environment=environment,
+                python=candidate.python,
+            )
+            found[label] = stack.enter_context(process)
+            process.answer()
+        yield found
+
+
+def by_vllm(process: JsonProcess, guided: bool, many: list[list[int]], new_tokens: int) -> int:
+    request = {"max_tokens": new_tokens, "temperature": 0.0, "seed": 1, **({"regex": GUIDE} if guided else {})}
+    answer = process.ask([request | {"prompt": {"prompt_token_ids": one}} for one in many])
+    return sum(one["tokens"] for one in answer["answers"])
+
+
 def measure(
     many: list[list[int]], runs: dict[str, Callable[[list[list[int]]], int]], repeat: int, clock: Callable[[], float]
 ) -> dict[str, float]:
@@ -122,8 +157,11 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1, help="torch's threads")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--clock", default="wall", choices=["wall", "cpu"])
+    parser.add_argument("--vllm-python", help="a Python interpreter with vLLM (docs/benchmarks.md)")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
+    if args.vllm_python and args.clock == "cpu":
+        fail("--clock cpu does not count vLLM's processes: leave out --vllm-python")
     torch.set_num_threads(args.threads)
     started_on = machine()
     model, tokenizer = load(args.model, args.dtype)
@@ -131,16 +169,20 @@ def main() -> None:
     loaded = prepare_model(copy.deepcopy(model), tokenizer, name=name)
     clock = time.perf_counter if args.clock == "wall" else time.process_time
     rows: list[dict[str, Any]] = []
-    for batch in args.batch:
-        many = prompts(batch, loaded.vocabulary.vocab_size)
-        rates = measure(many, ways(model, loaded, batch, args.new_tokens), args.repeat, clock)
-        rows.append({"batch": batch, **rates})
-        base = rates["transformers generate()"]
-        print(
-            f"batch {batch}",
-            *(f"  {way:26} {rate:9.0f} tokens/s  {rate / base:5.2f} x" for way, rate in rates.items()),
-            sep="\n",
-        )
+    with vllm_engines(args.vllm_python, args) as peers:
+        for batch in args.batch:
+            many = prompts(batch, loaded.vocabulary.vocab_size)
+            runs = ways(model, loaded, batch, args.new_tokens)
+            for label, process in peers.items():
+                runs[label] = partial(by_vllm, process, "guided" in label, new_tokens=args.new_tokens)
+            rates = measure(many, runs, args.repeat, clock)
+            rows.append({"batch": batch, **rates})
+            base = rates["transformers generate()"]
+            print(
+                f"batch {batch}",
+                *(f"  {way:26} {rate:9.0f} tokens/s  {rate / base:5.2f} x" for way, rate in rates.items()),
+                sep="\n",
+            )
     names = [key for key in rows[0] if key != "batch"]
     millions = sum(parameter.numel() for parameter in model.parameters()) / 1e6
     setting = vars(args) | {"model": name, "parameters_m": round(millions, 2)}

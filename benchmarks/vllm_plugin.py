@@ -2,7 +2,7 @@
 
 The same requests run, all at once, through vLLM's own engine (its `LLM`, with the engine core in another process):
 
-- `unguided`: without constraints, with the same numbers of tokens as the plugin's answers.
+- `unguided`: without constraints, with the same numbers of tokens as the answers of `switch, ray`.
 - `own, guidance`, `own, xgrammar`: vLLM's structured outputs, with masks in the engine's process.
 - `switch, ray`, `switch, inline`: the same requests with `GUIDED_VLLM=1`, with masks in two Ray actors or in the
   engine's process.
@@ -25,7 +25,7 @@ import re
 import shutil
 import statistics
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,7 @@ WAYS = {
     "plugin, ray": "plugin:ray",
     "plugin, inline": "plugin:inline",
 }
-REFERENCE = "plugin, ray"
+REFERENCE = "switch, ray"
 """The unguided requests have the lengths of this way's answers."""
 COLUMNS = {
     "model": "model",
@@ -98,13 +98,13 @@ def is_valid(request: dict[str, Any], answer: dict[str, Any]) -> bool:
 
 
 @contextlib.contextmanager
-def engines(python: str, model: Path, dummy: bool, batch: int) -> Iterator[dict[str, JsonProcess]]:
+def engines(python: str, model: Path, dummy: bool, batch: int, ways: Iterable[str]) -> Iterator[dict[str, JsonProcess]]:
     """Start a `benchmarks.peers.vllm_engine` per way, one after the other."""
     environment = SINGLE_THREADED | VLLM_ON_CPU | {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "PYTHONPATH": str(ROOT)}
     with contextlib.ExitStack() as stack:
         found = {}
-        for label, way in tqdm(WAYS.items(), desc="starting", leave=False, disable=None):
-            arguments = (way, str(model), "dummy" if dummy else "real", str(batch))
+        for label in tqdm(ways, desc="starting", leave=False, disable=None):
+            arguments = (WAYS[label], str(model), "dummy" if dummy else "real", str(batch), "auto")
             process = JsonProcess(
                 "benchmarks.peers.vllm_engine", *arguments, label=label, environment=environment, python=python
             )
@@ -195,6 +195,7 @@ def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", nargs="+", default=["embedded", "768x8"], help="embedded, or WIDTHxLAYERS")
     parser.add_argument("--batch", type=int, nargs="+", default=[8, 32], help="requests at once")
+    parser.add_argument("--way", nargs="+", choices=WAYS, default=list(WAYS), help="besides unguided and `switch, ray`")
     parser.add_argument("--rounds", type=int, default=5, help="number of turns per way")
     parser.add_argument("--vllm-python", required=True, help="a Python interpreter with vLLM and this package")
     parser.add_argument("--out", type=Path, default=RESULTS)
@@ -213,12 +214,13 @@ def main() -> None:
         fail(f"{options.vllm_python} has no guided[ray]: `make test-vllm` makes such an environment (docs/vllm.md)")
     started_on = machine()
     rows: list[dict[str, Any]] = []
-    turns = len(options.model) * len(options.batch) * (options.rounds + 1) * len(WAYS)
+    ways = [way for way in WAYS if way in options.way or way in ("unguided", REFERENCE)]
+    turns = len(options.model) * len(options.batch) * (options.rounds + 1) * len(ways)
     with tqdm(total=turns, unit=" turns", disable=None) as bar:
         for model in options.model:
             with (
                 checkpoint(model) as (folder, dummy),
-                engines(vllm.python, folder, dummy, max(options.batch)) as running,
+                engines(vllm.python, folder, dummy, max(options.batch), ways) as running,
             ):
                 for batch in options.batch:
                     rows += measure(running, model, batch, options.rounds, bar)

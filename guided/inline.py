@@ -131,7 +131,8 @@ class InlinePool:
                 step.failed[row] = error
         if sequences:
             rows = np.array(ready, np.intp)
-            step.forced = forced_runs(self._runs[rows], rows)
+            if self._forced_tokens:
+                step.forced = forced_runs(self._runs[rows], rows)
             step.ready.append(ReadyMasks(self._masks, rows, rows, self._seconds))
             step.seconds = time.perf_counter() - started
         return step

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -132,8 +132,8 @@ def _apply_on_cpu(
 
 def _poor(bits: Bits, block: NDArray[np.int32], rows: list[int], ceiling: Any) -> list[int]:
     """Return the rows of which the window doesn't show `_PLENTY` allowed logits above the least."""
-    if not rows:
-        return []
+    if not rows or bits.shape[1] <= 4 * _WINDOW:  # raising all logits of a short row takes less than looking at them
+        return rows
     first = bits.shape[1] // 64 * 32
     more = np.count_nonzero(bits[rows, first : first + _WINDOW] < ceiling, axis=1).tolist()
     masks = block[:, first // 32 : (first + _WINDOW) // 32]
@@ -242,11 +242,17 @@ def _by_word(bits: Bits, words: int) -> Bits:
 
 
 def _raise_to_floor(
-    bits: Bits, target: Bits, block: NDArray[np.int32], rows: Iterable[int], floors: Bits, ceiling: Any, start: int = 0
+    bits: Bits,
+    target: Bits,
+    block: NDArray[np.int32],
+    rows: Collection[int],
+    floors: Bits,
+    ceiling: Any,
+    start: int = 0,
 ) -> None:
     """Write the rows one by one from word `start` on, for any mask."""
     width = bits.shape[1] - start * 32
-    if not width:
+    if not width or not rows:
         return
     floor = np.empty(((block.shape[1] - start) * 4, 8), floors.dtype)
     for row in rows:

@@ -328,16 +328,22 @@ class Dispatcher:
 
     def _wait_for_step(self, step: _Step, deadline: float, patience: float | None) -> None:
         """Wait until every row is decided, until `deadline`, or for `patience` seconds if one row is decided."""
-        enough = deadline if patience is None else time.monotonic() + patience
+        began = time.monotonic()
+        enough = deadline if patience is None else began + patience
+        half = math.inf if patience is None else began + patience / 2
         for worker in list(self._workers):
             self._receive(worker)
         while True:
             for worker in self._workers:
                 worker.request_wakeup()
             undecided = step.look()
-            left = (enough if undecided < len(step.sequences) else deadline) - time.monotonic()
+            now = time.monotonic()
+            left = (enough if undecided < len(step.sequences) else deadline) - now
             if not undecided or self._interrupted or left <= 0 or (patience is not None and self._is_futile(step)):
                 break
+            if now >= half:  # time enough to move the rows behind a slow one, so that they are not late
+                half = math.inf
+                self._clear_stuck_workers()
             self._wait(min(left, _LOOK_SECONDS))
         if undecided and patience is not None:
             self._clear_stuck_workers()

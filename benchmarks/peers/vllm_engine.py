@@ -1,9 +1,10 @@
-"""Run vLLM's whole engine with one kind of guidance, as a child process of `benchmarks.vllm_plugin`.
+"""Run vLLM's whole engine with one kind of guidance, as a child process of `benchmarks.vllm_plugin` and
+`benchmarks.engine_throughput`.
 
-The arguments are WAY, MODEL, `dummy` or `real` weights, and the batch size. WAY is `unguided`, `own:BACKEND` (vLLM's
-structured outputs), `switch:POOL` (with `GUIDED_VLLM=1`) or `plugin:POOL` (our logits processor). A command is a list
-of requests, and its answer is what the engine generated and the time that it took. Imports only what vLLM's
-environment has.
+The arguments are WAY, MODEL, `dummy` or `real` weights, the batch size, and the type of the weights. WAY is `unguided`,
+`own:BACKEND` (vLLM's structured outputs), `switch:POOL` (with `GUIDED_VLLM=1`) or `plugin:POOL` (our logits processor).
+A command is a list of requests, and its answer is what the engine generated and the time that it took. Imports only
+what vLLM's environment has.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ PLUGIN = "guided.integrations.vllm.processor:GuidedLogitsProcessor"
 MAX_MODEL_LEN = 1024
 
 
-def engine(way: str, model: str, dummy: bool, max_num_seqs: int) -> Any:
+def engine(way: str, model: str, dummy: bool, max_num_seqs: int, dtype: str) -> Any:
     """Return vLLM's `LLM`. Its engine core is another process."""
     kind, _, backend = way.partition(":")
     if kind == "switch":
@@ -39,6 +40,7 @@ def engine(way: str, model: str, dummy: bool, max_num_seqs: int) -> Any:
         options["load_format"] = "dummy"
     return LLM(
         model=model,
+        dtype=dtype,
         enforce_eager=True,
         max_model_len=MAX_MODEL_LEN,
         max_num_seqs=max_num_seqs,
@@ -68,13 +70,13 @@ def params(way: str, request: dict[str, Any]) -> Any:
 
 
 def main() -> None:
-    way, model, dummy, max_num_seqs = sys.argv[1:]
+    way, model, dummy, max_num_seqs, dtype = sys.argv[1:]
     write = answer_writer()
-    llm = engine(way, model, dummy == "dummy", int(max_num_seqs))
+    llm = engine(way, model, dummy == "dummy", int(max_num_seqs), dtype)
     write({"ready": True})
     for line in sys.stdin:
         requests = json.loads(line)
-        prompts = [request["prompt"] for request in requests]
+        prompts = [request["prompt"] for request in requests]  # text, or {"prompt_token_ids": ...}
         sampling = [params(way, request) for request in requests]
         started = time.perf_counter()
         outputs = llm.generate(prompts, sampling, use_tqdm=False)

@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+_MIN_ELEMENTS = 1 << 18
+"""Smaller tensors are torch's to allocate."""
 _MAX_BLOCKS = 2
 """The caller still holds the previous tensor when it asks for the next one."""
 
@@ -24,7 +26,7 @@ class RecycledMemory:
 
     def like(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a contiguous tensor of the same shape, type and device. Its content is undefined."""
-        if tensor.device.type != "cpu" or not tensor.numel():
+        if tensor.device.type != "cpu" or tensor.numel() < _MIN_ELEMENTS:
             return torch.empty_like(tensor, memory_format=torch.contiguous_format)
         size = tensor.numel() * tensor.element_size()
         self._blocks = [(user, memory) for user, memory in self._blocks if memory.nbytes == size]

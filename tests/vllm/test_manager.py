@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -109,6 +110,24 @@ class TestLateMasks:
         assert [one.finish_reason for one in found] == ["stop"] * len(OWN)
         assert [one.token_ids for one in also_free] == [one.token_ids for one in free]
 
+    def test_a_request_that_was_late_once_is_not_delayed_for_long(
+        self, host: Host, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        host.calm()
+        asked: Counter[tuple[int, int]] = Counter()
+        submit = host.pool.submit
+
+        def counted(sequences: Any, new_tokens: Any = None) -> None:
+            asked.update((each.sequence_id, len(each.output_token_ids)) for each in sequences)
+            submit(sequences, new_tokens)
+
+        monkeypatch.setattr(host.pool, "submit", counted)
+        host.pool.delay = lambda sequence_id, position: int(position == 3)
+        (found,), _ = host.ask({"regex": "[a-f]{30}"})
+        assert found.finish_reason == "stop"
+        assert max(count for (_, position), count in asked.items() if position < 8) > 1
+        assert {count for (_, position), count in asked.items() if position > 22} == {1}
+
     def test_a_failed_row_ends_with_an_error_and_no_unmasked_token(self, host: Host) -> None:
         host.calm()
         before = len(host.pool.opened)
@@ -189,14 +208,9 @@ class Reasoner:
 
 
 class Subject:
-    """A manager and one request for the text "1 2 3 4", as in this minor version of vLLM.
+    """A manager and one request for the text "1 2 3 4"."""
 
-    Args:
-        drafts: as many as vLLM is configured for.
-    """
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, reasons: bool, drafts: int = 0, minor: int = 32) -> None:
-        monkeypatch.setattr("guided.integrations.vllm.manager.__version_tuple__", (0, minor, 0))
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, reasons: bool) -> None:
         pool = InlinePool(VOCABULARY, ScriptedBackends(VOCABULARY))  # type: ignore[arg-type]
         monkeypatch.setattr("guided.integrations.vllm.configuration.open_pool", lambda config, options: pool)
         config: Any = SimpleNamespace(
@@ -205,7 +219,6 @@ class Subject:
             model_config=SimpleNamespace(skip_tokenizer_init=True, get_vocab_size=lambda: WIDTH, is_diffusion=False),
             structured_outputs_config=SimpleNamespace(enable_in_reasoning=False),
             additional_config={"guided": {"pool": "inline"}},
-            num_speculative_tokens=drafts,
         )
         self.manager = GuidedManager(config)
         self.manager.tokenizer = None
@@ -247,14 +260,6 @@ class TestDraftTokens:
         assert subject.accept(1, 2)
         assert subject.rows([3, -1]) == [[3], [4], "all"]
 
-    def test_from_0_33_on_each_request_has_a_block_of_one_width(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        subject = Subject(monkeypatch, reasons=False, drafts=3, minor=33)
-        assert subject.rows([1]) == [[1], [2], "all", "all"]
-        assert subject.accept(1, 2)
-        assert subject.rows([]) == [[3], "all", "all", "all"]
-        assert subject.rows([3, 7, 1]) == [[3], [4], [STOP], [STOP]]
-        assert subject.drafts["r"] == [3, -1, -1]
-
     def test_a_token_that_its_mask_forbids_ends_the_request(self, monkeypatch: pytest.MonkeyPatch) -> None:
         subject = Subject(monkeypatch, reasons=False)
         subject.rows([])
@@ -276,17 +281,3 @@ class TestReasoning:
         assert subject.rows([8, 9]) == ["all", "all", "all"]
         assert subject.accept(8, END_OF_THOUGHT)
         assert subject.rows([]) == [[1]]
-
-    def test_an_end_that_begins_the_output_is_masked_where_the_constraint_forbids_it(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """vLLM's parsers from 0.33 on: a token such as the start of a tool call ends the reasoning."""
-        monkeypatch.setattr(Reasoner, "implicit_reasoning_end_token_ids", frozenset({1, 7}), raising=False)
-        subject = Subject(monkeypatch, reasons=True)
-        reasoning = [token for token in range(64) if token != 7]
-        assert subject.rows([]) == [reasoning]
-        assert subject.accept(8)
-        assert subject.rows([8, END_OF_THOUGHT, 1]) == [reasoning, reasoning, [1], [2]]
-        assert subject.rows([8]) == [reasoning, reasoning]
-        assert subject.accept(8, END_OF_THOUGHT)
-        assert subject.rows([2]) == [[1], [STOP]]

@@ -24,15 +24,7 @@ if TYPE_CHECKING:
 
     from guided.constraint import ConstraintKind
 
-_KINDS = {
-    "json": "json_schema",
-    "json_object": "json_object",
-    "regex": "regex",
-    "choice": "choice",
-    "grammar": "grammar",
-    "structural_tag": "structural_tag",
-}
-"""vLLM's field -> our kind."""
+_FIELDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 _SERVING = "vllm.entrypoints.generate.base.serving"
 
 
@@ -73,8 +65,8 @@ def enforce(params: SamplingParams, guided: GuidedParams | None) -> None:
 def _guided_params(outputs: StructuredOutputsParams, config: Any) -> GuidedParams:
     if outputs.json_object is False:
         raise InvalidRequest("json_object takes true: leave it out for no constraint", param="structured_outputs")
-    field = next(field for field in _KINDS if getattr(outputs, field) is not None)
-    kind = cast("ConstraintKind", _KINDS[field])
+    field = next(field for field in _FIELDS if getattr(outputs, field) is not None)
+    kind = cast("ConstraintKind", "json_schema" if field == "json" else field)
     given = GivenConstraint(kind, f"structured_outputs.{field}", getattr(outputs, field))
     whitespace: list[GivenWhitespace] = []
     if outputs.whitespace_pattern is not None:

@@ -34,7 +34,7 @@ def pool_options(config: VllmConfig) -> dict[str, Any]:
         if config.parallel_config.distributed_executor_backend == "ray":
             options.setdefault("address", "auto")  # the cluster that vLLM itself runs on
     if options.keys() - {"pool", "max_replays"}:
-        _find_pool(**options)
+        _find(options)
     return options
 
 
@@ -55,7 +55,7 @@ def pool_opener(config: VllmConfig, opens: bool = True) -> PoolOpener:
 
 
 def open_pool(config: VllmConfig, options: Mapping[str, Any]) -> MaskPool:
-    pool = _find_pool(**options)(model_vocabulary(config))
+    pool = _find(options)(model_vocabulary(config))
     pool_reports.start(pool)
     return pool
 
@@ -80,8 +80,8 @@ def _given(config: VllmConfig) -> dict[str, Any]:
     return dict(additional.get("guided") or {})
 
 
-def _find_pool(pool: str, **options: Any) -> Callable[[Vocabulary], MaskPool]:
-    return find_pool(pool, options)
+def _find(options: Mapping[str, Any]) -> Callable[[Vocabulary], MaskPool]:
+    return find_pool(options["pool"], {name: value for name, value in options.items() if name != "pool"})
 
 
 def stop_token(params: SamplingParams) -> int:

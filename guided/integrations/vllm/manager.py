@@ -7,15 +7,13 @@ preempts it, discards the token of this step, and continues it when the mask is 
 
 from __future__ import annotations
 
-import logging
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
-from vllm import __version_tuple__
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.utils import strip_speculative_padding
 
@@ -30,7 +28,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.request import Request
 
-_log = logging.getLogger("guided.integrations")
+_QUICK_MASKS = 16
+"""After so many a slow request is an ordinary one again."""
 
 
 @dataclass(eq=False, slots=True)
@@ -46,42 +45,21 @@ class _Output:
     """`[1 + drafts, words]`: the masks of the last step."""
     asked: int = -1
     """Number of tokens for which a slow request's mask was last asked for."""
+    quick: int = 0
+    """How often a slow request's mask was asked for since one took longer than a step."""
 
 
-class _Block(NamedTuple):
-    """The lines of one request in a step's bitmask: one per draft token, one more, and padding."""
-
-    request_id: str
-    first: int
-    last: int
-    """The line after the block."""
-    reasoning: int = 0
-    """Number of lines before the constraint begins."""
-    start: int = 0
-    """The line with the mask of the constraint's first token, if there are `ends`."""
-    ends: Collection[int] = ()
-    """Tokens that end the reasoning and begin the constrained output, for example the start of a tool call."""
-
-
+@dataclass(slots=True)
 class _Step:
     """The lines of one step's bitmask."""
 
-    def __init__(self, request_ids: Sequence[str], drafts: Mapping[str, list[int]]) -> None:
-        self.request_ids = list(request_ids)
-        self.drafts = {name: list(drafts[name]) for name in request_ids if name in drafts} if drafts else {}
-        self.rows: list[GuidedRow] = []
-        """The lines with a mask. The others are unconstrained: reasoning, and padding after the draft tokens."""
-        self.blocks: list[_Block] = []
-
-    @property
-    def lines(self) -> int:
-        return self.blocks[-1].last if self.blocks else 0
-
-    def is_for(self, request_ids: Sequence[str], drafts: Mapping[str, list[int]]) -> bool:
-        """Return whether these requests and draft tokens are those of this step."""
-        return self.request_ids == request_ids and all(
-            self.drafts.get(name, []) == drafts.get(name, []) for name in request_ids if self.drafts or drafts
-        )
+    drafts: list[tuple[str, list[int]]]
+    """The requests and their draft tokens."""
+    rows: list[GuidedRow] = field(default_factory=list)
+    """The lines with a mask. The others are unconstrained: reasoning, and padding after the draft tokens."""
+    lines: dict[str, range] = field(default_factory=dict)
+    """Of each request: one per draft token, and one more."""
+    count: int = 0
 
 
 class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
@@ -97,12 +75,11 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
         weakref.finalize(self, self._opener.close)
         self._masker = Masker(self._opener, self._note_failure, vllm_config.model_config.get_vocab_size())
         self._step_wait = step_wait(vllm_config)
-        self._block = 1 + vllm_config.num_speculative_tokens if __version_tuple__ >= (0, 33) else None
-        """Lines of each request in a bitmask. None: as many as it has draft tokens, and one more."""
         self._outputs: dict[str, _Output] = {}
         """By vLLM's request id. The thread that receives requests adds to it."""
         self._slow: dict[str, _Output] = {}
-        """Requests with a mask that was late. From then on, they join a batch only when their masks are ready."""
+        """Requests with a mask that was late. They join a batch only when their masks are ready, until many masks in
+        succession took less than a step."""
         self._failed: list[str] = []
         """Ids of requests that failed since the last `take_failed`."""
         self._missing: list[str] = []
@@ -112,10 +89,9 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
         config = vllm_config.scheduler_config
         config.scheduler_cls = guided_scheduler(config.get_scheduler_cls())
 
-    def _note_failure(self, request: GuidedRequest) -> None:
-        if request.report_id is not None and request.error is not None:
-            self._failed.append(request.report_id)
-            error_reports.report_engine_request(request.report_id, request.error)
+    def _note_failure(self, request_id: str, error: GuidedError) -> None:
+        self._failed.append(request_id)
+        error_reports.report_engine_request(request_id, error)
 
     # vLLM's interface
 
@@ -144,28 +120,25 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
         if not structured_output_request_ids:
             return None
         step = self._step
-        if step is None or not step.is_for(structured_output_request_ids, scheduled_spec_decode_tokens):
+        if step is None or step.drafts != _drafts(structured_output_request_ids, scheduled_spec_decode_tokens):
             step = self.prepare(requests, structured_output_request_ids, scheduled_spec_decode_tokens)
         self._step = None
         bitmask = self._masker.collect(self._step_wait, park=True)
-        if len(bitmask) < step.lines:
-            constrained, bitmask = bitmask, np.full((step.lines, bitmask.shape[1]), -1, np.int32)
+        if len(bitmask) < step.count:
+            constrained, bitmask = bitmask, np.full((step.count, bitmask.shape[1]), -1, np.int32)
             bitmask[[row.logits_row for row in step.rows]] = constrained
         discarded = {step.rows[index].logits_row for index in self._masker.discarded}
-        for block in step.blocks:
-            request_id, first, last = block[:3]
+        for request_id, lines in step.lines.items():
             output = self._outputs[request_id]
-            output.masks = bitmask[first:last]
-            if block.ends:
-                _mask_reasoning(bitmask, block)
+            output.masks = bitmask[lines.start : lines.stop]
             if output.stops:
                 self._allow_stops(output)
-            invalid = next((line - first - 1 for line in range(first + 1, last) if line in discarded), None)
+            invalid = next((index for index, line in enumerate(lines[1:]) if line in discarded), None)
             if invalid is not None:  # vLLM counts the drafts before the first -1 as acceptable
                 tokens = scheduled_spec_decode_tokens[request_id]
                 scheduled_spec_decode_tokens[request_id] = [*tokens[:invalid], *[-1] * (len(tokens) - invalid)]
             if output.request.late or output.request.error is not None:
-                self._slow[request_id] = output
+                self._slow[request_id], output.quick = output, 0
                 self._missing.append(request_id)
         return bitmask
 
@@ -215,19 +188,23 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
         if not slow:
             return set()
         held = {name for name, output in slow.items() if output.request.error is not None or in_flight(name)}
-        idle = [output for name, output in slow.items() if name not in held]
         settled = self._masker.settled()
-        asking = [
-            output
-            for output in idle
-            if (output.request.late <= settled if output.request.late else output.asked != len(output.tokens))
-        ]
+        asking: dict[str, _Output] = {}
+        for name, output in slow.items():
+            late = output.request.late
+            if late and not late <= settled:
+                output.quick = 0
+            elif name not in held and (late or output.asked != len(output.tokens)):
+                asking[name] = output
         if asking:
             self._step = None
-            self._masker.prepare([GuidedRow(output.request, 0, output.tokens) for output in asking])
+            self._masker.prepare([GuidedRow(output.request, 0, output.tokens) for output in asking.values()])
             self._masker.collect(0.0, park=True)
-            for output in asking:
-                output.asked = len(output.tokens)
+        for name, output in asking.items():
+            output.asked = len(output.tokens)
+            output.quick += 1
+            if output.quick >= _QUICK_MASKS and not output.request.late:
+                del slow[name]
         return held | {name for name, output in slow.items() if output.request.late or output.request.error is not None}
 
     def take_missing(self) -> list[str]:
@@ -254,30 +231,19 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
         self, requests: Mapping[str, Request], request_ids: Sequence[str], drafts: dict[str, list[int]]
     ) -> _Step:
         """Start to compute the masks of a step, while the forward pass runs. `grammar_bitmask` follows."""
-        self._step = step = _Step(request_ids, drafts)
-        for request_id in request_ids:
+        self._step = step = _Step(_drafts(request_ids, drafts))
+        for request_id, given in step.drafts:
             output = self._outputs[request_id]
-            given = drafts.get(request_id, [])
             tokens = strip_speculative_padding(given)
             grammar_start = constraint_start = 0
-            ends: Collection[int] = ()
             if self.reasoner_cls is not None:
                 grammar_start, constraint_start = self._get_constraint_bounds(requests[request_id], tokens)
-            first = step.lines
-            rows: list[GuidedRow] = []
+            step.lines[request_id] = lines = range(step.count, step.count + 1 + len(given))
+            step.count = lines.stop
             for count in range(constraint_start, len(tokens) + 1):
                 consumed = tokens[grammar_start:count]
                 before = [*output.tokens, *consumed] if consumed else output.tokens
-                rows.append(GuidedRow(output.request, first + count, before, len(consumed)))
-            if constraint_start:
-                reasoner = self._get_reasoner(requests[request_id])
-                ends = getattr(reasoner, "implicit_reasoning_end_token_ids", ())
-                if ends and (not rows or rows[0].drafts):
-                    rows.insert(0, GuidedRow(output.request, first, output.tokens))
-            step.rows += rows
-            last = first + (self._block or 1 + len(given))
-            start = rows[0].logits_row if rows else first
-            step.blocks.append(_Block(request_id, first, last, min(constraint_start, 1 + len(tokens)), start, ends))
+                step.rows.append(GuidedRow(output.request, lines[count], before, len(consumed)))
         self._masker.prepare(step.rows)
         return step
 
@@ -291,12 +257,8 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
                 mask[token >> 5] = word | _bit(token) if complete else word & ~_bit(token)
 
 
-def _mask_reasoning(bitmask: NDArray[np.int32], block: _Block) -> None:
-    """Allow all tokens in the lines of the reasoning, except those `ends` that can't begin the constrained output."""
-    line = np.full(bitmask.shape[1], -1, np.int32)
-    for token in block.ends:
-        line[token >> 5] &= bitmask[block.start, token >> 5] | ~_bit(token)
-    bitmask[block.first : block.first + block.reasoning] = line
+def _drafts(request_ids: Iterable[str], drafts: Mapping[str, list[int]]) -> list[tuple[str, list[int]]]:
+    return [(name, list(drafts.get(name, ()))) for name in request_ids]
 
 
 def _bit(token: int) -> np.int32:

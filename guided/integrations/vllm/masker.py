@@ -84,13 +84,13 @@ class Masker:
 
     Args:
         pool: an opener that has begun to open it. The pool is not closed here.
-        report: called with each request that fails; from any thread.
+        report: called with the id and the error of each request that fails, if it has an id; from any thread.
         width: number of logits.
         ranks: the processes that mask the same batch. None: only this one.
     """
 
     def __init__(
-        self, pool: PoolOpener, report: Callable[[GuidedRequest], None], width: int, ranks: Ranks | None = None
+        self, pool: PoolOpener, report: Callable[[str, GuidedError], None], width: int, ranks: Ranks | None = None
     ) -> None:
         self._opener = pool
         self._report = report
@@ -105,8 +105,9 @@ class Masker:
         self._sequence_ids = itertools.count()
         self._requests: dict[str, GuidedRequest] = {}
         self._rows: Sequence[GuidedRow] = ()
-        self._discarded: set[int] = set()
-        """Indices of rows that need no mask in this step: the engine discards their tokens."""
+        self.discarded: set[int] = set()
+        """Indices of the step's rows that come after the end of the output, or after an invalid draft token. They need
+        no mask: the engine discards their tokens."""
         self._prepared: dict[int, int] = {}
         """Sequence id -> index of its row, for the rows that were prepared."""
         self._sequences: tuple[GuidedSequence, ...] = ()
@@ -182,7 +183,8 @@ class Masker:
         request.error = known
         _log.error("guided request %s fails: %s", request.report_id or "without an id", known)
         try:
-            self._report(request)
+            if request.report_id is not None:
+                self._report(request.report_id, known)
         except Exception:
             _log.exception("the error of request %s can't be reported", request.report_id)
         if not request.compiled.done():
@@ -195,24 +197,27 @@ class Masker:
 
     # a step
 
-    def prepare(self, rows: Sequence[GuidedRow], wait: float | None = None) -> bool:
+    def prepare(self, rows: Sequence[GuidedRow], wait: float | None = None, error: Exception | None = None) -> bool:
         """Start to compute the masks of `rows`. `collect` or `apply` follows, or the next `prepare`.
 
         Args:
             wait: seconds to wait for grammars. Requests without one fail then. None: if a grammar or a token is
                 missing, False is returned.
+            error: why the tokens of `rows` are not available. Their requests fail.
         """
         self._discard_step()
-        self._rows, self._discarded, self._prepared = rows, set(), {}
+        self._rows, self.discarded, self._prepared = rows, set(), {}
         if not self.computes or not rows:
             return True
         if wait is None and not all(_is_known(row) and _is_ready(row) for row in rows):
             return False
         self._wait_for_grammars(wait or 0.0)
         try:
+            if error is not None:
+                raise error
             self._submit()
-        except Exception as error:
-            self._fail_rows(error)
+        except Exception as failure:
+            self._fail_rows(failure)
         return True
 
     def _wait_for_grammars(self, seconds: float) -> None:
@@ -222,7 +227,8 @@ class Masker:
                 try:
                     row.request.compiled.exception(max(0.0, deadline - time.monotonic()))
                 except TimeoutError:
-                    self.fail(row.request, _not_compiled(seconds))
+                    message = f"the constraint is still being compiled after {seconds:g} s: send the request again"
+                    self.fail(row.request, PoolUnavailable(message))
 
     def _submit(self) -> None:
         rows, processor = self._rows, self._processor
@@ -235,13 +241,13 @@ class Masker:
             if not _is_known(row):
                 self.fail(row.request, UNKNOWN_TOKEN)
             elif any(token in stops or token == row.request.stop_token or token < 0 for token in last):
-                self._discarded.add(index)  # the output is complete, or a draft token before it is invalid
-        complete = {rows[index].request.name for index in self._discarded if not rows[index].drafts}
+                self.discarded.add(index)  # the output is complete, or a draft token before it is invalid
+        complete = {rows[index].request.name for index in self.discarded if not rows[index].drafts}
         for name, error in processor.failures().items():  # of requests that lost a matcher between steps
             if name in self._requests and name not in complete:
                 self.fail(self._requests[name], error)
         for index, row in enumerate(rows):
-            if row.request.error is None and index not in self._discarded:
+            if row.request.error is None and index not in self.discarded:
                 sequence = self._sequence(row)
                 self._prepared[sequence.sequence_id] = index
                 sequences.append(sequence)
@@ -292,7 +298,7 @@ class Masker:
             except Exception as error:
                 self._fail_rows(error)
         for index, row in enumerate(self._rows):
-            without = index not in computed or index in self._discarded
+            without = index not in computed or index in self.discarded
             if without or row.request.error is not None or row.request.late:
                 bitmask[index] = pack([row.request.stop_token], self._width)
         return bitmask
@@ -306,7 +312,7 @@ class Masker:
             index = self._prepared[sequence_id]
             row = self._rows[index]
             if row.drafts and isinstance(error, TokenRejected):
-                self._discarded.add(index)  # the engine rejects the draft token in the row before
+                self.discarded.add(index)  # the engine rejects the draft token in the row before
             else:
                 self.fail(row.request, error)
 
@@ -330,11 +336,6 @@ class Masker:
             logits[rows] = float("-inf")
             logits[rows, [row.request.stop_token for row in self._rows]] = 0.0
 
-    @property
-    def discarded(self) -> set[int]:
-        """Indices of the last step's rows that come after the end of the output, or after an invalid draft token."""
-        return self._discarded
-
     def settled(self) -> set[int]:
         """Return the ids of late sequences that are decided: their masks are ready, or they failed."""
         self._discard_step()
@@ -344,12 +345,6 @@ class Masker:
         """Finish a prepared step that the engine does not use."""
         if self._in_step:
             self.collect(0.0, park=True)
-
-    def fail_step(self, rows: Sequence[GuidedRow], error: Exception) -> None:
-        """Fail the requests of `rows`, instead of `prepare`: their tokens are not available."""
-        self._discard_step()
-        self._rows, self._discarded = rows, set()
-        self._fail_rows(error)
 
     def _fail_rows(self, error: Exception) -> None:
         """Fail this step's requests after an unexpected error."""
@@ -367,10 +362,3 @@ def _is_known(row: GuidedRow) -> bool:
 def _is_ready(row: GuidedRow) -> bool:
     """Whether the row's request has its grammar, or has failed."""
     return row.request.compiled.done() or row.request.error is not None
-
-
-def _not_compiled(seconds: float) -> PoolUnavailable:
-    return PoolUnavailable(
-        f"the constraint is still being compiled after {seconds:g} s, which is as long as the batch waits: send the "
-        "request again"
-    )

@@ -20,14 +20,17 @@ import asyncio
 import json
 import logging
 import uuid
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from guided.constraint import KINDS
 from guided.error_body import error_body, error_headers
 from guided.errors import GuidedError, InvalidRequest, bounded
 from guided.integrations.vllm.error_reports import REQUEST_ID, take
 from guided.json_text import loads
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 _log = logging.getLogger("guided.integrations")
 
@@ -37,11 +40,6 @@ _MAX_VALUES, _MAX_NESTING, _MAX_MEMBERS = 1_000_000, 256, 25_000
 """Limits of a request's body. vLLM gets larger ones unchanged, and rejects their constraints for want of an id."""
 _INVALID_BODY = b"{"
 """Replaces the body of a request that is rejected here, so that vLLM rejects it too."""
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class GuidedErrors:
@@ -52,7 +50,7 @@ class GuidedErrors:
         take_error: returns the error that was reported for a request id, or None.
     """
 
-    def __init__(self, app: App, take_error: Callable[[str], GuidedError | None] = take) -> None:
+    def __init__(self, app: ASGIApp, take_error: Callable[[str], GuidedError | None] = take) -> None:
         self._app = app
         self._take_error = take_error
 

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.exceptions import VLLMValidationError
-from vllm.v1.sample.logits_processor.interface import BatchUpdate, MoveDirectionality
+from vllm.v1.sample.logits_processor.builtin import process_dict_updates
+from vllm.v1.sample.logits_processor.interface import BatchUpdate
 from vllm.v1.sample.logits_processor.interface import LogitsProcessor as V1LogitsProcessor
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext, LogitsProcRequestState
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor as V2LogitsProcessor
@@ -26,8 +27,7 @@ from guided.integrations.vllm.configuration import pool_opener, step_wait, stop_
 from guided.integrations.vllm.masker import UNKNOWN_TOKEN, GuidedRequest, GuidedRow, Masker
 from guided.integrations.vllm.request_params import VALIDATED, GuidedParams, guided_params, request_id
 from guided.integrations.vllm.run_directory import announce
-from guided.integrations.vllm.tensor_parallel import TensorParallelRanks
-from guided.integrations.vllm.v1_batch import V1Batch
+from guided.integrations.vllm.tensor_parallel import Ranks
 from guided.integrations.vllm.v2_batch import V2Batch
 
 if TYPE_CHECKING:
@@ -75,7 +75,8 @@ class GuidedLogitsProcessor(V1LogitsProcessor, V2LogitsProcessor):  # type: igno
         Args:
             runner: V1: device, is_pin_memory. V2: the request states.
         """
-        self.idle = activation.is_active() or id(vllm_config) in _instances or not _is_last_stage(vllm_config)
+        first_stages = vllm_config.parallel_config.pipeline_parallel_size > 1 and not get_pp_group().is_last_rank
+        self.idle = activation.is_active() or id(vllm_config) in _instances or first_stages
         """`GuidedManager` or another instance masks this engine's batches, or this process has no logits."""
         if self.idle:
             return
@@ -86,9 +87,10 @@ class GuidedLogitsProcessor(V1LogitsProcessor, V2LogitsProcessor):  # type: igno
         ranks = _ranks(vllm_config)
         pool = pool_opener(vllm_config, opens=self._rejection is None and (ranks is None or ranks.computes))
         weakref.finalize(self, pool.close)
-        self._masker = Masker(pool, _report, vllm_config.model_config.get_vocab_size(), ranks)
+        self._masker = Masker(pool, error_reports.report, vllm_config.model_config.get_vocab_size(), ranks)
         self._step_wait = step_wait(vllm_config)
-        self._v1: V1Batch[tuple[GuidedRequest, list[int]]] = V1Batch()
+        self._v1: dict[int, tuple[GuidedRequest, list[int]]] = {}
+        """The V1 runner's guided rows: the request and its output tokens."""
         self._rows: list[GuidedRow] = []
         self._prepared = True
         if v2:
@@ -97,7 +99,7 @@ class GuidedLogitsProcessor(V1LogitsProcessor, V2LogitsProcessor):  # type: igno
             self._v2 = V2Batch(runner[0], int(max_drafts or 0))
         if self._masker.computes:
             try:
-                worker_registry.register(self._rejection, vllm_config.instance_id)
+                worker_registry.register(self._rejection and str(self._rejection), vllm_config.instance_id)
             except OSError:  # requests without a constraint are not affected
                 _log.exception("guided requests will be rejected: this worker can't register")
         if self._rejection is not None:
@@ -117,9 +119,7 @@ class GuidedLogitsProcessor(V1LogitsProcessor, V2LogitsProcessor):  # type: igno
             guided = GuidedParams.from_text(text)
         except GuidedError as error:
             guided = error
-        if self._rejection is not None:
-            guided = UNKNOWN_TOKEN if self._rejection == str(UNKNOWN_TOKEN) else PoolUnavailable(self._rejection)
-        return self._masker.begin(guided, stop_token(params), request_id(params))
+        return self._masker.begin(self._rejection or guided, stop_token(params), request_id(params))
 
     # the V1 model runner
 
@@ -127,14 +127,16 @@ class GuidedLogitsProcessor(V1LogitsProcessor, V2LogitsProcessor):  # type: igno
         """Before the forward pass: follow the batch, and prepare its masks if all tokens are known."""
         if self.idle:
             return
-        if batch_update is not None:
-            entered = ((index, self._begin(params), outputs) for index, params, _, outputs in batch_update.added)
-            added = [(index, None if request is None else (request, outputs)) for index, request, outputs in entered]
-            moved = [(one, other, how is MoveDirectionality.SWAP) for one, other, how in batch_update.moved]
-            for request, _ in self._v1.update(batch_update.removed, added, moved):
+        before = self._rows
+        if process_dict_updates(self._v1, batch_update, self._enter):
+            self._rows = [GuidedRow(request, row, outputs) for row, (request, outputs) in sorted(self._v1.items())]
+            for request in {row.request for row in before} - {row.request for row in self._rows}:
                 self._masker.end(request)
-            self._rows = [GuidedRow(request, row, outputs) for row, (request, outputs) in self._v1]
         self._prepared = self._masker.prepare(self._rows)
+
+    def _enter(self, params: SamplingParams, _: Any, outputs: list[int]) -> tuple[GuidedRequest, list[int]] | None:
+        request = self._begin(params)
+        return None if request is None else (request, outputs)
 
     # the V2 model runner
 
@@ -149,21 +151,18 @@ class GuidedLogitsProcessor(V1LogitsProcessor, V2LogitsProcessor):  # type: igno
         return request is not None
 
     def apply_staged_writes(self) -> None:
-        """Before the forward pass: start to copy the tokens of the previous step."""
+        """Before the forward pass: the tokens of the previous step are complete."""
         if not self.idle and self._masker.computes:
-            self._v2.begin_copy()
+            self._v2.begin()
 
     def _prepare_v2(self, context: LogitsContext) -> None:
         error: Exception | None = None
         try:
-            self._v2.read_copy()
+            if self._masker.computes:
+                self._v2.read()
         except Exception as failure:
             error = failure
-        rows = self._v2.rows(*_layout(context))
-        if error is None:
-            self._masker.prepare(rows, self._step_wait)
-        else:
-            self._masker.fail_step(rows, error)
+        self._masker.prepare(self._v2.rows(*_layout(context)), self._step_wait, error)
 
     # both
 
@@ -188,38 +187,25 @@ class GuidedLogitsProcessor(V1LogitsProcessor, V2LogitsProcessor):  # type: igno
 # the configuration
 
 
-def _is_last_stage(config: VllmConfig) -> bool:
-    """Whether this is the last stage of the pipeline, which has the logits."""
-    return config.parallel_config.pipeline_parallel_size == 1 or bool(get_pp_group().is_last_rank)
-
-
-def _ranks(config: VllmConfig) -> TensorParallelRanks | None:
+def _ranks(config: VllmConfig) -> Ranks | None:
     if config.parallel_config.tensor_parallel_size == 1:
         return None
     group = get_tp_group()
-    return TensorParallelRanks(group.cpu_group, group.ranks[0])
+    return Ranks(group.cpu_group, group.ranks[0])
 
 
-def _rejection(config: VllmConfig, v2: bool) -> str | None:
-    """Why this engine can't mask guided requests. None: it can."""
+def _rejection(config: VllmConfig, v2: bool) -> GuidedError | None:
+    """Return why this engine can't mask guided requests. None: it can."""
     if config.model_config.is_diffusion:
-        return "vLLM doesn't call logits processors for diffusion models: guided requests can't be masked"
-    if v2:
-        if config.parallel_config.enable_batch_sharded_sampling:
-            return "with batch-sharded sampling each rank has other rows: start vLLM without it for guided requests"
-        return None
+        return PoolUnavailable(
+            "vLLM doesn't call logits processors for diffusion models: guided requests can't be masked"
+        )
+    if v2 and config.parallel_config.enable_batch_sharded_sampling:
+        return PoolUnavailable("with batch-sharded sampling each rank has other rows: guided requests can't be masked")
     # The V1 runner passes the real tokens to processors if any class is given by name.
-    if config.scheduler_config.async_scheduling and not config.model_config.logits_processors:
-        return str(UNKNOWN_TOKEN)
+    if not v2 and config.scheduler_config.async_scheduling and not config.model_config.logits_processors:
+        return UNKNOWN_TOKEN
     return None
-
-
-# one request or step
-
-
-def _report(request: GuidedRequest) -> None:
-    if request.report_id is not None and request.error is not None:
-        error_reports.report(request.report_id, request.error)
 
 
 def _layout(context: LogitsContext) -> tuple[list[int], list[int], list[int]]:

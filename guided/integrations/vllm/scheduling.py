@@ -24,8 +24,8 @@ class _GuidedScheduling:
     requests: dict[str, Request]
     running: list[Request]
     current_step: int
-    grammar_compile_error_reqs: set[str] | dict[str, Any]
-    """vLLM ends these requests with `FINISHED_ERROR`, after this step. From 0.33 on, with the error for the client."""
+    grammar_compile_error_reqs: set[str]
+    """vLLM ends these requests with `FINISHED_ERROR`, after this step."""
     prev_step_scheduled_req_ids: set[str]
     _preempt_request: Any
     _held_back: frozenset[str] | set[str] = frozenset()
@@ -70,6 +70,5 @@ class _GuidedScheduling:
         return output
 
     def update_from_output(self, *args: Any, **options: Any) -> Any:
-        # None: `admission` looks up the error, and answers with its status.
-        self.grammar_compile_error_reqs.update(dict.fromkeys(self.structured_output_manager.take_failed()))
+        self.grammar_compile_error_reqs.update(self.structured_output_manager.take_failed())
         return super().update_from_output(*args, **options)  # type: ignore[misc]

@@ -6,7 +6,7 @@ one broadcast of the packed masks (16 KiB per row for 131,072 tokens), on the CP
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,21 +14,11 @@ import torch.distributed
 from numpy.typing import NDArray
 
 
-class Ranks(Protocol):
-    """Processes that mask the same batch, each with its own copy of the logits."""
-
-    computes: bool
-    """Whether this process computes the masks."""
-
-    def share(self, bitmask: NDArray[np.int32]) -> None:
-        """Send `bitmask` from the process that computes, and overwrite it in the others. Called by every process."""
-
-
-class TensorParallelRanks:
-    """`Ranks` over a process group.
+class Ranks:
+    """The processes that mask the same batch.
 
     Args:
-        group: a group for tensors on the CPU.
+        group: their process group for tensors on the CPU.
         first: global rank of the process that computes the masks.
     """
 
@@ -36,6 +26,8 @@ class TensorParallelRanks:
         self._group = group
         self._first = first
         self.computes = torch.distributed.get_rank() == first
+        """Whether this process computes the masks."""
 
     def share(self, bitmask: NDArray[np.int32]) -> None:
+        """Send `bitmask` from the process that computes, and overwrite it in the others. Called by every process."""
         torch.distributed.broadcast(torch.from_numpy(bitmask), self._first, self._group)

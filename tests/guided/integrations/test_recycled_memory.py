@@ -11,7 +11,7 @@ import torch
 
 from guided.integrations.recycled_memory import RecycledMemory
 
-SHAPE = torch.zeros(4, 1000)
+SHAPE = torch.zeros(4, 70_000)
 
 
 def test_memory_of_a_dropped_tensor_is_reused() -> None:
@@ -57,7 +57,9 @@ def test_memory_in_use_is_not_written_to(keep: Callable[[torch.Tensor], Any], in
         assert values.data_ptr() not in pointers
 
 
-@pytest.mark.parametrize("like", [torch.zeros(3, 5, dtype=torch.bfloat16), torch.zeros(5, 3).t(), torch.zeros(0, 7)])
+@pytest.mark.parametrize(
+    "like", [SHAPE.bfloat16(), torch.zeros(70_000, 4).t(), torch.zeros(5, 3).t(), torch.zeros(0, 7)]
+)
 def test_shape_type_and_device(like: torch.Tensor) -> None:
     memory = RecycledMemory()
     memory.like(SHAPE)

@@ -41,9 +41,9 @@ class Subject:
     """A masker, and what it reported."""
 
     def __init__(self, open_pool: Callable[[], MaskPool] = inline, wait: float = 60.0) -> None:
-        self.failed: list[GuidedRequest] = []
+        self.failed: list[tuple[str, GuidedError]] = []
         self.opener = PoolOpener(open_pool)
-        self.masker = Masker(self.opener, self.failed.append, WIDTH)
+        self.masker = Masker(self.opener, lambda *report: self.failed.append(report), WIDTH)
         self.wait = wait
 
     def begin(self, *choices: str, name: str | None = None) -> GuidedRequest:
@@ -56,8 +56,8 @@ class Subject:
         self.masker.apply(logits, self.wait)
         return logits
 
-    def codes(self) -> list[tuple[str | None, str]]:
-        return [(request.report_id, request.error.code) for request in self.failed if request.error is not None]
+    def codes(self) -> list[tuple[str, str]]:
+        return [(name, error.code) for name, error in self.failed]
 
 
 def allowed(logits: torch.Tensor, row: int) -> list[int]:
@@ -146,7 +146,7 @@ def test_an_unknown_token_is_waited_for_and_never_guessed() -> None:
     tokens += [-1]
     assert allowed(subject.step(row), 0) == [STOP]
     assert subject.codes() == [("a", "internal_error")]
-    assert "--logits-processors" in str(subject.failed[0].error)
+    assert "--logits-processors" in str(subject.failed[0][1])
 
 
 def test_a_step_that_is_not_applied_is_discarded() -> None:
@@ -260,7 +260,7 @@ def test_all_ranks_mask_alike_and_one_opens_the_pool() -> None:
         return opened[-1]
 
     def run(computes: bool) -> None:
-        masker = Masker(PoolOpener(open_pool), failed.append, WIDTH, pair.rank(computes))
+        masker = Masker(PoolOpener(open_pool), lambda *report: failed.append(report), WIDTH, pair.rank(computes))  # type: ignore[arg-type]
         bad, good, both = (
             masker.begin(GuidedParams(Constraint.choice(choices)), STOP, "x")
             for choices in (["123"], ["45"], ["67", "68"])
@@ -485,7 +485,7 @@ def test_a_failed_step_ends_its_requests_only() -> None:
     subject = Subject(lambda: pool)
     bad, other = subject.begin("123", name="bad"), subject.begin("45", name="other")
     subject.step(GuidedRow(bad, 0, []), GuidedRow(other, 1, []))
-    subject.masker.fail_step([GuidedRow(bad, 1, ())], RuntimeError("no tokens"))
+    subject.masker.prepare([GuidedRow(bad, 1, ())], 60, RuntimeError("no tokens"))
     subject.masker.apply(logits := torch.zeros(2, WIDTH), 60)
     assert allowed(logits, 1) == [STOP]
     assert torch.isfinite(logits[0]).all()

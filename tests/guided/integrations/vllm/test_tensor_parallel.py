@@ -14,13 +14,13 @@ import sys
 from datetime import timedelta
 import numpy as np
 import torch.distributed
-from guided.integrations.vllm.tensor_parallel import TensorParallelRanks
+from guided.integrations.vllm.tensor_parallel import Ranks
 
 rank, directory = int(sys.argv[1]), sys.argv[2]
 torch.distributed.init_process_group(
     "gloo", f"file://{directory}/store", rank=rank, world_size=2, timeout=timedelta(minutes=4)
 )
-ranks = TensorParallelRanks(torch.distributed.group.WORLD, 0)
+ranks = Ranks(torch.distributed.group.WORLD, 0)
 assert ranks.computes == (rank == 0)
 for step in range(3):
     bitmask = np.full((step + 1, 5), 7 * step if ranks.computes else -1, np.int32)
