@@ -63,7 +63,7 @@ class SamplingParams:
         include_stop_str_in_output: keep the stop string, or the stop token's text, at the end of the text.
         ignore_eos: suppress the model's stop tokens (unless nothing else is legal).
         presence_penalty, frequency_penalty: OpenAI's, over the output, in [-2, 2].
-        repetition_penalty: CTRL's (arXiv:1909.05858), over prompt and output, > 0; 1 is off.
+        repetition_penalty: CTRL's (arXiv:1909.05858), over prompt and output, in [0.01, 100]; 1 is off.
         logit_bias: token id to a number added to its logit, in [-100, 100].
         logprobs: number of alternatives to report per token (0: only the sampled token). None is off. Those of beams
             include bias and penalties: they are what the search adds up.
@@ -81,7 +81,7 @@ class SamplingParams:
         use_beam_search: keep the `best_of` most likely beginnings, as transformers' `generate(num_beams=best_of)`. It
             needs temperature 0. There may be fewer than `n` outputs if the constraint has fewer.
         length_penalty: beam search: outputs are compared by the sum of their log-probabilities, divided by their length
-            to this power.
+            to this power, in [-10, 10].
         early_stopping: beam search: end when there are `best_of` outputs (True), when none is likely to become better
             (False), or when none can ("never").
 
@@ -175,8 +175,6 @@ class SamplingParams:
                 _check_range(name, value, *bounds)
         if self.top_p == 0.0:
             raise InvalidRequest("top_p is greater than 0 and at most 1 (temperature 0 is greedy)", param="top_p")
-        if self.repetition_penalty == 0.0:
-            raise InvalidRequest("repetition_penalty is greater than 0 (1 is off)", param="repetition_penalty")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest(
                 f"min_tokens ({self.min_tokens}) is more than max_tokens ({self.max_tokens})", param="min_tokens"
@@ -263,7 +261,7 @@ class SamplingParams:
 _RANGES: dict[str, tuple[type, Range]] = {
     "n": (int, Range(1)),
     "best_of": (int, Range(1)),
-    "length_penalty": (float, Range(-100, 100)),
+    "length_penalty": (float, Range(-10, 10)),
     "temperature": (float, Range(0, 100)),
     "top_p": (float, Range(0, 1)),
     "top_k": (int, Range(-1)),
@@ -271,7 +269,7 @@ _RANGES: dict[str, tuple[type, Range]] = {
     "min_tokens": (int, Range(0)),
     "presence_penalty": (float, Range(-2, 2)),
     "frequency_penalty": (float, Range(-2, 2)),
-    "repetition_penalty": (float, Range(0, 100)),
+    "repetition_penalty": (float, Range(0.01, 100)),
     "seed": (int, Range(-(2**63), 2**64 - 1)),
     "logprobs": (int, Range(0, MAX_LOGPROBS)),
     "prompt_logprobs": (int, Range(0, MAX_LOGPROBS)),

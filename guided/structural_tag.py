@@ -312,6 +312,7 @@ class _Reader:
     ) -> Node:
         if not tags or not triggers:
             raise self._invalid("there is no tag, or no trigger", at)
+        self._count(len(triggers))  # they are compared with each other
         rules: dict[Text | Token, list[Node]] = {trigger: [] for trigger in triggers}
         for begin, rest, place in tags:
             trigger = next((each for each in rules if _starts(begin, each)), None)

@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from benchmarks.attack import bodies, connections, processes  # noqa: F401  registers the cases
+from benchmarks.attack import bodies, connections, fields, processes  # noqa: F401  registers the cases
 from benchmarks.attack.case import ALL, Case, Setup, Target
 from benchmarks.attack.measure import FATAL_MB, MemoryWatch, held, kill, not_given_back
 from benchmarks.attack.witness import Seen, Witness, warm_up

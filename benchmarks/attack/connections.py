@@ -143,3 +143,55 @@ async def foreign_host(target: Target) -> None:
     request = b"GET /v1/models HTTP/1.1\r\nhost: rebinding.example:8000\r\nconnection: close\r\n\r\n"
     received = await target.raw(request)
     target.expect(b"guided-default" not in received, "Host: rebinding.example is accepted")
+
+
+GET = b"GET /health HTTP/1.1\r\nhost: localhost\r\n"
+CHUNKED = LINE.replace(b"host: a", b"host: localhost") + b"transfer-encoding: chunked\r\n\r\n"
+
+
+@case("new", seconds=60)
+async def pipelined_requests(target: Target) -> None:
+    """20 connections with 30,000 requests each that do not wait for an answer."""
+    await asyncio.gather(*(target.raw(*[(GET + b"\r\n") * 3_000] * 10, limit=50) for _ in range(20)))
+
+
+@case("new", seconds=60)
+async def header_lines(target: Target) -> None:
+    """Requests with thousands of header lines, a long query, or thousands of cookies, on 20 connections."""
+    lines = [b"a:b\r\n" * 12_000, b"cookie: " + b"a=b;" * 15_000 + b"\r\n"]
+    heads = [GET + line + b"connection: close\r\n\r\n" for line in lines]
+    heads.append(b"GET /health?" + b"a=b&" * 15_000 + b" HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
+    for _ in range(5):
+        await asyncio.gather(*(target.raw(head, limit=20) for head in heads * 7))
+
+
+@case("new", seconds=60)
+async def endless_trailers(target: Target) -> None:
+    """Chunked bodies with endless trailers, one endless trailer, endless chunk extensions, and chunks of one byte."""
+    begun = CHUNKED + b"1\r\n{\r\n"
+    await target.raw(begun + b"0\r\n", *[b"x: y\r\n" * 100_000] * 100, limit=50)
+    await target.raw(begun + b"0\r\nx: ", *[b"y" * MB] * 100, limit=50)
+    await target.raw(begun + b"1;", *[b"y" * MB] * 100, limit=50)
+    await asyncio.gather(*(target.raw(begun, *[b"1\r\na\r\n" * 100_000] * 45, limit=50) for _ in range(8)))
+
+
+@case("new")
+async def odd_requests(target: Target) -> None:
+    """Requests that are legal HTTP, and that few clients send: upgrades, CONNECT, HTTP/1.0, odd hosts and lengths."""
+    end = b"connection: close\r\n\r\n"
+    for request in (
+        GET + b"connection: upgrade\r\nupgrade: websocket\r\n\r\n",
+        GET + b"connection: upgrade, http2-settings\r\nupgrade: h2c\r\n\r\n",
+        b"CONNECT localhost:1 HTTP/1.1\r\nhost: localhost\r\n\r\n",
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        b"GET /health HTTP/1.0\r\n\r\n",
+        b"GET /nothing HTTP/1.1\r\nhost: [\r\n" + end,
+        b"GET /nothing HTTP/1.1\r\nhost: localhost:99999999\r\n" + end,
+        GET + b"transfer-encoding: chunked\r\ncontent-length: 5\r\n" + end + b"0\r\n\r\n",
+        GET + b"content-length: 99999999999999999999999999\r\n" + end,
+        GET + b"content-length: -1\r\n" + end,
+        LINE.replace(b"host: a", b"host: localhost") + b"expect: 100-continue\r\ncontent-length: 2\r\n" + end + b"{}",
+        LINE.replace(b"host: a", b"host: localhost") + b"content-encoding: gzip\r\ncontent-length: 2\r\n" + end + b"{}",
+    ):
+        received = await target.raw(request, limit=12)
+        target.expect(b"HTTP/1.1 5" not in received, f"{request[:60]!r}: {received[:60]!r}")

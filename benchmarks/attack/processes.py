@@ -20,6 +20,7 @@ import zmq
 
 from benchmarks.attack.case import Setup, Target, case
 from benchmarks.attack.connections import KEY, WITH_KEY
+from benchmarks.processes import COMPILE_ACTOR, FORK_SERVER
 
 RECOVERY_SECONDS = 60.0
 LOOPBACK = ("127.", "::1", "::ffff:127.")
@@ -64,6 +65,33 @@ async def raylet_killed(target: Target) -> None:
     """SIGKILL to the raylet: time until a 503, and until recovery."""
     _signal(target, RAYLET, signal.SIGKILL)
     await target.recovered(RECOVERY_SECONDS)
+
+
+async def _kill_each(target: Target, *kinds: str) -> None:
+    """Kill one kind of process after the other, and wait for the recovery from each."""
+    for kind in kinds:
+        target.notes.append(f"SIGKILL to {kind}")
+        _signal(target, (kind,), signal.SIGKILL)
+        await asyncio.sleep(2)
+        await target.recovered(RECOVERY_SECONDS)
+
+
+@case("new", seconds=190, restarts=True, slow=True)
+async def ray_killed(target: Target) -> None:
+    """SIGKILL to Ray's GCS, to the process that is Ray's driver, and to the raylet again."""
+    await _kill_each(target, "Ray: gcs_server", "Ray: driver", *RAYLET)
+
+
+@case("new", seconds=190, restarts=True, slow=True)
+async def compilation_killed(target: Target) -> None:
+    """SIGKILL to the compile actor and to the processes that compile; SIGSTOP to the compile actor."""
+    await _kill_each(target, COMPILE_ACTOR, FORK_SERVER)
+    for pid in _signal(target, (COMPILE_ACTOR,), signal.SIGSTOP):
+        try:
+            await target.recovered(RECOVERY_SECONDS)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
 
 
 @case("15", seconds=70, restarts=True, slow=True)

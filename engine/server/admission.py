@@ -106,26 +106,32 @@ def parse(
 
 def _check_counts(data: Mapping[str, Any], context: ServerContext) -> None:
     """Check the lengths of lists and objects that cost time for each entry."""
-    prompts, n = data.get("prompt"), data.get("n")
     context_length = context.engine.max_model_len
     for name in ("messages", "input"):
         messages = data.get(name)
         if isinstance(messages, list) and len(messages) > context_length:
             message = f"there are {len(messages)} messages; the context of {context_length} tokens holds fewer"
             raise InvalidRequest(message, param=name)
-    count = len(prompts) if isinstance(prompts, list) and prompts and not isinstance(prompts[0], int) else 1
-    times = n if isinstance(n, int) and n > 1 else 1
+    count = num_prompts(data.get("prompt"))
     limit = min(context.settings.max_outputs, context.settings.max_requests)
-    if count * times > limit:
-        asked = f"n is {times}" if count == 1 else f"there are {count} prompts with n = {times}"
-        raise InvalidRequest(
-            f"{asked}; the limit of one request is {limit} outputs (--max-outputs)",
-            param="n" if count == 1 else "prompt",
-        )
+    for name in ("n", "best_of"):
+        times = data.get(name)
+        times = times if isinstance(times, int) and times > 1 else 1
+        if count * times > limit:
+            asked = f"{name} is {times}" if count == 1 else f"there are {count} prompts with {name} = {times}"
+            raise InvalidRequest(
+                f"{asked}; the limit of one request is {limit} outputs (--max-outputs)",
+                param=name if count == 1 else "prompt",
+            )
     for name, most in _MAX_ENTRIES.items():
         entries = data.get(name)
         if isinstance(entries, dict) and len(entries) > most:
             raise InvalidRequest(f"{name} has {len(entries)} entries; the limit is {most}", param=name)
+
+
+def num_prompts(prompt: Any) -> int:
+    """Return the number of prompts in a body's field: a list of token ids is one."""
+    return len(prompt) if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else 1
 
 
 def _is_json(content_type: str) -> bool:

@@ -45,6 +45,9 @@ def build_job(
     """Build the work of a chat. The last arguments are `request_id`, `http_id` and `field_names` of `Job`."""
     strict = context.settings.strict_formats
     wanted = requested_constraint(body, context.settings.backend, context.limits, strict_formats=strict)
+    limit, logprobs = _max_tokens(body), _logprobs(body)
+    choices = body.n or 1
+    context.check_logprobs(choices, choices * (limit or context.engine.max_model_len), logprobs, "logprobs")
     calls = offered_calls(body, context, wanted)
     effort = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
     prompt = encode_chat(
@@ -57,7 +60,6 @@ def build_job(
         max_tokens=context.engine.max_model_len,
     )
     form = output_form(body, context, wanted, calls, prompt)
-    limit, logprobs = _max_tokens(body), _logprobs(body)
     params = sampling_params(body, form.wanted, max_tokens=limit, logprobs=logprobs, context=context)
     if form.shows_special_tokens:
         params = replace(params, skip_special_tokens=False)

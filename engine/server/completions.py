@@ -10,6 +10,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 
 from engine.outputs import CompletionOutput, RequestOutput
+from engine.server.admission import num_prompts
 from engine.server.answers import ChoicesAnswer
 from engine.server.constraints import requested_constraint
 from engine.server.context import Context, ServerContext
@@ -40,13 +41,16 @@ def _build_job(body: CompletionRequest, context: ServerContext, http_id: str) ->
     wanted = requested_constraint(
         body, context.settings.backend, context.limits, strict_formats=context.settings.strict_formats
     )
-    length = context.engine.max_model_len
+    length, max_tokens = context.engine.max_model_len, body.max_tokens
+    if max_tokens is None and wanted.constraint is None:
+        max_tokens = OPENAI_MAX_TOKENS
+    choices = num_prompts(body.prompt) * (body.n or 1)
+    context.check_logprobs(choices, choices * (max_tokens or length), body.logprobs, "logprobs")
     prompts = text_prompts(
         context.engine.tokenizer, body.prompt, add_special_tokens=body.add_special_tokens, max_tokens=length
     )
-    max_tokens = body.max_tokens
-    if max_tokens is None and wanted.constraint is None:
-        max_tokens = max(1, min(OPENAI_MAX_TOKENS, length - max(map(len, prompts))))
+    if body.max_tokens is None and max_tokens is not None:
+        max_tokens = max(1, min(max_tokens, length - max(map(len, prompts))))
     if body.echo and body.logprobs is not None:
         body.prompt_logprobs = body.logprobs
     params = sampling_params(body, wanted, max_tokens=max_tokens, logprobs=body.logprobs, context=context)

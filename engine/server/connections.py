@@ -25,6 +25,12 @@ _RESERVED_FILES = 128
 """File descriptors for everything but clients: sockets of the pool, shared memory, pipes, files of the model."""
 
 
+_MAX_HEADERS = 200
+"""Maximum number of header lines of a request. Each takes microseconds of the event loop."""
+_MAX_PIPELINED = 16
+"""Maximum number of requests that a connection may send before they are answered. Common clients send one."""
+
+
 class Connections:
     """The connections of one server. `on_early_end` gets the reason when the server ends one early."""
 
@@ -85,7 +91,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._in_body = False
         self._header_error: GuidedError | None = None
         self._header_bytes = 0
-        """Bytes received since the last request, while its successor's header is not complete."""
+        """Bytes received since the last header or piece of a body: an incomplete header, or what follows a body."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -104,21 +110,35 @@ class LimitedProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
             return
-        if not self._in_body:
-            self._header_bytes += len(data)
+        self._header_bytes += len(data)
         super().data_received(data)
-        if not self._in_body and self._header_bytes > self._limits.max_header_bytes:
+        if self._header_bytes > self._limits.max_header_bytes:
             self._refuse(self._header_too_large())
 
     def on_message_begin(self) -> None:
+        if len(self.pipeline) >= _MAX_PIPELINED:
+            self._header_error = MalformedRequest(f"more than {_MAX_PIPELINED} requests wait for their answers")
+            raise self._header_error
         super().on_message_begin()
         self._expect(self._limits.header_seconds, "header_timeout")
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._in_body:  # a trailer after a chunked body: no part of the API has one
+            return
+        super().on_header(name, value)
+        if len(self.headers) > _MAX_HEADERS:
+            self._header_error = HeaderTooLarge(f"the request has more than {_MAX_HEADERS} header lines")
+            raise self._header_error  # the parser stops, and `send_400_response` is called
+
+    def on_body(self, body: bytes) -> None:
+        self._header_bytes = 0
+        super().on_body(body)
 
     def on_headers_complete(self) -> None:
         size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
         if size > self._limits.max_header_bytes:
             self._header_error = self._header_too_large()
-            raise self._header_error  # the parser stops, and `send_400_response` is called
+            raise self._header_error
         self._in_body = True
         self._header_bytes = 0
         self._expect(self._limits.body_seconds, "body_timeout")
@@ -176,7 +196,8 @@ class LimitedProtocol(HttpToolsProtocol):
             return
         self._connections.on_early_end(reason or error.code)
         self._expect_nothing()
-        if self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete:
+        cycle = self.cycle
+        if self.pipeline or (cycle is not None and cycle.response_started and not cycle.response_complete):
             self.transport.abort()  # another request's answer is under way
             return
         body = json.dumps(error_body(error)).encode()

@@ -21,7 +21,7 @@ from engine.server.options import ServerSettings
 from engine.server.readiness import ReadinessCheck
 from engine.server.tracing import Tracing
 from guided.backends import AUTO
-from guided.errors import bounded
+from guided.errors import InvalidRequest, bounded
 from guided.limits import Limits
 from guided.model_formats import REASONING_FORMATS, TOOL_FORMATS, ReasoningFormat, ToolFormat, detect
 from guided.vocabulary import Vocabulary
@@ -90,6 +90,21 @@ class ServerContext:
         if name is not None and name not in self.settings.model_names:
             served = ", ".join(self.settings.model_names)
             raise ModelNotFound(f"The model {bounded(name, 100)!r} does not exist; here: {served}", param="model")
+
+    def check_logprobs(self, choices: int, tokens: int, alternatives: int | None, param: str) -> None:
+        """Bound the size of an answer with several choices: each of `tokens` can have 21 log-probabilities.
+
+        Raises:
+            InvalidRequest: the answer could have too many.
+        """
+        count = 0 if alternatives is None or choices == 1 else tokens * (alternatives + 1)
+        limit = self.settings.max_answer_logprobs
+        if count > limit:
+            raise InvalidRequest(
+                f"prompts, n, max_tokens and {param} together allow {count} log-probabilities; the limit for several "
+                f"choices is {limit}",
+                param=param,
+            )
 
     @contextmanager
     def admit(self, count: int, client: str) -> Iterator[None]:

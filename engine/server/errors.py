@@ -132,7 +132,7 @@ def log_refusal(scope: Scope, code: str, message: str, param: str | None) -> Non
 
 def _hint(request: Request) -> str:
     """Return what to do about an unknown path."""
-    path = request.url.path
+    path = request.scope["path"]  # a URL is built from the header Host, which may be anything
     wanted = {**request.scope, "path": f"/v1{path}"}
     if any(route.matches(wanted)[0] is not Match.NONE for route in request.app.routes):
         return f"there is no {path}: send the request to /v1{path} (a client's base URL ends with /v1)"
@@ -143,7 +143,7 @@ async def _on_unexpected_error(request: Request, error: Exception) -> JSONRespon
     # Starlette raises the error again after this answer. The server then logs the traceback.
     request_id = request.scope.get("state", {}).get("request_id", "-")
     text, extra = "x-request-id %s: %s %s failed: %r", {"x_request_id": request_id}
-    logger.error(text, request_id, request.method, request.url.path, error, extra=extra)
+    logger.error(text, request_id, request.method, bounded(request.scope["path"], 100), error, extra=extra)
     request.app.state.context.metrics.failed(InternalError.code, InternalError.status)
     headers = {"x-should-retry": "false", "x-request-id": request_id}
     body = envelope(500, "the server failed on this request; its log says why", None, InternalError.code)

@@ -17,7 +17,7 @@ from engine.server.context import ServerContext
 from engine.server.errors import ShuttingDown
 from engine.server.protocol import GuidedInfo
 from guided.constraint import KINDS
-from guided.errors import CompileTimeout, GuidedError, InternalError, InvalidConstraint, InvalidRequest
+from guided.errors import CompileTimeout, GuidedError, InternalError, InvalidConstraint
 from guided.output_parser import OutputParser
 
 logger = logging.getLogger("guided.server")
@@ -78,6 +78,9 @@ class Job:
         Raises:
             InvalidRequest: the engine rejects one.
         """
+        if (alternatives := self.params.prompt_logprobs) is not None:
+            tokens = sum(map(len, self.prompts)) * self.params.n
+            context.check_logprobs(self.num_choices, tokens, alternatives, "prompt_logprobs")
         groups = []
         for number, prompt in enumerate(self.prompts):
             request_id = self.request_id if len(self.prompts) == 1 else f"{self.request_id}-{number}"
@@ -137,7 +140,6 @@ async def running(context: ServerContext, job: Job, client: str, headers: Mappin
     """
     guided = failure = None
     try:
-        _check_logprobs(context, job)
         with context.admit(len(job.prompts) * job.params.width, client):
             streams = [context.metrics.observed(context.engine.run(group, client), job.params) for group in job.groups]
             try:
@@ -176,29 +178,6 @@ def report(job: Job, error: GuidedError, guided: GuidedInfo | None) -> None:
         *(job.request_id, job.http_id, error.code, error, where, kind, backend),
         extra={**job.log_ids, "code": error.code},
     )
-
-
-def _check_logprobs(context: ServerContext, job: Job) -> None:
-    """Bound the size of an answer with several choices: each token can have 21 log-probabilities.
-
-    Raises:
-        InvalidRequest: the answer could have too many.
-    """
-    params, limit = job.params, context.settings.max_answer_logprobs
-    if job.num_choices == 1:
-        return
-    longest, count = context.engine.max_model_len, 0
-    for prompt in job.prompts:
-        if params.logprobs is not None:
-            count += (params.max_tokens or max(0, longest - len(prompt))) * params.n * (params.logprobs + 1)
-        if params.prompt_logprobs is not None:
-            count += len(prompt) * params.n * (params.prompt_logprobs + 1)
-    if count > limit:
-        raise InvalidRequest(
-            f"prompts, n, max_tokens and logprobs together allow {count} log-probabilities; the limit for several "
-            f"choices is {limit}",
-            param="logprobs" if params.logprobs is not None else "prompt_logprobs",
-        )
 
 
 async def _all_first(streams: Sequence[AsyncIterator[RequestOutput]], job: Job) -> list[RequestOutput]:

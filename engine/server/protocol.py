@@ -8,12 +8,15 @@ change the answer, and is not supported, is rejected with 400. An unknown field 
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
+
+from guided.errors import bounded
+from guided.json_text import JsonError, loads
+from guided.limits import DEFAULT_LIMITS
 
 REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "tools": ("tool calling is not supported; ask for the call's JSON with json_schema", ([],)),
@@ -108,7 +111,7 @@ class Body(BaseModel):
         for name in drop:
             del kept[name]
             if ignored is not None and name not in ignored and len(ignored) < MAX_IGNORED:
-                ignored.append(str(name)[:60])
+                ignored.append(bounded(name, 60))
         return kept
 
 
@@ -278,8 +281,9 @@ class CalledFunction(Body):
         """Convert to the form of chat templates: the arguments are an object there."""
         arguments: Any = self.arguments
         if isinstance(arguments, str):
-            with contextlib.suppress(ValueError, RecursionError):
-                arguments = json.loads(arguments)
+            with contextlib.suppress(JsonError):
+                limits = {"max_values": DEFAULT_LIMITS.max_values, "max_nesting": DEFAULT_LIMITS.max_nesting}
+                arguments = loads(arguments, **limits, constants=True)
         return {"name": self.name, "arguments": arguments if isinstance(arguments, dict) else self.arguments}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from engine.server.protocol import ChatRequest, Tool
@@ -54,7 +54,7 @@ def _check_names(tools: Sequence[Tool]) -> None:
         seen[name] = index
 
 
-def _choice(choice: Any, known: Sequence[str]) -> tuple[str, Sequence[str]]:
+def _choice(choice: Any, known: Sequence[str]) -> tuple[str, Collection[str]]:
     """Return the mode (none, auto, required or named), and the functions that may be called."""
     if choice is None or isinstance(choice, str):
         mode = choice or "auto"
@@ -62,7 +62,7 @@ def _choice(choice: Any, known: Sequence[str]) -> tuple[str, Sequence[str]]:
             raise _invalid(f"{bounded(mode, 60)!r} is not one of none, auto and required")
         if mode == "required" and not known:
             raise _invalid("tool_choice required needs tools")
-        return mode, known
+        return mode, frozenset(known)
     kind = choice.get("type")
     if kind == "function":
         return "named", _known([choice], known)
@@ -76,16 +76,16 @@ def _choice(choice: Any, known: Sequence[str]) -> tuple[str, Sequence[str]]:
     return allowed["mode"], _known(allowed["tools"], known)
 
 
-def _known(chosen: Sequence[Any], known: Sequence[str]) -> list[str]:
-    names = []
+def _known(chosen: Sequence[Any], known: Sequence[str]) -> Collection[str]:
+    names, there = [], frozenset(known)
     for each in chosen:
         function = each.get("function", each) if isinstance(each, dict) else None
         name = function.get("name") if isinstance(function, dict) else None
-        if not isinstance(name, str) or name not in known:
+        if not isinstance(name, str) or name not in there:
             shown = ", ".join(known[:10]) or "none"
             raise _invalid(f"there is no tool {bounded(name, 140)!r}; there are: {bounded(shown)}")
         names.append(name)
-    return names
+    return frozenset(names)
 
 
 def _invalid(message: str) -> InvalidRequest:
@@ -103,7 +103,8 @@ def _parameters(tool: Tool, param: str) -> dict[str, Any]:
         raise InvalidRequest("the parameters of a function are an object: their schema has another type", param=param)
     if "$ref" in schema:  # up to draft 7 it has no siblings
         others = {keyword: value for keyword, value in schema.items() if keyword != "$ref"}
-        schema = {**others, "allOf": [{"$ref": schema["$ref"]}, *schema.get("allOf", [])]}
+        given = others.get("allOf", [])  # another value than a list is refused with the schema
+        schema = {**others, "allOf": [{"$ref": schema["$ref"]}, *given] if isinstance(given, list) else given}
     return {**schema, "type": "object"}
 
 

@@ -36,6 +36,7 @@ from guided.errors import InvalidConstraint, InvalidRequest, UnsupportedConstrai
         ("presence_penalty", 2.5),
         ("frequency_penalty", -2.5),
         ("repetition_penalty", 0.0),
+        ("repetition_penalty", 1e-40),
         ("logit_bias", {"3": 1.0}),
         ("logit_bias", {3: 101}),
         ("logit_bias", dict.fromkeys(range(1025), 1)),
@@ -53,6 +54,12 @@ def test_each_refusal_names_its_parameter(param: str, value: Any) -> None:
         SamplingParams(**{param: value})
     assert refusal.value.param == param
     assert param in str(refusal.value) or "beam search" in str(refusal.value) or "backend" in str(refusal.value)
+
+
+@pytest.mark.parametrize("power", [-100, 100])
+def test_a_length_penalty_that_overflows(power: int) -> None:
+    with pytest.raises(InvalidRequest, match=r"length_penalty is -?100; it must be between -10 and 10"):
+        SamplingParams(use_beam_search=True, temperature=0, length_penalty=power)
 
 
 def test_min_tokens_beyond_max_tokens() -> None:

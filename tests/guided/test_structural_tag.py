@@ -134,8 +134,10 @@ def test_limits() -> None:
     many = {"type": "or", "elements": [{"type": "const_string", "value": str(index)} for index in range(50)]}
     repeated = {"type": "repeat", "min": 0, "max": 500, "content": TEXT}
     schema = {"type": "json_schema", "json_schema": {"anyOf": [{"const": index} for index in range(50)]}}
+    tags = [{"begin": f"<{index}>", "content": TEXT, "end": "</>"} for index in range(20)]
+    triggered = {"type": "triggered_tags", "triggers": [tag["begin"] for tag in tags], "tags": tags}
     small = Limits(max_nesting=30, max_alternatives=40, max_repetition=100)
-    for form in (deep, many, repeated, schema):
+    for form in (deep, many, repeated, schema, triggered):
         constraint = of(form)
         with pytest.raises(ConstraintTooLarge):
             of(form, limits=small)

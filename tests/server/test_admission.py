@@ -112,6 +112,7 @@ class TestCounts:
             ),
             (TEXT, {"prompt": ["a"] * 257}, "prompt", "257 prompts with n = 1; the limit of one request is 256"),
             (TEXT, {"prompt": [[1]] * 100, "n": 3}, "prompt", "100 prompts with n = 3"),
+            (TEXT, {"prompt": [[1]] * 100, "best_of": 3}, "prompt", "100 prompts with best_of = 3"),
             (TEXT, {"prompt": "a", "n": 300}, "n", "n is 300"),
             (TEXT, {"prompt": "a", "stop": ["x"] * 65}, "stop", "65 strings; the limit is 64"),
             (TEXT, {"prompt": "a", "stop": "x" * 1001}, "stop", "1001 characters; the limit is 1000"),
@@ -136,6 +137,23 @@ class TestCounts:
 
 
 class TestTexts:
+    @pytest.mark.parametrize(
+        ("path", "body"),
+        [
+            (TEXT, {"prompt": ["word " * 300] * 64, "n": 4, "logprobs": 20, "max_tokens": 100}),
+            (TEXT, {"prompt": ["word " * 300] * 64, "logprobs": 20, "regex": "a+"}),
+            (CHAT, {"messages": [{"role": "user", "content": "word " * 300}], "n": 64, "logprobs": True}
+                   | {"top_logprobs": 20, "max_tokens": 200}),
+        ],
+    )  # fmt: skip
+    def test_the_size_of_the_answer_is_checked_before_a_text_is_tokenized(
+        self, client: TestClient, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
+    ) -> None:
+        tokenizer = client.app.state.context.engine.tokenizer  # type: ignore[attr-defined]
+        monkeypatch.setattr(tokenizer, "encode", lambda *_, **__: pytest.fail("tokenized"))
+        _, _, message = refusal(client, path, body)
+        assert "log-probabilities; the limit for several choices is 200000" in message
+
     @pytest.mark.parametrize(
         ("path", "body", "param"),
         [

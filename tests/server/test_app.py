@@ -364,6 +364,7 @@ class TestRefusals:
 
     def test_unknown_path_and_method(self, client: TestClient) -> None:
         assert error_of(client.get("/v1/nonesuch"))["code"] == "not_found"
+        assert error_of(client.get("/v1/nonesuch", headers={"host": "["}))["code"] == "not_found"
         assert error_of(client.get("/v1/completions"))["code"] == "method_not_allowed"
 
     @pytest.mark.parametrize("chunked", [False, True])

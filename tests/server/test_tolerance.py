@@ -27,6 +27,13 @@ def test_what_has_no_effect_is_named(client: TestClient) -> None:
     assert "x-guided-ignored" not in plain.headers
 
 
+def test_a_name_that_is_not_unicode(client: TestClient) -> None:
+    body = b'{"prompt": "a", "max_tokens": 1, "\\ud800\\u0000": 1}'
+    answer = client.post("/v1/completions", content=body, headers={"content-type": "application/json"})
+    assert answer.json()["guided"]["ignored"] == ["\\ud800\\x00"]
+    assert answer.headers["x-guided-ignored"] == "%5Cud800%5Cx00"
+
+
 def test_strict_fields(client_with: Callable[..., TestClient]) -> None:
     error = client_with(strict_fields=True).post(CHAT, json=USER).json()["error"]
     assert (error["code"], error["param"]) == ("unknown_parameter", "messages[0].annotated")

@@ -217,6 +217,14 @@ def test_a_conversation_with_calls() -> None:
     assert ids.count(tokenizer.eos_token_id) == 4  # the system's text and three messages
 
 
+@pytest.mark.parametrize("arguments", ["[" * 900 + "]" * 900, '{"a":' * 200 + "1" + "}" * 200, '{"a": 1, "a": 2}', "{"])
+def test_arguments_that_are_no_usual_object_are_text(hermes: TestClient, arguments: str) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    messages = [*USER["messages"], {"role": "assistant", "tool_calls": [call]}]
+    error = refusal(hermes, messages=[*messages, {"role": "tool", "content": "word " * 600}])
+    assert error["code"] == "context_length_exceeded"
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "words", "pointer"),
     [
@@ -245,6 +253,7 @@ def test_a_conversation_with_calls() -> None:
             "/properties/a/pattern",
         ),
         ({"tools": [tool("f", {"type": "array"})]}, "tools[0].function.parameters", ["object"], None),
+        ({"tools": [tool("f", {"$ref": "#", "allOf": 5})]}, "tools[0].function.parameters", [], "/allOf"),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": 1}}}},
             "response_format",

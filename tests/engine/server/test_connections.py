@@ -144,6 +144,31 @@ def test_the_header_s_limit_holds_for_one_that_comes_at_once(dial: Dial, size: i
     assert answer.startswith(b"HTTP/1.1 200" if size < 8192 else b"HTTP/1.1 431")
 
 
+@pytest.mark.parametrize(
+    "begin", [b"0\r\na: ", b"0\r\n", b"1;"], ids=["a trailer", "trailers", "an extension of a chunk"]
+)
+def test_what_follows_a_body_is_limited_as_a_header_is(dial: Dial, begin: bytes) -> None:
+    client = dial()
+    client.sendall(POST.replace(b"content-length: 30", b"transfer-encoding: chunked") + b"1\r\n{\r\n" + begin)
+    assert is_ended(client, b"a: b\r\n" * 600 if begin == b"0\r\n" else b"a" * 4096)
+
+
+def test_many_header_lines_are_a_431(dial: Dial) -> None:
+    client = dial()
+    client.sendall(GET + b"a:\r\n" * 300 + b"\r\n")
+    assert status(rest(client)) == 431
+
+
+def test_requests_that_wait_for_no_answer_are_limited(quick: Hosted, dial: Dial) -> None:
+    before = quick.metric("guided_connections_ended_total", reason="malformed_request")
+    few, many = dial(), dial()
+    few.sendall((GET + b"\r\n") * 9 + GET + b"connection: close\r\n\r\n")
+    assert rest(few).count(b"HTTP/1.1 200") == 10
+    many.sendall((GET + b"\r\n") * 2000)
+    assert rest(many).count(b"HTTP/1.1 200") < 30
+    assert quick.metric("guided_connections_ended_total", reason="malformed_request") == before + 1
+
+
 def test_what_is_not_http_is_a_400(dial: Dial) -> None:
     client = dial()
     client.sendall(b"\x16\x03\x01 hello\r\n\r\n")

@@ -1,0 +1,40 @@
+"""`serve run` that lets requests end when it is stopped: `python -m deploy.run deploy/serve.yaml`.
+
+`serve run` itself ends Ray Serve's proxy first, and with it all streams. On SIGTERM and SIGINT this command deletes the
+applications before: their replicas answer what runs, or end it with an error event.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+
+from ray import serve
+from ray.serve.scripts import cli
+
+
+def main() -> None:
+    """Run `serve run` with this command's arguments in a child, because Ray replaces the handler of SIGTERM."""
+    command = [sys.executable, "-c", "from deploy.run import serve_run; serve_run()", "run", *sys.argv[1:]]
+    with subprocess.Popen(command, process_group=0) as process:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: process.send_signal(signal.SIGINT))
+        sys.exit(process.wait())
+
+
+def serve_run() -> None:
+    """Run the command line of Ray Serve. Before SIGINT ends it, delete the applications."""
+
+    def stop(*_: object) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        for name in serve.status().applications:
+            serve.delete(name)
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, stop)
+    cli()
+
+
+if __name__ == "__main__":
+    main()
