@@ -222,11 +222,11 @@ def take_api_key(options: ServeOptions) -> ServeOptions:
 
 
 def check_names(options: ServeOptions) -> None:
-    """Check the model's directory and the modules of logits processors, without loading anything.
+    """Check the model's directory and the logits processors, before the model and its libraries are loaded.
 
     Raises:
         OSError: there is no such directory.
-        ValueError: there is no such module.
+        ValueError: a logits processor cannot be loaded.
     """
     model = options.model_path
     if model.startswith((".", "/", "~")) and not Path(model).is_dir():  # no hub name begins like this
@@ -235,6 +235,10 @@ def check_names(options: ServeOptions) -> None:
         module = one.partition(":")[0] if isinstance(one, str) else ""
         if module and find_spec(module.partition(".")[0]) is None:
             raise ValueError(f"the logits processor {one} can't be loaded: there is no module {module}")
+    if options.engine.logits_processors:
+        from engine.logits_processors.loading import load_classes  # slow: torch
+
+        load_classes(options.engine.logits_processors)
 
 
 def _with(base: Any, path: Sequence[str], value: Any) -> Any:
