@@ -20,7 +20,7 @@ from guided.errors import ConstraintTooLarge, InvalidConstraint, UnsupportedCons
 from guided.guard.keys import open_object
 from guided.limits import DEFAULT_LIMITS, Limits
 from guided.schema import document as schema_checks
-from guided.structural_tag import Content, Node, at_content, contents, parse, read
+from guided.structural_tag import Content, Node, contents, located, parse, read
 
 logger = logging.getLogger(__name__)
 
@@ -166,7 +166,7 @@ class Constraint:
                 options["strict_formats"] = strict_formats
             opened: str | None = ""
             if content.kind != "json_object":
-                with at_content(content, param):
+                with located(content, param):
                     inner: Constraint = getattr(cls, content.kind)(content.value, **options)
                 notes += [content.pointer + pointer for pointer in inner.not_enforced]
                 opened = open_object(inner.source) if content.kind == "json_schema" else None

@@ -110,37 +110,44 @@ def read(text: str, limits: Limits, param: str) -> Any:
         raise InvalidConstraint(f"the structural tag is not JSON: {error}", param=param) from None
 
 
+def parts(node: Node) -> Sequence[Node]:
+    """Return the nodes directly in a node."""
+    match node:
+        case Series(items) | Either(items):
+            return items
+        case Times(item):
+            return (item,)
+        case Dispatch(rules):
+            return [item for _, item in rules]
+    return ()
+
+
 def contents(node: Node) -> Iterator[Content]:
     """Yield the contents of a structural tag."""
-    match node:
-        case Content():
-            yield node
-        case Series(items) | Either(items):
-            for item in items:
-                yield from contents(item)
-        case Times(item):
-            yield from contents(item)
-        case Dispatch(rules):
-            for _, item in rules:
-                yield from contents(item)
+    if isinstance(node, Content):
+        yield node
+    for part in parts(node):
+        yield from contents(part)
 
 
 def has_limit(node: Node) -> bool:
     """Whether free text of a structural tag has `max_tokens`."""
-    match node:
-        case FreeText():
-            return node.max_tokens is not None
-        case Series(items) | Either(items):
-            return any(map(has_limit, items))
-        case Times(item):
-            return has_limit(item)
-        case Dispatch(rules):
-            return any(has_limit(item) for _, item in rules)
-    return False
+    return any(map(has_limit, parts(node))) or (isinstance(node, FreeText) and node.max_tokens is not None)
+
+
+def ends(node: Node) -> Iterator[Node]:
+    """Yield the nodes with which an output of `node` can end: literals, contents, free text, dispatches."""
+    inside = () if isinstance(node, Dispatch) else parts(node)
+    if isinstance(node, Series):
+        inside = [item for item in inside if item != Text("")][-1:]
+    for part in inside:
+        yield from ends(part)
+    if not isinstance(node, Series | Either | Times):
+        yield node
 
 
 @contextmanager
-def at_content(content: Content, param: str) -> Iterator[None]:
+def located(content: Content, param: str) -> Iterator[None]:
     """Make errors about a content point to its place in the structural tag."""
     try:
         yield

@@ -26,7 +26,6 @@ from transformers import GenerationConfig
 from transformers.utils.logging import disable_progress_bar
 
 from engine.async_llm import AsyncLLM
-from engine.logits_processors.loading import load_classes
 from engine.server.app import create_app
 from engine.server.connections import Connections
 from engine.server.context import ServerContext
@@ -63,7 +62,6 @@ def start_engine(options: ServeOptions) -> AsyncLLM:
         GuidedError: the pool cannot be started.
     """
     check_names(options)
-    load_classes(options.engine.logits_processors)  # reports a wrong one before the model is loaded
     if not sys.stderr.isatty():
         disable_progress_bar()
     engine = AsyncLLM(

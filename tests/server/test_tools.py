@@ -230,6 +230,7 @@ def test_a_conversation_with_calls() -> None:
             None,
         ),
         ({"tool_choice": "required", "tools": []}, "tool_choice", ["needs tools"], None),
+        ({"functions": [{"name": "f"}]}, "functions", ["use tools"], None),
         ({"tools": [*TOOLS, tool("roll_dice")]}, "tools[2].function.name", ["tools[0]", "unique"], None),
         ({"tools": [tool("no spaces")]}, "tools[0].function.name", ["no spaces"], None),
         (

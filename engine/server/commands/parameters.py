@@ -56,14 +56,9 @@ def _backend(name: str) -> str:
 
 
 Backend = Annotated[str, typer.Option(help="The grammar backend, or auto.", callback=_backend)]
+_TOKENIZER = "tokenizer.json, tekken.json, or a model's folder. Masks depend on it. Default: the embedded model's."
 Tokenizer = Annotated[
-    Path,
-    typer.Option(
-        help="tokenizer.json, tekken.json, or a model's folder. Masks depend on it. Default: the embedded model's.",
-        exists=True,
-        default_factory=checkpoint_path,
-        show_default=False,
-    ),
+    Path, typer.Option(help=_TOKENIZER, exists=True, default_factory=checkpoint_path, show_default=False)
 ]
 
 

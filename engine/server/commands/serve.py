@@ -18,8 +18,8 @@ def serve(**values: Any) -> None:
     """
     with reported("serve", 1):
         options = take_api_key(options_of(values))
-        check_names(options)
         with listener_on(options.host, options.port) as listener:  # a port in use is reported at once
+            check_names(options)
             from engine.server import process  # slow: torch, transformers
 
             process.serve(options, listener)
