@@ -8,13 +8,15 @@ from typing import ClassVar
 
 from guided.limits import DEFAULT_LIMITS, Limits, Range, check_ranges
 
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
 
 @dataclass(frozen=True)
 class LoadOptions:
     """How a model is loaded. `guided serve --help` describes the fields.
 
     Raises:
-        ValueError: a value is out of range.
+        ValueError: a value is out of range, or the dtype is unknown.
     """
 
     tokenizer: str | None = None
@@ -27,6 +29,8 @@ class LoadOptions:
 
     def __post_init__(self) -> None:
         check_ranges(self)
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype is {self.dtype!r}; it must be one of {', '.join(DTYPES)}")
 
 
 @dataclass(frozen=True)

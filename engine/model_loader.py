@@ -18,7 +18,6 @@ from guided.errors import bounded
 from guided.vocabulary import Vocabulary
 
 _LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _SAME = {torch.float32: 0.9999, torch.bfloat16: 0.99, torch.float16: 0.99}
 """Minimum correlation of the probe's logits with those of eager attention."""
 
@@ -64,8 +63,6 @@ def load_model(model: str, **options: Any) -> LoadedModel:
         ValueError: the dtype is unknown, or the machine has no such device.
     """
     how = LoadOptions(**options)
-    if how.dtype != "auto" and how.dtype not in _DTYPES:
-        raise ValueError(f"dtype is {how.dtype!r}; it must be one of auto, {', '.join(_DTYPES)}")
     register()
     device = _find_device(how.device)
     config = _find_config(model, how.revision)
@@ -100,7 +97,7 @@ def _load(model: str, config: Any, how: LoadOptions, device: torch.device | None
         model,
         config=config,
         revision=how.revision,
-        dtype=_DTYPES.get(how.dtype, "auto"),
+        dtype=how.dtype if how.dtype == "auto" else getattr(torch, how.dtype),
         attn_implementation=ATTENTION,
         **others,
     )

@@ -21,7 +21,7 @@ from guided.backends.base import CompiledGrammar, Matcher
 from guided.bitmask import allowed_ids, pack
 from guided.budget import Budget
 from guided.errors import GuidedError, InvalidRequest
-from guided.vocabulary import Vocabulary
+from guided.vocabulary import Vocabulary, valid_utf8
 
 _FIRST_STEPS, _LATER_STEPS, _MASK_STEPS = 1000, 160, 120
 """Tokens that are tried at most: for the first completion of a sequence, after a later token, for a mask."""
@@ -82,7 +82,7 @@ class Completions:
         self.lengths[list(ids)] = [len(vocabulary.token_bytes[token]) for token in ids]
         never = frozenset(b'"\\') | frozenset(range(32)) | {127}
         plain = (token for token in ids if not never.intersection(vocabulary.token_bytes[token]))
-        texts = [token for token in plain if _is_text(vocabulary.token_bytes[token])]
+        texts = [token for token in plain if valid_utf8(each := vocabulary.token_bytes[token]) == len(each)]
         self.plain = pack(texts, len(permitted) * 32)
         """int32 `[words]`: tokens that are plain text within a JSON string."""
         self.samples = sorted(texts, key=lambda token: self.lengths[token])[:: max(1, len(texts) - 1)][:2]
@@ -352,14 +352,6 @@ class BudgetedSequence:
 
 def _is_shorter(found: Completion, best: Completion | None) -> bool:
     return best is None or len(found.tokens) < len(best.tokens)
-
-
-def _is_text(content: bytes) -> bool:
-    try:
-        content.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
 
 
 def _single_bytes(vocabulary: Vocabulary) -> NDArray[np.int64]:

@@ -20,7 +20,7 @@ from guided.errors import ConstraintTooLarge, InvalidConstraint, UnsupportedCons
 from guided.guard.keys import open_object
 from guided.limits import DEFAULT_LIMITS, Limits
 from guided.schema import document as schema_checks
-from guided.structural_tag import Content, Node, at_content, contents, parse, read
+from guided.structural_tag import Content, Node, contents, located, parse, read
 
 logger = logging.getLogger(__name__)
 
@@ -174,7 +174,7 @@ class Constraint:
         document = read(tag, limits, param) if isinstance(tag, str) else tag
         notes: list[str] = []
         for content in contents(parse(document, limits, param)):
-            with at_content(content, param):
+            with located(content, param):
                 inner = cls.of_kind(
                     content.kind, content.value, strict_formats=strict_formats, limits=limits, param=param
                 )

@@ -110,20 +110,23 @@ def read(text: str, limits: Limits, param: str) -> Any:
         raise InvalidConstraint(f"the structural tag is not JSON: {error}", param=param) from None
 
 
+def parts(node: Node) -> Sequence[Node]:
+    """Return the nodes directly in a node."""
+    match node:
+        case Series(items) | Either(items):
+            return items
+        case Times(item):
+            return (item,)
+        case Dispatch(rules):
+            return [item for _, item in rules]
+    return ()
+
+
 def walk(node: Node) -> Iterator[Node]:
     """Yield a node and all nodes within it."""
     yield node
-    match node:
-        case Series(items) | Either(items):
-            below: Sequence[Node] = items
-        case Times(item):
-            below = (item,)
-        case Dispatch(rules):
-            below = [item for _, item in rules]
-        case _:
-            below = ()
-    for each in below:
-        yield from walk(each)
+    for part in parts(node):
+        yield from walk(part)
 
 
 def contents(node: Node) -> list[Content]:
@@ -136,8 +139,19 @@ def has_limit(node: Node) -> bool:
     return any(isinstance(each, FreeText) and each.max_tokens is not None for each in walk(node))
 
 
+def ends(node: Node) -> Iterator[Node]:
+    """Yield the nodes with which an output of `node` can end: literals, contents, free text, dispatches."""
+    inside = () if isinstance(node, Dispatch) else parts(node)
+    if isinstance(node, Series):
+        inside = [item for item in inside if item != Text("")][-1:]
+    for part in inside:
+        yield from ends(part)
+    if not isinstance(node, Series | Either | Times):
+        yield node
+
+
 @contextmanager
-def at_content(content: Content, param: str) -> Iterator[None]:
+def located(content: Content, param: str) -> Iterator[None]:
     """Make errors about a content point to its place in the structural tag."""
     try:
         yield

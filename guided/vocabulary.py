@@ -124,7 +124,7 @@ class Vocabulary:
         data = text.encode("utf-8") if isinstance(text, str) else text
         if not data:
             return []
-        valid = data[: _valid_utf8(data)]
+        valid = data[: valid_utf8(data)]
         tokens = self._encode_canonically(valid.decode("utf-8")) if valid else []
         return tokens + self._encode_greedily(data[len(self.decode(tokens)) :])
 
@@ -260,7 +260,7 @@ class Vocabulary:
         return cls(contents, tuple(dict.fromkeys(stop_token_ids)), tokens.special, padded, **encoding)
 
 
-def _valid_utf8(data: bytes) -> int:
+def valid_utf8(data: bytes) -> int:
     """Return the length of the longest prefix of `data` that is valid UTF-8."""
     try:
         data.decode("utf-8")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from engine.config import EngineConfig
 from engine.logits_processors.interface import (
@@ -15,8 +15,10 @@ from engine.logits_processors.interface import (
     VllmConfig,
 )
 from engine.logits_processors.processors import LogitsProcessors, ProcessorClass
-from engine.model_loader import LoadedModel
 from guided.errors import bounded
+
+if TYPE_CHECKING:
+    from engine.model_loader import LoadedModel  # slow: transformers
 
 GROUP = "guided.logits_processors"
 """Entry points of this group are loaded into every engine. vLLM's own group is not read."""

@@ -10,7 +10,6 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_type_hints
 
@@ -160,19 +159,18 @@ def take_api_key(options: ServeOptions) -> ServeOptions:
 
 
 def check_names(options: ServeOptions) -> None:
-    """Check the model's directory and the modules of logits processors, without loading anything.
+    """Check the model's directory and the logits processors, before the model and its libraries are loaded.
 
     Raises:
         OSError: there is no such directory.
-        ValueError: there is no such module.
+        ValueError: a logits processor cannot be loaded.
     """
     model = options.model_path
     if model.startswith((".", "/", "~")) and not Path(model).is_dir():  # no hub name begins like this
         raise OSError(f"there is no model directory {model}")
-    for one in options.engine.logits_processors:
-        module = one.partition(":")[0] if isinstance(one, str) else ""
-        if module and find_spec(module.partition(".")[0]) is None:
-            raise ValueError(f"the logits processor {one} can't be loaded: there is no module {module}")
+    from engine.logits_processors.loading import load_classes  # slow: torch
+
+    load_classes(options.engine.logits_processors)
 
 
 def _with(base: Any, path: Sequence[str], value: Any) -> Any:

@@ -26,7 +26,6 @@ from transformers import GenerationConfig
 from transformers.utils.logging import disable_progress_bar
 
 from engine.async_llm import AsyncLLM
-from engine.logits_processors.loading import load_classes
 from engine.server.app import create_app
 from engine.server.connections import Connections
 from engine.server.context import ServerContext
@@ -57,7 +56,6 @@ _SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalt
 def start_engine(options: ServeOptions) -> AsyncLLM:
     """Load the model, start the mask pool and the engine's thread. The caller shuts the engine down."""
     check_names(options)
-    load_classes(options.engine.logits_processors)  # reports a wrong one before the model is loaded
     if not sys.stderr.isatty():
         disable_progress_bar()
     engine = AsyncLLM(

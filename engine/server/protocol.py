@@ -19,12 +19,10 @@ from guided.json_text import JsonError, loads
 from guided.limits import DEFAULT_LIMITS
 
 REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
-    "tools": ("tool calling is not supported; ask for the call's JSON with json_schema", ([],)),
-    "tool_choice": ("tool calling is not supported", ("none", "auto")),
-    "functions": ("tool calling is not supported", ([],)),
-    "function_call": ("tool calling is not supported", ("none", "auto")),
-    "tool_calls": ("tool calling is not supported", ([],)),
-    "tool_call_id": ("tool calling is not supported", ()),
+    "tools": ("functions are called in chats: use /v1/chat/completions or /v1/responses", ([],)),
+    "tool_choice": ("functions are called in chats", ("none", "auto")),
+    "functions": ("this former field is not supported: use tools", ([],)),
+    "function_call": ("this former field is not supported: use tools, tool_choice and tool_calls", ("none", "auto")),
     "modalities": ("the only modality is text", (["text"],)),
     "audio": ("audio is not supported", ()),
     "refusal": ("refusals are not supported", ()),

@@ -61,7 +61,7 @@ def _choice(choice: Any, known: Sequence[str]) -> tuple[str, Collection[str]]:
         if mode not in ("none", "auto", "required"):
             raise _invalid(f"{bounded(mode, 60)!r} is not one of none, auto and required")
         if mode == "required" and not known:
-            raise _invalid("tool_choice required needs tools")
+            raise _invalid("required needs tools")
         return mode, frozenset(known)
     kind = choice.get("type")
     if kind == "function":

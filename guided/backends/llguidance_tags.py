@@ -16,7 +16,7 @@ from guided import regex
 from guided.constraint import Constraint
 from guided.errors import ConstraintTooLarge, UnsupportedConstraint, bounded
 from guided.grammar import regular, slashed
-from guided.structural_tag import Content, Dispatch, Either, FreeText, Node, Series, Text, Times, Token, at_content
+from guided.structural_tag import Content, Dispatch, Either, FreeText, Node, Series, Text, Times, Token, ends, located
 
 _MAX_PARTS = 20_000
 """Maximum number of parts of the grammar. What follows alternatives with open ends is written for each of them."""
@@ -184,7 +184,7 @@ class TagGrammar:
         node = self._regular_node(content)
         if node is None:
             if content not in self._inner:
-                with at_content(content, "structural_tag"):
+                with located(content, "structural_tag"):
                     grammar = self._grammar_of(self._constraint.inner(content))
                 self._inner[content] = {**grammar, "name": f"c{len(self._inner)}"}
             return f"@{self._inner[content]['name']} {self._series(rest)}"
@@ -195,7 +195,7 @@ class TagGrammar:
         """Return a content as a regex; None if it is none."""
         if content not in self._regular:
             inner = self._constraint.inner(content)
-            with at_content(content, "structural_tag"):
+            with located(content, "structural_tag"):
                 match inner.kind:
                     case "regex":
                         node: regex.Node | None = regex.parse(inner.source)
@@ -210,19 +210,10 @@ class TagGrammar:
 
     def _is_open(self, node: Any) -> bool:
         """Whether it depends on the text after `node` where it ends."""
-        match node:
-            case FreeText() | Dispatch():
-                return True
-            case Content():
-                return self._regular_node(node) is not None
-            case Series(items):
-                last = [item for item in items if item != Text("")][-1:]
-                return any(map(self._is_open, last))
-            case Either(options):
-                return any(map(self._is_open, options))
-            case Times(item):
-                return self._is_open(item)
-        return False
+        return any(
+            isinstance(end, FreeText | Dispatch) or (isinstance(end, Content) and self._regular_node(end) is not None)
+            for end in ends(node)
+        )
 
     def _heads(self, items: _Items) -> list[_Head]:
         """Return the alternatives with which `items` can begin.

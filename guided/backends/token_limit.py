@@ -15,7 +15,7 @@ from guided.backends.base import CompiledGrammar, Matcher
 from guided.bitmask import pack
 from guided.errors import UnsupportedConstraint
 from guided.structural_tag import FreeText, Node, Series, Text, Times, has_limit
-from guided.vocabulary import Vocabulary
+from guided.vocabulary import Vocabulary, valid_utf8
 
 
 def limited(grammar: CompiledGrammar, vocabulary: Vocabulary, node: Node) -> CompiledGrammar:
@@ -53,14 +53,6 @@ _REST_OF_CHARACTER = 3
 """Maximum number of tokens that complete a character: the limit can be exceeded by them."""
 
 
-def _is_whole(text: bytes) -> bool:
-    try:
-        text.decode("utf-8")
-    except UnicodeDecodeError:
-        return False
-    return True
-
-
 class LimitedGrammar(CompiledGrammar):
     """A grammar with a limit on the free text at its beginning.
 
@@ -93,8 +85,8 @@ class LimitedGrammar(CompiledGrammar):
         if start is None or not self.limit <= count <= self.limit + len(self.end) + _REST_OF_CHARACTER:
             return []  # too early, or over
         decode = self.vocabulary.decode
-        cuts = range(self.limit, min(count, self.limit + _REST_OF_CHARACTER) + 1)
-        cut = next((start + cut for cut in cuts if _is_whole(decode(tokens[start : start + cut]))), None)
+        cuts = range(start + self.limit, start + min(count, self.limit + _REST_OF_CHARACTER) + 1)
+        cut = next((cut for cut in cuts if valid_utf8(text := decode(tokens[start:cut])) == len(text)), None)
         if cut is None:
             return []
         if isinstance(self.end, list):

@@ -7,7 +7,7 @@ from typing import Any
 
 from guided.constraint import Constraint
 from guided.errors import UnsupportedConstraint, bounded
-from guided.structural_tag import Content, Dispatch, Either, FreeText, Node, Series, Text, Times, Token, at_content
+from guided.structural_tag import Content, Dispatch, Either, FreeText, Node, Series, Text, Times, Token, ends, located
 
 _Items = tuple[Node, ...]
 
@@ -51,7 +51,7 @@ class TagFormat:
                 bounds = {"min": low, "max": -1 if high is None else high}
                 return [{"type": "repeat", **bounds, "content": self._one(item)}, *self._series(rest)]
             case Content():
-                with at_content(first, "structural_tag"):
+                with located(first, "structural_tag"):
                     grammar = self._grammar_of(self._constraint.inner(first))
                 return [{"type": "grammar", "grammar": grammar}, *self._series(rest)]
             case FreeText(excludes, limit):
@@ -69,7 +69,7 @@ class TagFormat:
         raise AssertionError(first)
 
     def _one(self, node: Node) -> dict[str, Any]:
-        if _ends_in_free_text(node):
+        if any(isinstance(end, FreeText | Dispatch) for end in ends(node)):
             raise self._refusal("free text at the end of an alternative or a repetition")
         return self._sequence(self._series((node,)))
 
@@ -101,16 +101,3 @@ class TagFormat:
 
     def _refusal(self, what: str) -> UnsupportedConstraint:
         return UnsupportedConstraint(f"xgrammar can't enforce {what} in a structural tag", param="structural_tag")
-
-
-def _ends_in_free_text(node: Node) -> bool:
-    match node:
-        case FreeText() | Dispatch():
-            return True
-        case Series(items):
-            return any(map(_ends_in_free_text, [item for item in items if item != Text("")][-1:]))
-        case Either(options):
-            return any(map(_ends_in_free_text, options))
-        case Times(item):
-            return _ends_in_free_text(item)
-    return False

@@ -196,6 +196,8 @@ class SchemaGraph:
 
     def _resolve(self) -> None:
         """Turn references into edges. A target outside the known schema positions is added."""
+        if not any(isinstance(node.schema.get(keyword), str) for node in self._unresolved for keyword in REFERENCES):
+            return  # identifiers and anchors matter to references only
         specification = _specification(Dialect.of(self._document))
         root = specification.create_resource(self._document)
         try:

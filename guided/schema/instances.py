@@ -26,6 +26,7 @@ def enforcing(validator: Any) -> Any:
         validator: a class of the `jsonschema` package.
     """
     checks = {"pattern": _pattern, "format": _format, "multipleOf": _multiple, "divisibleBy": _multiple}
+    checks |= {"patternProperties": _pattern_properties, "additionalProperties": _additional_properties}
     known = {name: check for name, check in checks.items() if name in validator.VALIDATORS}
     return extend(validator, known)  # type: ignore[no-untyped-call]
 
@@ -33,6 +34,20 @@ def enforcing(validator: Any) -> Any:
 def _pattern(_validator: Any, pattern: str, instance: Any, _schema: Any) -> Iterator[ValidationError]:
     if isinstance(instance, str) and not string_pattern.matches(pattern, instance):
         yield ValidationError(f"{bounded(instance)!r} does not match {bounded(pattern)!r}")
+
+
+def _pattern_properties(validator: Any, patterns: Any, instance: Any, _schema: Any) -> Iterator[ValidationError]:
+    for name, value in instance.items() if isinstance(instance, dict) else ():
+        for pattern in patterns:
+            if string_pattern.matches(pattern, name):
+                yield from validator.descend(value, patterns[pattern], path=name)
+
+
+def _additional_properties(validator: Any, others: Any, instance: Any, schema: Any) -> Iterator[ValidationError]:
+    named, patterns = schema.get("properties", {}), schema.get("patternProperties", {})
+    for name, value in instance.items() if isinstance(instance, dict) else ():
+        if name not in named and not any(string_pattern.matches(pattern, name) for pattern in patterns):
+            yield from validator.descend(value, others, path=name)
 
 
 def _multiple(_validator: Any, step: Any, instance: Any, _schema: Any) -> Iterator[ValidationError]:

@@ -41,6 +41,7 @@ from guided.schema.unevaluated import UNEVALUATED, closed, closed_apart, depends
 _MAX_DEFINITIONS = 10_000
 _NO_SIBLINGS = {"$ref", "$schema", "$comment", "$defs", "default", "definitions", "description", "examples", "title"}
 """Keywords without an effect next to `$ref`."""
+_CONDITIONS = {"not", "disallow", "if", "dependentRequired", "dependentSchemas", "dependencies"}
 
 
 def normalise(schema: Schema, *, rewrite: bool = True) -> NormalForm:
@@ -192,7 +193,7 @@ class _Normaliser:
     def _conditions(self, node: Node) -> Iterator[Schema]:
         """Yield the conditions that are rewritten as alternatives; each as it is where that is not exact."""
         schema, combine = node.schema, self._combine
-        if not self._has_siblings(schema) or listed(schema) is not None:
+        if schema.keys().isdisjoint(_CONDITIONS) or not self._has_siblings(schema) or listed(schema) is not None:
             return
         yield from self._negations(node, self._may_negate(node, "not", "disallow"))
         if "if" in schema and schema.keys() & {"then", "else"}:

@@ -99,6 +99,7 @@ def read(pattern: str) -> Node:
     return regex.parse_search(pattern, param="json_schema")
 
 
+@lru_cache(maxsize=16)
 def whitespace(pattern: str) -> str:
     """Return a regex for the whitespace between JSON tokens, without what JSON does not allow there. Empty for none.
 

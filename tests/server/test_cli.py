@@ -60,6 +60,18 @@ def test_help_is_quick_for_it_imports_nothing_heavy() -> None:
     assert done.stdout.strip() == "[]"
 
 
+def test_options_are_checked_before_the_model_is_loaded() -> None:
+    for option, status in (("--backend=nosuch", 1), ("--dtype=float3", 2), ("--logits-processors=json:loads", 1)):
+        code = (
+            f"import sys; sys.argv = ['guided', 'serve', '--port=0', {option!r}]\n"
+            "from engine.server.cli import main\n"
+            "try: main()\n"
+            "except SystemExit as end: print(end.code, 'transformers' in sys.modules, 'ray' in sys.modules)"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        assert done.stdout.strip() == f"{status} False False", done.stderr
+
+
 def test_version() -> None:
     assert run("--version") == (0, "0.1.0\n")
 
@@ -79,7 +91,6 @@ def test_a_taken_port() -> None:
     [
         (("./nonesuch",), "nonesuch"),
         (("--backend", "nonesuch"), "llguidance"),
-        (("--dtype", "float3"), "float32"),
         (("nosuchmodel",), "there is no local directory 'nosuchmodel', and no such model from the hub"),
         (("--device", "nosuchdevice"), "device is 'nosuchdevice'"),
         (("--device", "cuda:99"), "device is 'cuda:99'"),
@@ -140,6 +151,7 @@ def test_options_reach_the_pool_and_the_engine(monkeypatch: pytest.MonkeyPatch) 
         (("--port", "70000"), "Invalid value for '--port': Input should be less than or equal to 65535"),
         (("--pool-wait", "-1"), "Invalid value for '--pool-wait': Input should be greater than or equal to 0"),
         (("--actor-memory-mib", "1"), "Invalid value for '--actor-memory-mib': Input should be greater than or equal"),
+        (("--dtype", "float3"), "Invalid value: dtype is 'float3'; it must be one of auto, float32"),
         (("--mask-limit", "0"), "Invalid value: mask_limit is 0.0; it must be more than 0"),
     ],
 )
@@ -201,6 +213,6 @@ def test_maskbench(tmp_path: Path) -> None:
     data.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
     code, text = run("maskbench", str(data))
     assert code == 0
-    assert re.search(r"passes\s+│\s+1\s+│\s+50\.0", text)
-    assert re.search(r"refused\s+│\s+1\s+│", text)
+    assert re.search(r"1 +50\.0 % +passes\n", text)
+    assert re.search(r"1 +50\.0 % +refused\n", text)
     assert run("maskbench", str(tmp_path / "missing"))[0] == 2

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from deploy.arguments import RESOURCES, Arguments
 from engine import LLM, AsyncLLM
 from engine.config import EngineConfig, LoadOptions
-from engine.server import cli
+from engine.server.commands.serve import serve
 from engine.server.options import OPTIONS, ConnectionLimits, ServeOptions, ServerSettings, take_api_key
 from guided.limits import CompileLimits, Limits
 from guided.pool_options import RayPoolOptions
@@ -50,7 +50,7 @@ def test_the_typed_configuration_is_made_of_what_llm_takes() -> None:
 
 
 def test_the_command_line_has_every_option_with_its_default() -> None:
-    parameters = inspect.signature(cli.serve).parameters
+    parameters = inspect.signature(serve).parameters
     assert parameters.keys() == {option.name for option in OPTIONS}
     assert ServeOptions.from_flat({name: one.default for name, one in parameters.items()}) == ServeOptions()
 

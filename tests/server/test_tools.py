@@ -238,6 +238,7 @@ def test_arguments_that_are_no_usual_object_are_text(hermes: TestClient, argumen
             None,
         ),
         ({"tool_choice": "required", "tools": []}, "tool_choice", ["needs tools"], None),
+        ({"functions": [{"name": "f"}]}, "functions", ["use tools"], None),
         ({"tools": [*TOOLS, tool("roll_dice")]}, "tools[2].function.name", ["tools[0]", "unique"], None),
         ({"tools": [tool("no spaces")]}, "tools[0].function.name", ["no spaces"], None),
         (

@@ -20,7 +20,7 @@ from engine.async_llm import AsyncLLM
 from engine.config import EngineConfig
 from engine.model_loader import LoadedModel
 from engine.server.app import create_app
-from engine.server.cli import listener_on
+from engine.server.commands.serve import listener_on
 from engine.server.context import ServerContext
 from engine.server.options import ServeOptions, ServerSettings
 from engine.server.process import drop_stalled_connections, uvicorn_config

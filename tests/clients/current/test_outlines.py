@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from typing import Any, Literal
@@ -36,4 +35,4 @@ def test_what_vllm_has_besides(client: openai.OpenAI, shared: dict[str, Any]) ->
     assert model("Yes or no?", outlines.cfg('start: "yes" | "no"')) in ("yes", "no")
     pieces = list(model.stream(shared["TEXT"], shared["Person"]))
     assert len(pieces) > 1
-    assert set(json.loads("".join(pieces))) == {"name", "age", "city"}
+    shared["Person"].model_validate_json("".join(pieces))  # the schema allows more properties

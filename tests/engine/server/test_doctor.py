@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 
 from engine.config import LoadOptions
-from engine.server import doctor
-from engine.server.doctor import Finding, examine
+from engine.server.commands import doctor
+from engine.server.commands.doctor import Finding, examine
 from engine.server.options import ServeOptions
 from guided.pool_options import RayPoolOptions
 

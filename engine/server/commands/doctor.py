@@ -15,12 +15,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+import typer
+
+from engine.server.commands.parameters import SERVER_OPTIONS, options_of
+from engine.server.commands.serve import listener_on
 from engine.server.options import ServeOptions
 from guided.backends import BACKENDS
 from guided.cpus import available_cpus
 
+_COLOURS = {"ok": typer.colors.GREEN, "warning": typer.colors.YELLOW, "error": typer.colors.RED}
 _PACKAGES = ("torch", "transformers", "fastapi", "uvicorn", "ray", "pyzmq")
 _LIBRARIES = {"outlines": "outlines_core"}
 """Packages with another name than their backend."""
@@ -57,6 +62,19 @@ class Finding:
     subject: str
     text: str
     """What was found; with what to do if it is not ok."""
+
+
+def doctor(**values: Any) -> None:
+    """Check whether this machine can serve with these options, and say what to do. Exit status 1: it cannot."""
+    failed = False
+    for finding in examine(options_of(values)):
+        failed |= finding.level == "error"
+        level = typer.style(f"{finding.level:8}", fg=_COLOURS[finding.level])
+        typer.echo(f"{level}{finding.subject}: {finding.text}")
+    raise typer.Exit(failed)
+
+
+doctor.__signature__ = SERVER_OPTIONS  # type: ignore[attr-defined]
 
 
 def examine(options: ServeOptions) -> Iterator[Finding]:
@@ -118,24 +136,16 @@ def _memory(options: ServeOptions) -> Iterator[Finding]:
 def _ports(options: ServeOptions) -> Iterator[Finding]:
     wanted = [(options.host, options.port, "--port")]
     wanted += [(options.ray.channel_host or "", port, "--channel-ports") for port in options.ray.ports or ()]
-    taken = [(host, port, name, why) for host, port, name in wanted if (why := _cannot_bind(host, port))]
-    for host, port, name, why in taken:
-        yield Finding("error", "ports", f"{host or 'any address'} port {port}: {why}; choose another {name}")
-    if not taken:
+    free = True
+    for one in wanted:
+        try:
+            with listener_on(*one):
+                pass
+        except OSError as error:
+            free = False
+            yield Finding("error", "ports", str(error))
+    if free:
         yield Finding("ok", "ports", f"{options.host} port {options.port or 'any'} is free")
-
-
-def _cannot_bind(host: str, port: int) -> str | None:
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host.strip("[]") or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        with socket.socket(family, kind, protocol) as trial:
-            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            trial.bind(address)
-    except OSError as error:
-        return error.strerror
-    return None
 
 
 def _shared_memory(options: ServeOptions) -> Iterator[Finding]:

@@ -1,0 +1,70 @@
+"""`guided check`: prints what `guided.check` reports."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from engine.server.commands.parameters import Backend, Tokenizer, reported
+from guided.backends import AUTO
+
+if TYPE_CHECKING:
+    from guided.check import Report
+
+
+def check(
+    files: Annotated[list[Path], typer.Argument(help="Files to check; - is standard input.", allow_dash=True)],
+    tokenizer: Tokenizer,
+    kind: Annotated[
+        Literal["json_schema", "regex", "grammar"] | None,
+        typer.Option(help="What the files contain. Default: by name (.json, .regex, .lark, .gbnf) or text."),
+    ] = None,
+    backend: Backend = AUTO,
+    samples: Annotated[int, typer.Option(help="Random valid outputs to print for each.", min=0)] = 0,
+    seconds: Annotated[float, typer.Option(help="Time limit for each file.", min=0)] = 30.0,
+    seed: Annotated[int, typer.Option(help="Of the samples.")] = 0,
+    rewritten: Annotated[bool, typer.Option("--rewritten", help="Print the constraint as it was rewritten.")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="What is not enforced is an error.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON for each file.")] = False,
+) -> None:
+    """Check JSON schemas, regexes and grammars without a model: accepted or refused, by which backend, and why.
+
+    The exit status is 1 if a file is refused (or, with --strict, has parts that are not enforced), 2 for a wrong call.
+    """
+    missing = next((file for file in files if str(file) != "-" and not file.is_file()), None)
+    if missing is not None:
+        raise typer.BadParameter(f"there is no file {missing}")
+    from guided.check import check_all, vocabulary_of  # slow: the grammar libraries
+
+    texts = ((str(f), sys.stdin.read() if str(f) == "-" else f.read_text(encoding="utf-8")) for f in files)
+    good = True
+    with reported("check", 2):
+        for report in check_all(
+            texts, vocabulary_of(tokenizer), kind=kind, backend=backend, samples=samples, seed=seed, seconds=seconds
+        ):
+            good = good and report.accepted and not (strict and report.not_enforced)
+            print(json.dumps(asdict(report), ensure_ascii=False) if as_json else _text(report, rewritten), flush=True)
+    raise typer.Exit(not good)
+
+
+def _text(report: Report, rewritten: bool) -> str:
+    if report.accepted:
+        lines = [f"{report.name}: accepted ({report.kind}), {report.backend}, {1000 * report.compile_seconds:.1f} ms"]
+    else:
+        where = "" if report.pointer is None else f" at {report.pointer or 'the root'}"
+        lines = [f"{report.name}: refused ({report.kind}){where}: {report.error}"]
+    if report.accepted:
+        lines += [f"  not {name}: {reason}" for name, reason in report.refusals.items()]
+    for what in ("rewritten", "guarded", "not_enforced"):
+        if found := getattr(report, what):
+            lines.append(f"  {what.replace('_', ' ')}: {', '.join(found)}")
+    if report.least_tokens is not None:
+        lines.append(f"  shortest output: {report.least_tokens} tokens")
+    if rewritten and report.compiled:
+        lines += ["  compiled as:", *(f"    {line}" for line in report.compiled.splitlines())]
+    return "\n".join([*lines, *(f"  sample: {sample}" for sample in report.samples)])

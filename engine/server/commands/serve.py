@@ -1,0 +1,54 @@
+"""`guided serve`."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+from engine.server.commands.parameters import SERVER_OPTIONS, options_of, reported
+from engine.server.options import check_names, take_api_key
+
+
+def serve(**values: Any) -> None:
+    """Serve a model over HTTP, OpenAI-compatible, with guided decoding.
+
+    Without MODEL, the server uses a small embedded model. It ends on Ctrl-C or SIGTERM.
+    """
+    with reported("serve", 1):
+        options = take_api_key(options_of(values))
+        with listener_on(options.host, options.port) as listener:  # a port in use is reported at once
+            check_names(options)
+            from engine.server import process  # slow: torch, transformers
+
+            process.serve(options, listener)
+
+
+serve.__signature__ = SERVER_OPTIONS  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def listener_on(host: str, port: int, option: str = "--port") -> Iterator[socket.socket]:
+    """Bind the server's socket. It does not listen yet, so early connections are refused instead of kept waiting.
+
+    Args:
+        host: a name or an address; empty for all addresses.
+        option: the option to change if the port is in use.
+
+    Raises:
+        OSError: the address cannot be bound. The message says why.
+    """
+    where = f"can't listen on {host or 'any address'}"
+    try:
+        addresses = socket.getaddrinfo(host.strip("[]") or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except socket.gaierror as error:
+        raise OSError(f"{where}: {error.strerror}") from None
+    family, kind, protocol, _, address = addresses[0]
+    with socket.socket(family, kind, protocol) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(address)
+        except OSError as error:
+            raise OSError(f"{where} port {port}: {error.strerror}; choose another {option}") from None
+        yield listener
