@@ -227,8 +227,7 @@ class Completions:
 
 def shortest(vocabulary: Vocabulary, grammar: CompiledGrammar, hint: str) -> Completion | None:
     """Search for a short output of a grammar. `hint`: `Budget.hint`."""
-    permitted = pack(vocabulary.text_token_ids, vocabulary.padded_vocab_size)
-    return Completions(vocabulary, permitted).first(grammar.matcher(), hint)
+    return Completions(vocabulary, vocabulary.text_mask).first(grammar.matcher(), hint)
 
 
 class BudgetedSequence:

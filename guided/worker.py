@@ -46,7 +46,7 @@ class MaskWorker:
     """Compiled grammars and open matchers for one vocabulary.
 
     Args:
-        vocabulary: every row is ANDed with its permitted tokens (and the special tokens that a structural tag names),
+        vocabulary: every row is ANDed with its text tokens (and the special tokens that a structural tag names),
             and its stop tokens are set exactly where the matcher accepts. No backend is trusted with either.
     """
 
@@ -55,7 +55,7 @@ class MaskWorker:
         self._slots: dict[int, _SlotState] = {}
         self._stop_token_ids = frozenset(vocabulary.stop_token_ids)
         stop = pack(vocabulary.stop_token_ids, vocabulary.padded_vocab_size)
-        self._permitted = vocabulary.permitted_mask & ~stop
+        self._permitted = vocabulary.text_mask
         self._vocabulary = vocabulary
         self._stop_words = np.flatnonzero(stop)
         self._stop_bits = stop[self._stop_words]

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from guided.backends.base import Backend, CompiledGrammar, Matcher
-from guided.bitmask import each_allowed, forbid, pack, words
+from guided.bitmask import each_allowed, forbid, words
 from guided.constraint import Constraint
 from guided.errors import BackendError, InvalidConstraint, TokenRejected, UnsupportedConstraint, bounded
 from guided.guard.candidates import Candidates
@@ -99,7 +99,6 @@ class GuardedGrammar(CompiledGrammar):
         self.plan = plan
         self.index = index
         self.vocabulary = vocabulary
-        self.text_tokens = pack(vocabulary.text_token_ids, vocabulary.padded_vocab_size)
         self.guarded = plan.keywords
         self.nbytes = inner.nbytes + len(plan.superset or "")
 
@@ -217,7 +216,7 @@ class GuardedMatcher(Matcher):
                 return False
             matcher, partial = on_the_way.pop()
             matcher._fill(row, look_ahead=False)
-            row &= self._grammar.text_tokens
+            row &= self._grammar.vocabulary.text_mask
             rests = [text[len(partial) :] for text in avoided.texts if text.startswith(partial)]
             places = np.flatnonzero(row).tolist()
             for token in each_allowed(map(row.item, places), places):
