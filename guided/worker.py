@@ -19,6 +19,7 @@ from guided.bitmask import pack
 from guided.budget import Budget
 from guided.completion import BudgetedSequence, Completions
 from guided.errors import BackendError, DeadEnd, GuidedError
+from guided.number_limit import NumberLimit
 from guided.vocabulary import Vocabulary
 
 _native = guard("the grammar library")
@@ -31,6 +32,8 @@ class _SlotState:
 
     permitted: NDArray[np.int32]
     """Tokens that the sequence's grammar may allow."""
+    numbers: NumberLimit | None = None
+    """Limits the digits of numbers in the output."""
     matcher: Matcher | None = None
     tokens: list[int] = field(default_factory=list)
     """Output tokens that the matcher has accepted."""
@@ -105,10 +108,10 @@ class MaskWorker:
             source = self._slots.get(parent) if parent is not None else None
             if source is not None and source.matcher is not None:
                 state.matcher, state.tokens = source.matcher.fork(), list(source.tokens)
-                state.permitted = source.permitted
+                state.permitted, state.numbers = source.permitted, source.numbers
             elif grammar in self._grammars:
                 compiled = self._grammars[grammar]
-                state.matcher = compiled.matcher()
+                state.matcher, state.numbers = compiled.matcher(), compiled.numbers
                 if compiled.special_token_ids:
                     special = pack(compiled.special_token_ids, self._vocabulary.padded_vocab_size)
                     state.permitted = self._permitted | special
@@ -189,7 +192,7 @@ class MaskWorker:
                 if token in self._stop_token_ids or time.thread_time() > deadline:
                     break
                 ahead.accept_tokens([token])
-                self._write(state, ahead, scratch)
+                self._write(state, ahead, [*state.tokens, *run[: place + 1].tolist()], scratch)
                 token = _only_token(scratch)
                 if token is None:
                     break
@@ -205,7 +208,7 @@ class MaskWorker:
             else:
                 state.budgeted.accept(matcher, tokens)
             state.tokens.extend(tokens)
-        self._write(state, matcher, row)
+        self._write(state, matcher, state.tokens, row)
 
     def _rewind(self, state: _SlotState, matcher: Matcher, new_tokens: Sequence[int]) -> Sequence[int]:
         """Roll the matcher back to where the edited output differs from the accepted one; return what to accept."""
@@ -220,7 +223,7 @@ class MaskWorker:
             del state.tokens[keep:]
         return tokens[keep - start :]
 
-    def _write(self, state: _SlotState, matcher: Matcher, row: NDArray[np.int32]) -> None:
+    def _write(self, state: _SlotState, matcher: Matcher, output: Sequence[int], row: NDArray[np.int32]) -> None:
         accepting = matcher.is_accepting()
         terminated = matcher.is_terminated()
         if terminated:
@@ -228,6 +231,8 @@ class MaskWorker:
         else:
             matcher.fill_bitmask(row)
             np.bitwise_and(row, state.permitted, out=row)
+            if state.numbers is not None:
+                state.numbers.end_long(output, row, accepting)
             if state.budgeted is not None and matcher is state.matcher:
                 state.budgeted.restrict(matcher, row)
         if accepting or terminated:

@@ -19,10 +19,12 @@ from guided.guard.outlook import Forbidden, forbidden, may_continue
 from guided.guard.plan import Plan, plan_superset
 from guided.guard.text import BEFORE_KEY, KEY, STRING, State, Veto, advance
 from guided.guard.tokens import TokenIndex
+from guided.number_limit import NumberLimit
 from guided.vocabulary import Vocabulary
 
 _KEYS_ONLY, _SUPERSET = b"keys:", b"superset:"
 """Prefixes of a serialised grammar that is guarded: the library got the constraint itself, or a superset."""
+_JSON_KINDS = ("json_schema", "json_object")
 _BLANKS = b" \t\n\r"
 _ENDS = b",]}:" + _BLANKS
 """Bytes after a complete key or value."""
@@ -44,10 +46,22 @@ class GuardedBackend(Backend):
         self._inner = inner
         self._supersets = supersets
         self._vocabulary = vocabulary
+        self._numbers = NumberLimit(vocabulary)
         self._index: TokenIndex | None = None
 
     def compile(self, constraint: Constraint) -> CompiledGrammar:
         """See `Backend.compile`. Compiles the constraint itself if the library can enforce it."""
+        grammar = self._compile(constraint)
+        grammar.numbers = self._numbers if constraint.kind in _JSON_KINDS else None
+        return grammar
+
+    def load(self, constraint: Constraint, dumped: bytes) -> CompiledGrammar:
+        """See `Backend.load`."""
+        grammar = self._load(constraint, dumped)
+        grammar.numbers = self._numbers if constraint.kind in _JSON_KINDS else None
+        return grammar
+
+    def _compile(self, constraint: Constraint) -> CompiledGrammar:
         try:
             grammar = self._inner.compile(constraint)
         except UnsupportedConstraint as refusal:
@@ -60,12 +74,11 @@ class GuardedBackend(Backend):
                 raise refusal from None
         return self._guarded(constraint, grammar, Plan()) if _repeats_keys(constraint) else grammar
 
-    def load(self, constraint: Constraint, dumped: bytes) -> CompiledGrammar:
-        """See `Backend.load`."""
-        if constraint.kind not in ("json_schema", "json_object"):
+    def _load(self, constraint: Constraint, dumped: bytes) -> CompiledGrammar:
+        if constraint.kind not in _JSON_KINDS:
             return self._inner.load(constraint, dumped)
         if not dumped:
-            return self.compile(constraint)
+            return self._compile(constraint)
         if dumped.startswith(_KEYS_ONLY):
             inner = self._inner.load(constraint, dumped.removeprefix(_KEYS_ONLY))
             return self._guarded(constraint, inner, Plan())
