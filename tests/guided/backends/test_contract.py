@@ -508,8 +508,9 @@ def test_a_model_that_repeats_digits_comes_to_an_end(
         while stop(vocabulary) not in output:
             assert worker.fill(1, output[-1:], row) is None
             allowed = allowed_ids(row).tolist()
-            preferred = [token for token in allowed if vocabulary.token_bytes[token].isdigit()]
-            output.append(next(iter(preferred), stop(vocabulary) if stop(vocabulary) in allowed else allowed[0]))
+            digits = [token for token in allowed if vocabulary.token_bytes[token].isdigit()]
+            ends = [token for token in (stop(vocabulary), *vocabulary.encode("]")) if token in allowed]
+            output.append([*digits[::-1], *ends, *allowed][0])
             assert len(output) < 200
         assert is_json(vocabulary.decode(output).decode(), wanted)
 
