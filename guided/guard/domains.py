@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import prod
 from typing import Any, Protocol
 
 from guided import regex
@@ -133,12 +134,16 @@ def _language(node: regex.Node) -> int:
         case regex.Chars(ranges):
             return min(_MANY, sum(last - first + 1 for first, last in ranges))
         case regex.Sequence(items):
-            return max([1, *map(_language, items)])
+            others = [_language(item) for item in items if not isinstance(item, regex.Chars)]
+            single = prod(_language(item) for item in items if isinstance(item, regex.Chars))
+            return min(_MANY, single * max(others, default=1))
         case regex.Choice(options):
             return max(map(_language, options))
         case regex.Repeat(item, low, high):
-            one = _language(item) if low else 1
-            return _MANY if high is None else min(_MANY, max(one, high - low + 1))
+            if high is None:
+                return _MANY
+            one, times = _language(item), min(high, 10) if isinstance(item, regex.Chars) else 1
+            return int(min(_MANY, max(one**times, high - low + 1)))
     return 1
 
 

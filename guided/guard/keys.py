@@ -26,7 +26,8 @@ def has_few_names(source: str) -> bool:
     for node in read_graph(source).reachable():
         names = node.schema.get("propertyNames", True)
         few = isinstance(names, dict) and not (names.keys() <= {"type", "minLength", "pattern"})
-        patterns = [*node.schema.get("patternProperties", {})]
+        closed = node.schema.get("additionalProperties", True) is False
+        patterns = [*node.schema.get("patternProperties", {})] if closed else []
         patterns += [names["pattern"]] if isinstance(names, dict) and "pattern" in names else []
         if few or not all(map(endless_pattern, patterns)):
             return True
