@@ -136,7 +136,8 @@ class _Replay:
         if isinstance(matcher, GuardedMatcher):
             trials.append((matcher.inner.fork(), self.library_seconds))
         for token in self._encode(json.dumps(document, ensure_ascii=False)):
-            if not all([self._accept(*trial, token) for trial in trials]):
+            accepted = [self._accept(*trial, token) for trial in trials]
+            if not all(accepted):
                 return False
             trials.reverse()  # the first one has the library's cold caches
         return matcher.is_accepting()
