@@ -17,7 +17,8 @@ from guided.backends.base import CompiledGrammar, Matcher
 from guided.backends.native import guard
 from guided.bitmask import pack
 from guided.budget import Budget
-from guided.completion import BudgetedSequence, Completions
+from guided.budgeted_sequence import BudgetedSequence
+from guided.completion import Completions
 from guided.errors import BackendError, DeadEnd, GuidedError
 from guided.number_limit import NumberLimit
 from guided.vocabulary import Vocabulary

@@ -14,10 +14,10 @@ from guided.bitmask import each_allowed, forbid, words
 from guided.constraint import Constraint
 from guided.errors import BackendError, InvalidConstraint, TokenRejected, UnsupportedConstraint, bounded
 from guided.guard.candidates import Candidates
-from guided.guard.keys import has_few_names, open_object
+from guided.guard.keys import has_few_names, may_repeat, open_object
 from guided.guard.outlook import Forbidden, forbidden, may_continue
 from guided.guard.plan import Plan, plan_superset
-from guided.guard.text import BEFORE_KEY, KEY, STRING, State, Veto, advance
+from guided.guard.text import KEY, STRING, State, Veto, advance
 from guided.guard.tokens import TokenIndex
 from guided.number_limit import NumberLimit
 from guided.vocabulary import Vocabulary
@@ -189,8 +189,8 @@ class GuardedMatcher(Matcher):
         """Write the mask. Without `look_ahead`, it only forbids tokens that violate a rule at once."""
         self.inner.fill_bitmask(row)
         state = self._states[-1][0]
-        if self._keys_only and state.mode not in (KEY, BEFORE_KEY):
-            return  # the usual case: no key may end here
+        if self._keys_only and not may_repeat(state, self._text):
+            return  # the usual case
         candidates = Candidates(self._index, state, self._text, row)
         for token in candidates.find(self._plan, look_ahead=look_ahead):
             if not self._allows([token], look_ahead=look_ahead):
