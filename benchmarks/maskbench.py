@@ -30,6 +30,8 @@ def summary(results: Sequence[Result]) -> dict[str, Any]:
     outcomes = Counter(result.outcome for result in results)
     refused = Counter(result.keyword or result.reason[:60] for result in results if result.outcome == "refused")
     masks = [seconds for result in results for seconds in result.mask_seconds]
+    alone = [seconds for result in results for seconds in result.library_seconds or result.mask_seconds]
+    guarded = [seconds for result in results if result.guarded for seconds in result.mask_seconds]
     return {
         "schemas": count,
         "outcomes": {outcome: outcomes[outcome] for outcome in OUTCOMES},
@@ -40,6 +42,9 @@ def summary(results: Sequence[Result]) -> dict[str, Any]:
         "backends": dict(Counter(result.backend for result in results if result.backend).most_common()),
         "first mask [ms]": percentiles([result.compile_seconds for result in results if result.compile_seconds]),
         "mask [us]": percentiles(masks, 1e6),
+        "mask, by the library alone [us]": percentiles(alone, 1e6),
+        "schemas with guarded keywords": sum(bool(result.guarded) for result in results),
+        "mask, with guarded keywords [us]": percentiles(guarded, 1e6),
     }
 
 

@@ -1,9 +1,7 @@
-"""Completion within a budget: the mask forbids tokens after which no known completion would fit.
+"""The search for completions: short texts after which the constraint is satisfied.
 
-A *completion* is a text after which the constraint is satisfied. One is known after every token of a sequence
-(`BudgetedSequence`), and the grammar library itself has accepted it, token by token. While the budget is larger than
-the known completion plus what one token can add to it (`guided.budget`), the mask is left alone. Then each token that
-the mask allows needs a completion of its own that fits.
+A completion is found by following the bytes that probably end the output soonest, one token of one byte at a time, and
+spelled in as few tokens as the tokenizer spells it. The grammar library itself has accepted it, token by token.
 """
 
 from __future__ import annotations
@@ -19,16 +17,11 @@ from numpy.typing import NDArray
 
 from guided.backends.base import CompiledGrammar, Matcher
 from guided.bitmask import allowed_ids, pack
-from guided.budget import Budget
-from guided.errors import GuidedError, InvalidRequest
+from guided.errors import GuidedError
 from guided.vocabulary import Vocabulary, valid_utf8
 
-_FIRST_STEPS, _LATER_STEPS, _MASK_STEPS = 1000, 160, 120
-"""Tokens that are tried at most: for the first completion of a sequence, after a later token, for a mask."""
-_CANDIDATES = 40
-"""Tokens that are tried as the next one. Others are forbidden while the mask is restricted."""
-_SHARED = 4
-"""Completions that were found for one candidate and are tried for the others."""
+_FIRST_STEPS = 1000
+"""Tokens that are tried at most for the first completion of a sequence."""
 _SKIPS = 6
 """Bytes at the beginning of the known completion that a new token may make superfluous."""
 _JOINTS = (b",", b'",')
@@ -48,7 +41,7 @@ _MARK = ord("~")
 
 
 @dataclass
-class _Steps:
+class Steps:
     """How many tokens a search may still try."""
 
     left: int
@@ -63,6 +56,10 @@ class Completion(NamedTuple):
 
     text: bytes
     tokens: tuple[int, ...]
+
+    def is_shorter(self, other: Completion | None) -> bool:
+        """Whether it has fewer tokens than another one, or there is no other."""
+        return other is None or len(self.tokens) < len(other.tokens)
 
 
 class Completions:
@@ -111,9 +108,9 @@ class Completions:
         if matcher.is_accepting():
             return Completion(b"", ())
         hinted = self.checked(matcher, hint.encode()) if hint else None
-        return hinted or self.find(matcher, _Steps(_FIRST_STEPS))
+        return hinted or self.find(matcher, Steps(_FIRST_STEPS))
 
-    def find(self, matcher: Matcher, steps: _Steps, enough: int = 0) -> Completion | None:
+    def find(self, matcher: Matcher, steps: Steps, enough: int = 0) -> Completion | None:
         """Search for a short completion of `matcher`'s state, which is left as it is.
 
         Args:
@@ -126,25 +123,25 @@ class Completions:
                 return self._shorten(matcher, found, path, steps, enough)
         return None
 
-    def _shorten(self, matcher: Matcher, best: Completion, path: _Path, steps: _Steps, enough: int) -> Completion:
+    def _shorten(self, matcher: Matcher, best: Completion, path: _Path, steps: Steps, enough: int) -> Completion:
         """Try other tokens at each position of the path that led to `best`."""
         tokens = [token for token, _ in path]
         for index, (_, others) in enumerate(path):
             ending = self._ending(matcher, tokens[:index], others, steps)
             if ending is not None:  # later positions are no better
-                return ending if _is_shorter(ending, best) else best
+                return ending if ending.is_shorter(best) else best
             for other in others[:_ALTERNATIVES]:
                 tried: _Path = []
                 prefix = [*tokens[:index], other]
                 if steps.left <= 0 or len(best.tokens) < enough:
                     return best
                 found = self._roll_out(matcher, prefix, min(steps.left, len(path)), _PATIENCE[1], tried, steps)
-                if found is not None and _is_shorter(found, best):
+                if found is not None and found.is_shorter(best):
                     best = found
         return best
 
     def _ending(
-        self, matcher: Matcher, prefix: Sequence[int], others: Sequence[int], steps: _Steps
+        self, matcher: Matcher, prefix: Sequence[int], others: Sequence[int], steps: Steps
     ) -> Completion | None:
         """Return `prefix` and the first of `others` that satisfies the constraint."""
         for other in others:
@@ -159,7 +156,7 @@ class Completions:
         return None
 
     def _roll_out(
-        self, matcher: Matcher, prefix: Sequence[int], most: int, patience: int, path: _Path, steps: _Steps
+        self, matcher: Matcher, prefix: Sequence[int], most: int, patience: int, path: _Path, steps: Steps
     ) -> Completion | None:
         """Follow the preferred bytes until the constraint is satisfied. `path` gets tokens and their alternatives."""
         uses = np.zeros(len(self._singles), np.int64)
@@ -227,131 +224,7 @@ class Completions:
 
 def shortest(vocabulary: Vocabulary, grammar: CompiledGrammar, hint: str) -> Completion | None:
     """Search for a short output of a grammar. `hint`: `Budget.hint`."""
-    permitted = pack(vocabulary.text_token_ids, vocabulary.padded_vocab_size)
-    return Completions(vocabulary, permitted).first(grammar.matcher(), hint)
-
-
-class BudgetedSequence:
-    """The completions of one sequence, after each of its output tokens.
-
-    All of it follows from the output and the budget: a replay and a rollback restore the same masks.
-    """
-
-    def __init__(self, completions: Completions, budget: Budget) -> None:
-        self._completions = completions
-        self._budget = budget
-        self._known: list[Completion | None] = []
-        """By number of output tokens. None: not found."""
-        self.steered = False
-        """A mask was restricted."""
-
-    def fork(self, budget: Budget) -> BudgetedSequence:
-        """Return a copy for a sequence with the same output so far."""
-        copy = BudgetedSequence(self._completions, budget)
-        copy._known, copy.steered = list(self._known), self.steered
-        return copy
-
-    def roll_back(self, length: int) -> None:
-        """Forget what comes after the first `length` output tokens."""
-        del self._known[length + 1 :]
-
-    def accept(self, matcher: Matcher, tokens: Sequence[int]) -> None:
-        """Have the matcher accept tokens, and find a completion after each. Raises as `Matcher.accept_tokens` does."""
-        self._start(matcher)
-        for token in tokens:
-            known, left = self._known[-1], self._budget.tokens - len(self._known)
-            matcher.accept_tokens([token])
-            found: Completion | None = Completion(b"", ())
-            if not (matcher.is_terminated() or matcher.is_accepting()):
-                found = None if known is None else self._completions.inherited(matcher, known, token)
-                found = found or self._completions.ended(matcher, self._budget.hint.encode())
-                if found is None or len(found.tokens) >= left:
-                    searched = self._completions.find(matcher, _Steps(_LATER_STEPS))
-                    found = searched if searched is not None and _is_shorter(searched, found) else found
-            self._known.append(found)
-
-    def _start(self, matcher: Matcher) -> None:
-        """Find the completion of the empty output.
-
-        Raises:
-            InvalidRequest: the budget can't suffice, or no completion was found.
-        """
-        if self._known:
-            return
-        least = self._completions.first(matcher, self._budget.hint)
-        if least is None:
-            raise InvalidRequest("no short answer to this constraint was found: leave out complete", param="complete")
-        needed = len(least.tokens) + 1
-        if needed > self._budget.tokens:
-            raise InvalidRequest(
-                f"max_tokens is {self._budget.tokens}, and the shortest complete answer that was found takes {needed} "
-                f"tokens with its stop token: give at least {needed}",
-                param="max_tokens",
-            )
-        self._known.append(least)
-
-    def restrict(self, matcher: Matcher, row: NDArray[np.int32]) -> None:
-        """Clear the bits of tokens after which no known completion fits.
-
-        Args:
-            row: int32 `[words]`: the allowed text tokens.
-        """
-        self._start(matcher)
-        budget, known, position = self._budget, self._known[-1], len(self._known) - 1
-        if known is None:
-            return
-        left = budget.tokens - position - 1  # output tokens that may follow the next one
-        spare = left - 1 - len(known.tokens)
-        if spare >= (budget.jump if position else budget.first_jump):
-            return
-        kept = np.zeros_like(row)
-        if spare >= budget.text_jump and not (self._completions.short & ~row).any():
-            samples = self._completions.samples  # not so where the known completion is within the string
-            if len(list(self._fitting(matcher, samples, known, left, _Steps(0)))) == len(samples):
-                kept |= self._completions.plain & row
-        candidates = self._candidates(row & ~kept, known)
-        fitting = list(self._fitting(matcher, candidates, known, left, _Steps(_MASK_STEPS)))
-        if not (fitting or kept.any() or matcher.is_accepting()):
-            fitting = list(known.tokens[:1])  # no completion fits any more: end as soon as possible
-        kept |= pack(fitting, len(row) * 32) & row
-        if (kept != row).any():
-            self.steered = True
-            row[:] = kept
-
-    def _candidates(self, row: NDArray[np.int32], known: Completion) -> list[int]:
-        """Return the tokens to try: that of the known completion, then the shortest."""
-        ids = allowed_ids(row)
-        order = np.argsort(self._completions.lengths[ids], kind="stable")[:_CANDIDATES]
-        return list(dict.fromkeys([*known.tokens[:1], *ids[order].tolist()]))
-
-    def _fitting(
-        self, matcher: Matcher, candidates: Sequence[int], known: Completion, left: int, steps: _Steps
-    ) -> Iterator[int]:
-        """Yield the candidates with a known completion of fewer than `left` tokens."""
-        if left < 1:
-            return
-        texts = list[bytes]()
-        completions = self._completions
-        for token in candidates:
-            try:
-                trial = matcher.fork()
-                trial.accept_tokens([token])
-                if trial.is_accepting():
-                    yield token
-                    continue
-            except GuidedError:
-                continue
-            found = completions.inherited(trial, known, token)
-            found = found or next(filter(None, (completions.checked(trial, text) for text in texts)), None)
-            if found is None and steps.left > 0:
-                found = completions.find(trial, steps, enough=left)
-                texts += [] if found is None or len(texts) >= _SHARED else [found.text]
-            if found is not None and len(found.tokens) < left:
-                yield token
-
-
-def _is_shorter(found: Completion, best: Completion | None) -> bool:
-    return best is None or len(found.tokens) < len(best.tokens)
+    return Completions(vocabulary, vocabulary.text_mask).first(grammar.matcher(), hint)
 
 
 def _single_bytes(vocabulary: Vocabulary) -> NDArray[np.int64]:

@@ -15,6 +15,7 @@ from jsonschema import Draft202012Validator
 from guided.backend_process import BackendProcess, set_time_limit
 from guided.backends import AUTO, Backends, candidates
 from guided.backends.base import Matcher
+from guided.backends.guarded import GuardedMatcher
 from guided.bitmask import words
 from guided.compilation import compile_constraint
 from guided.constraint import Constraint
@@ -51,7 +52,11 @@ class Result:
     compile_seconds: float = 0.0
     """Until the first mask."""
     mask_seconds: list[float] = field(default_factory=list)
-    """For each mask along the instances, including the acceptance of the token before."""
+    """For each mask along the instances, including the acceptance of the token after it."""
+    library_seconds: list[float] = field(default_factory=list)
+    """The same by the library alone, where there is a guard over it."""
+    guarded: tuple[str, ...] = ()
+    """The keywords that are guarded."""
 
 
 def _judge(backends: Backends, entry: Mapping[str, Any], names: Sequence[str], seconds: float) -> Result:
@@ -97,6 +102,8 @@ def _judge(backends: Backends, entry: Mapping[str, Any], names: Sequence[str], s
         not_enforced=constraint.not_enforced,
         compile_seconds=compile_seconds,
         mask_seconds=replay.seconds,
+        library_seconds=replay.library_seconds,
+        guarded=result.grammar.guarded,
     )
 
 
@@ -113,22 +120,31 @@ class _Replay:
         self._encode = vocabulary.encode
         self._row = np.empty(words(vocabulary.padded_vocab_size), np.int32)
         self.seconds: list[float] = []
+        self.library_seconds: list[float] = []
 
     def accepts(self, matcher: Matcher, document: Any) -> bool:
         """Whether the matcher accepts `document` as JSON text, and every mask allows the token that follows."""
+        trials = [(matcher, self.seconds)]
+        if isinstance(matcher, GuardedMatcher):
+            trials.append((matcher.inner.fork(), self.library_seconds))
         for token in self._encode(json.dumps(document, ensure_ascii=False)):
-            started = time.perf_counter()
-            matcher.fill_bitmask(self._row)
-            allowed = int(self._row[token >> 5]) >> (token & 31) & 1
-            if allowed:
-                try:
-                    matcher.accept_tokens([token])
-                except TokenRejected:
-                    allowed = 0
-            self.seconds.append(time.perf_counter() - started)
-            if not allowed:
+            accepted = [self._accept(*trial, token) for trial in trials]
+            if not all(accepted):
                 return False
+            trials.reverse()  # the first one has the library's cold caches
         return matcher.is_accepting()
+
+    def _accept(self, matcher: Matcher, seconds: list[float], token: int) -> bool:
+        started = time.perf_counter()
+        matcher.fill_bitmask(self._row)
+        allowed = int(self._row[token >> 5]) >> (token & 31) & 1
+        if allowed:
+            try:
+                matcher.accept_tokens([token])
+            except TokenRejected:
+                allowed = 0
+        seconds.append(time.perf_counter() - started)
+        return bool(allowed)
 
 
 def in_schema_order(value: Any, form: NormalForm) -> Any:

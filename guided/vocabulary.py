@@ -81,9 +81,9 @@ class Vocabulary:
         return tuple(sorted({*self.text_token_ids, *self.stop_token_ids}))
 
     @cached_property
-    def permitted_mask(self) -> NDArray[np.int32]:
-        """`permitted_token_ids` as a bitmask: int32 `[words]`, not to be changed."""
-        return pack(self.permitted_token_ids, self.padded_vocab_size)
+    def text_mask(self) -> NDArray[np.int32]:
+        """`text_token_ids` as a bitmask: int32 `[words]`, not to be changed."""
+        return pack(self.text_token_ids, self.padded_vocab_size)
 
     @cached_property
     def special_names(self) -> dict[str, int]:

@@ -17,8 +17,10 @@ from guided.backends.base import CompiledGrammar, Matcher
 from guided.backends.native import guard
 from guided.bitmask import pack
 from guided.budget import Budget
-from guided.completion import BudgetedSequence, Completions
+from guided.budgeted_sequence import BudgetedSequence
+from guided.completion import Completions
 from guided.errors import BackendError, DeadEnd, GuidedError
+from guided.number_limit import NumberLimit
 from guided.vocabulary import Vocabulary
 
 _native = guard("the grammar library")
@@ -31,6 +33,8 @@ class _SlotState:
 
     permitted: NDArray[np.int32]
     """Tokens that the sequence's grammar may allow."""
+    numbers: NumberLimit | None = None
+    """Limits the digits of numbers in the output."""
     matcher: Matcher | None = None
     tokens: list[int] = field(default_factory=list)
     """Output tokens that the matcher has accepted."""
@@ -46,7 +50,7 @@ class MaskWorker:
     """Compiled grammars and open matchers for one vocabulary.
 
     Args:
-        vocabulary: every row is ANDed with its permitted tokens (and the special tokens that a structural tag names),
+        vocabulary: every row is ANDed with its text tokens (and the special tokens that a structural tag names),
             and its stop tokens are set exactly where the matcher accepts. No backend is trusted with either.
     """
 
@@ -55,7 +59,7 @@ class MaskWorker:
         self._slots: dict[int, _SlotState] = {}
         self._stop_token_ids = frozenset(vocabulary.stop_token_ids)
         stop = pack(vocabulary.stop_token_ids, vocabulary.padded_vocab_size)
-        self._permitted = vocabulary.permitted_mask & ~stop
+        self._permitted = vocabulary.text_mask
         self._vocabulary = vocabulary
         self._stop_words = np.flatnonzero(stop)
         self._stop_bits = stop[self._stop_words]
@@ -105,10 +109,10 @@ class MaskWorker:
             source = self._slots.get(parent) if parent is not None else None
             if source is not None and source.matcher is not None:
                 state.matcher, state.tokens = source.matcher.fork(), list(source.tokens)
-                state.permitted = source.permitted
+                state.permitted, state.numbers = source.permitted, source.numbers
             elif grammar in self._grammars:
                 compiled = self._grammars[grammar]
-                state.matcher = compiled.matcher()
+                state.matcher, state.numbers = compiled.matcher(), compiled.numbers
                 if compiled.special_token_ids:
                     special = pack(compiled.special_token_ids, self._vocabulary.padded_vocab_size)
                     state.permitted = self._permitted | special
@@ -189,7 +193,7 @@ class MaskWorker:
                 if token in self._stop_token_ids or time.thread_time() > deadline:
                     break
                 ahead.accept_tokens([token])
-                self._write(state, ahead, scratch)
+                self._write(state, ahead, [*state.tokens, *run[: place + 1].tolist()], scratch)
                 token = _only_token(scratch)
                 if token is None:
                     break
@@ -205,7 +209,7 @@ class MaskWorker:
             else:
                 state.budgeted.accept(matcher, tokens)
             state.tokens.extend(tokens)
-        self._write(state, matcher, row)
+        self._write(state, matcher, state.tokens, row)
 
     def _rewind(self, state: _SlotState, matcher: Matcher, new_tokens: Sequence[int]) -> Sequence[int]:
         """Roll the matcher back to where the edited output differs from the accepted one; return what to accept."""
@@ -220,7 +224,7 @@ class MaskWorker:
             del state.tokens[keep:]
         return tokens[keep - start :]
 
-    def _write(self, state: _SlotState, matcher: Matcher, row: NDArray[np.int32]) -> None:
+    def _write(self, state: _SlotState, matcher: Matcher, output: Sequence[int], row: NDArray[np.int32]) -> None:
         accepting = matcher.is_accepting()
         terminated = matcher.is_terminated()
         if terminated:
@@ -228,6 +232,8 @@ class MaskWorker:
         else:
             matcher.fill_bitmask(row)
             np.bitwise_and(row, state.permitted, out=row)
+            if state.numbers is not None:
+                state.numbers.end_long(output, row, accepting)
             if state.budgeted is not None and matcher is state.matcher:
                 state.budgeted.restrict(matcher, row)
         if accepting or terminated:

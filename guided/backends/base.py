@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from guided.constraint import Constraint
 from guided.errors import TokenRejected
+from guided.number_limit import NumberLimit
 from guided.vocabulary import Vocabulary
 
 
@@ -78,6 +79,8 @@ class CompiledGrammar(Protocol):
     """Special tokens that the grammar may allow, because a structural tag names them."""
     guarded: tuple[str, ...] = ()
     """Keywords of a schema that the guard enforces, not the library."""
+    numbers: NumberLimit | None = None
+    """Limits the digits of numbers, where the output is JSON."""
 
     def matcher(self) -> Matcher:
         """Return a new matcher at the start."""

@@ -10,19 +10,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from guided.backends.base import Backend, CompiledGrammar, Matcher
-from guided.bitmask import each_allowed, forbid, pack, words
+from guided.bitmask import each_allowed, forbid, words
 from guided.constraint import Constraint
 from guided.errors import BackendError, InvalidConstraint, TokenRejected, UnsupportedConstraint, bounded
 from guided.guard.candidates import Candidates
-from guided.guard.keys import has_few_names, open_object
+from guided.guard.keys import has_few_names, may_repeat, open_object
 from guided.guard.outlook import Forbidden, forbidden, may_continue
 from guided.guard.plan import Plan, plan_superset
-from guided.guard.text import BEFORE_KEY, KEY, STRING, State, Veto, advance
+from guided.guard.text import KEY, STRING, State, Veto, advance
 from guided.guard.tokens import TokenIndex
+from guided.number_limit import NumberLimit
 from guided.vocabulary import Vocabulary
 
 _KEYS_ONLY, _SUPERSET = b"keys:", b"superset:"
 """Prefixes of a serialised grammar that is guarded: the library got the constraint itself, or a superset."""
+_JSON_KINDS = ("json_schema", "json_object")
 _BLANKS = b" \t\n\r"
 _ENDS = b",]}:" + _BLANKS
 """Bytes after a complete key or value."""
@@ -44,10 +46,22 @@ class GuardedBackend(Backend):
         self._inner = inner
         self._supersets = supersets
         self._vocabulary = vocabulary
+        self._numbers = NumberLimit(vocabulary)
         self._index: TokenIndex | None = None
 
     def compile(self, constraint: Constraint) -> CompiledGrammar:
         """See `Backend.compile`. Compiles the constraint itself if the library can enforce it."""
+        grammar = self._compile(constraint)
+        grammar.numbers = self._numbers if constraint.kind in _JSON_KINDS else None
+        return grammar
+
+    def load(self, constraint: Constraint, dumped: bytes) -> CompiledGrammar:
+        """See `Backend.load`."""
+        grammar = self._load(constraint, dumped)
+        grammar.numbers = self._numbers if constraint.kind in _JSON_KINDS else None
+        return grammar
+
+    def _compile(self, constraint: Constraint) -> CompiledGrammar:
         try:
             grammar = self._inner.compile(constraint)
         except UnsupportedConstraint as refusal:
@@ -60,12 +74,11 @@ class GuardedBackend(Backend):
                 raise refusal from None
         return self._guarded(constraint, grammar, Plan()) if _repeats_keys(constraint) else grammar
 
-    def load(self, constraint: Constraint, dumped: bytes) -> CompiledGrammar:
-        """See `Backend.load`."""
-        if constraint.kind not in ("json_schema", "json_object"):
+    def _load(self, constraint: Constraint, dumped: bytes) -> CompiledGrammar:
+        if constraint.kind not in _JSON_KINDS:
             return self._inner.load(constraint, dumped)
         if not dumped:
-            return self.compile(constraint)
+            return self._compile(constraint)
         if dumped.startswith(_KEYS_ONLY):
             inner = self._inner.load(constraint, dumped.removeprefix(_KEYS_ONLY))
             return self._guarded(constraint, inner, Plan())
@@ -99,7 +112,6 @@ class GuardedGrammar(CompiledGrammar):
         self.plan = plan
         self.index = index
         self.vocabulary = vocabulary
-        self.text_tokens = pack(vocabulary.text_token_ids, vocabulary.padded_vocab_size)
         self.guarded = plan.keywords
         self.nbytes = inner.nbytes + len(plan.superset or "")
 
@@ -177,8 +189,8 @@ class GuardedMatcher(Matcher):
         """Write the mask. Without `look_ahead`, it only forbids tokens that violate a rule at once."""
         self.inner.fill_bitmask(row)
         state = self._states[-1][0]
-        if self._keys_only and state.mode not in (KEY, BEFORE_KEY):
-            return  # the usual case: no key may end here
+        if self._keys_only and not may_repeat(state, self._text):
+            return  # the usual case
         candidates = Candidates(self._index, state, self._text, row)
         for token in candidates.find(self._plan, look_ahead=look_ahead):
             if not self._allows([token], look_ahead=look_ahead):
@@ -217,7 +229,7 @@ class GuardedMatcher(Matcher):
                 return False
             matcher, partial = on_the_way.pop()
             matcher._fill(row, look_ahead=False)
-            row &= self._grammar.text_tokens
+            row &= self._grammar.vocabulary.text_mask
             rests = [text[len(partial) :] for text in avoided.texts if text.startswith(partial)]
             places = np.flatnonzero(row).tolist()
             for token in each_allowed(map(row.item, places), places):

@@ -7,7 +7,6 @@ end-of-sequence only. So the adapter checks the error state after every call and
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from importlib import metadata
 from typing import Any, ClassVar
 
@@ -21,7 +20,6 @@ from guided.backends.llguidance_schema import lower
 from guided.backends.llguidance_tags import TagGrammar
 from guided.backends.matchers import TextMatcher
 from guided.backends.native import guard
-from guided.backends.number_limit import NumberLimit
 from guided.backends.token_limit import limited
 from guided.constraint import USUAL_WHITESPACE, Constraint
 from guided.errors import BackendError, DeadEnd, InvalidConstraint, TokenRejected, UnsupportedConstraint, bounded
@@ -55,7 +53,6 @@ class LLGuidanceBackend(Backend):
         self._tokenizer = llguidance.LLTokenizer(
             _Tokenizer(vocabulary), n_vocab=vocabulary.padded_vocab_size, eos_token=list(vocabulary.stop_token_ids)
         )
-        self._numbers = NumberLimit(vocabulary)
 
     def compile(self, constraint: Constraint) -> CompiledGrammar:
         special: set[int] = set()
@@ -68,8 +65,7 @@ class LLGuidanceBackend(Backend):
             matcher = llguidance.LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits)
             if matcher.is_error():
                 raise _refusal(matcher.get_error(), constraint)
-        numbers = self._numbers if constraint.kind in ("json_schema", "json_object") else None
-        grammar = LLGuidanceGrammar(self._vocabulary, matcher, len(source), numbers, frozenset(special))
+        grammar = LLGuidanceGrammar(self._vocabulary, matcher, len(source), frozenset(special))
         return limited(grammar, self._vocabulary, constraint.tag) if constraint.kind == "structural_tag" else grammar
 
     def load(self, constraint: Constraint, dumped: bytes) -> CompiledGrammar:
@@ -102,31 +98,24 @@ class LLGuidanceBackend(Backend):
 
 
 class LLGuidanceGrammar(CompiledGrammar):
-    """A matcher at the start. Each sequence gets a copy; copies share the automaton of the lexer.
-
-
-    Args:
-        numbers: limits the digits of numbers; None for a constraint that is not JSON.
-    """
+    """A matcher at the start. Each sequence gets a copy; copies share the automaton of the lexer."""
 
     def __init__(
         self,
         vocabulary: Vocabulary,
         start: llguidance.LLMatcher,
         source_bytes: int,
-        numbers: NumberLimit | None,
         special_token_ids: frozenset[int] = frozenset(),
     ) -> None:
         self._vocabulary = vocabulary
         self._start = start
-        self._numbers = numbers
         self.special_token_ids = special_token_ids
         self.nbytes = 64 * 1024 + 20 * source_bytes
         """An estimate: llguidance doesn't report it."""
 
     def matcher(self) -> LLGuidanceMatcher:
         with _native:
-            return LLGuidanceMatcher(self._vocabulary, self._start.deep_copy(), self._numbers)
+            return LLGuidanceMatcher(self._vocabulary, self._start.deep_copy())
 
     def dump(self) -> bytes:
         """Nothing: see `LLGuidanceBackend.load`."""
@@ -136,19 +125,9 @@ class LLGuidanceGrammar(CompiledGrammar):
 class LLGuidanceMatcher(TextMatcher):
     """One sequence. The adapter handles stop tokens: llguidance's matcher sees text tokens only."""
 
-    def __init__(
-        self,
-        vocabulary: Vocabulary,
-        matcher: llguidance.LLMatcher,
-        numbers: NumberLimit | None,
-        terminated: bool = False,
-        tokens: Sequence[int] = (),
-    ) -> None:
+    def __init__(self, vocabulary: Vocabulary, matcher: llguidance.LLMatcher, terminated: bool = False) -> None:
         super().__init__(vocabulary, terminated)
         self._vocabulary = vocabulary
-        self._numbers = numbers
-        self._tokens = list(tokens)
-        """The text so far, where numbers are limited."""
         self.native = matcher
         """The library's own matcher."""
 
@@ -160,28 +139,22 @@ class LLGuidanceMatcher(TextMatcher):
         self._check()
         if accepted < len(token_ids):
             raise TokenRejected(f"token {token_ids[accepted]} is not allowed here")
-        if self._numbers is not None:
-            self._tokens += token_ids
 
     def fill_bitmask(self, row: NDArray[np.int32]) -> None:
         """See `Matcher.fill_bitmask`. Written in place, without a copy."""
         with _native:
             self.native.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
         self._check()
-        if self._numbers is not None and self._numbers.is_reached(self._tokens):
-            self._numbers.end_number(row, self.is_accepting())
 
     def rollback_text(self, count: int) -> None:
         with _native:
             self.native.rollback(count)
         self._check()
-        if self._numbers is not None:
-            del self._tokens[-count:]
 
     def fork(self) -> LLGuidanceMatcher:
         with _native:
             copy = self.native.deep_copy()
-        return LLGuidanceMatcher(self._vocabulary, copy, self._numbers, self._terminated, self._tokens)
+        return LLGuidanceMatcher(self._vocabulary, copy, self._terminated)
 
     def is_accepting(self) -> bool:
         with _native:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from decimal import Decimal
 from fractions import Fraction
@@ -355,25 +355,23 @@ class LLGuidanceLowering(SchemaLowering):
         if not optional:
             return lowered | bounds
         chosen = max(0, least - len(required))
-        if most is None and not closed:  # the first one that is present, or none
-            first = [self._with(lowered, optional, {name}, before=True) for name in optional]
-            return any_of([*first, self._with(lowered, optional, set()) | bounds])
         if most is None:  # the first `chosen` of those that are present, and any later ones
-            if comb(len(optional), chosen) > _MAX_COUNTED:
+            if closed and comb(len(optional), chosen) > _MAX_COUNTED:
                 raise self.refusal(schema, "minProperties", f" {least} of {len(optional)} optional properties")
-            return any_of(
-                [self._with(lowered, optional, set(some), before=True) for some in combinations(optional, chosen)]
-            )
-        room = len(optional) if most is None else min(len(optional), most - len(required))
+            found = [self._with(lowered, optional, some, before=True) for some in combinations(optional, chosen)]
+            return any_of(found if closed else [*found, self._with(lowered, optional) | bounds])
+        room = min(len(optional), most - len(required))
         if sum(comb(len(optional), size) for size in range(room + 1)) > _MAX_COUNTED:
-            keyword = "minProperties" if most is None else "maxProperties"
-            raise self.refusal(schema, keyword, f" {schema[keyword]} with {len(optional)} optional properties")
-        sets = [set(some) for size in range(room + 1) for some in combinations(optional, size)]
+            raise self.refusal(schema, "maxProperties", f" {most} with {len(optional)} optional properties")
         if closed:
-            return any_of([self._with(lowered, optional, some) for some in sets if len(some) >= chosen])
+            bounds = {}
+        sizes = range(chosen if closed else 0, room + 1)
+        sets = [some for size in sizes for some in combinations(optional, size)]
         return any_of([self._with(lowered, optional, some) | bounds for some in sets])
 
-    def _with(self, lowered: dict[str, Any], optional: list[str], some: set[str], *, before: bool = False) -> Any:
+    def _with(
+        self, lowered: dict[str, Any], optional: list[str], some: Collection[str] = (), *, before: bool = False
+    ) -> Any:
         """Return an object with exactly the optional properties `some`; `before`: and any that follow the last."""
         last = max((index for index, name in enumerate(optional) if name in some), default=-1)
         absent = [name for index, name in enumerate(optional) if name not in some and not (before and index > last)]

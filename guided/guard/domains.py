@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import prod
 from typing import Any, Protocol
 
 from guided import regex
@@ -10,7 +11,9 @@ from guided.schema import string_pattern
 from guided.schema.form import NormalForm
 from guided.schema.keywords import ALL_TYPES, NUMBER_BOUNDS, Schema, integer_bounds, kind_of, listed
 
-_MANY = 1000
+MANY = 1000
+"""A number of values that no output exhausts."""
+_CONDITIONS = ("allOf", "oneOf", "not", "if", "dependentSchemas")
 _DEPTH = 4
 """Maximum number of arrays within each other that are looked at."""
 _STRINGS = ("", "a", "value", "x" * 40)
@@ -35,6 +38,11 @@ def resolved(bases: Bases, schema: Schema) -> list[Schema]:
     return [bases.base(one) if isinstance(one, dict) else one for one in bases.form.alternatives(schema)]
 
 
+def is_known(schema: Schema) -> bool:
+    """Whether the values of an alternative are described without conditions, which may exclude any of them."""
+    return isinstance(schema, bool) or schema.keys().isdisjoint(_CONDITIONS)
+
+
 def kinds(schema: Schema) -> list[str]:
     """Return the types of an alternative."""
     if isinstance(schema, bool):
@@ -51,7 +59,7 @@ def finite(bases: Bases, schema: Schema) -> list[Any] | None:
     for one in resolved(bases, schema):
         values = listed(one)
         if values is None:
-            for kind in kinds(one):
+            for kind in kinds(one) if is_known(one) else ("any",):
                 if kind == "boolean":
                     found += [False, True]
                 elif kind == "null":
@@ -70,24 +78,27 @@ def endless(bases: Bases, schema: Schema) -> frozenset[int]:
     for one in resolved(bases, schema):
         for kind in kinds(one):
             part = one if isinstance(one, dict) else {}
-            free = listed(one) is None and (
-                (kind == "string" and not part.keys() & {"maxLength", "pattern", "format"})
-                or (
-                    kind == "object"
-                    and part.get("additionalProperties", True) is not False
-                    and not part.keys() & {"maxProperties", "propertyNames"}
-                )
-                or (kind in ("integer", "number") and not part.keys() & {*NUMBER_BOUNDS, "multipleOf"})
-                or (kind == "array" and _is_endless_array(bases, part, _DEPTH))
-            )
+            free = is_known(one) and listed(one) is None and _is_endless(bases, part, kind)
             (found if free else closed).update(_FIRST[kind])
     return frozenset(found - closed)
+
+
+def _is_endless(bases: Bases, schema: dict[str, Any], kind: str) -> bool:
+    """Whether a value of a type can go on whatever it began with."""
+    if kind == "string":
+        return not schema.keys() & {"maxLength", "pattern", "format"}
+    if kind == "object":
+        is_open = schema.get("additionalProperties", True) is not False
+        return is_open and not schema.keys() & {"maxProperties", "propertyNames"}
+    if kind == "array":
+        return _is_endless_array(bases, schema, _DEPTH)
+    return kind in ("integer", "number") and not schema.keys() & {*NUMBER_BOUNDS, "multipleOf"}
 
 
 def at_least(bases: Bases, schema: Schema, count: int, depth: int = _DEPTH) -> bool:
     """Whether it is certain that a schema allows `count` different values."""
     known = 0
-    for one in resolved(bases, schema):
+    for one in filter(is_known, resolved(bases, schema)):
         values = listed(one)
         if values is not None:
             known = max(known, len(values))
@@ -100,7 +111,7 @@ def at_least(bases: Bases, schema: Schema, count: int, depth: int = _DEPTH) -> b
 def _is_endless_array(bases: Bases, schema: dict[str, Any], depth: int) -> bool:
     """Whether an array can go on whatever it began with. Its items may have to be different."""
     items = schema.get("items", True)
-    return items is not False and "maxItems" not in schema and depth > 0 and at_least(bases, items, _MANY, depth - 1)
+    return items is not False and "maxItems" not in schema and depth > 0 and at_least(bases, items, MANY, depth - 1)
 
 
 def _size(bases: Bases, schema: dict[str, Any], kind: str, depth: int) -> int:
@@ -110,20 +121,20 @@ def _size(bases: Bases, schema: dict[str, Any], kind: str, depth: int) -> int:
     if kind == "integer":
         low, high = integer_bounds(schema)
         if low is None or high is None:
-            return _MANY
+            return MANY
         return (high - low) // max(1, int(schema.get("multipleOf", 1)))
     if kind == "number":
-        return 1 if schema.keys() & {*NUMBER_BOUNDS, "multipleOf"} else _MANY
+        return 1 if schema.keys() & {*NUMBER_BOUNDS, "multipleOf"} else MANY
     if kind == "string":
         if "pattern" in schema or "format" in schema:
             pattern = schema.get("pattern", string_pattern.FORMATS.get(schema.get("format", ""), "^$"))
             return 1 if "pattern" in schema and "format" in schema else _language(string_pattern.read(pattern))
-        return _MANY if schema.get("maxLength", 2) > 1 else 1
+        return MANY if schema.get("maxLength", 2) > 1 else 1
     if kind == "object":
         is_open = schema.get("additionalProperties", True) is not False and "propertyNames" not in schema
-        return _MANY if is_open and schema.get("maxProperties", 1) > len(schema.get("required", ())) else 1
+        return MANY if is_open and schema.get("maxProperties", 1) > len(schema.get("required", ())) else 1
     if kind == "array":
-        return _MANY if _is_endless_array(bases, schema, depth) else 1
+        return MANY if _is_endless_array(bases, schema, depth) else 1
     return 1
 
 
@@ -131,20 +142,24 @@ def _language(node: regex.Node) -> int:
     """Return a lower bound of the number of matches of a pattern."""
     match node:
         case regex.Chars(ranges):
-            return min(_MANY, sum(last - first + 1 for first, last in ranges))
+            return min(MANY, sum(last - first + 1 for first, last in ranges))
         case regex.Sequence(items):
-            return max([1, *map(_language, items)])
+            others = [_language(item) for item in items if not isinstance(item, regex.Chars)]
+            single = prod(_language(item) for item in items if isinstance(item, regex.Chars))
+            return min(MANY, single * max(others, default=1))
         case regex.Choice(options):
             return max(map(_language, options))
         case regex.Repeat(item, low, high):
-            one = _language(item) if low else 1
-            return _MANY if high is None else min(_MANY, max(one, high - low + 1))
+            if high is None:
+                return MANY
+            one, times = _language(item), min(high, 10) if isinstance(item, regex.Chars) else 1
+            return int(min(MANY, max(one**times, high - low + 1)))
     return 1
 
 
 def endless_pattern(pattern: str) -> bool:
     """Whether a pattern certainly has many matches."""
-    return _language(string_pattern.read(pattern)) >= _MANY
+    return _language(string_pattern.read(pattern)) >= MANY
 
 
 def samples(bases: Bases, schema: Schema, depth: int = 3) -> Iterator[Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from guided.guard.domains import endless_pattern
+from guided.guard.text import BEFORE_KEY, KEY, State
 from guided.schema.graph import read_graph
 
 
@@ -26,11 +27,20 @@ def has_few_names(source: str) -> bool:
     for node in read_graph(source).reachable():
         names = node.schema.get("propertyNames", True)
         few = isinstance(names, dict) and not (names.keys() <= {"type", "minLength", "pattern"})
-        patterns = [*node.schema.get("patternProperties", {})]
+        closed = node.schema.get("additionalProperties", True) is False
+        patterns = [*node.schema.get("patternProperties", {})] if closed else []
         patterns += [names["pattern"]] if isinstance(names, dict) and "pattern" in names else []
         if few or not all(map(endless_pattern, patterns)):
             return True
     return False
+
+
+def may_repeat(state: State, text: bytearray) -> bool:
+    """Whether the next token may end a key that its object has already."""
+    if state.mode not in (KEY, BEFORE_KEY) or state.frame is None or not state.frame.keys:
+        return False
+    started = bytes(text[state.begin + 1 :]) if state.mode == KEY else b""
+    return b"\\" in started or any(key.startswith(started) for key in state.frame.keys)
 
 
 def _is_open(schema: dict[str, Any]) -> bool:

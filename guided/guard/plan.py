@@ -7,7 +7,7 @@ domains or by the combinations that are left. Anything else keeps its keyword, w
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -20,13 +20,17 @@ from guided.guard.rules import ArrayRule, ObjectRule, minified
 from guided.guard.text import Rule
 from guided.schema import string_pattern
 from guided.schema.form import NormalForm
-from guided.schema.keywords import Schema
+from guided.schema.implication import covers
+from guided.schema.keywords import Schema, map_parts, parts_of
 from guided.schema.metaschema import Dialect, identity
 from guided.schema.normal_form import normalise
 
 _ITEM_CONDITIONS = ("uniqueItems", "contains", "minContains", "maxContains")
-_CONDITIONS = ("allOf", "oneOf", "not", "if", "then", "else", "dependentSchemas")
-_KEPT_APART = ("$ref", "anyOf", "enum", "const")
+_COMBINED = ("anyOf", "oneOf", "allOf")
+"""Keywords whose parts apply to the same value."""
+_KEPT_APART = ("$ref", "enum", "const", *_COMBINED)
+_KEPT_WHOLE = frozenset(("propertyNames", "not", "if", "then", "else", "dependentSchemas"))
+"""Keywords that are left to the library."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +120,7 @@ class _Planner:
         self._leaves: dict[int, _Leaf] = {}
         """By `id` of the subschema in normal form, which `form` keeps alive."""
         self._building: set[int] = set()
-        self._rules: dict[tuple[int, bool], Rule] = {}
+        self._rules: dict[tuple[int, str], Rule | None] = {}
         self._leading: set[int] = set()
         """The `id`s of subschemas with a rule in them."""
 
@@ -146,53 +150,54 @@ class _Planner:
         """Yield the subschemas to which a rule may lead, and those for the same value."""
         if "$ref" in schema:
             yield self.form.target(schema)
-        elif "anyOf" in schema:
-            yield from schema["anyOf"]
-        elif leaf := self._leaf(schema):
-            yield from leaf.base.get("properties", {}).values()
-            yield from leaf.base.get("patternProperties", {}).values()
-            yield from leaf.base.get("prefixItems", [])
-            yield from (leaf.base[name] for name in ("additionalProperties", "items") if name in leaf.base)
+        for keyword in schema.keys() & _COMBINED:
+            yield from schema[keyword]
+        if leaf := self._leaf(schema):
+            yield from parts_of(_without(leaf.base, _KEPT_WHOLE))
 
     def _find_leading(self, reachable: list[dict[str, Any]]) -> None:
-        users: dict[int, list[int]] = {}
-        todo: list[int] = []
-        for schema in reachable:
-            for inner in self._inner(schema):
-                users.setdefault(id(inner), []).append(id(schema))
-            leaf = self._leaf(schema)
-            if leaf is not None and (leaf.items or leaf.counts != (0, None)):
-                todo.append(id(schema))
-        while todo:
-            one = todo.pop()
-            if one not in self._leading:
-                self._leading.add(one)
-                todo += users.get(one, [])
+        leaves = ((schema, self._leaf(schema)) for schema in reachable)
+        grown = {id(schema) for schema, leaf in leaves if leaf and (leaf.items or leaf.counts != (0, None))}
+        while grown:
+            self._leading |= grown
+            others = (schema for schema in reachable if id(schema) not in self._leading)
+            grown = {id(schema) for schema in others if any(id(one) in self._leading for one in self._inner(schema))}
 
     def _refuse_ambiguous(self, schema: dict[str, Any]) -> None:
-        """Refuse alternatives of the same type with different rules: the text may not say which one it follows."""
-        for kind in ("object", "array") if "anyOf" in schema else ():
-            parts = [part for part in schema["anyOf"] if self._admits(part, kind)]
-            if len(parts) > 1 and any(id(part) in self._leading for part in parts):
-                self._check_similar([one for part in parts for one in self.form.alternatives(part)])
+        """Refuse parts for the same type with different rules: the text may not say which one it follows."""
+        for kind in ("object", "array"):
+            for keyword in schema.keys() & _COMBINED:
+                parts = [part for part in schema[keyword] if self._of_kind(part, kind)]
+                if len(parts) > 1 and any(id(part) in self._leading for part in parts):
+                    leaves = [self._leaf(one) for part in parts for one in self._of_kind(part, kind)]
+                    known = [leaf for leaf in leaves if leaf is not None]
+                    if len(known) < len(leaves):
+                        raise _Unguarded
+                    if any(leaf.items or leaf.counts != (0, None) for leaf in known):
+                        self._check_same(known, keyword)
+                    for members in _members(known):
+                        self._check_members(members)
 
-    def _check_similar(self, parts: list[Schema]) -> None:
-        """Refuse alternatives that differ in more than required properties without a condition."""
-        leaves = [self._leaf(part) for part in parts]
-        first = leaves[0]
-        if first is None or any(leaf is None for leaf in leaves):
-            raise _Unguarded
-        required = [set(leaf.base.get("required", ())) for leaf in leaves if leaf is not None]
-        shared = set.intersection(*required)
+    def _check_same(self, leaves: list[_Leaf], keyword: str) -> None:
+        """Refuse parts with rules that differ in more than required properties without a condition."""
+        required = [set(leaf.base.get("required", ())) for leaf in leaves]
+        shared, first = set.intersection(*required), leaves[0]
         for leaf in leaves:
-            assert leaf is not None
-            same = [(_without_required(one.base), one.items, one.counts) for one in (first, leaf)]
-            if same[0] != same[1] or (leaf.counts != (0, None) and set.union(*required) != shared):
+            same = [(_without(one.base, {"required"}), one.items, one.counts) for one in (first, leaf)]
+            differs = leaf.counts != (0, None) and set.union(*required) != shared
+            if keyword != "anyOf" or same[0] != same[1] or differs:
                 raise _Unguarded
             leaf.required = sorted(shared)
 
-    def _admits(self, schema: Schema, kind: str) -> bool:
-        return any(kind in domains.kinds(part) for part in domains.resolved(self, schema))
+    def _check_members(self, members: list[Schema]) -> None:
+        """Refuse schemas for the same property or item, if one of them could exclude what a rule leaves."""
+        leading = next((member for member in members if id(member) in self._leading), None)
+        if leading is not None and not all(member is False or covers(member, leading) for member in members):
+            raise _Unguarded
+
+    def _of_kind(self, schema: Schema, kind: str) -> list[Schema]:
+        """Return the subschemas without `$ref` and combinations that may describe a value of a type."""
+        return [one for one in self.form.alternatives(schema, _COMBINED) if kind in domains.kinds(one)]
 
     def base(self, schema: dict[str, Any]) -> dict[str, Any]:
         """See `domains.Bases`."""
@@ -205,8 +210,6 @@ class _Planner:
             return None
         if not schema.keys().isdisjoint(_KEPT_APART):
             return None
-        if not schema.keys().isdisjoint(_CONDITIONS):
-            raise _Unguarded  # rewriting could not replace them
         if id(schema) not in self._leaves:
             self._building.add(id(schema))
             self._leaves[id(schema)] = self._split(schema)
@@ -218,6 +221,8 @@ class _Planner:
         counts = int(schema.get("minProperties", 0)), schema.get("maxProperties")
         guarded = {*_ITEM_CONDITIONS, "minProperties", "maxProperties"}
         base = {name: value for name, value in schema.items() if name not in guarded}
+        if (items or counts != (0, None)) and not domains.is_known(schema):
+            raise _Unguarded
         if items:
             self._check_items(base, items)
         if counts != (0, None):
@@ -230,7 +235,8 @@ class _Planner:
         is_open = base.get("additionalProperties", True) is not False
         many = any(domains.endless_pattern(pattern) and one is not False for pattern, one in patterns.items())
         known = sum(one is not False for one in base.get("properties", {}).values())
-        if "propertyNames" in base or (least > known and not (is_open or many)):
+        names = domains.at_least(self, base.get("propertyNames", True), domains.MANY)
+        if least > known and not (names and (is_open or many)):
             raise _Unguarded
         if (most is not None and len(required) > most) or (
             patterns and not set(required) <= {*base.get("properties", {})}
@@ -268,56 +274,43 @@ class _Planner:
 
     def _stripped(self, schema: Schema) -> Schema:
         """Return what the library gets of a subschema."""
-        if isinstance(schema, dict) and "anyOf" in schema:
-            return {"anyOf": [self._stripped(part) for part in schema["anyOf"]]}
         leaf = self._leaf(schema)
+        if isinstance(schema, dict) and not schema.keys().isdisjoint(_COMBINED):
+            return map_parts(schema, self._stripped)
         if leaf is None:
             return schema
-        result = dict(leaf.base)
-        for keyword in ("properties", "patternProperties"):
-            if keyword in result:
-                result[keyword] = {name: self._stripped(one) for name, one in result[keyword].items()}
-        for keyword in ("additionalProperties", "items"):
-            if keyword in result:
-                result[keyword] = self._stripped(result[keyword])
-        if "prefixItems" in result:
-            result["prefixItems"] = [self._stripped(one) for one in result["prefixItems"]]
-        return result
+        values = map_parts(_without(leaf.base, _KEPT_WHOLE), self._stripped)
+        return {**leaf.base, **values} if isinstance(values, dict) else values
 
     def rule(self, schema: Schema, first: int) -> Rule | None:
         """Return the rule of a container that `schema` describes."""
-        kind = "object" if first == ord("{") else "array"
-        while isinstance(schema, dict) and not schema.keys().isdisjoint(("$ref", "anyOf")):
-            if "$ref" in schema:
-                schema = self.form.target(schema)
-            else:
-                schema = next((part for part in schema["anyOf"] if self._admits(part, kind)), True)
-        if id(schema) not in self._leading or isinstance(schema, bool):
+        if id(schema) not in self._leading:
             return None
-        key = id(schema), kind == "object"
+        kind = "object" if first == ord("{") else "array"
+        key = id(schema), kind
         if key not in self._rules:
-            leaf = self._leaf(schema)
-            assert leaf is not None
-            self._rules[key] = self._object_rule(leaf) if kind == "object" else self._array_rule(leaf)
+            parts = [one for one in self._of_kind(schema, kind) if id(one) in self._leading]
+            leaves = [leaf for leaf in map(self._leaf, parts) if leaf is not None]
+            make = self._object_rule if kind == "object" else self._array_rule
+            self._rules[key] = make(leaves) if leaves else None
         return self._rules[key]
 
-    def _object_rule(self, leaf: _Leaf) -> ObjectRule:
-        base = leaf.base
-        properties, rest = base.get("properties", {}), base.get("additionalProperties", True)
-        patterns = base.get("patternProperties", {})
-
+    def _object_rule(self, leaves: list[_Leaf]) -> ObjectRule:
         def member(name: str, first: int) -> Rule | None:
-            schema = properties.get(name)
-            if schema is None:
-                schema = next((one for pattern, one in patterns.items() if string_pattern.matches(pattern, name)), rest)
-            return self.rule(schema, first)
+            rules = (self.rule(_property(leaf.base, name), first) for leaf in leaves)
+            return next((rule for rule in rules if rule is not None), None)
 
-        order = [name for name, schema in properties.items() if schema is not False]
-        is_open = rest is not False or bool(patterns)
-        return ObjectRule(member, order, leaf.required, is_open, leaf.counts)
+        base = leaves[0].base
+        order = [name for name, schema in base.get("properties", {}).items() if schema is not False]
+        is_open = base.get("additionalProperties", True) is not False or bool(base.get("patternProperties"))
+        return ObjectRule(member, order, leaves[0].required, is_open, leaves[0].counts)
 
-    def _array_rule(self, leaf: _Leaf) -> ArrayRule:
-        base, items = leaf.base, leaf.items
+    def _array_rule(self, leaves: list[_Leaf]) -> ArrayRule:
+        def member(index: int, first: int) -> Rule | None:
+            rules = (self.rule(_item(leaf.base, index), first) for leaf in leaves)
+            return next((rule for rule in rules if rule is not None), None)
+
+        base, items = leaves[0].base, leaves[0].items
         prefix, rest = base.get("prefixItems", []), base.get("items", True)
         schemas = [*prefix, *([] if rest is False else [rest])]
         endless = [domains.endless(self, one) for one in schemas]
@@ -325,7 +318,7 @@ class _Planner:
         known = domains.finite(self, rest) if not prefix and items.get("uniqueItems") else None
         contains = self.form.validator(items["contains"]).is_valid if "contains" in items else None
         return ArrayRule(
-            lambda index, first: self.rule(prefix[index] if index < len(prefix) else rest, first),
+            member,
             bool(items.get("uniqueItems")),
             frozenset.intersection(*endless) if schemas else frozenset(),
             all(endless) and kinds <= {"string", "array", "object"},
@@ -337,5 +330,35 @@ class _Planner:
         )
 
 
-def _without_required(schema: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in schema.items() if name != "required"}
+def _without(schema: dict[str, Any], keywords: Collection[str]) -> dict[str, Any]:
+    return {name: value for name, value in schema.items() if name not in keywords}
+
+
+def _property(base: dict[str, Any], name: str) -> Schema:
+    """Return the schema of the property `name` of an object."""
+    named: dict[str, Schema] = base.get("properties", {})
+    matching = (
+        one for pattern, one in base.get("patternProperties", {}).items() if string_pattern.matches(pattern, name)
+    )
+    return named[name] if name in named else next(matching, base.get("additionalProperties", True))
+
+
+def _item(base: dict[str, Any], index: int) -> Schema:
+    """Return the schema of an item of an array."""
+    prefix: list[Schema] = base.get("prefixItems", [])
+    rest: Schema = base.get("items", True)
+    return prefix[index] if index < len(prefix) else rest
+
+
+def _members(leaves: list[_Leaf]) -> Iterator[list[Schema]]:
+    """Yield the schemas that several parts have for the same property or item."""
+    bases = [leaf.base for leaf in leaves]
+    for name in {name: None for base in bases for name in base.get("properties", ())}:
+        yield [_property(base, name) for base in bases]
+    patterns = {pattern: None for base in bases for pattern in base.get("patternProperties", ())}
+    rests = [base.get("additionalProperties", True) for base in bases]
+    for pattern in patterns:
+        yield [base.get("patternProperties", {}).get(pattern, rest) for base, rest in zip(bases, rests, strict=True)]
+    yield rests
+    for index in range(1 + max(len(base.get("prefixItems", ())) for base in bases)):
+        yield [_item(base, index) for base in bases]

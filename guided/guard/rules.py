@@ -40,7 +40,7 @@ class Items(NamedTuple):
 
 @dataclass(slots=True)
 class ArrayRule:
-    """`uniqueItems` and `contains`."""
+    """`uniqueItems` and `contains`. For the methods, see `Rule`."""
 
     member_rule: Member
     unique: bool
@@ -59,15 +59,12 @@ class ArrayRule:
 
     @property
     def vetoes(self) -> bool:
-        """See `Rule`."""
         return self.unique or self.contains is not None
 
     def start(self) -> Items:
-        """See `Rule`."""
         return Items()
 
     def value(self, state: Items, text: bytes) -> Items:
-        """See `Rule`."""
         number, used, texts, matches = state
         if self.vetoes:
             value = json.loads(text)
@@ -84,13 +81,11 @@ class ArrayRule:
         return Items(number + 1, used, texts, matches)
 
     def comma(self, state: Items) -> None:
-        """See `Rule`."""
         choice = self.choice(state, False)
         if choice is not None and choice.only is not None and not choice.only:
             raise Veto
 
     def is_quiet(self, state: Items, complete: bool) -> bool:
-        """See `Rule`."""
         if state.matches < self.least:
             return False
         if self.unique and self.domain is not None:
@@ -98,12 +93,10 @@ class ArrayRule:
         return self.is_free or not (complete or self.unique)
 
     def close(self, state: Items) -> None:
-        """See `Rule`."""
         if state.matches < self.least:
             raise Veto
 
     def choice(self, state: Items, is_key: bool) -> Choice | None:
-        """See `Rule`."""
         never = state.texts | self.listed if state.matches == self.most else state.texts
         if not never:
             return None
@@ -111,7 +104,6 @@ class ArrayRule:
         return Choice(only, never, self.endless)
 
     def member(self, state: Items, first: int) -> Rule | None:
-        """See `Rule`."""
         return self.member_rule(state.number, first)
 
     def key(self, state: Items, key: str) -> Items:
@@ -130,7 +122,7 @@ class Members(NamedTuple):
 
 
 class ObjectRule:
-    """`minProperties` and `maxProperties`.
+    """`minProperties` and `maxProperties`. For the methods, see `Rule`.
 
     Args:
         order: the named properties in the order of generation.
@@ -158,11 +150,9 @@ class ObjectRule:
         self.names = frozenset(map(encoded, self._positions if self.vetoes else ()))
 
     def start(self) -> Members:
-        """See `Rule`."""
         return Members()
 
     def key(self, state: Members, key: str) -> Members:
-        """See `Rule`."""
         if not self.vetoes:
             return Members(key=key)
         position = self._positions.get(key, len(self._order))
@@ -179,26 +169,21 @@ class ObjectRule:
         return most and (self._is_open or state.number + 1 + len(later) >= self._least)
 
     def value(self, state: Members, text: bytes) -> Members:
-        """See `Rule`."""
         return state
 
     def comma(self, state: Members) -> None:
-        """See `Rule`."""
         choice = self.choice(state, True)
         if choice is not None and choice.only is not None and not choice.only:
             raise Veto
 
     def close(self, state: Members) -> None:
-        """See `Rule`."""
         if state.number < self._least:
             raise Veto
 
     def is_quiet(self, state: Members, complete: bool) -> bool:
-        """See `Rule`."""
         return state.number >= self._least and self.choice(state, True) is None
 
     def choice(self, state: Members, is_key: bool) -> Choice | None:
-        """See `Rule`."""
         if not (self.vetoes and is_key):
             return None
         if state not in self._choices:
@@ -217,5 +202,4 @@ class ObjectRule:
         return Choice(frozenset(map(minified, names)), frozenset(), frozenset())
 
     def member(self, state: Members, first: int) -> Rule | None:
-        """See `Rule`."""
         return self._member_rule(state.key, first)

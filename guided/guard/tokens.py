@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,6 +52,8 @@ class TokenIndex:
         self.plain = bytes(not (b'"' in content or b"\\" in content) for content in contents)
         """By token: whether it only continues the string that it begins in."""
         self._sorted = sorted(texts)
+        self.starting_with = lru_cache(maxsize=4096)(self._starting_with)
+        """Returns the tokens that start with a text. The same keys come again and again."""
         self._equal: dict[bytes, list[int]] = {}
         for content, token in texts:
             self._equal.setdefault(content, []).append(token)
@@ -80,13 +83,10 @@ class TokenIndex:
         """Tokens with whitespace next to a bracket, quote, comma or colon."""
         self.blank = tokens(re.compile(rb"[ \t\n\r]+\Z").match)
 
-    def starting_with(self, prefix: bytes) -> Iterator[int]:
-        """Iterate over the tokens that start with `prefix`."""
-        for index in range(bisect_left(self._sorted, (prefix,)), len(self._sorted)):
-            content, token = self._sorted[index]
-            if not content.startswith(prefix):
-                return
-            yield token
+    def _starting_with(self, prefix: bytes) -> list[int]:
+        first = bisect_left(self._sorted, (prefix,))
+        last = bisect_right(self._sorted, prefix, first, key=lambda text: text[0][: len(prefix)])
+        return [token for _, token in self._sorted[first:last]]
 
     def beginning(self, text: bytes) -> Iterator[int]:
         """Iterate over the tokens with which `text` starts, except for `text` itself."""

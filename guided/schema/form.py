@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,8 +40,12 @@ class NormalForm:
         """Return the target of a `$ref` in normal form."""
         return self.definitions[target_name(schema)]
 
-    def alternatives(self, schema: Schema) -> list[Schema]:
-        """Return the alternatives of a subschema without `$ref` and `anyOf`, in order."""
+    def alternatives(self, schema: Schema, keywords: Collection[str] = ("anyOf",)) -> list[Schema]:
+        """Return the alternatives of a subschema without `$ref` and `anyOf`, in order.
+
+        Args:
+            keywords: where alternatives are listed. With `allOf`, also what applies together.
+        """
         found: list[Schema] = []
         todo, seen = [schema], set()
         while todo:
@@ -50,8 +54,8 @@ class NormalForm:
                 if one["$ref"] not in seen:
                     seen.add(one["$ref"])
                     todo.append(self.target(one))
-            elif isinstance(one, dict) and "anyOf" in one:
-                todo.extend(reversed(one["anyOf"]))
+            elif isinstance(one, dict) and (listing := one.keys() & keywords):
+                todo.extend(reversed(one[listing.pop()]))
             else:
                 found.append(one)
         return found

@@ -494,6 +494,27 @@ def test_the_worker_lets_no_special_token_through(grammar: CompiledGrammar, case
         assert (stop(vocabulary) in allowed) == matcher.is_accepting()
 
 
+@pytest.mark.parametrize("schema", [{"type": "number"}, {"type": "array", "items": {"type": "integer"}, "minItems": 1}])
+def test_a_model_that_repeats_digits_comes_to_an_end(
+    backends: Backends, backend: str, vocabulary: Vocabulary, schema: dict[str, Any]
+) -> None:
+    """A long number ends, while the digits of a string may be required."""
+    for wanted in (schema, {"enum": ["1" * 60]}):
+        worker = MaskWorker(vocabulary)
+        worker.install("key", backends[backend].compile(Constraint.json_schema(wanted)))
+        worker.open(1, "key")
+        row = np.empty(words(vocabulary.padded_vocab_size), np.int32)
+        output: list[int] = []
+        while stop(vocabulary) not in output:
+            assert worker.fill(1, output[-1:], row) is None
+            allowed = allowed_ids(row).tolist()
+            digits = [token for token in allowed if vocabulary.token_bytes[token].isdigit()]
+            ends = [token for token in (stop(vocabulary), *vocabulary.encode("]")) if token in allowed]
+            output.append([*digits[::-1], *ends, *allowed][0])
+            assert len(output) < 200
+        assert is_json(vocabulary.decode(output).decode(), wanted)
+
+
 def test_compact_whitespace(backends: Backends, backend: str, vocabulary: Vocabulary) -> None:
     compact = backends[backend].compile(Constraint.json_schema(PERSON, whitespace="")).matcher()
     with pytest.raises(TokenRejected):

@@ -80,6 +80,14 @@ KIND = {
         {"if": {"properties": {"kind": {"const": "url"}}}, "then": {"required": ["url"]}},
     ],
 }
+LISTS = {"type": "array", "items": TAGS}
+GRAPHS = {
+    "type": "object",
+    "properties": {"run": {"type": "integer"}, "result": {"type": "integer"}, "tags": TAGS, "rest": LISTS},
+    "additionalProperties": False,
+    "oneOf": [{"required": ["run"]}, {"required": ["result"]}],
+}
+SLUG = {"type": "object", "additionalProperties": {"type": "string", "not": {"enum": ["home", "index"]}}}
 CASES: list[tuple[Any, list[str], list[str]]] = [
     (UNIQUE, ["[]", '[1, true, "1", [1]]', '[{"a": 1}, {"a": 2}]'], ["[1,1]", "[1, 1.0]", '["a","\\u0061"]']),
     (UNIQUE, ["[0]"], ["[0,-0]", '[{"a":1,"b":2},{"b":2,"a":1}]', "[[],[]]"]),
@@ -99,6 +107,14 @@ CASES: list[tuple[Any, list[str], list[str]]] = [
     ({"anyOf": [{"type": "null"}, TAGS]}, ["null", '["ab"]'], ['["ab","ab"]']),
     ({"type": "array", "items": TAGS}, ['[["ab"],["ab"]]'], ['[["ab"],["ab","ab"]]']),
     ({"type": "object", "not": {"required": ["a", "b"]}}, ['{"a":1}', '{"b":1}', "{}"], ['{"a":1,"b":1}']),
+    (GRAPHS, ['{"run":1,"tags":["ab"]}', '{"result":1,"tags":["ab","b"]}'], ['{"run":1,"tags":["ab","ab"]}', "{}"]),
+    (GRAPHS, ['{"run":1,"rest":[["b"]]}'], ['{"result":1,"rest":[["b"],["b","b"]]}', '{"run":1,"result":1}']),
+    ({**SLUG, "properties": {"tags": TAGS}}, ['{"tags":["b"],"slug":"x"}'], ['{"tags":["b","b"]}', '{"slug":"home"}']),
+    (
+        {"type": "object", "propertyNames": {"pattern": "^[a-z]+$"}, "minProperties": 2, "maxProperties": 2},
+        ['{"a":1,"b":1}'],
+        ['{"a":1}', '{"a":1,"A":1}', '{"a":1,"b":1,"c":1}', '{"a":1,"a":1}'],
+    ),
 ]
 
 

@@ -1,4 +1,4 @@
-"""A limit on the digits of numbers in JSON, for libraries that allow any number of them.
+"""A limit on the digits of numbers in JSON, of which the libraries allow any number.
 
 A model that has begun to repeat a digit would go on to the end of the context.
 """
@@ -31,17 +31,21 @@ class NumberLimit:
         beginning = [token for token in vocabulary.text_token_ids if contents[token][0] in _DIGITS]
         self._others = ~pack(beginning, vocabulary.padded_vocab_size)
 
-    def is_reached(self, tokens: Sequence[int]) -> bool:
-        """Whether JSON text ends with `MAX_DIGITS` digits of a number."""
-        if not tokens or tokens[-1] not in self._ending:
-            return False
-        tail = self._vocabulary.decode(tokens[-MAX_DIGITS:])
+    def end_long(self, output: Sequence[int], row: NDArray[np.int32], accepting: bool) -> None:
+        """Forbid tokens that begin with a digit after `MAX_DIGITS` digits of a number.
+
+        Args:
+            output: the tokens of a JSON text.
+            row: the tokens that are allowed. Left as it is where nothing but digits may follow.
+            accepting: the text may end here.
+        """
+        if output and output[-1] in self._ending and self._is_long(output):
+            others = row & self._others
+            if accepting or others.any():
+                row[:] = others
+
+    def _is_long(self, output: Sequence[int]) -> bool:
+        tail = self._vocabulary.decode(output[-MAX_DIGITS:])
         if len(tail) - len(tail.rstrip(_DIGITS)) < MAX_DIGITS:
             return False
-        return b'"' not in _STRINGS.sub(b"", self._vocabulary.decode(tokens))  # not within a string
-
-    def end_number(self, row: NDArray[np.int32], accepting: bool) -> None:
-        """Forbid tokens that begin with a digit, unless nothing else may follow (`accepting`: the text may end)."""
-        others = row & self._others
-        if accepting or others.any():
-            row[:] = others
+        return b'"' not in _STRINGS.sub(b"", self._vocabulary.decode(output))  # not within a string
