@@ -40,6 +40,10 @@ class ActorFailed(Exception):
     """The actor, or Ray, raised an exception. Raised by the future of a call."""
 
 
+class ObjectLost(ActorFailed):
+    """An argument is lost, with the node that it was stored on. Raised by the future of a call."""
+
+
 class Driver:
     """A process that is connected to Ray. When it ends, its actors end. It is never restarted.
 
@@ -89,7 +93,7 @@ class Driver:
         except (EOFError, OSError):
             raise PoolUnavailable("the process that connects to Ray ended") from None
         if isinstance(answer, Reply):
-            raise PoolUnavailable(answer.error or "Ray did not start")
+            raise PoolUnavailable(str(answer.error))
         self._reader.start()
         return answer
 
@@ -231,7 +235,7 @@ class Driver:
         if reply.error is None:
             future.set_result(reply.value)
         else:
-            future.set_exception((ActorDied if reply.died else ActorFailed)(reply.error))
+            future.set_exception(reply.error)
 
 
 class RemoteObject:

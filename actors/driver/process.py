@@ -19,9 +19,10 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from actors.driver.client import ActorDied, ActorFailed, ObjectLost
 from actors.driver.messages import Alive, Call, Close, Connect, Connected, Create, Drop, Put, Reference, Reply
 from guided.errors import bounded
 
@@ -38,7 +39,7 @@ def main() -> None:
         ray.init(**connect.options)
         connected = _describe()
     except Exception as error:
-        engine.send(Reply(0, error=bounded(error)))
+        engine.send(_failed(0, error))
         return
     engine.send(connected)
     try:
@@ -156,7 +157,8 @@ def _reply(number: int, done: Future[Any]) -> Reply:
 
 def _failed(number: int, error: BaseException) -> Reply:
     cause = error.cause if isinstance(error, RayTaskError) else error
-    return Reply(number, error=bounded(cause), died=isinstance(error, RayActorError))
+    lost = ObjectLost if isinstance(cause, ObjectLostError) else ActorFailed
+    return Reply(number, error=(ActorDied if isinstance(error, RayActorError) else lost)(bounded(cause)))
 
 
 if __name__ == "__main__":
