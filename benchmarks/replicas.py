@@ -43,7 +43,13 @@ ray.init(address="local", num_cpus=8, include_dashboard=False, object_store_memo
 print(ray.get_runtime_context().gcs_address, flush=True)
 sys.stdin.read()
 """
-_ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+_ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_AUTH_MODE": "token",
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "PYTHONPATH": str(ROOT),
+}
 
 
 @contextlib.contextmanager
