@@ -131,9 +131,9 @@ def named(ray: psutil.Process, name: str) -> list[psutil.Process]:
 
 async def run(ray: psutil.Process, url: str, options: argparse.Namespace) -> dict[str, object]:
     """Run the load, kill a replica, and wait until the pools are small again."""
-    replicas = named(ray, "ray::ServeReplica")
-    if len(replicas) != 2:
-        fail(f"{len(replicas)} replicas run, and not 2")
+    if not await until(lambda: len(named(ray, "ray::MaskActor")) == 2, _START_SECONDS):
+        fail("the second replica does not start")
+    replicas = named(ray, ":ServeReplica:")
     judge, begun = Judge(default_vocabulary()), time.monotonic()
     actors: list[int] = []
 
