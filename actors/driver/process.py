@@ -46,13 +46,10 @@ def main() -> None:
         _Actors(engine).serve()
     except (EOFError, OSError):
         os._exit(1)  # the engine's process was killed: its files are being removed
-    threading.Thread(target=_exit_later, daemon=True).start()
+    limit = threading.Timer(_SHUTDOWN_SECONDS, os._exit, [1])  # Ray waits without one
+    limit.daemon = True
+    limit.start()
     ray.shutdown()
-
-
-def _exit_later() -> None:
-    time.sleep(_SHUTDOWN_SECONDS)
-    os._exit(1)  # Ray waits without a limit
 
 
 def _describe() -> Connected:
