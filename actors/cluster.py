@@ -300,17 +300,14 @@ def _find_cluster() -> str:
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             arguments = (process / "cmdline").read_bytes().decode(errors="replace").split("\0")
-            if os.path.basename(arguments[0]) == "raylet" and not any(map(_names_private, arguments)):
+            private = any(is_private(each.partition("=")[2]) for each in arguments)
+            if os.path.basename(arguments[0]) == "raylet" and not private:
                 found.update(each.removeprefix(flag) for each in arguments if each.startswith(flag))
     if len(found) == 1:
         return found.pop()
     if found:
         raise PoolUnavailable(f"several Ray clusters run on this machine: name one of {', '.join(sorted(found))}")
     raise PoolUnavailable("no Ray cluster runs on this machine, except private ones; name one as HOST:6379")
-
-
-def _names_private(argument: str) -> bool:
-    return is_private(argument.partition("=")[2])
 
 
 def _check_reachable(address: str) -> None:

@@ -32,9 +32,10 @@ from typing import Any
 
 from tqdm import tqdm
 
-from benchmarks.comparison import Candidate, Comparison, Measurement
+from benchmarks.comparison import Candidate, Comparison
 from benchmarks.paths import RESULTS, ROOT
-from benchmarks.report import fail, machine, percentiles, print_table, write_json
+from benchmarks.peers.loop import Samples
+from benchmarks.report import exit_with, fail, machine, percentiles, print_table, write_json
 from benchmarks.workload import DATA, Tokens, documents
 
 _NODES = (1, 2, 3)
@@ -44,7 +45,8 @@ _MTU = 65_000
 _START_SECONDS = 600.0
 _PATIENT = {"RAY_raylet_start_wait_time_s": "300"}
 _TUNSETIFF, _TUN_WITHOUT_HEADER = 0x400454CA, 0x1001
-_CONFIGURATIONS = (("local", 0.0), ("guided_mask", 0.0), ("guided_mask", 1.0), ("guided_mask", 10.0))
+_CONFIGURATIONS = {"local": (0.0,), "guided_mask": (0.0, 1.0, 10.0)}
+"""Placement -> delays in milliseconds."""
 _COLUMNS = {
     "placement": "actors",
     "delay_ms": "delay (ms)",
@@ -182,53 +184,63 @@ def candidate(python: str, placement: str, options: argparse.Namespace) -> Candi
     return Candidate(placement, "ray", frozenset({"llguidance"}), python, given)
 
 
-@contextlib.contextmanager
-def running(
-    python: str, placement: str, tokens: Tokens, options: argparse.Namespace
-) -> Iterator[tuple[Measurement, tqdm[Any]]]:
-    """Start an engine with its rows on the first node."""
-    drawn = documents(options.data, tokens, options.schemas, max_schema=8000)
-    with (
-        Comparison([candidate(python, placement, options)], tokens) as comparison,
-        tqdm(unit=" steps", disable=None) as bar,
-    ):
-        able, usable = comparison.load("llguidance", drawn)
-        yield comparison.start(able, usable, options.rows, options.forward_ms / 1e3), bar
+class Engine:
+    """An engine on the first node, which has compiled the documents. Use it in a `with` block."""
 
+    def __init__(
+        self, network: Network, python: str, placement: str, tokens: Tokens, options: argparse.Namespace
+    ) -> None:
+        self._network, self._placement, self._options = network, placement, options
+        self._comparison = Comparison([candidate(python, placement, options)], tokens)
+        self._drawn = documents(options.data, tokens, options.schemas, max_schema=8000)
+        self._bar = tqdm(unit=" steps", disable=None)
 
-def measure(
-    network: Network, python: str, placement: str, delay_ms: float, tokens: Tokens, options: argparse.Namespace
-) -> dict[str, Any]:
-    """Measure one line of the table. Times are in milliseconds."""
-    network.delay = 0.0
-    with running(python, placement, tokens, options) as (measurement, bar):
-        network.delay = delay_ms / 1e3
-        before = network.forwarded
-        (samples,) = measurement.run(options.steps, 1, bar).values()
-        forwarded = network.forwarded - before
-        network.delay = 0.0
-    row: dict[str, Any] = {"placement": placement, "delay_ms": delay_ms, "steps": len(samples.step)}
-    for name in ("step", "exposed", "cpu"):
-        row |= {f"{name}_{key}": value for key, value in percentiles(getattr(samples, name)).items()}
-    return {**row, "bytes_per_step": round(forwarded / len(samples.step)), "refused": samples.refused}
+    def __enter__(self) -> Engine:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._comparison)
+            self._loaded = self._comparison.load("llguidance", self._drawn)
+            self._stack = stack.pop_all()
+        return self
 
+    def __exit__(self, *_: object) -> None:
+        self._network.delay = 0.0
+        self._stack.close()
+        self._bar.close()
 
-def lose_a_node(
-    network: Network, nodes: list[Node], python: str, tokens: Tokens, options: argparse.Namespace
-) -> dict[str, Any]:
-    """Have the third node disappear while steps run. No row may be lost."""
+    def run(self) -> Samples:
+        """Run new rows for some steps."""
+        measurement = self._comparison.start(*self._loaded, self._options.rows, self._options.forward_ms / 1e3)
+        (samples,) = measurement.run(self._options.steps, 1, self._bar).values()
+        return samples
 
-    def disappear() -> None:
-        network.lost.add(nodes[2].number)
-        nodes[2].end()
+    def measure(self, delay_ms: float) -> dict[str, Any]:
+        """Measure one line of the table. Times are in milliseconds."""
+        self._network.delay, before = delay_ms / 1e3, self._network.forwarded
+        samples = self.run()
+        forwarded = self._network.forwarded - before
+        row: dict[str, Any] = {"placement": self._placement, "delay_ms": delay_ms, "steps": len(samples.step)}
+        for name in ("step", "exposed", "cpu"):
+            row |= {f"{name}_{key}": value for key, value in percentiles(getattr(samples, name)).items()}
+        return {**row, "bytes_per_step": round(forwarded / len(samples.step)), "refused": samples.refused}
 
-    with running(python, "guided_mask", tokens, options) as (measurement, bar):
+    def lose(self, node: Node) -> dict[str, Any]:
+        """Have a node disappear while steps run. No row may be lost."""
+
+        def disappear() -> None:
+            self._network.lost.add(node.number)
+            node.end()
+
+        self._network.delay = 0.0
         timer = threading.Timer(2.0, disappear)
         timer.start()
-        (samples,) = measurement.run(options.steps, 1, bar).values()
+        samples = self.run()
         timer.join()
-    longest = max(samples.step)
-    return {"longest_step_seconds": round(longest, 2), "steps": len(samples.step), "refused": samples.refused}
+        longest = sorted(samples.step)[-5:]
+        return {
+            "longest_steps_seconds": [round(each, 2) for each in longest],
+            "steps": len(samples.step),
+            "refused": samples.refused,
+        }
 
 
 def main() -> None:
@@ -253,11 +265,16 @@ def main() -> None:
             stack.callback(nodes[-1].end)
             nodes[-1].wait_started()
         python = stack.enter_context(python_within(nodes[0]))
-        rows = [measure(network, python, *each, tokens, options) for each in _CONFIGURATIONS]
-        print_table(rows, _COLUMNS)
-        lost = lose_a_node(network, nodes, python, tokens, options)
-        print(f"the third node disappeared: {lost}")
+        rows = []
+        for placement, delays in _CONFIGURATIONS.items():
+            with Engine(network, python, placement, tokens, options) as engine:
+                rows += [engine.measure(delay) for delay in delays]
+                if placement != "local":
+                    print_table(rows, _COLUMNS)
+                    lost = engine.lose(nodes[-1])
+                    print(f"the third node disappeared: {lost}")
     write_json(options.out / "namespaces.json", vars(options), {"steps": rows, "lost_node": lost}, started_on)
+    exit_with([f"the lost node cost rows: {lost['refused']}"] if lost["refused"] else [])
 
 
 if __name__ == "__main__":

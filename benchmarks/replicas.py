@@ -2,8 +2,8 @@
 
 `serve run` with two replicas, each with a mask pool that follows the load, on a Ray cluster of its own. Clients keep
 `--concurrency` requests in flight: every kind of constraint, streamed and not. After a third of the time one replica is
-killed. Every answer is checked as by `benchmarks.chaos`: it is valid, or a declared error. The number of mask actors is
-noted meanwhile, and until they are as few as at the start.
+killed. Every answer is checked as by `benchmarks.chaos`: it is valid, or a declared error. Then the same time with
+constraints of slow masks only: the pools grow. In the end they shrink until they are as small as at the start.
 
 Ray Serve's proxy answers for a replica that has ended, in its own way: those answers are listed as `undeclared`.
 """
@@ -13,6 +13,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
+import json
 import os
 import signal
 import socket
@@ -22,6 +24,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -31,7 +34,7 @@ import yaml
 from benchmarks.chaos.checks import Judge
 from benchmarks.chaos.load import Load, client_for, until
 from benchmarks.chaos.server import default_vocabulary
-from benchmarks.chaos.traffic import Mix, Traffic
+from benchmarks.chaos.traffic import Mix, Request, Traffic
 from benchmarks.paths import RESULTS, ROOT
 from benchmarks.report import fail, machine, write_json
 
@@ -43,7 +46,13 @@ ray.init(address="local", num_cpus=8, include_dashboard=False, object_store_memo
 print(ray.get_runtime_context().gcs_address, flush=True)
 sys.stdin.read()
 """
-_ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+_ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_AUTH_MODE": "token",
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "PYTHONPATH": str(ROOT),
+}
 
 
 @contextlib.contextmanager
@@ -123,47 +132,62 @@ def named(ray: psutil.Process, name: str) -> list[psutil.Process]:
     return found
 
 
+class SlowMasks(Traffic):
+    """Requests with the slowest masks, each with a grammar of its own: the actors have more to do than one can."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed, Mix(plain=0.0, fresh=1.0, leaving=0.0, stalling=0.0))
+
+    def request(self, number: int) -> Request:
+        made = (super(SlowMasks, self).request(each) for each in itertools.count(1000 * number))
+        return replace(next(each for each in made if each.backend == "lm-format-enforcer"), number=number)
+
+
 async def run(ray: psutil.Process, url: str, options: argparse.Namespace) -> dict[str, object]:
-    """Run the load, kill a replica, and wait until the pools are small again."""
-    replicas = named(ray, "ray::ServeReplica")
-    if len(replicas) != 2:
-        fail(f"{len(replicas)} replicas run, and not 2")
-    judge, begun = Judge(default_vocabulary()), time.monotonic()
+    """Kill a replica under load; then make masks slow, and wait until the pools are small again."""
+    if not await until(lambda: len(named(ray, "ray::MaskActor")) == 2, _START_SECONDS):
+        fail("the second replica does not start")
+    judge = Judge(default_vocabulary())
     actors: list[int] = []
 
     def count() -> bool:
         actors.append(len(named(ray, "ray::MaskActor")))
         return actors[-1] <= 2
 
-    async with client_for(url, options.concurrency) as http:
-        load = Load(http, judge, options.limit)
-        over = begun + options.seconds
-        traffic = Traffic(options.seed, Mix(leaving=0.0, stalling=0.0))
-        busy = asyncio.create_task(load.run(traffic, options.concurrency, lambda: time.monotonic() < over))
-        await asyncio.sleep(options.seconds / 3)
-        replicas[0].kill()
-        killed = time.monotonic()
+    async def phase(traffic: Traffic, killed: list[psutil.Process]) -> dict[str, object]:
+        actors.clear()
+        load, begun = Load(http, judge, options.limit), time.monotonic()
+        load_of_clients = load.run(traffic, options.concurrency, lambda: time.monotonic() < begun + options.seconds)
+        busy = asyncio.create_task(load_of_clients)
         while not busy.done():
             count()
+            if killed and time.monotonic() > begun + options.seconds / 3:
+                killed.pop().kill()
             await asyncio.sleep(1.0)
         await busy
-        most = max(actors)
+        after = [each for each in load.records if each.began > begun + options.seconds * 2 / 3]
+        return {
+            "outcomes": dict(load.outcomes()),
+            "errors": dict(load.causes(load.records)),
+            "violations": dict(Counter(each.describe().partition(": ")[2] for each in load.violations())),
+            "valid in the last third": f"{sum(each.verdict.outcome == 'valid' for each in after)} of {len(after)}",
+            "mask actors, at most": max(actors),
+        }
+
+    async with client_for(url, options.concurrency) as http:
+        first = Traffic(options.seed, Mix(leaving=0.0, stalling=0.0))
+        killed = await phase(first, named(ray, ":ServeReplica:")[:1])
+        slow = await phase(SlowMasks(options.seed), [])
+        begun = time.monotonic()
         shrunk = await until(count, 120.0)
-    after = [each for each in load.records if each.began > killed + 30]
-    return {
-        "outcomes": dict(load.outcomes()),
-        "errors": dict(load.causes(load.records)),
-        "violations": dict(Counter(each.describe().partition(": ")[2] for each in load.violations())),
-        "valid after 30 s": f"{sum(each.verdict.outcome == 'valid' for each in after)} of {len(after)}",
-        "most mask actors": most,
-        "as few as at the start": shrunk,
-    }
+    slow["seconds until as few as at the start"] = round(time.monotonic() - begun) if shrunk else None
+    return {"a replica is killed": killed, "slow masks": slow}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--concurrency", type=int, default=64)
-    parser.add_argument("--seconds", type=float, default=120.0)
+    parser.add_argument("--seconds", type=float, default=60.0, help="of each phase")
     parser.add_argument("--limit", type=float, default=120.0, help="seconds after which a request is hung")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=RESULTS)
@@ -171,8 +195,7 @@ def main() -> None:
     started_on = machine()
     with cluster() as (ray, address), application(address, options) as url:
         result = asyncio.run(run(ray, url, options))
-    for name, value in result.items():
-        print(f"{name}: {value}")
+    print(json.dumps(result, indent=1))
     write_json(options.out / "replicas.json", vars(options), result, started_on)
 
 

@@ -92,7 +92,7 @@ class Grammars:
         self._closed = False
         # The following belong to the thread.
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._loading = Loading(self._when_done, self._check_installs)
+        self._loading = Loading(self._when_done, self._check_installs, self._compile_lost)
         self._thread = threading.Thread(target=self._run, name="grammars", daemon=True)
         self._thread.start()
         cluster.when_lost(self._when_ray_is_lost)
@@ -301,19 +301,20 @@ class Grammars:
                 self._compile(key, pending)
 
     def _when_ray_is_lost(self) -> None:
-        self._tasks.put(self._compile_all_again)
+        self._tasks.put(self._loading.forget)
+        self._tasks.put(self._compile_lost)
 
-    def _compile_all_again(self) -> None:
-        """Compile all grammars in use again: they are lost with Ray. The others are, when they are asked for."""
-        self._loading.forget()
+    def _compile_lost(self, key: str | None = None) -> None:
+        """Compile grammars again if they are in use: all, which are lost with Ray, or the one with a key. The others
+        are compiled again when they are asked for."""
         with self._lock:
             for grammar in self._cache.in_use():
-                if grammar.cache_key not in self._pending:
+                if grammar.cache_key not in self._pending and key in (None, grammar.key):
                     pending = _Pending(grammar.constraint, [grammar.backend], grammar=grammar)
                     pending.future.set_running_or_notify_cancel()
                     self._pending[grammar.cache_key] = pending
             for pending in self._pending.values():
-                if pending.grammar is not None:
+                if pending.grammar is not None and key in (None, pending.grammar.key):
                     pending.grammar = pending.stored = None
                     pending.since = time.monotonic()
                     pending.waits_for_ray = True

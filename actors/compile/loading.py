@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from actors.driver.client import ActorDied, RemoteActor, RemoteObject
+from actors.driver.client import ActorDied, ObjectLost, RemoteActor, RemoteObject
 from guided.errors import GuidedError, WorkerDied, bounded
 
 _MAX_CRASHES = 2
@@ -79,13 +79,18 @@ class Loading:
     Args:
         when_done: runs a callback on that thread when a future is done.
         changed: called whenever a load has ended, successfully or not.
+        lost: called with the key of a grammar that Ray has lost, and that is forgotten here.
     """
 
     def __init__(
-        self, when_done: Callable[[Future[Any], Callable[[Future[Any]], None]], None], changed: Callable[[], None]
+        self,
+        when_done: Callable[[Future[Any], Callable[[Future[Any]], None]], None],
+        changed: Callable[[], None],
+        lost: Callable[[str], None],
     ) -> None:
         self._when_done = when_done
         self._changed = changed
+        self._lost = lost
         self._suspects: dict[str, int] = {}
         """For each suspect: the actors it has crashed while they loaded nothing else."""
         self._rejected: dict[str, GuidedError] = {}
@@ -203,6 +208,10 @@ class Loading:
             stored.proven = True
             self._suspects.pop(key, None)
             self._distribute(stored)
+        elif isinstance(load.exception(), ObjectLost):
+            if self.stored.get(key) is stored:
+                del self.stored[key]
+                self._lost(key)
         elif handle in self.actors and not died_loading(load):
             _log.warning("%s was not loaded: %s", key, bounded(load.exception()))
         self._changed()

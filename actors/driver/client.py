@@ -40,6 +40,10 @@ class ActorFailed(Exception):
     """The actor, or Ray, raised an exception. Raised by the future of a call."""
 
 
+class ObjectLost(ActorFailed):
+    """An argument is lost, with the node that it was stored on. Raised by the future of a call."""
+
+
 class Driver:
     """A process that is connected to Ray. When it ends, its actors end. It is never restarted.
 
@@ -89,7 +93,7 @@ class Driver:
         except (EOFError, OSError):
             raise PoolUnavailable("the process that connects to Ray ended") from None
         if isinstance(answer, Reply):
-            raise PoolUnavailable(answer.error or "Ray did not start")
+            raise PoolUnavailable(str(answer.error))
         self._reader.start()
         return answer
 
@@ -128,14 +132,12 @@ class Driver:
         )
         return created
 
-    def call(self, actor: int, method: str, *arguments: Any) -> Future[Any]:
-        """See `RemoteActor.call`."""
-        return self._ask(Call(next(self._numbers), actor, method, _on_the_wire(arguments), None))
-
-    def call_and_keep(self, actor: int, method: str, *arguments: Any) -> tuple[Future[Any], RemoteObject]:
-        """See `RemoteActor.call_and_keep`."""
-        kept = self._new_object()
-        return self._ask(Call(next(self._numbers), actor, method, _on_the_wire(arguments), kept.number)), kept
+    def call(
+        self, actor: int, method: str, arguments: tuple[Any, ...], kept: RemoteObject | None = None
+    ) -> Future[Any]:
+        """Call a method of an actor; see `RemoteActor`."""
+        number = None if kept is None else kept.number
+        return self._ask(Call(next(self._numbers), actor, method, _on_the_wire(arguments), number))
 
     def stored(self, value: Any) -> RemoteObject:
         """Return an object in Ray that is equal to `value`. It stays there as long as `value` is alive here."""
@@ -143,14 +145,14 @@ class Driver:
             found = self._stored.get(value)
             if found is not None:
                 return found
-            stored = self._stored[value] = self._new_object()
+            stored = self._stored[value] = self.new_object()
             self._send(Put(stored.number, value))
             return stored
 
-    def end_actor(self, actor: int) -> None:
-        """See `RemoteActor.end`."""
+    def tell(self, request: Drop | Close) -> None:
+        """Send what is not answered."""
         with self._lock:
-            self._send(Drop(actor))
+            self._send(request)
 
     def close(self, timeout: float) -> bool:
         """Disconnect from Ray, which ends the actors, and Ray itself if the driver has started it.
@@ -158,8 +160,7 @@ class Driver:
         Returns:
             Whether it ended by itself within `timeout` seconds. If not, it was killed.
         """
-        with self._lock:
-            self._send(Close())
+        self.tell(Close())
         try:
             self._process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -185,7 +186,8 @@ class Driver:
         else:
             self._connection.close()
 
-    def _new_object(self) -> RemoteObject:
+    def new_object(self) -> RemoteObject:
+        """Return an object that the driver will have."""
         number = next(self._numbers)
         return self._with_finalizer(RemoteObject(number), number)
 
@@ -231,7 +233,7 @@ class Driver:
         if reply.error is None:
             future.set_result(reply.value)
         else:
-            future.set_exception((ActorDied if reply.died else ActorFailed)(reply.error))
+            future.set_exception(reply.error)
 
 
 class RemoteObject:
@@ -256,15 +258,16 @@ class RemoteActor:
 
     def call(self, method: str, *arguments: Any) -> Future[Any]:
         """Call a method. Calls are made in order."""
-        return self._driver.call(self._number, method, *arguments)
+        return self._driver.call(self._number, method, arguments)
 
     def call_and_keep(self, method: str, *arguments: Any) -> tuple[Future[Any], RemoteObject]:
         """Call a method that returns two values. The second one stays in Ray."""
-        return self._driver.call_and_keep(self._number, method, *arguments)
+        kept = self._driver.new_object()
+        return self._driver.call(self._number, method, arguments, kept), kept
 
     def end(self) -> None:
         """Have Ray end the actor. Does not wait."""
-        self._driver.end_actor(self._number)
+        self._driver.tell(Drop(self._number))
 
 
 def _on_the_wire(arguments: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -89,9 +89,7 @@ class Reply:
 
     number: int
     value: Any = None
-    error: str | None = None
-    died: bool = False
-    """The error is that the actor died."""
+    error: Exception | None = None
 
 
 @dataclass(frozen=True, slots=True)

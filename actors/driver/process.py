@@ -19,9 +19,10 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from actors.driver.client import ActorDied, ActorFailed, ObjectLost
 from actors.driver.messages import Alive, Call, Close, Connect, Connected, Create, Drop, Put, Reference, Reply
 from guided.errors import bounded
 
@@ -38,20 +39,17 @@ def main() -> None:
         ray.init(**connect.options)
         connected = _describe()
     except Exception as error:
-        engine.send(Reply(0, error=bounded(error)))
+        engine.send(_failed(0, error))
         return
     engine.send(connected)
     try:
         _Actors(engine).serve()
     except (EOFError, OSError):
         os._exit(1)  # the engine's process was killed: its files are being removed
-    threading.Thread(target=_exit_later, daemon=True).start()
+    limit = threading.Timer(_SHUTDOWN_SECONDS, os._exit, [1])  # Ray waits without one
+    limit.daemon = True
+    limit.start()
     ray.shutdown()
-
-
-def _exit_later() -> None:
-    time.sleep(_SHUTDOWN_SECONDS)
-    os._exit(1)  # Ray waits without a limit
 
 
 def _describe() -> Connected:
@@ -156,7 +154,8 @@ def _reply(number: int, done: Future[Any]) -> Reply:
 
 def _failed(number: int, error: BaseException) -> Reply:
     cause = error.cause if isinstance(error, RayTaskError) else error
-    return Reply(number, error=bounded(cause), died=isinstance(error, RayActorError))
+    lost = ObjectLost if isinstance(cause, ObjectLostError) else ActorFailed
+    return Reply(number, error=(ActorDied if isinstance(error, RayActorError) else lost)(bounded(cause)))
 
 
 if __name__ == "__main__":

@@ -455,7 +455,7 @@ class Dispatcher:
         sockets = {socket for socket, _ in self._poller.poll(math.ceil(seconds * 1000))}
         now = time.monotonic()
         for worker in list(self._workers):
-            if worker.socket in sockets:
+            if worker.socket in sockets or not worker.shared:  # silence counts too, if it is on a node that is lost
                 self._receive(worker)
         if self._wake in sockets:
             os.eventfd_read(self._wake)

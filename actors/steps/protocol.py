@@ -128,8 +128,8 @@ class Filled(msgspec.Struct, array_like=True, tag=1, gc=False, frozen=True):
     seconds: bytes = b""
     """float32 `[n]`."""
     changed: bytes = b""
-    """int32 `[m]`: words of the masks that differ from those sent before. They are positions in `[k, words]`, flattened,
-    of the k slots with a version in `ready`, in order."""
+    """int32 `[m]`: which words of the masks differ from those sent before, as positions in `[k, words]`, flattened: of
+    the slots with a version in `ready`, in order."""
     mask: bytes = b""
     """int32 `[m]`: these words."""
     forced: bytes = b""

@@ -11,7 +11,7 @@ import pytest
 
 from actors.compile import loading
 from actors.compile.loading import ActorHandle, Loading, StoredGrammar
-from actors.driver.client import ActorDied, RemoteActor, RemoteObject
+from actors.driver.client import ActorDied, ObjectLost, RemoteActor, RemoteObject
 
 
 class Actor:
@@ -36,7 +36,8 @@ class Desk:
 
     def __init__(self) -> None:
         self.tasks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self.loading = Loading(self.when_done, lambda: None)
+        self.lost: list[str] = []
+        self.loading = Loading(self.when_done, lambda: None, self.lost.append)
 
     def when_done(self, future: Future[Any], task: Callable[[Future[Any]], None]) -> None:
         future.add_done_callback(lambda done: self.tasks.put(lambda: task(done)))
@@ -125,6 +126,23 @@ def test_the_first_grammar_of_a_backend_brings_its_library(monkeypatch: pytest.M
     now += 20
     assert handle.is_overdue()
     assert isinstance(desk.loading.stored["b:1"], StoredGrammar)
+
+
+def test_a_grammar_that_is_lost_with_its_node_is_reported_once_and_not_loaded_from_there_again() -> None:
+    desk = Desk()
+    _, first = desk.enter()
+    desk.add("a:1", "a:2")
+    desk.finish(first, "a:1", "a:2")
+    actors = [desk.enter()[1] for _ in range(2)]
+    for actor in actors:
+        actor.asked.pop("a:1").set_exception(ObjectLost("its node is gone"))
+    desk.work()
+    assert desk.lost == ["a:1"]
+    _, last = desk.enter()
+    assert list(last.asked) == ["a:2"]
+    del first.asked["a:1"]
+    desk.add("a:1")
+    assert sum("a:1" in actor.asked for actor in (first, *actors, last)) == 1, "compiled again, and loaded"
 
 
 def test_the_loss_of_ray_makes_no_suspects_and_leaves_nothing() -> None:

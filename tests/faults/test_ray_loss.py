@@ -226,6 +226,40 @@ def test_rays_own_processes_gone() -> None:
     assert said.splitlines()[-1] == "done", said
 
 
+LOST_GRAMMAR = """
+import os, tempfile
+from ray.cluster_utils import Cluster
+from byte_vocabulary import BYTES, tokens
+from actors import RayPool
+from guided.constraint import Constraint
+from guided.sequence import GuidedSequence
+
+with tempfile.TemporaryDirectory(prefix="r", dir="/tmp", ignore_cleanup_errors=True) as directory:
+    os.makedirs(os.path.join(tempfile.gettempdir(), "ray"), exist_ok=True)  # Ray writes there
+    quiet = {"num_cpus": 1, "include_dashboard": False, "temp_dir": directory}
+    cluster = Cluster(initialize_head=True, head_node_args=quiet)
+    for_masks = {"num_cpus": 1, "resources": {"guided_mask": 1}}
+    lost = cluster.add_node(**for_masks)
+    given = {"placement": "guided_mask", "actor_cpus": 0.25, "compile_cpus": 0.25, "max_replays": 1, "pool_wait": 120}
+    pool = RayPool(BYTES, num_actors=1, address=cluster.address, **given)
+    # So large that Ray stores it on the node of the compile actor: results of less than 100 KB are with the driver.
+    grammar = pool.compile(Constraint.regex("[a-z]{1500}"), ("outlines",)).result(60)
+    output = tokens("a")
+    sequence = GuidedSequence("request", 1, output)
+    pool.open(sequence, grammar)
+    pool.submit([sequence])
+    assert pool.collect(60).ready
+    cluster.remove_node(lost, allow_graceful=False)
+    cluster.add_node(**for_masks)
+    output += tokens("b")
+    pool.submit([sequence])
+    found = pool.collect(120)
+    print(found.failed, found.late, "done")
+    pool.shutdown()
+    cluster.shutdown()
+"""
+
+
 def test_a_cluster_is_joined_again_after_its_restart_and_after_the_drivers_end() -> None:
     said = run(REJOIN, HEAD)
     assert said.splitlines()[-1] == "done", said
@@ -234,3 +268,7 @@ def test_a_cluster_is_joined_again_after_its_restart_and_after_the_drivers_end()
 def test_an_actors_node_gone() -> None:
     said = run(NODE)
     assert "done" in said
+
+
+def test_a_grammar_that_was_stored_on_a_lost_node_is_compiled_again() -> None:
+    assert run(LOST_GRAMMAR).splitlines()[-1] == "{} [] done"

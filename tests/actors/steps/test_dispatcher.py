@@ -325,6 +325,18 @@ def test_a_worker_that_was_idle_for_long_is_not_overdue_when_it_is_asked(transpo
 # stragglers
 
 
+def test_a_remote_worker_that_falls_silent_is_overdue_while_the_engine_waits(transport: Transport) -> None:
+    cluster = Cluster(transport, number=1, shared=False)
+    cluster.open(1, grammar="slow")
+    cluster.submit((1, "a"))
+    assert cluster.slow.reached.wait(WAIT)
+    connection = cluster.actors[0].connection
+    assert not connection.overdue(0.1)
+    assert cluster.collect(0.3) == ["late"]
+    assert connection.overdue(0.1), "its supervisor ends it"
+    cluster.close()
+
+
 class Straggling(Cluster):
     """One sequence of six holds its actor up; the masks of the others take no time."""
 
