@@ -6,6 +6,7 @@ import copy
 import hashlib
 import itertools
 import time
+from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple
@@ -365,7 +366,7 @@ def sequence_seed(engine_seed: int, request_id: str, seed: int | None, index: in
     return int.from_bytes(digest, "little") >> 1
 
 
-def common_length(left: list[int], right: list[int]) -> int:
+def common_length(left: Tokens[int], right: Tokens[int]) -> int:
     """Return how many tokens at the beginning are the same."""
     pairs = enumerate(zip(left, right, strict=False))
     return next((place for place, (a, b) in pairs if a != b), min(len(left), len(right)))
