@@ -173,15 +173,16 @@ class Constraint:
             _check_text(tag, "structural tag", limits, param)
         document = read(tag, limits, param) if isinstance(tag, str) else tag
         notes: list[str] = []
-        for content in contents(parse(document, limits, param)):
-            with at_content(content, param):
-                inner = cls.of_kind(
-                    content.kind, content.value, strict_formats=strict_formats, limits=limits, param=param
-                )
-            notes += [content.pointer + pointer for pointer in inner.not_enforced]
-            opened: str | None = "" if content.kind == "json_object" else None
+        for content in dict.fromkeys(contents(parse(document, limits, param))):
+            options: dict[str, Any] = {"limits": limits, "param": param}
             if content.kind == "json_schema":
-                opened = open_object(inner.source)
+                options["strict_formats"] = strict_formats
+            opened: str | None = ""
+            if content.kind != "json_object":
+                with at_content(content, param):
+                    inner: Constraint = getattr(cls, content.kind)(content.value, **options)
+                notes += [content.pointer + pointer for pointer in inner.not_enforced]
+                opened = open_object(inner.source) if content.kind == "json_schema" else None
             if opened is not None:  # the guard is for JSON constraints only
                 notes.append(f"{content.pointer}{opened}/additionalProperties (a key may repeat unless it is false)")
         source = json.dumps(document, ensure_ascii=False, separators=(",", ":"))

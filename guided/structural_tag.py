@@ -110,30 +110,33 @@ def read(text: str, limits: Limits, param: str) -> Any:
         raise InvalidConstraint(f"the structural tag is not JSON: {error}", param=param) from None
 
 
-def walk(node: Node) -> Iterator[Node]:
-    """Yield a node and all nodes within it."""
-    yield node
+def contents(node: Node) -> Iterator[Content]:
+    """Yield the contents of a structural tag."""
     match node:
+        case Content():
+            yield node
         case Series(items) | Either(items):
-            below: Sequence[Node] = items
+            for item in items:
+                yield from contents(item)
         case Times(item):
-            below = (item,)
+            yield from contents(item)
         case Dispatch(rules):
-            below = [item for _, item in rules]
-        case _:
-            below = ()
-    for each in below:
-        yield from walk(each)
-
-
-def contents(node: Node) -> list[Content]:
-    """Return the contents of a structural tag, each once."""
-    return list(dict.fromkeys(each for each in walk(node) if isinstance(each, Content)))
+            for _, item in rules:
+                yield from contents(item)
 
 
 def has_limit(node: Node) -> bool:
     """Whether free text of a structural tag has `max_tokens`."""
-    return any(isinstance(each, FreeText) and each.max_tokens is not None for each in walk(node))
+    match node:
+        case FreeText():
+            return node.max_tokens is not None
+        case Series(items) | Either(items):
+            return any(map(has_limit, items))
+        case Times(item):
+            return has_limit(item)
+        case Dispatch(rules):
+            return any(has_limit(item) for _, item in rules)
+    return False
 
 
 @contextmanager
