@@ -85,9 +85,10 @@ class JsonAutomaton(Automaton):
         context.model_class = JsonSchemaObject(**copy.deepcopy(schema))
         context.alphabet_without_quotes = settings.alphabet.replace('"', "")
         # The library's own cache is shared by all parsers of the process.
-        context.regex_parser_cache = {pattern: automaton.parser for pattern, automaton in self._patterns.items()}
-        for automaton in self._patterns.values():
+        context.regex_parser_cache = {}
+        for pattern, automaton in self._patterns.items():
             automaton.parser.config = settings
+            context.regex_parser_cache[pattern] = automaton.parser
         return JsonSchemaParser(context, settings)
 
     def step(self, state: JsonState, character: str) -> JsonState | None:
