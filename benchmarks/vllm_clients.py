@@ -52,7 +52,7 @@ class Order(BaseModel):
     """A nested type."""
 
     kind: Literal["order"]
-    buyer: Person
+    person: Person
     items: list[Literal["pen", "ink", "paper"]] = Field(min_length=1, max_length=4)
 
 

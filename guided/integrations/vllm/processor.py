@@ -99,7 +99,7 @@ class GuidedLogitsProcessor(V1LogitsProcessor, V2LogitsProcessor):  # type: igno
             self._v2 = V2Batch(runner[0], int(max_drafts or 0))
         if self._masker.computes:
             try:
-                worker_registry.register(self._rejection and str(self._rejection), vllm_config.instance_id)
+                worker_registry.register(str(self._rejection or "") or None, vllm_config.instance_id)
             except OSError:  # requests without a constraint are not affected
                 _log.exception("guided requests will be rejected: this worker can't register")
         if self._rejection is not None:
