@@ -27,6 +27,10 @@ _RESERVED_FILES = 128
 
 _MAX_HEADERS = 200
 """Maximum number of header lines of a request. Each takes microseconds of the event loop."""
+_MAX_URL_BYTES = 8192
+"""Maximum length of a URL, which is quoted, matched and logged on the event loop."""
+_MAX_PIECES = 10_000
+"""Maximum number of pieces of a body, in which its chunks arrive."""
 _MAX_PIPELINED = 16
 """Maximum number of requests that a connection may send before they are answered. Common clients send one."""
 
@@ -89,9 +93,11 @@ class LimitedProtocol(HttpToolsProtocol):
         """The client's, without port."""
         self._timer: asyncio.TimerHandle | None = None
         self._in_body = False
-        self._header_error: GuidedError | None = None
+        self._parse_error: GuidedError | None = None
         self._header_bytes = 0
         """Bytes received since the last header or piece of a body: an incomplete header, or what follows a body."""
+        self._pieces = 0
+        """Of the present body."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -117,8 +123,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         if len(self.pipeline) >= _MAX_PIPELINED:
-            self._header_error = MalformedRequest(f"more than {_MAX_PIPELINED} requests wait for their answers")
-            raise self._header_error
+            raise self._refused(MalformedRequest(f"more than {_MAX_PIPELINED} requests wait for their answers"))
         super().on_message_begin()
         self._expect(self._limits.header_seconds, "header_timeout")
 
@@ -127,19 +132,23 @@ class LimitedProtocol(HttpToolsProtocol):
             return
         super().on_header(name, value)
         if len(self.headers) > _MAX_HEADERS:
-            self._header_error = HeaderTooLarge(f"the request has more than {_MAX_HEADERS} header lines")
-            raise self._header_error  # the parser stops, and `send_400_response` is called
+            raise self._refused(HeaderTooLarge(f"the request has more than {_MAX_HEADERS} header lines"))
 
     def on_body(self, body: bytes) -> None:
         self._header_bytes = 0
+        self._pieces += 1
+        if self._pieces > _MAX_PIECES:
+            raise self._refused(MalformedRequest(f"the body has more than {_MAX_PIECES} chunks"))
         super().on_body(body)
 
     def on_headers_complete(self) -> None:
         size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
         if size > self._limits.max_header_bytes:
-            self._header_error = self._header_too_large()
-            raise self._header_error
+            raise self._refused(self._header_too_large())
+        if len(self.url) > _MAX_URL_BYTES:
+            raise self._refused(HeaderTooLarge(f"the URL is longer than {_MAX_URL_BYTES} bytes"))
         self._in_body = True
+        self._pieces = 0
         self._header_bytes = 0
         self._expect(self._limits.body_seconds, "body_timeout")
         super().on_headers_complete()
@@ -186,9 +195,14 @@ class LimitedProtocol(HttpToolsProtocol):
             self._expect_nothing()
             self.transport.abort()
 
+    def _refused(self, error: GuidedError) -> GuidedError:
+        """Return an error to raise in a method `on_...`: the parser stops, and `send_400_response` answers with it."""
+        self._parse_error = error
+        return error
+
     def send_400_response(self, msg: str) -> None:
         """Answer what the parser rejects. uvicorn calls it."""
-        self._refuse(self._header_error or MalformedRequest(msg))
+        self._refuse(self._parse_error or MalformedRequest(msg))
 
     def _refuse(self, error: GuidedError, reason: str | None = None) -> None:
         """Answer with an error and close the connection."""

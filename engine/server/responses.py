@@ -21,7 +21,7 @@ from engine.server.protocol import GuidedInfo
 from engine.server.response_items import OutputItems
 from engine.server.responses_protocol import CHAT_FIELDS, ResponseObject, ResponsesRequest
 from guided.error_body import error_body
-from guided.errors import GuidedError
+from guided.errors import GuidedError, InvalidRequest, bounded
 from guided.output_parser import OutputParser, Piece
 
 router = APIRouter(tags=["generation"], route_class=GenerationRoute)
@@ -36,8 +36,13 @@ def create_response(body: ResponsesRequest, request: Request, context: Context) 
             names[f"tools[{index}].function.{name}"] = f"tools[{index}].{name}"
     with field_names(names):
         job = build_job(body.as_chat(), context, f"resp_{uuid.uuid4().hex}", request.state.request_id, names)
+    settings = _settings(body, job)
+    try:
+        to_json(settings)
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(f"the request has text that is not valid Unicode: {bounded(error.reason)}") from None
     places = {place: (names.get(field, field), pointer) for place, (field, pointer) in job.places.items()}
-    return partial(_ResponseAnswer, _settings(body, job)), replace(job, places=places)
+    return partial(_ResponseAnswer, settings), replace(job, places=places)
 
 
 def _settings(body: ResponsesRequest, job: Job) -> dict[str, Any]:

@@ -42,6 +42,8 @@ _LARGEST = 2**63 - 1024
 _EXACT = 2**53
 """Smaller integers are doubles."""
 _MULTIPLES = 2**32
+_MULTIPLES_WITHIN = 10_000
+"""Largest `multipleOf` between two bounds: with larger ones, the lexer's states run out while masks are computed."""
 _MOST_DIGITS = 9
 """Maximum number of decimals of `multipleOf`."""
 _MAX_PATTERNS = 8
@@ -195,7 +197,8 @@ class LLGuidanceLowering(SchemaLowering):
             raise self.at_keyword(error, schema, keyword) from None
 
     def integer(self, schema: dict[str, Any]) -> dict[str, Any]:
-        return {"type": "integer", **self._bounds("integer", schema), **self._multiple(schema)}
+        bounds = self._bounds("integer", schema)
+        return {"type": "integer", **bounds, **self._multiple(schema, bounds)}
 
     def number(self, schema: dict[str, Any]) -> dict[str, Any]:
         bounds = self._bounds("number", schema)
@@ -205,7 +208,7 @@ class LLGuidanceLowering(SchemaLowering):
         if largest >= 10**6 and "multipleOf" not in schema:
             # A reader with doubles rounds a longer number to the bound: so many digits has no double of this size.
             return {"type": "number", **bounds, "multipleOf": 10.0 ** -max(1, 15 - len(str(int(largest))))}
-        return {"type": "number", **bounds, **self._multiple(schema)}
+        return {"type": "number", **bounds, **self._multiple(schema, bounds)}
 
     def _bounds(self, kind: str, schema: dict[str, Any]) -> dict[str, Any]:
         """Return the next bounds inside those of `schema` that llguidance calculates with correctly.
@@ -233,7 +236,7 @@ class LLGuidanceLowering(SchemaLowering):
             bounds.setdefault("minimum", -_LARGEST)
         return bounds
 
-    def _multiple(self, schema: dict[str, Any]) -> dict[str, Any]:
+    def _multiple(self, schema: dict[str, Any], bounds: dict[str, Any]) -> dict[str, Any]:
         """Return `multipleOf`, which llguidance makes an integer of 32 bits by multiplying a double by ten."""
         value = schema.get("multipleOf")
         if value is None:
@@ -244,6 +247,8 @@ class LLGuidanceLowering(SchemaLowering):
             scaled, exponent = scaled * 10.0, exponent + 1
         if scaled >= _MULTIPLES or exponent > _MOST_DIGITS or Fraction(int(scaled), 10**exponent) != exact:
             raise self.refusal(schema, "multipleOf", f" {bounded(value, 40)}")
+        if scaled > _MULTIPLES_WITHIN and len(bounds) > 1:
+            raise self.refusal(schema, "multipleOf", f" {bounded(value, 40)} between two bounds")
         self._multiples.add(exact)
         return {"multipleOf": value}
 

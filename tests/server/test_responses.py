@@ -267,3 +267,16 @@ def test_refusals(
     error = refusal(hermes, **fields)
     assert (error["param"], error["pointer"]) == (param, pointer), error
     assert all(word in error["message"] for word in words), error["message"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"text": {"format": {**FORMAT["format"], "name": "\ud800"}}},
+        {"tools": [{**TOOL, "description": "\ud800"}], "tool_choice": "none"},
+        {"reasoning": {"effort": "\ud800"}, "stream": True},
+    ],
+    ids=["text", "tools", "reasoning"],
+)
+def test_what_an_answer_would_repeat_is_unicode(hermes: TestClient, fields: dict[str, Any]) -> None:
+    assert "not valid Unicode" in refusal(hermes, **fields)["message"]

@@ -153,6 +153,18 @@ def test_what_follows_a_body_is_limited_as_a_header_is(dial: Dial, begin: bytes)
     assert is_ended(client, b"a: b\r\n" * 600 if begin == b"0\r\n" else b"a" * 4096)
 
 
+def test_a_body_of_many_chunks_is_refused(dial: Dial) -> None:
+    client = dial()
+    client.sendall(POST.replace(b"content-length: 30", b"transfer-encoding: chunked"))
+    assert is_ended(client, b"1\r\n \r\n" * 100)
+
+
+def test_a_long_url_is_a_431(dial: Dial) -> None:
+    client = dial()
+    client.sendall(b"GET /" + b"a" * 8200 + b" HTTP/1.1\r\nhost: a\r\n\r\n")
+    assert status(rest(client)) == 431
+
+
 def test_many_header_lines_are_a_431(dial: Dial) -> None:
     client = dial()
     client.sendall(GET + b"a:\r\n" * 300 + b"\r\n")

@@ -85,6 +85,7 @@ KNOWN: list[Any] = [
     {"const": 2**53 + 1},
     {"enum": [-(2**63), 2**64 - 1, 1e300]},
     {"allOf": [{"type": "integer", "multipleOf": 65537}, {"multipleOf": 65539}]},
+    {"type": "integer", "multipleOf": 65539, "minimum": 1, "maximum": 10**15},
     {"type": "string", "pattern": "^[\\x00-\\x1f]$"},
     {"type": "string", "pattern": "^[^\\x20-\\uffff]$"},
     {"type": "string", "pattern": "^\\p{Lu}[é-ÿ]+$"},
