@@ -104,7 +104,6 @@ class LLGuidanceBackend(Backend):
 class LLGuidanceGrammar(CompiledGrammar):
     """A matcher at the start. Each sequence gets a copy; copies share the automaton of the lexer.
 
-
     Args:
         numbers: limits the digits of numbers; None for a constraint that is not JSON.
     """
