@@ -16,10 +16,11 @@ from engine.server.context import Context, ServerContext
 from engine.server.endpoint import RESPONSES, GenerationRoute, Prepared, field_names
 from engine.server.generation import Job
 from engine.server.logprobs import chat_logprobs
-from engine.server.output_form import offered_calls, output_form
+from engine.server.output_form import output_form
 from engine.server.prompts import encode_chat
 from engine.server.protocol import ChatRequest, ChatResponse, GuidedInfo, Message
 from engine.server.sampling import sampling_params, wants_usage
+from engine.server.tools import requested_calls
 from guided.errors import InvalidRequest
 from guided.model_formats import ToolFormat
 from guided.output_parser import Piece
@@ -48,7 +49,7 @@ def build_job(
     limit, logprobs = _max_tokens(body), _logprobs(body)
     choices = body.n or 1
     context.check_logprobs(choices, choices * (limit or context.engine.max_model_len), logprobs, "logprobs")
-    calls = offered_calls(body, context, wanted)
+    calls = requested_calls(body, context.tool_format, wanted.constraint)
     effort = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
     prompt = encode_chat(
         context.engine.tokenizer,

@@ -10,7 +10,7 @@ from engine.server.constraints import RequestedConstraint
 from engine.server.context import ServerContext
 from engine.server.generation import locate
 from engine.server.protocol import ChatRequest
-from engine.server.tools import places, requested_calls
+from engine.server.tools import places
 from guided.backends import candidates
 from guided.constraint import Constraint
 from guided.errors import InvalidConstraint, InvalidRequest
@@ -37,12 +37,6 @@ class OutputForm:
     """The parser reads special tokens."""
     id_length: int = 29
     """Number of characters of a call's id."""
-
-
-def offered_calls(body: ChatRequest, context: ServerContext, wanted: RequestedConstraint) -> Calls | None:
-    """Return the calls that the answer may have; None if it may have none. Raises as `requested_calls` does."""
-    answer = None if wanted.constraint is None else as_format(wanted.constraint)
-    return requested_calls(body, context.tool_format, answer)
 
 
 def output_form(

@@ -34,11 +34,7 @@ def _page() -> tuple[str, str]:
         assert found is not None
         return f"'sha256-{base64.b64encode(hashlib.sha256(found[1].encode()).digest()).decode()}'"
 
-    allowed = {
-        "script-src": source("script"),
-        "style-src": source("style"),
-        "connect-src": "'self'",
-        "img-src": "data:",
-    }
+    allowed = {f"{tag}-src": source(tag) for tag in ("script", "style")}
+    allowed |= {"connect-src": "'self'", "img-src": "data:"}
     forbidden = dict.fromkeys(("default-src", "base-uri", "form-action", "frame-ancestors"), "'none'")
     return page, "; ".join(f"{name} {value}" for name, value in {**forbidden, **allowed}.items())

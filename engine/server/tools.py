@@ -7,17 +7,23 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from engine.server.protocol import ChatRequest, Tool
+from guided.constraint import Constraint
 from guided.errors import InvalidRequest, bounded
-from guided.model_formats import Calls, Function, ToolFormat
+from guided.model_formats import Calls, Function, ToolFormat, as_format
 from guided.schema.pointer import escape
 
 _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
 
-def requested_calls(body: ChatRequest, tool_format: ToolFormat | None, answer: dict[str, Any] | None) -> Calls | None:
+def requested_calls(body: ChatRequest, tool_format: ToolFormat | None, constraint: Constraint | None) -> Calls | None:
     """Return the calls that the answer may have; None if it may have none.
 
-    `tool_format` is the model's, if it is known, and `answer` the format of an answer without calls (None: any text).
+    Args:
+        tool_format: the model's format. None: it is not known.
+        constraint: on an answer without calls.
+
+    Raises:
+        InvalidRequest: a tool or the choice is invalid; `param` names it.
     """
     tools = body.tools or []
     _check_names(tools)
@@ -36,6 +42,7 @@ def requested_calls(body: ChatRequest, tool_format: ToolFormat | None, answer: d
         if tool.function.name in names
     ]
     parallel = body.parallel_tool_calls is not False and mode != "named"
+    answer = None if constraint is None else as_format(constraint)
     return Calls(tool_format, functions, mode != "auto", parallel, answer)
 
 

@@ -25,7 +25,7 @@ def enforcing(validator: Any) -> Any:
     Args:
         validator: a class of the `jsonschema` package.
     """
-    checks = {"pattern": _pattern, "format": _format, "multipleOf": _multiple, "divisibleBy": _multiple}
+    checks: dict[str, Any] = {"pattern": _pattern, "format": _format, "multipleOf": _multiple, "divisibleBy": _multiple}
     checks |= {"patternProperties": _pattern_properties, "additionalProperties": _additional_properties}
     known = {name: check for name, check in checks.items() if name in validator.VALIDATORS}
     return extend(validator, known)  # type: ignore[no-untyped-call]
