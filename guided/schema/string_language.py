@@ -62,7 +62,7 @@ def _whole(node: Node) -> str:
 
 
 def _strings(schema: Schema, *, exact: bool = False) -> Node:
-    """Return the strings that satisfy `schema`. `exact`: refuse `format`, because ours may match fewer."""
+    """Return the strings that satisfy `schema`. `exact`: no fewer, though ours may do for a `format`."""
     if schema is True or schema == {}:
         return _ANY
     if isinstance(schema, dict) and "string" in types_of(schema):
@@ -71,9 +71,10 @@ def _strings(schema: Schema, *, exact: bool = False) -> Node:
             return regex.choice(literals)
         if schema.keys() == {"anyOf"}:
             return regex.choice(_strings(part, exact=exact) for part in schema["anyOf"])
-        if schema.keys() <= {"type", "pattern", "minLength", "maxLength"} | (set() if exact else {"format"}):
-            pattern = schema.get("pattern", string_pattern.FORMATS.get(schema.get("format", "")))
-            if not {"pattern", "format"} <= schema.keys():
+        formats = string_pattern.NECESSARY if exact else string_pattern.FORMATS
+        if schema.keys() <= {"type", "pattern", "minLength", "maxLength", "format"}:
+            pattern = schema.get("pattern", formats.get(schema.get("format", "")))
+            if not {"pattern", "format"} <= schema.keys() and ("format" not in schema or pattern is not None):
                 node = _ANY if pattern is None else string_pattern.read(pattern)
                 most: Any = schema.get("maxLength")
                 return string_pattern.fit(node, int(schema.get("minLength", 0)), None if most is None else int(most))

@@ -89,6 +89,18 @@ FORMATS = {
     "uri-template": f"^{_TEMPLATE}$",
     "uuid": "^[0-9A-Fa-f]{8}-[0-9A-Fa-f]{4}-[0-9A-Fa-f]{4}-[0-9A-Fa-f]{4}-[0-9A-Fa-f]{12}$",
 }
+NECESSARY = {
+    "date": r"^\d{4}-\d\d-\d\d$",
+    "date-time": r"^\d{4}-\d\d-\d\d[Tt ]\d",
+    "time": r"^\d+:\d",
+    "duration": "^P",
+    "email": "@",
+    "ipv4": r"^\d+\.\d+\.\d+\.\d+$",
+    "ipv6": "^[^@/]*:",
+    "uri": "^[A-Za-z][A-Za-z0-9+.-]*:",
+    "uuid": "^[0-9A-Fa-f-]+$",
+}
+"""What every value of a format matches, however a validator reads it. `not` excludes all that match."""
 FORMATS |= {"host-name": FORMATS["hostname"], "ip-address": FORMATS["ipv4"]}  # draft 3
 """The formats of the specification as patterns. Other formats are annotations. Each matches valid values only, but not
 all of them: no leap seconds, no literals for hosts, no unusual notations of addresses. (Source: RFC 3339, 5321, 1123,

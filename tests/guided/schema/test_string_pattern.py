@@ -176,7 +176,8 @@ def test_no_other_date_is_one(year: int, month: int, day: int) -> None:
     ],
 )
 def test_formats(name: str, valid: list[str], invalid: list[str]) -> None:
-    assert all(re.search(string_pattern.FORMATS[name], text) for text in valid)
+    for pattern in (string_pattern.FORMATS[name], string_pattern.NECESSARY.get(name, "")):
+        assert all(re.search(pattern, text) for text in valid)
     assert not any(re.search(string_pattern.FORMATS[name], text) for text in invalid)
     string_pattern.in_json(string_pattern.read(string_pattern.FORMATS[name]), escapes=False)
 
