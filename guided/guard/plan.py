@@ -7,6 +7,7 @@ domains or by the combinations that are left. Anything else keeps its keyword, w
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -17,7 +18,7 @@ from jsonschema.validators import extend
 from guided.errors import UnsupportedConstraint
 from guided.guard import domains
 from guided.guard.rules import ArrayRule, ObjectRule, minified
-from guided.guard.text import Rule
+from guided.guard.text import Frame, Rule
 from guided.schema import string_pattern
 from guided.schema.form import NormalForm
 from guided.schema.implication import covers
@@ -42,8 +43,8 @@ class Plan:
     planner: _Planner | None = None
     validator: Any = None
     """Checks the complete document."""
-    has_few_names: bool = False
-    """Some object may run out of names for its properties."""
+    few_names: re.Pattern[str] | None = None
+    """Matches names of properties of which some object may run out."""
 
     @property
     def keywords(self) -> tuple[str, ...]:
@@ -52,6 +53,12 @@ class Plan:
             return ()
         form = self.planner.form
         return tuple(sorted(set(keywords([form.root, form.definitions])) - set(keywords(json.loads(self.superset)))))
+
+    def runs_out(self, frame: Frame | None) -> bool:
+        """Whether an object may run out of names for its properties."""
+        if self.few_names is None or frame is None:
+            return False
+        return any(self.few_names.fullmatch(key.decode("utf-8", "surrogatepass")) for key in frame.keys)
 
     def root(self, first: int) -> Rule | None:
         """Return the rule of a document that begins with the byte `first`."""
