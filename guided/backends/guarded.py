@@ -180,11 +180,8 @@ class GuardedMatcher(Matcher):
         tokens = self.inner.forced_tokens()
         return tokens if tokens and self._allows(tokens) else []
 
-    def fill_bitmask(self, row: NDArray[np.int32]) -> None:
-        self._fill(row, look_ahead=True)
-
-    def _fill(self, row: NDArray[np.int32], *, look_ahead: bool) -> None:
-        """Write the mask. Without `look_ahead`, it only forbids tokens that violate a rule at once."""
+    def fill_bitmask(self, row: NDArray[np.int32], *, look_ahead: bool = True) -> None:
+        """See `Matcher.fill_bitmask`. Without `look_ahead`, it only forbids tokens that violate a rule at once."""
         self.inner.fill_bitmask(row)
         state = self._states[-1][0]
         if self._keys_only and not may_repeat(state, self._text):
@@ -226,7 +223,7 @@ class GuardedMatcher(Matcher):
             if not on_the_way:
                 return False
             matcher, partial = on_the_way.pop()
-            matcher._fill(row, look_ahead=False)
+            matcher.fill_bitmask(row, look_ahead=False)
             row &= self._grammar.vocabulary.text_mask
             rests = [text[len(partial) :] for text in avoided.texts if text.startswith(partial)]
             places = np.flatnonzero(row).tolist()
