@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -302,10 +302,12 @@ class _Planner:
             self._rules[key] = make(leaves) if leaves else None
         return self._rules[key]
 
+    def _first_rule(self, schemas: Iterable[Schema], first: int) -> Rule | None:
+        return next(filter(None, (self.rule(schema, first) for schema in schemas)), None)
+
     def _object_rule(self, leaves: list[_Leaf]) -> ObjectRule:
         def member(name: str, first: int) -> Rule | None:
-            rules = (self.rule(_property(leaf.base, name), first) for leaf in leaves)
-            return next((rule for rule in rules if rule is not None), None)
+            return self._first_rule((_property(leaf.base, name) for leaf in leaves), first)
 
         base = leaves[0].base
         order = [name for name, schema in base.get("properties", {}).items() if schema is not False]
@@ -314,8 +316,7 @@ class _Planner:
 
     def _array_rule(self, leaves: list[_Leaf]) -> ArrayRule:
         def member(index: int, first: int) -> Rule | None:
-            rules = (self.rule(_item(leaf.base, index), first) for leaf in leaves)
-            return next((rule for rule in rules if rule is not None), None)
+            return self._first_rule((_item(leaf.base, index) for leaf in leaves), first)
 
         base, items = leaves[0].base, leaves[0].items
         prefix, rest = base.get("prefixItems", []), base.get("items", True)
