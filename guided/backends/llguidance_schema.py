@@ -188,13 +188,13 @@ class LLGuidanceLowering(SchemaLowering):
             raise self.refusal(schema, "not")
         return any_of(found)
 
-    def _patterns(self, schema: Schema, keyword: str, pattern: str) -> list[str]:
+    def _patterns(self, schema: dict[str, Any], keyword: str, pattern: str) -> list[str]:
         try:
             return _common_patterns(pattern)
         except InvalidConstraint as error:
             raise self.at_keyword(error, schema, keyword) from None
 
-    def _pattern(self, schema: Schema, keyword: str, pattern: str) -> str:
+    def _pattern(self, schema: dict[str, Any], keyword: str, pattern: str) -> str:
         found = self._patterns(schema, keyword, pattern)
         if len(found) > 1:
             whole = f"^(?:{regex.render(self.parse_pattern(schema, keyword, pattern))})$"
