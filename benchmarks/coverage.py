@@ -122,7 +122,8 @@ SAMPLES = [
     Sample("maxLength", {"type": "string", "maxLength": 2}, "ab", "abc"),
     Sample("pattern", {"type": "string", "pattern": "^[a-z]+$"}, "ab", "A"),
     Sample("pattern with \\p{…}", {"type": "string", "pattern": r"^\p{Lu}$"}, "A", "a"),
-    Sample("pattern with lookaround", {"type": "string", "pattern": "^(?!b)"}, "a", "b"),
+    Sample("pattern with lookaheads", {"type": "string", "pattern": r"^(?!-)(?=.*\d)[a-z\d-]+$"}, "a1", "-1"),
+    Sample("pattern with other lookaround", {"type": "string", "pattern": "a(?=b)"}, "ab", "a"),
     *(
         Sample(f"format: {name}", {"type": "string", "format": name}, valid, "x x")
         for name, valid in {

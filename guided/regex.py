@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import Any
 
 from guided.errors import InvalidConstraint, UnsupportedConstraint, bounded
@@ -68,6 +68,8 @@ class Reference:
 
 Node = Chars | Sequence | Choice | Repeat | Reference
 EMPTY = Sequence(())
+Restricted = Callable[[Node, list[tuple[bool, Node]]], Node]
+"""See `guided.schema.automaton.restricted`."""
 
 
 def canonical(pattern: str, *, small_classes: bool = False) -> str:
@@ -101,13 +103,16 @@ def parse(pattern: str, *, param: str = "regex") -> Node:
     return _Reader(pattern, param).sequence(parsed, parsed.state.flags, start=True, end=True)
 
 
-def parse_search(pattern: str, *, param: str = "regex") -> Node:
+def parse_search(pattern: str, restricted: Restricted, *, param: str = "regex") -> Node:
     """Return all texts that contain a match of `pattern`, as in JSON Schema: read as ECMA-262 reads it.
+
+    Args:
+        restricted: applies lookaheads, which may follow an anchor at the beginning.
 
     Raises as `canonical` does.
     """
     parsed = _parsed(pattern, param, ecma=True)
-    return _search(parsed, parsed.state.flags, _Reader(pattern, param, ecma=True))
+    return _search(parsed, parsed.state.flags, _Reader(pattern, param, ecma=True), restricted)
 
 
 def parse_ecma(pattern: str, *, param: str = "regex") -> Node:
@@ -116,14 +121,26 @@ def parse_ecma(pattern: str, *, param: str = "regex") -> Node:
     return _Reader(pattern, param, ecma=True).sequence(parsed, parsed.state.flags, start=True, end=True)
 
 
-def _search(parsed: Any, flags: int, reader: _Reader) -> Node:
+def _search(parsed: Any, flags: int, reader: _Reader, restricted: Restricted) -> Node:
     items = list(parsed)
     if items and str(items[-1][0]) == "BRANCH":  # the parser has moved what all alternatives begin with before it
-        return choice(_search([*items[:-1], *option], flags, reader) for option in items[-1][1][1])
+        options = items[-1][1][1]
+        return choice(_search([*items[:-1], *option], flags, reader, restricted) for option in options)
+    if ahead := _lookaheads(items):
+        parts = [(str(operation) == "ASSERT_NOT", inner) for operation, (_, inner) in ahead]
+        conditions = [(negated, _search([items[0], *inner], flags, reader, restricted)) for negated, inner in parts]
+        return restricted(_search([items[0], *items[1 + len(ahead) :]], flags, reader, restricted), conditions)
     start, end = _anchored(parsed, 0, "AT_BEGINNING"), _anchored(parsed, -1, "AT_END")
     node = reader.sequence(parsed, flags, start=start, end=end)
     anything = Repeat(Chars(UNIVERSE), 0, None)
     return sequence([EMPTY if start else anything, node, EMPTY if end else anything])
+
+
+def _lookaheads(items: list[Any]) -> list[Any]:
+    """Return the lookaheads that follow an anchor at the beginning."""
+    if not (items and str(items[0][0]) == "AT" and _anchored(items[:1], 0, "AT_BEGINNING")):
+        return []
+    return list(takewhile(lambda item: str(item[0]) in ("ASSERT", "ASSERT_NOT") and item[1][0] == 1, items[1:]))
 
 
 def _anchored(parsed: Any, edge: int, anchor: str) -> bool:

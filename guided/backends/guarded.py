@@ -14,7 +14,7 @@ from guided.bitmask import each_allowed, forbid, words
 from guided.constraint import Constraint
 from guided.errors import BackendError, InvalidConstraint, TokenRejected, UnsupportedConstraint, bounded
 from guided.guard.candidates import Candidates
-from guided.guard.keys import has_few_names, may_repeat, open_object
+from guided.guard.keys import few_names, may_repeat, open_object
 from guided.guard.outlook import Forbidden, forbidden, may_continue
 from guided.guard.plan import Plan, plan_superset
 from guided.guard.text import KEY, STRING, State, Veto, advance
@@ -93,8 +93,8 @@ class GuardedBackend(Backend):
     def _guarded(self, constraint: Constraint, grammar: CompiledGrammar, plan: Plan) -> CompiledGrammar:
         if self._index is None:
             self._index = TokenIndex(self._vocabulary)
-        if constraint.kind == "json_schema" and has_few_names(constraint.source):
-            plan = replace(plan, has_few_names=True)
+        if constraint.kind == "json_schema":
+            plan = replace(plan, few_names=few_names(constraint.source))
         return GuardedGrammar(grammar, plan, self._index, self._vocabulary)
 
 
@@ -136,9 +136,7 @@ class GuardedMatcher(Matcher):
         """The library's own matcher."""
         self._text = text
         self._states = states
-        self._keys_only = (
-            grammar.plan.planner is None and not grammar.plan.has_few_names and not grammar.index.has_later_key
-        )
+        self._keys_only = not (grammar.plan.planner or grammar.plan.few_names or grammar.index.has_later_key)
         self._checked = -1
         """Length of the complete text that was validated last."""
 
@@ -182,11 +180,8 @@ class GuardedMatcher(Matcher):
         tokens = self.inner.forced_tokens()
         return tokens if tokens and self._allows(tokens) else []
 
-    def fill_bitmask(self, row: NDArray[np.int32]) -> None:
-        self._fill(row, look_ahead=True)
-
-    def _fill(self, row: NDArray[np.int32], *, look_ahead: bool) -> None:
-        """Write the mask. Without `look_ahead`, it only forbids tokens that violate a rule at once."""
+    def fill_bitmask(self, row: NDArray[np.int32], *, look_ahead: bool = True) -> None:
+        """See `Matcher.fill_bitmask`. Without `look_ahead`, it only forbids tokens that violate a rule at once."""
         self.inner.fill_bitmask(row)
         state = self._states[-1][0]
         if self._keys_only and not may_repeat(state, self._text):
@@ -206,7 +201,7 @@ class GuardedMatcher(Matcher):
             if not may_continue(after, self._text):
                 return False
             return not look_ahead or all(
-                self._can_avoid(avoided, tokens) for avoided in forbidden(after, self._text, self._plan.has_few_names)
+                self._can_avoid(avoided, tokens) for avoided in forbidden(after, self._text, self._plan.runs_out)
             )
         except Veto:
             return False
@@ -228,7 +223,7 @@ class GuardedMatcher(Matcher):
             if not on_the_way:
                 return False
             matcher, partial = on_the_way.pop()
-            matcher._fill(row, look_ahead=False)
+            matcher.fill_bitmask(row, look_ahead=False)
             row &= self._grammar.vocabulary.text_mask
             rests = [text[len(partial) :] for text in avoided.texts if text.startswith(partial)]
             places = np.flatnonzero(row).tolist()

@@ -112,16 +112,16 @@ class LLGuidanceLowering(SchemaLowering):
         lowered: dict[str, Any] = {"type": "string"}
         patterns = []
         if "pattern" in schema:
-            patterns.append(self._pattern(schema, "pattern", schema["pattern"]))
+            patterns += self._patterns(schema, "pattern", schema["pattern"])
         if schema.get("format") in _OWN_FORMATS:
             lowered["format"] = schema["format"]
         elif "format" in schema:
-            patterns.append(self._pattern(schema, "format", string_pattern.FORMATS[schema["format"]]))
+            patterns += self._patterns(schema, "format", string_pattern.FORMATS[schema["format"]])
         least, most = int(schema.get("minLength", 0)), schema.get("maxLength")
         lowered |= counts("minLength", least, "maxLength", None if most is None else int(most))
         if patterns:
             lowered["pattern"] = patterns[0]
-        return {"allOf": [lowered, {"pattern": patterns[1]}]} if len(patterns) > 1 else lowered
+        return {"allOf": [lowered, *({"pattern": one} for one in patterns[1:])]} if len(patterns) > 1 else lowered
 
     def _one_of(self, schema: dict[str, Any]) -> dict[str, Any]:
         """Lower overlapping alternatives. Narrowed: each without a property that another one requires."""
@@ -190,11 +190,18 @@ class LLGuidanceLowering(SchemaLowering):
             raise self.refusal(schema, "not")
         return any_of(found)
 
-    def _pattern(self, schema: Schema, keyword: str, pattern: str) -> str:
+    def _patterns(self, schema: dict[str, Any], keyword: str, pattern: str) -> list[str]:
         try:
-            return _common_pattern(pattern)
+            return _common_patterns(pattern)
         except InvalidConstraint as error:
             raise self.at_keyword(error, schema, keyword) from None
+
+    def _pattern(self, schema: dict[str, Any], keyword: str, pattern: str) -> str:
+        found = self._patterns(schema, keyword, pattern)
+        if len(found) > 1:
+            whole = f"^(?:{regex.render(self.parse_pattern(schema, keyword, pattern))})$"
+            found = self._patterns(schema, keyword, whole)
+        return found[0]
 
     def integer(self, schema: dict[str, Any]) -> dict[str, Any]:
         bounds = self._bounds("integer", schema)
@@ -439,7 +446,7 @@ def _numbers(value: Any) -> Iterator[int | float]:
 
 
 @lru_cache(maxsize=256)  # the functions of one request have many properties with the same format
-def _common_pattern(pattern: str) -> str:
+def _common_patterns(pattern: str) -> list[str]:
     """Return `pattern` in the common subset, without NUL in classes for which it would also write quotes."""
 
     def safe(chars: Chars) -> Chars:
@@ -450,4 +457,4 @@ def _common_pattern(pattern: str) -> str:
             raise UnsupportedConstraint("the pattern needs a NUL character, which llguidance can't write in JSON")
         return Chars(ranges)
 
-    return f"^(?:{regex.render(regex.map_chars(string_pattern.read(pattern), safe))})$"
+    return [f"^(?:{regex.render(regex.map_chars(node, safe))})$" for node in string_pattern.conjuncts(pattern)]

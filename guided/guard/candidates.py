@@ -106,10 +106,13 @@ class Candidates:
         """Return the tokens that stay on the way to a forbidden text."""
         index, mode, frame = self._index, self._state.mode, self._state.frame
         found: set[int] = set()
-        if plan.has_few_names and frame is not None and frame.keys and not self._in_key:  # after a comma, a key comes
+        outer = frame
+        while outer is not None and not plan.runs_out(outer):
+            outer = outer.parent
+        if outer is not None and not self._in_key:  # after a comma, a key comes
             ends = {STRING: index.ends_string_and_more, SCALAR: index.ends_scalar}.get(mode, index.has_end)
             found.update(ends.allowed(self._row))
-        for partial, texts, _ in forbidden(self._state, self._text, plan.has_few_names):
+        for partial, texts, _ in forbidden(self._state, self._text, plan.runs_out):
             rests = [text[len(partial) :] for text in texts]
             found.update(self._along(rests), self._completing(rests))
             if texts[0][:1] in (b"{", b"[") and mode not in (KEY, STRING):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
+from guided import regex
 from guided.guard.domains import endless_pattern
 from guided.guard.text import BEFORE_KEY, KEY, State
+from guided.schema import string_pattern
 from guided.schema.graph import read_graph
 
 
@@ -20,19 +23,23 @@ def open_object(source: str) -> str | None:
     return next((node.pointer for node in read_graph(source).reachable() if _is_open(node.schema)), None)
 
 
-def has_few_names(source: str) -> bool:
-    """Whether some object may have no other names than a few, which are not listed as `properties`."""
+def few_names(source: str) -> re.Pattern[str] | None:
+    """Return a regex for names of properties of which some object may run out; None if that can't be.
+
+    Names that are listed as `properties` are not among them.
+    """
     if source in ("true", "false"):
-        return False
+        return None
+    found: set[str] = set()
     for node in read_graph(source).reachable():
         names = node.schema.get("propertyNames", True)
-        few = isinstance(names, dict) and not (names.keys() <= {"type", "minLength", "pattern"})
         closed = node.schema.get("additionalProperties", True) is False
         patterns = [*node.schema.get("patternProperties", {})] if closed else []
-        patterns += [names["pattern"]] if isinstance(names, dict) and "pattern" in names else []
-        if few or not all(map(endless_pattern, patterns)):
-            return True
-    return False
+        if isinstance(names, dict):
+            patterns.append(names.get("pattern", ""))
+            found |= set() if names.keys() <= {"type", "minLength", "pattern"} else {""}
+        found.update(pattern for pattern in patterns if not endless_pattern(pattern))
+    return re.compile("|".join(regex.render(string_pattern.read(one)) for one in sorted(found))) if found else None
 
 
 def may_repeat(state: State, text: bytearray) -> bool:

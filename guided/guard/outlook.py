@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from guided.guard.rules import minified
@@ -43,16 +43,16 @@ def may_continue(state: State, text: bytearray) -> bool:
     return True
 
 
-def forbidden(state: State, text: bytearray, has_few_names: bool) -> Iterator[Forbidden]:
+def forbidden(state: State, text: bytearray, runs_out: Callable[[Frame], bool]) -> Iterator[Forbidden]:
     """Yield the texts that what is being read may still become.
 
     Args:
-        has_few_names: an object may run out of names for its properties.
+        runs_out: returns whether an object may run out of names for its properties.
     """
     frame = state.frame
     if frame is None:
         return
-    if has_few_names and state.mode in (KEY, BEFORE_KEY):
+    if state.mode in (KEY, BEFORE_KEY) and runs_out(frame):
         partial = _partial(state, text)
         used = (minified(key.decode("utf-8", "surrogatepass")) for key in frame.keys)
         if texts := [key for key in used if key.startswith(partial)]:

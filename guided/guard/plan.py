@@ -7,7 +7,8 @@ domains or by the combinations that are left. Anything else keeps its keyword, w
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator
+import re
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -17,7 +18,7 @@ from jsonschema.validators import extend
 from guided.errors import UnsupportedConstraint
 from guided.guard import domains
 from guided.guard.rules import ArrayRule, ObjectRule, minified
-from guided.guard.text import Rule
+from guided.guard.text import Frame, Rule
 from guided.schema import string_pattern
 from guided.schema.form import NormalForm
 from guided.schema.implication import covers
@@ -42,8 +43,8 @@ class Plan:
     planner: _Planner | None = None
     validator: Any = None
     """Checks the complete document."""
-    has_few_names: bool = False
-    """Some object may run out of names for its properties."""
+    few_names: re.Pattern[str] | None = None
+    """Matches names of properties of which some object may run out."""
 
     @property
     def keywords(self) -> tuple[str, ...]:
@@ -52,6 +53,12 @@ class Plan:
             return ()
         form = self.planner.form
         return tuple(sorted(set(keywords([form.root, form.definitions])) - set(keywords(json.loads(self.superset)))))
+
+    def runs_out(self, frame: Frame | None) -> bool:
+        """Whether an object may run out of names for its properties."""
+        if self.few_names is None or frame is None:
+            return False
+        return any(self.few_names.fullmatch(key.decode("utf-8", "surrogatepass")) for key in frame.keys)
 
     def root(self, first: int) -> Rule | None:
         """Return the rule of a document that begins with the byte `first`."""
@@ -295,10 +302,12 @@ class _Planner:
             self._rules[key] = make(leaves) if leaves else None
         return self._rules[key]
 
+    def _first_rule(self, schemas: Iterable[Schema], first: int) -> Rule | None:
+        return next(filter(None, (self.rule(schema, first) for schema in schemas)), None)
+
     def _object_rule(self, leaves: list[_Leaf]) -> ObjectRule:
         def member(name: str, first: int) -> Rule | None:
-            rules = (self.rule(_property(leaf.base, name), first) for leaf in leaves)
-            return next((rule for rule in rules if rule is not None), None)
+            return self._first_rule((_property(leaf.base, name) for leaf in leaves), first)
 
         base = leaves[0].base
         order = [name for name, schema in base.get("properties", {}).items() if schema is not False]
@@ -307,8 +316,7 @@ class _Planner:
 
     def _array_rule(self, leaves: list[_Leaf]) -> ArrayRule:
         def member(index: int, first: int) -> Rule | None:
-            rules = (self.rule(_item(leaf.base, index), first) for leaf in leaves)
-            return next((rule for rule in rules if rule is not None), None)
+            return self._first_rule((_item(leaf.base, index) for leaf in leaves), first)
 
         base, items = leaves[0].base, leaves[0].items
         prefix, rest = base.get("prefixItems", []), base.get("items", True)

@@ -11,7 +11,8 @@ from functools import lru_cache
 
 from guided import regex
 from guided.errors import InvalidConstraint, UnsupportedConstraint
-from guided.regex import Chars, Choice, Node, Repeat, Sequence
+from guided.regex import UNIVERSE, Chars, Choice, Node, Repeat, Sequence
+from guided.schema import automaton
 
 _ESCAPED = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t", "\r": "\\r", "\b": "\\b", "\f": "\\f"}
 _BLANKS = regex.ranges_of([(0x09, 0x0A), (0x0D, 0x0D), (0x20, 0x20)])
@@ -88,15 +89,45 @@ FORMATS = {
     "uri-template": f"^{_TEMPLATE}$",
     "uuid": "^[0-9A-Fa-f]{8}-[0-9A-Fa-f]{4}-[0-9A-Fa-f]{4}-[0-9A-Fa-f]{4}-[0-9A-Fa-f]{12}$",
 }
+NECESSARY = {
+    "date": r"^\d{4}-\d\d-\d\d$",
+    "date-time": r"^\d{4}-\d\d-\d\d[Tt ]\d",
+    "time": r"^\d+:\d",
+    "duration": "^P",
+    "email": "@",
+    "ipv4": r"^\d+\.\d+\.\d+\.\d+$",
+    "ipv6": "^[^@/]*:",
+    "uri": "^[A-Za-z][A-Za-z0-9+.-]*:",
+    "uuid": "^[0-9A-Fa-f-]+$",
+}
+"""What every value of a format matches, however a validator reads it. `not` excludes all that match."""
 FORMATS |= {"host-name": FORMATS["hostname"], "ip-address": FORMATS["ipv4"]}  # draft 3
 """The formats of the specification as patterns. Other formats are annotations. Each matches valid values only, but not
 all of them: no leap seconds, no literals for hosts, no unusual notations of addresses. (Source: RFC 3339, 5321, 1123,
 2673, 4291, 6901, 3986, 3987, 6570, 4122. The limit of 253 characters for a hostname is not enforced.)"""
 
 
+@lru_cache(maxsize=256)
 def read(pattern: str) -> Node:
     """Return all strings that contain a match of `pattern`. Raises as `regex.canonical` does."""
-    return regex.parse_search(pattern, param="json_schema")
+    return regex.parse_search(pattern, automaton.restricted, param="json_schema")
+
+
+def conjuncts(pattern: str) -> list[Node]:
+    """Return regexes that the strings with a match of `pattern` all match: several for a pattern with lookaheads."""
+    found: list[tuple[Node, list[tuple[bool, Node]]]] = []
+
+    def apart(node: Node, conditions: list[tuple[bool, Node]]) -> Node:
+        found.append((node, conditions))
+        return node
+
+    whole = regex.parse_search(pattern, apart, param="json_schema")
+    if not found:
+        return [whole]
+    if len(found) > 1 or found[0][0] is not whole:
+        return [read(pattern)]
+    everything = regex.repeat(Chars(UNIVERSE), 0, None)
+    return [whole, *(automaton.restricted(everything, [(True, one)]) if no else one for no, one in found[0][1])]
 
 
 @lru_cache(maxsize=16)

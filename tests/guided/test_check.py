@@ -41,7 +41,7 @@ def test_an_accepted_schema(backends: Backends) -> None:
 
 
 def test_a_refused_schema_has_a_pointer_and_the_reasons_of_all(backends: Backends) -> None:
-    schema = {"type": "object", "properties": {"x": {"type": "string", "pattern": "^(?!a)"}}}
+    schema = {"type": "object", "properties": {"x": {"type": "string", "pattern": "a(?!a)"}}}
     report = check("x.json", json.dumps(schema), backends)
     assert not report.accepted
     assert report.pointer == "/properties/x/pattern"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+from collections.abc import Sequence
 from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -91,6 +92,24 @@ _CONDITIONS = st.fixed_dictionaries(
         "minProperties": st.integers(1, 2),
     },
 )
+
+
+_WRITTEN = ("2020-01-01", "2020-01-01T00:00:00Z", "a@b.de", "https://a.de", "1.2.3.4", "::1", "/a", "", "x")
+
+
+@pytest.mark.parametrize(
+    ("schema", "valid"),
+    [
+        ({"oneOf": [{"format": "date"}, {"format": "date-time"}]}, _WRITTEN[:2]),
+        ({"oneOf": [{"format": "email"}, {"format": "uri"}]}, _WRITTEN[2:4]),
+        ({"oneOf": [{"format": "ipv4"}, {"format": "ipv6"}]}, _WRITTEN[4:6]),
+        ({"oneOf": [{"format": "uri"}, {"pattern": "^/"}]}, ("https://a.de", "/a")),
+        ({"not": {"format": "date"}}, _WRITTEN[1:]),
+    ],
+)
+def test_formats_exclude_each_other(schema: Any, valid: Sequence[str]) -> None:
+    accepted = [text for text in _WRITTEN if decided({"type": "string", **schema}, text)]
+    assert accepted == list(valid)
 
 
 @settings(max_examples=60, deadline=None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import itertools
 import json
 import re
 
@@ -52,6 +53,18 @@ def test_json_text_of_exactly_the_strings_that_match(pattern: str, text: str) ->
     node = string_pattern.in_json(string_pattern.read(pattern), escapes=True)
     written = json.dumps(text, ensure_ascii=False)[1:-1]
     assert (re.fullmatch(regex.render(node), written) is not None) == found(pattern, text)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    ["^(?!a)", "^(?!ab$)[ab]*$", "^(?=.*b)(?!.*aa)[ab]{2,3}$", "^(?!(?!a).)", "^(?!a)b|^(?=aa)", "^(?=a{2}$).*|b$"],
+)
+def test_lookaheads_after_the_beginning(pattern: str) -> None:
+    for text in map("".join, (letters for size in range(5) for letters in itertools.product("abc", repeat=size))):
+        matching = re.search(pattern, text) is not None
+        assert string_pattern.matches(pattern, text) == matching, text
+        parts = [re.compile(regex.render(node)) for node in string_pattern.conjuncts(pattern)]
+        assert all(part.fullmatch(text) for part in parts) == matching, text
 
 
 @pytest.mark.parametrize("pattern", [".*", r"^\S+$", "[^a]", r"\W", '^["a]+$', r"^[\s\S]$"])
@@ -163,7 +176,8 @@ def test_no_other_date_is_one(year: int, month: int, day: int) -> None:
     ],
 )
 def test_formats(name: str, valid: list[str], invalid: list[str]) -> None:
-    assert all(re.search(string_pattern.FORMATS[name], text) for text in valid)
+    for pattern in (string_pattern.FORMATS[name], string_pattern.NECESSARY.get(name, "")):
+        assert all(re.search(pattern, text) for text in valid)
     assert not any(re.search(string_pattern.FORMATS[name], text) for text in invalid)
     string_pattern.in_json(string_pattern.read(string_pattern.FORMATS[name]), escapes=False)
 
