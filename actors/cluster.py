@@ -80,7 +80,8 @@ class Cluster:
         self._error: Exception | None = None
         self.trouble: str | None = None
         """What was wrong with Ray at the latest probe, a few seconds ago; None if nothing was."""
-        self._when_lost: list[Callable[[], None]] = []
+        self.when_lost: list[Callable[[], None]] = []
+        """Called whenever the driver is lost, with all actors and objects, before the next driver is used."""
         self._thread = threading.Thread(target=self._run, name="ray-connection", daemon=True)
 
     @classmethod
@@ -127,15 +128,6 @@ class Cluster:
         if self._address is None:
             return 0.0
         return 1.0 if cpus is None else cpus
-
-    def when_lost(self, call: Callable[[], None]) -> None:
-        """Register a function that is called whenever the driver is lost, with all actors and objects, before the next
-        driver is used."""
-        self._when_lost.append(call)
-
-    def not_when_lost(self, call: Callable[[], None]) -> None:
-        """Undo `when_lost`."""
-        self._when_lost.remove(call)
 
     def driver(self) -> tuple[Driver, Connected]:
         """Probe Ray now, and return the driver, which can start actors.
@@ -202,7 +194,7 @@ class Cluster:
         self.trouble = why
         self.connected.clear()
         self._clean_up()
-        for call in list(self._when_lost):
+        for call in list(self.when_lost):
             call()
         pause = _FIRST_PAUSE_SECONDS
         while not self._leaving.is_set():

@@ -110,9 +110,8 @@ class Loading:
 
     def retry(self, stored: StoredGrammar) -> None:
         """Have a grammar loaded also by the actors that failed to load it."""
-        for handle, load in list(stored.loads.items()):
-            if load.done() and load.exception() is not None:
-                del stored.loads[handle]
+        loads = stored.loads.items()
+        stored.loads = {handle: load for handle, load in loads if not load.done() or load.exception() is None}
         self._distribute(stored)
 
     def remove(self, keys: Collection[str]) -> None:

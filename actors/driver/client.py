@@ -69,13 +69,14 @@ class Driver:
         self._options = options
         self._reader = threading.Thread(target=self._receive, name="ray-driver", daemon=True)
         self._lock = threading.Lock()
-        """For sending, and for `_lost`."""
+        """For sending, and for `has_ended`."""
         self._numbers = itertools.count(1)
         self._futures: dict[int, Future[Any]] = {}
         self._stored: weakref.WeakKeyDictionary[Any, RemoteObject] = weakref.WeakKeyDictionary()
         self._dropped: deque[int] = deque()
         """Objects and actors without references, which the driver does not know yet."""
-        self._lost = False
+        self.has_ended = False
+        """Calls fail."""
         self._silent_probes = 0
         """Since its latest message."""
 
@@ -96,11 +97,6 @@ class Driver:
             raise PoolUnavailable(str(answer.error))
         self._reader.start()
         return answer
-
-    @property
-    def has_ended(self) -> bool:
-        """It has ended: calls fail."""
-        return self._lost
 
     def is_silent(self) -> bool:
         """Return whether it has sent nothing for so long that it is stopped, or stuck. To be called once per second.
@@ -132,12 +128,9 @@ class Driver:
         )
         return created
 
-    def call(
-        self, actor: int, method: str, arguments: tuple[Any, ...], kept: RemoteObject | None = None
-    ) -> Future[Any]:
+    def call(self, actor: int, method: str, arguments: tuple[Any, ...], kept: int | None = None) -> Future[Any]:
         """Call a method of an actor; see `RemoteActor`."""
-        number = None if kept is None else kept.number
-        return self._ask(Call(next(self._numbers), actor, method, _on_the_wire(arguments), number))
+        return self._ask(Call(next(self._numbers), actor, method, _on_the_wire(arguments), kept))
 
     def stored(self, value: Any) -> RemoteObject:
         """Return an object in Ray that is equal to `value`. It stays there as long as `value` is alive here."""
@@ -200,7 +193,7 @@ class Driver:
     def _ask(self, request: Create | Call) -> Future[Any]:
         future: Future[Any] = Future()
         with self._lock:
-            if not self._lost:
+            if not self.has_ended:
                 self._futures[request.number] = future
                 self._send(request)
                 return future
@@ -223,7 +216,7 @@ class Driver:
         except (EOFError, OSError):
             pass
         with self._lock:
-            self._lost = True
+            self.has_ended = True
         for future in list(self._futures.values()):
             future.set_exception(ActorDied(_ENDED))
         self._connection.close()
@@ -263,7 +256,7 @@ class RemoteActor:
     def call_and_keep(self, method: str, *arguments: Any) -> tuple[Future[Any], RemoteObject]:
         """Call a method that returns two values. The second one stays in Ray."""
         kept = self._driver.new_object()
-        return self._driver.call(self._number, method, arguments, kept), kept
+        return self._driver.call(self._number, method, arguments, kept.number), kept
 
     def end(self) -> None:
         """Have Ray end the actor. Does not wait."""

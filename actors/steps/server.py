@@ -234,8 +234,7 @@ class _LineSender:
             self._sent[filled] = masks
             seconds = self._table.seconds[slots]
             steered = slots[self._table.status[slots] == STEERED]
-            masks = masks.reshape(-1)[changed]
-            columns = slots, ready, seconds, changed, masks, self._table.forced[slots], steered
+            columns = slots, ready, seconds, changed, masks.reshape(-1)[changed], self._table.forced[slots], steered
             self._send(Filled(*(column.tobytes() for column in columns)))
 
     def run(self) -> None:
