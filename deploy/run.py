@@ -1,6 +1,6 @@
 """`serve run` that lets requests end when it is stopped: `python -m deploy.run deploy/serve.yaml`.
 
-`serve run` itself ends Ray Serve's proxy first, and with it all streams. On SIGTERM and SIGINT this command deletes the
+`serve run` itself ends Ray Serve's proxy first, and with it all streams. Here, SIGTERM and SIGINT delete the
 applications before: their replicas answer what runs, or end it with an error event.
 """
 
@@ -12,15 +12,6 @@ import sys
 
 from ray import serve
 from ray.serve.scripts import cli
-
-
-def main() -> None:
-    """Run `serve run` with this command's arguments in a child, because Ray replaces the handler of SIGTERM."""
-    command = [sys.executable, "-c", "from deploy.run import serve_run; serve_run()", "run", *sys.argv[1:]]
-    with subprocess.Popen(command, process_group=0) as process:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: process.send_signal(signal.SIGINT))
-        sys.exit(process.wait())
 
 
 def serve_run() -> None:
@@ -36,5 +27,9 @@ def serve_run() -> None:
     cli()
 
 
-if __name__ == "__main__":
-    main()
+if __name__ == "__main__":  # in a child, because Ray replaces the handler of SIGTERM
+    command = [sys.executable, "-c", "from deploy.run import serve_run; serve_run()", "run", *sys.argv[1:]]
+    with subprocess.Popen(command, process_group=0) as child:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: child.send_signal(signal.SIGINT))
+        sys.exit(child.wait())

@@ -28,9 +28,8 @@ from engine.server.tracing import Tracing
 
 _NO_MASKS_SECONDS = 60.0
 """A replica without any mask actor for so long is replaced. The pool tries to start them all that time."""
-_STOP_CHECK_SECONDS = 0.2
 _EVENT_SECONDS = 5.0
-"""After the grace period: time until Ray Serve kills a replica. The last events of streams are sent meanwhile."""
+"""After the grace period, before Ray Serve kills a replica: time for the last events of streams."""
 logger = logging.getLogger("ray.serve")
 
 
@@ -59,13 +58,10 @@ class GuidedServer:
     def _end_when_stopped(self, context: ServerContext) -> None:
         """Once Ray Serve stops this replica, end what still runs after the grace period with an error event."""
         while not _is_stopping():
-            time.sleep(_STOP_CHECK_SECONDS)
-        deadline = time.monotonic() + self._grace_seconds
-        while context.in_flight and time.monotonic() < deadline:
-            time.sleep(_STOP_CHECK_SECONDS)
-        if context.in_flight:
-            context.shutting_down = True
-            self._engine.shutdown()
+            time.sleep(0.5)
+        time.sleep(self._grace_seconds)
+        context.shutting_down = True
+        self._engine.shutdown()
 
     def check_health(self) -> None:
         """Raise if the engine's thread has died, or no mask can be made: Ray Serve then replaces the replica."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -26,7 +26,7 @@ T = TypeVar("T")
 class AdmissionThreads:
     """The threads in which bodies are checked, and how many bodies may wait for them.
 
-    Clients take turns with their small bodies: those of a client that sends hundreds delay another client's by one.
+    Clients take turns with their small bodies: a client that sends hundreds delays another client's by a few.
 
     Args:
         max_waiting: maximum number of small bodies that wait. A client within its share is let in beyond it, as in
@@ -40,9 +40,8 @@ class AdmissionThreads:
         self._max_waiting = max_waiting
         self._counts: Counter[str] = Counter()
         """Small bodies that wait or are checked, by client."""
-        self._free = _THREADS
-        self._queues: dict[str, deque[asyncio.Future[None]]] = {}
-        """Turns that clients with small bodies wait for. The first client is next."""
+        self._turns: dict[str, asyncio.Semaphore] = {}
+        """Each client has a few small bodies among those that the threads take in order."""
 
     async def run(self, request: Request, work: Callable[[bytes], T]) -> T:
         """Read the request's body and run `work` on it in a thread.
@@ -74,38 +73,12 @@ class AdmissionThreads:
             raise QueueFull(f"{total - 1} requests wait to be checked: try again")
         self._counts[client] += 1
         try:
-            if self._free:
-                self._free -= 1
-            else:
-                turn = asyncio.get_running_loop().create_future()
-                self._queues.setdefault(client, deque()).append(turn)
-                try:
-                    await turn
-                except asyncio.CancelledError:
-                    if not turn.cancelled():
-                        self._end_turn()
-                    raise
-            try:
+            async with self._turns.setdefault(client, asyncio.Semaphore(_THREADS)):
                 yield
-            finally:
-                self._end_turn()
         finally:
             self._counts[client] -= 1
             if not self._counts[client]:
-                del self._counts[client]
-
-    def _end_turn(self) -> None:
-        """Give the turn to the next client."""
-        while self._queues:
-            client = next(iter(self._queues))
-            queue = self._queues.pop(client)
-            turn = queue.popleft()
-            if queue:
-                self._queues[client] = queue
-            if not turn.done():
-                turn.set_result(None)
-                return
-        self._free += 1
+                del self._counts[client], self._turns[client]
 
     def run_small(self, work: Callable[[], T]) -> asyncio.Future[T]:
         """Run `work` in a thread for small bodies."""
