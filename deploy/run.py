@@ -27,8 +27,11 @@ def serve_run() -> None:
     cli()
 
 
-if __name__ == "__main__":  # in a child, because Ray replaces the handler of SIGTERM
-    command = [sys.executable, "-c", "from deploy.run import serve_run; serve_run()", "run", *sys.argv[1:]]
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--child"]:  # Ray replaces the handler of SIGTERM
+        sys.argv[1] = "run"
+        serve_run()
+    command = [sys.executable, "-m", "deploy.run", "--child", *sys.argv[1:]]
     with subprocess.Popen(command, process_group=0) as child:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: child.send_signal(signal.SIGINT))
