@@ -9,13 +9,11 @@ Each replica is one engine with its own mask pool, in the Ray cluster that Ray S
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from typing import Any
 
 from fastapi import FastAPI
 from ray import serve
-from ray._private.worker import global_worker
 
 from deploy.arguments import read_arguments
 from deploy.ray_metrics import export_to_ray
@@ -28,9 +26,6 @@ from engine.server.tracing import Tracing
 
 _NO_MASKS_SECONDS = 60.0
 """A replica without any mask actor for so long is replaced. The pool tries to start them all that time."""
-_STOP_CHECK_SECONDS = 0.2
-_EVENT_SECONDS = 5.0
-"""After the grace period: time until Ray Serve kills a replica. The last events of streams are sent meanwhile."""
 logger = logging.getLogger("ray.serve")
 
 
@@ -46,26 +41,13 @@ class GuidedServer:
         self._tracing = Tracing.from_environment()
         self._engine = start_engine(options)
         self._settings = settings_of(options)
-        self._grace_seconds = options.grace_seconds
         self._last_healthy = time.monotonic()
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         app = create_app(self._engine, self._settings, self._tracing)
         context: ServerContext = app.state.context
         export_to_ray(context.metrics.registry)
-        threading.Thread(target=self._end_when_stopped, args=(context,), name="stop", daemon=True).start()
         return app
-
-    def _end_when_stopped(self, context: ServerContext) -> None:
-        """Once Ray Serve stops this replica, end what still runs after the grace period with an error event."""
-        while not _is_stopping():
-            time.sleep(_STOP_CHECK_SECONDS)
-        deadline = time.monotonic() + self._grace_seconds
-        while context.in_flight and time.monotonic() < deadline:
-            time.sleep(_STOP_CHECK_SECONDS)
-        if context.in_flight:
-            context.shutting_down = True
-            self._engine.shutdown()
 
     def check_health(self) -> None:
         """Raise if the engine's thread has died, or no mask can be made: Ray Serve then replaces the replica."""
@@ -83,11 +65,6 @@ class GuidedServer:
             self._engine.shutdown()
 
 
-def _is_stopping() -> bool:
-    """Return whether Ray Serve is stopping this replica. It calls the application only after the last request."""
-    return any(actor._replica_impl._shutting_down for actor in list(global_worker.actors.values()))
-
-
 def app(given: dict[str, Any]) -> serve.Application:
     """Build the application for `serve run deploy.serve_app:app`. `given` has fields of `Arguments`, or their text."""
     resources, options = read_arguments(given)
@@ -95,7 +72,7 @@ def app(given: dict[str, Any]) -> serve.Application:
         GuidedServer,
         name="GuidedServer",
         health_check_period_s=5,
-        graceful_shutdown_timeout_s=options.grace_seconds + _EVENT_SECONDS,
+        graceful_shutdown_timeout_s=options.grace_seconds,
         ray_actor_options=resources,
         # The application answers 429 in OpenAI's shape at its own limits, at most at twice `max_requests`. Ray Serve's
         # limit must be higher.

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TypeVar
 
 from fastapi import Request
@@ -23,14 +24,24 @@ T = TypeVar("T")
 
 
 class AdmissionThreads:
-    """The threads in which bodies are checked. At most `max_waiting` small bodies wait for them."""
+    """The threads in which bodies are checked, and how many bodies may wait for them.
+
+    Clients take turns with their small bodies: a client that sends hundreds delays another client's by a few.
+
+    Args:
+        max_waiting: maximum number of small bodies that wait. A client within its share is let in beyond it, as in
+            `ServerContext.admit`.
+    """
 
     def __init__(self, max_waiting: int) -> None:
         self._small = ThreadPoolExecutor(_THREADS, thread_name_prefix="admission")
         self._large = ThreadPoolExecutor(_THREADS, thread_name_prefix="admission-large")
         self._places = asyncio.Semaphore(_LARGE_BODIES)
         self._max_waiting = max_waiting
-        self._waiting = 0
+        self._counts: Counter[str] = Counter()
+        """Small bodies that wait or are checked, by client."""
+        self._turns: dict[str, asyncio.Semaphore] = {}
+        """Each client has a few small bodies among those that the threads take in order."""
 
     async def run(self, request: Request, work: Callable[[bytes], T]) -> T:
         """Read the request's body and run `work` on it in a thread. Raises `QueueFull` or `ClientDisconnect`."""
@@ -46,13 +57,23 @@ class AdmissionThreads:
             chunks.clear()
             if size > _SMALL_BYTES:
                 return await asyncio.get_running_loop().run_in_executor(self._large, work, body)
-            if self._waiting >= self._max_waiting:
-                raise QueueFull(f"{self._waiting} requests wait to be checked: try again")
-            self._waiting += 1
-            try:
+            async with self._turn(getattr(request.state, "client", "")):
                 return await self.run_small(lambda: work(body))
-            finally:
-                self._waiting -= 1
+
+    @asynccontextmanager
+    async def _turn(self, client: str) -> AsyncIterator[None]:
+        """Wait for the client's turn. Raises `QueueFull` if too many wait."""
+        own, total, limit = self._counts[client] + 1, self._counts.total() + 1, self._max_waiting
+        if total > limit and (own > limit / len(self._counts.keys() | {client}) or total > 2 * limit):
+            raise QueueFull(f"{total - 1} requests wait to be checked: try again")
+        self._counts[client] += 1
+        try:
+            async with self._turns.setdefault(client, asyncio.Semaphore(_THREADS)):
+                yield
+        finally:
+            self._counts[client] -= 1
+            if not self._counts[client]:
+                del self._counts[client], self._turns[client]
 
     def run_small(self, work: Callable[[], T]) -> asyncio.Future[T]:
         """Run `work` in a thread for small bodies."""

@@ -23,16 +23,9 @@ from guided.errors import GuidedError
 
 _RESERVED_FILES = 128
 """File descriptors for everything but clients: sockets of the pool, shared memory, pipes, files of the model."""
-
-
-_MAX_HEADERS = 200
-"""Maximum number of header lines of a request. Each takes microseconds of the event loop."""
-_MAX_URL_BYTES = 8192
-"""Maximum length of a URL, which is quoted, matched and logged on the event loop."""
-_MAX_PIECES = 10_000
-"""Maximum number of pieces of a body, in which its chunks arrive."""
-_MAX_PIPELINED = 16
-"""Maximum number of requests that a connection may send before they are answered. Common clients send one."""
+_MAX_HEADERS, _MAX_CHUNKS, _MAX_PIPELINED = 200, 10_000, 16
+"""Maximum number of a request's header lines and body's chunks, and of requests that a connection sends before they are
+answered: each takes some microseconds of the event loop. Common clients stay far below."""
 
 
 class Connections:
@@ -96,8 +89,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._parse_error: GuidedError | None = None
         self._header_bytes = 0
         """Bytes received since the last header or piece of a body: an incomplete header, or what follows a body."""
-        self._pieces = 0
-        """Of the present body."""
+        self._chunks = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -128,27 +120,23 @@ class LimitedProtocol(HttpToolsProtocol):
         self._expect(self._limits.header_seconds, "header_timeout")
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._in_body:  # a trailer after a chunked body: no part of the API has one
-            return
         super().on_header(name, value)
         if len(self.headers) > _MAX_HEADERS:
             raise self._refused(HeaderTooLarge(f"the request has more than {_MAX_HEADERS} header lines"))
 
     def on_body(self, body: bytes) -> None:
         self._header_bytes = 0
-        self._pieces += 1
-        if self._pieces > _MAX_PIECES:
-            raise self._refused(MalformedRequest(f"the body has more than {_MAX_PIECES} chunks"))
+        self._chunks += 1
+        if self._chunks > _MAX_CHUNKS:
+            raise self._refused(MalformedRequest(f"the body has more than {_MAX_CHUNKS} chunks"))
         super().on_body(body)
 
     def on_headers_complete(self) -> None:
         size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
         if size > self._limits.max_header_bytes:
             raise self._refused(self._header_too_large())
-        if len(self.url) > _MAX_URL_BYTES:
-            raise self._refused(HeaderTooLarge(f"the URL is longer than {_MAX_URL_BYTES} bytes"))
         self._in_body = True
-        self._pieces = 0
+        self._chunks = 0
         self._header_bytes = 0
         self._expect(self._limits.body_seconds, "body_timeout")
         super().on_headers_complete()

@@ -80,7 +80,7 @@ class ConnectionLimits:
     """Limits on the connections of `guided serve`. Ray Serve has its own HTTP proxy."""
 
     max_connections: int = 2048
-    max_header_bytes: int = 64 << 10
+    max_header_bytes: int = 16 << 10
     header_seconds: float = 10.0
     body_seconds: float = 30.0
     idle_seconds: float = 75.0

@@ -59,24 +59,28 @@ def ray_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str,
 
 
 @pytest.fixture(scope="module")
-def running(
-    ray_cluster: tuple[str, str], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    """`deploy.run`, with the shipped configuration on a free port, until it serves."""
+def url(ray_cluster: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """`serve run`, with the shipped configuration on a free port, until it serves."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     config = yaml.safe_load((ROOT / "deploy" / "serve.yaml").read_text())
     assert (config["http_options"]["host"], config["http_options"]["port"]) == ("127.0.0.1", 8000)
     config["http_options"]["port"] = port
-    config["applications"][0]["args"] |= {"num_actors": 1, "grace_seconds": 2}
+    config["applications"][0]["args"]["num_actors"] = 1
     directory = tmp_path_factory.mktemp("serve")
     (directory / "serve.yaml").write_text(yaml.safe_dump(config))
     log = directory / "log"
     with (
         log.open("w") as output,
         subprocess.Popen(
-            [sys.executable, "-m", "deploy.run", "--address", ray_cluster[0], str(directory / "serve.yaml")],
+            [
+                Path(sys.executable).with_name("serve"),
+                "run",
+                "--address",
+                ray_cluster[0],
+                str(directory / "serve.yaml"),
+            ],
             stdout=output,
             stderr=subprocess.STDOUT,
             cwd=ROOT,
@@ -95,18 +99,13 @@ def running(
 
         try:
             wait_until(is_up, 150)
-            yield f"http://127.0.0.1:{port}", process
+            yield f"http://127.0.0.1:{port}"
         finally:
-            process.send_signal(signal.SIGTERM)
+            process.send_signal(signal.SIGINT)
             try:
                 process.wait(60)
             finally:
                 process.kill()
-
-
-@pytest.fixture(scope="module")
-def url(running: tuple[str, subprocess.Popen[bytes]]) -> str:
-    return running[0]
 
 
 def test_the_pool_is_in_the_cluster_that_serve_runs_on(url: str) -> None:
@@ -168,17 +167,3 @@ def test_ray_exports_the_metrics_of_each_replica(url: str, ray_cluster: tuple[st
 def samples(text: str) -> list[Sample]:
     found = (sample for metric in text_string_to_metric_families(text) for sample in metric.samples)
     return [sample for sample in found if not sample.name.endswith("_created")]
-
-
-def test_a_stream_that_is_cut_at_the_stop_ends_with_an_error_event(
-    url: str, running: tuple[str, subprocess.Popen[bytes]]
-) -> None:
-    """The last test: it ends the server."""
-    body = {"prompt": "a", "max_tokens": 1900, "ignore_eos": True, "stream": True}
-    with httpx.stream("POST", f"{url}/v1/completions", json=body, headers=AUTHORIZED, timeout=60) as answer:
-        lines = answer.iter_lines()
-        next(lines)
-        running[1].send_signal(signal.SIGTERM)
-        last = [line for line in lines if line][-1]
-    assert '"code":"shutting_down"' in last
-    assert running[1].wait(60) == 0

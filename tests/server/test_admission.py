@@ -189,8 +189,8 @@ class TestTexts:
         assert answer.json()["usage"]["prompt_tokens"] == count
 
 
-def request_of(*chunks: bytes, taken: list[int] | None = None) -> Request:
-    """A request whose body arrives in chunks. `taken` gets the size of each when it is read."""
+def request_of(*chunks: bytes, taken: list[int] | None = None, client: str = "") -> Request:
+    """A client's request, whose body arrives in chunks. `taken` gets the size of each when it is read."""
     left = list(chunks)
 
     async def receive() -> Any:
@@ -199,7 +199,7 @@ def request_of(*chunks: bytes, taken: list[int] | None = None) -> Request:
             taken.append(len(chunk))
         return {"type": "http.request", "body": chunk, "more_body": bool(left)}
 
-    return Request({"type": "http", "method": "POST", "headers": []}, receive)
+    return Request({"type": "http", "method": "POST", "headers": [], "state": {"client": client}}, receive)
 
 
 class TestThreads:
@@ -222,6 +222,32 @@ class TestThreads:
             await asyncio.sleep(0.05)
             free.set()
             assert await asyncio.gather(*others) == [5] * 5
+
+        asyncio.run(run())
+
+    def test_clients_take_turns(self) -> None:
+        async def run() -> None:
+            threads, free, done = AdmissionThreads(max_waiting=8), threading.Event(), list[bytes]()
+
+            def work(body: bytes) -> None:
+                assert free.wait(60)
+                done.append(body)
+
+            def send(client: str, number: int) -> asyncio.Task[None]:
+                return asyncio.create_task(threads.run(request_of(f"{client}{number}".encode(), client=client), work))
+
+            flood = [send("a", number) for number in range(8)]
+            await asyncio.sleep(0.05)
+            others = [send("b", 0), send("c", 0), send("b", 1)]
+            await asyncio.sleep(0.05)
+            with pytest.raises(QueueFull):
+                await send("a", 8)
+            flood.pop(4).cancel()
+            free.set()
+            await asyncio.gather(*flood, *others)
+            places = [done.index(body) for body in (b"b0", b"c0", b"b1")]
+            assert max(places) < 9, "each waited for at most one more of the flood's"
+            assert done.index(b"a7") > max(places)
 
         asyncio.run(run())
 

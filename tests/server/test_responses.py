@@ -279,4 +279,7 @@ def test_refusals(
     ids=["text", "tools", "reasoning"],
 )
 def test_what_an_answer_would_repeat_is_unicode(hermes: TestClient, fields: dict[str, Any]) -> None:
-    assert "not valid Unicode" in refusal(hermes, **fields)["message"]
+    body = json.dumps({**ASK, **fields})  # in ASCII
+    answer = hermes.post(PATH, content=body, headers={"content-type": "application/json"})
+    assert answer.status_code == 400, answer.text
+    assert "not valid Unicode" in answer.json()["error"]["message"]

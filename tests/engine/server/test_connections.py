@@ -159,12 +159,6 @@ def test_a_body_of_many_chunks_is_refused(dial: Dial) -> None:
     assert is_ended(client, b"1\r\n \r\n" * 100)
 
 
-def test_a_long_url_is_a_431(dial: Dial) -> None:
-    client = dial()
-    client.sendall(b"GET /" + b"a" * 8200 + b" HTTP/1.1\r\nhost: a\r\n\r\n")
-    assert status(rest(client)) == 431
-
-
 def test_many_header_lines_are_a_431(dial: Dial) -> None:
     client = dial()
     client.sendall(GET + b"a:\r\n" * 300 + b"\r\n")
