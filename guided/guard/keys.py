@@ -11,7 +11,6 @@ from guided.guard.text import BEFORE_KEY, KEY, State
 from guided.schema import string_pattern
 from guided.schema.graph import read_graph
 
-
 _MANY_NAMES = 300
 """A number of names that no object exhausts."""
 
