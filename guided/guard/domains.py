@@ -157,9 +157,9 @@ def _language(node: regex.Node) -> int:
     return 1
 
 
-def endless_pattern(pattern: str) -> bool:
-    """Whether a pattern certainly has many matches."""
-    return _language(string_pattern.read(pattern)) >= MANY
+def endless_pattern(pattern: str, count: int = MANY) -> bool:
+    """Whether a pattern certainly has many matches: at least `count`."""
+    return _language(string_pattern.read(pattern)) >= count
 
 
 def samples(bases: Bases, schema: Schema, depth: int = 3) -> Iterator[Any]:

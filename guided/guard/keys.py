@@ -11,6 +11,9 @@ from guided.guard.text import BEFORE_KEY, KEY, State
 from guided.schema import string_pattern
 from guided.schema.graph import read_graph
 
+_MANY_NAMES = 300
+"""A number of names that no object exhausts."""
+
 
 def open_object(source: str) -> str | None:
     """Return the pointer of an object with keys that the schema does not name, so that a library could repeat them.
@@ -38,7 +41,7 @@ def few_names(source: str) -> re.Pattern[str] | None:
         if isinstance(names, dict):
             patterns.append(names.get("pattern", ""))
             found |= set() if names.keys() <= {"type", "minLength", "pattern"} else {""}
-        found.update(pattern for pattern in patterns if not endless_pattern(pattern))
+        found.update(pattern for pattern in patterns if not endless_pattern(pattern, _MANY_NAMES))
     return re.compile("|".join(regex.render(string_pattern.read(one)) for one in sorted(found))) if found else None
 
 

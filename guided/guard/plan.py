@@ -91,7 +91,7 @@ def plan_superset(source: str) -> Plan | None:
     if isinstance(document, bool):
         return None
     try:
-        planner = _Planner(normalise(document))
+        planner = _Planner(normalise(document), narrowed='"unevaluated' in source)
         superset = planner.superset()
     except (_Unguarded, UnsupportedConstraint):
         return None
@@ -122,8 +122,15 @@ class _Leaf:
 
 
 class _Planner:
-    def __init__(self, form: NormalForm) -> None:
+    """Finds the rules of one schema.
+
+    Args:
+        narrowed: the normal form may allow less than the schema, so its conditions must not be rewritten once more.
+    """
+
+    def __init__(self, form: NormalForm, *, narrowed: bool) -> None:
         self.form = form
+        self._narrowed = narrowed
         self._leaves: dict[int, _Leaf] = {}
         """By `id` of the subschema in normal form, which `form` keeps alive."""
         self._building: set[int] = set()
@@ -135,6 +142,8 @@ class _Planner:
         """Return the schema for the library. Raises `_Unguarded`."""
         reachable = list(self._reachable())
         self._find_leading(reachable)
+        if not self._leading or (self._narrowed and not all(map(domains.is_known, reachable))):
+            raise _Unguarded
         for schema in reachable:
             self._refuse_ambiguous(schema)
         if self.form.root is False:

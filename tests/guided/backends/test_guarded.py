@@ -262,19 +262,6 @@ CONDITIONS = st.one_of(
     st.integers(0, 3).map(lambda count: {"minProperties": count}),
     st.integers(0, 3).map(lambda count: {"maxProperties": count}),
 )
-OBJECTS = st.builds(
-    lambda properties, required, closed, conditions: {
-        "type": "object",
-        "properties": properties,
-        "required": required,
-        **({"additionalProperties": False} if closed else {}),
-        "allOf": conditions,
-    },
-    st.dictionaries(st.sampled_from(KEYS), SCALARS, max_size=3),
-    st.lists(st.sampled_from(KEYS), max_size=1),
-    st.booleans(),
-    st.lists(CONDITIONS, min_size=1, max_size=2),
-)
 
 
 def arrays(items: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
@@ -290,6 +277,21 @@ def arrays(items: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
             "prefixItems": st.lists(SCALARS, min_size=1, max_size=2),
         },
     )
+
+
+OBJECTS = st.builds(
+    lambda properties, required, closed, conditions: {
+        "type": "object",
+        "properties": properties,
+        "required": required,
+        **({"additionalProperties": False} if closed else {}),
+        "allOf": conditions,
+    },
+    st.dictionaries(st.sampled_from(KEYS), SCALARS | arrays(SCALARS), max_size=3),
+    st.lists(st.sampled_from(KEYS), max_size=1),
+    st.booleans(),
+    st.lists(CONDITIONS, min_size=1, max_size=2),
+)
 
 
 SCHEMAS = st.one_of(OBJECTS, arrays(SCALARS), arrays(OBJECTS), arrays(arrays(SCALARS))).flatmap(
