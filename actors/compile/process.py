@@ -119,9 +119,6 @@ def _run_compile_process(backends: Backends, jobs: int, fork_server: int) -> NoR
     """Compile one request after the other until the other end of the socket `jobs` is closed."""
     _die_with(fork_server)
     os.nice(_NICENESS)
-    os.setsid()  # on desktop kernels niceness counts within a session only, and sessions have a niceness too (sched(7))
-    with contextlib.suppress(OSError):
-        Path("/proc/self/autogroup").write_text(str(_NICENESS))
     connection, decode = Connection(jobs), Decoder(CompileRequest).decode
     try:
         while True:
