@@ -16,6 +16,10 @@ import pytest
 from pydantic import BaseModel, Field
 from serving import ServerProcess, serving, wait_until
 
+from engine.default_model import checkpoint_path
+from engine.llm import LLM
+from engine.sampling_params import SamplingParams
+
 MODEL = "guided-default"
 ABOUT = "Extract name, age and city as JSON. Maria Keller is 34 years old and lives in Lisbon."
 
@@ -169,6 +173,29 @@ def test_readme_holds_lines_that_work(inline_server: ServerProcess) -> None:
         called = '"finish_reason":"tool_calls"' in answer and '"name":"get_weather"' in answer
         right = '"finish_reason":"stop"' in answer and "Maria Keller" in answer and "Lisbon" in answer
         assert called if '"tools"' in command else right
+
+
+def test_a_model_split_over_two_processes_answers_as_in_one() -> None:
+    bodies: list[dict[str, Any]] = [{"prompt": ABOUT, "json_schema": Person.model_json_schema()}, {"prompt": ABOUT}]
+    params = [
+        SamplingParams(temperature=0, max_tokens=40, json_schema=body.get("json_schema"), logprobs=1) for body in bodies
+    ]
+    with LLM(str(checkpoint_path()), dtype="float32", device="cpu") as one:
+        prompts = [body["prompt"] for body in bodies]
+        expected = [output.outputs[0] for output in one.generate(prompts, params, use_tqdm=False)]
+    with serving("--pool", "inline", "--dtype", "float32", "--device", "cpu", "--tensor-parallel-size", "2") as server:
+        assert any("engine.rank_process" in child.cmdline() for child in psutil.Process(server.process.pid).children())
+        for body, output in zip(bodies, expected, strict=True):
+            body |= {"temperature": 0, "max_tokens": 40, "logprobs": 1}
+            (choice,) = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()["choices"]
+            assert choice["text"] == output.text
+            own = [
+                entries[token].logprob
+                for token, entries in zip(output.token_ids, output.logprobs or [], strict=True)
+                if entries
+            ]
+            assert choice["logprobs"]["token_logprobs"] == pytest.approx(own, abs=1e-3)
+        assert Person.model_validate_json(expected[0].text)
 
 
 def test_sigterm_lets_answers_end_and_leaves_nothing() -> None:
