@@ -207,7 +207,7 @@ class _Matcher:
         return []
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Grammar(CompiledGrammar):
     plan: _Plan
     size: int
