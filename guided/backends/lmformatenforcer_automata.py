@@ -137,7 +137,8 @@ class RegexAutomaton(Automaton):
         """By row."""
         self.finals[[self.numbers[state] for state in self._fsm.finals]] = True
         self._characters = frozenset(c for c in self._fsm.alphabet if c is not anything_else)
-        self.named = frozenset(character for character in self._characters if character >= "\x80")
+        surrogates = "\ud800", "\udfff"  # no text has them
+        self.named = frozenset(c for c in self._characters if c >= "\x80" and not surrogates[0] <= c <= surrogates[1])
         self._tokens = tokens
         self._symbols: dict[Columns, NDArray[np.int32]] = {}
 
