@@ -28,6 +28,7 @@ from guided.backends.character_tokens import OTHER, CharacterTokens, Ids
 from guided.backends.lmformatenforcer_automata import MAX_SPACES, Automaton, RegexAutomaton, config, tree_tokens
 from guided.backends.lmformatenforcer_schema import Lowered
 from guided.bitmask import pack
+from guided.errors import UnsupportedConstraint
 from guided.schema import json_syntax
 
 _SPACE = " \t\n\r"
@@ -75,6 +76,12 @@ class JsonAutomaton(Automaton):
         self._spaces = spaces
         self._patterns = {pattern: RegexAutomaton(pattern, tokens) for pattern in lowered.patterns}
         characters = frozenset().union(*lowered.literals, *(pattern.named for pattern in self._patterns.values()))
+        if OTHER in characters:
+            raise UnsupportedConstraint(
+                "lm-format-enforcer can't enforce a pattern or value that names U+E000, as a class with all of the"
+                " Basic Multilingual Plane does",
+                param="json_schema",
+            )
         self.named = frozenset(character for character in characters if character >= "\x80")
         self._tokens = tokens
         self.start = JsonState(self._parser(lowered.schema), json_syntax.START)
