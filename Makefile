@@ -25,8 +25,8 @@ help:  ## List the commands
 serve: $(VENV)/.installed  ## Install what serving needs and serve the embedded model on http://127.0.0.1:8000
 	@exec $(BIN)/guided serve $(ARGS)
 
-test: lint  ## Lint, type-check and run all tests, in two processes
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+test: lint  ## Lint, type-check and run all tests, in three processes (they mostly wait for others)
+	$(BIN)/python -m pytest -n 3 --dist loadfile
 
 test-vllm: $(VLLM_VENV)/.installed  ## Test the plugin within a real vLLM, in its own environment (.venv-vllm)
 	$(VLLM_VENV)/bin/python -m pytest tests/vllm $(ARGS)
