@@ -221,8 +221,8 @@ def test_where_no_actor_comes_up_constrained_requests_end_and_the_others_go_on(
     tiny_model: LoadedModel, expected: Outputs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waiting: set[str] = set()
-    monkeypatch.setattr(supervisor, "RestartPolicy", partial(supervisor.RestartPolicy, first_delay=2.0))
-    pool = RayPool(tiny_model.vocabulary, num_actors=2, max_replays=1, pool_wait=0.2)
+    monkeypatch.setattr(supervisor, "RestartPolicy", partial(supervisor.RestartPolicy, first_delay=20.0))
+    pool = RayPool(tiny_model.vocabulary, num_actors=2, max_replays=1, pool_wait=3.0)
 
     def kill_all(engine: LLMEngine) -> None:
         for pid in pids(pool):

@@ -81,26 +81,24 @@ def test_callers_from_python_are_held_to_the_engines_limits_too(pool_and_engine:
 
 def test_requests_that_wait_are_bounded(client: TestClient, pool_and_engine: tuple[FaultyPool, AsyncLLM]) -> None:
     pool, engine = pool_and_engine
-    pool.hold_compiles = True
-    try:
-        with ThreadPoolExecutor(2) as others:
+    with ThreadPoolExecutor(2) as others:
+        pool.hold_compiles = True
+        try:
             waiting = [others.submit(post, client, choice=[text]) for text in "ab"]
             deadline = time.monotonic() + 60
-            while engine.num_waiting < 2:
+            while pool.num_held < 2 or engine.num_waiting < 2:
                 assert time.monotonic() < deadline
                 time.sleep(0.01)
             answer = post(client)
             assert (answer.status_code, answer.json()["error"]["code"]) == (429, "queue_full")
             assert "2 requests wait and the limit is 2" in answer.json()["error"]["message"]
             assert answer.headers["retry-after"] == "1"
+        finally:
             pool.hold_compiles = False
             while any(not each.done() for each in waiting):
                 assert time.monotonic() < deadline
                 pool.finish_compiles()
                 time.sleep(0.01)
-            assert [each.result().status_code for each in waiting] == [200, 200]
-    finally:
-        pool.hold_compiles = False
-        pool.finish_compiles()
+        assert [each.result().status_code for each in waiting] == [200, 200]
     assert post(client).status_code == 200
     assert post(client, prompt=["a", "b", "c"]).status_code == 200, "none waits, so they may"
