@@ -318,7 +318,8 @@ def _category(name: str, ascii_only: bool, ecma: bool) -> Ranges:
         return _ECMA_SPACES
     letter = {"CATEGORY_DIGIT": r"\d", "CATEGORY_SPACE": r"\s", "CATEGORY_WORD": r"\w"}[name]
     codes = range(128) if ascii_only else (code for low, high in UNIVERSE for code in range(low, high + 1))
-    return ranges_of((ord(found[0]), ord(found[0])) for found in re.finditer(letter, "".join(map(chr, codes))))
+    flags = re.ASCII if ascii_only else 0  # without it, white space includes U+001C to U+001F
+    return ranges_of((ord(found[0]), ord(found[0])) for found in re.finditer(letter, "".join(map(chr, codes)), flags))
 
 
 def ranges_of(pairs: Iterable[tuple[int, int]]) -> Ranges:

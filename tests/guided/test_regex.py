@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from guided.errors import InvalidConstraint, UnsupportedConstraint
-from guided.regex import canonical, parse_ecma, render
+from guided.regex import Chars, canonical, parse, parse_ecma, render
 
 ATOMS = ["a", "b", "é", "日", r"\d", r"\w", r"\s", r"\D", r"\W", r"\S", ".", "[a-c]", "[^a]", r"[^\W\d]", r"[\]\-^&~]"]
 ATOMS += [r"\.", r"\x41", r"\u00e9", r"\n", "/", "-", r"[\s\S]", "(?i:k)", "(?i:[a-f]x)", "(?s:.)", '"']
@@ -164,3 +164,14 @@ def test_properties_and_code_points_that_do_not_exist(pattern: str) -> None:
     with pytest.raises(InvalidConstraint) as caught:
         parse_ecma(pattern)
     assert not isinstance(caught.value, UnsupportedConstraint)
+
+
+@pytest.mark.parametrize("letter", ["s", "S", "d", "D", "w", "W"])
+@pytest.mark.parametrize("flag", ["a", "u"])
+def test_categories_are_those_of_re(letter: str, flag: str) -> None:
+    pattern = rf"(?{flag}:\{letter})"
+    chars = parse(pattern)
+    assert isinstance(chars, Chars)
+    for code in range(0x300):
+        inside = any(low <= code <= high for low, high in chars.ranges)
+        assert inside == bool(re.fullmatch(pattern, chr(code))), code
