@@ -31,7 +31,7 @@ from guided.backends.xgrammar_schema import Lowered, lower
 from guided.backends.xgrammar_tags import TagFormat
 from guided.bitmask import pack
 from guided.constraint import Constraint
-from guided.errors import BackendError, InvalidConstraint, TokenRejected, UnsupportedConstraint, bounded
+from guided.errors import InvalidConstraint, TokenRejected, UnsupportedConstraint, bounded
 from guided.grammar import parse_gbnf, syntax
 from guided.vocabulary import Vocabulary
 
@@ -154,7 +154,7 @@ def _corrected(grammar: str, schema: Lowered) -> str:
     mistakes += [(_CHARACTERS, _ONE_CHARACTER)] if schema.lengths else []
     for rule, right in mistakes:
         if not rule.search(grammar):
-            raise BackendError("this version of xgrammar has an unknown grammar of JSON")
+            raise UnsupportedConstraint("xgrammar writes this schema in a form that is not known", param="json_schema")
         grammar = right.join(rule.split(grammar))
     for number, node in enumerate(schema.patterns):
         grammar += f"\npattern_{number} ::= {ebnf(node)}"
