@@ -275,9 +275,12 @@ def test_a_late_row_is_settled_if_its_actor_is_gone(cluster: Cluster, hung: bool
     cluster.open(3, parent=1)
     assert cluster.step((1, ""), (2, ""), (3, "")) == ["ax"] * 3
     assert cluster.step((3, "a")) == ["b"]
-    assert cluster.step((1, "a"), (3, "ab"), timeout=0.05) == ["late", "late"]
-    assert cluster.dispatcher.settled(WAIT) == [3], "it was moved away from the straggler"
-    assert cluster.step((3, "ab")) == ["cd"]
+    slow, behind = cluster.step((1, "a"), (3, "ab"), timeout=0.05)
+    assert slow == "late"
+    if behind == "late":  # it is moved away from the straggler at half of the timeout
+        assert cluster.dispatcher.settled(WAIT) == [3]
+        (behind,) = cluster.step((3, "ab"))
+    assert behind == "cd"
     threading.Timer(0.1, cluster.end, [cluster.where(1), hung]).start()
     assert cluster.dispatcher.settled(WAIT) == [1]
     (error,) = cluster.step((1, "a"), timeout=0.0)
