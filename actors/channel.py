@@ -120,7 +120,7 @@ class Transport:
         """This machine's address for actors."""
         self._ports = ports
         self._channels: weakref.WeakSet[LocalChannel] = weakref.WeakSet()
-        self.clients: set[bytes] = set()
+        self._clients: set[bytes] = set()
         """Public keys of the clients that may connect."""
         self._authenticator: ThreadAuthenticator | None = None
         self._lock = threading.Lock()
@@ -164,7 +164,15 @@ class Transport:
 
     def callback(self, domain: str, key: bytes) -> bool:
         """Return whether a client's public key was handed out (called by the authenticator's thread)."""
-        return key in self.clients
+        return key in self._clients
+
+    def admit(self, client_key: bytes) -> None:
+        """Let the client with this public key connect."""
+        self._clients.add(client_key)
+
+    def forget(self, client_key: bytes) -> None:
+        """Undo `admit`."""
+        self._clients.discard(client_key)
 
     def close(self) -> None:
         """Stop the authenticator and close every socket."""
@@ -332,7 +340,7 @@ class RemoteChannel:
     def __init__(self, transport: Transport) -> None:
         server_key, server_secret = zmq.curve_keypair()
         client_key, client_secret = zmq.curve_keypair()
-        self._clients = transport.clients
+        self._transport = transport
         context = transport.context
         socket = context.socket(zmq.PAIR)
         socket.linger = 0
@@ -347,7 +355,7 @@ class RemoteChannel:
         except PoolUnavailable:
             socket.close()
             raise
-        self._clients.add(client_key)
+        transport.admit(client_key)
         self.socket = socket
         self.address = Address(_tcp_endpoint(transport.host, port), server_key, client_key, client_secret)
         name = f"inproc://monitor-{next(_serial)}"
@@ -399,7 +407,7 @@ class RemoteChannel:
         # The supervisor's thread must not use the monitor any more: libzmq blocks if it has an event to report and the
         # monitor was closed before the socket.
         if not self.socket.closed:
-            self._clients.discard(self.address.client_key)
+            self._transport.forget(self.address.client_key)
             self.socket.monitor(None, 0)
             self.socket.close(linger=0)
             self.monitor.close(linger=0)

@@ -28,7 +28,7 @@ from guided.schema.normal_form import normalise
 
 _ITEM_CONDITIONS = ("uniqueItems", "contains", "minContains", "maxContains")
 _COMBINED = ("anyOf", "oneOf", "allOf")
-"""Keywords whose parts apply to the same value."""
+"""Keywords with parts that apply to the same value."""
 _KEPT_APART = ("$ref", "enum", "const", *_COMBINED)
 _KEPT_WHOLE = frozenset(("propertyNames", "not", "if", "then", "else", "dependentSchemas"))
 """Keywords that are left to the library."""
