@@ -3,7 +3,8 @@
 For machines without a container engine; needs root. The steps run as they are written, each stage in a chroot of its
 own: an overlay over this machine's files, without this checkout and without home directories, and with a new virtual
 environment as /usr/local in place of the image python. Then the image's CMD runs as its USER, with a /dev/shm of 64 MiB
-as in Docker, until its HEALTHCHECK is content; and one guided request is sent.
+as in Docker, until its HEALTHCHECK is content; and one guided request is sent. pip's settings in the environment
+(PIP_...) hold in the steps too: name a mirror with PIP_EXTRA_INDEX_URL.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import httpx
 from benchmarks.paths import RESULTS, ROOT
 from benchmarks.report import fail, machine, write_json
 
-_HIDDEN = ("/work", "/root", "/home", "/tmp", "/run")
+_HIDDEN = {"/root", "/home", "/tmp", "/run", f"/{ROOT.parts[1]}"}
 _BASE = "/usr/bin/python3 -m venv --clear /usr/local && rm -rf /usr/local/lib/python*/site-packages/guided*"
 _PATH = "/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _START_SECONDS = 120.0
@@ -65,9 +66,10 @@ def stages(text: str, arguments: dict[str, str]) -> dict[str, Stage]:
 class Image:
     """The files of a stage, and what its instructions have set."""
 
-    def __init__(self, directory: Path, index: str) -> None:
+    def __init__(self, directory: Path) -> None:
         self.root = directory / "root"
-        self.environment = {"PATH": _PATH, "HOME": "/root", "PIP_EXTRA_INDEX_URL": index, "LANG": "C.UTF-8"}
+        self.environment = {"PATH": _PATH, "HOME": "/root", "LANG": "C.UTF-8"}
+        self.environment |= {name: value for name, value in os.environ.items() if name.startswith("PIP_")}
         self.folder, self.user = "/", "0"
         self.command: list[str] = []
         self.probe: list[str] = []
@@ -76,15 +78,8 @@ class Image:
         layers = f"lowerdir=/,upperdir={directory / 'upper'},workdir={directory / 'work'}"
         _run("mount", "-t", "overlay", "overlay", "-o", layers, str(self.root))
         for hidden in _HIDDEN:
-            _run(
-                "mount",
-                "-t",
-                "tmpfs",
-                "-o",
-                "mode=1777" if hidden == "/tmp" else "mode=755",
-                "tmpfs",
-                f"{self.root}{hidden}",
-            )
+            mode = "mode=1777" if hidden == "/tmp" else "mode=755"
+            _run("mount", "-t", "tmpfs", "-o", mode, "tmpfs", f"{self.root}{hidden}")
         _run("mount", "-t", "proc", "proc", f"{self.root}/proc")
         _run("mount", "--bind", "/dev", f"{self.root}/dev")
         _run("mount", "-t", "tmpfs", "-o", "size=64m,mode=1777", "tmpfs", f"{self.root}/dev/shm")
@@ -129,17 +124,17 @@ class Image:
         return ["chroot", *user, str(self.root), "sh", "-c", inner]
 
 
-def build(target: str, found: dict[str, Stage], directory: Path, index: str, images: dict[str, Image]) -> Image:
+def build(target: str, found: dict[str, Stage], directory: Path, images: dict[str, Image]) -> Image:
     """Carry out the stages that `target` needs, each once."""
     if target not in found:
-        image = Image(Path(tempfile.mkdtemp(dir=directory)), index)
+        image = Image(Path(tempfile.mkdtemp(dir=directory)))
         image.apply("RUN", _BASE, images)
         return image
-    image = build(found[target].parent, found, directory, index, images)
+    image = build(found[target].parent, found, directory, images)
     for word, text in found[target].steps:
         if "--from=" in text:
             name = text.split()[0].removeprefix("--from=")
-            images[name] = build(name, found, directory, index, images)
+            images[name] = build(name, found, directory, images)
         print(f"{target}: {word} {text[:100]}", flush=True)
         image.apply(word, text, images)
     return image
@@ -166,7 +161,6 @@ def _run(*command: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--variant", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--index", default="", help="one more package index, for a mirror")
     parser.add_argument("--scratch", type=Path, default=Path("/var/tmp"), help="folder with some GiB, not a tmpfs")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
@@ -180,7 +174,7 @@ def main() -> None:
     result: dict[str, object] = {}
     with tempfile.TemporaryDirectory(dir=options.scratch, ignore_cleanup_errors=True) as directory:
         begun = time.monotonic()
-        image = build(list(found)[-1], found, Path(directory), options.index, {})
+        image = build(list(found)[-1], found, Path(directory), {})
         result["build_seconds"] = round(time.monotonic() - begun)
         begun = time.monotonic()
         with running(image) as process:
