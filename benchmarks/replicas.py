@@ -52,6 +52,7 @@ _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
     "PYTHONPATH": str(ROOT),
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "deploy.proxy_errors:middlewares",
 }
 
 

@@ -84,6 +84,12 @@ class ShuttingDown(InternalError):
     retryable = True
 
 
+class ReplicaDied(InternalError):
+    code = "replica_died"
+    status = 503
+    retryable = True
+
+
 def install_handlers(app: FastAPI) -> None:
     """Answer every error of the application in this shape."""
     app.add_exception_handler(GuidedError, _on_guided_error)

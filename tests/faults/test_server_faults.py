@@ -32,6 +32,7 @@ from engine.server.errors import (
     MalformedRequest,
     ModelNotFound,
     QueueFull,
+    ReplicaDied,
     RequestTimeout,
     ShuttingDown,
     TooManyConnections,
@@ -87,6 +88,7 @@ ERRORS: dict[type[GuidedError], tuple[int, str, bool]] = {
     QueueFull: (429, "queue_full", True),
     LogitsProcessorFailed: (500, "logits_processor_failed", False),
     ShuttingDown: (503, "shutting_down", True),
+    ReplicaDied: (503, "replica_died", True),
 }
 ROW_FAULTS = {
     "raise@fill:3": "backend_error",

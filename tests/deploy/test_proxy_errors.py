@@ -1,0 +1,74 @@
+"""Answers of Ray Serve's proxies for a replica that has ended. The proxy's application is imitated: it returns without
+a complete answer."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from starlette.types import Message, Receive, Scope, Send
+
+from deploy.proxy_errors import middlewares
+
+SSE = "text/event-stream; charset=utf-8"
+
+
+def begin(content_type: str) -> Message:
+    return {"type": "http.response.start", "status": 200, "headers": [(b"content-type", content_type.encode())]}
+
+
+def piece(text: str, more: bool = True) -> Message:
+    return {"type": "http.response.body", "body": text.encode(), "more_body": more}
+
+
+def answered(*messages: Message) -> list[Message]:
+    """Return what the client gets if the proxy's application sends `messages` and returns."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        for message in messages:
+            await send(message)
+
+    (middleware,) = middlewares()
+    made: Any = middleware.cls(app, *middleware.args, **middleware.kwargs)
+    sent: list[Message] = []
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    async def receive() -> Message:
+        return {"type": "http.disconnect"}
+
+    asyncio.run(made({"type": "http", "method": "POST", "path": "/"}, receive, send))
+    return sent
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [(begin(SSE), piece("data: 1\n\n"), piece("", False)), (begin("application/json"), piece("{}", False))],
+)
+def test_complete_answers_pass(messages: tuple[Message, ...]) -> None:
+    assert answered(*messages) == list(messages)
+
+
+def test_a_request_without_an_answer_gets_a_retryable_error() -> None:
+    start, body = answered()
+    headers = dict(start["headers"])
+    assert (start["status"], headers[b"x-should-retry"], headers[b"retry-after"]) == (503, b"true", b"1")
+    assert json.loads(body["body"])["error"]["code"] == "replica_died"
+
+
+def test_a_stream_that_breaks_ends_with_an_error_event() -> None:
+    *_, last = answered(begin(SSE), piece("data: 1\n\n"))
+    event = last["body"].decode()
+    assert event.startswith("data: ")
+    assert event.endswith("\n\n")
+    assert json.loads(event.removeprefix("data: "))["error"]["code"] == "replica_died"
+    assert not last.get("more_body")
+
+
+def test_other_answers_that_break_stay_broken() -> None:
+    """Half of a JSON document cannot be mended."""
+    messages = [begin("application/json"), piece('{"id": ')]
+    assert answered(*messages) == messages
