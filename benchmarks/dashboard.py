@@ -30,11 +30,12 @@ from benchmarks.chaos.traffic import Mix, Traffic
 from benchmarks.paths import ROOT
 from engine.server.top import View
 
-_DASHBOARD = ROOT / "deploy" / "monitoring" / "dashboard.json"
+_PANELS = json.loads((ROOT / "deploy" / "monitoring" / "dashboard.json").read_text())["panels"]
 _INTERVAL_SECONDS, _RATE_SECONDS = 2.0, 12.0
 _COLUMNS = 3
 Labels = frozenset[tuple[str, str]]
 Scrape = dict[tuple[str, Labels], float]
+Scrapes = list[tuple[float, Scrape]]
 
 
 class Vector(dict[Labels, float]):
@@ -47,43 +48,37 @@ class Vector(dict[Labels, float]):
 class Moment:
     """Evaluates queries at the time of the last of `scrapes`."""
 
-    def __init__(self, scrapes: Sequence[tuple[float, Scrape]]) -> None:
+    def __init__(self, scrapes: Scrapes) -> None:
         self._now, self._scrape = scrapes[-1]
         self._then, self._before = next(each for each in scrapes if each[0] >= self._now - _RATE_SECONDS)
 
     def value(self, query: str) -> Vector:
         """Return the result of a query."""
-        query = re.sub(r"(rate|increase)\((\w+)(\{[^}]*\})\[[^]]*\]\)", r"at.\1('\2', '\3')", query)
+        query = re.sub(r"(rate|increase)\((\w+)(\{[^}]*\})\[[^]]*\]\)", r"at.increase('\2', '\3', '\1')", query)
         query = re.sub(r"(?<!')\b(guided_\w+)(\{[^}]*\})", r"at.gauge('\1', '\2')", query)
         query = re.sub(r"\b(sum|max)(?: by \(([^)]*)\) )?\(", r"at.grouped(\1, '\2', ", query)
-        query = query.replace("histogram_quantile(", "at.quantile(")
-        found: Vector = eval(query, {"at": self, "sum": sum, "max": max})
+        found: Vector = eval(query.replace("histogram_quantile", "at.quantile"), {"at": self})
         return found
 
     def gauge(self, name: str, matchers: str) -> Vector:
         wanted = re.findall(r'(\w+)(!?=)"([^"]*)"', matchers)
+
+        def matches(labels: Labels) -> bool:
+            return all((dict(labels).get(label) == text) == (sign == "=") for label, sign, text in wanted)
+
+        return Vector({key[1]: value for key, value in self._scrape.items() if key[0] == name and matches(key[1])})
+
+    def increase(self, name: str, matchers: str, function: str) -> Vector:
+        seconds = (self._now - self._then) or 1.0 if function == "rate" else 1.0
+        found, before = self.gauge(name, matchers).items(), self._before
         return Vector(
-            {
-                labels: value
-                for (other, labels), value in self._scrape.items()
-                if other == name
-                and all((dict(labels).get(label) == text) == (sign == "=") for label, sign, text in wanted)
-            }
+            {labels: (value - before[name, labels]) / seconds for labels, value in found if (name, labels) in before}
         )
-
-    def increase(self, name: str, matchers: str) -> Vector:
-        found = self.gauge(name, matchers).items()
-        before = self._before
-        return Vector({labels: value - before[name, labels] for labels, value in found if (name, labels) in before})
-
-    def rate(self, name: str, matchers: str) -> Vector:
-        seconds = self._now - self._then or 1.0
-        return Vector({labels: value / seconds for labels, value in self.increase(name, matchers).items()})
 
     def grouped(self, function: Callable[[list[float]], float], by: str, vector: Vector) -> Vector:
         groups: dict[Labels, list[float]] = {}
         for labels, value in vector.items():
-            kept = frozenset((name, text) for name, text in labels if name in by.split(", "))
+            kept = frozenset(each for each in labels if each[0] in by.split(", "))
             groups.setdefault(kept, []).append(value)
         return Vector({labels: function(values) for labels, values in groups.items()})
 
@@ -98,33 +93,29 @@ class Moment:
 def _quantile(share: float, buckets: Sequence[tuple[float, float]]) -> float:
     wanted, low, below = share * buckets[-1][1], 0.0, 0.0
     for limit, count in buckets:
-        if count >= wanted:
-            return low if limit == float("inf") else low + (limit - low) * (wanted - below) / ((count - below) or 1)
-        low, below = limit, count
+        if count >= wanted and limit != float("inf"):
+            return low + (limit - low) * (wanted - below) / ((count - below) or 1)
+        low, below = limit if limit != float("inf") else low, count
     return low
 
 
-def scrape(text: str) -> Scrape:
-    """Read the Prometheus text format."""
-    families = text_string_to_metric_families(text)
-    return {(each.name, frozenset(each.labels.items())): each.value for family in families for each in family.samples}
-
-
-async def record(server: Server, options: argparse.Namespace) -> list[tuple[float, Scrape]]:
+async def record(server: Server, options: argparse.Namespace) -> Scrapes:
     """Put the server under load. Return its metrics, and write what `guided top` shows meanwhile."""
-    scrapes: list[tuple[float, Scrape]] = []
+    scrapes: Scrapes = []
     begun, to_kill, view = time.monotonic(), server.pids("mask actor")[:1], View.of(server.url)
     async with client_for(server.url, options.concurrency) as http, httpx.AsyncClient() as prometheus:
         load = Load(http, Judge(default_vocabulary()), 120.0)
-        while_busy = lambda: time.monotonic() < begun + options.seconds  # noqa: E731
-        busy = asyncio.create_task(load.run(Traffic(1, Mix()), options.concurrency, while_busy))
+        running = load.run(Traffic(1, Mix()), options.concurrency, lambda: time.monotonic() < begun + options.seconds)
+        busy = asyncio.create_task(running)
         while not busy.done():
             answer = await prometheus.get(f"{server.url}/metrics", timeout=30)
-            scrapes.append((time.monotonic() - begun, scrape(answer.text)))
+            samples = (each for family in text_string_to_metric_families(answer.text) for each in family.samples)
+            found = {(each.name, frozenset(each.labels.items())): each.value for each in samples}
+            scrapes.append((time.monotonic() - begun, found))
             await asyncio.to_thread(view.update)
             if to_kill and scrapes[-1][0] > options.seconds / 2:
                 os.kill(to_kill.pop(), signal.SIGKILL)
-            if while_busy():
+            if scrapes[-1][0] < options.seconds:
                 console = Console(record=True, width=110, file=io.StringIO())
                 console.print(view.render())
                 console.save_svg(str(options.out / "top.svg"), title="guided top")
@@ -134,7 +125,7 @@ async def record(server: Server, options: argparse.Namespace) -> list[tuple[floa
     return scrapes
 
 
-def draw(scrapes: Sequence[tuple[float, Scrape]], path: Path) -> None:
+def draw(scrapes: Scrapes, path: Path) -> None:
     """Draw the panels of the dashboard."""
     import matplotlib
 
@@ -142,20 +133,20 @@ def draw(scrapes: Sequence[tuple[float, Scrape]], path: Path) -> None:
     from matplotlib import pyplot
     from matplotlib.ticker import EngFormatter, PercentFormatter
 
-    panels = [each for each in json.loads(_DASHBOARD.read_text())["panels"] if each["type"] != "row"]
+    panels = [each for each in _PANELS if each["type"] != "row"]
     rows = -(-len(panels) // _COLUMNS)
     with pyplot.style.context("dark_background"):
-        figure, axes = pyplot.subplots(rows, _COLUMNS, figsize=(17, 2.6 * rows), layout="constrained", squeeze=False)
+        figure, axes = pyplot.subplots(rows, _COLUMNS, figsize=(17, 2.6 * rows), layout="constrained")
         for axis, panel in zip(axes.flat, panels, strict=False):
-            _draw_panel(axis, panel, scrapes)
             unit = panel["fieldConfig"]["defaults"].get("unit")
             axis.yaxis.set_major_formatter(
                 PercentFormatter(1.0) if unit == "percentunit" else EngFormatter("s" if unit == "s" else "")
             )
+            _draw_panel(axis, panel, scrapes)
         figure.savefig(path, dpi=80)
 
 
-def _draw_panel(axis: Any, panel: dict[str, Any], scrapes: Sequence[tuple[float, Scrape]]) -> None:
+def _draw_panel(axis: Any, panel: dict[str, Any], scrapes: Scrapes) -> None:
     for target in panel["targets"]:
         query = re.sub(r',?\s*job=~"\$job",?\s*', "", target["expr"])
         lines: dict[Labels, list[tuple[float, float]]] = {}
@@ -163,8 +154,9 @@ def _draw_panel(axis: Any, panel: dict[str, Any], scrapes: Sequence[tuple[float,
             for labels, value in Moment(scrapes[:end]).value(query).items():
                 lines.setdefault(labels, []).append((scrapes[end - 1][0], value))
         for labels, points in lines.items():
-            known = dict(labels)
-            name = re.sub(r"\{\{(\w+)\}\}", lambda match, known=known: known[match[1]], target["legendFormat"])
+            name = target["legendFormat"]
+            for label, text in labels:
+                name = name.replace(f"{{{{{label}}}}}", text)
             axis.plot(*zip(*points, strict=True), label=name, linewidth=1.2)
     axis.set_title(panel["title"], fontsize=10, loc="left")
     axis.set_xlim(0, scrapes[-1][0])
@@ -183,7 +175,6 @@ def main() -> None:
     with running_server("--num-actors", "2") as server:
         scrapes = asyncio.run(record(server, options))
     draw(scrapes, options.out / "dashboard.png")
-    print(f"wrote {options.out / 'dashboard.png'} and top.svg")
 
 
 if __name__ == "__main__":

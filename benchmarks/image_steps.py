@@ -143,7 +143,7 @@ def build(target: str, found: dict[str, Stage], directory: Path, images: dict[st
 @contextlib.contextmanager
 def running(image: Image) -> Iterator[subprocess.Popen[bytes]]:
     """Run the image's CMD in process and IPC namespaces of its own."""
-    isolated = ("unshare", "--pid", "--fork", "--kill-child", "--ipc")
+    isolated = ("unshare", "--pid", "--fork", "--kill-child", "--ipc", f"--mount-proc={image.root}/proc")
     process = subprocess.Popen([*isolated, *image.within(*image.command)], env=image.environment)
     try:
         yield process

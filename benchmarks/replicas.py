@@ -5,7 +5,7 @@
 killed. Every answer is checked as by `benchmarks.chaos`: it is valid, or a declared error. Then the same time with
 constraints of slow masks only: the pools grow. In the end they shrink until they are as small as at the start.
 
-Ray Serve's proxy answers for a replica that has ended, in its own way: those answers are listed as `undeclared`.
+Ray Serve's proxies have the middleware of deploy/proxy_errors.py, which declares the end of a replica.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from benchmarks.chaos.server import default_vocabulary
 from benchmarks.chaos.traffic import Mix, Request, Traffic
 from benchmarks.paths import RESULTS, ROOT
 from benchmarks.report import fail, machine, write_json
+from benchmarks.slow_backend import SECONDS_VARIABLE, slow_name
 
 _START_SECONDS, _STOP_SECONDS = 300.0, 60.0
 _CLUSTER = """
@@ -51,7 +52,8 @@ _ENVIRONMENT = {
     "RAY_AUTH_MODE": "token",
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
-    "PYTHONPATH": str(ROOT),
+    "PYTHONPATH": os.pathsep.join([str(ROOT / "benchmarks" / "startup"), str(ROOT)]),
+    SECONDS_VARIABLE: "0.005",
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "deploy.proxy_errors:middlewares",
 }
 
@@ -134,14 +136,16 @@ def named(ray: psutil.Process, name: str) -> list[psutil.Process]:
 
 
 class SlowMasks(Traffic):
-    """Requests with the slowest masks, each with a grammar of its own: the actors have more to do than one can."""
+    """Requests with masks that take 5 ms each, in which the actor only sleeps: one is too few, and more of them help
+    without more cores."""
 
     def __init__(self, seed: int) -> None:
-        super().__init__(seed, Mix(plain=0.0, fresh=1.0, leaving=0.0, stalling=0.0))
+        super().__init__(seed, Mix(plain=0.0, leaving=0.0, stalling=0.0))
 
     def request(self, number: int) -> Request:
         made = (super(SlowMasks, self).request(each) for each in itertools.count(1000 * number))
-        return replace(next(each for each in made if each.backend == "lm-format-enforcer"), number=number)
+        drawn, backend = next(each for each in made if each.backend == "llguidance"), slow_name("sleep")
+        return replace(drawn, number=number, backend=backend, body={**drawn.body, "backend": backend})
 
 
 async def run(ray: psutil.Process, url: str, options: argparse.Namespace) -> dict[str, object]:

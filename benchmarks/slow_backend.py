@@ -1,4 +1,4 @@
-"""Test backends of `benchmarks.stragglers`: llguidance with a fixed delay per mask.
+"""Test backends of `benchmarks.stragglers` and `benchmarks.replicas`: llguidance with a fixed delay per mask.
 
 They are registered in every process that has `benchmarks/startup` on its PYTHONPATH. Actors and compile processes
 inherit this variable from the benchmark.

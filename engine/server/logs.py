@@ -53,12 +53,4 @@ def uvicorn_logging(style: LogFormat) -> dict[str, Any]:
 
     if style == "text":
         return LOGGING_CONFIG
-    handler = {"class": "logging.StreamHandler", "formatter": "json"}
-    names = ("uvicorn", "uvicorn.error", "uvicorn.access")
-    return {
-        "version": 1,
-        "disable_existing_loggers": False,
-        "formatters": {"json": {"()": JsonFormatter}},
-        "handlers": {"stderr": handler},
-        "loggers": {name: {"handlers": ["stderr"], "level": "INFO", "propagate": False} for name in names},
-    }
+    return {**LOGGING_CONFIG, "formatters": dict.fromkeys(LOGGING_CONFIG["formatters"], {"()": JsonFormatter})}
