@@ -53,4 +53,4 @@ def uvicorn_logging(style: LogFormat) -> dict[str, Any]:
 
     if style == "text":
         return LOGGING_CONFIG
-    return {**LOGGING_CONFIG, "formatters": dict.fromkeys(LOGGING_CONFIG["formatters"], {"()": JsonFormatter})}
+    return {**LOGGING_CONFIG, "formatters": {name: {"()": JsonFormatter} for name in ("default", "access")}}
