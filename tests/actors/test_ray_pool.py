@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -126,7 +127,7 @@ def test_another_version_of_the_package_is_refused(local_ray: None, monkeypatch:
 
 
 TWO_NODES = """
-import os, sys, tempfile, time
+import os, socket, sys, tempfile, time
 import numpy as np
 import psutil
 import ray
@@ -159,7 +160,10 @@ with tempfile.TemporaryDirectory(prefix="r", dir="/tmp", ignore_cleanup_errors=T
         pool = RayPool(BYTES, placement=placement, **reserved)
         print(placement, {worker.node_id for worker in pool.status().workers} == {other.node_id})
         pool.shutdown()
-    for wrong in ({"placement": "nonesuch"}, {"actor_cpus": 8}):
+    taken = socket.create_server(("0.0.0.0", 0))
+    port = taken.getsockname()[1]
+    elsewhere = {"placement": "guided_mask", "num_actors": 1, "channel_ports": str(port)}
+    for wrong in (elsewhere, {"placement": "nonesuch"}, {"actor_cpus": 8}):
         started = time.monotonic()
         try:
             RayPool(BYTES, **{**reserved, **wrong})
@@ -177,8 +181,9 @@ def test_a_cluster_of_two_nodes_is_joined_and_its_other_node_reached_through_tcp
         [sys.executable, "-c", TWO_NODES], stdout=subprocess.PIPE, text=True, check=True, timeout=280, env=environment
     )
     lines = said.stdout.splitlines()
-    assert lines[-5] == "['b', 'b', 'b', 'b']"
-    assert lines[-4:-2] == ["guided_mask True", "pool=masks True"]
+    assert lines[-6] == "['b', 'b', 'b', 'b']"
+    assert lines[-5:-3] == ["guided_mask True", "pool=masks True"]
+    assert re.search(r"ports \d+ to \d+ are taken on \S+: widen channel_ports after seconds$", lines[-3])
     assert "its 2 nodes have guided_mask:2, pool=masks after seconds" in lines[-2]
     assert "an actor needs 8 CPUs on one node, and of the nodes of placement 'local' none has more than 1" in lines[-1]
 

@@ -95,6 +95,7 @@ def test_a_taken_port() -> None:
         (("--device", "nosuchdevice"), "device is 'nosuchdevice'"),
         (("--device", "cuda:99"), "device is 'cuda:99'"),
         (("--max-model-len", "99999999"), "max_model_len is 99999999; the context of this model is"),
+        (("--placement", "pool=masks"), "placement pool=masks needs a cluster: name it with --ray-address"),
     ],
 )
 def test_what_cant_be_served(arguments: tuple[str, ...], says: str, monkeypatch: pytest.MonkeyPatch) -> None:

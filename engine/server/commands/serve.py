@@ -20,6 +20,8 @@ def serve(**values: Any) -> None:
         options = take_api_key(options_of(values))
         with listener_on(options.host, options.port) as listener:  # a port in use is reported at once
             check_names(options)
+            if options.ray.address is None and options.ray.placement not in ("local", "spread"):
+                raise ValueError(f"placement {options.ray.placement} needs a cluster: name it with --ray-address")
             from engine.server import process  # slow: torch, transformers
 
             process.serve(options, listener)
