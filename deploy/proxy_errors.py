@@ -17,34 +17,30 @@ from engine.server.errors import ReplicaDied
 from guided.error_body import error_body, error_headers
 
 
-class ReplicaErrors:
-    """ASGI middleware. The proxy's application (`app`) returns without a complete answer if the replica has ended."""
+def middlewares() -> list[Middleware]:
+    """Return what Ray Serve adds to its HTTP proxies."""
+    return [Middleware(_declare)]
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        begun, complete = "", scope["type"] != "http"
+def _declare(app: ASGIApp) -> ASGIApp:
+    """Wrap the proxy's application, which returns without a complete answer if the replica has ended."""
+
+    async def complete(scope: Scope, receive: Receive, send: Send) -> None:
+        begun, is_complete = "", scope["type"] != "http"
 
         async def watch(message: Message) -> None:
-            nonlocal begun, complete
+            nonlocal begun, is_complete
             if message["type"] == "http.response.start":
                 begun = dict(message["headers"]).get(b"content-type", b"-").decode()
-            elif message["type"] == "http.response.body":
-                complete = not message.get("more_body", False)
+            is_complete |= message["type"] == "http.response.body" and not message.get("more_body", False)
             await send(message)
 
-        await self._app(scope, receive, watch)
-        if complete:
-            return
+        await app(scope, receive, watch)
         error = ReplicaDied("the replica of this request has ended; send the request again")
-        if not begun:
+        if not is_complete and not begun:
             await JSONResponse(error_body(error), error.status, error_headers(error))(scope, receive, send)
-        elif begun.startswith("text/event-stream"):
+        elif not is_complete and begun.startswith("text/event-stream"):
             event = f"data: {json.dumps(error_body(error))}\n\n"
             await send({"type": "http.response.body", "body": event.encode()})
 
-
-def middlewares() -> list[Middleware]:
-    """Return what Ray Serve adds to its HTTP proxies."""
-    return [Middleware(ReplicaErrors)]
+    return complete
