@@ -26,14 +26,14 @@ serve: $(VENV)/.installed  ## Install what serving needs and serve the embedded 
 	@exec $(BIN)/guided serve $(ARGS)
 
 test: lint  ## Lint, type-check and run all tests, in three processes (they mostly wait for others)
-	$(BIN)/python -m pytest -n 3 --dist loadfile
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 15
 
 test-vllm: $(VLLM_VENV)/.installed  ## Test the plugin within a real vLLM, in its own environment (.venv-vllm)
 	$(VLLM_VENV)/bin/python -m pytest tests/vllm $(ARGS)
 
 test-clients: $(VENV)/.installed $(CLIENTS:%=.venv-clients/%/.installed)  ## Test with the frameworks of docs/clients.md, in environments of their own (.venv-clients)
 	@set -e; for each in $(CLIENTS); do \
-	  GUIDED_PYTHON=$(BIN)/python .venv-clients/$$each/bin/python -m pytest --confcutdir tests/clients tests/clients/$$each $(ARGS); \
+	  GUIDED_PYTHON=$(BIN)/python .venv-clients/$$each/bin/python -m pytest -W default --confcutdir tests/clients tests/clients/$$each $(ARGS); \
 	done
 
 test-cuda: $(VENV)/.installed-dev  ## Run the tests that need a CUDA device (TORCH= chooses its torch), with a report
