@@ -10,6 +10,8 @@ from prometheus_client.metrics_core import Metric
 
 from guided.pool import PoolStatus
 
+_CAUSES = ("died", "drained", "hung", "memory", "not_started", "retired")
+"""Of the end of a mask actor. All are there from the start: Prometheus sees no increase in a counter that is new."""
 
 def pool_metrics(pools: Sequence[PoolStatus]) -> Iterator[Metric]:
     """Yield the metrics of these pools, summed."""
@@ -39,7 +41,7 @@ def pool_metrics(pools: Sequence[PoolStatus]) -> Iterator[Metric]:
     for name in dict.fromkeys(backend.name for backend in backends):
         up.add_metric([name], float(all(each.state == "up" for each in backends if each.name == name)))
     yield up
-    crashes, timeouts, ends = Counter[str](), Counter[str](), Counter[str]()
+    crashes, timeouts, ends = Counter[str](), Counter[str](), Counter(dict.fromkeys(_CAUSES, 0))
     for backend in backends:
         crashes[backend.name] += backend.crashes
         timeouts[backend.name] += backend.timeouts
@@ -47,7 +49,7 @@ def pool_metrics(pools: Sequence[PoolStatus]) -> Iterator[Metric]:
         ends.update(worker.ends)
     yield counts_by("compile_crashes", "Compile processes that crashed.", "backend", crashes)
     yield counts_by("compile_timeouts", "Compilations that took too long.", "backend", timeouts)
-    yield counts_by("mask_actor_ends", "Mask actors that ended.", "cause", Counter(dict(sorted(ends.items()))))
+    yield counts_by("mask_actor_ends", "Mask actors that ended.", "cause", ends)
 
 
 def counts_by(name: str, text: str, label: str, counts: Counter[str]) -> Metric:

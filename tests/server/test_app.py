@@ -519,6 +519,8 @@ class TestOthers:
             r"guided_grammar_compile_seconds_count{backend=\"llguidance\",kind=\"regex\"} ",
             r"guided_request_success_total{finished_reason=\"stop\"} 1.0",
             r"guided_request_failures_total{code=\"invalid_constraint\",fault=\"request\"} 1.0",
+            r"guided_request_failures_total{code=\"worker_died\",fault=\"server\"} 0.0",
+            r"guided_mask_actor_ends_total{cause=\"died\"} 0.0",
             r"guided_generation_tokens_total [1-9]",
             r"guided_num_requests_running 0.0",
             r"guided_kv_cache_usage_perc ",
