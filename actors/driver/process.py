@@ -35,12 +35,15 @@ def main() -> None:
     engine: Connection[Any, Any] = Connection(int(sys.argv[1]))
     connect: Connect = engine.recv()
     sys.argv[0] = connect.program
+    is_connected = threading.Event()
+    threading.Thread(target=_exit_with_engine, args=(engine, is_connected), daemon=True).start()
     try:
         ray.init(**connect.options)
         connected = _describe()
     except Exception as error:
         engine.send(_failed(0, error))
         return
+    is_connected.set()
     engine.send(connected)
     try:
         _Actors(engine).serve()
@@ -50,6 +53,13 @@ def main() -> None:
     limit.daemon = True
     limit.start()
     ray.shutdown()
+
+
+def _exit_with_engine(engine: Connection[Any, Any], is_connected: threading.Event) -> None:
+    """End this process with the engine's while it waits for Ray, which may take for ever."""
+    engine.poll(None)  # the engine sends nothing before it is connected
+    if not is_connected.is_set():
+        os._exit(1)
 
 
 def _describe() -> Connected:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 
+import psutil
 import pytest
 from byte_vocabulary import BYTES
 
@@ -60,3 +64,18 @@ def test_an_actor_is_ended(driver: Driver) -> None:
 def test_an_actor_that_cannot_be_started(driver: Driver) -> None:
     with pytest.raises(ActorFailed, match="no_such_module"):
         driver.create("no_such_module:Actor").result(WAIT)
+
+
+CONNECT = "import sys; from actors.driver.client import Driver; Driver({'address': sys.argv[1]}, {}).connect()"
+
+
+def test_it_ends_with_the_engines_process_while_ray_does_not_answer() -> None:
+    with socket.create_server(("0.0.0.0", 0)) as silent:
+        silent.settimeout(WAIT)
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        with subprocess.Popen([sys.executable, "-c", CONNECT, address]) as engine:
+            connection, _ = silent.accept()
+            (driver,) = psutil.Process(engine.pid).children()
+            engine.kill()
+        driver.wait(WAIT)
+        connection.close()
