@@ -54,10 +54,11 @@ class Moment:
 
     def value(self, query: str) -> Vector:
         """Return the result of a query."""
-        query = re.sub(r"(rate|increase)\((\w+)(\{[^}]*\})\[[^]]*\]\)", r"at.increase('\2', '\3', '\1')", query)
-        query = re.sub(r"(?<!')\b(guided_\w+)(\{[^}]*\})", r"at.gauge('\1', '\2')", query)
-        query = re.sub(r"\b(sum|max)(?: by \(([^)]*)\) )?\(", r"at.grouped(\1, '\2', ", query)
-        found: Vector = eval(query.replace("histogram_quantile", "at.quantile"), {"at": self})
+        query = re.sub(r"(rate|increase)\((\w+)(\{[^}]*\})\[[^]]*\]\)", r"increase('\2', '\3', '\1')", query)
+        query = re.sub(r"(?<!')\b(guided_\w+)(\{[^}]*\})", r"gauge('\1', '\2')", query)
+        query = re.sub(r"\b(sum|max)(?: by \(([^)]*)\) )?\(", r"grouped(\1, '\2', ", query)
+        functions = {"gauge": self.gauge, "increase": self.increase, "grouped": self.grouped}
+        found: Vector = eval(query, {**functions, "histogram_quantile": self.quantile})
         return found
 
     def gauge(self, name: str, matchers: str) -> Vector:

@@ -13,6 +13,7 @@ from guided.pool import PoolStatus
 _CAUSES = ("died", "drained", "hung", "memory", "not_started", "retired")
 """Of the end of a mask actor. All are there from the start: Prometheus sees no increase in a counter that is new."""
 
+
 def pool_metrics(pools: Sequence[PoolStatus]) -> Iterator[Metric]:
     """Yield the metrics of these pools, summed."""
     workers = [worker for pool in pools for worker in pool.workers]

@@ -45,8 +45,7 @@ def answered(*messages: Message) -> list[Message]:
 
 
 @pytest.mark.parametrize(
-    "messages",
-    [(begin(SSE), piece("data: 1\n\n"), piece("", False)), (begin("application/json"), piece("{}", False))],
+    "messages", [(begin(SSE), piece("data: 1\n\n"), piece("", False)), (begin("application/json"), piece("{}", False))]
 )
 def test_complete_answers_pass(messages: tuple[Message, ...]) -> None:
     assert answered(*messages) == list(messages)

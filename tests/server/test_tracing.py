@@ -140,9 +140,7 @@ def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         thread.join()
 
 
-def test_a_collector_receives_the_spans(
-    tiny_engine: AsyncLLM, collector: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_collector_receives_the_spans(tiny_engine: AsyncLLM, collector: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("opentelemetry.exporter.otlp.proto.http")  # guided[otel]
     variables = {"ENDPOINT": collector, "HEADERS": "x-tenant=me", "COMPRESSION": "gzip"}
     for name, value in variables.items():
