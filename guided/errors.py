@@ -130,10 +130,11 @@ class BackendSuspended(PoolUnavailable):
 Wire = tuple[str, str, str | None, str | None]
 
 
-def _by_code(root: type[GuidedError]) -> dict[str, type[GuidedError]]:
+def errors_by_code(root: type[GuidedError]) -> dict[str, type[GuidedError]]:
+    """Return a class of errors and all below it, by their codes."""
     found = {root.code: root}
     for child in root.__subclasses__():
-        found.update(_by_code(child))
+        found.update(errors_by_code(child))
     return found
 
 
@@ -147,4 +148,4 @@ def to_wire(error: BaseException) -> Wire:
 def from_wire(wire: Wire) -> GuidedError:
     """Unpack an error that `to_wire` packed; an unknown code becomes an `InternalError`."""
     code, message, param, pointer = wire
-    return _by_code(GuidedError).get(code, InternalError)(message, param=param, pointer=pointer)
+    return errors_by_code(GuidedError).get(code, InternalError)(message, param=param, pointer=pointer)

@@ -19,7 +19,7 @@ from prometheus_client.registry import Collector
 from engine.async_llm import AsyncLLM
 from engine.outputs import RequestMetrics, RequestOutput
 from engine.sampling_params import SamplingParams
-from guided.errors import GuidedError, InternalError, InvalidRequest
+from guided.errors import GuidedError, InternalError, InvalidRequest, errors_by_code
 from guided.pool_metrics import counts_by, pool_metrics
 
 router = APIRouter(tags=["operation"])
@@ -71,8 +71,8 @@ class Metrics:
         )
         self._abandoned = counter("request_aborts", "Requests aborted because of their client.", "reason")
         self._connection_ends = counter("connections_ended", "Connections that the server ended.", "reason")
-        for error in _internal_errors(InternalError):  # Prometheus sees no increase in a counter that is new
-            self._failures.labels(error.code, "server")
+        for code in errors_by_code(InternalError):  # Prometheus sees no increase in a counter that is new
+            self._failures.labels(code, "server")
         self.registry.register(_EngineCollector(engine))
 
     def abandoned(self, reason: str) -> None:
@@ -138,12 +138,6 @@ class Metrics:
         for each in output.outputs:
             if each.error is None and each.finish_reason is not None:
                 self._successes.labels(each.finish_reason).inc()
-
-
-def _internal_errors(root: type[InternalError]) -> Iterator[type[InternalError]]:
-    yield root
-    for error in root.__subclasses__():
-        yield from _internal_errors(error)
 
 
 class _EngineCollector(Collector):
