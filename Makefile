@@ -26,7 +26,7 @@ serve: $(VENV)/.installed  ## Install what serving needs and serve the embedded 
 	@exec $(BIN)/guided serve $(ARGS)
 
 test: lint  ## Lint, type-check and run all tests, in three processes (they mostly wait for others)
-	$(BIN)/python -m pytest -n 3 --dist loadfile
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 15
 
 test-vllm: $(VLLM_VENV)/.installed  ## Test the plugin within a real vLLM, in its own environment (.venv-vllm)
 	$(VLLM_VENV)/bin/python -m pytest tests/vllm $(ARGS)

@@ -221,7 +221,8 @@ class _Frames:
 
 
 class LocalChannel:
-    """Engine side of a Unix socket; see `Channel`. A second connection carries nothing: its end is the actor's end.
+    """Engine side of a Unix socket; see `Channel`. A second connection carries nothing: it closes when the actor's
+    process ends.
 
     Args:
         path: of the socket, in a directory that other users cannot enter.

@@ -17,10 +17,10 @@ _OWNER = "scratch-owner"
 """The file that the owner of a directory has locked. The lock ends with the owner."""
 _log = logging.getLogger(__name__)
 
-# The janitor: a shell process that waits for a line (there is nothing to clean up) or the end of its input (the process
+# The cleanup process: a shell that waits for a line (there is nothing to clean up) or the end of its input (the process
 # is gone). Then it kills Ray's processes that have their logs in the directory, because Ray's agents would wait a day
 # for the GCS, and removes the directory; several times, because processes that are ending may still write.
-_JANITOR = r"""
+_CLEANUP = r"""
 read -r _ && exit
 for pause in 0 1 3 5; do
     sleep "$pause"
@@ -33,38 +33,38 @@ for pause in 0 1 3 5; do
 done
 """
 
-# The shell that starts the janitor ends at once, so that the janitor becomes a child of init. A host that kills all its
+# The shell that starts it ends at once, so that the cleanup process becomes a child of init. A host that kills all its
 # descendants, as vLLM does, does not find it. Descriptor 3, because a shell gives background processes no input.
-_START_JANITOR = """
+_START_CLEANUP = """
 exec 3<&0
-/bin/sh -c "$1" guided-janitor "$2" <&3 3<&- &
+/bin/sh -c "$1" guided-cleanup "$2" <&3 3<&- &
 """
 
 
 class ScratchDirectory:
     """A private (0700) directory with a short path. It is removed when this process ends, killed or not.
 
-    If the janitor was killed too, the next process that makes such a directory removes it.
+    If the cleanup process was killed too, the next process that makes such a directory removes it.
     """
 
     def __init__(self) -> None:
         _remove_abandoned()
         self.path = tempfile.mkdtemp(prefix=_PREFIX)
         self._lock = _lock_new(self.path)
-        start = _start_janitor(self.path, subprocess.PIPE)
+        start = _start_cleanup(self.path, subprocess.PIPE)
         assert start.stdin is not None
-        self._janitor = start.stdin
+        self._cleanup = start.stdin
         start.wait()
 
     def remove(self) -> None:
         """Remove it now. Idempotent."""
         shutil.rmtree(self.path, ignore_errors=True)
-        if not os.path.exists(self.path):  # otherwise a process still writes there, and the janitor tries again
-            with contextlib.suppress(OSError, ValueError):  # the janitor has ended already
-                self._janitor.write(b"\n")
-                self._janitor.flush()
+        if not os.path.exists(self.path):  # otherwise a process still writes there, and the cleanup process tries again
+            with contextlib.suppress(OSError, ValueError):  # the cleanup process has ended already
+                self._cleanup.write(b"\n")
+                self._cleanup.flush()
         with contextlib.suppress(OSError):
-            self._janitor.close()
+            self._cleanup.close()
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
@@ -75,9 +75,9 @@ def is_private(path: str) -> bool:
     return any(part.startswith(_PREFIX) for part in Path(path).parts)
 
 
-def _start_janitor(path: str, stdin: int) -> subprocess.Popen[bytes]:
+def _start_cleanup(path: str, stdin: int) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        ["/bin/sh", "-c", _START_JANITOR, "guided-janitor", _JANITOR, path],
+        ["/bin/sh", "-c", _START_CLEANUP, "guided-cleanup", _CLEANUP, path],
         stdin=stdin,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -96,13 +96,13 @@ def _lock_new(path: str) -> int:
 
 
 def _remove_abandoned() -> None:
-    """Have the directories removed of processes that were killed together with their janitors."""
+    """Have the directories removed of processes that were killed together with their cleanup processes."""
     for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):
             status = path.lstat()
             if status.st_uid == os.getuid() and stat.S_ISDIR(status.st_mode) and _is_abandoned(path):
                 _log.warning("%s is left from a process that was killed: removing it", path)
-                _start_janitor(str(path), subprocess.DEVNULL).wait()
+                _start_cleanup(str(path), subprocess.DEVNULL).wait()
 
 
 def _is_abandoned(path: Path) -> bool:

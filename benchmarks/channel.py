@@ -42,7 +42,7 @@ from actors.ray_pool import RayPool
 from actors.steps import Dispatcher
 from actors.steps.connection import WorkerConnection
 from actors.steps.placement import WorkerUp
-from actors.steps.protocol import Filled, Ring, Segment, SegmentName, attach
+from actors.steps.protocol import Fill, Filled, Segment, SegmentName, attach
 from actors.steps.server import StepServer
 from benchmarks.paths import RESULTS
 from benchmarks.report import machine, write_json
@@ -126,9 +126,9 @@ class ChannelActor:
 
 
 def answer(message: bytes) -> bytes:
-    """Return the answer to a frame with one `Ring`: the same slots."""
-    (ring,) = msgspec.msgpack.decode(message, type=list[Ring])
-    return encode(Filled(slots=ring.slots))
+    """Return the answer to a frame with one `Fill`: the same slots."""
+    (fill,) = msgspec.msgpack.decode(message, type=list[Fill])
+    return encode(Filled(slots=fill.slots))
 
 
 def num_rows(answers: Sequence[bytes]) -> int:
@@ -191,7 +191,7 @@ def measure_channels(rows: int, actors: int, width: int, steps: int) -> Samples:
     processes = [context.Process(target=pipe_process, args=(theirs,), daemon=True) for _, theirs in pairs]
     for process in processes:
         process.start()
-    message = encode([Ring(np.arange(rows // actors, dtype=np.int32).tobytes())])
+    message = encode([Fill(np.arange(rows // actors, dtype=np.int32).tobytes())])
     samples: Samples = {}
     zeromq: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
 

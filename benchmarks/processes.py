@@ -19,7 +19,7 @@ KINDS = {
     "MaskActor": "mask actor",
     "CompileActor": COMPILE_ACTOR,
     "actors.compile.process": COMPILE_PROCESS,
-    "janitor": "janitor",
+    "guided-cleanup": "cleanup process",
     "actors.driver.process": "Ray: driver",
     "default_worker": "Ray: starting worker",
     "gcs_server": "Ray: gcs_server",

@@ -57,7 +57,8 @@ class EngineConfig:
             newest tokens before, in prompt or output. Outputs are the same, except for rounding. It pays where outputs
             copy from prompts. Not with custom logits processors. 0: off.
         parking: a step continues without the sequences that have no mask at the step's deadline. They are sampled when
-            their mask is ready. This changes when a token is sampled, never which token.
+            their mask is ready. This changes when a token is sampled, never which token. If false, only rows
+            without a worker are left out.
         mask_deadline: seconds that a step waits for masks once its logits are computed. None: 5 % of the mean step, at
             least 1 ms.
         limits: limits of the constraint of a request.

@@ -345,7 +345,7 @@ class LLMEngine:
         """Wait for the masks until the step's deadline, and apply them in place.
 
         Args:
-            alone: no other sequence is delayed by the wait.
+            alone: no sequence outside of `metadata` is delayed by the wait.
         """
         if not metadata.guided:
             return _NOTHING_MASKED

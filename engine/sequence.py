@@ -174,7 +174,8 @@ class Sequence:
         """`detokenizer.text` is final."""
         self.error: GuidedError | None = None
         self.parked: Parked | None = None
-        """Set while its mask is late. It does not run, and keeps its blocks unless it is preempted."""
+        """Set while its mask is late, or that of another beam of its group. It does not run, and keeps its blocks
+        unless it is preempted."""
         self.group: SequenceGroup
         self.drafts: Drafts | None = None
         self.details = MaskDetails() if params.mask_details else None

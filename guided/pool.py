@@ -206,7 +206,7 @@ class MaskPool(Protocol):
 
         Args:
             timeout: seconds to wait at most. None: until every mask is ready or its time limit is over. Then a row is
-                late only if no worker can take its sequence, or one was found too recently.
+                late only if no worker can take its sequence, or it was opened on one less than the limit ago.
             patience: seconds after which the wait ends if at least one row is decided. None: the same as `timeout`.
         """
 

@@ -65,10 +65,11 @@ class SampledEdit:
 
 
 class LogitPostProcessor(Protocol):
-    """What an engine needs of a post-processor. All methods but `initialize` are called from one thread."""
+    """What an engine needs of a post-processor. All methods are called from one thread."""
 
     max_rollback: int
-    """Maximum of `SampledEdit.rollback`. The engine holds back one output token less until the sequence has ended."""
+    """Maximum of `SampledEdit.rollback`. Until a sequence has ended, the engine does not send its last
+    `max_rollback - 1` output tokens to the client."""
 
     def initialize(
         self, request_id: str, constraint: Constraint, backend: str = "auto", client: str = ""
@@ -116,7 +117,8 @@ class LogitPostProcessor(Protocol):
         Args:
             logits: float `[rows, >= padded_vocab_size]` on any device; only prepared rows are written.
             patience: the step's mask deadline, in seconds from when the logits are there. A row that misses it is
-                `late`. None: every mask is waited for, and a row is late only if no worker was up for long enough.
+                `late`. None: every mask is waited for, and a row is late only if no worker could take its sequence, or
+                one could only after a while: as for `MaskPool.collect`.
             alone: no other row of the batch could be sampled now. The first mask is then waited for a little longer.
             keep_late: leave the logits of late rows as they are, for a caller that keeps them and prepares the sequence
                 again when it has settled.

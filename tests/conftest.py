@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -41,6 +42,15 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run files with few tests first: these start servers and clusters, and take longest.
+
+    With several processes (`-n`) one of them would otherwise be busy with such a file for minutes after the others.
+    """
+    sizes = Counter(item.path for item in items)
+    items.sort(key=lambda item: sizes[item.path])
 
 
 @pytest.fixture(scope="session")

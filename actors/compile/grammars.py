@@ -1,4 +1,4 @@
-"""Grammars of a pool: compiled once by the compile actor, installed on every mask actor, dropped when unused.
+"""Grammars of a pool: compiled once by the compile actor, installed on the mask actors, dropped when unused.
 
 The work is done on one thread, so that neither the engine's thread nor a callback of Ray ever waits for Ray.
 """
@@ -394,7 +394,7 @@ class _CompilerHandle:
         """
         if self.actor is actor:
             started = self._start()
-            _log.error("the compile actor died: started it again")
+            _log.error("the compile actor died: it was started again")
             actor.end()
             self.actor = started
             self._heartbeat = self._process = None

@@ -1,7 +1,7 @@
 """WorkerConnection: the engine's side of one actor incarnation. It owns the incarnation's slots.
 
-It ends with the incarnation; the next one gets another. Used from the engine's thread, except `overdue`, `retiring` and
-`num_open`, which the actor's supervisor uses.
+It ends with the incarnation; the next one gets another. Used from the engine's thread, except `overdue`, `retiring`,
+`keeps_sequences` and `num_open`, which the actor's supervisor uses.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from actors.steps.protocol import (
     Answer,
     Edit,
     Failed,
+    Fill,
     Filled,
     Free,
     Open,
     Request,
-    Ring,
     Segment,
     SlotTable,
     freed,
@@ -145,7 +145,7 @@ class StepPart:
         self.missing = len(rows)
         """Rows that are not ready, as of the last `look`."""
         self._states = states
-        self._ring: Ring | None = None
+        self._fill: Fill | None = None
 
     def look(self) -> int:
         """Compare the versions; return how many masks are missing."""
@@ -173,10 +173,10 @@ class StepPart:
         self.table.tokens[self.slots, 0] = tokens[self.rows]
         self.table.target[self.slots] = self.target
         self.worker.asked[self.slots] = self.target
-        if self._ring is None or not self.worker.shared:
-            self._ring = self.worker.ring(self.slots)
+        if self._fill is None or not self.worker.shared:
+            self._fill = self.worker.fill(self.slots)
         else:
-            self.worker.queue(self._ring)
+            self.worker.queue(self._fill)
 
     def send_outputs(self, outputs: StepOutputs) -> None:
         """Write what is new of each row's output, and ask for the masks that were not asked for."""
@@ -195,7 +195,7 @@ class StepPart:
             self.worker.begin_asking()
             table.target[slots] += new[written]
             self.worker.asked[slots] = table.target[slots]
-            self.worker.ring(slots)
+            self.worker.fill(slots)
         self.target = table.target[self.slots]
 
     def _write(self, index: int, new: int, tokens: Sequence[int]) -> bool:
@@ -222,7 +222,7 @@ class StepPart:
         """
         kept = ~where
         self.rows, self.slots, self.target = self.rows[kept], self.slots[kept], self.target[kept]
-        self.ready, self._ring = self.ready[kept], None
+        self.ready, self._fill = self.ready[kept], None
         self.missing = len(self.ready) - int(np.count_nonzero(self.ready))
 
 
@@ -281,12 +281,12 @@ class WorkerConnection:
         """Slots to be freed by the next frame."""
         self._requests: list[Request] = []
         """The next frame."""
-        self._owing_since = 0.0
+        self._pending_since = 0.0
         """`time.monotonic()` of the first frame after the worker had answered everything."""
         self._last_asked = 0.0
         """`time.monotonic()` of the last frame that asks for something."""
         self._asking = self._was_idle = False
-        """The next frame asks for something; the worker owed nothing before."""
+        """The next frame asks for something; before that, the worker had filled all that it was asked for."""
         self._progress = 0.0
         """Without shared memory: `time.monotonic()` of the worker's last answer."""
         self._stuck_when_read = 0.0
@@ -351,7 +351,7 @@ class WorkerConnection:
             self.reserved_for = None
         if any(isinstance(request, Open) and request.slot == state.slot for request in self._requests):
             self._requests = [request for request in self._requests if getattr(request, "slot", None) != state.slot]
-            self._free_slots.append(state.slot)  # the worker never heard of it
+            self._free_slots.append(state.slot)  # its `Open` was never sent
             self.asked[state.slot] = self.table.ready[state.slot]
         else:
             self._frees.append(state.slot)
@@ -363,15 +363,15 @@ class WorkerConnection:
         """Add a request to the next frame."""
         self._requests.append(request)
 
-    def ring(self, slots: NDArray[np.intp]) -> Ring:
+    def fill(self, slots: NDArray[np.intp]) -> Fill:
         """Add the request to fill `slots` to the next frame, and return it. Their columns and `asked` are written."""
         if self.shared:
-            request = Ring(slots.astype(np.int32).tobytes(), look_ahead=self.look_ahead)
+            request = Fill(slots.astype(np.int32).tobytes(), look_ahead=self.look_ahead)
         else:
             slots = in_fill_order(slots, self.table)
             self._unanswered.append(slots)
             target, tokens = self.table.target[slots], self.table.tokens[slots]
-            request = Ring(slots.astype(np.int32).tobytes(), target.tobytes(), tokens.tobytes(), self.look_ahead)
+            request = Fill(slots.astype(np.int32).tobytes(), target.tobytes(), tokens.tobytes(), self.look_ahead)
         self.queue(request)
         return request
 
@@ -397,7 +397,7 @@ class WorkerConnection:
             idle_again = self._busy[0] == IDLE and self._since[0] >= self._last_asked
             self._was_idle = bool(idle_again) if self.shared else self.is_idle
             if self._was_idle:
-                self._owing_since = time.monotonic()
+                self._pending_since = time.monotonic()
 
     def send(self, frame: bytes, now: float) -> None:
         """Send a packed frame; never blocks."""
@@ -405,7 +405,7 @@ class WorkerConnection:
             self._asking = False
             self._last_asked = now
             if self._was_idle:
-                self._owing_since = now
+                self._pending_since = now
         self._channel.send(frame)
 
     def request_wakeup(self) -> None:
@@ -423,15 +423,15 @@ class WorkerConnection:
                     self._take_lines(answer)
                     continue
             except (msgspec.MsgspecError, ValueError, IndexError):
-                continue  # no answer of a worker's: its rows stay missing, and the worker is ended
+                continue  # not a worker's answer: rows that stay missing for it end the worker
             if self._is_current(answer):
-                self.table.status[answer.slot] = FAILED
+                self.table.status[answer.slot] = FAILED  # in shared memory the worker has done so
                 error = from_wire(answer.error)
                 error.add_note(f"on mask worker {self.index}, pid {self.location.pid}")
                 yield self.sequences[answer.slot], error
         if not self.shared:
-            owes = self._owes()
-            while self._unanswered and not owes[self._unanswered[0]].any():
+            unfilled = self._unfilled_slots()
+            while self._unanswered and not unfilled[self._unanswered[0]].any():
                 self._unanswered.popleft()
             self._stuck_when_read = self.stuck_seconds(time.monotonic())
 
@@ -466,7 +466,7 @@ class WorkerConnection:
         return taken
 
     def overdue(self, seconds: float) -> bool:
-        """Return whether the worker owes an answer and has made no progress for `seconds`. From any thread.
+        """Return whether the worker has slots to fill and has made no progress for `seconds`. From any thread.
 
         Without shared memory this is as of the time when the engine last read the answers: what arrived during a
         forward pass counts.
@@ -474,34 +474,33 @@ class WorkerConnection:
         return (self.stuck_seconds(time.monotonic()) if self.shared else self._stuck_when_read) > seconds
 
     def stuck_seconds(self, now: float) -> float:
-        """Return for how long the worker has been at one row, or has not begun with what it owes; 0 if it owes
-        nothing."""
-        if not self._owes().any():
+        """Return for how long the worker has been at one row, or has not begun; 0 if it has nothing to fill."""
+        if not self._unfilled_slots().any():
             return 0.0
         progress = float(self._since[0]) if self.shared else self._progress
-        return max(0.0, now - max(progress, self._owing_since))
+        return max(0.0, now - max(progress, self._pending_since))
 
     def is_responsive(self, now: float, seconds: float) -> bool:
-        """Return whether the worker has made progress within the last `seconds`, or owes nothing."""
+        """Return whether the worker has made progress within the last `seconds`, or has nothing to fill."""
         return (self.shared and now - float(self._since[0]) <= seconds) or self.stuck_seconds(now) <= seconds
 
     @property
     def is_idle(self) -> bool:
         """The worker has answered everything."""
-        return not self._owes().any()
+        return not self._unfilled_slots().any()
 
     def busy_with(self) -> SequenceState | None:
         """Return the sequence that the worker is filling, or seems to be."""
         if self.shared:
             slot = int(self._busy[0])
         else:
-            owes = self._owes()
-            slot = next((slot for slots in self._unanswered for slot in slots.tolist() if owes[slot]), IDLE)
+            unfilled = self._unfilled_slots()
+            slot = next((slot for slots in self._unanswered for slot in slots.tolist() if unfilled[slot]), IDLE)
         state = self.sequences.get(slot)
         return None if state is None or state.is_ready else state
 
     def suspects(self) -> set[SequenceState]:
-        """Return the sequences that the worker may have been filling when it was last heard of.
+        """Return the sequences that the worker may have been filling when its last answer came.
 
         With shared memory its mark says which: one, or none. Without, any that it has not answered for: an answer may
         have been on its way.
@@ -509,12 +508,13 @@ class WorkerConnection:
         if self.shared:
             state = self.busy_with()
             return set() if state is None else {state}
-        return {self.sequences[slot] for slot in np.flatnonzero(self._owes()).tolist() if slot in self.sequences}
+        unfilled = np.flatnonzero(self._unfilled_slots()).tolist()
+        return {self.sequences[slot] for slot in unfilled if slot in self.sequences}
 
-    def _owes(self) -> NDArray[np.bool_]:
-        """`[slots]`: the worker has not answered what it was asked for."""
-        owes: NDArray[np.bool_] = (self.asked != self.table.ready) & (self.table.status != FAILED)
-        return owes
+    def _unfilled_slots(self) -> NDArray[np.bool_]:
+        """Return a bool array `[slots]`: the worker was asked for a mask, or to free the slot, and has not done so."""
+        unfilled: NDArray[np.bool_] = (self.asked != self.table.ready) & (self.table.status != FAILED)
+        return unfilled
 
     def close(self) -> None:
         """Close the connection and drop the memory. Idempotent."""

@@ -229,7 +229,7 @@ class Dispatcher:
             if state not in self._late:
                 self._placement.move_to_lane(state)
         if self._placement.suspects:
-            self._placement.acquit()
+            self._placement.clear_suspects()
             self._place_waiting(time.monotonic())  # now the workers are idle: one may be emptied for a suspect
 
     def _assign(self, sequences: Sequence[GuidedSequence]) -> _Step:
@@ -477,7 +477,7 @@ class Dispatcher:
         if not step.unplaced and not late:
             return
         if self._placement.suspects:
-            self._placement.acquit()
+            self._placement.clear_suspects()
         for row, state in list(step.unplaced.items()):
             worker = None if state.error is not None else state.worker or self._place(state, now)
             if worker is not None:
@@ -490,7 +490,7 @@ class Dispatcher:
         send_all(self._workers)
 
     def _clear_stuck_workers(self) -> None:
-        """Rows are late: have none of them wait behind a slow one."""
+        """Rows are late, or half of the deadline is over: have none of them wait behind a slow one."""
         moved = self._placement.clear_stuck_workers(time.monotonic())
         if moved:
             self._displace(moved)

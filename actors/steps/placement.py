@@ -1,8 +1,9 @@
 """Placement: which sequence is open on which worker, and what becomes of the sequences of a worker that ended.
 
-A sequence stays on its worker, except for three reasons. A straggler, with masks that hold up others, gets a slow lane.
-A suspect, with a mask that may have ended a worker, is filled on a worker without other sequences. A worker that
-is to be replaced is emptied. Used from the engine's thread.
+A sequence stays on its worker, except for four reasons. A straggler, with masks that delay others, gets a worker that
+becomes a slow lane, and the others leave it. A suspect, with a mask that may have ended a worker, is filled on a worker
+that the others leave. A worker that is to be replaced is emptied. Sequences are spread again when a worker is a slow
+lane no more. Used from the engine's thread.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ _ISOLATION_SECONDS = 10.0
 """How long a suspect waits for a worker that is empty or can be emptied without loss: longer than a worker takes to
 start."""
 _MAX_MOVES = 10
-"""Workers that may end under a sequence between two of its masks. It is not its fault, but the wait has to end."""
+"""Workers that may end while they hold a sequence, between two of its masks. The sequence need not be the cause, but
+the wait has to end."""
 _STRAGGLER_SECONDS, _STRAGGLER_FACTOR = 0.03, 20.0
 """A mask that takes longer than this, and longer than so many typical masks, holds up others."""
 _QUICK_ROWS = 16
@@ -110,7 +112,7 @@ class Placement:
         self.needs_rebalancing = False
         """A worker is a slow lane no more and has few sequences, or a worker is to be emptied."""
         self.moved: set[SequenceState] = set()
-        """Sequences that have left their worker since the dispatcher emptied this set."""
+        """Sequences that have no worker, or have left it, since the dispatcher emptied this set."""
         self._typical = 0.0
         """Seconds of a typical mask: a moving average."""
 
@@ -122,7 +124,7 @@ class Placement:
     # where a sequence can go
 
     def place(self, state: SequenceState, parent: SequenceState | None, now: float) -> bool:
-        """Open the sequence on its parent's worker, or on the one with the fewest; return whether one could take it."""
+        """Open the sequence on its parent's worker, or on the one with the fewest sequences; False: none can."""
         if state.suspect:
             return self.isolate(state, now)
         worker = parent.worker if parent is not None else None
@@ -207,7 +209,7 @@ class Placement:
             self.withdraw(state)
 
     def clear_stuck_workers(self, now: float) -> list[SequenceState]:
-        """A mask deadline was missed: move the other sequences of a worker that one mask holds up.
+        """Move the other sequences of a worker that is delayed by one mask: rows are late, or will be.
 
         The worker becomes a slow lane, unless half of the workers are: then the straggler moves to one with its next
         mask.
@@ -267,8 +269,8 @@ class Placement:
         worker.reserved_for = state
         return True
 
-    def acquit(self) -> None:
-        """Treat suspects that have had a mask on their own, and their workers, like any other again."""
+    def clear_suspects(self) -> None:
+        """Treat suspects as before that have received a mask from a worker without other sequences; and that worker."""
         for state in list(self.suspects):
             if state.error is not None or state.has_answered:
                 self.suspects.discard(state)
@@ -284,9 +286,9 @@ class Placement:
             return None
         fewest = min(able, key=lambda worker: worker.num_open)
         alone = set(fewest.sequences.values()) <= {state}
-        refuge = any(worker is not fewest and worker.reserved_for is None for worker in self.workers)
+        others_have_one = any(worker is not fewest and worker.reserved_for is None for worker in self.workers)
         waited = state.waiting_since and now - state.waiting_since > _ISOLATION_SECONDS
-        return fewest if alone or refuge or waited else None
+        return fewest if alone or others_have_one or waited else None
 
     def _clear(self, worker: WorkerConnection, staying: Collection[SequenceState]) -> list[SequenceState]:
         """Take all other sequences off a worker that lives; return them."""

@@ -1,6 +1,7 @@
 """The step protocol: the slot table that the engine and one worker share, and the messages between them.
 
-A sequence that is open on a worker holds a slot there, one line of the table. Each column has one writer:
+A sequence that is open on a worker holds a slot there, one line of the table. In shared memory each column has one
+writer:
 
     tokens[slot, :]   engine   output tokens since the last mask, at most `MAX_NEW_TOKENS`
     target[slot]      engine   the version of the output that a mask is wanted for
@@ -13,13 +14,13 @@ A sequence that is open on a worker holds a slot there, one line of the table. E
 
 A *version* is the number of output tokens, plus the slot's edit count in the upper 32 bits. The count grows whenever
 the output changes by a message (open, edit) instead of through the columns, so that no two outputs of a slot share a
-version. The engine writes to the columns of a slot only while `ready[slot] == target[slot]`.
+version. The engine writes to `tokens[slot]` only while `ready[slot] == target[slot]`.
 
 On one machine the table is shared memory: a memfd, which the actor opens through `/proc/<pid>/fd`, so that it vanishes
 with its owner. (Python 3.11's `multiprocessing.shared_memory` does not: the resource tracker of a killed actor unlinks
 the engine's segment.) Otherwise both sides have a table of their own, and messages carry the changed lines.
 
-In the usual step the engine writes `tokens` and `target` of the batch's slots and sends one `Ring` with the slot
+In the usual step the engine writes `tokens` and `target` of the batch's slots and sends one `Fill` with the slot
 numbers; after the forward pass it compares `ready` with `target`. Everything else (open, edit, free, a failure) is a
 message in the same socket, handled in order. A slot is used again only after the worker has handled its `Free`
 (`ready[slot] == freed(target[slot])`), or the worker's process is gone.
@@ -60,7 +61,7 @@ _MARK_OFFSET, _MARK = 64, np.dtype([("since", "f8"), ("seconds", "f8"), ("busy",
 _COLUMNS_OFFSET = 128
 
 
-class Ring(msgspec.Struct, array_like=True, tag=0, gc=False, frozen=True):
+class Fill(msgspec.Struct, array_like=True, tag=0, gc=False, frozen=True):
     """Fill the masks after the tokens in the table. Arrays travel as bytes in native order."""
 
     slots: bytes
@@ -106,7 +107,7 @@ class Free(msgspec.Struct, array_like=True, tag=3, gc=False, frozen=True):
     slots: list[int]
 
 
-Request = Ring | Open | Edit | Free
+Request = Fill | Open | Edit | Free
 """From the engine; a frame is a list of them."""
 
 

@@ -27,11 +27,11 @@ from actors.steps.protocol import (
     STEERED,
     Answer,
     Failed,
+    Fill,
     Filled,
     Free,
     Open,
     Request,
-    Ring,
     SlotTable,
     freed,
     in_fill_order,
@@ -104,8 +104,8 @@ class StepServer:
             self._announce()
 
     def _handle(self, request: Request) -> None:
-        if isinstance(request, Ring):
-            self._fill(self._rung(request), request.look_ahead)
+        if isinstance(request, Fill):
+            self._fill(self._slots_to_fill(request), request.look_ahead)
         elif isinstance(request, Free):
             self._free(request.slots)
         else:
@@ -122,12 +122,12 @@ class StepServer:
                 self._table.target[slot] = request.version
             self._fill(slot)
 
-    def _rung(self, ring: Ring) -> NDArray[np.int32]:
+    def _slots_to_fill(self, request: Fill) -> NDArray[np.int32]:
         """Return the slots to fill; take over their columns if they came with the message."""
-        slots = np.frombuffer(ring.slots, np.int32)
+        slots = np.frombuffer(request.slots, np.int32)
         if self._sender is not None:
-            self._table.target[slots] = np.frombuffer(ring.target, np.int64)
-            self._table.tokens[slots] = np.frombuffer(ring.tokens, np.int32).reshape(-1, MAX_NEW_TOKENS)
+            self._table.target[slots] = np.frombuffer(request.target, np.int64)
+            self._table.tokens[slots] = np.frombuffer(request.tokens, np.int32).reshape(-1, MAX_NEW_TOKENS)
         return in_fill_order(slots, self._table)
 
     def _fill(self, slots: NDArray[np.int32], look_ahead: bool = False) -> None:

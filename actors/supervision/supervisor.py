@@ -199,7 +199,7 @@ class Supervisor:
                 self._first_try.clear()
                 continue
             if not self._settings.cluster.connected.wait(_TICK_MS / 1000):
-                continue  # Ray is lost: it is no fault of the actor's, and no reason for a longer pause
+                continue  # Ray is lost, not the actor: no reason for a longer pause
             self._seconds_up = 0.0
             try:
                 is_expected = self._live() in ("retired", "drained")

@@ -182,8 +182,8 @@ class _Server(uvicorn.Server):
 class _ExitTimer:
     """Ends the process `seconds` after the first `start` if it has not ended by itself.
 
-    It works even if threads hang or keep the GIL, and prints the stacks of all threads. The pool's janitor removes what
-    the process leaves.
+    It works even if threads hang or keep the GIL, and prints the stacks of all threads. The pool's cleanup
+    process removes what the process leaves.
     """
 
     def __init__(self, seconds: float) -> None:

@@ -35,7 +35,7 @@ def owner(short_directory: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[tup
         process.kill()
 
 
-def janitors_of(path: Path) -> list[psutil.Process]:
+def cleanups_of(path: Path) -> list[psutil.Process]:
     return [each for each in psutil.process_iter(["cmdline"]) if (each.info["cmdline"] or [])[-1:] == [str(path)]]
 
 
@@ -46,12 +46,12 @@ def test_it_is_removed_when_its_process_is_killed(owner: tuple[subprocess.Popen[
     until(lambda: not path.exists())
 
 
-def test_if_the_janitor_was_killed_too_the_next_process_removes_it(owner: tuple[subprocess.Popen[str], Path]) -> None:
+def test_if_the_cleanup_was_killed_too_the_next_process_removes_it(owner: tuple[subprocess.Popen[str], Path]) -> None:
     process, path = owner
     ScratchDirectory().remove()
     assert path.exists(), "its process is alive"
-    (janitor,) = janitors_of(path)
-    janitor.kill()
+    (cleanup,) = cleanups_of(path)
+    cleanup.kill()
     process.kill()
     process.wait()
     assert path.exists()
@@ -67,6 +67,6 @@ def test_directories_of_others_are_left_alone(short_directory: str, monkeypatch:
     other = Path(tempfile.mkdtemp(prefix="guided-vllm-"))
     (other / "owner").write_text("{}")
     mine = ScratchDirectory()
-    assert not janitors_of(other)  # one that has been started waits for seconds
+    assert not cleanups_of(other)  # one that has been started waits for seconds
     mine.remove()
     assert (other / "owner").exists()

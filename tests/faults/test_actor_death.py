@@ -220,7 +220,7 @@ elif sys.argv[1] == "raise":
 
 def has_ended_or_cleans_up(process: psutil.Process) -> bool:
     try:
-        return "guided-janitor" in process.cmdline()
+        return "guided-cleanup" in process.cmdline()
     except psutil.NoSuchProcess:  # a zombie too
         return True
 

@@ -24,7 +24,7 @@ from thread_actor import ConnectedPair, ThreadActor, close_all
 from actors.channel import Address, Transport
 from actors.steps import Dispatcher
 from actors.steps.placement import WorkerDown, WorkerUp
-from actors.steps.protocol import EDIT, Answer, Failed, Filled, Open, Ring, Segment, SegmentName, attach
+from actors.steps.protocol import EDIT, Answer, Failed, Fill, Filled, Open, Segment, SegmentName, attach
 from guided.errors import GuidedError, WorkerDied, to_wire
 
 LONG = "a" * 3000
@@ -100,7 +100,7 @@ def test_a_request_that_cannot_be_handled_ends_the_worker(transport: Transport, 
     actor, _ = case.join()
     case.open(1)
     assert case.step((1, "")) == ["ax"]
-    actor.pair.channel.send(encode([Ring(slots)]))
+    actor.pair.channel.send(encode([Fill(slots)]))
     assert actor.ended.wait(WAIT)
     until(actor.pair.channel.is_disconnected)
     case.dispatcher.announce(WorkerDown(actor.connection, WorkerDied("it ended")))

@@ -21,9 +21,9 @@ SECONDS = 30.0
 
 
 def family_of(pid: int) -> list[psutil.Process]:
-    """Return the descendants of a process, except the janitors, which must outlive it."""
+    """Return the descendants of a process, except the cleanup processes, which must outlive it."""
     found = psutil.Process(pid).children(recursive=True)
-    return [process for process in found if "guided-janitor" not in process.cmdline()]
+    return [process for process in found if "guided-cleanup" not in process.cmdline()]
 
 
 def shared_files(processes: list[psutil.Process]) -> set[str]:

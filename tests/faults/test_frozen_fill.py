@@ -59,6 +59,7 @@ class Frozen(StepDriver):
 
     def freeze_in_mid_fill(self) -> int:
         """Ask for masks of sequences 1 and 2, and stop the process while it writes that of 1. Return 1's slot."""
+        self.segment.table.seconds[:] = 0.0  # otherwise 1 is filled last if its last mask was slow
         self.submit((1, "a"), (2, "a"))
         until(self.reached.exists)
         freeze(self.pid)

@@ -56,7 +56,7 @@ def test_the_pool_grows_and_shrinks_and_no_sequence_moves(driven: DrivenPool, ca
     # One sequence each on two actors is little to do. The third actor ends, and one of the two takes no new sequences.
     alive = [streams[0], streams[4]]
     driven.pool.free([each for each in streams if each not in alive])
-    stepping(driven, alive, lambda: "draining" in states(driven), pause=0.1)
+    stepping(driven, alive, lambda: states(driven) == ["draining", "stopped", "up"], pause=0.1)
     gone(homes[streams[8]])
     (draining,) = [worker for worker in driven.pool.status().workers if worker.state == "draining"]
     assert draining.pid is not None

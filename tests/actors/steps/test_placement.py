@@ -164,7 +164,7 @@ def test_a_suspect_gets_a_worker_that_is_empty_or_that_others_can_leave(
         if placement.place(newcomer, None, now):
             assert newcomer.worker is not worker, "no other sequence is put there"
         workers.answer(suspect)
-        placement.acquit()
+        placement.clear_suspects()
         assert worker.reserved_for is None
         assert not suspect.suspect
     workers.close()

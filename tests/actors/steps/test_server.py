@@ -25,11 +25,11 @@ from actors.steps.protocol import (
     Answer,
     Edit,
     Failed,
+    Fill,
     Filled,
     Free,
     Open,
     Request,
-    Ring,
     freed,
 )
 from guided.errors import BackendError, TokenRejected, from_wire
@@ -49,12 +49,12 @@ class Peer:
     def send(self, *requests: Request) -> None:
         self.channel.send(encode(list(requests)))
 
-    def ring(self, *slots: int) -> Ring:
+    def fill(self, *slots: int) -> Fill:
         """A request to fill slots. Their columns are written."""
         packed = np.array(slots, np.int32)
         if self.shared:
-            return Ring(packed.tobytes())
-        return Ring(packed.tobytes(), self.table.target[packed].tobytes(), self.table.tokens[packed].tobytes())
+            return Fill(packed.tobytes())
+        return Fill(packed.tobytes(), self.table.target[packed].tobytes(), self.table.tokens[packed].tobytes())
 
     def open(self, slot: int, text: str = "", grammar: str = "g", edit: int = 1) -> Open:
         """A request to open a sequence; writes its target."""
@@ -94,7 +94,7 @@ def test_masks_are_written_into_the_table_and_marked_there(transport: Transport)
     table.tokens[0, :1] = tokens("b")
     table.target[0] += 1
     table.mark["wake"][0] = 1
-    peer.send(peer.ring(0))
+    peer.send(peer.fill(0))
     assert peer.answer() == Filled(), "the engine waits: it is woken when all is done"
     assert allowed(table.mask[0]) == "."
     assert table.ready[[1, 2, 4]].tolist() == [FREE] * 3
@@ -142,7 +142,7 @@ def test_a_position_that_does_not_fit_the_known_output_is_a_failure(transport: T
     peer.send(peer.open(0))
     peer.wait(0)
     peer.table.target[0] += 100
-    peer.send(peer.ring(0))
+    peer.send(peer.fill(0))
     answer = peer.answer()
     assert isinstance(answer, Failed)
     assert isinstance(from_wire(answer.error), BackendError)
