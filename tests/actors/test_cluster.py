@@ -61,7 +61,7 @@ def test_auto_does_not_join_it(local_ray: None) -> None:
 def test_a_node_may_take_longer_than_ray_waits_for_it() -> None:
     """As on a machine where few cores are busy: Ray gives its node 30 s."""
     slow = {"RAY_testing_asio_delay_us": "NodeInfoGcsService.grpc_server.RegisterNode=32000000:32000000"}
-    code = "from actors.cluster import Cluster; cluster = Cluster.join('local'); print('started'); cluster.leave()"
+    code = "from actors.cluster import Cluster; cluster = Cluster.join(); print('started'); cluster.leave()"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, env=os.environ | slow, capture_output=True, text=True, timeout=240
     )
