@@ -33,7 +33,7 @@ test-vllm: $(VLLM_VENV)/.installed  ## Test the plugin within a real vLLM, in it
 
 test-clients: $(VENV)/.installed $(CLIENTS:%=.venv-clients/%/.installed)  ## Test with the frameworks of docs/clients.md, in environments of their own (.venv-clients)
 	@set -e; for each in $(CLIENTS); do \
-	  GUIDED_PYTHON=$(BIN)/python .venv-clients/$$each/bin/python -m pytest --confcutdir tests/clients tests/clients/$$each $(ARGS); \
+	  GUIDED_PYTHON=$(BIN)/python .venv-clients/$$each/bin/python -m pytest -W default --confcutdir tests/clients tests/clients/$$each $(ARGS); \
 	done
 
 test-cuda: $(VENV)/.installed-dev  ## Run the tests that need a CUDA device (TORCH= chooses its torch), with a report

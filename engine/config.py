@@ -40,8 +40,8 @@ class EngineConfig:
     Args:
         max_num_seqs: maximum number of sequences in one step.
         max_num_batched_tokens: maximum number of tokens in one step, prompts and decoded tokens together. Longer
-            prompts are prefilled in chunks. None: 256 on a CPU, where a token takes some 0.3 ms, and 4096 elsewhere.
-            Raised to `max_num_seqs` plus a block if it is less.
+            prompts are prefilled in chunks. None: 64 on a CPU, where a token takes some 0.3 ms, so that prompts delay
+            decoding little, and 4096 elsewhere. Raised to `max_num_seqs` plus a block if it is less.
         max_model_len: maximum length of prompt and output together. None: the model's own limit.
         block_size: tokens per block of the KV cache.
         num_blocks: blocks of the KV cache. None: as many as `kv_cache_bytes` holds.
@@ -95,4 +95,4 @@ class EngineConfig:
 
     def tokens_per_step(self, on_cpu: bool) -> int:
         """Return the maximum number of tokens in one step."""
-        return max(self.max_num_batched_tokens or (256 if on_cpu else 4096), self.max_num_seqs + self.block_size)
+        return max(self.max_num_batched_tokens or (64 if on_cpu else 4096), self.max_num_seqs + self.block_size)

@@ -17,8 +17,7 @@ from serving import serving
 PAGE = Path(__file__).parents[2] / "docs" / "clients.md"
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("filterwarnings", "default")  # warnings of the packages
+def pytest_configure() -> None:
     os.environ |= {"OPENAI_AGENTS_DISABLE_TRACING": "1", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}  # no other addresses
 
 
