@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
-from vllm.v1.request import RequestStatus
-
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
     from vllm.v1.request import Request
@@ -56,7 +54,7 @@ class _GuidedScheduling:
 
     def _is_preempted(self, request_id: str) -> bool:
         request = self.requests.get(request_id)
-        return request is not None and request.status == RequestStatus.PREEMPTED
+        return request is not None and request.status.name == "PREEMPTED"
 
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
         if request.request_id in self._held_back:
