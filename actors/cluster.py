@@ -49,8 +49,6 @@ _LOCAL_ENVIRONMENT = {
     # All of its processes listen on 127.0.0.1 only.
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "RAY_enable_metrics_collection": "0",
-    # The raylet's agents take longer than 30 s to start where few cores are busy.
-    "RAY_agent_register_timeout_ms": "100000",
     "RAY_AUTH_MODE": "token",
     "RAY_AUTH_TOKEN": None,
     "RAY_ADDRESS": None,

@@ -19,7 +19,6 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import ray
-from ray._private import services
 from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -28,8 +27,6 @@ from actors.driver.messages import Alive, Call, Close, Connect, Connected, Creat
 from guided.errors import bounded
 
 _ALIVE_SECONDS = 1.0
-_START_SECONDS = 100.0
-"""Maximum time that a local Ray takes to start. The engine's process waits a little longer for the answer."""
 _SHUTDOWN_SECONDS = 15.0
 
 
@@ -38,7 +35,6 @@ def main() -> None:
     engine: Connection[Any, Any] = Connection(int(sys.argv[1]))
     connect: Connect = engine.recv()
     sys.argv[0] = connect.program
-    _start_patiently()
     try:
         ray.init(**connect.options)
         connected = _describe()
@@ -54,25 +50,6 @@ def main() -> None:
     limit.daemon = True
     limit.start()
     ray.shutdown()
-
-
-def _start_patiently() -> None:
-    """Have `ray.init` look for its new node for `_START_SECONDS`, instead of 30 s.
-
-    On few cores its processes take that long to start, for example while vLLM starts too.
-    """
-    get_node, deadline = services.get_node, time.monotonic() + _START_SECONDS
-
-    def wait_for_node(gcs_address: str, node_id: str) -> Any:
-        while True:
-            try:
-                return get_node(gcs_address, node_id)
-            except RuntimeError:
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(0.1)
-
-    services.get_node = wait_for_node
 
 
 def _describe() -> Connected:

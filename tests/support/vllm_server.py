@@ -109,7 +109,7 @@ def serving_vllm(model: Path, *arguments: str, drop_in: bool = False, **environm
 
 
 def _wait(server: Server) -> None:
-    """Wait until the server answers and its pool is open. On a busy machine, Ray may not start at the first attempt."""
+    """Wait until the server answers and its pool is open. Ray does not always start at the first attempt."""
     deadline = time.monotonic() + STARTS
     while True:
         with contextlib.suppress(httpx.TransportError):
