@@ -28,7 +28,7 @@ from typing import Any, Literal
 
 import httpx
 import psutil
-from openai import AsyncOpenAI, BadRequestError
+from openai import AsyncOpenAI, BadRequestError, pydantic_function_tool
 from pydantic import BaseModel, Field, TypeAdapter
 
 from benchmarks.child_process import SINGLE_THREADED, VLLM_ON_CPU, log_tail
@@ -78,10 +78,8 @@ FIELDS: dict[str, tuple[dict[str, Any], Callable[[str], object]]] = {
     ),
 }
 FUNCTIONS = {of.__name__.lower(): of for of in TYPES}
-TOOLS = [
-    {"type": "function", "function": {"name": name, "parameters": of.model_json_schema()}}
-    for name, of in FUNCTIONS.items()
-]
+TOOLS = [pydantic_function_tool(of, name=name) for name, of in FUNCTIONS.items()]
+"""Strict: vLLM does not constrain the arguments of other functions."""
 Ask = Callable[[AsyncOpenAI, dict[str, Any], int], Awaitable[None]]
 
 

@@ -55,6 +55,12 @@ from benchmarks.report import canvas, machine, print_table, write_json
 
 ALL_FAULTS = (*FAULTS, "error state", "costly grammar", "slow compile", "killed actor")
 MODEL = ROOT / "engine" / "default_model" / "checkpoint"
+WAYS = {
+    "own": ("vLLM", "vllm"),
+    "switch": ("vLLM, GUIDED_VLLM=1", "vllm:switch"),
+    "plugin": ("vLLM, our plugin", "vllm:plugin"),
+}
+"""Way in vLLM -> label, name of the engine in `benchmarks.faults.host`."""
 STAGES = ("first", "warm-up", "without", "with", "next")
 COLUMNS = {
     "fault": "fault",
@@ -80,13 +86,11 @@ OUTCOMES = {
 
 def systems(options: argparse.Namespace) -> dict[str, tuple[str, str]]:
     """Return label -> (name of the engine in `benchmarks.faults.host`, Python interpreter)."""
-    found = {}
+    found: dict[str, tuple[str, str]] = {}
     vllm = vllm_candidate(options.vllm_python)
     if vllm is not None:
-        found["vLLM"] = ("vllm", vllm.python)
-        if has_plugin(vllm.python):
-            found["vLLM, GUIDED_VLLM=1"] = ("vllm:switch", vllm.python)
-            found["vLLM, our plugin"] = ("vllm:plugin", vllm.python)
+        ways = options.vllm if has_plugin(vllm.python) else {"own"}.intersection(options.vllm)
+        found = {label: (engine, vllm.python) for way, (label, engine) in WAYS.items() if way in ways}
     for replays in options.max_replays:
         found[f"ours, max_replays={replays}"] = (f"ours:{replays}", sys.executable)
     return found
@@ -259,6 +263,7 @@ def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--fault", nargs="+", choices=ALL_FAULTS, default=list(ALL_FAULTS))
     parser.add_argument("--max-replays", type=int, nargs="*", default=[0, 2], help="of our pool, one run per value")
+    parser.add_argument("--vllm", nargs="*", choices=WAYS, default=list(WAYS), help="ways in vLLM")
     parser.add_argument(
         "--limit", type=float, default=240.0, help="seconds after which an engine's processes are killed"
     )

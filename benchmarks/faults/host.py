@@ -32,9 +32,10 @@ async def ask(engine: Engine, request_id: str, request: Request, limit: float, a
     async def follow() -> None:
         nonlocal last
         async for output in engine.generate(request_id, request):
-            answer.text, answer.tokens, answer.finish_reason, answer.error = output
             now = time.perf_counter()
-            answer.longest_gap = max(answer.longest_gap, now - last)
+            if answer.tokens:  # the time to the first token is no gap
+                answer.longest_gap = max(answer.longest_gap, now - last)
+            answer.text, answer.tokens, answer.finish_reason, answer.error = output
             last = now
 
     try:

@@ -109,10 +109,11 @@ def serving_vllm(model: Path, *arguments: str, drop_in: bool = False, **environm
 
 
 def _wait(server: Server) -> None:
+    """Wait until the server answers and its pool is open. Ray does not always start at the first attempt."""
     deadline = time.monotonic() + STARTS
     while True:
         with contextlib.suppress(httpx.TransportError):
-            if httpx.get(f"{server.url}/health", timeout=10).status_code == 200:
+            if httpx.get(f"{server.url}/health").status_code == 200 and server.post({"regex": "a"}).status_code == 200:
                 return
         assert server.process.poll() is None, server.tail()
         assert time.monotonic() < deadline, server.tail()

@@ -110,6 +110,24 @@ class TestLateMasks:
         assert [one.finish_reason for one in found] == ["stop"] * len(OWN)
         assert [one.token_ids for one in also_free] == [one.token_ids for one in free]
 
+    def test_late_requests_return_one_at_a_time(self, host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Each is computed again from its beginning, while the others of the batch wait."""
+        host.calm()
+        scheduler = host.llm.llm_engine.engine_core.engine_core.scheduler
+        schedule, returned = scheduler.schedule, Counter[int]()
+
+        def counted(*args: Any) -> Any:
+            output = schedule(*args)
+            returned[len(output.scheduled_cached_reqs.resumed_req_ids)] += 1
+            return output
+
+        monkeypatch.setattr(scheduler, "schedule", counted)
+        host.pool.delay = lambda sequence_id, position: int(position == 3)
+        found, _ = host.ask(*[{"regex": "[a-f]{30}"}] * 4)
+        assert [one.finish_reason for one in found] == ["stop"] * 4
+        assert returned[1] >= 4
+        assert max(returned) == 1
+
     def test_a_request_that_was_late_once_is_not_delayed_for_long(
         self, host: Host, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -176,13 +176,15 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
 
     # the scheduler's interface
 
-    def hold_back(self, in_flight: Callable[[str], bool]) -> set[str]:
+    def hold_back(self, in_flight: Callable[[str], bool], is_preempted: Callable[[str], bool]) -> set[str]:
         """Return the ids of slow requests that must not join a batch now: their masks are missing.
 
-        Asks for these masks first, without waiting.
+        Asks for these masks first, without waiting. Preempted requests join one at a time: each is computed again from
+        its beginning, and the batch waits for that.
 
         Args:
             in_flight: whether a token of a request is being computed.
+            is_preempted: whether a request has to be computed again.
         """
         slow = self._slow
         if not slow:
@@ -205,7 +207,9 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
             output.quick += 1
             if output.quick >= _QUICK_MASKS and not output.request.late:
                 del slow[name]
-        return held | {name for name, output in slow.items() if output.request.late or output.request.error is not None}
+        held |= {name for name, output in slow.items() if output.request.late or output.request.error is not None}
+        returning = [name for name in slow if name not in held and is_preempted(name)]
+        return held.union(returning[1:])
 
     def take_missing(self) -> list[str]:
         """Return the ids of requests without a mask in the last step, once. Their tokens must be discarded."""

@@ -34,32 +34,17 @@ _log = logging.getLogger("guided.integrations")
 
 def identity(pid: int) -> str:
     """Return host, pid and start time of a process of this machine. No later process with this pid has the same."""
-    fields = _stat(pid)
-    started = "" if not fields or fields[0] == "Z" else fields[19]  # a zombie has ended
+    started = ""
+    with contextlib.suppress(OSError):  # there is no such process
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # proc(5), from the state on
+        started = "" if fields[0] == "Z" else fields[19]  # a zombie has ended
     return f"{socket.gethostname()} {pid} {started}"
-
-
-def lineage() -> list[str]:
-    """Return the identities of this process, its parent, and so on."""
-    pid, found = os.getpid(), []
-    while pid > 0:
-        found.append(identity(pid))
-        pid = int((_stat(pid) or ["", "0"])[1])
-    return found
 
 
 def has_ended(process: str) -> bool:
     """Whether the process with this identity is known to have ended. False for processes of other machines."""
     host, pid, _ = process.split(" ")
     return host == socket.gethostname() and process != identity(int(pid))
-
-
-def _stat(pid: int) -> list[str]:
-    """Fields of /proc/PID/stat (proc(5)) from the state on. Empty: there is no such process."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return []
 
 
 def announce() -> None:

@@ -32,7 +32,7 @@ class _GuidedScheduling:
 
     def schedule(self, *args: Any, **options: Any) -> SchedulerOutput:
         manager = self.structured_output_manager
-        self._held_back = manager.hold_back(self._is_in_flight)
+        self._held_back = manager.hold_back(self._is_in_flight, self._is_preempted)
         for request_id in self._held_back:
             request = self.requests.get(request_id)
             if request is not None:  # a running request is skipped until this step
@@ -51,6 +51,10 @@ class _GuidedScheduling:
     def _is_in_flight(self, request_id: str) -> bool:
         request = self.requests.get(request_id)
         return request is None or request.num_output_placeholders > 0
+
+    def _is_preempted(self, request_id: str) -> bool:
+        request = self.requests.get(request_id)
+        return request is not None and request.status.name == "PREEMPTED"
 
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
         if request.request_id in self._held_back:

@@ -12,7 +12,7 @@ from multiprocessing import active_children
 from typing import Any
 
 from guided.errors import PoolUnavailable
-from guided.integrations.vllm.run_directory import VARIABLE, identity, lineage, notes_of_running, write_note
+from guided.integrations.vllm.run_directory import VARIABLE, identity, notes_of_running, write_note
 
 _DIRECTORY = "workers"
 _ENGINE_PROCESS = "EngineCore"
@@ -35,7 +35,8 @@ def register(rejection: str | None = None, engine: str = "") -> None:
     Raises `OSError` as `write_note`.
     """
     process = identity(os.getpid())
-    note = {"process": process, "rejection": rejection, "engine": engine, "lineage": lineage()}
+    parents = [process, identity(os.getppid())]
+    note = {"process": process, "rejection": rejection, "engine": engine, "parents": parents}
     write_note(_DIRECTORY, process.rpartition(" ")[0].replace(" ", "-"), note)
 
 
@@ -61,7 +62,7 @@ def check() -> None:
 def _has_engine_without_worker(workers: list[dict[str, Any]]) -> bool:
     """Whether one of this process's engines has no registered worker.
 
-    Workers are descendants of their engine's process, except those that Ray started. For these, engine ids are counted.
+    A worker is its engine's process or a child of it, unless Ray started it. For Ray's, engine ids are counted.
     """
     engines = {
         identity(child.pid) for child in active_children() if child.pid and child.name.startswith(_ENGINE_PROCESS)
@@ -69,7 +70,7 @@ def _has_engine_without_worker(workers: list[dict[str, Any]]) -> bool:
     found: set[str] = set()
     elsewhere: set[str] = set()
     for worker in workers:
-        its_engines = engines.intersection(worker.get("lineage", ()))
+        its_engines = engines.intersection(worker.get("parents", ()))
         found |= its_engines
         if not its_engines and worker["process"] != identity(os.getpid()):
             elsewhere.add(worker.get("engine", ""))

@@ -98,7 +98,7 @@ class TestSeveralEnginesOfOneProcess:
 
     def test_workers_that_ray_started_are_counted_by_their_engine(self, start: Callable[[str, bool], Any]) -> None:
         def register_elsewhere(worker: int, engine: str) -> None:
-            note = {"process": f"elsewhere {worker} 5", "rejection": None, "engine": engine, "lineage": []}
+            note = {"process": f"elsewhere {worker} 5", "rejection": None, "engine": engine, "parents": []}
             run_directory.write_note("workers", f"elsewhere-{worker}", note)
 
         start(IDLE, False)
