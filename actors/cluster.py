@@ -80,8 +80,7 @@ class Cluster:
         self._error: Exception | None = None
         self.trouble: str | None = None
         """What was wrong with Ray at the latest probe, a few seconds ago; None if nothing was."""
-        self.when_lost: list[Callable[[], None]] = []
-        """Called whenever the driver is lost, with all actors and objects, before the next driver is used."""
+        self._when_lost: list[Callable[[], None]] = []
         self._thread = threading.Thread(target=self._run, name="ray-connection", daemon=True)
 
     @classmethod
@@ -111,6 +110,14 @@ class Cluster:
                 if driver is not None and self._ray is None:
                     driver.interrupt()
                 self._thread.join(_STOP_SECONDS)
+
+    def subscribe(self, when_lost: Callable[[], None]) -> None:
+        """Call `when_lost` whenever the driver is lost, with all actors and objects, before the next one is used."""
+        self._when_lost.append(when_lost)
+
+    def unsubscribe(self, when_lost: Callable[[], None]) -> None:
+        """Do not call `when_lost` any more."""
+        self._when_lost.remove(when_lost)
 
     @property
     def host(self) -> str:
@@ -194,7 +201,7 @@ class Cluster:
         self.trouble = why
         self.connected.clear()
         self._clean_up()
-        for call in list(self.when_lost):
+        for call in list(self._when_lost):
             call()
         pause = _FIRST_PAUSE_SECONDS
         while not self._leaving.is_set():

@@ -95,7 +95,7 @@ class Grammars:
         self._loading = Loading(self._when_done, self._check_installs, self._compile_lost)
         self._thread = threading.Thread(target=self._run, name="grammars", daemon=True)
         self._thread.start()
-        cluster.when_lost.append(self._when_ray_is_lost)
+        cluster.subscribe(self._when_ray_is_lost)
 
     @property
     def compiling(self) -> int:
@@ -193,7 +193,7 @@ class Grammars:
 
     def close(self) -> None:
         """Stop; pending compilations fail with `PoolUnavailable`."""
-        self._cluster.when_lost.remove(self._when_ray_is_lost)
+        self._cluster.unsubscribe(self._when_ray_is_lost)
         with self._lock:
             self._closed = True
         self._tasks.put(None)

@@ -77,13 +77,13 @@ def _backend(
 ) -> None:
     import numpy as np
 
-    from guided.backends import BACKENDS
+    from guided.backends import BACKENDS, Backends
     from guided.bitmask import words
 
     name = grammars[0]["backend"]
-    adapter = BACKENDS[name].load()
+    BACKENDS[name].load()
     report(f"{name}: library")
-    backend = adapter(vocabulary)
+    backend = Backends(vocabulary)[name]
     row = np.zeros(words(vocabulary.padded_vocab_size), np.int32)
     # The first grammar also builds the tables of the vocabulary.
     first = grammars[0]

@@ -51,13 +51,13 @@ class GuardedBackend(Backend):
 
     def compile(self, constraint: Constraint) -> CompiledGrammar:
         """See `Backend.compile`. Compiles the constraint itself if the library can enforce it."""
-        grammar = self._compile(constraint)
-        grammar.numbers = self._numbers if constraint.kind in _JSON_KINDS else None
-        return grammar
+        return self._with_limit(constraint, self._compile(constraint))
 
     def load(self, constraint: Constraint, dumped: bytes) -> CompiledGrammar:
         """See `Backend.load`."""
-        grammar = self._load(constraint, dumped)
+        return self._with_limit(constraint, self._load(constraint, dumped))
+
+    def _with_limit(self, constraint: Constraint, grammar: CompiledGrammar) -> CompiledGrammar:
         grammar.numbers = self._numbers if constraint.kind in _JSON_KINDS else None
         return grammar
 

@@ -62,15 +62,19 @@ class LLGuidanceBackend(Backend):
                 source, special = json.dumps(tag.source()), tag.special_token_ids
             else:
                 source = self._source(constraint)
+        return self._grammar(constraint, source, frozenset(special))
+
+    def load(self, constraint: Constraint, dumped: bytes) -> CompiledGrammar:
+        source, special = json.loads(dumped)
+        return self._grammar(constraint, source, frozenset(special))
+
+    def _grammar(self, constraint: Constraint, source: str, special: frozenset[int]) -> CompiledGrammar:
+        with _native:
             matcher = llguidance.LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits)
             if matcher.is_error():
                 raise _refusal(matcher.get_error(), constraint)
-        grammar = LLGuidanceGrammar(self._vocabulary, matcher, len(source), frozenset(special))
+        grammar = LLGuidanceGrammar(self._vocabulary, matcher, source, special)
         return limited(grammar, self._vocabulary, constraint.tag) if constraint.kind == "structural_tag" else grammar
-
-    def load(self, constraint: Constraint, dumped: bytes) -> CompiledGrammar:
-        """Compile again: matchers can't be serialised, and compiling takes a millisecond."""
-        return self.compile(constraint)
 
     def _source(self, constraint: Constraint) -> str:
         """Return the constraint in llguidance's own format."""
@@ -104,13 +108,14 @@ class LLGuidanceGrammar(CompiledGrammar):
         self,
         vocabulary: Vocabulary,
         start: llguidance.LLMatcher,
-        source_bytes: int,
+        source: str,
         special_token_ids: frozenset[int] = frozenset(),
     ) -> None:
         self._vocabulary = vocabulary
         self._start = start
+        self._source = source
         self.special_token_ids = special_token_ids
-        self.nbytes = 64 * 1024 + 20 * source_bytes
+        self.nbytes = 64 * 1024 + 20 * len(source)
         """An estimate: llguidance doesn't report it."""
 
     def matcher(self) -> LLGuidanceMatcher:
@@ -118,8 +123,8 @@ class LLGuidanceGrammar(CompiledGrammar):
             return LLGuidanceMatcher(self._vocabulary, self._start.deep_copy())
 
     def dump(self) -> bytes:
-        """Nothing: see `LLGuidanceBackend.load`."""
-        return b""
+        """Return the constraint in llguidance's own format: matchers can't be serialised."""
+        return json.dumps([self._source, sorted(self.special_token_ids)]).encode()
 
 
 class LLGuidanceMatcher(TextMatcher):

@@ -1,0 +1,135 @@
+"""JSON: whitespace, long numbers, schemas that are refused, random schemas."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+from contract_cases import PERSON, is_json, stop, walk
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from guided.backends import BACKENDS, Backends
+from guided.bitmask import allowed_ids, words
+from guided.constraint import Constraint
+from guided.errors import InvalidConstraint, TokenRejected, UnsupportedConstraint
+from guided.vocabulary import Vocabulary
+from guided.worker import MaskWorker
+
+
+@pytest.mark.parametrize("schema", [{"type": "number"}, {"type": "array", "items": {"type": "integer"}, "minItems": 1}])
+def test_a_model_that_repeats_digits_comes_to_an_end(
+    backends: Backends, backend: str, vocabulary: Vocabulary, schema: dict[str, Any]
+) -> None:
+    """A long number ends, while the digits of a string may be required."""
+    for wanted in (schema, {"enum": ["1" * 60]}):
+        worker = MaskWorker(vocabulary)
+        worker.install("key", backends[backend].compile(Constraint.json_schema(wanted)))
+        worker.open(1, "key")
+        row = np.empty(words(vocabulary.padded_vocab_size), np.int32)
+        output: list[int] = []
+        while stop(vocabulary) not in output:
+            assert worker.fill(1, output[-1:], row) is None
+            allowed = allowed_ids(row).tolist()
+            digits = [token for token in allowed if vocabulary.token_bytes[token].isdigit()]
+            ends = [token for token in (stop(vocabulary), *vocabulary.encode("]")) if token in allowed]
+            output.append([*digits[::-1], *ends, *allowed][0])
+            assert len(output) < 200
+        assert is_json(vocabulary.decode(output).decode(), wanted)
+
+
+def test_compact_whitespace(backends: Backends, backend: str, vocabulary: Vocabulary) -> None:
+    compact = backends[backend].compile(Constraint.json_schema(PERSON, whitespace="")).matcher()
+    with pytest.raises(TokenRejected):
+        compact.fork().accept_tokens(vocabulary.encode('{"name": "Ada"'))
+    compact.accept_tokens(vocabulary.encode('{"name":"A da","age":36,"tags":["math"]}'))
+    assert compact.is_accepting()
+
+
+def test_whitespace_as_json_is_usually_written(backends: Backends, backend: str, vocabulary: Vocabulary) -> None:
+    usual = backends[backend].compile(Constraint.json_schema(PERSON))
+    document = {"name": "A da", "age": 36, "tags": ["math"]}
+    layouts: list[dict[str, Any]] = [{}, {"separators": (",", ":")}]
+    if backend in ("llguidance", "xgrammar"):  # in a regex, line breaks would make the automaton much larger
+        layouts += [{"indent": 2}, {"indent": "\t"}]
+    for layout in layouts:
+        matcher = usual.matcher()
+        matcher.accept_tokens(vocabulary.encode(json.dumps(document, **layout)))
+        assert matcher.is_accepting()
+    with pytest.raises(TokenRejected):
+        usual.matcher().accept_tokens(vocabulary.encode('{"name":' + " " * 60 + '"Ada"'))
+
+
+@pytest.mark.parametrize(
+    "constraint",
+    [
+        Constraint.regex("(unclosed"),
+        Constraint.regex("a(?=b)"),
+        Constraint.regex(r"(a)\1"),
+        Constraint.json_schema({"type": "string", "pattern": "(?=a)b"}),
+        Constraint.json_schema({"type": "string", "pattern": "^{2}times$"}),
+        Constraint.json_schema({"type": "object", "properties": {"a": {"not": {"type": "string"}}}}),
+        Constraint.grammar("start: undefined_rule"),
+        Constraint.grammar("root ::= undefined"),
+        Constraint.grammar("this is no grammar"),
+    ],
+    ids=lambda constraint: constraint.source,
+)
+def test_what_cannot_be_enforced_is_refused(backends: Backends, backend: str, constraint: Constraint) -> None:
+    """A malformed or unsupported constraint is an InvalidConstraint: not an internal error, and never ignored."""
+    if constraint.kind not in BACKENDS[backend].kinds:
+        pytest.skip(f"{backend} has no {constraint.kind}")
+    try:
+        grammar = backends[backend].compile(constraint)
+    except InvalidConstraint as refusal:
+        assert refusal.param == constraint.kind  # noqa: PT017
+    else:
+        # Some backends support it: then they enforce it.
+        assert "not" in constraint.source or "(?=a)" in constraint.source
+        matcher = grammar.matcher()
+        with pytest.raises(TokenRejected):
+            matcher.accept_tokens(backends.vocabulary.encode('{"a":"x"}'))
+
+
+SCHEMAS = st.recursive(
+    st.sampled_from(
+        [
+            {"type": "integer"},
+            {"type": "boolean"},
+            {"type": "null"},
+            {"type": "number"},
+            {"type": "string"},
+            {"type": "string", "maxLength": 3},
+            {"type": "string", "minLength": 2},
+            {"type": "string", "enum": ["red", "green"]},
+            {"type": "string", "pattern": "^[a-c]+$"},
+        ]
+    ),
+    lambda inner: st.one_of(
+        inner.map(lambda item: {"type": "array", "items": item, "minItems": 1, "maxItems": 2}),
+        st.lists(inner, min_size=1, max_size=3).map(
+            lambda parts: {
+                "type": "object",
+                "properties": {f"p{index}": part for index, part in enumerate(parts)},
+                "required": [f"p{index}" for index in range(len(parts))],
+                "additionalProperties": False,
+            }
+        ),
+        st.lists(inner, min_size=2, max_size=2).map(lambda parts: {"anyOf": parts}),
+    ),
+    max_leaves=4,
+)
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(schema=SCHEMAS, seed=st.integers(0, 1000))
+def test_random_schemas(backends: Backends, backend: str, vocabulary: Vocabulary, schema: Any, seed: int) -> None:
+    try:
+        grammar = backends[backend].compile(Constraint.json_schema(schema))
+    except UnsupportedConstraint:
+        return
+    text = walk(grammar.matcher(), vocabulary, random.Random(seed), 60)
+    assert text is None or is_json(text.decode(), schema), text
