@@ -6,7 +6,7 @@ import os
 import shutil
 import signal
 import tempfile
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -45,12 +45,15 @@ CHAT_TEMPLATE = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run files with few tests first: these start servers and clusters, and take longest.
+    """Alternate files with few tests, which start servers and clusters and mostly wait, and files with many.
 
-    With several processes (`-n`) one of them would otherwise be busy with such a file for minutes after the others.
+    With several processes (`-n`), xdist's own order ends with those that take minutes, and one process is left alone.
     """
     sizes = Counter(item.path for item in items)
-    items.sort(key=lambda item: sizes[item.path])
+    left = deque(sorted(sizes, key=sizes.__getitem__))
+    order = [left.popleft() if number % 2 == 0 else left.pop() for number in range(len(left))]
+    rank = {path: number for number, path in enumerate(order)}
+    items.sort(key=lambda item: rank[item.path])
 
 
 @pytest.fixture(scope="session")
