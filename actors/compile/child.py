@@ -122,7 +122,6 @@ class ForkServer:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=descriptors,
-                start_new_session=True,  # see `_lower_priority`
                 env={**os.environ, **one_thread, **path},
             )
         try:

@@ -84,15 +84,6 @@ def _die_with(parent: int) -> None:
         os._exit(0)
 
 
-def _lower_priority() -> None:
-    """Give way to the engine and the masks where the kernel divides the CPU among sessions: this process leads one.
-
-    Within a session `nice` decides, see sched(7), "The autogroup feature".
-    """
-    with contextlib.suppress(OSError):  # no autogroups
-        Path("/proc/self/autogroup").write_text(str(_NICENESS))
-
-
 def _warm(backends: Backends) -> None:
     """Load every library and compile with it, so that the forks share what a library computes once and keeps."""
     for name, adapter in BACKENDS.items():
@@ -127,7 +118,7 @@ def _compile(backends: Backends, request: CompileRequest) -> CompileResult:
 def _run_compile_process(backends: Backends, jobs: int, fork_server: int) -> NoReturn:
     """Compile one request after the other until the other end of the socket `jobs` is closed."""
     _die_with(fork_server)
-    os.nice(_NICENESS)  # also where there are no autogroups
+    os.nice(_NICENESS)
     connection, decode = Connection(jobs), Decoder(CompileRequest).decode
     try:
         while True:
@@ -174,7 +165,6 @@ def _run_fork_server(control: socket.socket, vocabulary: int, parent: int) -> No
     _warm(backends)
     gc.collect()
     gc.freeze()  # in a fork, a collection would touch, and so copy, every object
-    _lower_priority()
     control.send(NUMBER.pack(0))
     while True:
         command, descriptors, _, _ = socket.recv_fds(control, NUMBER.size, 1)

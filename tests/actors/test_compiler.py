@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
@@ -83,15 +82,6 @@ def test_the_users_mistakes_cost_no_process(compiler: Compiler) -> None:
     assert type(error_of(compiler, (schema, ["llguidance", "outlines"]))) is UnsupportedConstraint
     assert compiler.submit(*QUICK).result(WAIT).error is None
     assert compiler.pids == before
-
-
-def test_compilations_give_way_to_the_engine(compiler: Compiler) -> None:
-    compiler.submit(*QUICK).result(WAIT)
-    (pid,) = compiler.pids
-    assert psutil.Process(pid).nice() > psutil.Process().nice()
-    assert os.getsid(pid) != os.getsid(0), "otherwise the session's niceness would be that of the engine too"
-    with contextlib.suppress(FileNotFoundError):  # no autogroups
-        assert int(Path(f"/proc/{pid}/autogroup").read_text().split()[-1]) > 0
 
 
 def test_what_takes_too_much_memory_is_killed() -> None:
