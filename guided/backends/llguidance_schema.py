@@ -106,6 +106,8 @@ class LLGuidanceLowering(SchemaLowering):
         for value in _numbers(values):
             if abs(value) > _LARGEST or (isinstance(value, int) and int(float(value)) != value):
                 raise self.refusal(schema, keyword, f" with {bounded(value, 40)}: it is not a double")
+            if not _is_read_exactly(value):
+                raise self.refusal(schema, keyword, f" with {bounded(value, 40)}: it has too many digits")
         return {"enum": values}
 
     def string(self, schema: dict[str, Any]) -> dict[str, Any]:
@@ -235,6 +237,8 @@ class LLGuidanceLowering(SchemaLowering):
             inner = _inner(bound * sign, keeps_out)
             if inner is None:
                 raise self.refusal(schema, keyword, f" {bounded(bound, 40)}: it is beyond 64 bits")
+            if not _is_read_exactly(inner):
+                raise self.refusal(schema, keyword, f" {bounded(bound, 40)}: it has too many digits")
             bounds[exclusive if keeps_out and inner == bound * sign else inclusive] = inner * sign
         # llguidance calculates the next power of ten where there is no other bound.
         if bounds.get("minimum", 0) >= 10**18:
@@ -430,6 +434,18 @@ def _inner(low: Any, exclusive: bool) -> int | float | None:
         return int(low) if low == int(low) else float(low)
     digits = len(str(int(low)))
     return int(low) + 1 if digits > 14 else float(int(low) + Decimal(10) ** (digits - 15))
+
+
+def _is_read_exactly(value: float) -> bool:
+    """Return whether llguidance's JSON reader finds the double that `value` is.
+
+    It multiplies the digits, as a double, by a power of ten. Both are exact up to these limits; beyond them the result
+    may be the next double.
+    """
+    if isinstance(value, int):
+        return True
+    _, digits, exponent = Decimal(repr(value)).normalize().as_tuple()
+    return int("".join(map(str, digits))) <= _EXACT and abs(int(exponent)) <= 22
 
 
 def _numbers(value: Any) -> Iterator[int | float]:

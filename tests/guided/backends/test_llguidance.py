@@ -120,6 +120,17 @@ def test_no_number_is_rounded_to_an_excluded_bound(
             assert not fits, text
 
 
+@pytest.mark.parametrize(
+    "schema",
+    [{"enum": [1, {"a": 123456789.12345679}]}, {"const": 1e-30}, {"type": "number", "maximum": 0.12345678912345679}],
+)
+def test_a_number_that_it_would_read_as_another_double_is_refused(
+    vocabulary: Vocabulary, schema: dict[str, object]
+) -> None:
+    with pytest.raises(UnsupportedConstraint, match="too many digits"):
+        Backends(vocabulary)["llguidance"].compile(Constraint.json_schema(schema))
+
+
 def test_a_schema_cannot_switch_enforcement_off(vocabulary: Vocabulary) -> None:
     schema = {"x-guidance": {"lenient": True, "coerce_one_of": True}, "type": "array", "uniqueItems": True}
     with pytest.raises(UnsupportedConstraint, match="uniqueItems"):
