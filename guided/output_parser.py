@@ -190,8 +190,12 @@ class OutputParser:
 
     def _after(self) -> list[Piece] | None:
         assert self._tools is not None
-        if self._take(self._tools.call[1]) is None:
+        end = self._tools.call[1]
+        taken = self._take(end)
+        if taken is None:
             return None
+        if not taken and end.startswith(self._output[self._position :]):
+            self._position = len(self._output)  # the output was cut within the mark
         self.complete = self._after_call = True
         self._state = self._text if self._tools.separator is None and self._anywhere else self._more
         self._in_section = self._tools.separator is not None

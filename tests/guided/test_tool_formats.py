@@ -217,6 +217,13 @@ def test_an_output_that_was_cut() -> None:
     )
 
 
+@pytest.mark.parametrize("cut", range(1, len("</tool_call>")))
+def test_an_output_that_was_cut_in_the_mark_behind_a_call(cut: int) -> None:
+    output = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+    pieces = OutputParser(tools=TOOL_FORMATS["hermes"], names=["f"]).feed(output[:-cut], True)
+    assert joined(pieces) == ("", "", [("f", '{"a": 1}')])
+
+
 def test_thoughts() -> None:
     think = REASONING_FORMATS["think"]
     assert joined(OutputParser(think).feed("<think>a</think>\n\nb", finished=True)) == ("a", "b", [])
