@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
+import psutil
 
 from benchmarks.paths import RESULTS, ROOT
 from benchmarks.report import fail, machine, write_json
@@ -144,12 +145,13 @@ def build(target: str, found: dict[str, Stage], directory: Path, images: dict[st
 @contextlib.contextmanager
 def running(image: Image) -> Iterator[subprocess.Popen[bytes]]:
     """Run the image's CMD in process and IPC namespaces of its own."""
-    isolated = ("unshare", "--pid", "--fork", "--kill-child", "--ipc", f"--mount-proc={image.root}/proc")
+    isolated = ("unshare", "--pid", "--fork", "--ipc", f"--mount-proc={image.root}/proc")
     process = subprocess.Popen([*isolated, *image.within(*image.command)], env=image.environment)
     try:
         yield process
     finally:
-        process.kill()
+        for first in psutil.Process(process.pid).children():
+            first.kill()  # and with it the namespace: `--kill-child` ends with the change of user
         process.wait()
 
 
