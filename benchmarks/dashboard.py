@@ -27,7 +27,7 @@ from benchmarks.chaos.checks import Judge
 from benchmarks.chaos.load import Load, client_for
 from benchmarks.chaos.server import Server, default_vocabulary, running_server
 from benchmarks.chaos.traffic import Mix, Traffic
-from benchmarks.paths import ROOT
+from benchmarks.paths import RESULTS, ROOT
 from engine.server.top import View
 
 _PANELS = json.loads((ROOT / "deploy" / "monitoring" / "dashboard.json").read_text())["panels"]
@@ -171,8 +171,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=120.0)
     parser.add_argument("--concurrency", type=int, default=24)
-    parser.add_argument("--out", type=Path, default=ROOT / "docs")
+    parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
     with running_server("--num-actors", "2") as server:
         scrapes = asyncio.run(record(server, options))
     draw(scrapes, options.out / "dashboard.png")

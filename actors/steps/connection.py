@@ -425,7 +425,8 @@ class WorkerConnection:
             except (msgspec.MsgspecError, ValueError, IndexError):
                 continue  # not a worker's answer: rows that stay missing for it end the worker
             if self._is_current(answer):
-                self.table.status[answer.slot] = FAILED  # in shared memory the worker has done so
+                if not self.shared:
+                    self.table.status[answer.slot] = FAILED
                 error = from_wire(answer.error)
                 error.add_note(f"on mask worker {self.index}, pid {self.location.pid}")
                 yield self.sequences[answer.slot], error
