@@ -27,6 +27,9 @@ _KILL_SECONDS = 5.0
 _SLACK_BYTES = 1 << 30
 """Address space that is never resident: stacks of some sixty threads, memory that allocators keep."""
 _CGROUP_FILES = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+_PF_EXITING = 0x4
+"""Of the flags in `/proc/<pid>/stat`: linux/sched.h."""
+_PENDING_SIGKILL = 1 << (signal.SIGKILL - 1)
 _log = logging.getLogger(__name__)
 
 
@@ -59,6 +62,11 @@ class ProcessLocation(NamedTuple):
 
         return cls.here(_node_id(), str(ray.util.get_node_ip_address()))
 
+    def is_ending(self) -> bool:
+        """Return whether the process, of this machine, has ended or is about to."""
+        reading = ProcessReading.of(self.pid)
+        return reading is None or reading.ending or reading.started != self.started
+
     def is_beside(self, node_id: str) -> bool:
         """Return whether this process, on the node with that id, can look up the pid.
 
@@ -77,6 +85,8 @@ class ProcessReading:
     """Computing time of all its threads so far."""
     stopped: bool
     """Stopped by a signal (SIGSTOP): none of its threads runs."""
+    ending: bool
+    """It was killed, or is exiting: its connections stay open until the kernel has freed its memory."""
     started: int
     """Start time in clock ticks since boot. Together with the pid it identifies the process."""
 
@@ -89,7 +99,8 @@ class ProcessReading:
         except OSError:
             return None
         cpu_seconds = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-        return cls(int(fields[21]) * resource.getpagesize(), cpu_seconds, fields[0] == b"T", int(fields[19]))
+        ending = bool(int(fields[6]) & _PF_EXITING or int(fields[28]) & _PENDING_SIGKILL)
+        return cls(int(fields[21]) * resource.getpagesize(), cpu_seconds, fields[0] == b"T", ending, int(fields[19]))
 
 
 class ProcessHandle:

@@ -33,7 +33,7 @@ _WALL_PER_SLICE = 4.0
 """A time slice also ends after this multiple of its length in wall time: a process may block without computing."""
 _TRANSFER_TIMEOUT = struct.pack("ll", 5, 0)
 """A process that takes or sends nothing for so long in the middle of a message is frozen."""
-_NO_READING = ProcessReading(0, 0.0, False, 0)
+_NO_READING = ProcessReading(resident=0, cpu_seconds=0.0, stopped=False, ending=False, started=0)
 
 
 class ProcessLost(Exception):

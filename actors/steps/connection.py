@@ -485,6 +485,10 @@ class WorkerConnection:
         """Return whether the worker has made progress within the last `seconds`, or has nothing to fill."""
         return (self.shared and now - float(self._since[0]) <= seconds) or self.stuck_seconds(now) <= seconds
 
+    def is_stuck(self, now: float, seconds: float) -> bool:
+        """Return whether the worker lives, has something to fill, and has made no progress for `seconds`."""
+        return not self.is_responsive(now, seconds) and not (self.shared and self.location.is_ending())
+
     @property
     def is_idle(self) -> bool:
         """The worker has answered everything."""

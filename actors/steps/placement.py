@@ -211,6 +211,8 @@ class Placement:
     def clear_stuck_workers(self, now: float) -> list[SequenceState]:
         """Move the other sequences of a worker that is delayed by one mask: rows are late, or will be.
 
+        Those of a worker that has ended stay: `WorkerDown` comes, and `Recovery` decides.
+
         The worker becomes a slow lane, unless half of the workers are: then the straggler moves to one with its next
         mask.
 
@@ -218,7 +220,7 @@ class Placement:
             The sequences that are to be placed again.
         """
         limit = self.straggler_seconds
-        stuck = [worker for worker in self.workers if not worker.is_responsive(now, limit)]
+        stuck = [worker for worker in self.workers if worker.is_stuck(now, limit)]
         moved: list[SequenceState] = []
         for worker in stuck:
             straggler = worker.busy_with()

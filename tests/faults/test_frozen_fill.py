@@ -18,12 +18,12 @@ from stuck_worker import TEXTS, serve
 from thread_actor import ThreadActor, close_all
 
 from actors.channel import Transport
-from actors.processes import ProcessLocation
+from actors.processes import ProcessLocation, ProcessReading
 from actors.steps import Dispatcher
 from actors.steps.connection import WorkerConnection
 from actors.steps.placement import WorkerDown, WorkerUp
 from actors.steps.protocol import Segment
-from guided.errors import MaskTimeout
+from guided.errors import MaskTimeout, WorkerDied
 
 STEPS = 20
 SLOTS = 6
@@ -46,7 +46,9 @@ class Frozen(StepDriver):
         assert channel.wait_connected(WAIT)
         assert self.process.pid is not None
         self.pid = self.process.pid
-        location = ProcessLocation(self.pid, "node", "host")
+        reading = ProcessReading.of(self.pid)
+        assert reading is not None
+        location = ProcessLocation(self.pid, "node", started=reading.started)
         self.connection = WorkerConnection(0, 1_000_000, location, channel, self.segment, True, {"fast", "stuck"})
         self.dispatcher = Dispatcher(mask_limit=60.0, pool_wait=60.0, max_replays=0)
         self.dispatcher.announce(WorkerUp(self.connection))
@@ -139,6 +141,19 @@ def test_its_slot_is_used_again_only_after_the_free_was_handled(frozen: Frozen, 
     frozen.dispatcher.free(waiting)
     rows = [(number, "ab") for number in numbers if number not in waiting]
     assert frozen.step(*rows) == ["cd"] * len(rows)
+
+
+def test_sequences_of_a_killed_process_stay_until_its_end_is_announced(frozen: Frozen) -> None:
+    frozen.open(1, grammar="stuck")
+    frozen.open(2)
+    frozen.step((1, ""), (2, ""))
+    frozen.add_other()
+    frozen.freeze_in_mid_fill()
+    os.kill(frozen.pid, signal.SIGKILL)
+    time.sleep(0.05)
+    assert frozen.dispatcher.settled(0.1) == []
+    frozen.dispatcher.announce(WorkerDown(frozen.connection, WorkerDied("killed")))
+    assert set(frozen.dispatcher.failures()) == {1, 2}, "without replays, a death ends what was there"
 
 
 def test_woken_after_its_replacement_it_writes_where_nothing_reads(frozen: Frozen) -> None:

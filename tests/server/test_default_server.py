@@ -224,7 +224,7 @@ def test_an_actor_killed_under_32_streams(server: ServerProcess) -> None:
         ended = [future.result() for future in running]
 
     failed = [asked for asked in ended if asked.error is not None]
-    # Fewer than were open there: on a busy machine, those with late masks leave it before its death is noticed.
+    assert failed, "nothing was open on the actor that was killed"
     assert len(failed) < 16, "the other actor's sequences failed too"
     for asked in failed:
         assert asked.kind is not None, "a plain stream failed"

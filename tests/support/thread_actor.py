@@ -5,7 +5,6 @@ Its death is a lost connection.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Mapping
 from itertools import count
@@ -46,9 +45,9 @@ class ConnectedPair:
         self.end = connect(self.context, through(self.channel.address))
         assert self.channel.wait_connected(10)
         self.installed: set[str] = set()
-        location = ProcessLocation(os.getpid(), "node", "host")
+        here = ProcessLocation.here("node")
         self.connection = WorkerConnection(
-            index, next(_incarnations), location, self.channel, self.segment, shared, self.installed
+            index, next(_incarnations), here, self.channel, self.segment, shared, self.installed
         )
 
     def close(self) -> None:
