@@ -7,6 +7,7 @@ end-of-sequence only. So the adapter checks the error state after every call and
 from __future__ import annotations
 
 import json
+from functools import lru_cache
 from importlib import metadata
 from typing import Any, ClassVar
 
@@ -35,6 +36,9 @@ REPEATS_WHITESPACE = tuple(map(int, _VERSION.split(".")[:2])) < (1, 8)
 _ESCAPES = 'bfnrt"\\'
 """Letters that may follow a backslash in JSON strings if a schema names properties. Without `u`: llguidance allows
 escapes in additional keys, so `{"\\u0061": ...}` would evade the schema of `a`."""
+
+_SHORT_TEXT, _SHORT_TEXTS = 64, 16384
+"""Length of the texts with cached tokens, and how many there are."""
 
 
 class LLGuidanceBackend(Backend):
@@ -199,9 +203,11 @@ class _Tokenizer:
         for token in text:
             self.tokens[token] = vocabulary.token_bytes[token]
         self.special_token_ids = sorted(set(range(vocabulary.padded_vocab_size)).difference(text))
+        self._encode_short = lru_cache(maxsize=_SHORT_TEXTS)(vocabulary.encode)
 
     def __call__(self, text: str | bytes) -> list[int]:
-        return self._vocabulary.encode(text)
+        """Encode the text that a grammar forces. The names of properties come again and again."""
+        return self._encode_short(text) if len(text) <= _SHORT_TEXT else self._vocabulary.encode(text)
 
 
 def _json_source(document: dict[str, Any] | bool, whitespace: str | None) -> str:
