@@ -82,6 +82,9 @@ class StepMasks:
 WorkerState = Literal["starting", "up", "restarting", "down", "draining", "stopped"]
 """`down`: in a crash loop. `draining`: finishes its sequences, because fewer workers are enough. `stopped`: not needed
 now."""
+EndCause = Literal["died", "hung", "memory", "retired", "drained", "not_started"]
+"""Why an incarnation of a worker ended: it died by itself; it was ended because of a mask that did not come, or that
+took too much memory; it had grown, and a fresh one replaces it; fewer workers are enough; it never came up."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from typing import get_args
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
-from guided.pool import PoolStatus
-
-_CAUSES = ("died", "drained", "hung", "memory", "not_started", "retired")
-"""Of the end of a mask actor. All are there from the start: Prometheus sees no increase in a counter that is new."""
+from guided.pool import EndCause, PoolStatus
 
 
 def pool_metrics(pools: Sequence[PoolStatus]) -> Iterator[Metric]:
@@ -42,7 +40,8 @@ def pool_metrics(pools: Sequence[PoolStatus]) -> Iterator[Metric]:
     for name in dict.fromkeys(backend.name for backend in backends):
         up.add_metric([name], float(all(each.state == "up" for each in backends if each.name == name)))
     yield up
-    crashes, timeouts, ends = Counter[str](), Counter[str](), Counter(dict.fromkeys(_CAUSES, 0))
+    crashes, timeouts = Counter[str](), Counter[str]()
+    ends: Counter[str] = Counter(dict.fromkeys(get_args(EndCause), 0))  # Prometheus sees no increase in a new counter
     for backend in backends:
         crashes[backend.name] += backend.crashes
         timeouts[backend.name] += backend.timeouts

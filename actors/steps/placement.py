@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Literal
 
 from actors.steps.connection import SequenceState, WorkerConnection
 from guided.errors import GuidedError, WorkerDied
+from guided.pool import EndCause
 
 _ISOLATION_SECONDS = 10.0
 """How long a suspect waits for a worker that is empty or can be emptied without loss: longer than a worker takes to
@@ -26,10 +26,6 @@ _STRAGGLER_SECONDS, _STRAGGLER_FACTOR = 0.03, 20.0
 _QUICK_ROWS = 16
 """After so many quick masks a straggler is an ordinary sequence again."""
 _TYPICAL_WEIGHT = 0.02
-
-Cause = Literal["died", "hung", "memory", "retired", "drained"]
-"""Why an incarnation ended: it died by itself; it was ended because of a mask that did not come, or that took too much
-memory; it had grown, and a fresh one replaces it; fewer workers are enough."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +49,7 @@ class WorkerDown:
     worker: WorkerConnection
     error: GuidedError
     """For the sequences that are lost."""
-    cause: Cause = "died"
+    cause: EndCause = "died"
     loading: bool = False
     """It was loading a grammar as well, which may be what ended it."""
 

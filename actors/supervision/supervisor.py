@@ -27,10 +27,10 @@ from actors.driver.messages import Connected
 from actors.driver.scheduling import Scheduling
 from actors.processes import ProcessHandle, ProcessLocation, kill_actor, package_version, soft_limit
 from actors.steps.connection import WorkerConnection
-from actors.steps.placement import Cause, WorkerDown, WorkerRetiring, WorkerUp
+from actors.steps.placement import WorkerDown, WorkerRetiring, WorkerUp
 from actors.steps.protocol import Segment
 from guided.errors import BackendError, GuidedError, MaskTimeout, PoolUnavailable, WorkerDied, bounded
-from guided.pool import WorkerState, WorkerStatus
+from guided.pool import EndCause, WorkerState, WorkerStatus
 from guided.pool_options import NodePlacement, RayPoolOptions
 from guided.vocabulary import Vocabulary
 
@@ -218,7 +218,7 @@ class Supervisor:
                 _log.error(text, self._index, _CRASH_LOOP, pause)
             self._stopping.wait(pause)
 
-    def _live(self) -> Cause:
+    def _live(self) -> EndCause:
         """Run one incarnation from start to end. Raises if it does not start."""
         self._began = time.monotonic()
         self._number = self._next_incarnation()
@@ -300,7 +300,7 @@ class Supervisor:
 
     def _serve(
         self, handle: ActorHandle, process: ProcessHandle, connection: WorkerConnection, channel: Channel
-    ) -> Cause:
+    ) -> EndCause:
         """Have sequences placed on the actor until it ends, or has to be ended."""
         up_since = time.monotonic()
         pid = connection.location.pid
@@ -329,12 +329,12 @@ class Supervisor:
             self._announce(WorkerDown(connection, error, cause, loading=bool(handle.loading)))
         return cause
 
-    def _record_end(self, cause: str, message: str) -> None:
+    def _record_end(self, cause: EndCause, message: str) -> None:
         self._causes[cause] += 1
         self._last_end = bounded(message)
         _log.log(logging.INFO if cause in ("retired", "drained") else logging.WARNING, "%s", message)
 
-    def _failure(self, pid: int, cause: Cause) -> GuidedError:
+    def _failure(self, pid: int, cause: EndCause) -> GuidedError:
         """Return the error of the sequences that are lost with this incarnation."""
         worker = f"mask worker {self._index} (pid {pid}, incarnation {self._number})"
         if cause == "hung":
@@ -346,7 +346,7 @@ class Supervisor:
 
     def _watch(
         self, handle: ActorHandle, process: ProcessHandle, connection: WorkerConnection, channel: Channel
-    ) -> Cause:
+    ) -> EndCause:
         """Wait until the incarnation ends or has to be ended. Returns why."""
         monitor, mask_limit, memory = channel.monitor, self._settings.options.mask_limit, self._settings.memory
         poller = zmq.Poller()

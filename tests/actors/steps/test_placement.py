@@ -11,8 +11,9 @@ from thread_actor import ConnectedPair
 
 from actors.channel import Transport
 from actors.steps.connection import SequenceState, WorkerConnection
-from actors.steps.placement import Cause, Placement, Recovery, WorkerDown
+from actors.steps.placement import Placement, Recovery, WorkerDown
 from guided.errors import WorkerDied
+from guided.pool import EndCause
 from guided.sequence import GuidedSequence
 
 _ids = count(1)
@@ -67,7 +68,7 @@ class Workers:
         table = state.worker.table
         table.ready[state.slot] = state.worker.asked[state.slot] = table.target[state.slot]
 
-    def end(self, index: int, replays: int = 0, cause: Cause = "died", loading: bool = False) -> Recovery:
+    def end(self, index: int, replays: int = 0, cause: EndCause = "died", loading: bool = False) -> Recovery:
         return Recovery(WorkerDown(self.workers[index], WorkerDied("gone"), cause, loading), replays)
 
     def close(self) -> None:
@@ -103,7 +104,7 @@ def test_a_sequence_without_a_mask_is_lost_if_it_was_being_filled(one: Workers) 
 
 
 @pytest.mark.parametrize("cause", ["hung", "memory"])
-def test_a_worker_that_is_ended_for_one_mask_ends_that_sequence(one: Workers, cause: Cause) -> None:
+def test_a_worker_that_is_ended_for_one_mask_ends_that_sequence(one: Workers, cause: EndCause) -> None:
     suspect, bystander, _ = one.states
     assert not one.end(0, cause=cause).is_lost(suspect), "no mask was being filled"
     one.fill(suspect, bystander)
@@ -112,7 +113,7 @@ def test_a_worker_that_is_ended_for_one_mask_ends_that_sequence(one: Workers, ca
 
 
 @pytest.mark.parametrize("cause", ["died", "hung", "memory"])
-def test_a_suspect_is_tried_max_replays_times_and_bystanders_are_replayed(one: Workers, cause: Cause) -> None:
+def test_a_suspect_is_tried_max_replays_times_and_bystanders_are_replayed(one: Workers, cause: EndCause) -> None:
     suspect, bystander, _ = one.states
     one.fill(suspect, bystander)
     assert [one.end(0, 2, cause).is_lost(suspect) for _ in range(3)] == [False, False, True]
