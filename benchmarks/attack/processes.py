@@ -175,7 +175,7 @@ async def exposure(target: Target) -> None:
             if KEY.encode() in Path(f"/proc/{process.pid}/environ").read_bytes():
                 holders.add(kind)
     target.expect(not holders, f"GUIDED_API_KEY is in the environment of {', '.join(sorted(holders))}")
-    for path in {Path.home() / ".ray" / "auth_token", *_token_files(processes)}:
+    for path in set(_token_files(processes)) or {Path.home() / ".ray" / "auth_token"}:
         if path.exists():
             mode = stat.S_IMODE(path.stat().st_mode)
             target.expect(mode & 0o077 == 0, f"{path.name} of Ray has mode {mode:04o}")
