@@ -202,7 +202,9 @@ class TestAdmission:
     def test_a_constraint_is_not_validated_in_the_engine(self, host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
         text = GuidedParams(Constraint.json_schema(SCHEMA)).to_text()
         monkeypatch.setattr("guided.schema.document.parse", None)
-        assert GuidedParams.from_text(text).constraint.kind == "json_schema"
+        params = GuidedParams.from_text(text)
+        assert isinstance(params, GuidedParams)
+        assert params.constraint.kind == "json_schema"
 
 
 # the gates of reasoning, and draft tokens: no engine
