@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ from vllm_engine import MAX_MODEL_LEN
 
 from guided.bitmask import allowed_ids
 from guided.constraint import Constraint
+from guided.errors import PoolUnavailable
 from guided.inline import InlinePool
 from guided.integrations.vllm import activation
 from guided.integrations.vllm.configuration import model_vocabulary
@@ -200,7 +202,9 @@ class TestAdmission:
     def test_a_constraint_is_not_validated_in_the_engine(self, host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
         text = GuidedParams(Constraint.json_schema(SCHEMA)).to_text()
         monkeypatch.setattr("guided.schema.document.parse", None)
-        assert GuidedParams.from_text(text).constraint.kind == "json_schema"
+        params = GuidedParams.from_text(text)
+        assert isinstance(params, GuidedParams)
+        assert params.constraint.kind == "json_schema"
 
 
 # the gates of reasoning, and draft tokens: no engine
@@ -225,27 +229,34 @@ class Reasoner:
         return END_OF_THOUGHT in list(delta_ids)
 
 
+def subject_config() -> Any:
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(distributed_executor_backend="uni"),
+        scheduler_config=SimpleNamespace(max_num_seqs=4, get_scheduler_cls=lambda: object),
+        model_config=SimpleNamespace(skip_tokenizer_init=True, get_vocab_size=lambda: WIDTH, is_diffusion=False),
+        structured_outputs_config=SimpleNamespace(enable_in_reasoning=False),
+        additional_config={"guided": {"pool": "inline"}},
+    )
+
+
+def structured_request(reasoning_ended: bool | None = None) -> Request:
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(choice=["1234"]))
+    params.structured_outputs._backend = GuidedParams(Constraint.choice(["1234"])).to_text()
+    params.update_from_generation_config({}, STOP)
+    return Request("r", [5], params, None, reasoning_ended=reasoning_ended)
+
+
 class Subject:
     """A manager and one request for the text "1 2 3 4"."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, reasons: bool) -> None:
         pool = InlinePool(VOCABULARY, ScriptedBackends(VOCABULARY))  # type: ignore[arg-type]
         monkeypatch.setattr("guided.integrations.vllm.configuration.open_pool", lambda config, options: pool)
-        config: Any = SimpleNamespace(
-            parallel_config=SimpleNamespace(distributed_executor_backend="uni"),
-            scheduler_config=SimpleNamespace(max_num_seqs=4, get_scheduler_cls=lambda: object),
-            model_config=SimpleNamespace(skip_tokenizer_init=True, get_vocab_size=lambda: WIDTH, is_diffusion=False),
-            structured_outputs_config=SimpleNamespace(enable_in_reasoning=False),
-            additional_config={"guided": {"pool": "inline"}},
-        )
-        self.manager = GuidedManager(config)
+        self.manager = GuidedManager(subject_config())
         self.manager.tokenizer = None
         if reasons:
             self.manager.reasoner_cls = Reasoner
-        params = SamplingParams(structured_outputs=StructuredOutputsParams(choice=["1234"]))
-        params.structured_outputs._backend = GuidedParams(Constraint.choice(["1234"])).to_text()
-        params.update_from_generation_config({}, STOP)
-        self.request = Request("r", [5], params, None, reasoning_ended=False if reasons else None)
+        self.request = structured_request(reasoning_ended=False if reasons else None)
         self.manager.grammar_init(self.request)
         self.request.structured_output_request._grammar.result(60)
 
@@ -259,6 +270,32 @@ class Subject:
     def accept(self, *tokens: int) -> bool:
         self.request.append_output_token_ids(list(tokens))
         return bool(self.manager.accept_tokens(self.request, list(tokens)))
+
+
+class TestStart:
+    def test_the_engine_is_ready_when_its_pool_is_open(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Requests that wait for the pool would have vLLM poll, and take the processor time that opening it needs."""
+        opened: list[InlinePool] = []
+
+        def open_slowly(config: Any, options: Any) -> InlinePool:
+            time.sleep(0.5)
+            opened.append(InlinePool(VOCABULARY, ScriptedBackends(VOCABULARY)))  # type: ignore[arg-type]
+            return opened[0]
+
+        monkeypatch.setattr("guided.integrations.vllm.configuration.open_pool", open_slowly)
+        GuidedManager(subject_config())
+        assert opened
+
+    def test_the_engine_starts_without_its_pool(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def fail(config: Any, options: Any) -> InlinePool:
+            raise PoolUnavailable("told to fail")
+
+        monkeypatch.setattr("guided.integrations.vllm.configuration.open_pool", fail)
+        manager = GuidedManager(subject_config())
+        manager.grammar_init(request := structured_request())
+        error = request.structured_output_request._grammar.exception(60)
+        assert isinstance(error, PoolUnavailable)
+        assert manager.take_failed() == ["r"]
 
 
 class TestDraftTokens:

@@ -47,10 +47,14 @@ def step_wait(config: VllmConfig) -> float:
 
 
 def pool_opener(config: VllmConfig, opens: bool = True) -> PoolOpener:
-    """Return an opener for the pool of this configuration. It has begun to open it, if `opens`."""
+    """Return an opener for the pool of this configuration. It has opened it, or has failed to, if `opens`.
+
+    vLLM takes requests only after that. While requests wait, its processes poll and take two cores, and a local Ray
+    that starts beside them has exceeded its limit of 30 s.
+    """
     opener = PoolOpener(partial(open_pool, config, pool_options(config)))
     if opens:
-        opener.open()
+        opener.open().exception()  # waits; a failure is logged, and the next request tries again
     return opener
 
 

@@ -100,11 +100,7 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
         structured = request.structured_output_request
         if structured is None:
             return
-        params: GuidedParams | Exception
-        try:
-            params = GuidedParams.from_text(structured.params._backend)
-        except GuidedError as error:
-            params = error
+        params = GuidedParams.from_text(structured.params._backend)
         guided = self._masker.begin(params, stop_token(request.sampling_params), request.request_id)
         stops = frozenset(request.sampling_params.stop_token_ids or ())
         self._outputs[request.request_id] = _Output(guided, stops)

@@ -114,12 +114,8 @@ class GuidedLogitsProcessor(V1LogitsProcessor, V2LogitsProcessor):  # type: igno
         text = (params.extra_args or {}).get(VALIDATED)
         if text is None:
             return None
-        guided: GuidedParams | Exception
-        try:
-            guided = GuidedParams.from_text(text)
-        except GuidedError as error:
-            guided = error
-        return self._masker.begin(self._rejection or guided, stop_token(params), request_id(params))
+        guided = self._rejection or GuidedParams.from_text(text)
+        return self._masker.begin(guided, stop_token(params), request_id(params))
 
     # the V1 model runner
 

@@ -56,14 +56,14 @@ class GuidedParams:
         return _PREFIX + json.dumps([constraint.kind, constraint.source, constraint.whitespace, self.backend])
 
     @classmethod
-    def from_text(cls, text: str | None) -> GuidedParams:
+    def from_text(cls, text: str | None) -> GuidedParams | InternalError:
         """Read what `to_text` wrote. The constraint is not validated again.
 
-        Raises:
-            InternalError: it is something else: the request was admitted by a process without this integration.
+        Returns:
+            An error if it is something else: the request was admitted by a process without this integration.
         """
         if not isinstance(text, str) or not text.startswith(_PREFIX):
-            raise InternalError("this request was admitted by a process without guided's structured outputs")
+            return InternalError("this request was admitted by a process without guided's structured outputs")
         kind, source, whitespace, backend = json.loads(text.removeprefix(_PREFIX))
         return cls(Constraint(kind, source, whitespace), backend)
 

@@ -108,8 +108,7 @@ def test_the_engine_reads_the_validated_constraint() -> None:
     given = GuidedParams(Constraint.json_schema(SCHEMA, whitespace=" ?"), "xgrammar")
     assert GuidedParams.from_text(given.to_text()) == given
     for text in (None, "xgrammar"):
-        with pytest.raises(InternalError, match="without guided"):
-            GuidedParams.from_text(text)
+        assert isinstance(GuidedParams.from_text(text), InternalError)
 
 
 @pytest.mark.parametrize(
