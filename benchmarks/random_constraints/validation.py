@@ -62,6 +62,7 @@ FORMATS: dict[str, Callable[[str], Any]] = {
     "relative-json-pointer": _full(r"(?:0|[1-9][0-9]*)(?:#|(?:/(?:[^/~]|~[01])*)*)"),
     "uri": _full(_URI),
     "uri-reference": _full(rf"{_URI}|{_RELATIVE}"),
+    "regex": lambda text: _search(text) is not None,
     "uuid": _full(r"[0-9A-Fa-f]{8}-(?:[0-9A-Fa-f]{4}-){3}[0-9A-Fa-f]{12}"),
 }
 """Name -> whether a text has the format, by its RFC; may raise ValueError instead."""
@@ -215,7 +216,7 @@ def _format(_validator: Any, name: str, value: Any, _schema: Any) -> Iterator[js
     if isinstance(value, str) and name in FORMATS:
         try:
             right = bool(FORMATS[name](value))
-        except (ValueError, IndexError):
+        except (ValueError, IndexError, regex.error):
             right = False
         yield from _errors(not right, f"{value!r} is no {name}")
 
