@@ -217,7 +217,13 @@ class _Generator:
                     schema[keyword] = self._source.randint(0, 3)
         if self._draft > 4 and self._chance(0.06):
             schema["propertyNames"] = self._source.choice(
-                [{"pattern": self._pattern()}, {"maxLength": 1}, {"enum": _NAMES}, {"not": {"const": "a"}}, self._schema(0)]
+                [
+                    {"pattern": self._pattern()},
+                    {"maxLength": 1},
+                    {"enum": _NAMES},
+                    {"not": {"const": "a"}},
+                    self._schema(0),
+                ]
             )
         if self._chance(0.05):
             schema["dependentRequired" if self._draft >= 2019 else "dependencies"] = {"a": ["b"]}

@@ -43,7 +43,7 @@ _EXACT = 2**53
 """Smaller integers are doubles."""
 _MULTIPLES = 2**32
 _MULTIPLES_WITHIN = 5_000
-"""Largest `multipleOf` with a bound beyond it: with larger ones, the lexer's states run out while masks are computed."""
+"""Largest `multipleOf` with a bound beyond it: larger ones exhaust the states of the lexer while masks are computed."""
 _MOST_DIGITS = 9
 """Maximum number of decimals of `multipleOf`."""
 _MAX_PATTERNS = 8
