@@ -254,6 +254,8 @@ class _Generator:
                 return {**siblings, "extends": parts[0]}
             return {**siblings, keyword: parts if keyword == "extends" else [*parts, "null"]}
         keyword = self._source.choice(["allOf", "allOf", "anyOf", "anyOf", "oneOf", "not", "if", "unevaluated"])
+        if keyword == "if" and self._draft < 7:  # `guided` applies it there too, and a validator does not
+            keyword = "allOf"
         match keyword:
             case "not":
                 return {**siblings, "not": parts[0]}
