@@ -45,6 +45,10 @@ def _is_time(text: str) -> bool:
     return bool(shape) and datetime.time.fromisoformat(text[:8]) is not None
 
 
+def _is_regex(text: str) -> bool:
+    return _search(text) is not None
+
+
 def _is_date(text: str) -> bool:
     return bool(_full(r"\d{4}-\d\d-\d\d")(text)) and datetime.date.fromisoformat(text) is not None
 
@@ -62,7 +66,7 @@ FORMATS: dict[str, Callable[[str], Any]] = {
     "relative-json-pointer": _full(r"(?:0|[1-9][0-9]*)(?:#|(?:/(?:[^/~]|~[01])*)*)"),
     "uri": _full(_URI),
     "uri-reference": _full(rf"{_URI}|{_RELATIVE}"),
-    "regex": lambda text: _search(text) is not None,
+    "regex": _is_regex,
     "uuid": _full(r"[0-9A-Fa-f]{8}-(?:[0-9A-Fa-f]{4}-){3}[0-9A-Fa-f]{12}"),
 }
 """Name -> whether a text has the format, by its RFC; may raise ValueError instead."""
