@@ -9,6 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import regex as unicode_regex
+from lark import Lark
+from lark.exceptions import UnexpectedInput
+
 from guided.constraint import Constraint
 
 _LITERALS = ["a", "b", "0", "-", " ", "é", "狐", "😀", ":", "/", ",", "_", "~", "&", '"', r"\\", r"\.", r"\n", r"\t"]
@@ -16,7 +20,22 @@ _CLASSES = [
     *("[ab]", "[^a]", "[a-z]", r"\d", r"\w", r"\s", r"\D", r"\W", r"\S", ".", r"[\d-]", r"[^\W_]", r"[\x00-\x1f]"),
     *(r"[\x00-\x21]", r"[\x01-\x08]", r"[^\x20-\uffff]", r'["\\]', "[[:alpha:]]", "[[:^digit:]]", "[[:space:]a]"),
     *("[a&&b]", "[a||b]", "[a~~b]", "[[a]", r"[\]x]", "[é-ü]", "[😀-😎]", r"[\b]", r"\x7f", r"[^\n]"),
-    *(r"[^\s\d]", "[+--]"),
+    *(r"[^\s\d]", "[+--]", r"\u0041", r"\x41", r"\/", r"\-", r"[\w.-]", r"[\u00e0-\u00ff]", r"[^\W\d]", r"[\s\S]"),
+]
+_PROPERTIES = [r"\p{L}", r"\p{Lu}", r"\P{L}", r"\p{Script=Greek}", r"[\p{Nd}_]", r"[^\p{L}]"]
+"""Python's `re` can't read them."""
+_FRAMES = [
+    "^{}$",
+    "(?i:{})",
+    "(?s:{})",
+    "(?a:{})",
+    "(?i){}",
+    "(?P<n>{})",
+    "^(?:a|{})$",
+    r"\A{}\Z",
+    "(^{}$|b)",
+    "{}$",
+    "()|{}",
 ]
 
 
@@ -40,18 +59,22 @@ def pattern(source: random.Random, depth: int = 3) -> str:
     if draw < 0.75:
         return f"(?:{'|'.join(pattern(source, depth - 1) for _ in range(source.randint(2, 3)))})"
     count = source.choice(["*", "+", "?", "{2}", "{0,2}", "{1,}", "{0}", "*?", "+?", "{1,3}?"])
+    count = count if source.random() < 0.95 else source.choice(["{20}", "{5,40}", "{0,100}", "{30,}"])
     return f"(?:{pattern(source, depth - 1)}){count}"
 
 
 def random_regex(source: random.Random) -> Case:
     """Return a regex whose output is a full match, in Python's reading."""
     text = pattern(source)
-    if source.random() < 0.2:
-        text = source.choice(["^{}$", "(?i:{})", "(?s:{})", "(?a:{})"]).replace("{}", text)
-
+    if source.random() < 0.25:
+        text = source.choice(_FRAMES).replace("{}", text)
+    compiled: Any
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # "possible nested set"
         compiled = re.compile(text)
+    if source.random() < 0.1:
+        text = f"[a-c]?{source.choice(_PROPERTIES)}{{1,3}}(?:{source.choice(_PROPERTIES)}|-)*"
+        compiled = unicode_regex.compile(text)
 
     def problem(output: str) -> str | None:
         return None if compiled.fullmatch(output) else "no full match"
@@ -71,11 +94,13 @@ def random_choice(source: random.Random) -> Case:
 
 
 Rule = list[list[str]]
-"""Alternatives of items. An item is the name of a later rule, or a text in quotes, with `*`, `+` or `?` after it."""
+"""Alternatives of items: the name of a later rule, a text in quotes, or a class; then `*`, `+`, `?` or `{m,n}`."""
 
 
 def random_grammar(source: random.Random) -> Case:
     """Return a grammar of a few rules, in GBNF or Lark; some rules refer to themselves between brackets."""
+    if source.random() < 0.35:
+        return _random_lark(source)
     names = ["root", "one", "two", "three"][: source.randint(1, 4)]
     rules: dict[str, Rule] = {}
     for index, name in enumerate(names):
@@ -94,10 +119,11 @@ def random_grammar(source: random.Random) -> Case:
 
 def _items(source: random.Random, later: list[str]) -> list[str]:
     texts = ['"a"', '"b"', '"ab"', '"é"', '"😀x"', '" "', '"0"', '"-"', '"\\\\"', '"\\""', '"\\n"']
+    texts += ["[a-c]", r'[^"\\]', "[é-ü0]", r"[\n\t]"]
     items = []
     for _ in range(source.randint(1, 3)):
         item = source.choice(later) if later and source.random() < 0.6 else source.choice(texts)
-        items.append(item + source.choice(["", "", "", "*", "+", "?"]))
+        items.append(item + source.choice(["", "", "", "", "*", "+", "?", "{2}", "{1,2}", "{0,3}", "{2,}"]))
     return items
 
 
@@ -107,6 +133,8 @@ def grammar(rules: dict[str, Rule], *, lark: bool) -> str:
     lines = []
     for name, alternatives in rules.items():
         body = " | ".join(" ".join(re.sub("^root", start, item) for item in items) for items in alternatives)
+        if lark:
+            body = re.sub(r"(\[[^\]]*\])", r"/\1/", body)
         lines.append(f"{start if name == 'root' else name} {defines} {body}")
     return "\n".join(lines) + "\n"
 
@@ -119,18 +147,72 @@ def _ends(rules: dict[str, Rule], name: str, text: str, start: int) -> set[int]:
 def _sequence_ends(rules: dict[str, Rule], items: list[str], text: str, start: int) -> set[int]:
     reached = {start}
     for item in items:
-        count = item[-1] if item[-1] in "*+?" and len(item) > 1 else ""
-        base = item[: len(item) - len(count)]
-        once = _after(rules, base, text, reached)
-        repeated = once
-        while count in ("*", "+") and (more := _after(rules, base, text, repeated) - repeated):
-            repeated = repeated | more
-        reached = repeated | reached if count in ("*", "?") else repeated
+        base, least, most = _counted(item)
+        for _ in range(least):
+            reached = _after(rules, base, text, reached)
+        more = reached
+        for _ in range(most - least):
+            if not (more := _after(rules, base, text, more) - reached):
+                break
+            reached = reached | more
     return reached
 
 
+def _counted(item: str) -> tuple[str, int, int]:
+    """Return an item without its quantifier, and how often it may come."""
+    found = re.fullmatch(r"(\w+|\".*\"|\[.*\])(?:\{(\d+)(,?)(\d*)\}|([*+?]?))", item, re.DOTALL)
+    assert found is not None, item
+    base, low, comma, high, sign = found.groups()
+    if low:
+        return base, int(low), int(high) if high else 999 if comma else int(low)
+    least, most = {"": (1, 1), "*": (0, 999), "+": (1, 999), "?": (0, 1)}[sign]
+    return base, least, most
+
+
 def _after(rules: dict[str, Rule], base: str, text: str, starts: set[int]) -> set[int]:
+    if base[0] == "[":
+        return {start + 1 for start in starts if re.match(base, text[start : start + 1])}
     if base[0] != '"':
         return {end for start in starts for end in _ends(rules, base, text, start)}
     literal = base[1:-1].replace("\\n", "\n").replace('\\"', '"').replace("\\\\", "\\")
     return {start + len(literal) for start in starts if text.startswith(literal, start)}
+
+
+_TERMINALS = {
+    "NAME": "/[a-z]+/",
+    "NUMBER": r"/-?\d+(\.\d+)?/",
+    "TEXT": r'/"[^"\\\n]*"/',
+    "KEYWORD": '"if"i',
+    "HEX": "/0x[0-9a-fA-F]{2,4}/",
+    "LETTERS": '("a".."c")+ "é"?',
+    "ANY.2": r"/[^x\s][^x\s]?/",
+}
+
+
+def _random_lark(source: random.Random) -> Case:
+    """Return a grammar with the features of Lark: terminals, imports, `%ignore`, priorities, aliases.
+
+    No terminal begins with a blank: the parser ignores as many of them as there are.
+    """
+    names = source.sample([*_TERMINALS], 3)
+    first, second, third = (name.partition(".")[0] for name in names)
+    separator, least = source.choice(['","', '"=>"', "second?"]), source.choice(["?", "*", "+", ""])
+    lines = [
+        f"start: item ({separator} item){least}",
+        source.choice([f'item: {first} | {first} ":" value -> pair', f"?item: value | {first} [{second}]"]),
+        source.choice([f'value: {second} | "(" value? ")"', f'!value: {third} | "[" [value ("," value)*] "]"']),
+        f"second: {third}",
+        *(f"{name}: {_TERMINALS[name]}" for name in names),
+    ]
+    lines += source.choice([[], [], ['%ignore " "'], [r"%ignore /[ \t]+/"], ["%import common.WS", "%ignore WS"]])
+    text = "\n".join(lines) + "\n"
+    parser = Lark(text, parser="earley", lexer="dynamic_complete", ambiguity="resolve")
+
+    def problem(output: str) -> str | None:
+        try:
+            parser.parse(output)
+        except UnexpectedInput as error:
+            return f"no sentence: {type(error).__name__}"
+        return None
+
+    return Case("lark", text, lambda: Constraint.grammar(text), problem)

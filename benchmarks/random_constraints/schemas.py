@@ -29,6 +29,12 @@ _VALUES += [1e300, 0.1 + 0.2, 123456789.12345679, -0.0, 1e22, 5e-324, 10**30, [2
 _VALUES += [[], [1], ["a", None], {}, {"a": 1}]
 _TYPES = ["null", "boolean", "integer", "number", "string", "array", "object"]
 _NAMES = ["a", "b", "ab", "c d", 'q"', "é"]
+_ODD_NAMES = ["", "a/b", "~", "$ref", "type", "enum", "__proto__", "0", "\\", "\n", "😀"]
+_ANNOTATIONS: list[dict[str, Any]] = [{"title": "a"}, {"description": "b", "default": 0}, {"examples": [1]}]
+_ANNOTATIONS += [{"$comment": "c"}, {"readOnly": True}, {"deprecated": True}, {"x-own": {"type": 0}}]
+_AHEAD = ["^(?!a){}$", "^(?=.*b){}", "^(?!.*--)(?=[^b]){}", "^(?!{}$).{0,4}$"]
+_SIMPLE_PATTERNS = ["", ".", "^a", "b", "^[a-c]+$", "^(?!a$)", r"\d", "^.{2}$", "^x-"]
+_LENGTHS = [10, 20, 40, 255]
 
 
 def random_schema(source: random.Random) -> Case:
@@ -62,6 +68,9 @@ class _Generator:
         self._draft = draft
         self._definitions = "$defs" if draft >= 2019 else "definitions"
         self._defined: dict[str, Any] = {}
+        self._anchors = self._chance(0.2)
+        """Definitions are referred to by an identifier of their own."""
+        self._names = [*_NAMES, *source.sample(_ODD_NAMES, source.choice([0, 0, 0, 2]))]
 
     def document(self) -> dict[str, Any]:
         """Return a schema with the definitions that it refers to."""
@@ -70,12 +79,21 @@ class _Generator:
             schema = {"$schema": DRAFTS[self._draft], **schema}
         for name in "xyz":  # a definition may refer to others
             if name in self._defined:
-                self._defined[name] = self._schema(1)
+                self._defined[name] = self._anchored(name, self._schema(1))
         if self._defined:
             schema[self._definitions] = self._defined
         if self._chance(0.02) and self._draft == 2020:
             schema = self._dynamic(schema)
         return dict(schema)
+
+    def _anchored(self, name: str, schema: Any) -> Any:
+        if not self._anchors or not isinstance(schema, dict):
+            return schema
+        return {**schema, **({"$anchor": name} if self._draft >= 2019 else {self._id: f"#{name}"})}
+
+    @property
+    def _id(self) -> str:
+        return "$id" if self._draft > 4 else "id"
 
     def _chance(self, probability: float) -> bool:
         return self._source.random() < probability
@@ -94,6 +112,8 @@ class _Generator:
         if self._draft > 3 and self._chance(0.08):
             other = self._source.choice(_TYPES)
             schema |= {"type": sorted({kind, other}), **self._of_type(other, depth)}
+        if self._chance(0.05):
+            schema |= self._source.choice(_ANNOTATIONS)
         return schema
 
     def _of_type(self, kind: str, depth: int) -> dict[str, Any]:
@@ -136,11 +156,13 @@ class _Generator:
         if self._chance(0.3):
             schema["minLength"] = self._source.randint(0, 4)
         if self._chance(0.3):
-            schema["maxLength"] = self._source.randint(0, 6)
+            schema["maxLength"] = self._source.choice([*range(7), *range(7), *_LENGTHS])
         return schema
 
     def _pattern(self) -> str:
-        frame = self._source.choice(["^{}$", "^{}$", "^(?:{})$", "^{}", "{}$", "{}", "^a|{}$"])
+        frame = self._source.choice(["^{}$", "^{}$", "^(?:{})$", "^{}", "{}$", "{}", "^a|{}$", "(^a|{}$)"])
+        if self._chance(0.08):
+            frame = self._source.choice(_AHEAD)
         return frame.replace("{}", pattern(self._source))
 
     def _array(self, depth: int) -> dict[str, Any]:
@@ -157,10 +179,15 @@ class _Generator:
         for keyword, most in (("minItems", 3), ("maxItems", 4)):
             if self._chance(0.4):
                 schema[keyword] = self._source.randint(0, most)
-        if self._chance(0.05):
+        if self._chance(0.08):
             schema["uniqueItems"] = True
-        if self._draft > 4 and self._chance(0.05):
+            if self._chance(0.5):
+                schema["items"] = {"enum": self._source.sample(_VALUES, 3)}
+        if self._draft > 4 and self._chance(0.08):
             schema["contains"] = self._schema(depth)
+            for keyword, least in (("minContains", 0), ("maxContains", 1)):
+                if self._draft >= 2019 and self._chance(0.4):
+                    schema[keyword] = self._source.randint(least, 3)
         return schema
 
     def _object_schema(self, depth: int) -> Any:
@@ -170,7 +197,7 @@ class _Generator:
 
     def _object(self, depth: int) -> dict[str, Any]:
         schema: dict[str, Any] = {}
-        names = self._source.sample(_NAMES, self._source.randint(0, 3))
+        names = self._source.sample(self._names, self._source.randint(0, 3))
         if names:
             schema["properties"] = {name: self._object_schema(depth) for name in names}
         if self._draft == 3:
@@ -182,17 +209,27 @@ class _Generator:
         if self._chance(0.5):
             schema["additionalProperties"] = False if self._chance(0.5) else self._object_schema(depth)
         if self._chance(0.15):
-            schema["patternProperties"] = {self._pattern(): self._object_schema(depth)}
+            patterns = self._source.sample([self._pattern(), *_SIMPLE_PATTERNS], self._source.choice([1, 1, 2, 3]))
+            schema["patternProperties"] = {each: self._object_schema(depth) for each in patterns}
         if self._draft > 3:
             for keyword in ("minProperties", "maxProperties"):
                 if self._chance(0.2):
                     schema[keyword] = self._source.randint(0, 3)
         if self._draft > 4 and self._chance(0.06):
             schema["propertyNames"] = self._source.choice(
-                [{"pattern": self._pattern()}, {"maxLength": 1}, {"enum": _NAMES}]
+                [
+                    {"pattern": self._pattern()},
+                    {"maxLength": 1},
+                    {"enum": _NAMES},
+                    {"not": {"const": "a"}},
+                    self._schema(0),
+                ]
             )
         if self._chance(0.05):
             schema["dependentRequired" if self._draft >= 2019 else "dependencies"] = {"a": ["b"]}
+        elif self._chance(0.05):
+            then = {self._source.choice("ab"): self._object_schema(depth)}
+            schema["dependentSchemas" if self._draft >= 2019 else "dependencies"] = then
         return schema
 
     def _listed(self, depth: int) -> dict[str, Any]:
@@ -208,7 +245,8 @@ class _Generator:
         if draw < 0.3:
             name = self._source.choice("xyz")
             self._defined.setdefault(name, True)
-            reference = f"#/{self._definitions}/{name}" if self._chance(0.9) else "#"
+            named = f"#{name}" if self._anchors else f"#/{self._definitions}/{name}"
+            reference = named if self._chance(0.9) else "#"
             return {**siblings, "$ref": reference}
         if self._draft == 3:
             keyword = self._source.choice(["extends", "extends", "type", "disallow"])
@@ -216,17 +254,20 @@ class _Generator:
                 return {**siblings, "extends": parts[0]}
             return {**siblings, keyword: parts if keyword == "extends" else [*parts, "null"]}
         keyword = self._source.choice(["allOf", "allOf", "anyOf", "anyOf", "oneOf", "not", "if", "unevaluated"])
+        if keyword == "if" and self._draft < 7:  # `guided` applies it there too, and a validator does not
+            keyword = "allOf"
         match keyword:
             case "not":
                 return {**siblings, "not": parts[0]}
             case "if":
-                return {**siblings, "if": parts[0], "then": parts[-1]}
+                branches = {"then": parts[-1]} if self._chance(0.7) else {}
+                branches |= {"else": parts[len(parts) // 2]} if self._chance(0.5) else {}
+                return {**siblings, "if": parts[0], **branches}
             case "unevaluated":
-                return {
-                    **siblings,
-                    "anyOf": parts,
-                    self._source.choice(["unevaluatedProperties", "unevaluatedItems"]): False,
-                }
+                rest = False if self._chance(0.7) else self._schema(0)
+                inner = self._combined(depth - 1) if depth > 1 and self._chance(0.3) else {"anyOf": parts}
+                inner = inner if self._chance(0.8) else {"allOf": parts}
+                return {**siblings, **inner, self._source.choice(["unevaluatedProperties", "unevaluatedItems"]): rest}
         return {**siblings, keyword: parts}
 
     def _dynamic(self, schema: dict[str, Any]) -> dict[str, Any]:

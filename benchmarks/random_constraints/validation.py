@@ -14,7 +14,7 @@ import json
 from collections.abc import Callable, Iterator
 from decimal import Decimal, InvalidOperation
 from fractions import Fraction
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import jsonschema
@@ -45,6 +45,10 @@ def _is_time(text: str) -> bool:
     return bool(shape) and datetime.time.fromisoformat(text[:8]) is not None
 
 
+def _is_regex(text: str) -> bool:
+    return _search(text) is not None
+
+
 def _is_date(text: str) -> bool:
     return bool(_full(r"\d{4}-\d\d-\d\d")(text)) and datetime.date.fromisoformat(text) is not None
 
@@ -62,6 +66,7 @@ FORMATS: dict[str, Callable[[str], Any]] = {
     "relative-json-pointer": _full(r"(?:0|[1-9][0-9]*)(?:#|(?:/(?:[^/~]|~[01])*)*)"),
     "uri": _full(_URI),
     "uri-reference": _full(rf"{_URI}|{_RELATIVE}"),
+    "regex": _is_regex,
     "uuid": _full(r"[0-9A-Fa-f]{8}-(?:[0-9A-Fa-f]{4}-){3}[0-9A-Fa-f]{12}"),
 }
 """Name -> whether a text has the format, by its RFC; may raise ValueError instead."""
@@ -123,9 +128,7 @@ def problem(text: str, schema: Any) -> str | None:
             )
         except ValueError as wrong:
             return f"not JSON: {wrong}"
-        errors = _validator(schema if numbers == "doubles" else exact).iter_errors(document)
-        # A number that the schema lists may be written with other digits of the same double.
-        error = next((each for each in errors if numbers == "doubles" or each.validator not in ("enum", "const")), None)
+        error = next(_validator(schema if numbers == "doubles" else exact).iter_errors(document), None)
         if error is not None:
             reading = f"{numbers}, the {'last' if keep_last else 'first'} of equal keys"
             return f"{error.message[:200]} ({reading})"
@@ -152,6 +155,8 @@ def _extended(validator: Any) -> Any:
     checks: dict[str, Any] = {"pattern": _pattern, "patternProperties": _pattern_properties, "format": _format}
     checks |= {"additionalProperties": _additional, "multipleOf": _multiple, "divisibleBy": _multiple}
     known = {name: check for name, check in checks.items() if name in validator.VALIDATORS or name == "format"}
+    for name in {"enum", "const"} & validator.VALIDATORS.keys():
+        known[name] = partial(_as_doubles, validator.VALIDATORS[name])
     types = validator.TYPE_CHECKER.redefine("number", lambda _, value: _is_number(value))
     types = types.redefine("integer", lambda checker, value: _is_integer(value, validator))
     return extend(validator, known, type_checker=types)  # type: ignore[no-untyped-call]
@@ -174,6 +179,19 @@ def _is_integer(value: Any, validator: Any) -> bool:
 def _errors(failed: bool, message: str) -> Iterator[jsonschema.ValidationError]:
     if failed:
         yield jsonschema.ValidationError(message)
+
+
+def _as_doubles(check: Any, validator: Any, listed: Any, value: Any, schema: Any) -> Any:
+    """Check `enum` or `const`. A number may be written with other digits of the same double."""
+    return check(validator, _doubles(listed), _doubles(value), schema)
+
+
+def _doubles(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _doubles(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_doubles(part) for part in value]
+    return float(value) if isinstance(value, Decimal) else value
 
 
 def _pattern(_validator: Any, pattern: str, value: Any, _schema: Any) -> Iterator[jsonschema.ValidationError]:
@@ -202,7 +220,7 @@ def _format(_validator: Any, name: str, value: Any, _schema: Any) -> Iterator[js
     if isinstance(value, str) and name in FORMATS:
         try:
             right = bool(FORMATS[name](value))
-        except (ValueError, IndexError):
+        except (ValueError, IndexError, regex.error):
             right = False
         yield from _errors(not right, f"{value!r} is no {name}")
 

@@ -42,8 +42,8 @@ _LARGEST = 2**63 - 1024
 _EXACT = 2**53
 """Smaller integers are doubles."""
 _MULTIPLES = 2**32
-_MULTIPLES_WITHIN = 10_000
-"""Largest `multipleOf` between two bounds: with larger ones, the lexer's states run out while masks are computed."""
+_MULTIPLES_WITHIN = 5_000
+"""Largest `multipleOf` with a bound beyond it: larger ones exhaust the states of the lexer while masks are computed."""
 _MOST_DIGITS = 9
 """Maximum number of decimals of `multipleOf`."""
 _MAX_PATTERNS = 8
@@ -258,8 +258,8 @@ class LLGuidanceLowering(SchemaLowering):
             scaled, exponent = scaled * 10.0, exponent + 1
         if scaled >= _MULTIPLES or exponent > _MOST_DIGITS or Fraction(int(scaled), 10**exponent) != exact:
             raise self.refusal(schema, "multipleOf", f" {bounded(value, 40)}")
-        if scaled > _MULTIPLES_WITHIN and len(bounds) > 1:
-            raise self.refusal(schema, "multipleOf", f" {bounded(value, 40)} between two bounds")
+        if scaled > _MULTIPLES_WITHIN and any(abs(bound) > value for bound in bounds.values()):
+            raise self.refusal(schema, "multipleOf", f" {bounded(value, 40)} with these bounds")
         self._multiples.add(exact)
         return {"multipleOf": value}
 

@@ -70,7 +70,9 @@ class LMFormatEnforcerBackend(Backend):
     def _automaton(self, constraint: Constraint) -> Automaton:
         match constraint.kind:
             case "regex":
-                return RegexAutomaton(regex.canonical(constraint.source, small_classes=True), self._tokens)
+                pattern = regex.canonical(constraint.source, small_classes=True)
+                # The library's automaton of an empty pattern has no alphabet.
+                return RegexAutomaton(pattern, self._tokens) if pattern else ChoiceAutomaton([""], self._tokens)
             case "choice":
                 return ChoiceAutomaton(constraint.choices, self._tokens)
         if constraint.whitespace:

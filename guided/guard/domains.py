@@ -10,6 +10,7 @@ from guided import regex
 from guided.schema import string_pattern
 from guided.schema.form import NormalForm
 from guided.schema.keywords import ALL_TYPES, NUMBER_BOUNDS, Schema, integer_bounds, kind_of, listed
+from guided.schema.metaschema import identity
 
 MANY = 1000
 """A number of values that no output exhausts."""
@@ -101,7 +102,7 @@ def at_least(bases: Bases, schema: Schema, count: int, depth: int = _DEPTH) -> b
     for one in filter(is_known, resolved(bases, schema)):
         values = listed(one)
         if values is not None:
-            known = max(known, len(values))
+            known = max(known, len(set(map(identity, values))))
             continue
         sizes = [_size(bases, one if isinstance(one, dict) else {}, kind, depth) for kind in kinds(one)]
         known = max(known, sum(sizes))

@@ -17,7 +17,7 @@ from jsonschema.validators import extend
 
 from guided.errors import UnsupportedConstraint
 from guided.guard import domains
-from guided.guard.rules import ArrayRule, ObjectRule, minified
+from guided.guard.rules import ArrayRule, ObjectRule, equal_texts, minified
 from guided.guard.text import Frame, Rule
 from guided.schema import string_pattern
 from guided.schema.form import NormalForm
@@ -340,6 +340,7 @@ class _Planner:
             frozenset.intersection(*endless) if schemas else frozenset(),
             all(endless) and kinds <= {"string", "array", "object"},
             None if known is None else frozenset(map(minified, known)),
+            equal_texts(known or ()),
             contains,
             int(items.get("minContains", 1)) if contains else 0,
             None if items.get("maxContains") is None else int(items["maxContains"]),

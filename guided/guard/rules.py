@@ -7,7 +7,7 @@ schema, and others after them, so a property that was passed over can't come any
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,8 +23,12 @@ def minified(value: Any) -> bytes:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
 
 
-_ZERO_IDENTITY = identity(0)
-_ZERO = {b"0", b"-0"}
+def equal_texts(values: Iterable[Any]) -> dict[Any, frozenset[bytes]]:
+    """Return the texts of `values` and of zero by their identity: those of one identity are the same value."""
+    found = {identity(0): frozenset((b"0", b"-0"))}
+    for value in values:
+        found[identity(value)] = found.get(identity(value), frozenset()) | {minified(value)}
+    return found
 
 
 class Items(NamedTuple):
@@ -50,6 +54,8 @@ class ArrayRule:
     """All items are endless, and no numbers."""
     domain: frozenset[bytes] | None
     """All items that are possible, where these are few."""
+    equal: dict[Any, frozenset[bytes]]
+    """See `equal_texts`: of the domain."""
     contains: Callable[[Any], bool] | None
     least: int
     most: int | None
@@ -73,7 +79,7 @@ class ArrayRule:
                 if same in used:
                     raise Veto
                 used |= {same}
-                texts |= _ZERO if same == _ZERO_IDENTITY else {minified(value)}
+                texts |= self.equal.get(same, frozenset((minified(value),)))
             if self.contains is not None and self.contains(value):
                 matches += 1
                 if self.most is not None and matches > self.most:

@@ -115,6 +115,10 @@ class SchemaGraph:
         """Iterate over the subschemas that take part in validation, the root first."""
         return closure([self.root])
 
+    def resolver(self, node: Node) -> Any:
+        """Return what finds the targets of the references in `node`; None if the document has no references."""
+        return self._resolvers.get(id(node))
+
     def refuse_endless_references(self, param: str) -> None:
         """Refuse a schema that applies itself to the same value: validation would never end.
 

@@ -97,6 +97,7 @@ class _Normaliser:
 
     def __init__(self, graph: SchemaGraph, rewrite: bool) -> None:
         document = self._root = graph.root.schema
+        self._graph = graph
         self._nodes = {id(node.schema): node for node in graph.nodes()}
         self._dialect = Dialect.of(document)
         refuse_mixed_dialects(graph, self._dialect)
@@ -146,9 +147,7 @@ class _Normaliser:
         alone = not self._has_siblings(schema)
         values = None if alone else listed(schema)
         if values is not None:
-            # With "$schema", `evolve` would take the package's own class.
-            neighbours = {name: value for name, value in schema.items() if name not in ("const", "$schema")}
-            yield with_valid_values(schema, values, self._validator.evolve(schema=neighbours))
+            yield with_valid_values(schema, values, self._validator_of(node))
             return
         targets = {keyword: target for keyword, target in node.same if keyword in REFERENCES}
         own_at = "properties" if "properties" in schema else next(iter(schema), "")
@@ -171,6 +170,13 @@ class _Normaliser:
                 yield self._any_type(schema["type"])
             if keyword == own_at and not alone:
                 yield own_keywords(schema, self._normal, is_draft3=self._dialect.is_draft3)
+
+    def _validator_of(self, node: Node) -> Any:
+        """Return a validator for instances of one subschema."""
+        # With "$schema", `evolve` would take the package's own class.
+        schema = {name: value for name, value in node.schema.items() if name != "$schema"}
+        resolver = self._graph.resolver(node)
+        return self._validator.evolve(schema=schema, **({} if resolver is None else {"_resolver": resolver}))
 
     def _is_negatable(self, node: Node, *keywords: str) -> bool:
         """Whether subschemas are certain to allow all that they say: see `unevaluated.closed`."""
@@ -247,9 +253,10 @@ class _Normaliser:
         """
         schema = node.schema
         conjuncts = [*conjuncts, *self._dependencies(schema)]
+        close = partial(closed, rest=rest, definitions=self._definitions, validator=self._validator_of(node))
         excluded = list(self._negations(node, self._rewrite and self._is_negatable(node, "not", "disallow")))
         if "if" not in schema:
-            return self._conjunction([self._close(conjuncts, rest), *excluded])
+            return self._conjunction([self._close(conjuncts, rest, close), *excluded])
         condition, then, otherwise = (self._normal(schema.get(name, True)) for name in ("if", "then", "else"))
         try:
             if not (self._rewrite and self._is_negatable(node, "if")):
@@ -259,22 +266,22 @@ class _Normaliser:
             raise depends_on_value(node, next(iter(rest))) from None
         return self._combine.any_of(
             [
-                self._conjunction([self._close([*conjuncts, condition, then], rest), *excluded]),
-                self._conjunction([self._close([*conjuncts, otherwise], rest), failed, *excluded]),
+                self._conjunction([self._close([*conjuncts, condition, then], rest, close), *excluded]),
+                self._conjunction([self._close([*conjuncts, otherwise], rest, close), failed, *excluded]),
             ]
         )
 
-    def _close(self, conjuncts: list[Schema], rest: dict[str, Schema]) -> Schema:
-        """Combine `conjuncts`, and apply `rest` to what they don't evaluate."""
+    def _close(self, conjuncts: list[Schema], rest: dict[str, Schema], close: Callable[[Schema], Schema]) -> Schema:
+        """Combine `conjuncts`, and apply `rest`, by `close`, to what they don't evaluate."""
         merged, apart = self._merged(conjuncts)
         if merged is False or any(part is False for part in apart):
             return False
         if not apart or all(value is True for value in rest.values()):
-            result = closed(merged, rest, self._definitions)
+            result = close(merged)
             self._narrowed = self._narrowed or (isinstance(result, dict) and "anyOf" in result)
             return _all_of(result, *apart)
         alternatives = apart[0].get("oneOf", []) if len(apart) == 1 and isinstance(apart[0], dict) else []
-        one = closed_apart(merged, alternatives, rest, self._combine, self._definitions)
+        one = closed_apart(merged, alternatives, self._combine, close)
         return _all_of(merged, *apart, rest) if one is None else one  # what counts as evaluated is not known
 
     def _name(self, target: Node) -> str:

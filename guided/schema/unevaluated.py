@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from guided.errors import UnsupportedConstraint
-from guided.schema.combination import Combinations
+from guided.schema.combination import Combinations, with_valid_values
 from guided.schema.definitions import Definitions, Inexact
 from guided.schema.form import target_name
 from guided.schema.graph import Node, SchemaGraph
@@ -89,39 +90,44 @@ def _describes_all(node: Node, keyword: str, is_own: bool) -> bool:
     return not isinstance(items, list) or "additionalItems" in node.schema
 
 
-def closed(schema: Schema, rest: dict[str, Schema], definitions: Definitions) -> Schema:
+def closed(schema: Schema, rest: dict[str, Schema], definitions: Definitions, validator: Any) -> Schema:
     """Return `schema` in normal form with the two keywords as `additionalProperties` and `items`.
 
     Each alternative is closed separately: a value that needs two of them together is excluded (a subset).
 
     Args:
         rest: the two keywords, in normal form.
+        validator: checks listed values against the subschema that has the keywords.
     """
     if schema is False or not rest:
         return schema
     if schema is True:
         schema = {}
     if "anyOf" in schema:
-        return {"anyOf": [closed(part, rest, definitions) for part in schema["anyOf"]]}
+        return {"anyOf": [closed(part, rest, definitions, validator) for part in schema["anyOf"]]}
     if "$ref" in schema:
         try:
-            return closed(definitions.get(target_name(schema)), rest, definitions)
+            return closed(definitions.get(target_name(schema)), rest, definitions, validator)
         except Inexact:
             return {"allOf": [schema, {"unevaluatedProperties": False}]}
-    if listed(schema) is not None:
-        return schema
+    if (values := listed(schema)) is not None:
+        return with_valid_values(schema, values, validator)
     standing = {_STANDING_FOR[keyword]: value for keyword, value in rest.items() if value is not True}
     return {**schema, **{keyword: value for keyword, value in standing.items() if keyword not in schema}}
 
 
 def closed_apart(
-    merged: Schema, parts: list[Schema], rest: dict[str, Schema], combinations: Combinations, definitions: Definitions
+    merged: Schema, parts: list[Schema], combinations: Combinations, close: Callable[[Schema], Schema]
 ) -> Schema | None:
-    """Close each of the alternatives `parts` of a `oneOf` beside `merged`, for objects. None if they overlap then."""
+    """Close each of the alternatives `parts` of a `oneOf` beside `merged`, for objects. None if they overlap then.
+
+    Args:
+        close: applies the two keywords to an alternative: see `closed`.
+    """
     found: list[Schema] = []
     for index, part in enumerate(parts):
         try:
-            one = combinations.merge({"type": "object"}, closed(combinations.merge(merged, part), rest, definitions))
+            one = combinations.merge({"type": "object"}, close(combinations.merge(merged, part)))
         except Inexact:
             return None
         if not all(combinations.disjoint(one, other) for other in (*parts[:index], *parts[index + 1 :])):

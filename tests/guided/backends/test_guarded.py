@@ -125,6 +125,15 @@ def test_what_no_library_enforces(bytewise: Backends, schema: Any, valid: list[s
     assert [text for text in invalid if accepts(grammar, text)] == []
 
 
+def test_numbers_that_are_equal_are_one_of_the_values_that_are_left(bytewise: Backends) -> None:
+    matcher = compiled(bytewise, {**UNIQUE, "items": {"enum": [1, 1.0, "a"]}}).matcher()
+    matcher.accept_tokens(byte_tokens('["a",1'))
+    assert "," not in characters(matcher)
+    assert "]" in characters(matcher)
+    with pytest.raises(UnsupportedConstraint, match="uniqueItems"):
+        compiled(bytewise, {**UNIQUE, "items": {"enum": [1, 1.0]}, "minItems": 2})
+
+
 @pytest.mark.parametrize("backend", ["llguidance", "xgrammar"])
 def test_over_any_library(bytewise: Backends, backend: str) -> None:
     grammar = compiled(bytewise, {**UNIQUE, "items": {"type": "string"}}, backend)

@@ -131,6 +131,13 @@ def test_a_number_that_it_would_read_as_another_double_is_refused(
         Backends(vocabulary)["llguidance"].compile(Constraint.json_schema(schema))
 
 
+def test_a_multiple_with_more_states_than_the_lexer_has_is_refused(vocabulary: Vocabulary) -> None:
+    schema = {"type": "number", "maximum": 10**7, "multipleOf": 9973}
+    with pytest.raises(UnsupportedConstraint, match="multipleOf"):
+        Backends(vocabulary)["llguidance"].compile(Constraint.json_schema(schema))
+    Backends(vocabulary)["llguidance"].compile(Constraint.json_schema({**schema, "maximum": 0}))
+
+
 def test_a_schema_cannot_switch_enforcement_off(vocabulary: Vocabulary) -> None:
     schema = {"x-guidance": {"lenient": True, "coerce_one_of": True}, "type": "array", "uniqueItems": True}
     with pytest.raises(UnsupportedConstraint, match="uniqueItems"):

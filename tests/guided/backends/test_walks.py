@@ -106,6 +106,7 @@ KNOWN: list[Any] = [
         "$defs": {"a": {"type": "object", "properties": {"a": NULL}}},
     },
     {"anyOf": [{}, NULL], "unevaluatedItems": False, "unevaluatedProperties": False},
+    {"anyOf": [{"enum": [[1], "a", {"b": 1}]}], "unevaluatedItems": False, "unevaluatedProperties": False},
     {"type": "array", "prefixItems": [NULL], "additionalItems": True, "minItems": 1},
     {"$schema": DRAFT7, "type": "array", "items": {"$ref": "#/definitions/a", **NULL}, "definitions": {"a": BOOLEAN}},
     {"$schema": DRAFT3, "type": "integer", "divisibleBy": 7},
@@ -196,6 +197,20 @@ def test_what_once_went_wrong(backends: Backends, vocabulary: Vocabulary, schema
 )
 def test_the_validation_sees_what_is_wrong(schema: Any, text: str) -> None:
     assert problem(text, schema) is not None
+
+
+def test_the_validation_reads_listed_numbers_as_doubles() -> None:
+    assert problem("4.9406564584124654e-324", {"anyOf": [{"enum": [5e-324]}]}) is None
+    assert problem("4.9406564584124654e-324", {"anyOf": [{"maximum": 0}]}) is not None
+
+
+@pytest.mark.parametrize("backend", ["llguidance", "xgrammar", "lm-format-enforcer"])
+def test_a_regex_may_match_nothing_but_the_empty_text(backends: Backends, backend: str) -> None:
+    matcher = backends[backend].compile(Constraint.regex("(?:a|b){0}")).matcher()
+    row = np.empty(words(backends.vocabulary.padded_vocab_size), dtype=np.int32)
+    matcher.fill_bitmask(row)
+    assert matcher.is_accepting()
+    assert not len(np.intersect1d(allowed_ids(row), backends.vocabulary.text_token_ids))
 
 
 @pytest.mark.parametrize("backend", ["llguidance", "xgrammar", "outlines"])

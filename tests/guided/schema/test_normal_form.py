@@ -239,6 +239,13 @@ def test_unevaluated_properties_close_what_a_reference_names() -> None:
     assert normalise({"anyOf": [True, {"type": "null"}], "unevaluatedItems": False}).root == {"items": False}
 
 
+def test_listed_values_are_checked_against_what_stands_next_to_them() -> None:
+    assert normalise({"anyOf": [{"enum": [[1], []]}], "unevaluatedItems": False}).root == {"enum": [[]]}
+    string = {"$defs": {"a": {"type": "string"}}, "$id": "http://x/string", "enum": ["a", 1], "$ref": "#/$defs/a"}
+    schema = {"$id": "http://x/", "items": string, "$defs": {"a": {"type": "integer"}}}
+    assert normalise(schema).root == {"items": {"enum": ["a"]}}
+
+
 def test_references_are_merged_with_what_stands_next_to_them_unless_recursive() -> None:
     schema = {"$ref": "#/$defs/a", "minLength": 2, "$defs": {"a": {"type": "string", "minLength": 1}}}
     assert normalise(schema).root == {"type": "string", "minLength": 2}
