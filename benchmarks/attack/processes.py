@@ -79,7 +79,7 @@ async def _kill_each(target: Target, *kinds: str) -> None:
 
 @case("new", seconds=190, restarts=True, slow=True)
 async def ray_killed(target: Target) -> None:
-    """SIGKILL to Ray's GCS (masks go on; Ray is restarted when an actor is needed), to the process that is Ray's driver, and to the raylet again."""
+    """SIGKILL to Ray's GCS, its driver process and its raylet. Without its GCS it goes on until an actor is needed."""
     await _kill_each(target, HEAD, "Ray: driver", *RAYLET)
 
 
