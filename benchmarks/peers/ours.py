@@ -182,7 +182,7 @@ class Guided:
         forward.start()
         logits = forward.wait()
         ready = time.perf_counter()
-        report = self._processor.apply(logits, self._patience())
+        report = self._processor.apply(logits, self._patience(), keep_late=self._parking)
         ended = time.perf_counter()
         exposed = prepared + report.wait_seconds
         times = Times(
