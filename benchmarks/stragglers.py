@@ -61,6 +61,7 @@ COLUMNS = {
     "ratio_p50": "ratio p50",
     "ratio_p99": "ratio p99",
     "slow_row_p50": "slow row p50",
+    "abandoned": "abandoned",
 }
 
 
@@ -137,6 +138,7 @@ def figures(case: Case, candidate: Candidate, without: Samples, with_: Samples) 
     for at in ("p50", "p99"):
         row[f"ratio_{at}"] = round(row[f"with_{at}"] / row[f"without_{at}"], 3)
     row["refused"] = without.refused + with_.refused
+    row["abandoned"] = len(row["refused"])  # documents whose next token a mask forbade: none, if all is well
     row["tokens"] = {"without": len(without.latency), "with": len(with_.latency), "slow row": len(with_.slow_latency)}
     return row
 
