@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import os
 import platform
@@ -27,6 +28,7 @@ _KILL_SECONDS = 5.0
 _SLACK_BYTES = 1 << 30
 """Address space that is never resident: stacks of some sixty threads, memory that allocators keep."""
 _CGROUP_FILES = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+_TRIM_BYTES, _TRIM_SECONDS = 64 << 20, 1.0
 _PF_EXITING = 0x4
 """Of the flags in `/proc/<pid>/stat`: linux/sched.h."""
 _PENDING_SIGKILL = 1 << (signal.SIGKILL - 1)
@@ -101,6 +103,31 @@ class ProcessReading:
         cpu_seconds = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
         ending = bool(int(fields[6]) & _PF_EXITING or int(fields[28]) & _PENDING_SIGKILL)
         return cls(int(fields[21]) * resource.getpagesize(), cpu_seconds, fields[0] == b"T", ending, int(fields[19]))
+
+
+class FreeMemory:
+    """Returns freed memory of this process to the system, which the C library would keep (malloc_trim(3)).
+
+    Loading a grammar temporarily takes many times its size. Used by one thread at a time.
+    """
+
+    def __init__(self) -> None:
+        self._least = _resident_bytes()
+        self._last = time.monotonic()
+
+    def give_back(self) -> None:
+        """Do so if there may be much of it; at most once a second, because it takes milliseconds."""
+        now, resident = time.monotonic(), _resident_bytes()
+        self._least = min(self._least, resident)
+        if now - self._last > _TRIM_SECONDS and resident > self._least + _TRIM_BYTES:
+            self._last = now
+            with contextlib.suppress(AttributeError):  # another C library than glibc
+                ctypes.CDLL(None).malloc_trim(0)
+
+
+def _resident_bytes() -> int:
+    reading = ProcessReading.of(os.getpid())
+    return 0 if reading is None else reading.resident
 
 
 class ProcessHandle:

@@ -14,7 +14,7 @@ import zmq
 from msgspec.msgpack import Decoder
 
 from actors.channel import Address, connect
-from actors.processes import ProcessLocation, exit_with_owner, limit_memory, memory_limit
+from actors.processes import FreeMemory, ProcessLocation, exit_with_owner, limit_memory, memory_limit
 from actors.steps.protocol import SegmentName, SlotTable, attach
 from actors.steps.server import StepServer
 from guided.backends import BACKENDS, Backends
@@ -59,6 +59,7 @@ class MaskActor:
         self._installed: set[str] = set()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._incarnation: int | None = None
+        self._free_memory = FreeMemory()
 
     def location(self) -> ProcessLocation:
         """Return where this actor runs; also shows that it is alive."""
@@ -88,6 +89,7 @@ class MaskActor:
         if key not in self._installed:
             self._worker.install(key, self._backends[backend].load(_decode(constraint), dumped))
             self._installed.add(key)
+            self._free_memory.give_back()
 
     @_in_order
     def uninstall(self, keys: Sequence[str]) -> None:
@@ -95,3 +97,4 @@ class MaskActor:
         for key in keys:
             self._installed.discard(key)
             self._worker.uninstall(key)
+        self._free_memory.give_back()

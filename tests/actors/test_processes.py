@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 
 from actors.processes import ProcessLocation, ProcessReading
 
@@ -26,3 +27,21 @@ def test_a_process_is_ending_from_its_kill_on() -> None:
         process.kill()
         assert location.is_ending(), "it is not reaped yet"
     assert location.is_ending()
+
+
+def test_freed_memory_is_given_back() -> None:
+    pieces = 300_000
+    script = f"""
+import os, time
+from actors.processes import FreeMemory, ProcessReading
+free_memory = FreeMemory()
+held = [bytearray(1000) for _ in range({pieces})]
+last = held[-1]  # keeps the top of the heap in use
+del held
+time.sleep(1.1)
+before = ProcessReading.of(os.getpid()).resident
+free_memory.give_back()
+print(before - ProcessReading.of(os.getpid()).resident)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert int(done.stdout) > 500 * pieces
