@@ -29,6 +29,7 @@ _SLACK_BYTES = 1 << 30
 """Address space that is never resident: stacks of some sixty threads, memory that allocators keep."""
 _CGROUP_FILES = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 _TRIM_BYTES, _TRIM_SECONDS = 64 << 20, 1.0
+"""Freed memory is given back from so much growth on, and at most so often."""
 _PF_EXITING = 0x4
 """Of the flags in `/proc/<pid>/stat`: linux/sched.h."""
 _PENDING_SIGKILL = 1 << (signal.SIGKILL - 1)

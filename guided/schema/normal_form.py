@@ -253,7 +253,9 @@ class _Normaliser:
         """
         schema = node.schema
         conjuncts = [*conjuncts, *self._dependencies(schema)]
-        close = partial(closed, rest=rest, definitions=self._definitions, validator=self._validator_of(node))
+        close = partial(
+            closed, rest=rest, definitions=self._definitions, validator=self._validator_of(node) if rest else None
+        )
         excluded = list(self._negations(node, self._rewrite and self._is_negatable(node, "not", "disallow")))
         if "if" not in schema:
             return self._conjunction([self._close(conjuncts, rest, close), *excluded])
