@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from huggingface_hub import HfApi, try_to_load_from_cache
@@ -97,12 +97,25 @@ def _load(model: str, config: Any, how: LoadOptions, device: torch.device | None
         model,
         config=config,
         revision=how.revision,
-        dtype=how.dtype if how.dtype == "auto" else getattr(torch, how.dtype),
+        dtype=_dtype(how.dtype, config, device),
         attn_implementation=ATTENTION,
         **others,
     )
     tokenizer = AutoTokenizer.from_pretrained(how.tokenizer or model, revision=None if how.tokenizer else how.revision)
     return prepare_model(loaded if device is None else loaded.to(device), tokenizer, name=model)
+
+
+def _dtype(name: str, config: Any, device: torch.device | None) -> torch.dtype | Literal["auto"]:
+    """Return the dtype to load: for "auto" the checkpoint's, but float32 on a CPU without instructions for it. torch
+    multiplies such matrices element by element there (docs/design.md)."""
+    if name != "auto":
+        dtype: torch.dtype = getattr(torch, name)
+        return dtype
+    on_cpu = device.type == "cpu" if device is not None else not torch.cuda.is_available()
+    mkldnn = torch.ops.mkldnn
+    fast = {torch.bfloat16: mkldnn._is_mkldnn_bf16_supported, torch.float16: mkldnn._is_mkldnn_fp16_supported}
+    stored = getattr(config, "dtype", None)
+    return torch.float32 if on_cpu and stored in fast and not fast[stored]() else "auto"
 
 
 def _check_plan(config: Any, size: int, device: torch.device) -> None:

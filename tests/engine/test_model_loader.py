@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import copy
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,19 @@ def test_a_directory_is_loaded_and_described(tiny_model: LoadedModel) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_the_dtype_is_as_asked(tiny_llama_dir: Path, dtype: str) -> None:
     assert load_model(str(tiny_llama_dir), dtype=dtype, device="cpu").dtype == getattr(torch, dtype)
+
+
+@pytest.mark.parametrize("is_fast", [False, True])
+def test_half_precision_is_loaded_as_float32_on_a_cpu_that_is_slow_with_it(
+    tiny_llama_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_fast: bool
+) -> None:
+    checkpoint = tmp_path / "half"
+    shutil.copytree(tiny_llama_dir, checkpoint)
+    config = json.loads((checkpoint / "config.json").read_text())
+    (checkpoint / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: is_fast)
+    loaded = load_model(str(checkpoint), device="cpu")
+    assert loaded.dtype == (torch.bfloat16 if is_fast else torch.float32)
 
 
 def test_an_unknown_dtype_is_refused(tiny_llama_dir: Path) -> None:
