@@ -96,3 +96,9 @@ class EngineConfig:
     def tokens_per_step(self, on_cpu: bool) -> int:
         """Return the maximum number of tokens in one step."""
         return max(self.max_num_batched_tokens or (64 if on_cpu else 4096), self.max_num_seqs + self.block_size)
+
+    @staticmethod
+    def step_tokens(on_cpu: bool) -> int:
+        """Return the time that a step takes besides that of its tokens, in tokens: about what the hardware multiplies
+        while it reads the weights once. The CPU's was measured (docs/design.md), the GPU's is an estimate."""
+        return 10 if on_cpu else 256

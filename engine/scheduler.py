@@ -50,17 +50,28 @@ class Scheduler:
     have begun first, and to each at most half of what is left while others wait, so that a long prompt delays neither
     the running sequences nor a short prompt for long.
 
+    While several clients have sequences, a step takes about twice as long at most as one with a single sequence of each
+    client. The rest of a client's sequences wait, newest first; they keep their blocks. So a client with few sequences
+    is not slowed down by one with many.
+
     A preempted sequence loses its blocks. It is prefilled again, prompt and output, before new groups start. Groups
     that wait for their grammar are skipped and keep their turn. Parked sequences are skipped and keep their blocks.
     """
 
     def __init__(
-        self, blocks: BlockManager, *, max_num_seqs: int, max_num_batched_tokens: int, num_drafts: int = 0
+        self,
+        blocks: BlockManager,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        step_tokens: int,
+        num_drafts: int = 0,
     ) -> None:
         self.blocks = blocks
         self.num_drafts = num_drafts
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
+        self.step_tokens = step_tokens
         self.waiting: deque[SequenceGroup] = deque()
         self.preempted: deque[Sequence] = deque()
         self.running: list[Sequence] = []
@@ -109,15 +120,55 @@ class Scheduler:
         has_prefills = bool(self.preempted or self.waiting)
         if has_prefills:
             self._make_room()
-        preempted = self._schedule_decodes(batch)
-        budget = self.max_num_batched_tokens - len(batch.decodes)
-        if self.prefilling:
-            budget = self._continue_prefills(batch, budget)
-        if has_prefills and not preempted:
-            budget = self._schedule_prefills(batch, budget)
+        tokens, share = self._limits()
+        held = self._held(share)
+        preempted = self._schedule_decodes(batch, held)
+        budget = max(tokens - len(batch.decodes), min(self.blocks.block_size, self.max_num_batched_tokens))
+        begun, starts = self.prefilling[:], has_prefills and not preempted
+        is_shared = share < self.max_num_seqs
+        if starts and is_shared:  # the client with the fewest sequences does not wait for the prefills of others
+            budget = self._schedule_prefills(batch, budget, share)
+        budget = self._continue_prefills(begun, batch, budget, held)
+        if starts and not is_shared:
+            budget = self._schedule_prefills(batch, budget, share)
         if self.num_drafts:
             self._schedule_drafts(batch, budget)
         return batch
+
+    def share(self, clients: int) -> int:
+        """Return how many sequences of a client a step computes at least, if it has them and `clients` have as many."""
+        return self.step_tokens // clients + 2
+
+    def _limits(self) -> tuple[int, int]:
+        """Return the maximum number of tokens of this step, and of each client's sequences in it."""
+        if len(self._clients) < 2:
+            return self.max_num_batched_tokens, self.max_num_seqs
+        counts = Counter(one.group.client for one in self.running if one.parked is None)
+        counts.update(client for client in self._queues() if client not in counts)
+        tokens = self.step_tokens + 2 * len(counts)
+        if len(counts) < 2 or counts.total() <= tokens:
+            return self.max_num_batched_tokens, self.max_num_seqs
+        share = self.share(len(counts))
+        while sum(min(count, share + 1) for count in counts.values()) <= tokens:
+            share += 1
+        return min(tokens, self.max_num_batched_tokens), share
+
+    def _held(self, share: int) -> frozenset[int]:
+        """Return ids of sequences that do not run in this step: of each client all but the oldest `share`. Beams of a
+        group are held or run together."""
+        running: Counter[str] = Counter()
+        let_in: set[SequenceGroup] = set()
+        held: set[int] = set()
+        for sequence in self.running if len(self.running) > share else ():
+            group = sequence.group
+            if sequence.parked is not None:
+                continue
+            if running[group.client] < share or (group.beams is not None and group in let_in):
+                running[group.client] += 1
+                let_in.add(group)
+            else:
+                held.add(sequence.seq_id)
+        return frozenset(held)
 
     def _schedule_drafts(self, batch: ScheduledBatch, budget: int) -> None:
         """Turn decoding sequences with drafts into chunks, as far as tokens and blocks are left."""
@@ -140,19 +191,20 @@ class Scheduler:
                 decodes.append(sequence)
         batch.decodes = decodes
 
-    def _schedule_decodes(self, batch: ScheduledBatch) -> bool:
-        """Assign slots to the new tokens of each running sequence. Return True if sequences were preempted for that.
+    def _schedule_decodes(self, batch: ScheduledBatch, held: frozenset[int]) -> bool:
+        """Assign slots to the new tokens of each running sequence that is not held. Return True if sequences were
+        preempted for that.
 
         A sequence with several new tokens (forced tokens) becomes a prefill of its own.
         """
         queue = self.running
         append_slot, block_size = self.blocks.append_slot, self.blocks.block_size
-        prefilling = {sequence.seq_id for prefill in self.prefilling for sequence in prefill}
+        skipped = held.union(sequence.seq_id for prefill in self.prefilling for sequence in prefill)
         done = 0
         preempted = False
         while done < len(queue):
             sequence = queue[done]
-            if sequence.parked is not None or sequence.seq_id in prefilling:
+            if sequence.parked is not None or sequence.seq_id in skipped:
                 done += 1
                 continue
             if sequence.computed % block_size == 0:
@@ -170,7 +222,7 @@ class Scheduler:
             done += 1
         behind: list[list[Sequence]] = []
         for sequence in queue:
-            if sequence.parked is not None or sequence.seq_id in prefilling:
+            if sequence.parked is not None or sequence.seq_id in skipped:
                 continue
             if sequence.computed == sequence.length - 1:
                 sequence.computed = sequence.length
@@ -235,10 +287,14 @@ class Scheduler:
             self.preempt(newest)
             running = self._running_by_client()
 
-    def _continue_prefills(self, batch: ScheduledBatch, budget: int) -> int:
+    def _continue_prefills(
+        self, begun: list[list[Sequence]], batch: ScheduledBatch, budget: int, held: frozenset[int]
+    ) -> int:
         """Schedule a chunk of each prefill that has begun. Returns the number of tokens that are left."""
-        last = None if self.preempted or self.waiting else self.prefilling[-1]
-        for prefill in self.prefilling:
+        last = begun[-1] if begun and not self.preempted and not self.waiting else None
+        for prefill in begun:
+            if prefill[0].seq_id in held:
+                continue
             budget -= self._chunk(prefill, batch, budget, alone=prefill is last)
         self.prefilling = [prefill for prefill in self.prefilling if prefill[0].computed < prefill[0].length]
         return budget
@@ -255,14 +311,16 @@ class Scheduler:
             batch.prefills.append(Chunk(prefill[:], start, end))
         return end - start
 
-    def _schedule_prefills(self, batch: ScheduledBatch, budget: int) -> int:
-        """Start prefills. Returns the number of tokens that are left."""
+    def _schedule_prefills(self, batch: ScheduledBatch, budget: int, share: int) -> int:
+        """Start prefills, as far as each client's share goes. Returns the number of tokens that are left."""
         if len(self.running) >= self.max_num_seqs:
             return budget
         running, queues = self._running_by_client(), self._queues()
         while queues:
             client = min(queues, key=running.__getitem__)
             prefill = queues[client][0]
+            if running[client] >= share:
+                return budget
             if budget < min(self.blocks.block_size, prefill[0].length) or not self._fits(prefill):
                 return budget
             queues[client].popleft()

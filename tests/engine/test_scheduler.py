@@ -1,5 +1,11 @@
 from __future__ import annotations
 
+from collections import Counter
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.beam_search import BeamSearch
 from engine.block_manager import BlockManager
 from engine.detokenizer import Detokenizer, TokenTexts
 from engine.sampling_params import SamplingParams
@@ -22,9 +28,13 @@ def group(name: str, tokens: int, n: int = 1) -> SequenceGroup:
     return SequenceGroup(name, params, sequences)
 
 
-def scheduler(num_blocks: int = 16, max_num_seqs: int = 8, max_num_batched_tokens: int = 100) -> Scheduler:
+def scheduler(
+    num_blocks: int = 16, max_num_seqs: int = 8, max_num_batched_tokens: int = 100, step_tokens: int = 100
+) -> Scheduler:
     blocks = BlockManager(num_blocks, BLOCK, max_seqs=max_num_seqs, max_blocks=16)
-    return Scheduler(blocks, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
+    return Scheduler(
+        blocks, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, step_tokens=step_tokens
+    )
 
 
 def names(batch: ScheduledBatch) -> tuple[list[str], list[str]]:
@@ -263,3 +273,89 @@ def test_one_client_alone_is_not_preempted_for_its_own_groups() -> None:
     for _ in range(4):
         sample(it.schedule())
     assert it.num_preemptions == 0
+
+
+def rows(batch: ScheduledBatch) -> Counter[str]:
+    return Counter(sequence.group.client for sequence in batch.decodes)
+
+
+def test_a_client_with_few_sequences_is_not_slowed_down_by_one_with_many() -> None:
+    it = scheduler(num_blocks=64, max_num_seqs=16, step_tokens=4)
+    for index in range(12):
+        it.add(of("flood", f"f{index}", tokens=3))
+    sample(it.schedule())
+    batch = it.schedule()
+    assert rows(batch) == {"flood": 12}, "alone, a client is not limited"
+    sample(batch)
+    single = of("other", "single", tokens=3)
+    it.add(single)
+    batch = it.schedule()
+    assert names(batch)[0] == ["single"]
+    sample(batch)
+    batch = it.schedule()
+    assert rows(batch) == {"flood": 7, "other": 1}, "two steps of one sequence each: 2 * (4 + 2) - 4 tokens"
+    assert [one.group.request_id for one in batch.decodes if one.group is not single] == [f"f{n}" for n in range(7)]
+    sample(batch)
+    it.remove(single)
+    assert rows(it.schedule()) == {"flood": 12}, "the others have kept their blocks"
+    assert it.num_preemptions == 0
+
+
+def test_as_many_clients_as_sequences_are_not_limited() -> None:
+    it = scheduler(num_blocks=64, max_num_seqs=16, step_tokens=4)
+    for index in range(16):
+        it.add(of(f"client {index}", f"{index}", tokens=3))
+    sample(it.schedule())
+    assert len(it.schedule().decodes) == 16
+
+
+def test_beams_run_together_beyond_their_clients_share() -> None:
+    it = scheduler(num_blocks=64, max_num_seqs=16, step_tokens=0)
+    beams = of("flood", "beams", n=6)
+    beams.beams = BeamSearch(SamplingParams(use_beam_search=True, best_of=6, temperature=0), 8, frozenset())
+    it.add(beams)
+    sample(it.schedule())
+    it.add(of("other", "single"))
+    sample(it.schedule())
+    assert rows(it.schedule()) == {"flood": 6, "other": 1}
+
+
+def test_a_short_prompt_does_not_wait_for_another_clients_prefills() -> None:
+    it = scheduler(num_blocks=64, max_num_seqs=16, step_tokens=0)
+    for index in range(8):
+        it.add(of("flood", f"f{index}", tokens=30))
+    it.add(of("other", "before"))
+    for _ in range(3):
+        sample(it.schedule())
+    it.add(of("other", "short"))
+    assert "short" in names(it.schedule())[0]
+
+
+@given(st.data())
+def test_sequences_of_several_clients_all_end(data: st.DataObject) -> None:
+    it = scheduler(
+        num_blocks=data.draw(st.sampled_from([12, 24, 64])), max_num_seqs=6, step_tokens=data.draw(st.integers(0, 8))
+    )
+    waiting = [
+        of(data.draw(st.sampled_from("abc")), f"{index}", data.draw(st.integers(1, 20)), data.draw(st.integers(1, 3)))
+        for index in range(data.draw(st.integers(1, 10)))
+    ]
+    lengths = {group: group.sequences[0].length + data.draw(st.integers(1, 8)) for group in waiting}
+    left = set(waiting)
+    for _ in range(2_000):
+        if waiting and (not left - set(waiting) or data.draw(st.booleans())):
+            it.add(waiting.pop())
+        batch = it.schedule()
+        assert len({one.seq_id for one in batch.decodes}) == len(batch.decodes)
+        sample(batch)
+        for one in list(it.running):
+            if one.length >= lengths[one.group]:
+                one.finish(SequenceStatus.FINISHED_STOPPED)
+        it.drop_finished()
+        for ended in [group for group in left if all(one.status.is_finished for one in group.sequences)]:
+            it.remove(ended)
+            left.discard(ended)
+        if not left:
+            break
+    assert not left
+    assert it.blocks.num_free == it.blocks.num_blocks
