@@ -45,6 +45,7 @@ class GuidedServer:
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         app = create_app(self._engine, self._settings, self._tracing)
+        app.openapi()  # kept: it takes half a second
         context: ServerContext = app.state.context
         export_to_ray(context.metrics.registry)
         return app

@@ -97,7 +97,8 @@ class Admission:
     def _check_prompt(self, token_ids: list[int]) -> None:
         if not token_ids:
             raise InvalidRequest("the prompt is empty: give at least one token", param="prompt")
-        if not all(isinstance(token, int) and 0 <= token < self._vocab_size for token in token_ids):
+        are_ints = {*map(type, token_ids)} <= {int, bool}
+        if not are_ints or min(token_ids) < 0 or max(token_ids) >= self._vocab_size:
             raise InvalidRequest(f"token ids must be between 0 and {self._vocab_size - 1}", param="prompt")
 
     def _context_error(self, token_ids: list[int], params: SamplingParams) -> InvalidRequest | None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +22,15 @@ _THREADS = 2
 _LARGE_BODIES = 16
 """Maximum number of large bodies that are in memory. The connections of further ones are not read."""
 
+_NICE = 10
+"""Priority of the threads for large bodies, as of nice(1): their arithmetic needs no interpreter lock, and would take
+the cores that the engine's thread and the event loop need."""
+
 T = TypeVar("T")
+
+
+def _lower_priority() -> None:
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
 
 class AdmissionThreads:
@@ -35,7 +45,7 @@ class AdmissionThreads:
 
     def __init__(self, max_waiting: int) -> None:
         self._small = ThreadPoolExecutor(_THREADS, thread_name_prefix="admission")
-        self._large = ThreadPoolExecutor(_THREADS, thread_name_prefix="admission-large")
+        self._large = ThreadPoolExecutor(_THREADS, thread_name_prefix="admission-large", initializer=_lower_priority)
         self._places = asyncio.Semaphore(_LARGE_BODIES)
         self._max_waiting = max_waiting
         self._counts: Counter[str] = Counter()

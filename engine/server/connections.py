@@ -173,6 +173,9 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def end(self, reason: str) -> None:
         """End the connection, because its client has sent too little for too long, or to make room for another."""
+        if self._in_body and self.flow.read_paused and reason != "evicted":  # it waits for its turn to send
+            self._expect(self._limits.body_seconds, reason)
+            return
         begun = self._in_body or self._header_bytes > 0
         if begun and reason.endswith("_timeout"):
             seconds = self._limits.body_seconds if self._in_body else self._limits.header_seconds

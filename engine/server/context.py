@@ -20,6 +20,7 @@ from engine.server.metrics import Metrics
 from engine.server.options import ServerSettings
 from engine.server.readiness import ReadinessCheck
 from engine.server.tracing import Tracing
+from engine.server.turns import ClientTurns
 from guided.backends import AUTO
 from guided.errors import InvalidRequest, bounded
 from guided.limits import Limits
@@ -36,6 +37,7 @@ class ServerContext:
     metrics: Metrics
     admission: AdmissionThreads
     readiness: ReadinessCheck
+    turns: ClientTurns
     tracing: Tracing | None = None
     created: int = field(default_factory=lambda: int(time.time()))
     shutting_down: bool = False
@@ -46,7 +48,8 @@ class ServerContext:
     def build(cls, engine: AsyncLLM, settings: ServerSettings, tracing: Tracing | None = None) -> ServerContext:
         admission = AdmissionThreads(settings.max_waiting)
         readiness = ReadinessCheck(engine, settings.backend, admission)
-        return cls(engine, settings, Metrics(engine), admission, readiness, tracing)
+        turns = ClientTurns(lambda clients: 2 * engine.engine.scheduler.share(clients), settings.max_waiting)
+        return cls(engine, settings, Metrics(engine), admission, readiness, turns, tracing)
 
     @cached_property
     def tool_format(self) -> ToolFormat | None:

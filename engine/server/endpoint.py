@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack, contextmanager
 from typing import Any, TypeVar
 from urllib.parse import quote
@@ -15,7 +14,8 @@ from engine.outputs import RequestOutput
 from engine.server.admission import AdmissionRoute
 from engine.server.answers import Answer
 from engine.server.context import ServerContext
-from engine.server.generation import Job, Outputs, cancel, running
+from engine.server.disconnect import ClientGone, unless_gone
+from engine.server.generation import Job, Outputs, running
 from engine.server.protocol import GuidedInfo
 from engine.server.streaming import AnswerStream, events
 from guided.errors import GuidedError, bounded
@@ -47,13 +47,13 @@ class GenerationRoute(AdmissionRoute):
         async with AsyncExitStack() as stack:
             try:
                 work = running(context, job, request.state.client, request.headers)
-                outputs = await _unless_gone(request, stack.enter_async_context(work))
+                outputs, _ = await unless_gone(request.receive, stack.enter_async_context(work))
                 guided = outputs.guided
                 if ignored := request.state.ignored:
                     guided = (guided or GuidedInfo()).model_copy(update={"ignored": ignored})
                 answer = make_answer(context, job, guided)
-                content = await _unless_gone(request, self.content(outputs, answer, context))
-            except _ClientGone:
+                content, _ = await unless_gone(request.receive, self.content(outputs, answer, context))
+            except ClientGone:
                 context.metrics.abandoned("disconnected")
                 text = "request %s (x-request-id %s): the client went away"
                 logger.info(text, job.request_id, job.http_id, extra=job.log_ids)
@@ -93,25 +93,3 @@ async def _finished(outputs: Outputs) -> list[RequestOutput]:
     async for number, output in outputs.stream:
         last[number] = output
     return [last[number] for number in sorted(last)]
-
-
-class _ClientGone(Exception):
-    """The client has disconnected."""
-
-
-async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Await `work`, and cancel it when the client disconnects. Raises `_ClientGone` then."""
-    task = asyncio.create_task(work)
-    watch = asyncio.create_task(_disconnected(request))
-    try:
-        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise _ClientGone
-    finally:
-        await cancel([watch, task])
-
-
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass

@@ -1,11 +1,13 @@
-"""Gate: gives every request an id and a client, checks the host, the API key and the size of the body."""
+"""Gate: gives every request an id, a client and its turn, checks the host, the API key and the size of the body."""
 
 from __future__ import annotations
 
 import ipaddress
 import secrets
 import string
+import time
 import uuid
+from contextlib import ExitStack
 
 from fastapi import HTTPException
 from fastapi.responses import JSONResponse
@@ -13,11 +15,14 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.server.context import ServerContext
+from engine.server.disconnect import ClientGone, unless_gone
 from engine.server.errors import BodyTooLarge, HostNotAllowed, Unauthorized, log_refusal
 from guided.error_body import error_body, error_headers
 from guided.errors import GuidedError, bounded
 
-OPEN_PATHS = ("/health", "/metrics", "/version", "/docs", "/redoc", "/openapi.json", "/static-offline-docs")
+HEALTH = "/health"
+"""Requests for it take no turns."""
+OPEN_PATHS = (HEALTH, "/metrics", "/version", "/docs", "/redoc", "/openapi.json", "/static-offline-docs")
 """Paths that need no key: probes and scrapers have none, and the documentation reveals nothing about the traffic. Nor
 does the page at `/`."""
 
@@ -55,18 +60,42 @@ class Gate:
                 MutableHeaders(scope=message).setdefault("x-request-id", request_id)
             await send(message)
 
-        try:
-            self._check_host(headers)
-            key = self._check_key(scope, headers)
-            self._check_length(headers)
-        except GuidedError as error:
-            self.context.metrics.failed(error.code, error.status)
-            log_refusal(scope, error.code, error.message, error.param)
-            answer = JSONResponse(error_body(error), error.status, headers=error_headers(error))
-            await answer(scope, receive, send_with_id)
-            return
-        state["client"] = f"key {key}" if key is not None and len(self._keys) > 1 else _network(scope)
-        await self.app(scope, self._limited(receive), send_with_id)
+        with ExitStack() as turn:  # ends with the request
+            try:
+                self._check_host(headers)
+                key = self._check_key(scope, headers)
+                self._check_length(headers)
+                state["client"] = f"key {key}" if key is not None and len(self._keys) > 1 else _network(scope)
+                receive = await self._take_turn(scope, receive, turn)
+            except ClientGone:
+                self.context.metrics.abandoned("disconnected")
+                return
+            except GuidedError as error:
+                self.context.metrics.failed(error.code, error.status)
+                log_refusal(scope, error.code, error.message, error.param)
+                answer = JSONResponse(error_body(error), error.status, headers=error_headers(error))
+                await answer(scope, receive, send_with_id)
+                return
+            await self.app(scope, self._limited(receive), send_with_id)
+
+    async def _take_turn(self, scope: Scope, receive: Receive, turn: ExitStack) -> Receive:
+        """Wait for the request's turn, and have `turn` end it. Returns what receives the body from now on."""
+        turns, client, path = self.context.turns, scope["state"]["client"], scope["path"]
+        if path.startswith(HEALTH):
+            return receive
+
+        def begin() -> None:
+            turn.callback(turns.leave, client, time.monotonic())
+
+        async def wait() -> None:
+            await turns.wait(client)
+            begin()  # here, because a caller that is cancelled now does not learn that the wait is over
+
+        if turns.enter(client, counts=not path.startswith(OPEN_PATHS)):
+            begin()
+        else:
+            _, receive = await unless_gone(receive, wait())
+        return receive
 
     def _check_host(self, headers: Headers) -> None:
         """Check the name that the client has for this server.

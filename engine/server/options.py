@@ -289,7 +289,10 @@ OPTIONS = (
     *_panel(
         "Engine",
         Option("load.device", "auto, cpu, cuda, cuda:1, ..."),
-        Option("load.dtype", "auto (the checkpoint's), float32, bfloat16 or float16."),
+        Option(
+            "load.dtype",
+            "auto (the checkpoint's; float32 on a CPU without instructions for it), float32, bfloat16, float16.",
+        ),
         Option("load.tensor_parallel_size", "Number of processes, one per GPU, that the model is split over."),
         Option("load.tokenizer", "Directory or hub name of the tokenizer. Default: the model's."),
         Option("load.revision", "Branch, tag or commit of the model on the hub."),

@@ -103,6 +103,7 @@ def serve(options: ServeOptions, listener: socket.socket) -> None:
             if not settings.allowed_hosts and _is_loopback(options.host):
                 settings = dataclasses.replace(settings, allowed_hosts=(*_LOOPBACK_NAMES, options.host))
             app = create_app(engine, settings, tracing)
+            app.openapi()  # kept: it takes half a second, in which the event loop would do nothing else
             config = uvicorn_config(app, options)
             _Server(config, app.state.context, options, exit_timer).run(sockets=[listener])
         finally:
@@ -161,6 +162,7 @@ class _Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._context.shutting_down = True  # new requests and /health get 503
+        self._context.turns.open()
         deadline = time.monotonic() + self._options.grace_seconds
         while self._context.in_flight and not self.force_exit and time.monotonic() < deadline:
             await asyncio.sleep(0.05)

@@ -174,9 +174,13 @@ def text_prompts(
     if not prompt and not isinstance(prompt, str):
         raise InvalidRequest("prompt is empty: give at least one", param="prompt")
     many: Sequence[Any] = [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
-    return [
-        encode(tokenizer, each, add_special_tokens=add_special_tokens, param="prompt", max_tokens=max_tokens)
-        if isinstance(each, str)
-        else list(each)
-        for each in many
-    ]
+    prompts: list[list[int]] = []
+    for each in many:
+        if isinstance(each, str):
+            ids = encode(tokenizer, each, add_special_tokens=add_special_tokens, param="prompt", max_tokens=max_tokens)
+        else:
+            ids = list(each)
+        if len(many) > 1 and len(ids) > max_tokens:  # the others need not be looked at
+            raise _too_long("prompt", max_tokens)
+        prompts.append(ids)
+    return prompts

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from starlette.testclient import TestClient
 from transformers import PreTrainedTokenizerFast
 
-from engine.server.prompts import encode_chat
+from engine.server.prompts import encode_chat, text_prompts
 from engine.server.protocol import Message
+from guided.errors import ContextLengthExceeded
 
 SPECIAL = ["<|begin|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>"]
 
@@ -27,6 +28,12 @@ def test_special_tokens_are_the_templates_alone(tiny_tokenizer: PreTrainedTokeni
     special = [token for token in ids if token in tiny_tokenizer.all_special_ids]
     assert tiny_tokenizer.convert_ids_to_tokens(special) == ["<|user|>", "<|end|>", "<|assistant|>"]
     assert tiny_tokenizer.decode(ids) == f"<|user|>{content}<|end|><|assistant|>"
+
+
+def test_prompts_after_one_that_is_too_long_are_not_looked_at(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    prompts = ["the", "the quick brown fox", "\ud800 is not valid Unicode"]
+    with pytest.raises(ContextLengthExceeded, match="context length is 2 tokens"):
+        text_prompts(tiny_tokenizer, prompts, add_special_tokens=False, max_tokens=2)
 
 
 def test_other_messages_are_tokenised_as_ever(tiny_tokenizer: PreTrainedTokenizerFast) -> None:

@@ -141,3 +141,18 @@ class TestShares:
         assert len(large["tokens"]) == 300
         assert large["tokens"][:20] == small["tokens"]
         assert large["top_logprobs"][:20] == small["top_logprobs"]
+
+
+def test_a_client_with_many_requests_waits_while_another_one_is_active(engine: AsyncLLM) -> None:
+    app = create_app(engine, ServerSettings(model_names=("tiny",)))
+    context: ServerContext = app.state.context
+    flood, other = (TestClient(app, client=(f"192.0.2.{index}", 50000)) for index in (1, 2))
+    assert other.post("/v1/completions", json=BODY).status_code == 200
+    inside = 0
+    while context.turns.enter("192.0.2.1"):
+        inside += 1
+    assert inside == 2 * engine.engine.scheduler.share(2)
+    assert flood.get("/health").status_code == 200, "probes take no turns"
+    assert other.post("/v1/completions", json=BODY).status_code == 200
+    context.turns.leave("192.0.2.1", 0.0)
+    assert flood.post("/v1/completions", json=BODY).status_code == 200

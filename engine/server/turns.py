@@ -1,0 +1,121 @@
+"""ClientTurns: how many requests of one client are in progress while other clients send requests too."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+
+from engine.server.errors import QueueFull
+
+_ACTIVE_SECONDS = 5.0
+"""A client counts as active until so long after its last request."""
+_LEAST_SECONDS = 0.5
+"""A request keeps its place so long at least: to start requests costs time too, also if they end at once."""
+
+
+class ClientTurns:
+    """Lets requests of a client in, in order. A client alone is not limited.
+
+    While several clients are active, further requests of a client wait at the gate, where they cost nothing but their
+    connection: their bodies are not read. So a client with hundreds of requests delays those of another by few.
+
+    Args:
+        limit: returns the maximum number of requests of one client in progress, for a number of active clients.
+        max_waiting: maximum number of requests of one client that wait.
+    """
+
+    def __init__(self, limit: Callable[[int], int], max_waiting: int) -> None:
+        self._limit = limit
+        self._max_waiting = max_waiting
+        self._inside: Counter[str] = Counter()
+        """Requests in progress, by client."""
+        self._queues: dict[str, deque[asyncio.Future[None]]] = {}
+        self._seen: dict[str, float] = {}
+        """When the last request of a client began or ended, the longest ago first."""
+        self._is_open = False
+
+    def enter(self, client: str, *, counts: bool = True) -> bool:
+        """Let a request in and return True, or return False if it has to `wait`.
+
+        Args:
+            counts: the request makes its client active.
+        """
+        if counts:
+            self._note(client)
+        if client in self._queues or not self._has_place(client):
+            return False
+        self._inside[client] += 1
+        return True
+
+    async def wait(self, client: str) -> None:
+        """Wait until a request is let in. Raises `QueueFull` if too many requests of the client wait."""
+        if self.enter(client, counts=False):  # a place has become free since
+            return
+        queue = self._queues.setdefault(client, deque())
+        if len(queue) >= self._max_waiting:
+            raise QueueFull(f"{len(queue)} requests of this client wait for their turn: try again")
+        place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        queue.append(place)
+        try:
+            await place
+        except asyncio.CancelledError:
+            if place.cancelled():
+                self._drop(client, place)
+            else:  # it was let in already
+                self._free(client)
+            raise
+
+    def leave(self, client: str, began: float) -> None:
+        """End the turn of a request that was let in at `began` (`time.monotonic()`)."""
+        if client in self._seen:
+            self._note(client)
+        left = began + _LEAST_SECONDS - time.monotonic()
+        if left > 0 and self._others(client) and not self._is_open:
+            asyncio.get_running_loop().call_later(left, self._free, client)
+        else:
+            self._free(client)
+
+    def _free(self, client: str) -> None:
+        self._inside[client] -= 1
+        if not self._inside[client]:
+            del self._inside[client]
+        self._let_in()
+
+    def open(self) -> None:
+        """Let all requests in from now on. The server is shutting down, and answers them at once."""
+        self._is_open = True
+        self._let_in()
+
+    def _let_in(self) -> None:
+        for client, queue in list(self._queues.items()):
+            while queue and self._has_place(client):
+                place = queue.popleft()
+                if not place.cancelled():  # its task may not have run since
+                    self._inside[client] += 1
+                    place.set_result(None)
+            if not queue:
+                del self._queues[client]
+
+    def _drop(self, client: str, place: asyncio.Future[None]) -> None:
+        queue = self._queues.get(client, deque())
+        if place in queue:
+            queue.remove(place)
+            if not queue:
+                del self._queues[client]
+
+    def _note(self, client: str) -> None:
+        self._seen.pop(client, None)
+        self._seen[client] = time.monotonic()
+
+    def _has_place(self, client: str) -> bool:
+        others = self._others(client)
+        return self._is_open or not others or self._inside[client] < self._limit(others + 1)
+
+    def _others(self, client: str) -> int:
+        """Return the number of other active clients."""
+        oldest = time.monotonic() - _ACTIVE_SECONDS
+        while self._seen and self._seen[first := next(iter(self._seen))] < oldest:
+            del self._seen[first]
+        return len(self._seen) - (client in self._seen)
