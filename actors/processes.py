@@ -28,8 +28,8 @@ _KILL_SECONDS = 5.0
 _SLACK_BYTES = 1 << 30
 """Address space that is never resident: stacks of some sixty threads, memory that allocators keep."""
 _CGROUP_FILES = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
-_TRIM_BYTES, _TRIM_SECONDS = 64 << 20, 1.0
-"""Freed memory is given back from so much growth on, and at most so often."""
+_TRIM_BYTES, _TRIM_SECONDS = 64 << 20, 5.0
+"""Freed memory is given back from so much growth on. How often it is looked at."""
 _PF_EXITING = 0x4
 """Of the flags in `/proc/<pid>/stat`: linux/sched.h."""
 _PENDING_SIGKILL = 1 << (signal.SIGKILL - 1)
@@ -109,19 +109,28 @@ class ProcessReading:
 class FreeMemory:
     """Returns freed memory of this process to the system, which the C library would keep (malloc_trim(3)).
 
-    Loading a grammar temporarily takes many times its size. Used by one thread at a time.
+    Loading a grammar, or its first mask, temporarily takes many times its size.
     """
 
     def __init__(self) -> None:
         self._least = _resident_bytes()
-        self._last = time.monotonic()
+
+    def watch(self) -> None:
+        """Look after it from now on, in a thread of its own."""
+
+        def run() -> None:
+            while True:
+                time.sleep(_TRIM_SECONDS)
+                self.give_back()
+
+        threading.Thread(target=run, name="free-memory", daemon=True).start()
 
     def give_back(self) -> None:
-        """Do so if there may be much of it; at most once a second, because it takes milliseconds."""
-        now, resident = time.monotonic(), _resident_bytes()
+        """Do so if the process has much more memory than it had once. Whether that is in use cannot be seen, and to try
+        takes milliseconds."""
+        resident = _resident_bytes()
         self._least = min(self._least, resident)
-        if now - self._last > _TRIM_SECONDS and resident > self._least + _TRIM_BYTES:
-            self._last = now
+        if resident > self._least + _TRIM_BYTES:
             with contextlib.suppress(AttributeError):  # another C library than glibc
                 ctypes.CDLL(None).malloc_trim(0)
 

@@ -196,10 +196,10 @@ class CompileLimits:
     reserved for quick compilations: see `actors.compile.compiler`."""
     seconds: float = 10.0
     """For one constraint and all backends that are tried for it, without the time in the queue."""
-    memory_bytes: int = 512 << 20
+    memory_bytes: int = 256 << 20
     """Resident memory of a compile process, beyond the memory of an idle one. A sample of MaskBench's schemas took up
     to 190 MiB (xgrammar, 131,072 tokens)."""
-    grammar_bytes: int = 256 << 20
+    grammar_bytes: int = 128 << 20
     """Size of one compiled grammar in each process that holds it."""
     wait_seconds: float = 30.0
     """Maximum time that a constraint waits for a process."""

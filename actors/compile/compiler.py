@@ -45,7 +45,7 @@ _SLOW_AFTER = 2
 """A backend is slow at a level once so many of its time slices there, in a row, were exceeded."""
 _RESERVE = 0.1
 """Share of the time limit kept for each backend that may still be tried: most reject, or finish, in far less."""
-_MAX_GROWTH_BYTES = 256 << 20
+_MAX_GROWTH_BYTES = 64 << 20
 """A process that has grown by more than this is replaced after its constraint."""
 _MAX_LOST = 4
 """Maximum number of processes that may be killed externally (for example by the OOM killer) with one constraint."""

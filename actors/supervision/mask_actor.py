@@ -59,7 +59,7 @@ class MaskActor:
         self._installed: set[str] = set()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._incarnation: int | None = None
-        self._free_memory = FreeMemory()
+        FreeMemory().watch()
 
     def location(self) -> ProcessLocation:
         """Return where this actor runs; also shows that it is alive."""
@@ -89,7 +89,6 @@ class MaskActor:
         if key not in self._installed:
             self._worker.install(key, self._backends[backend].load(_decode(constraint), dumped))
             self._installed.add(key)
-            self._free_memory.give_back()
 
     @_in_order
     def uninstall(self, keys: Sequence[str]) -> None:
@@ -97,4 +96,3 @@ class MaskActor:
         for key in keys:
             self._installed.discard(key)
             self._worker.uninstall(key)
-        self._free_memory.give_back()

@@ -35,7 +35,7 @@ ENDLESS = (Constraint.regex("(a|b)*a(a|b){20}"), ["outlines"])
 
 @pytest.fixture(scope="module")
 def compiler() -> Iterator[Compiler]:
-    compiler = Compiler(BYTES, CompileLimits(processes=1, seconds=5.0))
+    compiler = Compiler(BYTES, CompileLimits(memory_bytes=1 << 30, processes=1, seconds=5.0))
     yield compiler
     compiler.close()
 

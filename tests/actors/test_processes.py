@@ -34,14 +34,16 @@ def test_freed_memory_is_given_back() -> None:
     script = f"""
 import os, time
 from actors.processes import FreeMemory, ProcessReading
-free_memory = FreeMemory()
+FreeMemory().watch()
 held = [bytearray(1000) for _ in range({pieces})]
+time.sleep(6)  # it is looked at while it is in use
 last = held[-1]  # keeps the top of the heap in use
 del held
-time.sleep(1.1)
 before = ProcessReading.of(os.getpid()).resident
-free_memory.give_back()
-print(before - ProcessReading.of(os.getpid()).resident)
+deadline = time.monotonic() + 60
+while (less := before - ProcessReading.of(os.getpid()).resident) < {500 * pieces} and time.monotonic() < deadline:
+    time.sleep(0.1)
+print(less)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert int(done.stdout) > 500 * pieces
+    assert int(done.stdout) >= 500 * pieces
