@@ -35,8 +35,8 @@ from guided.schema.implication import covers
 from guided.schema.keywords import Schema, clean, integer_bounds, types_of
 from guided.schema.string_language import complement_of, disjoint_patterns, pattern_of, without
 
-_OWN_FORMATS = frozenset(("duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"))
-"""Formats that llguidance enforces."""
+_OWN_FORMATS = frozenset(("duration", "hostname", "ipv4", "ipv6", "uuid", "uri"))
+"""Formats that llguidance enforces by the RFCs. (Its `email` has no limit for the length of a label.)"""
 _LARGEST = 2**63 - 1024
 """The largest double below 2^63."""
 _EXACT = 2**53
@@ -216,7 +216,8 @@ class LLGuidanceLowering(SchemaLowering):
         )
         if largest >= 10**6 and "multipleOf" not in schema:
             # A reader with doubles rounds a longer number to the bound: so many digits has no double of this size.
-            return {"type": "number", **bounds, "multipleOf": 10.0 ** -max(1, 15 - len(str(int(largest))))}
+            length = len(str(int(largest)))
+            return {"type": "number", **bounds, "multipleOf": 10.0 ** -max(length < 16, 15 - length)}
         return {"type": "number", **bounds, **self._multiple(schema, bounds)}
 
     def _bounds(self, kind: str, schema: dict[str, Any]) -> dict[str, Any]:

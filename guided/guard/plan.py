@@ -334,13 +334,14 @@ class _Planner:
         kinds = {kind for one in schemas for part in domains.resolved(self, one) for kind in domains.kinds(part)}
         known = domains.finite(self, rest) if not prefix and items.get("uniqueItems") else None
         contains = self.form.validator(items["contains"]).is_valid if "contains" in items else None
+        equal = equal_texts(known or ())
         return ArrayRule(
             member,
             bool(items.get("uniqueItems")),
             frozenset.intersection(*endless) if schemas else frozenset(),
             all(endless) and kinds <= {"string", "array", "object"},
-            None if known is None else frozenset(map(minified, known)),
-            equal_texts(known or ()),
+            None if known is None else frozenset[bytes]().union(*(equal[identity(value)] for value in known)),
+            equal,
             contains,
             int(items.get("minContains", 1)) if contains else 0,
             None if items.get("maxContains") is None else int(items["maxContains"]),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any, NamedTuple
 
 from guided.guard.text import Choice, Rule, Veto, encoded
@@ -23,11 +24,21 @@ def minified(value: Any) -> bytes:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
 
 
+_SPELLINGS = 4
+"""Maximum number of texts of one value in `equal_texts`: 0, 0.0, -0 and -0.0."""
+
+
 def equal_texts(values: Iterable[Any]) -> dict[Any, frozenset[bytes]]:
-    """Return the texts of `values` and of zero by their identity: those of one identity are the same value."""
+    """Return the texts of `values` and of zero by their identity: those of one identity are the same value.
+
+    xgrammar writes numbers with 17 digits, and llguidance writes them without exponents.
+    """
     found = {identity(0): frozenset((b"0", b"-0"))}
     for value in values:
-        found[identity(value)] = found.get(identity(value), frozenset()) | {minified(value)}
+        texts = {minified(value)}
+        if isinstance(value, float):
+            texts |= {f"{value:.17g}".encode(), f"{Decimal(repr(value)):f}".encode()}
+        found[identity(value)] = found.get(identity(value), frozenset()) | texts
     return found
 
 
@@ -53,7 +64,7 @@ class ArrayRule:
     is_free: bool
     """All items are endless, and no numbers."""
     domain: frozenset[bytes] | None
-    """All items that are possible, where these are few."""
+    """The texts of all items that are possible, where these are few."""
     equal: dict[Any, frozenset[bytes]]
     """See `equal_texts`: of the domain."""
     contains: Callable[[Any], bool] | None
@@ -95,7 +106,7 @@ class ArrayRule:
         if state.matches < self.least:
             return False
         if self.unique and self.domain is not None:
-            return len(self.domain - state.texts) > 1
+            return len(self.domain - state.texts) > _SPELLINGS  # more than one value
         return self.is_free or not (complete or self.unique)
 
     def close(self, state: Items) -> None:

@@ -134,6 +134,16 @@ def test_numbers_that_are_equal_are_one_of_the_values_that_are_left(bytewise: Ba
         compiled(bytewise, {**UNIQUE, "items": {"enum": [1, 1.0]}, "minItems": 2})
 
 
+@pytest.mark.parametrize(("backend", "text"), [("llguidance", "0.0000001"), ("xgrammar", "9.9999999999999995e-08")])
+def test_numbers_that_a_library_writes_in_its_own_way_are_not_used_up(
+    bytewise: Backends, backend: str, text: str
+) -> None:
+    matcher = compiled(bytewise, {**UNIQUE, "items": {"enum": ["a", True, 1e-07]}}, backend).matcher()
+    matcher.accept_tokens(byte_tokens(f'[true,"a",{text}'))
+    assert "," not in characters(matcher)
+    assert "]" in characters(matcher)
+
+
 @pytest.mark.parametrize("backend", ["llguidance", "xgrammar"])
 def test_over_any_library(bytewise: Backends, backend: str) -> None:
     grammar = compiled(bytewise, {**UNIQUE, "items": {"type": "string"}}, backend)

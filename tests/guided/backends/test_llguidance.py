@@ -105,6 +105,7 @@ def test_no_key_slips_by_in_escapes(vocabulary: Vocabulary, schema: dict[str, ob
         ({"minimum": 0, "exclusiveMaximum": 2147483651}, "2147483650.99999", "2147483650.99999999"),
         ({"exclusiveMinimum": -2147483651}, "-2147483650.99999", "-2147483650.99999999"),
         ({"exclusiveMaximum": 10**12}, "999999999999.9", "999999999999.99999"),
+        ({"exclusiveMinimum": 1 - 2**53, "maximum": 2 - 2**53}, str(2 - 2**53), f"{2 - 2**53}.9"),
     ],
 )
 def test_no_number_is_rounded_to_an_excluded_bound(
@@ -118,6 +119,19 @@ def test_no_number_is_rounded_to_an_excluded_bound(
             assert matcher.is_accepting() is fits, text
         except TokenRejected:
             assert not fits, text
+
+
+@pytest.mark.parametrize(("length", "fits"), [(63, True), (64, False)])
+def test_labels_of_mail_addresses_have_63_characters(vocabulary: Vocabulary, length: int, fits: bool) -> None:
+    schema = {"type": "string", "format": "email"}
+    matcher = Backends(vocabulary)["llguidance"].compile(Constraint.json_schema(schema)).matcher()
+    tokens = vocabulary.encode(f'"a@{"b" * length}.org"')
+    if fits:
+        matcher.accept_tokens(tokens)
+        assert matcher.is_accepting()
+    else:
+        with pytest.raises(TokenRejected):
+            matcher.accept_tokens(tokens)
 
 
 @pytest.mark.parametrize(
