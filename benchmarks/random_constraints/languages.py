@@ -206,7 +206,7 @@ def _random_lark(source: random.Random) -> Case:
     ]
     lines += source.choice([[], [], ['%ignore " "'], [r"%ignore /[ \t]+/"], ["%import common.WS", "%ignore WS"]])
     text = "\n".join(lines) + "\n"
-    parser = Lark(text, parser="earley", lexer="dynamic_complete", ambiguity="resolve")
+    parser = Lark(text, parser="earley", lexer="dynamic_complete", ambiguity="resolve", regex=True)
 
     def problem(output: str) -> str | None:
         try:
