@@ -10,7 +10,7 @@ from guided.schema.combination import Combinations, with_valid_values
 from guided.schema.definitions import Definitions, Inexact
 from guided.schema.form import target_name
 from guided.schema.graph import Node, SchemaGraph
-from guided.schema.keywords import Schema, listed
+from guided.schema.keywords import Schema, cleaned, listed
 
 _DESCRIBES = {
     "unevaluatedProperties": {"properties", "patternProperties", "additionalProperties", "unevaluatedProperties"},
@@ -104,7 +104,9 @@ def closed(schema: Schema, rest: dict[str, Schema], definitions: Definitions, va
     if schema is True:
         schema = {}
     if "anyOf" in schema:
-        return {"anyOf": [closed(part, rest, definitions, validator) for part in schema["anyOf"]]}
+        parts = [closed(part, rest, definitions, validator) for part in schema["anyOf"]]
+        possible = [part for part in parts if part is not False]
+        return {"anyOf": possible} if possible else False
     if "$ref" in schema:
         try:
             return closed(definitions.get(target_name(schema)), rest, definitions, validator)
@@ -113,7 +115,7 @@ def closed(schema: Schema, rest: dict[str, Schema], definitions: Definitions, va
     if (values := listed(schema)) is not None:
         return with_valid_values(schema, values, validator)
     standing = {_STANDING_FOR[keyword]: value for keyword, value in rest.items() if value is not True}
-    return {**schema, **{keyword: value for keyword, value in standing.items() if keyword not in schema}}
+    return cleaned({**schema, **{keyword: value for keyword, value in standing.items() if keyword not in schema}})
 
 
 def closed_apart(
