@@ -19,7 +19,7 @@ CacheKey = tuple[str, ...]
 _LEAST_BYTES = 4096
 """Minimum size of an entry: a cached error takes memory too."""
 
-DEFAULT_CACHE_BYTES = 256 << 20
+DEFAULT_CACHE_BYTES = 128 << 20
 """Memory for compiled grammars that no request uses, by default."""
 
 

@@ -14,6 +14,16 @@ from guided.schema.implication import covers, same
 from guided.schema.intersection import described, intersection
 from guided.schema.keywords import Schema, clean, cleaned, common_types, listed, types_of
 
+_DESCRIBING = {
+    "patternProperties",
+    "additionalProperties",
+    "prefixItems",
+    "items",
+    "contains",
+    "$ref",
+    "allOf",
+    "oneOf",
+}
 _MAX_STEPS = 5_000
 _MAX_ALTERNATIVES = 64
 _MAX_MERGED_DEFINITIONS = 50
@@ -26,10 +36,13 @@ class Combinations:
 
     Args:
         form: gets the pointers of the results.
+        keep_described: an alternative that names a property or item stays beside a more general one that does not:
+            for `unevaluatedProperties` and `unevaluatedItems`, only the first one has evaluated it.
     """
 
-    def __init__(self, form: NormalForm, definitions: Definitions) -> None:
+    def __init__(self, form: NormalForm, definitions: Definitions, *, keep_described: bool) -> None:
         self._form = form
+        self._keep_described = keep_described
         self._definitions = definitions
         self._merged_names: dict[str, str] = {}
         """Definitions that are two subschemas merged, where one is recursive."""
@@ -91,9 +104,9 @@ class Combinations:
         for part in possible:
             for option in part["anyOf"] if isinstance(part, dict) and part.keys() == {"anyOf"} else [part]:
                 if len(options) <= _MAX_ALTERNATIVES:  # a longer list takes too long to compare
-                    if any(covers(other, option) for other in options):
+                    if any(self._replaces(other, option) for other in options):
                         continue
-                    options = [other for other in options if not covers(option, other)]
+                    options = [other for other in options if not self._replaces(option, other)]
                 options.append(option)
         return options[0] if len(options) == 1 else {"anyOf": options}
 
@@ -143,6 +156,10 @@ class Combinations:
                 if self.disjoint(described(left, name), described(right, name), depth - 1):
                     return True
         return False
+
+    def _replaces(self, general: Schema, specific: Schema) -> bool:
+        """Whether `specific` may be left out beside `general`."""
+        return covers(general, specific) and not (self._keep_described and _describes_more(specific, general))
 
     def _count_step(self) -> None:
         """Count one merge or complement. Inexact after too many."""
@@ -228,6 +245,14 @@ class Combinations:
                 return schema
             schema = self._definitions.outline(target_name(schema))
         return True
+
+
+def _describes_more(schema: Schema, other: Schema) -> bool:
+    """Whether `schema` may describe a property or an item that `other` does not."""
+    mine, theirs = (each if isinstance(each, dict) else {} for each in (schema, other))
+    if not mine.get("properties", {}).keys() <= theirs.get("properties", {}).keys():
+        return True
+    return any(mine[keyword] != theirs.get(keyword) for keyword in _DESCRIBING & mine.keys())
 
 
 def with_valid_values(finite: dict[str, Any], values: list[Any], validator: Any) -> Schema:

@@ -107,9 +107,9 @@ class _Normaliser:
         """Of definitions, by the subschema and the dynamic scope in which it is reached."""
         self._form = NormalForm(True)
         self._definitions = Definitions(self._form.definitions)
-        self._combine = Combinations(self._form, self._definitions)
         self._rewrite = rewrite
         self._evaluating = evaluating(graph)
+        self._combine = Combinations(self._form, self._definitions, keep_described=bool(self._evaluating))
         self._narrowed = False
         """Some part excludes values that its schema allows, so it may not be negated."""
 

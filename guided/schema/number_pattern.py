@@ -29,7 +29,7 @@ def numbers(low: int, high: int | None, *, above: bool, below: bool) -> str:
     if last is None or first <= last:
         parts.append(rf"(?:{integers(first, last)})(?:\.[0-9]{{1,{places}}})?")
     if above and (high is None or high > low):
-        parts.append(rf"{low}\.[0-9]{{0,{places - 1}}}[1-9]")
+        parts.append(rf"{low}\.[0-9]{{0,{places - 1}}}[1-9]0*")
     if high is not None and not below and (high > low or not above):
         parts.append(rf"{high}(?:\.0+)?")
     return "|".join(parts)

@@ -65,6 +65,15 @@ def test_what_takes_too_long_is_killed_and_the_next_one_served(compiler: Compile
     assert not psutil.pid_exists(before)
 
 
+def test_its_processes_give_precedence_to_all_others(compiler: Compiler) -> None:
+    (pid,) = compiler.pids
+    assert os.getpriority(os.PRIO_PROCESS, pid) > os.getpriority(os.PRIO_PROCESS, 0)
+    assert os.getsid(pid) == pid
+    autogroup = Path(f"/proc/{pid}/autogroup")
+    if autogroup.exists() and (found := autogroup.read_text()):  # "/autogroup-7 nice 10"
+        assert int(found.rpartition(" ")[2]) > 0
+
+
 def test_a_process_that_died_while_idle_is_noticed_before_it_gets_a_job(compiler: Compiler) -> None:
     compiler.submit(*QUICK).result(WAIT)
     (pid,) = compiler.pids

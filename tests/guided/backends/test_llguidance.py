@@ -170,6 +170,13 @@ def test_what_nothing_satisfies_is_invalid(vocabulary: Vocabulary) -> None:
     assert backend.compile(Constraint("json_schema", "true")).nbytes > 0
 
 
+def test_a_long_literal_weighs_more_than_many_short_ones(vocabulary: Vocabulary) -> None:
+    backend = LLGuidanceBackend(vocabulary)
+    short = backend.compile(Constraint.json_schema({"enum": [f"{number:050}" for number in range(1_000)]}))
+    long = backend.compile(Constraint.json_schema({"const": "a" * 50_000}))
+    assert long.nbytes > 3 * short.nbytes > 3 * 50_000
+
+
 @pytest.mark.parametrize("grammar", ["root ::= root root", "start: start", "start: b\nb: b"])
 def test_a_grammar_without_a_sentence_is_invalid(vocabulary: Vocabulary, grammar: str) -> None:
     with pytest.raises(InvalidConstraint, match="no output satisfies"):

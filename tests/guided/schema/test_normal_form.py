@@ -239,6 +239,22 @@ def test_unevaluated_properties_close_what_a_reference_names() -> None:
     assert normalise({"anyOf": [True, {"type": "null"}], "unevaluatedItems": False}).root == {"items": False}
 
 
+def test_nothing_is_left_of_an_object_that_may_not_have_its_required_property() -> None:
+    needs_b = {"type": "object", "required": ["b"]}
+    assert normalise({"allOf": [needs_b], "unevaluatedProperties": False}).root is False
+    has_b = {**needs_b, "properties": {"b": {}}}
+    either = normalise({"anyOf": [{**needs_b, "properties": {"c": {}}}, has_b], "unevaluatedProperties": False})
+    closed = {**needs_b, "properties": {"b": True}, "additionalProperties": False}
+    assert either.alternatives(either.root) == [closed]
+
+
+def test_an_alternative_with_a_property_stays_beside_a_more_general_one_if_the_others_are_closed() -> None:
+    named = [{"properties": dict.fromkeys(names, True)} for names in ("a", "ab")]
+    validator = Draft202012Validator(as_document(normalise({"anyOf": named, "unevaluatedProperties": False})))
+    assert all(map(validator.is_valid, ({}, {"a": 1}, {"a": 1, "b": 1})))
+    assert not validator.is_valid({"c": 1})
+
+
 def test_listed_values_are_checked_against_what_stands_next_to_them() -> None:
     assert normalise({"anyOf": [{"enum": [[1], []]}], "unevaluatedItems": False}).root == {"enum": [[]]}
     string = {"$defs": {"a": {"type": "string"}}, "$id": "http://x/string", "enum": ["a", 1], "$ref": "#/$defs/a"}
