@@ -47,6 +47,7 @@ _OUTCOMES = {
     "timeout": "timeout",
 }
 _VIOLATIONS = ("invalid", "failed", "error", "crashed")
+_ENDED = ("stop", "invalid")
 
 
 def main() -> None:
@@ -75,13 +76,13 @@ def main() -> None:
             for backend in options.backend or COLUMNS:
                 for result in runner.run(number, backend):
                     counts[backend, case.kind, result.outcome] += result.count
-                    if result.outcome in ("stop", "invalid"):
+                    if result.outcome in _ENDED:
                         bar.update(result.count)
                     if result.outcome in _VIOLATIONS:
                         violations.append(f"case {number}, {backend}: {result.outcome}: {result.detail} {case.value!r}")
                         tqdm.write(violations[-1])
-            if bar.n >= options.count:
-                break
+            if sum(number for (_, _, outcome), number in counts.items() if outcome in _ENDED) >= options.count:
+                break  # a disabled bar does not count
     print_table(_rows(counts), {"backend": "backend", "kind": "kind", **_OUTCOMES})
     exit_with(violations)
 
