@@ -35,6 +35,8 @@ class ClientTurns:
         self._seen: dict[str, float] = {}
         """When the last request of a client began or ended, the longest ago first."""
         self._is_open = False
+        self._timer: asyncio.TimerHandle | None = None
+        """Set while requests wait."""
 
     def enter(self, client: str, *, counts: bool = True) -> bool:
         """Let a request in and return True, or return False if it has to `wait`.
@@ -58,6 +60,7 @@ class ClientTurns:
             raise QueueFull(f"{len(queue)} requests of this client wait for their turn: try again")
         place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         queue.append(place)
+        self._look_later()
         try:
             await place
         except asyncio.CancelledError:
@@ -97,6 +100,16 @@ class ClientTurns:
                     place.set_result(None)
             if not queue:
                 del self._queues[client]
+
+    def _look_later(self) -> None:
+        """Have requests let in also where the other clients become inactive and no request in progress ends."""
+        if self._queues and self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(_ACTIVE_SECONDS / 5, self._look)
+
+    def _look(self) -> None:
+        self._timer = None
+        self._let_in()
+        self._look_later()
 
     def _drop(self, client: str, place: asyncio.Future[None]) -> None:
         queue = self._queues.get(client, deque())

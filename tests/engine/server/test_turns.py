@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from starlette.types import Message
 
+from engine.server import turns as turns_module
 from engine.server.disconnect import ClientGone, unless_gone
 from engine.server.errors import QueueFull
 from engine.server.turns import ClientTurns
@@ -68,7 +69,7 @@ async def test_beside_another_client_requests_wait_in_order() -> None:
 
 
 @on_a_loop
-async def test_a_request_that_does_not_count_makes_nobody_wait() -> None:
+async def test_a_request_that_does_not_count_delays_no_other() -> None:
     it = turns()
     assert it.enter("scraper", counts=False)
     assert inside(await begin(it, "a", 5)) == [True] * 5
@@ -83,6 +84,19 @@ async def test_a_request_keeps_its_place_for_a_moment() -> None:
     await asyncio.sleep(0)
     assert inside(tasks) == [True, False]
     await asyncio.wait_for(tasks[1], 10)
+
+
+def test_requests_are_let_in_when_the_other_clients_become_inactive(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns_module, "_ACTIVE_SECONDS", 0.2)
+
+    async def run() -> None:
+        it = turns(limit=1)
+        await begin(it, "other", 1)
+        tasks = await begin(it, "a", 3)
+        assert inside(tasks) == [True, False, False]
+        await asyncio.wait_for(asyncio.gather(*tasks), 10)
+
+    asyncio.run(run())
 
 
 @on_a_loop
