@@ -45,6 +45,8 @@ RUNNING = 1 << 32
 _PR_SET_PDEATHSIG = 1
 _NICENESS = 10
 """A compilation takes seconds of a core: the engine and the masks have precedence."""
+_SESSION_NICENESS = 5
+"""A third of the weight of another session, so that it still compiles while the engine takes all CPUs."""
 _AUTOGROUP_ATTEMPTS = 20
 _WARM_UP = (
     Constraint.json_schema({"type": "object", "properties": {"a": {"type": "integer"}}}),
@@ -138,7 +140,7 @@ def _lower_priority() -> None:
     os.setsid()
     for _ in range(_AUTOGROUP_ATTEMPTS):
         try:
-            Path("/proc/self/autogroup").write_text(str(_NICENESS))
+            Path("/proc/self/autogroup").write_text(str(_SESSION_NICENESS))
         except BlockingIOError:  # allowed once per 0.1 s, on the whole machine
             time.sleep(0.1)
         except OSError:  # a kernel without them

@@ -217,7 +217,7 @@ def test_the_first_external_kill_or_freeze_is_no_fault_of_the_constraint(compile
 
 @pytest.fixture(scope="module")
 def pool(local_ray: None) -> Iterator[RayPool]:
-    limits = CompileLimits(processes=2, seconds=2.0, memory_bytes=256 << 20)
+    limits = CompileLimits(processes=2, seconds=5.0, memory_bytes=256 << 20)
     pool = RayPool(BYTES, num_actors=1, compile_limits=limits, max_compiling=3)
     pool.compile(*QUICK).result(WAIT)
     yield pool

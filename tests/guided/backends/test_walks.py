@@ -263,7 +263,7 @@ def _containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     )
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(schema=st.recursive(LEAVES, _containers, max_leaves=4), seed=st.integers(0, 99))
 def test_random_schemas(backends: Backends, vocabulary: Vocabulary, schema: Any, seed: int) -> None:
     hold(backends, vocabulary, schema, seed, 3)
