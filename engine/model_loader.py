@@ -105,6 +105,10 @@ def _load(model: str, config: Any, how: LoadOptions, device: torch.device | None
     return prepare_model(loaded if device is None else loaded.to(device), tokenizer, name=model)
 
 
+_FAST = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
+"""Operators that tell whether this CPU multiplies a dtype quickly."""
+
+
 def _dtype(name: str, config: Any, device: torch.device | None) -> torch.dtype | Literal["auto"]:
     """Return the dtype to load: for "auto" the checkpoint's, but float32 on a CPU without instructions for it. torch
     multiplies such matrices element by element there (docs/design.md)."""
@@ -112,10 +116,11 @@ def _dtype(name: str, config: Any, device: torch.device | None) -> torch.dtype |
         dtype: torch.dtype = getattr(torch, name)
         return dtype
     on_cpu = device.type == "cpu" if device is not None else not torch.cuda.is_available()
-    mkldnn = torch.ops.mkldnn
-    fast = {torch.bfloat16: mkldnn._is_mkldnn_bf16_supported, torch.float16: mkldnn._is_mkldnn_fp16_supported}
     stored = getattr(config, "dtype", None)
-    return torch.float32 if on_cpu and stored in fast and not fast[stored]() else "auto"
+    if not on_cpu or stored not in _FAST:
+        return "auto"
+    is_fast: bool = getattr(torch.ops.mkldnn, _FAST[stored])()
+    return "auto" if is_fast else torch.float32
 
 
 def _check_plan(config: Any, size: int, device: torch.device) -> None:

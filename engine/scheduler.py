@@ -80,6 +80,8 @@ class Scheduler:
         self.num_preemptions = 0
         self._clients: Counter[str] = Counter()
         """Unfinished groups by client."""
+        self._new_first = False
+        """New prefills came before those that had begun: in every second step that is shared."""
         self._watermark = max(1, blocks.num_blocks // 100)
 
     @property
@@ -118,18 +120,19 @@ class Scheduler:
         """Build the next step's batch. It is empty if no sequence can run."""
         batch = ScheduledBatch()
         has_prefills = bool(self.preempted or self.waiting)
-        if has_prefills:
-            self._make_room()
         tokens, share = self._limits()
+        if has_prefills:
+            self._make_room(share)
         held = self._held(share)
         preempted = self._schedule_decodes(batch, held)
         budget = max(tokens - len(batch.decodes), min(self.blocks.block_size, self.max_num_batched_tokens))
         begun, starts = self.prefilling[:], has_prefills and not preempted
-        is_shared = share < self.max_num_seqs
-        if starts and is_shared:  # the client with the fewest sequences does not wait for the prefills of others
+        # A new client does not wait for the prefills of others, nor do these for ever new ones.
+        self._new_first = share < self.max_num_seqs and not self._new_first
+        if starts and self._new_first:
             budget = self._schedule_prefills(batch, budget, share)
         budget = self._continue_prefills(begun, batch, budget, held)
-        if starts and not is_shared:
+        if starts and not self._new_first:
             budget = self._schedule_prefills(batch, budget, share)
         if self.num_drafts:
             self._schedule_drafts(batch, budget)
@@ -143,8 +146,10 @@ class Scheduler:
         """Return the maximum number of tokens of this step, and of each client's sequences in it."""
         if len(self._clients) < 2:
             return self.max_num_batched_tokens, self.max_num_seqs
-        counts = Counter(one.group.client for one in self.running if one.parked is None)
-        counts.update(client for client in self._queues() if client not in counts)
+        counts = self._unparked_by_client()
+        waiting = {group.client for group in self.waiting if not group.waits_for_grammar}
+        waiting.update(sequence.group.client for sequence in self.preempted if sequence.parked is None)
+        counts.update(waiting - counts.keys())
         tokens = self.step_tokens + 2 * len(counts)
         if len(counts) < 2 or counts.total() <= tokens:
             return self.max_num_batched_tokens, self.max_num_seqs
@@ -268,7 +273,7 @@ class Scheduler:
     def _note_content(self, sequence: Sequence) -> None:
         self.blocks.note_content(sequence.seq_id, sequence.computed, sequence.data.span)
 
-    def _make_room(self) -> None:
+    def _make_room(self, share: int) -> None:
         """Preempt sequences of the client that runs the most, if another client's next prefill does not fit. That
         client then runs no more sequences than the preempted one, so it is not preempted in return."""
         if len(self._clients) < 2:
@@ -279,7 +284,7 @@ class Scheduler:
         running = self._running_by_client()
         client = min(queues, key=running.__getitem__)
         prefill = queues[client][0]
-        while not self._fits(prefill):
+        while not self._fits(prefill) and running[client] < share:
             most = max(running, key=running.__getitem__, default=client)
             if running[most] - 1 < running[client] + len(prefill):
                 return
@@ -315,7 +320,7 @@ class Scheduler:
         """Start prefills, as far as each client's share goes. Returns the number of tokens that are left."""
         if len(self.running) >= self.max_num_seqs:
             return budget
-        running, queues = self._running_by_client(), self._queues()
+        running, queues = self._unparked_by_client(), self._queues()
         while queues:
             client = min(queues, key=running.__getitem__)
             prefill = queues[client][0]
@@ -343,6 +348,9 @@ class Scheduler:
 
     def _running_by_client(self) -> Counter[str]:
         return Counter(sequence.group.client for sequence in self.running)
+
+    def _unparked_by_client(self) -> Counter[str]:
+        return Counter(sequence.group.client for sequence in self.running if sequence.parked is None)
 
     def _queues(self) -> dict[str, deque[list[Sequence]]]:
         """Return the prefills that could run, by client: preempted sequences, then groups in the order of arrival."""

@@ -47,7 +47,7 @@ _NICENESS = 10
 """A compilation takes seconds of a core: the engine and the masks have precedence."""
 _SESSION_NICENESS = 5
 """A third of the weight of another session, so that it still compiles while the engine takes all CPUs."""
-_AUTOGROUP_ATTEMPTS = 20
+_AUTOGROUP_ATTEMPTS = 5
 _WARM_UP = (
     Constraint.json_schema({"type": "object", "properties": {"a": {"type": "integer"}}}),
     Constraint.regex(r"\d\w\s"),  # Unicode classes: half a second, once in a process

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import threading
 from collections import Counter
@@ -30,7 +31,8 @@ T = TypeVar("T")
 
 
 def _lower_priority() -> None:
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+    with contextlib.suppress(PermissionError):  # the process has a lower one already
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
 
 class AdmissionThreads:

@@ -86,6 +86,8 @@ class LimitedProtocol(HttpToolsProtocol):
         """The client's, without port."""
         self._timer: asyncio.TimerHandle | None = None
         self._in_body = False
+        self._was_paused = False
+        """The server itself did not read when the time for the body was over."""
         self._parse_error: GuidedError | None = None
         self._header_bytes = 0
         """Bytes received since the last header or piece of a body: an incomplete header, or what follows a body."""
@@ -173,8 +175,9 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def end(self, reason: str) -> None:
         """End the connection, because its client has sent too little for too long, or to make room for another."""
-        if self._in_body and self.flow.read_paused and reason != "evicted":  # it waits for its turn to send
-            self._expect(self._limits.body_seconds, reason)
+        if self._in_body and reason == "body_timeout" and (self.flow.read_paused or self._was_paused):
+            self._was_paused = self.flow.read_paused
+            self._expect(self._limits.body_seconds, reason)  # the client's time begins when the server reads again
             return
         begun = self._in_body or self._header_bytes > 0
         if begun and reason.endswith("_timeout"):

@@ -13,6 +13,9 @@ from engine.server.generation import cancel
 
 T = TypeVar("T")
 
+_MOST_BYTES = 64 << 10
+"""Of a body that are received meanwhile."""
+
 
 class ClientGone(Exception):
     """The client has disconnected."""
@@ -21,14 +24,17 @@ class ClientGone(Exception):
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> tuple[T, Receive]:
     """Await `work`, and cancel it when the client disconnects. Raises `ClientGone` then.
 
-    Returns the result, and a `receive` that begins with what arrived meanwhile: the first piece of the body.
+    Returns the result, and a `receive` that begins with what arrived meanwhile: the first 64 KiB of the body. Beyond
+    them, a disconnect is not noticed.
     """
     arrived: deque[Message] = deque()
 
     async def watch() -> None:
+        size = 0
         while (message := await receive())["type"] != "http.disconnect":
             arrived.append(message)
-            if message.get("more_body"):
+            size += len(message.get("body", b""))
+            if size >= _MOST_BYTES:
                 await asyncio.Event().wait()  # the rest stays with the client until it is wanted
 
     async def receive_again() -> Message:

@@ -20,9 +20,9 @@ from engine.server.errors import BodyTooLarge, HostNotAllowed, Unauthorized, log
 from guided.error_body import error_body, error_headers
 from guided.errors import GuidedError, bounded
 
-HEALTH = "/health"
-"""Requests for it take no turns."""
-OPEN_PATHS = (HEALTH, "/metrics", "/version", "/docs", "/redoc", "/openapi.json", "/static-offline-docs")
+HEALTH, METRICS = "/health", "/metrics"
+"""Requests for them take no turns."""
+OPEN_PATHS = (HEALTH, METRICS, "/version", "/docs", "/redoc", "/openapi.json", "/static-offline-docs")
 """Paths that need no key: probes and scrapers have none, and the documentation reveals nothing about the traffic. Nor
 does the page at `/`."""
 
@@ -81,7 +81,7 @@ class Gate:
     async def _take_turn(self, scope: Scope, receive: Receive, turn: ExitStack) -> Receive:
         """Wait for the request's turn, and have `turn` end it. Returns what receives the body from now on."""
         turns, client, path = self.context.turns, scope["state"]["client"], scope["path"]
-        if path.startswith(HEALTH):
+        if path.startswith(HEALTH) or path == METRICS:
             return receive
 
         def begin() -> None:
@@ -91,7 +91,7 @@ class Gate:
             await turns.wait(client)
             begin()  # here, because a caller that is cancelled now does not learn that the wait is over
 
-        if turns.enter(client, counts=not path.startswith(OPEN_PATHS)):
+        if turns.enter(client, counts=scope["method"] == "POST"):
             begin()
         else:
             _, receive = await unless_gone(receive, wait())

@@ -18,8 +18,8 @@ _LEAST_SECONDS = 0.5
 class ClientTurns:
     """Lets requests of a client in, in order. A client alone is not limited.
 
-    While several clients are active, further requests of a client wait at the gate, where they cost nothing but their
-    connection: their bodies are not read. So a client with hundreds of requests delays those of another by few.
+    While several clients are active, further requests of a client wait at the gate, where they cost little: of their
+    bodies at most 64 KiB are read. So a client with hundreds of requests delays those of another by few.
 
     Args:
         limit: returns the maximum number of requests of one client in progress, for a number of active clients.
@@ -33,7 +33,7 @@ class ClientTurns:
         """Requests in progress, by client."""
         self._queues: dict[str, deque[asyncio.Future[None]]] = {}
         self._seen: dict[str, float] = {}
-        """When the last request of a client began or ended, the longest ago first."""
+        """When the last request of a client began, or ended while the client was active; the longest ago first."""
         self._is_open = False
         self._timer: asyncio.TimerHandle | None = None
         """Set while requests wait."""

@@ -106,7 +106,9 @@ class LLGuidanceLowering(SchemaLowering):
         for value in _numbers(values):
             if abs(value) > _LARGEST or (isinstance(value, int) and int(float(value)) != value):
                 raise self.refusal(schema, keyword, f" with {bounded(value, 40)}: it is not a double")
-            if not _is_read_exactly(value):
+            # It writes large doubles without an exponent: as integers, which may have other digits than the double.
+            is_other = abs(value) >= _EXACT and Decimal(repr(value)) != Decimal(value)
+            if is_other or not _is_read_exactly(value):
                 raise self.refusal(schema, keyword, f" with {bounded(value, 40)}: it has too many digits")
         return {"enum": values}
 

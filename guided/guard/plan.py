@@ -17,7 +17,7 @@ from jsonschema.validators import extend
 
 from guided.errors import UnsupportedConstraint
 from guided.guard import domains
-from guided.guard.rules import ArrayRule, ObjectRule, equal_texts, minified
+from guided.guard.rules import ArrayRule, ObjectRule, equal_texts, texts_of
 from guided.guard.text import Frame, Rule
 from guided.schema import string_pattern
 from guided.schema.form import NormalForm
@@ -334,18 +334,18 @@ class _Planner:
         kinds = {kind for one in schemas for part in domains.resolved(self, one) for kind in domains.kinds(part)}
         known = domains.finite(self, rest) if not prefix and items.get("uniqueItems") else None
         contains = self.form.validator(items["contains"]).is_valid if "contains" in items else None
-        equal = equal_texts(known or ())
+        equal, listed = equal_texts(known or ()), items.get("listed", ())
         return ArrayRule(
             member,
             bool(items.get("uniqueItems")),
             frozenset.intersection(*endless) if schemas else frozenset(),
             all(endless) and kinds <= {"string", "array", "object"},
-            None if known is None else frozenset[bytes]().union(*(equal[identity(value)] for value in known)),
+            None if known is None else texts_of(known, equal),
             equal,
             contains,
             int(items.get("minContains", 1)) if contains else 0,
             None if items.get("maxContains") is None else int(items["maxContains"]),
-            frozenset(map(minified, items.get("listed", ()))),
+            texts_of(listed, equal_texts(listed)),
         )
 
 

@@ -7,7 +7,7 @@ schema, and others after them, so a property that was passed over can't come any
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, NamedTuple
@@ -37,9 +37,21 @@ def equal_texts(values: Iterable[Any]) -> dict[Any, frozenset[bytes]]:
     for value in values:
         texts = {minified(value)}
         if isinstance(value, float):
-            texts |= {f"{value:.17g}".encode(), f"{Decimal(repr(value)):f}".encode()}
+            spelled = (f"{value:.17g}", f"{Decimal(repr(value)):f}")
+            texts |= {text.encode() for text in spelled if identity(json.loads(text)) == identity(value)}
         found[identity(value)] = found.get(identity(value), frozenset()) | texts
     return found
+
+
+def texts_of(values: Collection[Any], equal: dict[Any, frozenset[bytes]]) -> frozenset[bytes]:
+    """Return the texts of `values` in `equal`, which `equal_texts` returned."""
+    return frozenset[bytes]().union(*(equal[identity(value)] for value in values))
+
+
+def _as_written(text: bytes) -> frozenset[bytes]:
+    """Return a text without its whitespace, unless some may be within strings."""
+    kept = bytes(text).translate(None, b" \t\r\n")
+    return frozenset((kept,)) if len(kept) == len(text) or b'"' not in kept else frozenset()
 
 
 class Items(NamedTuple):
@@ -90,7 +102,7 @@ class ArrayRule:
                 if same in used:
                     raise Veto
                 used |= {same}
-                texts |= self.equal.get(same, frozenset((minified(value),)))
+                texts |= self.equal.get(same, frozenset((minified(value),))) | _as_written(text)
             if self.contains is not None and self.contains(value):
                 matches += 1
                 if self.most is not None and matches > self.most:

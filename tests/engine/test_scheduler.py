@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -10,7 +11,7 @@ from engine.block_manager import BlockManager
 from engine.detokenizer import Detokenizer, TokenTexts
 from engine.sampling_params import SamplingParams
 from engine.scheduler import ScheduledBatch, Scheduler
-from engine.sequence import Sequence, SequenceGroup, SequenceStatus
+from engine.sequence import Parked, Sequence, SequenceGroup, SequenceStatus
 from guided.vocabulary import Vocabulary
 
 BLOCK = 4
@@ -329,6 +330,51 @@ def test_a_short_prompt_does_not_wait_for_another_clients_prefills() -> None:
         sample(it.schedule())
     it.add(of("other", "short"))
     assert "short" in names(it.schedule())[0]
+
+
+def test_a_long_prompt_goes_on_beside_ever_new_short_ones() -> None:
+    it = scheduler(num_blocks=256, max_num_seqs=32, step_tokens=0)
+    for index in range(12):
+        it.add(of("flood", f"f{index}", tokens=3))
+    sample(it.schedule())
+    long = of("long", "long", tokens=30)
+    it.add(long)
+    for step in range(40):
+        it.add(of("short", f"s{step}"))
+        sample(it.schedule())
+        for one in [one for one in it.running if one.group.client == "short" and one.num_output_tokens]:
+            it.remove(one.group)
+    assert long.sequences[0].num_output_tokens > 0
+
+
+def test_parked_sequences_do_not_count_for_their_clients_share() -> None:
+    it = scheduler(num_blocks=256, max_num_seqs=32, step_tokens=0)
+    for client, number in (("flood", 12), ("other", 6)):
+        for index in range(number):
+            it.add(of(client, f"{client} {index}", tokens=3))
+    for _ in range(30):
+        sample(it.schedule())
+    parked = [one for one in it.running if one.group.client == "other"]
+    assert len(parked) == 6
+    for one in parked:
+        one.parked = Parked(torch.zeros(2), None, 0.0)
+    it.add(of("other", "new"))
+    assert "new" in [name for _ in range(2) for name in names(it.schedule())[0]]
+
+
+def test_no_sequence_is_preempted_for_a_client_that_may_not_start_more() -> None:
+    it = scheduler(num_blocks=256, max_num_seqs=16, step_tokens=4)
+    for index in range(12):
+        it.add(of("flood", f"f{index}", tokens=3))
+    sample(it.schedule())
+    for index in range(4):
+        it.add(of("other", f"o{index}", tokens=3))
+    for _ in range(20):
+        sample(it.schedule())
+    it.add(of("other", "wide", n=8))
+    for _ in range(4):
+        sample(it.schedule())
+    assert it.num_preemptions == 0
 
 
 @given(st.data())

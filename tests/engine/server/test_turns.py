@@ -16,10 +16,10 @@ from engine.server.turns import ClientTurns
 LONG_AGO = 0.0
 
 
-def on_a_loop(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
+def on_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
     @functools.wraps(test)
-    def run() -> None:
-        asyncio.run(test())
+    def run(**arguments: Any) -> None:
+        asyncio.run(test(**arguments))
 
     return run
 
@@ -165,10 +165,13 @@ async def test_a_body_that_arrives_meanwhile_is_kept() -> None:
     assert (result, [(await again())["body"], (await again())["body"]]) == ("done", [b"a", b"b"])
 
 
+@pytest.mark.parametrize("begun", [[], [{"type": "http.request", "body": b"a", "more_body": True}]])
 @on_a_loop
-async def test_work_ends_when_the_client_goes_away() -> None:
+async def test_work_ends_when_the_client_goes_away(begun: list[Message]) -> None:
+    messages = [*begun]
+
     async def receive() -> Message:
-        return {"type": "http.disconnect"}
+        return messages.pop(0) if messages else {"type": "http.disconnect"}
 
     it = turns(limit=1, max_waiting=1)
     await begin(it, "other", 1)

@@ -144,6 +144,25 @@ def test_numbers_that_a_library_writes_in_its_own_way_are_not_used_up(
     assert "]" in characters(matcher)
 
 
+@pytest.mark.parametrize(
+    ("backend", "values", "text"),
+    [
+        ("xgrammar", [[0.1], [0.2]], "[[0.10000000000000001]"),
+        ("xgrammar", [{"a": 0.1}, {"b": 1}], '[{"a":0.10000000000000001}'),
+        ("llguidance", [[1e-07], [0.2]], "[[0.0000001]"),
+    ],
+)
+def test_numbers_within_values_that_are_used_up(bytewise: Backends, backend: str, values: Any, text: str) -> None:
+    matcher = compiled(bytewise, {**UNIQUE, "items": {"enum": values}, "minItems": 2}, backend).matcher()
+    matcher.accept_tokens(byte_tokens(text + ","))
+    for _ in range(30):
+        allowed = set(characters(matcher)) - set(" \n\t\r")
+        if "]" in allowed and "," not in allowed:
+            break
+        matcher.accept_tokens(byte_tokens(min(allowed, key=lambda each: (each == ",", each))))
+    matcher.accept_tokens(byte_tokens("]"))
+
+
 @pytest.mark.parametrize("backend", ["llguidance", "xgrammar"])
 def test_over_any_library(bytewise: Backends, backend: str) -> None:
     grammar = compiled(bytewise, {**UNIQUE, "items": {"type": "string"}}, backend)
