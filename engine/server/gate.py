@@ -20,9 +20,9 @@ from engine.server.errors import BodyTooLarge, HostNotAllowed, Unauthorized, log
 from guided.error_body import error_body, error_headers
 from guided.errors import GuidedError, bounded
 
-HEALTH, METRICS = "/health", "/metrics"
-"""Requests for them take no turns."""
-OPEN_PATHS = (HEALTH, METRICS, "/version", "/docs", "/redoc", "/openapi.json", "/static-offline-docs")
+HEALTH = "/health"
+"""Requests for it take no turns."""
+OPEN_PATHS = (HEALTH, "/metrics", "/version", "/docs", "/redoc", "/openapi.json", "/static-offline-docs")
 """Paths that need no key: probes and scrapers have none, and the documentation reveals nothing about the traffic. Nor
 does the page at `/`."""
 
@@ -81,7 +81,7 @@ class Gate:
     async def _take_turn(self, scope: Scope, receive: Receive, turn: ExitStack) -> Receive:
         """Wait for the request's turn, and have `turn` end it. Returns what receives the body from now on."""
         turns, client, path = self.context.turns, scope["state"]["client"], scope["path"]
-        if path.startswith(HEALTH) or path == METRICS:
+        if path.startswith(HEALTH):
             return receive
 
         def begin() -> None:
