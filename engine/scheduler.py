@@ -50,9 +50,9 @@ class Scheduler:
     have begun first, and to each at most half of what is left while others wait, so that a long prompt delays neither
     the running sequences nor a short prompt for long.
 
-    While several clients have sequences, a step takes about twice as long at most as one with a single sequence of each
+    While several clients have many sequences, a step takes about twice as long as one with a single sequence of each
     client. The rest of a client's sequences wait, newest first; they keep their blocks. So a client with few sequences
-    is not slowed down by one with many.
+    is not slowed down by one with many. In every second of these steps new prefills come before those that have begun.
 
     A preempted sequence loses its blocks. It is prefilled again, prompt and output, before new groups start. Groups
     that wait for their grammar are skipped and keep their turn. Parked sequences are skipped and keep their blocks.

@@ -17,7 +17,8 @@ def integers(low: int | None, high: int | None) -> str:
 def numbers(low: int, high: int | None, *, above: bool, below: bool) -> str:
     """Return a regex for numbers from `low` >= 0 to `high` (None: unbounded), without exponents.
 
-    They have at most 15 digits around the bounds: a reader with doubles would round longer ones to an excluded bound.
+    They have at most 15 digits around the bounds, besides zeros at the end: a reader with doubles would round longer
+    ones to an excluded bound.
 
     Args:
         above, below: exclude the bound itself.

@@ -363,14 +363,16 @@ def test_parked_sequences_do_not_count_for_their_clients_share() -> None:
 
 
 def test_no_sequence_is_preempted_for_a_client_that_may_not_start_more() -> None:
-    it = scheduler(num_blocks=256, max_num_seqs=16, step_tokens=4)
-    for index in range(12):
+    it = scheduler(num_blocks=512, max_num_seqs=32, max_num_batched_tokens=200, step_tokens=4)
+    for index in range(28):
         it.add(of("flood", f"f{index}", tokens=3))
     sample(it.schedule())
-    for index in range(4):
+    for index in range(4):  # its share of a step
         it.add(of("other", f"o{index}", tokens=3))
-    for _ in range(20):
+    for _ in range(8):
         sample(it.schedule())
+    assert it.num_preemptions == 0
+    assert clients(it).count("other") == it.share(2) == 4
     it.add(of("other", "wide", n=8))
     for _ in range(4):
         sample(it.schedule())

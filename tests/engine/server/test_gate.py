@@ -147,6 +147,12 @@ def test_a_client_with_many_requests_waits_while_another_one_is_active(engine: A
     app = create_app(engine, ServerSettings(model_names=("tiny",)))
     context: ServerContext = app.state.context
     flood, other = (TestClient(app, client=(f"192.0.2.{index}", 50000)) for index in (1, 2))
+    assert other.get("/nothing").status_code == 404
+    assert flood.post("/v1/completions", json=BODY).status_code == 200
+    for _ in range(3 * engine.engine.scheduler.share(2)):
+        assert context.turns.enter("192.0.2.1"), "only a POST makes a client active"
+    for _ in range(3 * engine.engine.scheduler.share(2)):
+        context.turns.leave("192.0.2.1", 0.0)
     assert other.post("/v1/completions", json=BODY).status_code == 200
     inside = 0
     while context.turns.enter("192.0.2.1"):
