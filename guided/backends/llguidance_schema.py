@@ -35,7 +35,7 @@ from guided.schema.implication import covers
 from guided.schema.keywords import Schema, clean, integer_bounds, types_of
 from guided.schema.string_language import complement_of, disjoint_patterns, pattern_of, without
 
-_OWN_FORMATS = frozenset(("duration", "hostname", "ipv4", "ipv6", "uuid", "uri"))
+_OWN_FORMATS = frozenset(("duration", "ipv4", "ipv6", "uuid", "uri"))
 """Formats that llguidance enforces by the RFCs. (Its `email` has no limit for the length of a label.)"""
 _LARGEST = 2**63 - 1024
 """The largest double below 2^63."""

@@ -27,8 +27,8 @@ _TIME = "([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\\.[0-9]{1,9})?(Z|[+-]([01][0-
 _N = "[0-9]{1,9}"
 _CLOCK = f"T({_N}H({_N}M({_N}S)?)?|{_N}M({_N}S)?|{_N}S)"
 _CALENDAR = f"({_N}Y({_N}M({_N}D)?)?|{_N}M({_N}D)?|{_N}D)"
-_LABEL = "[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
-_ATOM = "[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]+"
+_LABEL, _SHORT = (f"[A-Za-z0-9]([A-Za-z0-9-]{{0,{middle}}}[A-Za-z0-9])?" for middle in (61, 22))
+_ATOM = "[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]"
 _BYTE = "(25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
 _GROUP = "[0-9A-Fa-f]{1,4}"
 _IPV6 = "|".join(
@@ -42,6 +42,10 @@ _IPV6 = "|".join(
 )
 _BEYOND_ASCII = r"\u00a0-\ud7ff\uf900-\ufdcf\ufdf0-\uffef"
 _WIDE_LABEL = f"({_LABEL}|[a-z0-9\u00e0-\u00f6\u00f8-\u00ff\u0430-\u044f\u3041-\u3096\u4e00-\u9fa5]{{1,15}})"
+_WIDE_HOST = f"{_WIDE_LABEL}(\\.{_WIDE_LABEL}){{0,2}}(\\.{_SHORT}){{0,2}}"  # at most 241 characters with IDNA
+_HOST = f"{_LABEL}(\\.{_SHORT}){{0,7}}"  # at most 238 characters of 253
+_LOCAL = f"({_ATOM}{{1,64}}|{_ATOM}(\\.?{_ATOM}){{0,31}})"  # at most 64
+_MAIL_HOST = f"{_LABEL}(\\.{_SHORT}){{1,5}}"  # at most 188: 253 of 254 for the address
 _POINTER = "(/([^/~]|~[01])*)*"
 _VARIABLE = r"([A-Za-z0-9_]|%[0-9A-Fa-f]{2})+(\.([A-Za-z0-9_]|%[0-9A-Fa-f]{2})+)*(:[1-9][0-9]{0,3}|\*)?"
 _TEMPLATE = r"([^\x00-\x20\x7f-\x9f\"'<>%\\^`{|}]|%[0-9A-Fa-f]{2}" + rf"|\{{[+#./;?&]?{_VARIABLE}(,{_VARIABLE})*\}})*"
@@ -73,10 +77,10 @@ FORMATS = {
     "time": f"^{_TIME}$",
     "date-time": f"^{_DATE}T{_TIME}$",
     "duration": f"^P({_N}W|{_CALENDAR}({_CLOCK})?|{_CLOCK})$",
-    "email": f"^{_ATOM}(\\.{_ATOM})*@{_LABEL}(\\.{_LABEL})+$",
-    "idn-email": f"^({_ATOM}|[{_BEYOND_ASCII}])+@{_LABEL}(\\.{_LABEL})+$",
-    "idn-hostname": f"^{_WIDE_LABEL}(\\.{_WIDE_LABEL})*$",
-    "hostname": f"^{_LABEL}(\\.{_LABEL})*$",
+    "email": f"^{_LOCAL}@{_MAIL_HOST}$",
+    "idn-email": f"^({_ATOM}|[{_BEYOND_ASCII}]){{1,21}}@{_MAIL_HOST}$",  # 64 bytes
+    "idn-hostname": f"^{_WIDE_HOST}$",
+    "hostname": f"^{_HOST}$",
     "ipv4": f"^({_BYTE}\\.){{3}}{_BYTE}$",
     "ipv6": f"^({_IPV6})$",
     "iri": _uri(_BEYOND_ASCII)[0],
@@ -103,8 +107,9 @@ NECESSARY = {
 """What every value of a format matches, however a validator reads it. `not` excludes all that match."""
 FORMATS |= {"host-name": FORMATS["hostname"], "ip-address": FORMATS["ipv4"]}  # draft 3
 """The formats of the specification as patterns. Other formats are annotations. Each matches valid values only, but not
-all of them: no leap seconds, no literals for hosts, no unusual notations of addresses. (Source: RFC 3339, 5321, 1123,
-2673, 4291, 6901, 3986, 3987, 6570, 4122. The limit of 253 characters for a hostname is not enforced.)"""
+all of them: no leap seconds, no literals for hosts, no unusual notations of addresses. The limit of the whole length
+follows from those of the parts: of the eight labels of a hostname (253 characters), only the first may have 63
+characters, the others 24. (Source: RFC 3339, 5321, 1123, 2673, 4291, 6901, 3986, 3987, 6570, 4122.)"""
 
 
 @lru_cache(maxsize=256)

@@ -168,8 +168,8 @@ def test_no_other_date_is_one(year: int, month: int, day: int) -> None:
         ("date-time", ["2024-02-29T23:59:59Z", "1999-12-31T00:00:00.25+01:30"], ["2023-02-29T00:00:00Z", "2024-01-01"]),
         ("time", ["12:00:00Z"], ["24:00:00Z", "12:00:00", "12:60:00Z"]),
         ("duration", ["P1D", "PT36H", "P2W", "P1DT2H3M"], ["P", "1D", "PT"]),
-        ("email", ["a.b+c@example.org"], ["a", "@b.c", "a b@c.de", 'a"b@c.de']),
-        ("hostname", ["example.org", "a-b"], ["-a", "a..b", ""]),
+        ("email", ["a.b+c@example.org", "a.b.c.d.e@f.gh"], ["a", "@b.c", "a b@c.de", 'a"b@c.de', "a..b@c.de"]),
+        ("hostname", ["example.org", "a-b", f"{'a' * 63}.s3.dualstack.us-west-2.amazonaws.com"], ["-a", "a..b", ""]),
         ("ipv4", ["0.0.0.0", "255.249.199.9"], ["256.0.0.1", "1.2.3", "01.2.3.4"]),
         ("uri", ["https://example.org/a?b=c#d", "http://h:80"], ["example.org", "http://[", 'http://a/"']),
         ("uuid", ["123e4567-e89b-12d3-a456-426614174000"], ["123e4567e89b12d3a456426614174000"]),
@@ -180,6 +180,16 @@ def test_formats(name: str, valid: list[str], invalid: list[str]) -> None:
         assert all(re.search(pattern, text) for text in valid)
     assert not any(re.search(string_pattern.FORMATS[name], text) for text in invalid)
     string_pattern.in_json(string_pattern.read(string_pattern.FORMATS[name]), escapes=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "longest"),
+    [("hostname", 253), ("host-name", 253), ("idn-hostname", 253), ("email", 254), ("idn-email", 254)],
+)
+def test_limits_of_the_whole_length(name: str, longest: int) -> None:
+    _, most = string_pattern.width(string_pattern.read(string_pattern.FORMATS[name]))
+    assert most is not None
+    assert most <= longest
 
 
 _BOUND = st.none() | st.integers(-1200, 1200)
