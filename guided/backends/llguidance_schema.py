@@ -36,7 +36,9 @@ from guided.schema.keywords import Schema, clean, integer_bounds, types_of
 from guided.schema.string_language import complement_of, disjoint_patterns, pattern_of, without
 
 _OWN_FORMATS = frozenset(("duration", "ipv4", "ipv6", "uuid", "uri"))
-"""Formats that llguidance enforces by the RFCs. (Its `email` has no limit for the length of a label.)"""
+"""Formats that llguidance enforces by the RFCs.
+
+Its `email` does not limit the length of a label, nor its `hostname` the length of the whole."""
 _LARGEST = 2**63 - 1024
 """The largest double below 2^63."""
 _EXACT = 2**53

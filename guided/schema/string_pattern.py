@@ -78,7 +78,7 @@ FORMATS = {
     "date-time": f"^{_DATE}T{_TIME}$",
     "duration": f"^P({_N}W|{_CALENDAR}({_CLOCK})?|{_CLOCK})$",
     "email": f"^{_LOCAL}@{_MAIL_HOST}$",
-    "idn-email": f"^({_ATOM}|[{_BEYOND_ASCII}]){{1,21}}@{_MAIL_HOST}$",  # 64 bytes
+    "idn-email": f"^({_LOCAL}|({_ATOM}|[{_BEYOND_ASCII}]){{1,21}})@{_MAIL_HOST}$",  # 21 characters: 63 bytes
     "idn-hostname": f"^{_WIDE_HOST}$",
     "hostname": f"^{_HOST}$",
     "ipv4": f"^({_BYTE}\\.){{3}}{_BYTE}$",

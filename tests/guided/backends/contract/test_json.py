@@ -63,6 +63,25 @@ def test_whitespace_as_json_is_usually_written(backends: Backends, backend: str,
         usual.matcher().accept_tokens(vocabulary.encode('{"name":' + " " * 60 + '"Ada"'))
 
 
+@pytest.mark.parametrize("name", ["hostname", "email"])
+def test_no_hostname_and_no_address_is_too_long(
+    backends: Backends, backend: str, vocabulary: Vocabulary, name: str
+) -> None:
+    """RFC 1035 (2.3.4) and RFC 5321 (4.5.3.1.3): 253 and 254 characters, also where each label is short enough."""
+    constraint = Constraint.json_schema({"type": "string", "format": name})
+    if backend == "lm-format-enforcer":
+        with pytest.raises(UnsupportedConstraint):
+            backends[backend].compile(constraint)
+        return
+    grammar = backends[backend].compile(constraint)
+    local = "ada@" if name == "email" else ""
+    usual = grammar.matcher()
+    usual.accept_tokens(vocabulary.encode(f'"{local}www.example-1.org"'))
+    assert usual.is_accepting()
+    with pytest.raises(TokenRejected):
+        grammar.matcher().accept_tokens(vocabulary.encode(f'"{local}{"abcdefghi." * 26}org"'))
+
+
 @pytest.mark.parametrize(
     "constraint",
     [
