@@ -156,12 +156,13 @@ class _Lowering(SchemaLowering):
         allowed = {name: self.lower(value) for name, value in properties.items() if value is not False}
         if len(allowed) < len(properties):
             rest, names = False, True  # narrowed: xgrammar excludes a name only by allowing no others
-        if schema.get("minProperties", 0) > 1 + len(schema.get("required", ())) and (rest is not False or patterns):
-            if schema["minProperties"] > len(allowed):
-                raise self.refusal(schema, "minProperties", ": the same name would count twice")
+        least = schema.get("minProperties", 0)
+        if least > 1 + len(schema.get("required", ())) and (rest is not False or patterns):
             rest, names = False, True  # narrowed: other names could occur twice
             lowered.pop("patternProperties", None)
             patterns = {}
+        if rest is False and not patterns and least > len(allowed):
+            raise self.refusal(schema, "minProperties", ": only named properties are allowed here")
         if allowed:
             lowered["properties"] = allowed
         if names is not True:

@@ -250,7 +250,9 @@ class _Planner:
         required, patterns = base.get("required", []), base.get("patternProperties", {})
         is_open = base.get("additionalProperties", True) is not False
         many = any(domains.endless_pattern(pattern) and one is not False for pattern, one in patterns.items())
-        known = sum(one is not False for one in base.get("properties", {}).values())
+        named = base.get("properties", {}).values()
+        known = sum(one is not False for one in named)
+        is_open = is_open and known == len(named)  # xgrammar excludes a name only by allowing no others
         names = domains.at_least(self, base.get("propertyNames", True), domains.MANY)
         if least > known and not (names and (is_open or many)):
             raise _Unguarded

@@ -97,6 +97,7 @@ KNOWN: list[Any] = [
     {"enum": ["a\n", "a", "٣"], "pattern": "^(a|\\d)$"},
     {"type": "object", "minProperties": 2},
     {"type": "object", "minProperties": 2, "properties": {"a": NULL, "b": NULL}},
+    {"type": "object", "minProperties": 2, "properties": {"a": NULL, "b": False}, "required": ["a"]},
     {"type": "object", "minProperties": 3, "properties": {"a": NULL}, "required": ["a"]},
     LISTS_OF_NULLS,
     {"$id": "http://x/", "$ref": "list", "$defs": LISTS_OF_SCALARS},
