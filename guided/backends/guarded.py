@@ -14,7 +14,7 @@ from guided.bitmask import each_allowed, forbid, words
 from guided.constraint import Constraint
 from guided.errors import BackendError, InvalidConstraint, TokenRejected, UnsupportedConstraint, bounded
 from guided.guard.candidates import Candidates
-from guided.guard.keys import few_names, may_repeat, open_object
+from guided.guard.keys import ending_names, few_names, may_repeat, open_object
 from guided.guard.outlook import Forbidden, forbidden, may_continue
 from guided.guard.plan import Plan, plan_superset
 from guided.guard.text import KEY, STRING, State, Veto, advance
@@ -94,7 +94,8 @@ class GuardedBackend(Backend):
         if self._index is None:
             self._index = TokenIndex(self._vocabulary)
         if constraint.kind == "json_schema":
-            plan = replace(plan, few_names=few_names(constraint.source))
+            source = constraint.source
+            plan = replace(plan, few_names=few_names(source), ending_names=ending_names(source))
         return GuardedGrammar(grammar, plan, self._index, self._vocabulary)
 
 
@@ -136,7 +137,7 @@ class GuardedMatcher(Matcher):
         """The library's own matcher."""
         self._text = text
         self._states = states
-        self._keys_only = not (grammar.plan.planner or grammar.plan.few_names or grammar.index.has_later_key)
+        self._keys_only = not (grammar.plan.planner or grammar.plan.ending_names or grammar.index.has_later_key)
         self._checked = -1
         """Length of the complete text that was validated last."""
 
@@ -201,7 +202,7 @@ class GuardedMatcher(Matcher):
             if not may_continue(after, self._text):
                 return False
             return not look_ahead or all(
-                self._can_avoid(avoided, tokens) for avoided in forbidden(after, self._text, self._plan.runs_out)
+                self._can_avoid(avoided, tokens) for avoided in forbidden(after, self._text, self._plan.ending_keys)
             )
         except Veto:
             return False

@@ -112,7 +112,9 @@ class Candidates:
         if outer is not None and not self._in_key:  # after a comma, a key comes
             ends = {STRING: index.ends_string_and_more, SCALAR: index.ends_scalar}.get(mode, index.has_end)
             found.update(ends.allowed(self._row))
-        for partial, texts, _ in forbidden(self._state, self._text, plan.runs_out):
+        if plan.ending_names is not None:
+            found.update(index.begins_later_key.allowed(self._row))
+        for partial, texts, _ in forbidden(self._state, self._text, plan.ending_keys):
             rests = [text[len(partial) :] for text in texts]
             found.update(self._along(rests), self._completing(rests))
             if texts[0][:1] in (b"{", b"[") and mode not in (KEY, STRING):

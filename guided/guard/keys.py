@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 from guided import regex
@@ -31,18 +32,42 @@ def few_names(source: str) -> re.Pattern[str] | None:
 
     Names that are listed as `properties` are not among them.
     """
+    return _names(source, lambda pattern: endless_pattern(pattern, _MANY_NAMES))
+
+
+def ending_names(source: str) -> re.Pattern[str] | None:
+    """Return a regex for names of properties that may not be the beginning of another name; None if all are.
+
+    Where such a key was used, its characters may not be written again: nothing but its end would be allowed then.
+    """
+    return _names(source, lambda pattern: _goes_on(string_pattern.read(pattern)))
+
+
+def _names(source: str, is_free: Callable[[str], bool]) -> re.Pattern[str] | None:
+    """Return a regex for what the patterns of names match that are not `is_free`."""
     if source in ("true", "false"):
         return None
     found: set[str] = set()
     for node in read_graph(source).reachable():
         names = node.schema.get("propertyNames", True)
-        closed = node.schema.get("additionalProperties", True) is False
-        patterns = [*node.schema.get("patternProperties", {})] if closed else []
+        patterns = [*node.schema.get("patternProperties", {})]  # xgrammar may allow no others
         if isinstance(names, dict):
             patterns.append(names.get("pattern", ""))
             found |= set() if names.keys() <= {"type", "minLength", "pattern"} else {""}
-        found.update(pattern for pattern in patterns if not endless_pattern(pattern, _MANY_NAMES))
+        found.update(pattern for pattern in patterns if not is_free(pattern))
     return re.compile("|".join(regex.render(string_pattern.read(one)) for one in sorted(found))) if found else None
+
+
+def _goes_on(node: regex.Node) -> bool:
+    """Whether every match is certainly the beginning of a longer one."""
+    match node:
+        case regex.Sequence(items):
+            return bool(items) and _goes_on(items[-1])
+        case regex.Choice(options):
+            return all(map(_goes_on, options))
+        case regex.Repeat(_, _, high):
+            return high is None
+    return False
 
 
 def may_repeat(state: State, text: bytearray) -> bool:

@@ -43,19 +43,18 @@ def may_continue(state: State, text: bytearray) -> bool:
     return True
 
 
-def forbidden(state: State, text: bytearray, runs_out: Callable[[Frame], bool]) -> Iterator[Forbidden]:
+def forbidden(state: State, text: bytearray, ending_keys: Callable[[Frame], list[str]]) -> Iterator[Forbidden]:
     """Yield the texts that what is being read may still become.
 
     Args:
-        runs_out: returns whether an object may run out of names for its properties.
+        ending_keys: returns the keys of an object after which a key that begins like them may have to end.
     """
     frame = state.frame
     if frame is None:
         return
-    if state.mode in (KEY, BEFORE_KEY) and runs_out(frame):
+    if state.mode in (KEY, BEFORE_KEY) and (used := ending_keys(frame)):
         partial = _partial(state, text)
-        used = (minified(key.decode("utf-8", "surrogatepass")) for key in frame.keys)
-        if texts := [key for key in used if key.startswith(partial)]:
+        if texts := [text for text in map(minified, used) if text.startswith(partial)]:
             yield Forbidden(partial, texts)
     if not frame.watched:
         return

@@ -45,6 +45,8 @@ class Plan:
     """Checks the complete document."""
     few_names: re.Pattern[str] | None = None
     """Matches names of properties of which some object may run out."""
+    ending_names: re.Pattern[str] | None = None
+    """Matches names of properties that may not be the beginning of another name."""
 
     @property
     def keywords(self) -> tuple[str, ...]:
@@ -56,9 +58,11 @@ class Plan:
 
     def runs_out(self, frame: Frame | None) -> bool:
         """Whether an object may run out of names for its properties."""
-        if self.few_names is None or frame is None:
-            return False
-        return any(self.few_names.fullmatch(key.decode("utf-8", "surrogatepass")) for key in frame.keys)
+        return frame is not None and bool(_matching(self.few_names, frame.keys))
+
+    def ending_keys(self, frame: Frame) -> list[str]:
+        """Return the keys of an object after which a key that begins like them may have to end."""
+        return _matching(self.ending_names, frame.keys)
 
     def root(self, first: int) -> Rule | None:
         """Return the rule of a document that begins with the byte `first`."""
@@ -349,6 +353,12 @@ class _Planner:
             None if items.get("maxContains") is None else int(items["maxContains"]),
             texts_of(listed, equal_texts(listed)),
         )
+
+
+def _matching(names: re.Pattern[str] | None, keys: Collection[bytes]) -> list[str]:
+    if names is None:
+        return []
+    return [name for key in keys if names.fullmatch(name := key.decode("utf-8", "surrogatepass"))]
 
 
 def _without(schema: dict[str, Any], keywords: Collection[str]) -> dict[str, Any]:

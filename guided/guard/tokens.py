@@ -73,6 +73,8 @@ class TokenIndex:
                 self.by_key.setdefault(match[1], []).append(token)
         self.has_later_key = tokens(_LATER_KEY.search)
         """Tokens with a comma and a whole key after it."""
+        self.begins_later_key = tokens(re.compile(rb',[ \t\n\r]*"[^"]+\Z').search)
+        """Tokens that end with a comma and the beginning of a key."""
         self.opens = tokens(re.compile(_OPENS).search)
         """Tokens that open a container and have something of its contents."""
         self.ends_string_and_opens = tokens(re.compile(_STRING_END + rb".*" + _OPENS, re.DOTALL).match)

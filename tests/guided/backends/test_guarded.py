@@ -223,6 +223,23 @@ def test_no_comma_after_the_last_of_few_names(bytewise: Backends, names: Any) ->
     assert "}" in characters(matcher)
 
 
+@pytest.mark.parametrize(
+    "names", [{"patternProperties": {"^[A-Z]{3}$": {}}}, {"propertyNames": {"pattern": "^[A-Z]{3}$"}}]
+)
+@pytest.mark.parametrize("opened", [True, False])
+def test_a_key_that_can_only_become_one_that_is_used_is_not_begun(
+    bytewise: Backends, names: dict[str, Any], opened: bool
+) -> None:
+    """Of many names too: after `"US`, a `D` would leave nothing but the end of the key."""
+    schema = {"type": "object", **names, "additionalProperties": opened or "propertyNames" in names}
+    matcher = compiled(bytewise, schema).matcher()
+    matcher.accept_tokens(byte_tokens('{"USD":1,"US'))
+    assert {"A", "E"} <= set(characters(matcher))
+    if "D" in characters(matcher):  # other names may be allowed, and begin like it
+        matcher.accept_tokens(byte_tokens("D"))
+        assert set(characters(matcher)) - {'"'}
+
+
 def test_the_last_of_few_objects(bytewise: Backends) -> None:
     matcher = compiled(bytewise, PEOPLE).matcher()
     matcher.accept_tokens(byte_tokens('[{"name":"x","adult":true},{"name":"x","adult":'))
