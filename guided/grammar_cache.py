@@ -19,6 +19,9 @@ CacheKey = tuple[str, ...]
 _LEAST_BYTES = 4096
 """Minimum size of an entry: a cached error takes memory too."""
 
+_LEAST_ENTRIES = 4
+"""Minimum number of the largest unused grammars that fit into the cache."""
+
 DEFAULT_CACHE_BYTES = 128 << 20
 """Memory for compiled grammars that no request uses, by default."""
 
@@ -43,7 +46,8 @@ class GrammarCache:
     """Reference-counted entries; unused grammars and cached errors are bounded in bytes. Not thread-safe.
 
     Args:
-        max_bytes: total size of unused grammars; those in use are never evicted.
+        max_bytes: total size of unused grammars; those in use are never evicted. One that takes more than a quarter of
+            it is not kept: it would evict many others.
     """
 
     def __init__(self, max_bytes: int = DEFAULT_CACHE_BYTES) -> None:
@@ -104,6 +108,8 @@ class GrammarCache:
         return [future.result() for future in users if future.exception() is None]
 
     def _put_by(self, key: CacheKey, entry: Entry) -> list[str]:
+        if entry.nbytes > self._max_bytes // _LEAST_ENTRIES:
+            return self._forget(key, self._entries.pop(key))
         self._unused[key] = None
         self._unused_bytes += entry.nbytes
         evicted: list[str] = []

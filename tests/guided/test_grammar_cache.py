@@ -37,13 +37,23 @@ def test_the_order_of_backends_is_part_of_the_key() -> None:
 
 
 def test_what_is_in_use_is_never_evicted_and_the_rest_is_bounded_oldest_first() -> None:
-    cache = GrammarCache(max_bytes=2 * MEGABYTE)
-    grammars = [compile_into(cache, text) for text in "abcd"]
-    assert cache.release(grammars[0]) == []
-    assert cache.release(grammars[1]) == []
-    assert cache.release(grammars[2]) == [grammars[0].key]
-    assert cache.in_use() == [grammars[3]]
+    cache = GrammarCache(max_bytes=4 * MEGABYTE)
+    grammars = [compile_into(cache, text) for text in "abcdef"]
+    for grammar in grammars[:4]:
+        assert cache.release(grammar) == []
+    assert cache.release(grammars[4]) == [grammars[0].key]
+    assert cache.in_use() == [grammars[5]]
     assert compile_into(cache, "b") is grammars[1]
+
+
+def test_a_large_grammar_is_not_kept_and_evicts_no_others() -> None:
+    cache = GrammarCache(max_bytes=4 * MEGABYTE)
+    small, large = compile_into(cache, "a"), compile_into(cache, "b", nbytes=MEGABYTE + 1)
+    assert compile_into(cache, "b") is large
+    assert cache.release(small) == []
+    assert cache.release(large) == []
+    assert cache.release(large) == [large.key]
+    assert compile_into(cache, "a") is small
 
 
 def test_the_same_grammar_under_two_keys_is_evicted_with_the_last() -> None:
@@ -83,10 +93,11 @@ def test_refusals_are_bounded_too() -> None:
 
 
 def test_what_is_asked_for_again_is_no_longer_unused() -> None:
-    cache = GrammarCache(max_bytes=MEGABYTE)
-    grammars = [compile_into(cache, text) for text in "ab"]
-    assert cache.release(grammars[0]) == []
+    cache = GrammarCache(max_bytes=4 * MEGABYTE)
+    grammars = [compile_into(cache, text) for text in "abcde"]
+    for grammar in grammars[:4]:
+        assert cache.release(grammar) == []
     compile_into(cache, "a")
-    assert cache.release(grammars[1]) == []
+    assert cache.release(grammars[4]) == []
     assert cache.release(grammars[0]) == [grammars[1].key]
     assert cache.release(grammars[0]) == []
