@@ -30,6 +30,8 @@ _SLACK_BYTES = 1 << 30
 _CGROUP_FILES = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 _TRIM_BYTES, _TRIM_SECONDS = 64 << 20, 5.0
 """Freed memory is given back from so much growth on. How often it is looked at."""
+_SESSION_NICENESS, _AUTOGROUP_ATTEMPTS = 5, 5
+"""A third of the weight of the engine's session, so that there is progress while the engine takes all CPUs."""
 _PF_EXITING = 0x4
 """Of the flags in `/proc/<pid>/stat`: linux/sched.h."""
 _PENDING_SIGKILL = 1 << (signal.SIGKILL - 1)
@@ -104,6 +106,28 @@ class ProcessReading:
         cpu_seconds = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
         ending = bool(int(fields[6]) & _PF_EXITING or int(fields[28]) & _PENDING_SIGKILL)
         return cls(int(fields[21]) * resource.getpagesize(), cpu_seconds, fields[0] == b"T", ending, int(fields[19]))
+
+
+def enter_session() -> None:
+    """Move this process to a session of its own, and give precedence to the engine's.
+
+    Linux may share out the CPUs among sessions first ("autogroups"; sched(7)). A niceness counts within a session only.
+    """
+    try:
+        if os.getpgrp() == os.getpid():  # as each process of Ray; setsid(2) is for others only
+            os.setpgid(0, os.getpgid(os.getppid()))
+        os.setsid()
+    except PermissionError:
+        return
+    for _ in range(_AUTOGROUP_ATTEMPTS):
+        try:
+            Path("/proc/self/autogroup").write_text(str(_SESSION_NICENESS))
+        except BlockingIOError:  # allowed once per 0.1 s, on the whole machine
+            time.sleep(0.1)
+        except OSError:  # a kernel without them
+            return
+        else:
+            return
 
 
 class FreeMemory:

@@ -29,6 +29,7 @@ from typing import NoReturn
 import msgspec
 from msgspec.msgpack import Decoder, encode
 
+from actors.processes import enter_session
 from guided.backends import BACKENDS, Backends
 from guided.backends.without_torch import leave_out_torch
 from guided.compilation import compile_with
@@ -45,9 +46,6 @@ RUNNING = 1 << 32
 _PR_SET_PDEATHSIG = 1
 _NICENESS = 10
 """A compilation takes seconds of a core: the engine and the masks have precedence."""
-_SESSION_NICENESS = 5
-"""A third of the weight of another session, so that it still compiles while the engine takes all CPUs."""
-_AUTOGROUP_ATTEMPTS = 5
 _WARM_UP = (
     Constraint.json_schema({"type": "object", "properties": {"a": {"type": "integer"}}}),
     Constraint.regex(r"\d\w\s"),  # Unicode classes: half a second, once in a process
@@ -121,32 +119,14 @@ def _compile(backends: Backends, request: CompileRequest) -> CompileResult:
 def _run_compile_process(backends: Backends, jobs: int, fork_server: int) -> NoReturn:
     """Compile one request after the other until the other end of the socket `jobs` is closed."""
     _die_with(fork_server)
-    _lower_priority()
+    os.nice(_NICENESS)
+    enter_session()
     connection, decode = Connection(jobs), Decoder(CompileRequest).decode
     try:
         while True:
             connection.send_bytes(encode(_compile(backends, decode(connection.recv_bytes()))))
     except (EOFError, BrokenPipeError, ConnectionResetError):
         os._exit(0)
-
-
-def _lower_priority() -> None:
-    """Give precedence to all processes, also to those of other sessions.
-
-    Linux may share out the CPUs among sessions first ("autogroups"; sched(7)). A niceness counts within a session only,
-    and the engine is in another one: it has to be that of a session of its own.
-    """
-    os.nice(_NICENESS)
-    os.setsid()
-    for _ in range(_AUTOGROUP_ATTEMPTS):
-        try:
-            Path("/proc/self/autogroup").write_text(str(_SESSION_NICENESS))
-        except BlockingIOError:  # allowed once per 0.1 s, on the whole machine
-            time.sleep(0.1)
-        except OSError:  # a kernel without them
-            return
-        else:
-            return
 
 
 def _fork(backends: Backends, control: socket.socket, jobs: int) -> int:

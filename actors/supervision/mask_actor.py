@@ -14,7 +14,7 @@ import zmq
 from msgspec.msgpack import Decoder
 
 from actors.channel import Address, connect
-from actors.processes import FreeMemory, ProcessLocation, exit_with_owner, limit_memory, memory_limit
+from actors.processes import FreeMemory, ProcessLocation, enter_session, exit_with_owner, limit_memory, memory_limit
 from actors.steps.protocol import SegmentName, SlotTable, attach
 from actors.steps.server import StepServer
 from guided.backends import BACKENDS, Backends
@@ -48,6 +48,7 @@ class MaskActor:
     def __init__(self, owner: ProcessLocation, vocabulary: Vocabulary, memory: int) -> None:
         is_beside_owner = exit_with_owner(owner)
         limit_memory(memory_limit(memory), watched=is_beside_owner)  # this node may have less memory than the engine's
+        enter_session()
         leave_out_torch()
         logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")  # to Ray's file of this process
         # A backend that is written in Python keeps the interpreter lock for as long as it may, for every row of a step.

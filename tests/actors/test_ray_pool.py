@@ -62,6 +62,15 @@ def test_masks_through_tcp_are_those_of_shared_memory(pool: RayPool) -> None:
     assert "memfd:guided" not in maps, "it has not mapped the engine's memory"
 
 
+def test_an_actor_gives_precedence_to_the_engine(pool: RayPool) -> None:
+    (worker,) = pool.status().workers
+    assert worker.pid is not None
+    assert os.getsid(worker.pid) == worker.pid
+    autogroup = Path(f"/proc/{worker.pid}/autogroup")
+    if autogroup.exists() and (found := autogroup.read_text()):  # "/autogroup-7 nice 5"
+        assert int(found.rpartition(" ")[2]) > 0
+
+
 def test_a_compilation_that_takes_too_long_is_ended_and_not_remembered(pool: RayPool) -> None:
     before = pool.compile_pids()
     with pytest.raises(CompileTimeout):
