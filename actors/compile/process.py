@@ -158,6 +158,7 @@ def _reap(pid: int) -> int:
 def _run_fork_server(control: socket.socket, vocabulary: int, parent: int) -> None:
     """Warm up, then answer commands until the other end of `control` is closed."""
     _die_with(parent)
+    enter_session()  # loading the libraries takes seconds of a core too
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core dump of half a gigabyte takes seconds
     os.dup2(2, 1)
