@@ -15,6 +15,7 @@ from engine.sampling_params import SamplingParams
 from engine.sequence import SequenceGroup
 from engine.server.context import ServerContext
 from engine.server.errors import ShuttingDown
+from engine.server.prompts import name_prompt
 from engine.server.protocol import GuidedInfo
 from guided.constraint import KINDS
 from guided.errors import CompileTimeout, GuidedError, InternalError, InvalidConstraint
@@ -95,8 +96,7 @@ class Job:
         if isinstance(error, InvalidConstraint) and (error.param is None or error.param in KINDS):
             error.param = self.constraint_field or error.param
             locate(error, self.places)
-        if error.param == "prompt" and len(self.prompts) > 1:
-            error.message = f"prompt[{prompt}]: {error.message}"
+        name_prompt(error, prompt, len(self.prompts))
         error.param = self.field_names.get(error.param or "", error.param)
         return error
 

@@ -14,7 +14,7 @@ from typing import Any
 from jinja2 import TemplateError
 
 from engine.server.protocol import Message, Tool
-from guided.errors import ContextLengthExceeded, InvalidRequest, bounded
+from guided.errors import ContextLengthExceeded, GuidedError, InvalidRequest, bounded
 
 _CHARACTERS_PER_TOKEN = 8
 """Few texts have more. A longer one is suspected to be too long for the context."""
@@ -175,12 +175,24 @@ def text_prompts(
         raise InvalidRequest("prompt is empty: give at least one", param="prompt")
     many: Sequence[Any] = [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
     prompts: list[list[int]] = []
-    for each in many:
-        if isinstance(each, str):
-            ids = encode(tokenizer, each, add_special_tokens=add_special_tokens, param="prompt", max_tokens=max_tokens)
-        else:
-            ids = list(each)
-        if len(many) > 1 and len(ids) > max_tokens:  # the others need not be looked at
-            raise _too_long("prompt", max_tokens)
+    for number, each in enumerate(many):
+        try:
+            if isinstance(each, str):
+                ids = encode(
+                    tokenizer, each, add_special_tokens=add_special_tokens, param="prompt", max_tokens=max_tokens
+                )
+            else:
+                ids = list(each)
+            if len(many) > 1 and len(ids) > max_tokens:  # the others need not be looked at
+                raise _too_long("prompt", max_tokens)
+        except InvalidRequest as error:
+            name_prompt(error, number, len(many))
+            raise
         prompts.append(ids)
     return prompts
+
+
+def name_prompt(error: GuidedError, number: int, count: int) -> None:
+    """Make an error about a prompt tell which of `count` it is about."""
+    if error.param == "prompt" and count > 1:
+        error.message = f"prompt[{number}]: {error.message}"
