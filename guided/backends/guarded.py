@@ -28,6 +28,7 @@ _JSON_KINDS = ("json_schema", "json_object")
 _BLANKS = b" \t\n\r"
 _ENDS = b",]}:" + _BLANKS
 """Bytes after a complete key or value."""
+_NUMERIC = b"-0123456789"
 _MAX_MASKS = 200
 """Maximum number of masks to compute to find a text that is allowed."""
 
@@ -234,7 +235,8 @@ class GuardedMatcher(Matcher):
                     continue  # between tokens of JSON: changes nothing
                 if _leaves(content, rests):
                     return True
-                if any(len(rest) > len(content) and rest.startswith(content) for rest in rests):
+                goes_on = (partial or content)[0] in _NUMERIC  # also where a forbidden text ends, as 0 in 0.5
+                if any(len(rest) + goes_on > len(content) and rest.startswith(content) for rest in rests):
                     after = matcher.fork()
                     after.accept_tokens([token])
                     on_the_way.append((after, partial + content))

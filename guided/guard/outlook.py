@@ -58,9 +58,11 @@ def forbidden(state: State, text: bytearray, ending_keys: Callable[[Frame], list
             yield Forbidden(partial, texts)
     if not frame.watched:
         return
-    if (found := restriction(state, text)) is not None and found[0].only is None:
+    if (found := restriction(state, text)) is not None:
         choice, partial = found
-        if texts := [one for one in choice.never if one.startswith(partial) and not choice.goes_on(one, partial)]:
+        texts = [one for one in choice.never if one.startswith(partial) and not choice.goes_on(one, partial)]
+        # Where few values are possible, one of them may come. But the library spells each number in one way only.
+        if texts and (choice.only is None or partial[:1] not in (b"", b'"')):
             yield Forbidden(partial, texts, is_avoidable=not partial and bool(choice.endless))
     yield from _forbidden_containers(frame, text)
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from byte_vocabulary import BYTES, WORDS
 from byte_vocabulary import tokens as byte_tokens
-from hypothesis import HealthCheck, Phase, assume, event, given, settings
+from hypothesis import HealthCheck, Phase, assume, event, given, reject, settings
 from hypothesis import strategies as st
 from json_orders import reordered
 from numpy.typing import NDArray
@@ -365,6 +365,32 @@ def grammar_or_none(backends: Backends, schema: Any) -> CompiledGrammar | None:
     except InvalidConstraint:
         event("refused")
         return None
+
+
+NUMBERS = (0, -0.0, 0.25, 0.5, -0.5, -0.75, 0.1 + 0.2, 1, 10, 101, -1, -10, 1.5, 1e30, 1e-7)
+
+
+@settings(DRAWN, max_examples=60)
+@given(
+    values=st.lists(st.sampled_from(NUMBERS), min_size=2, max_size=6, unique=True),
+    backend=st.sampled_from(["llguidance", "xgrammar"]),
+    source=st.randoms(use_true_random=False),
+)
+def test_a_number_that_can_only_become_one_that_is_used_is_not_begun(
+    bytewise: Backends, values: list[float], backend: str, source: random.Random
+) -> None:
+    """After `[-0.75,-0` nothing could follow; after `[0,-0`, it could become -0.75."""
+    schema = {**UNIQUE, "items": {"enum": values}, "minItems": len(values)}
+    try:
+        matcher = compiled(bytewise, schema, backend).matcher()
+    except UnsupportedConstraint:
+        reject()
+    for _ in range(200):
+        allowed = sorted(set(characters(matcher)) - set(" \n\t\r"))
+        if not allowed:
+            break
+        matcher.accept_tokens(byte_tokens(source.choice(allowed)))
+    assert matcher.is_accepting()
 
 
 @settings(DRAWN, max_examples=150)
