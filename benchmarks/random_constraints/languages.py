@@ -16,6 +16,7 @@ from lark.exceptions import UnexpectedInput
 from guided.constraint import Constraint
 
 _LITERALS = ["a", "b", "0", "-", " ", "é", "狐", "😀", ":", "/", ",", "_", "~", "&", '"', r"\\", r"\.", r"\n", r"\t"]
+_LITERALS += [r"\x01", r"\x1b", r"\x7f", r"\u0085", r"\u2028", r"\uffff"]
 _CLASSES = [
     *("[ab]", "[^a]", "[a-z]", r"\d", r"\w", r"\s", r"\D", r"\W", r"\S", ".", r"[\d-]", r"[^\W_]", r"[\x00-\x1f]"),
     *(r"[\x00-\x21]", r"[\x01-\x08]", r"[^\x20-\uffff]", r'["\\]', "[[:alpha:]]", "[[:^digit:]]", "[[:space:]a]"),

@@ -5,6 +5,7 @@ Corrected are:
 - bounds of numbers: it takes integers that a double can't represent for their neighbours, aborts on those with more
   than 64 bits, and reads `exclusiveMinimum: 0` with `maximum: 0.25` as inclusive;
 - patterns: it reads them as Rust does, and a class with all control characters also matches escaped quotes;
+- control characters: where only short escapes are allowed, it leaves the others out of values and patterns;
 - formats: it allows a year 0, and leap seconds in any minute, and lacks some;
 - `not` for strings, `propertyNames`, and counts of properties, which it does not know or only in part.
 
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from decimal import Decimal
@@ -52,6 +54,10 @@ _MAX_PATTERNS = 8
 _MAX_COUNTED = 40
 """Maximum number of alternatives for `minProperties` and `maxProperties`."""
 _REFERENCE = '{"$ref": '
+_CONTROLS = regex.ranges_of([(0, 0x7), (0xB, 0xB), (0xE, 0x1F), (0x7F, 0x7F)])
+"""Characters that llguidance writes as `\\u0000` only."""
+_CONTROL = re.compile(r"(?<!\\)(?:\\\\)*\\u00|\x7f")
+"""One of them in a JSON text."""
 _CONTROLS_AND_ESCAPED = regex.ranges_of([(0, 0x1F), (0x22, 0x22), (0x5C, 0x5C)])
 
 
@@ -65,12 +71,17 @@ class LLGuidanceLowering(SchemaLowering):
         super().__init__(schema, rewrite=rewrite)
         self.names_properties = False
         """Some object has properties with schemas of their own."""
+        self._control: UnsupportedConstraint | None = None
+        """The refusal of a value with a control character. llguidance leaves out what it can't escape, and next to
+        named properties only short escapes are allowed."""
         self._multiples: set[Fraction] = set()
         self._merges = False
         """llguidance merges parts of the schema with each other."""
 
     def document(self) -> dict[str, Any]:
         document = super().document()
+        if self.names_properties and self._control is not None:
+            raise self._control
         factor = lcm(*(multiple.denominator for multiple in self._multiples))
         several = self._merges and len(self._multiples) > 1
         if several and prod(self._multiples) * factor ** len(self._multiples) >= _MULTIPLES:
@@ -112,6 +123,8 @@ class LLGuidanceLowering(SchemaLowering):
             is_other = abs(value) >= _EXACT and Decimal(repr(value)) != Decimal(value)
             if is_other or not _is_read_exactly(value):
                 raise self.refusal(schema, keyword, f" with {bounded(value, 40)}: it has too many digits")
+        if _CONTROL.search(json.dumps(values, ensure_ascii=False)):
+            self._note_control(schema, keyword)
         return {"enum": values}
 
     def string(self, schema: dict[str, Any]) -> dict[str, Any]:
@@ -198,9 +211,15 @@ class LLGuidanceLowering(SchemaLowering):
 
     def _patterns(self, schema: dict[str, Any], keyword: str, pattern: str) -> list[str]:
         try:
-            return _common_patterns(pattern)
+            patterns, needs_control = _common_patterns(pattern)
         except InvalidConstraint as error:
             raise self.at_keyword(error, schema, keyword) from None
+        if needs_control:
+            self._note_control(schema, keyword)
+        return patterns
+
+    def _note_control(self, schema: dict[str, Any], keyword: str) -> None:
+        self._control = self.refusal(schema, keyword, " with a control character next to named properties")
 
     def _pattern(self, schema: dict[str, Any], keyword: str, pattern: str) -> str:
         found = self._patterns(schema, keyword, pattern)
@@ -467,15 +486,23 @@ def _numbers(value: Any) -> Iterator[int | float]:
 
 
 @lru_cache(maxsize=256)  # the functions of one request have many properties with the same format
-def _common_patterns(pattern: str) -> list[str]:
-    """Return `pattern` in the common subset, without NUL in classes for which it would also write quotes."""
+def _common_patterns(pattern: str) -> tuple[list[str], bool]:
+    """Return `pattern` in the common subset, and whether it needs a control character without a short escape.
+
+    They are left out of classes with others: of a class with all of them, llguidance would also write quotes.
+    """
+    needs_control = False
 
     def safe(chars: Chars) -> Chars:
+        nonlocal needs_control
         if regex.intersection(chars.ranges, _CONTROLS_AND_ESCAPED) == _CONTROLS_AND_ESCAPED:
             return chars
-        ranges = regex.intersection(chars.ranges, regex.complement(((0, 0),)))
-        if not ranges:
-            raise UnsupportedConstraint("the pattern needs a NUL character, which llguidance can't write in JSON")
-        return Chars(ranges)
+        if ranges := regex.intersection(chars.ranges, regex.complement(_CONTROLS)):
+            return Chars(ranges)
+        needs_control = True
+        if ranges := regex.intersection(chars.ranges, regex.complement(((0, 0),))):
+            return Chars(ranges)
+        raise UnsupportedConstraint("the pattern needs a NUL character, which llguidance can't write in JSON")
 
-    return [f"^(?:{regex.render(regex.map_chars(node, safe))})$" for node in string_pattern.conjuncts(pattern)]
+    nodes = [regex.map_chars(node, safe) for node in string_pattern.conjuncts(pattern)]
+    return [f"^(?:{regex.render(node)})$" for node in nodes], needs_control

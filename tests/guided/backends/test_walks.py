@@ -95,6 +95,7 @@ KNOWN: list[Any] = [
     {"type": "string", "pattern": "^ab|ab$"},
     {"enum": ["2020-02-29", "2020-02-30", "x"], "format": "date"},
     {"enum": ["a\n", "a", "٣"], "pattern": "^(a|\\d)$"},
+    {"type": "object", "required": ["a"], "properties": {"a": {"type": "string", "pattern": "^[\\x01-\\x07]z$"}}},
     {"type": "object", "minProperties": 2},
     {"type": "object", "minProperties": 2, "properties": {"a": NULL, "b": NULL}},
     {"type": "object", "minProperties": 2, "properties": {"a": NULL, "b": False}, "required": ["a"]},

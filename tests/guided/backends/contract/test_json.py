@@ -83,6 +83,22 @@ def test_no_hostname_and_no_address_is_too_long(
 
 
 @pytest.mark.parametrize(
+    "value", [{"enum": ["\x01q", "b"]}, {"const": "q\x7f"}, {"pattern": "^\\x1bq$", "type": "string"}]
+)
+def test_a_control_character_is_not_left_out(
+    backends: Backends, backend: str, vocabulary: Vocabulary, value: dict[str, Any]
+) -> None:
+    """Of a property as elsewhere: llguidance leaves out what it can't escape."""
+    schema = {"type": "object", "properties": {"a": value}, "required": ["a"]}
+    try:
+        grammar = backends[backend].compile(Constraint.json_schema(schema))
+    except UnsupportedConstraint:
+        return
+    with pytest.raises(TokenRejected):
+        grammar.matcher().accept_tokens(vocabulary.encode('{"a":"q"'))
+
+
+@pytest.mark.parametrize(
     "constraint",
     [
         Constraint.regex("(unclosed"),
