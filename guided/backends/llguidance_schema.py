@@ -45,11 +45,15 @@ _LARGEST = 2**63 - 1024
 """The largest double below 2^63."""
 _EXACT = 2**53
 """Smaller integers are doubles."""
+_DIGITS, _LEAST_EXPONENT = 15, -22
+"""Decimals with so many significant digits, and with such an exponent, are read exactly."""
 _MULTIPLES = 2**32
 _MULTIPLES_WITHIN = 5_000
 """Largest `multipleOf` with a bound beyond it: larger ones exhaust the states of the lexer while masks are computed."""
 _MOST_DIGITS = 9
 """Maximum number of decimals of `multipleOf`."""
+_SHORT = Decimal("1e-7")
+"""Exclusive bounds with so few decimals are kept: there are numbers of `_MOST_DIGITS` next to them."""
 _MAX_PATTERNS = 8
 _MAX_COUNTED = 40
 """Maximum number of alternatives for `minProperties` and `maxProperties`."""
@@ -234,20 +238,21 @@ class LLGuidanceLowering(SchemaLowering):
 
     def number(self, schema: dict[str, Any]) -> dict[str, Any]:
         bounds = self._bounds("number", schema)
-        largest = max(
-            (abs(bounds[each]) for each in ("exclusiveMinimum", "exclusiveMaximum") if each in bounds), default=0
-        )
-        if largest >= 10**6 and "multipleOf" not in schema:
+        exclusive = [abs(bounds[each]) for each in ("exclusiveMinimum", "exclusiveMaximum") if each in bounds]
+        if exclusive and "multipleOf" not in schema:
             # A reader with doubles rounds a longer number to the bound: so many digits has no double of this size.
-            length = len(str(int(largest)))
-            return {"type": "number", **bounds, "multipleOf": 10.0 ** -max(length < 16, 15 - length)}
+            length = len(str(int(max(exclusive))))
+            decimals = min(max(length < _DIGITS + 1, _DIGITS - length), _MOST_DIGITS)
+            self._multiples.add(Fraction(1, 10**decimals))
+            return {"type": "number", **bounds, "multipleOf": 10.0**-decimals}
         return {"type": "number", **bounds, **self._multiple(schema, bounds)}
 
     def _bounds(self, kind: str, schema: dict[str, Any]) -> dict[str, Any]:
         """Return the next bounds inside those of `schema` that llguidance calculates with correctly.
 
-        Narrowed: numbers have at most 64 bits; beyond 2^53, those between a bound and the next double are excluded, and
-        where a bound is exclusive and an integer, the first 10^-14 or so.
+        Narrowed: numbers have at most 64 bits; beyond 2^53, those between a bound and the next double are excluded. An
+        exclusive bound, which a reader with doubles would round to, is replaced by the next number of 15 digits, unless
+        it limits the magnitude: with `maximum: 0.99`, llguidance does not allow 0.9.
         """
         bounds: dict[str, Any] = {}
         for sign, inclusive, exclusive in ((1, "minimum", "exclusiveMinimum"), (-1, "maximum", "exclusiveMaximum")):
@@ -448,16 +453,17 @@ def _inner(low: Any, exclusive: bool) -> int | float | None:
     """Return the least lower bound from `low` on that llguidance calculates with correctly; None without one."""
     if low > _LARGEST:
         return None
-    if low <= -_LARGEST:
+    if low < -_LARGEST:
         return -_LARGEST
     if abs(low) >= _EXACT:
         found = float(low)
         after = int(math.nextafter(found, math.inf) if exclusive or found < low else found)
         return after if after <= _LARGEST else None
-    if not exclusive or low < 0 or low != int(low):
-        return int(low) if low == int(low) else float(low)
-    digits = len(str(int(low)))
-    return int(low) + 1 if digits > 14 else float(int(low) + Decimal(10) ** (digits - 15))
+    exact = Decimal(repr(low))
+    if exclusive and (exact >= 0 or exact % _SHORT):
+        step = Decimal(10) ** max(min(exact.adjusted() + 1 - _DIGITS, 0), _LEAST_EXPONENT)
+        low = (exact // step + (exact >= 0 or not exact % step)) * step
+    return int(low) if low == int(low) else float(low)
 
 
 def _is_read_exactly(value: float) -> bool:
@@ -469,7 +475,7 @@ def _is_read_exactly(value: float) -> bool:
     if isinstance(value, int):
         return True
     _, digits, exponent = Decimal(repr(value)).normalize().as_tuple()
-    return int("".join(map(str, digits))) <= _EXACT and abs(int(exponent)) <= 22
+    return int("".join(map(str, digits))) <= _EXACT and abs(int(exponent)) <= -_LEAST_EXPONENT
 
 
 def _numbers(value: Any) -> Iterator[int | float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 from typing import Any
@@ -96,6 +97,30 @@ def test_a_control_character_is_not_left_out(
         return
     with pytest.raises(TokenRejected):
         grammar.matcher().accept_tokens(vocabulary.encode('{"a":"q"'))
+
+
+@pytest.mark.parametrize(
+    ("schema", "text"),
+    [
+        ({"exclusiveMaximum": 1}, "0." + "9" * 24),
+        ({"exclusiveMaximum": 0.1}, "0.0" + "9" * 24),
+        ({"exclusiveMinimum": -1}, "-0." + "9" * 24),
+        ({"exclusiveMinimum": 0.25}, "0.25" + "0" * 24 + "1"),
+        ({"exclusiveMinimum": 123456}, "123456." + "0" * 24 + "1"),
+        ({"not": {"type": "integer"}}, "99." + "9" * 24),
+    ],
+)
+def test_a_long_number_is_not_rounded_to_an_excluded_one(
+    backends: Backends, backend: str, vocabulary: Vocabulary, schema: dict[str, Any], text: str
+) -> None:
+    try:
+        grammar = backends[backend].compile(Constraint.json_schema({"type": "number", **schema}))
+    except UnsupportedConstraint:
+        return
+    matcher = grammar.matcher()
+    with contextlib.suppress(TokenRejected):
+        matcher.accept_tokens(vocabulary.encode(text))
+        assert not matcher.is_accepting()
 
 
 @pytest.mark.parametrize(
