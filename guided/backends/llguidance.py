@@ -1,7 +1,8 @@
 """Adapter for llguidance: every kind of constraint, compiled in a millisecond, masks in tens of microseconds.
 
 In llguidance, errors are states: a matcher that exceeded its limits, or got a wrong token, gives a mask that allows
-end-of-sequence only. So the adapter checks the error state after every call and raises a `BackendError`.
+end-of-sequence only. So the adapter checks the error state after every call and raises a `BackendError`, or an
+`UnsupportedConstraint` where the constraint exceeds llguidance's limits.
 """
 
 from __future__ import annotations
@@ -39,6 +40,11 @@ _ESCAPES = 'bfnrt"\\'
 escapes in additional keys, so `{"\\u0061": ...}` would evade the schema of `a`."""
 
 _LITERAL = re.compile(r'"(?:[^"\\]|\\.)*+"?', re.DOTALL)
+_MAX_ITEMS = 50_000
+"""Maximum number of a parser's items at one place. The default admits 498 optional properties of an object. It is kept
+for grammars: they may be so ambiguous that a mask takes seconds."""
+_EXCEEDED = re.compile(r"too many|\bmax is\b|limit|fuel", re.IGNORECASE)
+"""What llguidance says of a constraint that exceeds its limits."""
 _SHORT_TEXT, _SHORT_TEXTS = 64, 16384
 """Length of the texts with cached tokens, and how many there are."""
 
@@ -47,8 +53,7 @@ class LLGuidanceBackend(Backend):
     """One tokenizer, shared by all grammars.
 
     Args:
-        limits: limits of parser and lexer; llguidance's defaults if None. A mask that exceeds them ends as a
-            `BackendError`.
+        limits: limits of parser and lexer; None: the defaults. A mask beyond them ends as an `UnsupportedConstraint`.
     """
 
     name: ClassVar[str] = "llguidance"
@@ -75,8 +80,11 @@ class LLGuidanceBackend(Backend):
         return self._grammar(constraint, source, frozenset(special))
 
     def _grammar(self, constraint: Constraint, source: str, special: frozenset[int]) -> CompiledGrammar:
+        limits = self._limits
+        if limits is None and constraint.kind != "grammar":
+            limits = llguidance.LLParserLimits(max_items_in_row=_MAX_ITEMS)
         with _native:
-            matcher = llguidance.LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits)
+            matcher = llguidance.LLMatcher(self._tokenizer, source, log_level=0, limits=limits)
             if matcher.is_error():
                 raise _refusal(matcher.get_error(), constraint)
         grammar = LLGuidanceGrammar(self._vocabulary, matcher, source, special)
@@ -188,6 +196,11 @@ class LLGuidanceMatcher(TextMatcher):
             what = self.native.get_error().partition("<state>")[0].strip()
             if what == "NoExtensionBias":
                 raise DeadEnd("no token is allowed here, and the constraint is not satisfied")
+            if _EXCEEDED.search(what):
+                raise UnsupportedConstraint(
+                    f"the constraint is too ambiguous, or has too many alternatives, for llguidance ({bounded(what)}): "
+                    "simplify it, or choose another backend"
+                )
             raise BackendError(f"llguidance: {bounded(what)}")
 
 

@@ -217,9 +217,9 @@ class TestRows:
         body: dict[str, Any] = {"grammar": 'start: s\ns: "a" | "b" | s s | s s s', "min_tokens": 400}
         body |= {"max_tokens": None, "backend": limited_llguidance.NAME}
         answer = server.post(**body)
-        assert (answer.status_code, error_of(answer)["code"]) == (500, "backend_error")
+        assert (answer.status_code, error_of(answer)["code"]) == (400, "unsupported_constraint")
         *chunks, last = sse(server.post(**body, stream=True).text)
-        assert last["error"]["code"] == "backend_error"
+        assert last["error"]["code"] == "unsupported_constraint"
         assert all(chunk["choices"][0]["finish_reason"] is None for chunk in chunks)
 
     def test_one_of_n_ends_all_n(self, server: Hosted) -> None:

@@ -11,7 +11,7 @@ from faulty_backend import NAME
 from actors import RayPool
 from engine.model_loader import LoadedModel
 from engine.sampling_params import SamplingParams
-from guided.errors import BackendError, DeadEnd, TokenRejected
+from guided.errors import BackendError, DeadEnd, TokenRejected, UnsupportedConstraint
 from guided.inline import InlinePool
 
 pytestmark = pytest.mark.usefixtures("faulty_here")
@@ -72,7 +72,7 @@ def test_llguidances_error_state_is_an_error_and_never_the_end(pool: RayPool, ti
     }
     found = generate(tiny_model, pool, requests)
     assert said(found, "ambiguous") == said(expected)
-    assert errors(found) == {"ambiguous": BackendError.code}
+    assert errors(found) == {"ambiguous": UnsupportedConstraint.code}
     (output,) = found["ambiguous"].outputs
     assert output.finish_reason == "error"
     assert len(output.token_ids) > 1, "it failed during generation"

@@ -18,7 +18,7 @@ from guided.backends.llguidance import LLGuidanceBackend
 from guided.bitmask import allowed_ids, words
 from guided.compilation import compile_with
 from guided.constraint import Constraint
-from guided.errors import BackendError, InvalidConstraint, TokenRejected, UnsupportedConstraint
+from guided.errors import InvalidConstraint, TokenRejected, UnsupportedConstraint
 from guided.vocabulary import Vocabulary
 from guided.worker import MaskWorker
 
@@ -41,7 +41,7 @@ def fill_until_failure(matcher: Matcher, vocabulary: Vocabulary) -> int:
 
 def test_an_error_state_is_an_error_and_never_a_mask(vocabulary: Vocabulary) -> None:
     matcher = LLGuidanceBackend(vocabulary, LIMITS).compile(AMBIGUOUS).matcher()
-    with pytest.raises(BackendError, match="Too many items"):
+    with pytest.raises(UnsupportedConstraint, match="Too many items"):
         fill_until_failure(matcher, vocabulary)
     # It stays in that state, whatever is asked of it.
     row = np.zeros(words(vocabulary.padded_vocab_size), dtype=np.int32)
@@ -53,7 +53,7 @@ def test_an_error_state_is_an_error_and_never_a_mask(vocabulary: Vocabulary) -> 
         lambda: matcher.forced_tokens(),
         lambda: matcher.fork().fill_bitmask(row),
     ):
-        with pytest.raises(BackendError):
+        with pytest.raises(UnsupportedConstraint):
             ask()
 
 
@@ -71,10 +71,20 @@ def test_an_error_state_fails_the_row_and_no_other(vocabulary: Vocabulary) -> No
         error = worker.fill(0, new, bitmask[0])
         assert worker.fill(1, new, bitmask[1]) is None
         if error is not None:
-            assert error.code == BackendError.code
+            assert error.code == UnsupportedConstraint.code
             return
         assert len(allowed_ids(bitmask[0])) > 1
     raise AssertionError("it did not fail")
+
+
+def test_a_thousand_optional_properties(vocabulary: Vocabulary) -> None:
+    schema = {"type": "object", "properties": {f"a{number}": {"type": "integer"} for number in range(1000)}}
+    matcher = LLGuidanceBackend(vocabulary).compile(Constraint.json_schema(schema)).matcher()
+    row = np.zeros(words(vocabulary.padded_vocab_size), dtype=np.int32)
+    for token in vocabulary.encode('{"a3":5,"a77":1}'):
+        matcher.fill_bitmask(row)
+        matcher.accept_tokens([token])
+    assert matcher.is_accepting()
 
 
 def test_limits_while_compiling(vocabulary: Vocabulary) -> None:
