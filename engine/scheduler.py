@@ -50,9 +50,10 @@ class Scheduler:
     have begun first, and to each at most half of what is left while others wait, so that a long prompt delays neither
     the running sequences nor a short prompt for long.
 
-    While several clients have many sequences, a step takes about twice as long as one with a single sequence of each
-    client. The rest of a client's sequences wait, newest first; they keep their blocks. So a client with few sequences
-    is not slowed down by one with many. In every second of these steps new prefills come before those that have begun.
+    While there are several clients, a step takes at most about twice as long as one with a single sequence of each
+    client, prefills included. The rest of a client's sequences wait, newest first; they keep their blocks. So a client
+    with few sequences is not slowed down by one with many, or with long prompts. In every second of these steps new
+    prefills come before those that have begun.
 
     A preempted sequence loses its blocks. It is prefilled again, prompt and output, before new groups start. Groups
     that wait for their grammar are skipped and keep their turn. Parked sequences are skipped and keep their blocks.
@@ -151,10 +152,10 @@ class Scheduler:
         waiting.update(sequence.group.client for sequence in self.preempted if sequence.parked is None)
         counts.update(waiting - counts.keys())
         tokens = self.step_tokens + 2 * len(counts)
-        if len(counts) < 2 or counts.total() <= tokens:
+        if len(counts) < 2:
             return self.max_num_batched_tokens, self.max_num_seqs
         share = self.share(len(counts))
-        while sum(min(count, share + 1) for count in counts.values()) <= tokens:
+        while share < tokens and sum(min(count, share + 1) for count in counts.values()) <= tokens:
             share += 1
         return min(tokens, self.max_num_batched_tokens), share
 

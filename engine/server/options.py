@@ -297,9 +297,7 @@ OPTIONS = (
         Option("load.tokenizer", "Directory or hub name of the tokenizer. Default: the model's."),
         Option("load.revision", "Branch, tag or commit of the model on the hub."),
         Option("engine.max_num_seqs", "Maximum number of sequences in one step."),
-        Option(
-            "engine.max_num_batched_tokens", "Maximum number of tokens in a step. Default: 256 on a CPU, else 4096."
-        ),
+        Option("engine.max_num_batched_tokens", "Maximum number of tokens in a step. Default: 64 on a CPU, else 4096."),
         Option("engine.max_model_len", "Context length in tokens. Default: the model's own."),
         Option("engine.block_size", "Tokens per block of the KV cache."),
         Option("engine.num_blocks", "Blocks of the KV cache. Default: as many as --kv-cache-mib holds."),

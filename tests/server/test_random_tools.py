@@ -21,7 +21,7 @@ from benchmarks.random_constraints.validation import problem
 from guided.model_formats import TOOL_FORMATS, ToolFormat
 
 SETTINGS = settings(
-    max_examples=max(1, settings.default.max_examples // 10),
+    max_examples=max(1, settings.default.max_examples // 4),
     deadline=None,
     suppress_health_check=list(HealthCheck),
     database=None,
