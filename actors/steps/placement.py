@@ -21,8 +21,9 @@ start."""
 _MAX_MOVES = 10
 """Workers that may end while they hold a sequence, between two of its masks. The sequence need not be the cause, but
 the wait has to end."""
-_STRAGGLER_SECONDS, _STRAGGLER_FACTOR = 0.03, 20.0
-"""A mask that takes longer than this, and longer than so many typical masks, holds up others."""
+_STRAGGLER_SECONDS, _STRAGGLER_FACTOR, _STRAGGLER_MAX = 0.03, 20.0, 0.2
+"""A mask that takes longer than this, and longer than so many typical masks, holds up others. One that takes longer
+than the last value does in any case: slow masks that grow gradually become the typical ones."""
 _QUICK_ROWS = 16
 """After so many quick masks a straggler is an ordinary sequence again."""
 _TYPICAL_WEIGHT = 0.02
@@ -182,7 +183,7 @@ class Placement:
     @property
     def straggler_seconds(self) -> float:
         """A mask that takes longer holds up others."""
-        return max(_STRAGGLER_SECONDS, _STRAGGLER_FACTOR * self._typical)
+        return min(max(_STRAGGLER_SECONDS, _STRAGGLER_FACTOR * self._typical), _STRAGGLER_MAX)
 
     def note_typical(self, seconds: float) -> None:
         """Learn what a mask takes: the mean of a step."""

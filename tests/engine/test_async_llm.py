@@ -75,7 +75,7 @@ def test_the_first_output_comes_when_the_constraint_is_compiled(llm: AsyncLLM, p
     pool.hold_compiles = True
 
     async def work() -> tuple[bool, RequestOutput]:
-        async with aclosing(llm.generate(PROMPT, greedy(choice=["yes"]))) as stream:
+        async with aclosing(llm.generate(PROMPT, greedy(choice=["yes " * 50]))) as stream:
             first = asyncio.ensure_future(anext(stream))
             await until(lambda: llm.health().num_waiting_for_grammar == 1)
             early = first.done()
