@@ -208,3 +208,10 @@ def test_progress_is_measured_from_the_request_or_the_last_mark(transport: Trans
     workers.answer(workers.states[0])
     assert worker.stuck_seconds(now + 3.0) == 0.0
     workers.close()
+
+
+def test_slow_masks_do_not_become_typical() -> None:
+    placement = Placement()
+    for _ in range(2000):
+        placement.note_typical(1.0)
+    assert placement.straggler_seconds < 0.5
