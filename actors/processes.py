@@ -131,7 +131,7 @@ def enter_session() -> None:
 
 
 class FreeMemory:
-    """Returns freed memory of this process to the system, which the C library would keep (malloc_trim(3)).
+    """Returns freed memory of this process to the system, which the C library would keep.
 
     Loading a grammar, or its first mask, temporarily takes many times its size.
     """
@@ -155,8 +155,13 @@ class FreeMemory:
         resident = _resident_bytes()
         self._least = min(self._least, resident)
         if resident > self._least + _TRIM_BYTES:
-            with contextlib.suppress(AttributeError):  # another C library than glibc
-                ctypes.CDLL(None).malloc_trim(0)
+            give_back_free_memory()
+
+
+def give_back_free_memory() -> None:
+    """Return memory that the C library keeps for later allocations to the system (malloc_trim(3))."""
+    with contextlib.suppress(AttributeError):  # another C library than glibc
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _resident_bytes() -> int:

@@ -58,7 +58,6 @@ class _SlowMatcher(Matcher):
 class _SlowGrammar(CompiledGrammar):
     def __init__(self, inner: CompiledGrammar, kind: Kind) -> None:
         self._inner, self._kind = inner, kind
-        self.nbytes = inner.nbytes
 
     def matcher(self) -> Matcher:
         return _SlowMatcher(self._inner.matcher(), self._kind)

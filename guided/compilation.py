@@ -26,6 +26,7 @@ from guided.errors import (
     UnsupportedConstraint,
     bounded,
 )
+from guided.held_memory import held_bytes
 from guided.vocabulary import Vocabulary
 from guided.worker import MaskWorker
 
@@ -37,6 +38,8 @@ class Compiled:
     backend: str
     grammar: CompiledGrammar
     seconds: float
+    nbytes: int
+    """Memory that the process holds more than before. What other threads do meanwhile counts too."""
 
 
 def grammar_key(backend: str, constraint: Constraint) -> str:
@@ -80,11 +83,12 @@ def compile_with(backends: Backends, constraint: Constraint, name: str) -> Compi
         UnsupportedConstraint: the backend can't enforce all of it.
         BackendError: the library failed.
     """
-    started = time.perf_counter()
     with guard(name):
-        grammar = backends[name].compile(constraint)
+        backend = backends[name]
+        started, before = time.perf_counter(), held_bytes()
+        grammar = backend.compile(constraint)
     _check_first_mask(backends.vocabulary, grammar)
-    return Compiled(name, grammar, time.perf_counter() - started)
+    return Compiled(name, grammar, time.perf_counter() - started, max(0, held_bytes() - before))
 
 
 def is_about_backend(error: GuidedError) -> bool:

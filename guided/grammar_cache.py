@@ -1,11 +1,11 @@
-"""Cache of compiled constraints: equal ones share one compilation, and unused ones stay within a bound.
+"""Cache of compiled constraints: equal ones share one compilation, and their memory stays within bounds.
 
 An `InvalidConstraint` is cached too. A timeout or an internal error never is.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -20,10 +20,10 @@ _LEAST_BYTES = 4096
 """Minimum size of an entry: a cached error takes memory too."""
 
 _LEAST_ENTRIES = 4
-"""Minimum number of the largest unused grammars that fit into the cache."""
+"""Minimum number of the largest unused grammars that fit into the cache. If grammars in use take all of it, one does."""
 
-DEFAULT_CACHE_BYTES = 128 << 20
-"""Memory for compiled grammars that no request uses, by default."""
+DEFAULT_CACHE_BYTES = 64 << 20
+"""Memory for compiled grammars, by default: those that no request uses take what the others leave of it."""
 
 
 def cache_key(constraint: Constraint, backends: Sequence[str]) -> CacheKey:
@@ -36,36 +36,45 @@ class Entry:
     """One constraint: its future grammar, its number of users, and its size."""
 
     future: Future[Grammar]
+    client: str
+    """The client that asked for it when it had no users."""
     users: int = 1
-    nbytes: int = _LEAST_BYTES
+    nbytes: int = 0
+    """0: not known yet."""
     refused: bool = False
     """The constraint is invalid, and its error is cached."""
 
 
 class GrammarCache:
-    """Reference-counted entries; unused grammars and cached errors are bounded in bytes. Not thread-safe.
+    """Reference-counted entries, bounded in bytes. Not thread-safe.
 
     Args:
-        max_bytes: total size of unused grammars; those in use are never evicted. One that takes more than a quarter of
-            it is not kept: it would evict many others.
+        max_bytes: total size of grammars and cached errors. Unused ones take what those in use leave of it, at least a
+            quarter: the longest unused are evicted. One that takes more than a quarter is not kept: it would evict
+            many others.
+        max_used_bytes: total size of the grammars in use, from which on `admit` lets no further ones in, except those
+            of a client without any, or within half of its equal share. None: no limit.
     """
 
-    def __init__(self, max_bytes: int = DEFAULT_CACHE_BYTES) -> None:
+    def __init__(self, max_bytes: int = DEFAULT_CACHE_BYTES, max_used_bytes: int | None = None) -> None:
         self._max_bytes = max_bytes
+        self._max_used_bytes = max_used_bytes
         self._entries: dict[CacheKey, Entry] = {}
         self._unused: OrderedDict[CacheKey, None] = OrderedDict()
         """Entries without users, the longest unused first."""
         self._unused_bytes = 0
+        self._used_bytes: Counter[str] = Counter()
+        """Size of the grammars in use by client, without zeros."""
         self._keys: dict[str, set[CacheKey]] = {}
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def acquire(self, key: CacheKey) -> tuple[Future[Grammar], bool]:
+    def acquire(self, key: CacheKey, client: str = "") -> tuple[Future[Grammar], bool]:
         """Add a user. Returns the future and whether it is new: then the caller must resolve it."""
         entry = self._entries.get(key)
         if entry is None:
-            entry = self._entries[key] = Entry(Future())
+            entry = self._entries[key] = Entry(Future(), client)
             return entry.future, True
         if entry.refused:
             self._unused.move_to_end(key)
@@ -73,25 +82,45 @@ class GrammarCache:
             if key in self._unused:
                 del self._unused[key]
                 self._unused_bytes -= entry.nbytes
+                entry.client = client
+                self._used_bytes[client] += entry.nbytes
             entry.users += 1
         return entry.future, False
 
-    def weigh(self, grammar: Grammar, nbytes: int) -> None:
-        """Set the size of a compiled grammar in bytes, before its future is resolved."""
+    def admit(self, grammar: Grammar, nbytes: int) -> list[str] | None:
+        """Count a compiled grammar of `nbytes`, before its future is resolved.
+
+        Returns:
+            The same as `release`; None if the grammars in use leave no room for it now.
+        """
         entry = self._entries.get(grammar.cache_key)
-        if entry is not None:
-            entry.nbytes = max(nbytes, _LEAST_BYTES)
-            self._keys.setdefault(grammar.key, set()).add(grammar.cache_key)
+        if entry is None or entry.nbytes:
+            return []  # nothing to count, or counted before
+        nbytes = max(nbytes, _LEAST_BYTES)
+        if not self._has_room(entry.client, nbytes):
+            return None
+        entry.nbytes = nbytes
+        self._used_bytes[entry.client] += nbytes
+        self._keys.setdefault(grammar.key, set()).add(grammar.cache_key)
+        return self._evict()
+
+    def _has_room(self, client: str, nbytes: int) -> bool:
+        used, limit = self._used_bytes[client], self._max_used_bytes
+        if limit is None or not used or self._used_bytes.total() + nbytes <= limit:
+            return True
+        clients = len(self._used_bytes)
+        return clients > 1 and used + nbytes <= limit // (2 * clients)
 
     def fail(self, key: CacheKey, error: GuidedError) -> list[str]:
-        """Record that compilation failed, before the future gets `error`. Returns the same as `release`."""
+        """Record that there is no grammar, before the future gets `error`. Returns the same as `release`."""
         entry = self._entries.get(key)
         if entry is None or entry.future.done():
             return []
         if not isinstance(error, InvalidConstraint):
             del self._entries[key]
+            self._take(entry)
             return []
-        entry.users, entry.refused = 0, True
+        entry.users, entry.refused, entry.nbytes = 0, True, _LEAST_BYTES
         return self._put_by(key, entry)
 
     def release(self, grammar: Grammar) -> list[str]:
@@ -100,20 +129,32 @@ class GrammarCache:
         if entry is None or not entry.users:
             return []
         entry.users -= 1
-        return self._put_by(grammar.cache_key, entry) if not entry.users else []
+        if entry.users:
+            return []
+        self._take(entry)
+        return self._put_by(grammar.cache_key, entry)
 
     def in_use(self) -> list[Grammar]:
         """Return the grammars that have users."""
         users = (entry.future for entry in self._entries.values() if entry.users and entry.future.done())
         return [future.result() for future in users if future.exception() is None]
 
+    def _take(self, entry: Entry) -> None:
+        """Count an entry no more as one in use."""
+        self._used_bytes[entry.client] -= entry.nbytes
+        self._used_bytes += Counter()  # drops zeros
+
     def _put_by(self, key: CacheKey, entry: Entry) -> list[str]:
         if entry.nbytes > self._max_bytes // _LEAST_ENTRIES:
             return self._forget(key, self._entries.pop(key))
         self._unused[key] = None
         self._unused_bytes += entry.nbytes
+        return self._evict()
+
+    def _evict(self) -> list[str]:
         evicted: list[str] = []
-        while self._unused_bytes > self._max_bytes:
+        room = max(self._max_bytes - self._used_bytes.total(), self._max_bytes // _LEAST_ENTRIES)
+        while self._unused_bytes > room:
             oldest, _ = self._unused.popitem(last=False)
             gone = self._entries.pop(oldest)
             self._unused_bytes -= gone.nbytes

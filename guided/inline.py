@@ -41,7 +41,7 @@ class InlinePool:
     Args:
         vocabulary: the vocabulary of the masks.
         backends: tokenizer data to share with other pools.
-        max_cache_bytes: memory for compiled grammars that no request uses.
+        max_cache_bytes: memory for compiled grammars: those that no request uses take what the others leave of it.
         forced_tokens: look ahead where a mask allows only one token (`StepMasks.forced`).
     """
 
@@ -86,7 +86,8 @@ class InlinePool:
         name = grammar_key(compiled.backend, constraint)
         grammar = Grammar(name, compiled.backend, constraint, key, compiled.seconds, guarded=compiled.grammar.guarded)
         self._worker.install(name, compiled.grammar)
-        self._cache.weigh(grammar, compiled.grammar.nbytes)
+        for evicted in self._cache.admit(grammar, compiled.nbytes) or ():
+            self._worker.uninstall(evicted)
         return grammar
 
     def release(self, grammar: Grammar) -> None:

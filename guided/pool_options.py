@@ -108,10 +108,12 @@ class RayPoolOptions:
             `PoolUnavailable`.
         actor_memory_bytes: resident memory of one actor. An actor over the limit is killed, and the sequence that it
             was filling fails. An actor that has grown half way to the limit is replaced once it can be emptied.
+            Grammars in use may take a twentieth of it: others wait, except the first of a client.
             None: 2 GiB or half of the machine's memory, whichever is less.
         forced_tokens: workers look ahead where a mask allows only one token (`StepMasks.forced`). For engines that call
             `LogitPostProcessor.sampled`; the engine of this project sets it (`EngineConfig.forced_tokens`).
-        max_cache_bytes: memory for compiled grammars that no request uses.
+        max_cache_bytes: memory for compiled grammars in each process: those that no request uses take what the others
+            leave of it.
         max_compiling: distinct constraints that are being compiled or wait for it. More are rejected with
             `CompileQueueFull`.
         compile_limits: what one compilation may take.

@@ -23,7 +23,7 @@ from actors.compile.loading import ActorHandle, Loading, StoredGrammar, died_loa
 from actors.compile.process import CompileResult
 from actors.driver.client import ActorDied, ActorFailed, RemoteActor, RemoteObject
 from actors.driver.scheduling import Scheduling
-from actors.processes import ProcessHandle, ProcessLocation, kill_actor
+from actors.processes import ProcessHandle, ProcessLocation, kill_actor, memory_limit
 from guided.backends import BACKENDS
 from guided.backends.suspensions import Suspensions
 from guided.compilation import grammar_key, is_about_backend
@@ -49,6 +49,8 @@ _MAX_COMPILE_ACTORS = 10
 in the children of the compile actor."""
 _MAX_RETRY_SECONDS = 60.0
 """Time after which a constraint is not given to another compile actor."""
+_SHARE_IN_USE = 0.05
+"""Share of an actor's memory limit for grammars that requests use. Further ones wait."""
 _TICK_SECONDS = 0.5
 _CREATE_SECONDS = 10.0
 _START_SECONDS = 60.0
@@ -78,6 +80,16 @@ class _Pending:
     stored: StoredGrammar | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Compiled:
+    """A grammar that waits for memory in the actors."""
+
+    pending: _Pending
+    grammar: Grammar
+    stored: StoredGrammar
+    nbytes: int
+
+
 class Grammars:
     """Compiles, caches and installs grammars. Its methods may be called from any thread."""
 
@@ -87,10 +99,15 @@ class Grammars:
         self._compiler = _CompilerHandle(cluster, vocabulary, options)
         self._suspensions = Suspensions(BACKENDS)
         self._lock = threading.Lock()
-        self._cache = GrammarCache(options.max_cache_bytes)
+        in_use = int(_SHARE_IN_USE * memory_limit(options.actor_memory_bytes))
+        self._cache = GrammarCache(options.max_cache_bytes, in_use)
+        self._freed = 0.0
+        """`time.monotonic()` when a grammar was last released."""
         self._pending: dict[CacheKey, _Pending] = {}
         self._closed = False
         # The following belong to the thread.
+        self._compiled_grammars: list[_Compiled] = []
+        """Those of each client in the order in which they were compiled."""
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._loading = Loading(self._when_done, self._check_installs, self._compile_lost)
         self._thread = threading.Thread(target=self._run, name="grammars", daemon=True)
@@ -133,7 +150,7 @@ class Grammars:
         with self._lock:
             if self._closed:
                 return _failed(PoolUnavailable("the pool is shut down"))
-            future, new = self._cache.acquire(key)
+            future, new = self._cache.acquire(key, client)
             if new and len(self._pending) >= self._options.max_compiling:
                 full = CompileQueueFull(f"{len(self._pending)} constraints are being compiled or waiting: try again")
                 self._cache.fail(key, full)
@@ -156,8 +173,11 @@ class Grammars:
         """See `MaskPool.release`. Returns at once."""
         with self._lock:
             evicted = self._cache.release(grammar)
+            self._freed = time.monotonic()
         if evicted:
             self._tasks.put(partial(self._loading.remove, evicted))
+        if self._compiled_grammars:
+            self._tasks.put(self._admit)
 
     def rejection(self, key: str) -> GuidedError | None:
         """Why no worker loads the grammar with this key any more; None if workers may load it."""
@@ -231,6 +251,7 @@ class Grammars:
             except queue.Empty:
                 self._compiler.check()
                 self._compile_waiting()
+                self._admit()
                 self._check_installs()
                 continue
             if task is None:
@@ -270,10 +291,36 @@ class Grammars:
             return
         name = grammar_key(result.backend, constraint)
         grammar = Grammar(name, result.backend, constraint, key, result.seconds, guarded=tuple(result.guarded))
-        with self._lock:
-            self._cache.weigh(grammar, result.nbytes)
-        stored = self._loading.add(StoredGrammar(name, result.backend, encode(constraint), dumped))
-        self._install(pending, grammar, stored)
+        stored = StoredGrammar(name, result.backend, encode(constraint), dumped)
+        pending.since = time.monotonic()
+        self._compiled_grammars.append(_Compiled(pending, grammar, stored, result.nbytes))
+        self._admit()
+
+    def _admit(self) -> None:
+        """Have compiled grammars loaded as far as there is memory for them, those of each client in their order."""
+        waiting: dict[str, list[_Compiled]] = {}
+        for each in self._compiled_grammars:
+            evicted = None
+            if each.pending.client not in waiting:
+                with self._lock:
+                    evicted = self._cache.admit(each.grammar, each.nbytes)
+            if evicted is None:
+                waiting.setdefault(each.pending.client, []).append(each)
+                continue
+            if evicted:
+                self._loading.remove(evicted)
+            self._install(each.pending, each.grammar, self._loading.add(each.stored))
+        self._compiled_grammars = [each for several in waiting.values() for each in several]
+        self._refuse_waiting()
+
+    def _refuse_waiting(self) -> None:
+        """Fail the compiled grammars that wait although none in use is given back."""
+        limit = self._options.compile_limits.wait_seconds
+        for each in list(self._compiled_grammars):
+            if time.monotonic() - max(each.pending.since, self._freed) > limit:
+                self._compiled_grammars.remove(each)
+                text = f"this constraint waited {limit:g} s for memory that others use; try again later"
+                self._fail(each.grammar.cache_key, CompileQueueFull(text))
 
     def _compile_again(self, key: CacheKey, pending: _Pending, actor: RemoteActor) -> None:
         """Give a constraint to another compile actor: the one that had it died."""
@@ -307,6 +354,10 @@ class Grammars:
     def _compile_lost(self, key: str | None = None) -> None:
         """Compile grammars again if they are in use: all, which are lost with Ray, or the one with a key. The others
         are compiled again when they are asked for."""
+        if key is None:
+            for each in self._compiled_grammars:
+                each.pending.waits_for_ray = True
+            self._compiled_grammars = []
         with self._lock:
             for grammar in self._cache.in_use():
                 if grammar.cache_key not in self._pending and key in (None, grammar.key):

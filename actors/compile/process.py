@@ -29,7 +29,7 @@ from typing import NoReturn
 import msgspec
 from msgspec.msgpack import Decoder, encode
 
-from actors.processes import enter_session
+from actors.processes import enter_session, give_back_free_memory
 from guided.backends import BACKENDS, Backends
 from guided.backends.without_torch import leave_out_torch
 from guided.compilation import compile_with
@@ -69,7 +69,7 @@ class CompileResult(msgspec.Struct, array_like=True):
     backend: str = ""
     seconds: float = 0.0
     nbytes: int = 0
-    """Memory of the grammar in a process that has loaded it."""
+    """Memory of the grammar in a process that has loaded it, as measured here."""
     dumped: bytes = b""
     guarded: list[str] = []
     """Keywords of a schema that the guard enforces, not the library."""
@@ -103,9 +103,9 @@ def _warm(backends: Backends) -> None:
 def _compile(backends: Backends, request: CompileRequest) -> CompileResult:
     started = time.perf_counter()
     try:
-        grammar = compile_with(backends, request.constraint, request.backend).grammar
-        dumped, nbytes, guarded = grammar.dump(), grammar.nbytes, list(grammar.guarded)
-        size = max(nbytes, len(dumped))
+        compiled = compile_with(backends, request.constraint, request.backend)
+        dumped, guarded = compiled.grammar.dump(), list(compiled.grammar.guarded)
+        size = max(compiled.nbytes, len(dumped))
         if size > request.max_bytes:
             raise ConstraintTooLarge(
                 f"the compiled constraint takes {size >> 20} MiB with {request.backend}; "
@@ -113,7 +113,7 @@ def _compile(backends: Backends, request: CompileRequest) -> CompileResult:
             )
     except Exception as error:
         return CompileResult(to_wire(error), request.backend, time.perf_counter() - started)
-    return CompileResult(None, request.backend, time.perf_counter() - started, nbytes, dumped, guarded)
+    return CompileResult(None, request.backend, time.perf_counter() - started, size, dumped, guarded)
 
 
 def _run_compile_process(backends: Backends, jobs: int, fork_server: int) -> NoReturn:
@@ -125,6 +125,8 @@ def _run_compile_process(backends: Backends, jobs: int, fork_server: int) -> NoR
     try:
         while True:
             connection.send_bytes(encode(_compile(backends, decode(connection.recv_bytes()))))
+            gc.collect()
+            give_back_free_memory()
     except (EOFError, BrokenPipeError, ConnectionResetError):
         os._exit(0)
 

@@ -236,6 +236,19 @@ async def schemas(target: Target) -> None:
     await _with_each_backend(target, *({"json_schema": each} for each in given))
 
 
+@case("new", seconds=120, slow=True)
+async def large_grammars_in_use(target: Target) -> None:
+    """24 long arrays at once, each with 1,900 alternatives of its own: grammars of 10 MB that are in use."""
+
+    def chat(number: int) -> dict[str, Any]:
+        names = [f"p{number}_{each}" for each in range(1_900)]
+        items = [{"type": "object", "properties": {name: {"type": "integer"}}, "required": [name]} for name in names]
+        schema = {"type": "array", "minItems": 200, "items": {"anyOf": items}}
+        return _chat(response_format={"type": "json_object", "schema": schema}, max_tokens=1_000)
+
+    await target.posts(*map(chat, range(24)), path=CHAT, limit=115)
+
+
 @case("new", seconds=60)
 async def large_counts(target: Target) -> None:
     """Counts: messages and their parts, biases, template variables, best_of, functions that are not offered."""

@@ -354,7 +354,7 @@ OPTIONS = (
             "MiB that a mask actor may take. Default: 2048, at most half of the machine.",
             "actor_memory_mib",
         ),
-        Option("ray.max_cache_bytes", "MiB for compiled grammars that no request uses.", "grammar_cache_mib"),
+        Option("ray.max_cache_bytes", "MiB for compiled grammars: unused ones take what is left.", "grammar_cache_mib"),
     ),
     *_panel(
         "Limits of the server (429 beyond)",

@@ -73,8 +73,6 @@ class Matcher(Protocol):
 class CompiledGrammar(Protocol):
     """A constraint compiled for one vocabulary. Immutable; shared by all its matchers."""
 
-    nbytes: int
-    """Estimated memory in bytes. Caches are bounded by it."""
     special_token_ids: frozenset[int] = frozenset()
     """Special tokens that the grammar may allow, because a structural tag names them."""
     guarded: tuple[str, ...] = ()

@@ -115,7 +115,6 @@ class GuardedGrammar(CompiledGrammar):
         self.index = index
         self.vocabulary = vocabulary
         self.guarded = plan.keywords
-        self.nbytes = inner.nbytes + len(plan.superset or "")
 
     def matcher(self) -> GuardedMatcher:
         return GuardedMatcher(self, self._inner.matcher(), bytearray(), [(State(), 0)])

@@ -39,7 +39,6 @@ _ESCAPES = 'bfnrt"\\'
 """Letters that may follow a backslash in JSON strings if a schema names properties. Without `u`: llguidance allows
 escapes in additional keys, so `{"\\u0061": ...}` would evade the schema of `a`."""
 
-_LITERAL = re.compile(r'"(?:[^"\\]|\\.)*+"?', re.DOTALL)
 _MAX_ITEMS = 50_000
 """Maximum number of a parser's items at one place. The default admits 498 optional properties of an object. It is kept
 for grammars: they may be so ambiguous that a mask takes seconds."""
@@ -129,9 +128,6 @@ class LLGuidanceGrammar(CompiledGrammar):
         self._start = start
         self._source = source
         self.special_token_ids = special_token_ids
-        longest = max(map(len, _LITERAL.findall(source)), default=0)
-        self.nbytes = 64 * 1024 + 100 * len(source) + 400 * longest
-        """An estimate from measurements: llguidance does not report it, and takes most for a single long literal."""
 
     def matcher(self) -> LLGuidanceMatcher:
         with _native:

@@ -61,7 +61,7 @@ class LMFormatEnforcerBackend(Backend):
             raise UnsupportedConstraint(
                 f"lm-format-enforcer can't enforce this {constraint.kind}: {bounded(reason)}", param=constraint.kind
             ) from error
-        return LMFormatEnforcerGrammar(automaton, self._tokens, self._masks, len(constraint.source))
+        return LMFormatEnforcerGrammar(automaton, self._tokens, self._masks)
 
     def load(self, constraint: Constraint, dumped: bytes) -> LMFormatEnforcerGrammar:
         """Compile again: it takes milliseconds."""
@@ -88,14 +88,12 @@ class LMFormatEnforcerGrammar(StateGrammar):
 
     accepts_empty = False
 
-    def __init__(self, automaton: Automaton, tokens: CharacterTokens, masks: MaskCache, source_bytes: int) -> None:
+    def __init__(self, automaton: Automaton, tokens: CharacterTokens, masks: MaskCache) -> None:
         self.vocabulary = tokens.vocabulary
         self.start: _State = (automaton.start, b"")
         self._automaton = automaton
         self._continuing = tokens.continuing
         self._masks = masks.of_grammar()
-        self.nbytes = 32 * 1024 + 40 * source_bytes
-        """An estimate."""
 
     def dump(self) -> bytes:
         """Nothing: see `LMFormatEnforcerBackend.load`."""

@@ -104,8 +104,6 @@ class OutlinesGrammar(StateGrammar):
         with _native:
             _, (binary,) = index.__reduce__()
         self._dumped = bytes([accepts_empty]) + bytes(binary)
-        self.nbytes = 5 * len(self._dumped)
-        """An estimate, without masks: a transition has about 4 bytes when serialised and about 16 in a hash table."""
 
     def dump(self) -> bytes:
         """Whether the empty text matches (one byte), then the automaton in outlines' own serialisation."""

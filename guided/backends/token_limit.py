@@ -69,7 +69,6 @@ class LimitedGrammar(CompiledGrammar):
         self.begin = [names[begin]] if begin in names else begin.encode()
         self.end = [names[end]] if end in names else end.encode()
         self.limit = limit
-        self.nbytes = inner.nbytes
         self.special_token_ids = inner.special_token_ids
 
     def matcher(self) -> Matcher:

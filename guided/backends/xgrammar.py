@@ -191,7 +191,6 @@ class XGrammarGrammar(CompiledGrammar):
         self._tokens = tokens
         self._compiled = compiled
         self._seconds = seconds
-        self.nbytes = int(compiled.memory_size_bytes)
 
     def matcher(self) -> XGrammarMatcher:
         with _native:

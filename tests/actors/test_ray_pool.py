@@ -20,7 +20,7 @@ from byte_vocabulary import BYTES, WORDS, allowed, tokens
 from actors import CompileLimits, RayPool
 from actors.supervision import supervisor
 from guided.constraint import Constraint
-from guided.errors import CompileTimeout, PoolUnavailable
+from guided.errors import CompileQueueFull, CompileTimeout, PoolUnavailable
 from guided.pool import Grammar
 from guided.sequence import GuidedSequence
 
@@ -34,6 +34,15 @@ def pool(local_ray: None) -> Iterator[RayPool]:
     pool = RayPool(
         BYTES, num_actors=1, transport="tcp", compile_limits=CompileLimits(processes=1, seconds=1.0), max_cache_bytes=0
     )
+    yield pool
+    pool.shutdown()
+
+
+@pytest.fixture(scope="module")
+def small_pool(local_ray: None) -> Iterator[RayPool]:
+    """A pool with 13 MiB for grammars in use."""
+    limits = CompileLimits(processes=1, wait_seconds=10.0)
+    pool = RayPool(BYTES, num_actors=1, actor_memory_bytes=256 << 20, compile_limits=limits)
     yield pool
     pool.shutdown()
 
@@ -211,3 +220,26 @@ def test_an_address_that_doesnt_do_is_refused_with_the_reason(address: str, reas
     said = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True, timeout=60)
     assert address in said.stdout
     assert reason in said.stdout
+
+
+def large(number: int) -> Constraint:
+    """A constraint with a grammar of 5 MB."""
+    return Constraint.json_schema({"enum": [f"{number} {each:050}" for each in range(4_000)]})
+
+
+def test_grammars_wait_for_memory_that_others_use(small_pool: RayPool) -> None:
+    futures = [small_pool.compile(large(number), ("llguidance",), "one") for number in range(6)]
+    first = futures[0].result(WAIT)
+    other = small_pool.compile(Constraint.choice(["a"]), ("llguidance",), "another").result(WAIT)
+    assert masks(small_pool, other, "") == ["a"]
+    assert not futures[-1].done()
+    small_pool.release(first)
+    for future in futures[1:]:  # each that is given back lets another one in
+        small_pool.release(future.result(WAIT))
+
+
+def test_without_memory_the_wait_is_limited(small_pool: RayPool) -> None:
+    futures = [small_pool.compile(large(number), ("llguidance",), "one") for number in range(6, 12)]
+    futures[0].result(WAIT)
+    with pytest.raises(CompileQueueFull, match="memory"):
+        futures[-1].result(WAIT)

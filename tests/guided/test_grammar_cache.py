@@ -14,7 +14,7 @@ def compile_into(cache: GrammarCache, text: str, nbytes: int = MEGABYTE) -> Gram
     future, new = cache.acquire(key)
     if new:
         grammar = Grammar(f"llguidance:{constraint.key}", "llguidance", constraint, key)
-        cache.weigh(grammar, nbytes)
+        assert cache.admit(grammar, nbytes) is not None
         future.set_result(grammar)
     return future.result(0)
 
@@ -37,11 +37,9 @@ def test_the_order_of_backends_is_part_of_the_key() -> None:
 
 
 def test_what_is_in_use_is_never_evicted_and_the_rest_is_bounded_oldest_first() -> None:
-    cache = GrammarCache(max_bytes=4 * MEGABYTE)
+    cache = GrammarCache(max_bytes=5 * MEGABYTE)
     grammars = [compile_into(cache, text) for text in "abcdef"]
-    for grammar in grammars[:4]:
-        assert cache.release(grammar) == []
-    assert cache.release(grammars[4]) == [grammars[0].key]
+    assert [cache.release(grammar) for grammar in grammars[:5]] == [[], [grammars[0].key], [], [], []]
     assert cache.in_use() == [grammars[5]]
     assert compile_into(cache, "b") is grammars[1]
 
@@ -56,6 +54,48 @@ def test_a_large_grammar_is_not_kept_and_evicts_no_others() -> None:
     assert compile_into(cache, "a") is small
 
 
+def admit_into(cache: GrammarCache, text: str, client: str) -> Grammar | None:
+    constraint = Constraint.choice([text])
+    key = cache_key(constraint, ["llguidance"])
+    future, _ = cache.acquire(key, client)
+    grammar = Grammar(f"llguidance:{constraint.key}", "llguidance", constraint, key)
+    if cache.admit(grammar, MEGABYTE) is None:
+        return None
+    if not future.done():
+        future.set_result(grammar)
+    return future.result(0)
+
+
+def test_grammars_in_use_are_bounded_and_each_client_has_a_share() -> None:
+    cache = GrammarCache(0, max_used_bytes=8 * MEGABYTE)
+    first = [admit_into(cache, text, "a") for text in "abcdefgh"]
+    assert all(first)
+    assert admit_into(cache, "i", "a") is None
+    assert admit_into(cache, "j", "b") is not None, "the first of a client"
+    assert admit_into(cache, "k", "b") is not None, "half of an equal share"
+    assert admit_into(cache, "l", "b") is None
+    assert admit_into(cache, "a", "b") is first[0], "it is loaded already"
+    for grammar in filter(None, first[3:]):
+        cache.release(grammar)
+    assert admit_into(cache, "i", "a") is not None
+
+
+def test_one_grammar_may_be_larger_than_the_limit() -> None:
+    cache = GrammarCache(0, max_used_bytes=1)
+    assert admit_into(cache, "a", "a") is not None
+    assert admit_into(cache, "b", "a") is None
+
+
+def test_unused_grammars_make_room_for_those_in_use() -> None:
+    cache = GrammarCache(max_bytes=4 * MEGABYTE)
+    unused = [compile_into(cache, text) for text in "abcd"]
+    for grammar in unused:
+        cache.release(grammar)
+    used = [compile_into(cache, text) for text in "efghij"]
+    assert len(cache) == len(used) + 1, "a quarter is left to them"
+    assert compile_into(cache, "d") is unused[-1]
+
+
 def test_the_same_grammar_under_two_keys_is_evicted_with_the_last() -> None:
     cache = GrammarCache(max_bytes=0)
     constraint = Constraint.choice(["a"])
@@ -64,7 +104,7 @@ def test_the_same_grammar_under_two_keys_is_evicted_with_the_last() -> None:
         key = cache_key(constraint, names)
         future, _ = cache.acquire(key)
         grammars.append(Grammar("llguidance:a", "llguidance", constraint, key))
-        cache.weigh(grammars[-1], MEGABYTE)
+        cache.admit(grammars[-1], MEGABYTE)
         future.set_result(grammars[-1])
     assert cache.release(grammars[0]) == []
     assert cache.release(grammars[1]) == ["llguidance:a"]
@@ -93,11 +133,11 @@ def test_refusals_are_bounded_too() -> None:
 
 
 def test_what_is_asked_for_again_is_no_longer_unused() -> None:
-    cache = GrammarCache(max_bytes=4 * MEGABYTE)
+    cache = GrammarCache(max_bytes=5 * MEGABYTE)
     grammars = [compile_into(cache, text) for text in "abcde"]
-    for grammar in grammars[:4]:
+    for grammar in grammars:
         assert cache.release(grammar) == []
-    compile_into(cache, "a")
-    assert cache.release(grammars[4]) == []
-    assert cache.release(grammars[0]) == [grammars[1].key]
-    assert cache.release(grammars[0]) == []
+    assert compile_into(cache, "a") is grammars[0]
+    compile_into(cache, "f")
+    assert [cache.release(grammars[0]) for _ in range(2)] == [[], []]
+    assert cache.acquire(grammars[1].cache_key)[1], "evicted"

@@ -31,7 +31,7 @@ import ctypes
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
@@ -212,7 +212,6 @@ class _Grammar(CompiledGrammar):
     plan: _Plan
     size: int
     stop: frozenset[int]
-    nbytes: int = field(default=100)
 
     def matcher(self) -> _Matcher:
         self.plan.reach("open")

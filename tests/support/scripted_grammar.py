@@ -20,8 +20,6 @@ STOP = 0
 class ScriptedGrammar(CompiledGrammar):
     """A grammar that accepts exactly `sentences`. Its matchers can fail at a position."""
 
-    nbytes = 100
-
     def __init__(
         self, sentences: Sequence[Sequence[int]], fail_at: int | None = None, failure: BaseException | None = None
     ) -> None:

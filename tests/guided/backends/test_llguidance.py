@@ -177,7 +177,7 @@ def test_what_nothing_satisfies_is_invalid(vocabulary: Vocabulary) -> None:
         with pytest.raises(InvalidConstraint) as caught:
             backend.compile(constraint)
         assert not isinstance(caught.value, UnsupportedConstraint)
-    assert backend.compile(Constraint("json_schema", "true")).nbytes > 0
+    backend.compile(Constraint("json_schema", "true"))
 
 
 def test_a_listed_double_that_would_be_written_as_another_integer_is_refused(vocabulary: Vocabulary) -> None:
@@ -185,13 +185,6 @@ def test_a_listed_double_that_would_be_written_as_another_integer_is_refused(voc
     with pytest.raises(UnsupportedConstraint, match="too many digits"):
         backend.compile(Constraint.json_schema({"enum": [2.0**60]}))
     backend.compile(Constraint.json_schema({"enum": [1e18]}))
-
-
-def test_a_long_literal_weighs_more_than_many_short_ones(vocabulary: Vocabulary) -> None:
-    backend = LLGuidanceBackend(vocabulary)
-    short = backend.compile(Constraint.json_schema({"enum": [f"{number:050}" for number in range(1_000)]}))
-    long = backend.compile(Constraint.json_schema({"const": "a" * 50_000}))
-    assert long.nbytes > 3 * short.nbytes > 3 * 50_000
 
 
 @pytest.mark.parametrize("grammar", ["root ::= root root", "start: start", "start: b\nb: b"])

