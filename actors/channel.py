@@ -90,8 +90,8 @@ class Channel(Protocol):
 class WorkerEnd(Protocol):
     """Actor side of a channel. It never reconnects: after a lost connection comes another incarnation."""
 
-    def receive(self) -> bytes:
-        """Wait for the next message. Raises if the connection is lost."""
+    def receive(self, *, wait: bool = True) -> bytes | None:
+        """Return the next message. If there is none: wait for it, or return None. Raises if the connection is lost."""
 
     def send(self, message: bytes) -> None:
         """Send a message. Raises if the engine does not read, or is gone."""
@@ -213,9 +213,9 @@ class _Frames:
         del self._bytes[:end]
         return message
 
-    def read(self) -> bool:
+    def read(self, flags: int = 0) -> bool:
         """Read what has arrived; return False at the end. Raises `BlockingIOError` on a non-blocking empty stream."""
-        chunk = self._stream.recv(_CHUNK)
+        chunk = self._stream.recv(_CHUNK, flags)
         self._bytes += chunk
         return bool(chunk)
 
@@ -319,10 +319,13 @@ class _LocalEnd:
         self._stream.setsockopt(sockets.SOL_SOCKET, sockets.SO_SNDTIMEO, _SEND_TIMEOUT)
         self._frames = _Frames(self._stream)
 
-    def receive(self) -> bytes:
-        while (message := self._frames.next()) is None:
-            if not self._frames.read():
-                raise ConnectionResetError("the engine closed the channel")
+    def receive(self, *, wait: bool = True) -> bytes | None:
+        try:
+            while (message := self._frames.next()) is None:
+                if not self._frames.read(0 if wait else sockets.MSG_DONTWAIT):
+                    raise ConnectionResetError("the engine closed the channel")
+        except BlockingIOError:
+            return None
         return message
 
     def send(self, message: bytes) -> None:
@@ -428,8 +431,11 @@ class _RemoteEnd:
             socket.heartbeat_ivl, socket.heartbeat_timeout = _HEARTBEAT_MS, _HEARTBEAT_TIMEOUT_MS
         socket.connect(address.endpoint)
 
-    def receive(self) -> bytes:
-        return self._socket.recv()
+    def receive(self, *, wait: bool = True) -> bytes | None:
+        try:
+            return self._socket.recv(0 if wait else zmq.NOBLOCK)
+        except zmq.Again:
+            return None
 
     def send(self, message: bytes) -> None:
         self._socket.send(message, zmq.NOBLOCK)

@@ -109,10 +109,10 @@ class ChannelActor:
         socket.connect(endpoint)
         self._answer_all(socket.recv, socket.send)
 
-    def _answer_all(self, receive: Callable[[], bytes], send: Callable[[bytes], object]) -> None:
+    def _answer_all(self, receive: Callable[[], bytes | None], send: Callable[[bytes], object]) -> None:
         def serve() -> None:
-            while True:
-                send(answer(receive()))
+            while (message := receive()) is not None:
+                send(answer(message))
 
         threading.Thread(target=serve, daemon=True).start()
 

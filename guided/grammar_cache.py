@@ -20,7 +20,7 @@ _LEAST_BYTES = 4096
 """Minimum size of an entry: a cached error takes memory too."""
 
 _LEAST_ENTRIES = 4
-"""Minimum number of the largest unused grammars that fit into the cache. If grammars in use take all of it, one does."""
+"""Minimum number of the largest unused grammars that fit into the cache. One does if those in use take all of it."""
 
 DEFAULT_CACHE_BYTES = 64 << 20
 """Memory for compiled grammars, by default: those that no request uses take what the others leave of it."""

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from actors.steps.connection import SequenceState, StepOutputs, StepPart, WorkerConnection, send_all
 from actors.steps.placement import Placement, Recovery, WorkerDown, WorkerRetiring, WorkerUp
-from actors.steps.protocol import FREE
+from actors.steps.protocol import FREE, SLOW_SECONDS
 from guided.errors import BackendError, GuidedError, MaskTimeout, PoolUnavailable
 from guided.pool import Grammar, ReadyMasks, StepMasks, forced_runs
 from guided.sequence import GuidedSequence
@@ -384,7 +384,10 @@ class Dispatcher:
         for state in self._budgeted:
             state.note_steered()
         if ready_rows:
-            self._placement.note_typical(found.seconds / ready_rows)
+            typical = found.seconds / ready_rows
+            if typical > SLOW_SECONDS:  # some masks are slow, or all
+                typical = float(np.median(np.concatenate([part.seconds[part.slots] for part in found.ready])))
+            self._placement.note_typical(typical)
         step.all_ready = ready_rows == len(step.sequences)
         if not step.all_ready:
             found.late = sorted(row for row in step.undecided() if row not in step.failed)

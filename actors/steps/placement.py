@@ -15,9 +15,9 @@ from actors.steps.connection import SequenceState, WorkerConnection
 from guided.errors import GuidedError, WorkerDied
 from guided.pool import EndCause
 
-_ISOLATION_SECONDS = 10.0
-"""How long a suspect waits for a worker that is empty or can be emptied without loss: longer than a worker takes to
-start."""
+_WAIT_SECONDS = 10.0
+"""How long a suspect waits for a worker that is empty or can be emptied without loss, and a straggler for a slow lane:
+longer than a worker takes to start."""
 _MAX_MOVES = 10
 """Workers that may end while they hold a sequence, between two of its masks. The sequence need not be the cause, but
 the wait has to end."""
@@ -131,6 +131,8 @@ class Placement:
                 return False
             limit = self.straggler_seconds
             straggles = state in self.stragglers
+            if straggles and not self._has_lane(able) and self._waits(state, now):
+                return False  # the lane is being started again
 
             def cost(worker: WorkerConnection) -> tuple[bool, bool, bool, int]:
                 # Stragglers go to slow lanes, and other sequences do not.
@@ -142,6 +144,18 @@ class Placement:
             worker.stragglers.add(state)
         self._open(state, worker, now, parent)
         return True
+
+    def _has_lane(self, able: list[WorkerConnection]) -> bool:
+        """Return whether one of these workers is a slow lane, or may become one."""
+        return any(worker.stragglers for worker in able) or self._may_have_lane()
+
+    def _may_have_lane(self) -> bool:
+        """Return whether another worker may become a slow lane: at most half of them are."""
+        return sum(bool(worker.stragglers) for worker in self.workers) < len(self.workers) // 2
+
+    def _waits(self, state: SequenceState, now: float) -> bool:
+        """Return whether a sequence has to wait for a worker that suits it: not for long."""
+        return not state.waiting_since or now - state.waiting_since <= _WAIT_SECONDS
 
     def _able(self, state: SequenceState) -> list[WorkerConnection]:
         """Return the workers that have the sequence's grammar and a slot, and are not reserved."""
@@ -222,16 +236,25 @@ class Placement:
         for worker in stuck:
             straggler = worker.busy_with()
             if straggler is not None:
-                straggler.quick_rows = 0
-                self.stragglers.add(straggler)
-                lanes = sum(bool(each.stragglers) for each in self.workers)
-                if worker.stragglers or lanes < len(self.workers) // 2:
-                    worker.stragglers.add(straggler)
+                straggling = self._of_same_request(straggler)
+                self.stragglers |= straggling
+                if worker.stragglers or self._may_have_lane():
+                    worker.stragglers |= straggling.intersection(worker.sequences.values())
             others = [each for each in self.workers if each not in stuck and each.reserved_for is None]
             if any(not each.stragglers for each in others):
                 # The sequence that holds the worker up may have been freed already.
                 moved += self._clear(worker, worker.stragglers | ({straggler} if straggler is not None else set()))
         return moved
+
+    def _of_same_request(self, straggler: SequenceState) -> set[SequenceState]:
+        """Return the sequences of a straggler's request: their masks will be as slow."""
+        request_id = straggler.sequence.request_id
+        found = {straggler}
+        for worker in self.workers:
+            found.update(state for state in worker.sequences.values() if state.sequence.request_id == request_id)
+        for state in found:
+            state.quick_rows = 0
+        return found
 
     def rebalance(self) -> None:
         """Empty workers that are to be replaced; move sequences to a worker that is a slow lane no more."""
@@ -286,8 +309,7 @@ class Placement:
         fewest = min(able, key=lambda worker: worker.num_open)
         alone = set(fewest.sequences.values()) <= {state}
         others_have_one = any(worker is not fewest and worker.reserved_for is None for worker in self.workers)
-        waited = state.waiting_since and now - state.waiting_since > _ISOLATION_SECONDS
-        return fewest if alone or others_have_one or waited else None
+        return fewest if alone or others_have_one or not self._waits(state, now) else None
 
     def _clear(self, worker: WorkerConnection, staying: Collection[SequenceState]) -> list[SequenceState]:
         """Take all other sequences off a worker that lives; return them."""

@@ -55,7 +55,8 @@ FREE = -1
 OK, FAILED, STEERED = 0, 1, 2
 IDLE = -1
 """`busy` of a worker that fills no row."""
-_SLOW_SECONDS = 0.001
+SLOW_SECONDS = 0.001
+"""A row that took longer last is filled after quicker ones."""
 _NONCE_BYTES = 32
 _MARK_OFFSET, _MARK = 64, np.dtype([("since", "f8"), ("seconds", "f8"), ("busy", "i4"), ("wake", "i4")])
 _COLUMNS_OFFSET = 128
@@ -203,7 +204,7 @@ class SlotTable:
 def in_fill_order(slots: NDArray[Any], table: SlotTable) -> NDArray[Any]:
     """Return `slots` in the order in which a worker fills them: those with a slow last mask come last."""
     last = table.seconds[slots]
-    return slots[np.argsort(last, kind="stable")] if (last > _SLOW_SECONDS).any() else slots
+    return slots[np.argsort(last, kind="stable")] if (last > SLOW_SECONDS).any() else slots
 
 
 def _size(slots: int, words: int) -> int:

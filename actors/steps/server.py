@@ -24,6 +24,7 @@ from actors.steps.protocol import (
     MAX_NEW_TOKENS,
     OK,
     POSITION,
+    SLOW_SECONDS,
     STEERED,
     Answer,
     Failed,
@@ -41,6 +42,8 @@ from guided.worker import MaskWorker
 
 _SEND_SECONDS = 0.001
 """Without shared memory: how long finished masks wait for the others of the step before they are sent."""
+_Wanted = tuple[int, list[int], bool]
+"""Version of a mask, its new tokens, and whether to look ahead for forced ones."""
 _log = logging.getLogger(__name__)
 
 
@@ -66,6 +69,8 @@ class StepServer:
         """The edit count of each open slot."""
         self._request_ids: dict[int, str] = {}
         """The request of each open slot."""
+        self._unfilled: dict[int, _Wanted] = {}
+        """What is wanted, by slot, in the order in which it is computed."""
         self._since, self._busy, self._wake, self._seconds = (
             table.mark[name] for name in ("since", "busy", "wake", "seconds")
         )
@@ -93,19 +98,35 @@ class StepServer:
         # A thread of this class does not take the CPU from the engine's thread when it is woken up (sched(7)).
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
         while True:
-            frame = self._end.receive()
-            try:
-                requests: list[Request] = self._decode(frame)
-            except msgspec.MsgspecError as error:
-                _log.error("dropped a frame of %d bytes that holds no requests: %s", len(frame), error)
-                continue
-            for request in requests:
-                self._handle(request)
+            self._receive(wait=True)
+            while self._unfilled:
+                slot = next(iter(self._unfilled))
+                if self._table.seconds[slot] > SLOW_SECONDS and self._receive(wait=False):
+                    continue  # quicker rows may have been asked for meanwhile
+                self._fill(slot, *self._unfilled.pop(slot))
+            self._mark(IDLE)
             self._announce()
+
+    def _receive(self, *, wait: bool) -> bool:
+        """Handle the next frame. Returns whether there was one."""
+        frame = self._end.receive(wait=wait)
+        if frame is None:
+            return False
+        try:
+            requests: list[Request] = self._decode(frame)
+        except msgspec.MsgspecError as error:
+            _log.error("dropped a frame of %d bytes that holds no requests: %s", len(frame), error)
+            return True
+        for request in requests:
+            self._handle(request)
+        if len(self._unfilled) > 1:
+            order = in_fill_order(np.array(list(self._unfilled), np.int32), self._table)
+            self._unfilled = {slot: self._unfilled[slot] for slot in order.tolist()}
+        return True
 
     def _handle(self, request: Request) -> None:
         if isinstance(request, Fill):
-            self._fill(self._slots_to_fill(request), request.look_ahead)
+            self._want(self._slots_to_fill(request), request.look_ahead)
         elif isinstance(request, Free):
             self._free(request.slots)
         else:
@@ -114,13 +135,12 @@ class StepServer:
                 self._request_ids[request.slot] = request.request_id
                 self._mark(request.slot)  # copying the parent's matcher is native code
                 self._worker.open(request.slot, request.grammar, request.parent, request.tokens, request.budget)
-                self._mark(IDLE)
             else:
                 self._worker.edit(request.slot, request.start, request.tokens)
             slot = np.array([request.slot], np.int32)
             if self._sender is not None:
                 self._table.target[slot] = request.version
-            self._fill(slot)
+            self._want(slot)
 
     def _slots_to_fill(self, request: Fill) -> NDArray[np.int32]:
         """Return the slots to fill; take over their columns if they came with the message."""
@@ -128,34 +148,37 @@ class StepServer:
         if self._sender is not None:
             self._table.target[slots] = np.frombuffer(request.target, np.int64)
             self._table.tokens[slots] = np.frombuffer(request.tokens, np.int32).reshape(-1, MAX_NEW_TOKENS)
-        return in_fill_order(slots, self._table)
+        return slots
 
-    def _fill(self, slots: NDArray[np.int32], look_ahead: bool = False) -> None:
+    def _want(self, slots: NDArray[np.int32], look_ahead: bool = False) -> None:
+        """Note the masks that are to be computed."""
         table = self._table
         for slot, target, tokens in zip(
             slots.tolist(), table.target[slots].tolist(), table.tokens[slots].tolist(), strict=True
         ):
-            if target // EDIT != self._edits.get(slot):
-                continue  # the engine has edited the output since then, and the `Edit` follows
-            started = time.monotonic()
-            self._mark(slot, started)
-            error = self._fill_slot(slot, target & POSITION, tokens)
-            table.forced[slot] = -1
-            if look_ahead and error is None:
-                self._worker.look_ahead(slot, table.mask[slot], table.forced[slot])
-            table.seconds[slot] = seconds = time.monotonic() - started
-            self._seconds[0] += seconds
-            if error is None:
-                if slot in self._worker.steered:
-                    table.status[slot] = STEERED
-                table.ready[slot] = target
-                if self._sender is not None:
-                    self._sender.add(slot)
-            else:
-                table.status[slot] = FAILED
-                _log.warning("request %s (slot %d) failed: %s: %s", self._request_ids[slot], slot, error.code, error)
-                self._send(Failed(slot, target, to_wire(error)))
-        self._mark(IDLE)
+            if target // EDIT == self._edits.get(slot):  # if not, the engine has edited the output, and `Edit` follows
+                self._unfilled[slot] = target, tokens, look_ahead
+
+    def _fill(self, slot: int, target: int, tokens: list[int], look_ahead: bool) -> None:
+        table = self._table
+        started = time.monotonic()
+        self._mark(slot, started)
+        error = self._fill_slot(slot, target & POSITION, tokens)
+        table.forced[slot] = -1
+        if look_ahead and error is None:
+            self._worker.look_ahead(slot, table.mask[slot], table.forced[slot])
+        table.seconds[slot] = seconds = time.monotonic() - started
+        self._seconds[0] += seconds
+        if error is None:
+            if slot in self._worker.steered:
+                table.status[slot] = STEERED
+            table.ready[slot] = target
+            if self._sender is not None:
+                self._sender.add(slot)
+        else:
+            table.status[slot] = FAILED
+            _log.warning("request %s (slot %d) failed: %s: %s", self._request_ids[slot], slot, error.code, error)
+            self._send(Failed(slot, target, to_wire(error)))
 
     def _announce(self) -> None:
         """Send what is left of a frame's lines, or wake the engine if it waits."""
@@ -175,10 +198,10 @@ class StepServer:
         self._worker.free(slots)
         for slot in slots:
             self._request_ids.pop(slot, None)
+            self._unfilled.pop(slot, None)
         self._table.status[slots] = OK
         self._table.seconds[slots] = 0.0
         self._table.ready[slots] = [freed(EDIT * self._edits.pop(slot, 0)) for slot in slots]
-        self._mark(IDLE)
         if self._sender is not None:
             for slot in slots:
                 self._sender.add(slot)

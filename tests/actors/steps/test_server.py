@@ -238,3 +238,23 @@ def test_finished_masks_do_not_wait_for_a_slow_one(transport: Transport, shared:
             rest += np.frombuffer(lines.slots, np.int32).tolist()
         assert rest == [1, 2]
     peer.close()
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["memory", "tcp"])
+def test_rows_that_were_slow_come_after_those_that_are_asked_for_meanwhile(transport: Transport, shared: bool) -> None:
+    first, second = (SlowGrammar([tokens("abc")], slow_at=1) for _ in range(2))
+    peer = Peer(transport, shared, first=first, second=second)
+    peer.send(peer.open(0, grammar="first"), peer.open(1, grammar="second"), peer.open(2))
+    table, deadline = peer.actor.table, time.monotonic() + 10
+    while table.ready[2] != EDIT:
+        assert time.monotonic() < deadline
+    table.seconds[:2] = 0.5
+    for slot in range(3):
+        peer.table.target[slot], peer.table.tokens[slot, 0] = EDIT + 1, tokens("a")[0]
+        peer.send(peer.fill(slot))
+        assert first.reached.wait(10)
+    first.release.set()
+    assert second.reached.wait(10)
+    assert table.ready[:3].tolist() == [EDIT + 1, EDIT, EDIT + 1]
+    second.release.set()
+    peer.close()
