@@ -43,7 +43,7 @@ class StepDriver:
 
     def open(self, *numbers: int, grammar: str | Grammar = "fast", parent: int | None = None, text: str = "") -> None:
         for number in numbers:
-            sequence = GuidedSequence("request", number, tokens(text), parent_id=parent)
+            sequence = GuidedSequence(f"request-{number}", number, tokens(text), parent_id=parent)
             self.sequences[number] = sequence
             self.steps.open(sequence, grammar_named(grammar) if isinstance(grammar, str) else grammar)
 

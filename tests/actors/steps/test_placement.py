@@ -215,3 +215,26 @@ def test_slow_masks_do_not_become_typical() -> None:
     for _ in range(2000):
         placement.note_typical(1.0)
     assert placement.straggler_seconds < 0.5
+
+
+def test_a_straggler_takes_the_other_sequences_of_its_request_along(transport: Transport) -> None:
+    workers = Workers(transport, 3, 1)
+    straggler, sibling, other, _ = workers.states
+    other.sequence.request_id = "another"
+    workers.fill(straggler, sibling, other)
+    now = time.monotonic() + 1.0
+    assert set(workers.placement.clear_stuck_workers(now)) == {other}
+    assert workers.placement.stragglers >= {straggler, sibling}
+    assert other not in workers.placement.stragglers
+    workers.close()
+
+
+def test_a_straggler_waits_for_a_lane_rather_than_join_the_others(transport: Transport) -> None:
+    workers = Workers(transport, 1)
+    straggler = workers.new()
+    workers.placement.stragglers.add(straggler)
+    assert not workers.placement.place(straggler, None, 100.0)
+    straggler.waiting_since = 100.0
+    assert not workers.placement.place(straggler, None, 105.0)
+    assert workers.placement.place(straggler, None, 111.0), "but not for long"
+    workers.close()
