@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
 import os
 import platform
@@ -28,8 +27,6 @@ _KILL_SECONDS = 5.0
 _SLACK_BYTES = 1 << 30
 """Address space that is never resident: stacks of some sixty threads, memory that allocators keep."""
 _CGROUP_FILES = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
-_TRIM_BYTES, _TRIM_SECONDS = 64 << 20, 5.0
-"""Freed memory is given back from so much growth on. How often it is looked at."""
 _SESSION_NICENESS, _AUTOGROUP_ATTEMPTS = 5, 5
 """A third of the weight of the engine's session, so that there is progress while the engine takes all CPUs."""
 _PF_EXITING = 0x4
@@ -128,45 +125,6 @@ def enter_session() -> None:
             return
         else:
             return
-
-
-class FreeMemory:
-    """Returns freed memory of this process to the system, which the C library would keep.
-
-    Loading a grammar, or its first mask, temporarily takes many times its size.
-    """
-
-    def __init__(self) -> None:
-        self._least = _resident_bytes()
-
-    def watch(self) -> None:
-        """Look after it from now on, in a thread of its own."""
-
-        def run() -> None:
-            while True:
-                time.sleep(_TRIM_SECONDS)
-                self.give_back()
-
-        threading.Thread(target=run, name="free-memory", daemon=True).start()
-
-    def give_back(self) -> None:
-        """Do so if the process has much more memory than it had once. Whether that is in use cannot be seen, and to try
-        takes milliseconds."""
-        resident = _resident_bytes()
-        self._least = min(self._least, resident)
-        if resident > self._least + _TRIM_BYTES:
-            give_back_free_memory()
-
-
-def give_back_free_memory() -> None:
-    """Return memory that the C library keeps for later allocations to the system (malloc_trim(3))."""
-    with contextlib.suppress(AttributeError):  # another C library than glibc
-        ctypes.CDLL(None).malloc_trim(0)
-
-
-def _resident_bytes() -> int:
-    reading = ProcessReading.of(os.getpid())
-    return 0 if reading is None else reading.resident
 
 
 class ProcessHandle:

@@ -26,7 +26,7 @@ from guided.errors import (
     UnsupportedConstraint,
     bounded,
 )
-from guided.held_memory import held_bytes
+from guided.process_memory import held_bytes
 from guided.vocabulary import Vocabulary
 from guided.worker import MaskWorker
 

@@ -29,12 +29,13 @@ from typing import NoReturn
 import msgspec
 from msgspec.msgpack import Decoder, encode
 
-from actors.processes import enter_session, give_back_free_memory
+from actors.processes import enter_session
 from guided.backends import BACKENDS, Backends
 from guided.backends.without_torch import leave_out_torch
 from guided.compilation import compile_with
 from guided.constraint import Constraint
 from guided.errors import ConstraintTooLarge, Wire, to_wire
+from guided.process_memory import give_back_free_memory
 from guided.vocabulary import Vocabulary
 
 NUMBER = struct.Struct("<q")

@@ -14,12 +14,13 @@ import zmq
 from msgspec.msgpack import Decoder
 
 from actors.channel import Address, connect
-from actors.processes import FreeMemory, ProcessLocation, enter_session, exit_with_owner, limit_memory, memory_limit
+from actors.processes import ProcessLocation, enter_session, exit_with_owner, limit_memory, memory_limit
 from actors.steps.protocol import SegmentName, SlotTable, attach
 from actors.steps.server import StepServer
 from guided.backends import BACKENDS, Backends
 from guided.backends.without_torch import leave_out_torch
 from guided.constraint import Constraint
+from guided.process_memory import FreeMemory
 from guided.vocabulary import Vocabulary
 from guided.worker import MaskWorker
 

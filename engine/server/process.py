@@ -33,6 +33,7 @@ from engine.server.logs import log_to_stderr, uvicorn_logging
 from engine.server.options import ServeOptions, ServerSettings, check_names
 from engine.server.protocol import CHAT_EXAMPLE, COMPLETION_EXAMPLE
 from engine.server.tracing import Tracing
+from guided.process_memory import FreeMemory
 
 _ANSWER_SECONDS = 3
 """After the grace period: time to send the last events of streams."""
@@ -64,6 +65,7 @@ def start_engine(options: ServeOptions) -> AsyncLLM:
     # What exists now stays. A garbage collection that visited it would hold all threads for tenths of a second.
     gc.collect()
     gc.freeze()
+    FreeMemory().watch()
     sys.setswitchinterval(_SWITCH_SECONDS)
     return engine
 

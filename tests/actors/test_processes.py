@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 
 from actors.processes import ProcessLocation, ProcessReading
 
@@ -27,23 +26,3 @@ def test_a_process_is_ending_from_its_kill_on() -> None:
         process.kill()
         assert location.is_ending(), "it is not reaped yet"
     assert location.is_ending()
-
-
-def test_freed_memory_is_given_back() -> None:
-    pieces = 300_000
-    script = f"""
-import os, time
-from actors.processes import FreeMemory, ProcessReading
-FreeMemory().watch()
-held = [bytearray(1000) for _ in range({pieces})]
-time.sleep(6)  # it is looked at while it is in use
-last = held[-1]  # keeps the top of the heap in use
-del held
-before = ProcessReading.of(os.getpid()).resident
-deadline = time.monotonic() + 60
-while (less := before - ProcessReading.of(os.getpid()).resident) < {500 * pieces} and time.monotonic() < deadline:
-    time.sleep(0.1)
-print(less)
-"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert int(done.stdout) >= 500 * pieces
