@@ -224,8 +224,8 @@ class Placement:
 
         Those of a worker that has ended stay: `WorkerDown` comes, and `Recovery` decides.
 
-        The worker becomes a slow lane, unless half of the workers are: then the other sequences of the straggler's
-        request move to one, and the straggler does with its next mask.
+        The worker becomes a slow lane, unless half of the workers are: then the straggler moves to one with its next
+        mask.
 
         Returns:
             The sequences that are to be placed again.
@@ -238,13 +238,8 @@ class Placement:
             if straggler is not None:
                 straggling = self._of_same_request(straggler)
                 self.stragglers |= straggling
-                here = straggling.intersection(worker.sequences.values())
                 if worker.stragglers or self._may_have_lane():
-                    worker.stragglers |= here
-                elif any(each.stragglers for each in self.workers):
-                    for state in here - {straggler}:
-                        self.withdraw(state)
-                        moved.append(state)
+                    worker.stragglers |= straggling.intersection(worker.sequences.values())
             others = [each for each in self.workers if each not in stuck and each.reserved_for is None]
             if any(not each.stragglers for each in others):
                 # The sequence that holds the worker up may have been freed already.

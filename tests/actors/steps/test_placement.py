@@ -229,21 +229,6 @@ def test_a_straggler_takes_the_other_sequences_of_its_request_along(transport: T
     workers.close()
 
 
-def test_beside_a_lane_the_rest_of_a_stragglers_request_moves_there(transport: Transport) -> None:
-    workers = Workers(transport, 3, 1)
-    straggler, sibling, other, lane = workers.states
-    other.sequence.request_id = "another"
-    lane.sequence.request_id = "slow"
-    workers.placement.stragglers.add(lane)
-    workers.workers[1].stragglers.add(lane)
-    workers.fill(straggler, sibling, other)
-    now = time.monotonic() + 1.0
-    assert workers.placement.clear_stuck_workers(now) == [sibling]
-    assert workers.placement.place(sibling, None, now)
-    assert sibling.worker is workers.workers[1]
-    workers.close()
-
-
 def test_a_straggler_waits_for_a_lane_rather_than_join_the_others(transport: Transport) -> None:
     workers = Workers(transport, 1)
     straggler = workers.new()
