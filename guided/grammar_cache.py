@@ -116,9 +116,9 @@ class GrammarCache:
         entry = self._entries.get(key)
         if entry is None or entry.future.done():
             return []
+        self._take(entry)
         if not isinstance(error, InvalidConstraint):
             del self._entries[key]
-            self._take(entry)
             return []
         entry.users, entry.refused, entry.nbytes = 0, True, _LEAST_BYTES
         return self._put_by(key, entry)
