@@ -120,8 +120,9 @@ class StepServer:
         for request in requests:
             self._handle(request)
         if len(self._unfilled) > 1:
-            order = in_fill_order(np.array(list(self._unfilled), np.int32), self._table)
-            self._unfilled = {slot: self._unfilled[slot] for slot in order.tolist()}
+            slots = np.array(list(self._unfilled), np.int32)
+            if (order := in_fill_order(slots, self._table)) is not slots:
+                self._unfilled = {slot: self._unfilled[slot] for slot in order.tolist()}
         return True
 
     def _handle(self, request: Request) -> None:
