@@ -12,7 +12,7 @@ import torch
 from engine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from engine.sequence import Logprob
+    from engine.logprobs import TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Hypothesis:
     """Sum of the log-probabilities, divided by the length to the power of `length_penalty`."""
     candidate: Candidate
     tokens: list[int]
-    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
     """Of its tokens, if they are requested."""
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 
 from engine.beam_search import Candidate
+from engine.logprobs import TokenLogprobs
 from engine.sampler import SamplerOutput, ranked_logprobs
 from engine.sampling_metadata import SamplingMetadata
 from engine.scheduler import Scheduler
-from engine.sequence import Logprob, Sequence, SequenceGroup, SequenceStatus, common_length
+from engine.sequence import Sequence, SequenceGroup, SequenceStatus, common_length
 from guided.processor import LogitPostProcessor
 
 
@@ -39,7 +40,7 @@ class Beams:
         outputs, logprobs = [one.data.output_token_ids[:] for one in beams], [one.logprobs[:] for one in beams]
         chosen = search.advance(sampled.beam_scores[rows], outputs)
 
-        def scored(one: Candidate) -> list[dict[int, Logprob]]:
+        def scored(one: Candidate) -> list[TokenLogprobs]:
             if group.params.logprobs is None:
                 return []
             assert sampled.beam_logprobs is not None

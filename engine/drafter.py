@@ -105,7 +105,7 @@ def accept(sequence: Sequence, row: int, drafts: list[int], sampled: SamplerOutp
             sequence.uniforms.next()
         sequence.end_by_token()
         if row in sampled.logprobs:
-            sequence.add_logprobs(token, sampled.logprobs[row])
+            sequence.add_logprobs(sampled.logprobs[row])
         if row in sampled.allowed:
             sequence.note_details(sampled.allowed[row])
         if sequence.params.stop:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from engine.logprobs import TokenLogprobs
 from engine.scheduler import Scheduler
-from engine.sequence import Logprob, Sequence, SequenceStatus
+from engine.sequence import Sequence, SequenceStatus
 from guided.errors import InternalError
 from guided.processor import LogitPostProcessor, SampledEdit
 
@@ -23,7 +24,7 @@ def follow(edit: SampledEdit, sequence: Sequence, scheduler: Scheduler, processo
             break  # the last token is sampled: no later step would score it
         sequence.append(token)
         if masked and sequence.params.needs_logprobs:
-            sequence.add_logprobs(token, {token: Logprob(0.0, 1)})
+            sequence.add_logprobs(TokenLogprobs((token,), (0.0,), (1,)))
         sequence.note_details(1, forced=True)
         appended += 1
         if not sequence.params.is_greedy:

@@ -339,8 +339,8 @@ class LLMEngine:
             if scored.of_prompt:
                 sequence.group.prompt_logprobs += entries
             else:
-                for token, each in zip(own.tolist(), entries, strict=True):
-                    sequence.add_logprobs(token, each)
+                for each in entries:
+                    sequence.add_logprobs(each)
 
     def apply(self, logits: torch.Tensor, metadata: SamplingMetadata, *, alone: bool = True) -> ApplyReport:
         """Wait for the masks until the step's deadline, and apply them in place.
@@ -448,7 +448,7 @@ class LLMEngine:
                 any_ended |= sequence.end_by_token()
         for row, entries in sampled.logprobs.items():
             if row not in skipped:
-                metadata.sequences[row].add_logprobs(sampled.token_ids[row], entries)
+                metadata.sequences[row].add_logprobs(entries)
         for row in metadata.detailed:
             if row not in skipped:
                 metadata.sequences[row].note_details(sampled.allowed[row])

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from engine.sequence import Logprob, MaskDetails, Sequence, SequenceGroup, SequenceStatus
+from engine.logprobs import TokenLogprobs
+from engine.sequence import MaskDetails, Sequence, SequenceGroup, SequenceStatus
 from guided.errors import GuidedError
 from guided.output_types import parse_as
 
-Logprobs = list[dict[int, Logprob] | None]
+Logprobs = list[TokenLogprobs | None]
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,9 +18,10 @@ import torch
 from engine.distribution import Distribution
 from engine.logits_processors.builtin import SUPPRESSED
 from engine.logits_processors.processors import LogitsProcessorFailed, LogitsProcessors
+from engine.logprobs import TokenLogprobs
 from engine.penalties import Penalties
 from engine.sampling_metadata import SamplingMetadata
-from engine.sequence import Logprob, Parked
+from engine.sequence import Parked
 
 
 @dataclass(slots=True)
@@ -32,7 +33,7 @@ class SamplerOutput:
     """Rows with a sampled logit that is not finite: every token is forbidden, or the model computed NaN."""
     failed: dict[int, LogitsProcessorFailed] = field(default_factory=dict)
     """Rows on which a custom logits processor raised, in `adjust` or later."""
-    logprobs: dict[int, dict[int, Logprob]] = field(default_factory=dict)
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     """By row, if requested: those of the sampled token and of the most likely tokens."""
     allowed: dict[int, int] = field(default_factory=dict)
     """By row with `mask_details`: the number of tokens that could be sampled."""
@@ -161,7 +162,7 @@ class Sampler:
             return values, drawn
         return best.index_copy(0, plan.index, values), greedy.index_copy(0, plan.index, drawn)
 
-    def _logprobs(self, chosen: torch.Tensor, metadata: SamplingMetadata) -> dict[int, dict[int, Logprob]]:
+    def _logprobs(self, chosen: torch.Tensor, metadata: SamplingMetadata) -> dict[int, TokenLogprobs]:
         raw, rows = self._raw, metadata.with_logprobs
         assert raw is not None, "adjust comes before sample"
         self._raw = None
@@ -169,18 +170,20 @@ class Sampler:
         return dict(zip(rows, ranked_logprobs(raw, chosen[rows], counts), strict=True))
 
 
-def ranked_logprobs(logprobs: torch.Tensor, own_ids: torch.Tensor, counts: list[int]) -> list[dict[int, Logprob]]:
+def ranked_logprobs(logprobs: torch.Tensor, own_ids: torch.Tensor, counts: list[int]) -> list[TokenLogprobs]:
     """Return the entries of each row of `logprobs`, float32 `[rows, vocab]`: its own token and the `counts[row]` most
     likely."""
     own = logprobs.gather(1, own_ids[:, None])
     ranks = (logprobs > own).sum(-1) + 1
     best = logprobs.topk(min(max(counts), logprobs.shape[1]), dim=-1)
-    found: list[dict[int, Logprob]] = []
+    found: list[TokenLogprobs] = []
     columns = (own_ids.tolist(), own[:, 0].tolist(), ranks.tolist(), best.indices.tolist(), best.values.tolist())
     for count, token, value, rank, ids, values in zip(counts, *columns, strict=True):
-        entries = {token: Logprob(value, rank)}
-        for place, (other, logprob) in enumerate(zip(ids[:count], values[:count], strict=True), start=1):
-            if logprob > -torch.inf:  # the mask may leave fewer
-                entries.setdefault(other, Logprob(logprob, place))
-        found.append(entries)
+        entries = [(token, value, rank)]
+        entries += (
+            (other, logprob, place)
+            for place, (other, logprob) in enumerate(zip(ids[:count], values[:count], strict=True), start=1)
+            if other != token and logprob > -torch.inf  # the mask may leave fewer
+        )
+        found.append(TokenLogprobs(*zip(*entries, strict=True)))
     return found

@@ -15,6 +15,7 @@ import torch
 
 from engine.beam_search import BeamSearch
 from engine.detokenizer import Detokenizer
+from engine.logprobs import TokenLogprobs
 from engine.sampling_params import SamplingParams
 from guided.budget import budget_of
 from guided.errors import GuidedError
@@ -44,14 +45,6 @@ class SequenceStatus(Enum):
 
 
 _UNFINISHED = {SequenceStatus.WAITING, SequenceStatus.WAITING_FOR_GRAMMAR, SequenceStatus.RUNNING}
-
-
-@dataclass(slots=True)
-class Logprob:
-    """One token's log-probability (natural, of the model's own distribution) and rank (1 is the most likely)."""
-
-    logprob: float
-    rank: int
 
 
 @dataclass(slots=True)
@@ -166,7 +159,7 @@ class Sequence:
         self.edits = 0
         """Number of times that output tokens were replaced or removed."""
         self.cumulative_logprob = 0.0
-        self.logprobs: list[dict[int, Logprob]] = []
+        self.logprobs: list[TokenLogprobs] = []
         self.stop_reason: str | int | None = None
         """The stop string or stop token that ended it; None for the model's own stop tokens."""
         self.ended_by_stop_token = False
@@ -197,7 +190,7 @@ class Sequence:
         self.last_token = token_id
         self.length += 1
 
-    def take_over(self, output: list[int], logprob: float, logprobs: list[dict[int, Logprob]]) -> None:
+    def take_over(self, output: list[int], logprob: float, logprobs: list[TokenLogprobs]) -> None:
         """Replace the output, its cumulative log-probability and, if they are requested, those of its tokens."""
         self.data.output_token_ids[:] = output
         self.length = len(self.data.prompt_token_ids) + len(output)
@@ -215,17 +208,17 @@ class Sequence:
         if self.details is not None:
             del self.details.allowed[self.num_output_tokens :], self.details.forced[self.num_output_tokens :]
         while len(self.logprobs) > self.num_output_tokens:
-            self.cumulative_logprob -= next(iter(self.logprobs.pop().values())).logprob  # the token's own comes first
+            self.cumulative_logprob -= self.logprobs.pop().own
 
     @property
     def has_unscored_tokens(self) -> bool:
         """Log-probabilities are wanted, and output tokens have none yet: the step that computes them scores them."""
         return self.params.needs_logprobs and len(self.logprobs) < self.num_output_tokens
 
-    def add_logprobs(self, token_id: int, entries: dict[int, Logprob]) -> None:
+    def add_logprobs(self, entries: TokenLogprobs) -> None:
         """Add the log-probabilities that were requested for the newest token."""
         self.logprobs.append(entries)
-        self.cumulative_logprob += entries[token_id].logprob
+        self.cumulative_logprob += entries.own
 
     def note_details(self, allowed: int, forced: bool = False) -> None:
         """Add how many tokens the mask of the newest token allowed, if the request asks for it."""
@@ -309,7 +302,7 @@ class SequenceGroup:
     """Keywords of the schema that the guard enforces, not the library."""
     compile_seconds: float = 0.0
     """Seconds of the compilation; 0 if the grammar came from the cache."""
-    prompt_logprobs: list[dict[int, Logprob] | None] = field(default_factory=lambda: [None])
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=lambda: [None])
     """One entry per scored prompt token, if they were requested. The first token has none."""
     arrival_time: float = field(default_factory=time.monotonic)
     compiled_time: float | None = None

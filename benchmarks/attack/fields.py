@@ -259,6 +259,16 @@ async def masks_that_become_slow(target: Target) -> None:
     )
 
 
+@case("9", seconds=90, slow=True)
+async def logprobs_of_long_prompts(target: Target) -> None:
+    """20 log-probabilities for each token of twelve prompts of 1,900 tokens, in whole answers and echoed, twice."""
+    prompt = list(range(10, 1910))
+    bodies = [_text(prompt=prompt, prompt_logprobs=20, seed=n) for n in range(8)]
+    bodies += [_text(prompt=prompt, echo=True, logprobs=20, seed=n) for n in range(4)]
+    for _ in range(2):
+        await target.posts(*bodies, limit=40)
+
+
 @case("new", seconds=60)
 async def large_counts(target: Target) -> None:
     """Counts: messages and their parts, biases, template variables, best_of, functions that are not offered."""

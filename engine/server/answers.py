@@ -13,8 +13,8 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
+from engine.logprobs import TokenLogprobs
 from engine.outputs import CompletionOutput, RequestOutput
-from engine.sequence import Logprob
 from engine.server.context import ServerContext
 from engine.server.generation import Job
 from engine.server.logprobs import FLOOR
@@ -185,13 +185,13 @@ class ChoicesAnswer(Answer):
             await asyncio.sleep(0)
         return b"[" + b",".join(parts) + b"]"
 
-    def _prompt_entry(self, entry: dict[int, Logprob] | None) -> dict[int, Any] | None:
+    def _prompt_entry(self, entry: TokenLogprobs | None) -> dict[int, Any] | None:
         if entry is None:
             return None
         text = self.context.texts.of
         return {
-            token: {"logprob": max(one.logprob, FLOOR), "rank": one.rank, "decoded_token": text(token)}
-            for token, one in entry.items()
+            token: {"logprob": max(logprob, FLOOR), "rank": rank, "decoded_token": text(token)}
+            for token, logprob, rank in entry.rows()
         }
 
     def new_events(self, prompt: int, output: RequestOutput) -> Iterator[dict[str, Any]]:

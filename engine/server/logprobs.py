@@ -6,8 +6,8 @@ import codecs
 from typing import Any
 
 from engine.detokenizer import TokenTexts
+from engine.logprobs import TokenLogprobs
 from engine.outputs import CompletionOutput
-from engine.sequence import Logprob
 
 FLOOR = -9999.0
 
@@ -22,8 +22,8 @@ def chat_logprobs(output: CompletionOutput, texts: TokenTexts, top: int, which: 
     content = []
     for token, alternatives in zip(output.token_ids[which], output.logprobs[which], strict=True):
         assert alternatives is not None
-        best = [_top(texts, each, logprob) for each, logprob in _ranked(alternatives)[:top]]
-        content.append({**_top(texts, token, alternatives[token]), "top_logprobs": best})
+        best = [_top(texts, each, logprob) for each, logprob, _ in _ranked(alternatives)[:top]]
+        content.append({**_top(texts, token, alternatives.own), "top_logprobs": best})
     return {"content": content, "refusal": None}
 
 
@@ -66,22 +66,22 @@ def completion_logprobs(
     offsets: list[int] = []
     for token, alternatives in zip(output.token_ids[which], output.logprobs[which], strict=True):
         tokens.append(texts.of(token))
-        own.append(None if alternatives is None else _finite(alternatives[token]))
+        own.append(None if alternatives is None else _finite(alternatives.own))
         ranked = None if alternatives is None else _ranked(alternatives)
-        tops.append(None if ranked is None else {texts.of(each): _finite(logprob) for each, logprob in ranked})
+        tops.append(None if ranked is None else {texts.of(each): _finite(logprob) for each, logprob, _ in ranked})
         offset = place.next(token)
         # Stop strings and incomplete characters are not in the text.
         offsets.append(offset if output.finish_reason is None else min(offset, len(output.text)))
     return {"tokens": tokens, "token_logprobs": own, "top_logprobs": tops, "text_offset": offsets}
 
 
-def _ranked(alternatives: dict[int, Logprob]) -> list[tuple[int, Logprob]]:
-    return sorted(alternatives.items(), key=lambda item: item[1].rank)
+def _ranked(alternatives: TokenLogprobs) -> list[tuple[int, float, int]]:
+    return sorted(alternatives.rows(), key=lambda row: row[2])
 
 
-def _top(texts: TokenTexts, token: int, logprob: Logprob) -> dict[str, Any]:
+def _top(texts: TokenTexts, token: int, logprob: float) -> dict[str, Any]:
     return {"token": texts.of(token), "logprob": _finite(logprob), "bytes": list(texts.bytes_of(token))}
 
 
-def _finite(logprob: Logprob) -> float:
-    return max(logprob.logprob, FLOOR)
+def _finite(logprob: float) -> float:
+    return max(logprob, FLOOR)

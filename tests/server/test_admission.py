@@ -12,9 +12,9 @@ import pytest
 from fastapi import Request
 from starlette.testclient import TestClient
 
+from engine.logprobs import TokenLogprobs
 from engine.outputs import CompletionOutput, RequestOutput
 from engine.sampling_params import SamplingParams
-from engine.sequence import Logprob
 from engine.server.admission_threads import AdmissionThreads
 from engine.server.answers import Answer, ChoicesAnswer
 from engine.server.errors import QueueFull
@@ -295,7 +295,7 @@ class TestAnswers:
 
     @pytest.fixture
     def output(self) -> RequestOutput:
-        entries = [{token: Logprob(-1.0, 1)} for token in TOKENS]
+        entries = [TokenLogprobs((token,), (-1.0,), (1,)) for token in TOKENS]
         outputs = [CompletionOutput(i, "é" * 90_000, TOKENS, -1.0, entries, "length") for i in range(3)]
         return RequestOutput("id", None, [1], outputs, True)
 
