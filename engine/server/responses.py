@@ -36,9 +36,8 @@ def create_response(body: ResponsesRequest, request: Request, context: Context) 
             names[f"tools[{index}].function.{name}"] = f"tools[{index}].{name}"
     with field_names(names):
         job = build_job(body.as_chat(), context, f"resp_{uuid.uuid4().hex}", request.state.request_id, names)
-    settings = _settings(body, job)
     try:
-        to_json(settings)
+        settings = to_json(_settings(body, job))
     except UnicodeEncodeError as error:
         raise InvalidRequest(f"the request has text that is not valid Unicode: {bounded(error.reason)}") from None
     places = {place: (names.get(field, field), pointer) for place, (field, pointer) in job.places.items()}
@@ -67,9 +66,11 @@ def _settings(body: ResponsesRequest, job: Job) -> dict[str, Any]:
 
 
 class _ResponseAnswer(Answer):
+    """`settings` is JSON: it can have megabytes, and a stream sends it three times."""
+
     end = b""
 
-    def __init__(self, settings: dict[str, Any], context: ServerContext, job: Job, guided: GuidedInfo | None) -> None:
+    def __init__(self, settings: bytes, context: ServerContext, job: Job, guided: GuidedInfo | None) -> None:
         super().__init__(context, job, guided)
         self._settings = settings
         self._parser = OutputParser() if job.parser is None else job.parser()
@@ -80,7 +81,7 @@ class _ResponseAnswer(Answer):
     async def whole(self, finished: Sequence[RequestOutput]) -> AsyncIterator[bytes]:
         for _ in self.new_events(0, finished[0]):
             pass
-        yield to_json(self._ended(finished))
+        yield self._with_settings(self._ended(finished))
 
     def first_events(self) -> Iterator[dict[str, Any]]:
         for status in ("created", "in_progress"):
@@ -106,8 +107,11 @@ class _ResponseAnswer(Answer):
 
     def event(self, data: dict[str, Any]) -> bytes:
         kind: str = data["type"]
-        numbered = {**data, "sequence_number": next(self._numbers)}
-        return b"event: " + kind.encode() + b"\n" + super().event(numbered)
+        others = {name: value for name, value in data.items() if name != "response"}
+        written = to_json({**others, "sequence_number": next(self._numbers)})
+        if "response" in data:
+            written = written[:-1] + b',"response":' + self._with_settings(data["response"]) + b"}"
+        return b"event: " + kind.encode() + b"\ndata: " + written + b"\n\n"
 
     def _ended(self, finished: Sequence[RequestOutput]) -> dict[str, Any]:
         [completion] = finished[0].outputs
@@ -130,7 +134,11 @@ class _ResponseAnswer(Answer):
         head = {"id": self.job.request_id, "created_at": self.created, "model": self.context.model_name}
         empty = {"object": "response", "error": None, "incomplete_details": None, "usage": None}
         known = {"status": status, "output": self._items.items, "guided": self.guided_info()}
-        return {**head, **empty, **self._settings, **known, **fields}
+        return {**head, **empty, **known, **fields}
+
+    def _with_settings(self, response: dict[str, Any]) -> bytes:
+        """Write a response with what it repeats of the request."""
+        return to_json(response)[:-1] + b"," + self._settings[1:]
 
     def _num_thinking_tokens(self, completion: CompletionOutput) -> int:
         """Count the tokens up to the end of the thoughts."""

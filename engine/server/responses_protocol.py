@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -66,6 +67,11 @@ class InputItem(Typed):
     # Accepted, without effect.
     id: str | None = None
     status: str | None = None
+
+    @property
+    def is_of_model(self) -> bool:
+        """It is a part of what the model wrote."""
+        return self.type in ("function_call", "reasoning") or (self.type == "message" and self.role == "assistant")
 
     @model_validator(mode="after")
     def _check_fields(self) -> Self:
@@ -157,34 +163,35 @@ class ResponsesRequest(GenerationRequest):
         """Yield the messages of the chat. Thoughts, text and calls of one turn are one message."""
         if self.instructions is not None:
             yield Message(role="system", content=self.instructions)
-        turn: Message | None = None
-        for item in self.input:
-            match item.type:
-                case "message" if item.role != "assistant":
-                    message = Message.model_construct(role=item.role, content=joined(item.content))
-                case "function_call_output":
-                    message = Message(role="tool", tool_call_id=item.call_id, content=joined(item.output))
-                case _:
-                    turn = turn or Message(role="assistant")
-                    _add(item, turn)
-                    continue
-            if turn is not None:
-                yield turn
-            turn = None
-            yield message
-        if turn is not None:
-            yield turn
+        for of_model, items in groupby(self.input, lambda item: item.is_of_model):
+            if of_model:
+                yield _turn(list(items))
+            else:
+                yield from map(_message, items)
 
 
-def _add(item: InputItem, turn: Message) -> None:
-    """Add an item to the assistant's message."""
-    if item.type == "function_call":
-        function = CalledFunction(name=item.name or "", arguments=item.arguments or "")
-        turn.tool_calls = [*(turn.tool_calls or ()), ToolCall(id=item.call_id, function=function)]
-    elif item.type == "reasoning":
-        turn.reasoning_content = (turn.reasoning_content or "") + joined(item.content or item.summary)
-    else:
-        turn.content = "\n".join(filter(None, (turn.text, joined(item.content))))
+def _message(item: InputItem) -> Message:
+    """Return the message of an item that is not the model's."""
+    if item.type == "message":
+        return Message.model_construct(role=item.role, content=joined(item.content))
+    return Message(role="tool", tool_call_id=item.call_id, content=joined(item.output))
+
+
+def _turn(items: Sequence[InputItem]) -> Message:
+    """Return the assistant's message that has all these items."""
+    texts = [joined(item.content) for item in items if item.type == "message"]
+    thoughts = [joined(item.content or item.summary) for item in items if item.type == "reasoning"]
+    calls = [
+        ToolCall(id=item.call_id, function=CalledFunction(name=item.name or "", arguments=item.arguments or ""))
+        for item in items
+        if item.type == "function_call"
+    ]
+    return Message.model_construct(
+        role="assistant",
+        content="\n".join(filter(None, texts)) if texts else None,
+        reasoning_content="".join(thoughts) if thoughts else None,
+        tool_calls=calls or None,
+    )
 
 
 def _chat_tool(tool: FunctionTool) -> Tool:
