@@ -193,7 +193,7 @@ class LLMEngine:
                 self.sampler.begin(metadata)
                 hidden = self.execute(batch)
                 logits = self.compute_logits(hidden, metadata)
-                report = self.apply(logits, metadata)
+                report = self.apply(logits, metadata, alone=not self.parking)
                 sampled, skipped = self.sample(logits, metadata, report)
                 self.append(sampled, metadata, skipped)
                 self.stats.note_step(time.perf_counter() - started, report.wait_seconds)

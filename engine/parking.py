@@ -23,6 +23,9 @@ class ParkedSequences:
         self._parked: dict[int, Sequence] = {}
         self.stats = stats
 
+    def __len__(self) -> int:
+        return len(self._parked)
+
     def add(
         self, sequence: Sequence, logits: torch.Tensor, row: int, metadata: SamplingMetadata, is_late: bool = True
     ) -> None:

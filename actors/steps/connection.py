@@ -71,6 +71,8 @@ class SequenceState:
     """`time.monotonic()` when it was opened on the worker."""
     waiting_since: float = 0.0
     """`time.monotonic()` since when no worker could take it; 0 if one could."""
+    seconds: float = 0.0
+    """What its last mask took, on a worker that it has left."""
     late_since: float = 0.0
     """`time.monotonic()` of the submission that missed its step; 0 if none did."""
     quick_rows: int = 0
@@ -106,6 +108,9 @@ class SequenceState:
 
     def leave(self) -> None:
         """Forget the worker. The sequence is opened again, from its whole output, when it is next submitted."""
+        if self.has_answered:
+            assert self.worker is not None
+            self.seconds = float(self.worker.table.seconds[self.slot])
         self.worker, self.slot, self.incarnation, self.parent_id, self.changed_from = None, FREE, -1, None, None
 
 
@@ -323,7 +328,8 @@ class WorkerConnection:
         parent_slot = parent.slot if parent is not None and parent.worker is self else None
         version = self._next_version(slot, len(tokens))
         sequence = state.sequence
-        self.queue(Open(slot, version, state.grammar, parent_slot, tokens, sequence.request_id, sequence.budget))
+        known = sequence.request_id, sequence.budget, state.seconds
+        self.queue(Open(slot, version, state.grammar, parent_slot, tokens, *known))
         state.parent_id = None
 
     def edit(self, state: SequenceState, start: int) -> None:
@@ -452,8 +458,8 @@ class WorkerConnection:
         self.table.mask[slots[filled]] = masks
         if lines.forced:
             self.table.forced[slots] = np.frombuffer(lines.forced, np.int32).reshape(len(slots), MAX_FORCED_TOKENS)
-        self.table.seconds[slots] = seconds = np.frombuffer(lines.seconds, np.float32)
-        self._seconds[0] += seconds.sum()
+        self.table.seconds[slots] = np.frombuffer(lines.seconds, np.float32)
+        self._seconds[0] = lines.total
         self.table.status[slots[~filled]] = OK
         self.table.status[np.frombuffer(lines.steered, np.int32)] = STEERED
         self.table.ready[slots] = ready
@@ -461,7 +467,7 @@ class WorkerConnection:
     # progress
 
     def take_seconds(self) -> float:
-        """Return the seconds that the worker has spent on masks since the last call."""
+        """Return the seconds that masks have taken since the last call."""
         total = float(self._seconds[0])
         taken, self._seconds_taken = total - self._seconds_taken, total
         return taken

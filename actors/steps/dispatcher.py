@@ -407,6 +407,8 @@ class Dispatcher:
                     self._settle(state)
                 if state in self._placement.stragglers:
                     self._placement.note_straggler(state, seconds[row])
+                elif self._placement.stragglers:
+                    self._placement.note_slow(state, seconds[row])
 
     def settled(self, timeout: float = 0.0) -> list[int]:
         """See `MaskPool.settled`."""

@@ -21,9 +21,11 @@ longer than a worker takes to start."""
 _MAX_MOVES = 10
 """Workers that may end while they hold a sequence, between two of its masks. The sequence need not be the cause, but
 the wait has to end."""
-_STRAGGLER_SECONDS, _STRAGGLER_FACTOR, _STRAGGLER_MAX = 0.03, 20.0, 0.2
+_STRAGGLER_SECONDS, _STRAGGLER_FACTOR, _STRAGGLER_MAX = 0.03, 5.0, 0.2
 """A mask that takes longer than this, and longer than so many typical masks, holds up others. One that takes longer
 than the last value does in any case: slow masks that grow gradually become the typical ones."""
+_LANE_SECONDS, _LANE_FACTOR = 0.01, 4.0
+"""The same where there is a slow lane: masks that grow soon take seconds, and one such request is rarely alone."""
 _QUICK_ROWS = 16
 """After so many quick masks a straggler is an ordinary sequence again."""
 _TYPICAL_WEIGHT = 0.02
@@ -204,6 +206,17 @@ class Placement:
         if seconds:
             self._typical += _TYPICAL_WEIGHT * (min(seconds, 4 * self._typical + 0.0001) - self._typical)
 
+    @property
+    def _lane_seconds(self) -> float:
+        """A mask that takes longer belongs on a slow lane, if there is one."""
+        return max(_LANE_SECONDS, _LANE_FACTOR * self._typical)
+
+    def note_slow(self, state: SequenceState, seconds: float) -> None:
+        """Note what a mask of an ordinary sequence took, while there are stragglers."""
+        if seconds > self._lane_seconds:
+            state.quick_rows = 0
+            self.stragglers.add(state)
+
     def note_straggler(self, state: SequenceState, seconds: float) -> None:
         """Note what a straggler's mask took: after enough quick ones it is an ordinary sequence again."""
         state.quick_rows = state.quick_rows + 1 if seconds < self.straggler_seconds else 0
@@ -236,7 +249,7 @@ class Placement:
         for worker in stuck:
             straggler = worker.busy_with()
             if straggler is not None:
-                straggling = self._of_same_request(straggler)
+                straggling = self._as_slow_as(straggler)
                 self.stragglers |= straggling
                 if worker.stragglers or self._may_have_lane():
                     worker.stragglers |= straggling.intersection(worker.sequences.values())
@@ -246,12 +259,17 @@ class Placement:
                 moved += self._clear(worker, worker.stragglers | ({straggler} if straggler is not None else set()))
         return moved
 
-    def _of_same_request(self, straggler: SequenceState) -> set[SequenceState]:
-        """Return the sequences of a straggler's request: their masks will be as slow."""
-        request_id = straggler.sequence.request_id
+    def _as_slow_as(self, straggler: SequenceState) -> set[SequenceState]:
+        """Return a straggler, the other sequences of its request, and those with a slow last mask."""
+        request_id, limit = straggler.sequence.request_id, self._lane_seconds
         found = {straggler}
         for worker in self.workers:
-            found.update(state for state in worker.sequences.values() if state.sequence.request_id == request_id)
+            last = worker.table.seconds
+            found.update(
+                state
+                for slot, state in worker.sequences.items()
+                if state.sequence.request_id == request_id or last[slot] > limit
+            )
         for state in found:
             state.quick_rows = 0
         return found

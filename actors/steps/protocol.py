@@ -8,7 +8,7 @@ writer:
     ready[slot]       worker   the version that `mask[slot]` is for; negative if no sequence holds the slot
     mask[slot, :]     worker   the token bitmask
     forced[slot, :]   worker   the tokens from here on that have no alternative, -1 behind the last
-    seconds[slot]     worker   seconds that accepting the tokens and filling the mask took
+    seconds[slot]     worker   CPU seconds that accepting the tokens and filling the mask took
     status[slot]      worker   `OK`; `STEERED`: a mask was restricted, so that the output fits in its budget; or
                                `FAILED`: the sequence is over, and a message says why
 
@@ -91,6 +91,8 @@ class Open(msgspec.Struct, array_like=True, tag=1, gc=False, frozen=True):
     """For the worker's log."""
     budget: Budget | None = None
     """The constraint is completed within it."""
+    seconds: float = 0.0
+    """What its last mask took on another worker: slow ones are filled last here too."""
 
 
 class Edit(msgspec.Struct, array_like=True, tag=2, gc=False, frozen=True):
@@ -123,6 +125,8 @@ class Failed(msgspec.Struct, array_like=True, tag=0, gc=False, frozen=True):
 class Filled(msgspec.Struct, array_like=True, tag=1, gc=False, frozen=True):
     """The lines that have changed, if the table is not shared; else empty, and only wakes the engine up."""
 
+    total: float = 0.0
+    """`seconds` of the worker's mark."""
     slots: bytes = b""
     """int32 `[n]`."""
     ready: bytes = b""
@@ -169,7 +173,7 @@ class SlotTable:
     mark: NDArray[np.void]
     """`[1]`. `busy`: the slot that the worker is filling, or `IDLE`; the suspect if the worker dies or hangs. `since`:
     the `time.monotonic()` at which it began. `wake`: the engine waits; the worker sends a message when it is done.
-    `seconds`: what all masks so far took."""
+    `seconds`: what all masks so far took, with the time for which the thread had no core."""
 
     @classmethod
     def private(cls, slots: int, words: int) -> SlotTable:

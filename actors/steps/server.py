@@ -134,6 +134,7 @@ class StepServer:
             self._edits[request.slot] = request.version // EDIT
             if isinstance(request, Open):
                 self._request_ids[request.slot] = request.request_id
+                self._table.seconds[request.slot] = request.seconds
                 self._mark(request.slot)  # copying the parent's matcher is native code
                 self._worker.open(request.slot, request.grammar, request.parent, request.tokens, request.budget)
             else:
@@ -162,14 +163,14 @@ class StepServer:
 
     def _fill(self, slot: int, target: int, tokens: list[int], look_ahead: bool) -> None:
         table = self._table
-        started = time.monotonic()
+        started, cpu_started = time.monotonic(), time.thread_time()
         self._mark(slot, started)
         error = self._fill_slot(slot, target & POSITION, tokens)
         table.forced[slot] = -1
         if look_ahead and error is None:
             self._worker.look_ahead(slot, table.mask[slot], table.forced[slot])
-        table.seconds[slot] = seconds = time.monotonic() - started
-        self._seconds[0] += seconds
+        table.seconds[slot] = time.thread_time() - cpu_started
+        self._seconds[0] += time.monotonic() - started
         if error is None:
             if slot in self._worker.steered:
                 table.status[slot] = STEERED
@@ -259,7 +260,8 @@ class _LineSender:
             seconds = self._table.seconds[slots]
             steered = slots[self._table.status[slots] == STEERED]
             columns = slots, ready, seconds, changed, masks.reshape(-1)[changed], self._table.forced[slots], steered
-            self._send(Filled(*(column.tobytes() for column in columns)))
+            total = float(self._table.mark["seconds"][0])
+            self._send(Filled(total, *(column.tobytes() for column in columns)))
 
     def run(self) -> None:
         """Send while the server's thread is busy with a slow mask (if the grammar library releases the GIL)."""

@@ -131,6 +131,26 @@ def test_the_others_go_on_while_one_is_parked(make_engine: MakeEngine, tiny_mode
     finish(engine)
 
 
+def test_a_step_waits_for_its_first_mask_only_where_none_is_parked(
+    make_engine: MakeEngine, tiny_model: LoadedModel, finish: Run
+) -> None:
+    pool = FaultyPool(tiny_model.vocabulary)
+    engine = make_engine(pool, mask_deadline=0.002)
+    pool.delay = lambda sequence_id, position: 8 if sequence_id == pool.opened[0] and position == 2 else 0
+    waits: set[tuple[bool, float | None]] = set()
+    collect = pool.collect
+
+    def recorded(timeout: float | None = None, patience: float | None = None) -> StepMasks:
+        waits.add((bool(engine.stats.parked), timeout))
+        return collect(timeout, patience)
+
+    pool.collect = recorded  # type: ignore[method-assign]
+    for name in ("slow", "other"):
+        engine.add_request(name, PROMPT, SamplingParams(regex="[0-9]{12}", max_tokens=30))
+    finish(engine)
+    assert waits == {(False, 0.1), (True, 0.002)}
+
+
 def test_where_all_are_parked_the_step_waits(make_engine: MakeEngine, tiny_model: LoadedModel, finish: Run) -> None:
     pool = FaultyPool(tiny_model.vocabulary)
     engine = make_engine(pool)

@@ -229,6 +229,38 @@ def test_a_straggler_takes_the_other_sequences_of_its_request_along(transport: T
     workers.close()
 
 
+def test_a_new_lane_takes_every_sequence_with_slow_masks(transport: Transport) -> None:
+    workers = Workers(transport, 3, 1)
+    straggler, slow, quick, elsewhere = workers.states
+    for state, seconds in ((slow, 0.05), (quick, 0.001), (elsewhere, 0.05)):
+        assert state.worker is not None
+        state.sequence.request_id = f"of its own {state.sequence_id}"
+        state.worker.table.seconds[state.slot] = seconds
+    workers.fill(straggler, slow, quick)
+    assert set(workers.placement.clear_stuck_workers(time.monotonic() + 1.0)) == {quick}
+    assert workers.placement.stragglers == {straggler, slow, elsewhere}
+    workers.close()
+
+
+def test_beside_a_lane_a_sequence_with_a_slow_mask_is_a_straggler(transport: Transport) -> None:
+    workers = Workers(transport, 2)
+    slow, quick = workers.states
+    workers.placement.note_slow(slow, 0.05)
+    workers.placement.note_slow(quick, 0.005)
+    assert workers.placement.stragglers == {slow}
+    workers.close()
+
+
+def test_a_sequence_that_moves_is_known_to_be_slow(transport: Transport) -> None:
+    workers = Workers(transport, 1)
+    (state,) = workers.states
+    assert state.worker is not None
+    state.worker.table.seconds[state.slot] = 0.5
+    workers.placement.withdraw(state)
+    assert state.seconds == 0.5
+    workers.close()
+
+
 def test_a_straggler_waits_for_a_lane_rather_than_join_the_others(transport: Transport) -> None:
     workers = Workers(transport, 1)
     straggler = workers.new()

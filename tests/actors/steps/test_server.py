@@ -137,6 +137,16 @@ def test_a_request_that_an_edit_has_overtaken_is_skipped(transport: Transport) -
     peer.close()
 
 
+def test_a_sequence_that_was_slow_on_another_worker_is_filled_last(transport: Transport) -> None:
+    slow = SlowGrammar([tokens("abc"), tokens("xyz")], slow_at=0)
+    peer = Peer(transport, slow=slow)
+    peer.send(msgspec.structs.replace(peer.open(0, grammar="slow"), seconds=0.5), peer.open(1))
+    assert slow.reached.wait(10)
+    assert peer.table.ready[1] == peer.table.target[1]
+    slow.release.set()
+    peer.close()
+
+
 def test_a_position_that_does_not_fit_the_known_output_is_a_failure(transport: Transport) -> None:
     peer = Peer(transport)
     peer.send(peer.open(0))
