@@ -25,7 +25,7 @@ from engine.sampling_params import MAX_BIASES
 from engine.server.context import ServerContext
 from engine.server.errors import BodyTooComplex, InvalidJson, ShuttingDown
 from engine.server.protocol import WITHOUT_EFFECT
-from guided.errors import InvalidRequest
+from guided.errors import InvalidRequest, bounded
 from guided.json_text import JsonError, JsonTooLarge, loads
 
 MAX_REPORTED = 10
@@ -54,7 +54,7 @@ class AdmissionRoute(APIRoute):
                 if context.shutting_down:
                     raise ShuttingDown("the server is shutting down")
                 ignored = None if context.settings.strict_fields else list[str]()
-                body = parse(raw, request.headers.get("content-type", ""), body_type, context, ignored)
+                body = parse(raw, request.headers, body_type, context, ignored)
                 request.state.ignored = ignored or []
                 return self.prepare(body, request, context)
 
@@ -78,13 +78,20 @@ class AdmissionRoute(APIRoute):
 
 
 def parse(
-    raw: bytes, content_type: str, body_type: type[BaseModel], context: ServerContext, ignored: list[str] | None = None
+    raw: bytes,
+    headers: Mapping[str, str],
+    body_type: type[BaseModel],
+    context: ServerContext,
+    ignored: list[str] | None = None,
 ) -> BaseModel:
     """Take a body through the stages 2 to 4.
 
     `ignored` takes the names of fields that have no effect. None: unknown fields are rejected.
     """
-    if not _is_json(content_type):
+    encoding = headers.get("content-encoding", "identity")
+    if encoding.lower() != "identity":
+        raise InvalidRequest(f"content-encoding {bounded(encoding)} is not supported: send the body uncompressed")
+    if not _is_json(headers.get("content-type", "")):
         raise InvalidRequest("the body must be a JSON object (content-type: application/json)")
     limit, nesting = context.settings.max_body_values, max(_NESTING, 2 * context.limits.max_nesting)
     try:

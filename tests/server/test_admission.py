@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import threading
 from collections.abc import Callable
@@ -64,6 +65,12 @@ class TestBodies:
         found, param, message = refusal(client, path, body)
         assert (found, param) == (code, None)
         assert says in message
+
+    def test_a_compressed_body_is_refused_by_name(self, client: TestClient) -> None:
+        body = gzip.compress(b'{"prompt": "a"}')
+        answer = client.post(TEXT, content=body, headers={**JSON, "content-encoding": "gzip"})
+        assert answer.status_code == 400
+        assert "content-encoding gzip is not supported" in answer.json()["error"]["message"]
 
     @pytest.mark.parametrize("content_type", ["", "text/plain", "application/x-www-form-urlencoded"])
     def test_other_content_types_are_refused(self, client: TestClient, content_type: str) -> None:
