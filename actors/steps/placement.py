@@ -148,8 +148,8 @@ class Placement:
         return True
 
     def _has_lane(self, able: list[WorkerConnection]) -> bool:
-        """Return whether one of these workers is a slow lane, or may become one."""
-        return any(worker.stragglers for worker in able) or self._may_have_lane()
+        """Return whether one of these workers is a slow lane, or may become one, or has no sequences to hold up."""
+        return any(worker.stragglers or not worker.num_open for worker in able) or self._may_have_lane()
 
     def _may_have_lane(self) -> bool:
         """Return whether another worker may become a slow lane: at most half of them are."""

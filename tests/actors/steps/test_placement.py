@@ -270,3 +270,11 @@ def test_a_straggler_waits_for_a_lane_rather_than_join_the_others(transport: Tra
     assert not workers.placement.place(straggler, None, 105.0)
     assert workers.placement.place(straggler, None, 111.0), "but not for long"
     workers.close()
+
+
+def test_a_straggler_does_not_wait_where_it_holds_up_no_other_sequence(transport: Transport) -> None:
+    workers = Workers(transport, 0)
+    straggler = workers.new()
+    workers.placement.stragglers.add(straggler)
+    assert workers.placement.place(straggler, None, 100.0)
+    workers.close()
