@@ -125,8 +125,6 @@ class Failed(msgspec.Struct, array_like=True, tag=0, gc=False, frozen=True):
 class Filled(msgspec.Struct, array_like=True, tag=1, gc=False, frozen=True):
     """The lines that have changed, if the table is not shared; else empty, and only wakes the engine up."""
 
-    total: float = 0.0
-    """`seconds` of the worker's mark."""
     slots: bytes = b""
     """int32 `[n]`."""
     ready: bytes = b""
@@ -142,6 +140,8 @@ class Filled(msgspec.Struct, array_like=True, tag=1, gc=False, frozen=True):
     """int32 `[n, MAX_FORCED_TOKENS]`."""
     steered: bytes = b""
     """int32 `[m]`: which of the slots are `STEERED`."""
+    total: float = 0.0
+    """`seconds` of the worker's mark."""
 
 
 Answer = Failed | Filled

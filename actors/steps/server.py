@@ -257,11 +257,19 @@ class _LineSender:
             masks = self._table.mask[filled]
             changed = np.flatnonzero(masks != self._sent[filled]).astype(np.int32)
             self._sent[filled] = masks
-            seconds = self._table.seconds[slots]
             steered = slots[self._table.status[slots] == STEERED]
-            columns = slots, ready, seconds, changed, masks.reshape(-1)[changed], self._table.forced[slots], steered
-            total = float(self._table.mark["seconds"][0])
-            self._send(Filled(total, *(column.tobytes() for column in columns)))
+            self._send(
+                Filled(
+                    slots=slots.tobytes(),
+                    ready=ready.tobytes(),
+                    seconds=self._table.seconds[slots].tobytes(),
+                    changed=changed.tobytes(),
+                    mask=masks.reshape(-1)[changed].tobytes(),
+                    forced=self._table.forced[slots].tobytes(),
+                    steered=steered.tobytes(),
+                    total=float(self._table.mark["seconds"][0]),
+                )
+            )
 
     def run(self) -> None:
         """Send while the server's thread is busy with a slow mask (if the grammar library releases the GIL)."""
