@@ -1,10 +1,10 @@
 """The step channel: one connection per actor incarnation, created by the engine, never used twice. Sends never block.
 
-`LocalChannel` is a Unix socket to a process of the same machine, which the engine's thread writes to itself. ZeroMQ
-would hand each message to a thread of its own, and each wake-up on the way costs tens of microseconds and may take the
-CPU from the thread that has just sent (`python -m benchmarks.channel` has both). `RemoteChannel` is a ZeroMQ PAIR
-connection over TCP to another machine, authenticated and encrypted (CURVE, RFC 26). A bound ZeroMQ socket delivers to a
-replacement what a dead peer left unread, so every incarnation gets an endpoint of its own.
+`LocalChannel` is a Unix socket to a process of the same machine. The engine's thread itself writes to it. ZeroMQ would
+hand each message to another thread: each wake-up costs tens of microseconds, and may take the CPU from the thread that
+has just sent (`python -m benchmarks.channel` measures both). `RemoteChannel` is a ZeroMQ PAIR connection over TCP to
+another machine, authenticated and encrypted (CURVE, RFC 26). A bound ZeroMQ socket delivers messages that a dead peer
+left unread to the next peer, so every incarnation gets an endpoint of its own.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _SEND_TIMEOUT = struct.pack("ll", 5, 0)
 _HEARTBEAT_MS = 2_000
 _HEARTBEAT_TIMEOUT_MS = 10_000
 _HANDSHAKE_MS = 5_000
-"""A client that has not proved by then that it has the key is disconnected."""
+"""Time limit for a client to prove that it has the key. After it, the client is disconnected."""
 _serial = itertools.count()
 
 
@@ -66,7 +66,7 @@ class Channel(Protocol):
 
     @property
     def monitor(self) -> Any:
-        """The same: readable if the connection may be lost. Used by the supervisor's thread."""
+        """A ZeroMQ socket or a file descriptor to poll: readable if the connection may be lost. For the supervisor."""
 
     def wait_connected(self, timeout: float) -> bool:
         """Return whether the actor connected within `timeout` seconds. No other client can connect after it."""
@@ -88,7 +88,7 @@ class Channel(Protocol):
 
 
 class WorkerEnd(Protocol):
-    """Actor side of a channel. It never reconnects: after a lost connection comes another incarnation."""
+    """Actor side of a channel. It never reconnects: a lost connection ends the incarnation."""
 
     def receive(self, *, wait: bool = True) -> bytes | None:
         """Return the next message. If there is none: wait for it, or return None. Raises if the connection is lost."""
@@ -284,7 +284,7 @@ class LocalChannel:
 
     def push(self) -> None:
         if self._unsent:
-            with contextlib.suppress(OSError):  # it takes nothing now, or is lost
+            with contextlib.suppress(OSError):  # the socket's buffer is full, or the connection is lost
                 self._unsent = self._unsent[self._stream.send(self._unsent, sockets.MSG_NOSIGNAL) :]
 
     def receive(self) -> bytes | None:
@@ -292,7 +292,7 @@ class LocalChannel:
             try:
                 if not self._frames.read():
                     return None
-            except OSError:  # nothing has arrived, or it is lost
+            except OSError:  # nothing has arrived, or the connection is lost
                 return None
         return message
 

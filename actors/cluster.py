@@ -32,7 +32,7 @@ _STOP_SECONDS = 30.0
 _PROBE_INTERVAL_SECONDS = 1.0
 _PROBE_SECONDS = 2.0
 _FIRST_PAUSE_SECONDS, _LAST_PAUSE_SECONDS = 1.0, 10.0
-"""Between two attempts to connect again."""
+"""Shortest and longest pause between two attempts to reconnect."""
 _QUIET = {"log_to_driver": False, "logging_level": logging.ERROR}
 _ENVIRONMENT = {
     # Ray ends a driver if its GCS is gone for 60 s. Steps do not need the GCS, so the actors outlive it.
@@ -46,13 +46,13 @@ _ENVIRONMENT = {
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
 }
 _LOCAL_ENVIRONMENT = {
-    # All of its processes listen on 127.0.0.1 only.
+    # With this setting all processes of the local Ray listen on 127.0.0.1 only.
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "RAY_enable_metrics_collection": "0",
     "RAY_AUTH_MODE": "token",
     "RAY_AUTH_TOKEN": None,
     "RAY_ADDRESS": None,
-    # For the server's process only.
+    # The key is for the server's process only.
     "GUIDED_API_KEY": None,
 }
 _log = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ class Cluster:
         self._ready = threading.Event()
         self._leaving = threading.Event()
         self._needed = threading.Event()
-        """An actor is to be started, and Ray's head is gone."""
+        """Set when an actor could not be started because a process of Ray is gone."""
         self._error: Exception | None = None
         self.trouble: str | None = None
         """What was wrong with Ray at the latest probe, a few seconds ago; None if nothing was."""
@@ -131,7 +131,7 @@ class Cluster:
         return None if connected is None else f"{connected.head[0]}:{connected.head[1]}"
 
     def reserved(self, cpus: float | None) -> float:
-        """Return the CPUs that Ray reserves for an actor: `cpus`, or by default 1. A local cluster has none to give."""
+        """Return the CPUs that Ray reserves for an actor: `cpus`, or by default 1. A local cluster reserves none."""
         if self._address is None:
             return 0.0
         return 1.0 if cpus is None else cpus
@@ -189,14 +189,14 @@ class Cluster:
         self._clean_up()
 
     def _is_lost(self, driver: Driver, connected: Connected) -> bool:
-        """Return whether nothing is left to be kept: the actors have died with the driver or the raylet; or Ray's head
-        is gone for good, and an actor is needed."""
+        """Return whether to reconnect: the actors have died with the driver or the raylet, or an actor is needed and
+        the head of the local Ray is gone for good."""
         if driver.has_ended or isinstance(_unreachable(connected.raylet), ConnectionRefusedError):
             return True
         return self._scratch is not None and self._needed.is_set()
 
     def _reconnect(self, why: str) -> None:
-        """Connect again, as often as it takes."""
+        """Connect again. Retry until it succeeds, or the last user leaves."""
         _log.error("Ray is lost: %s; it is %s again", why, "joined" if self._address else "started")
         self.trouble = why
         self.connected.clear()
@@ -239,7 +239,7 @@ class Cluster:
 
     def _clean_up(self) -> None:
         driver, self._driver = self._driver, None
-        # If something is wrong already, Ray would only wait for it.
+        # If a process of Ray is gone already, an orderly shutdown would only wait for it.
         if driver is not None and (self.trouble is not None or self._ray is None):
             driver.kill()
         elif driver is not None and not driver.close(_STOP_SECONDS / 2):
@@ -290,7 +290,7 @@ def _address_of_this_process() -> str | None:
 def _find_cluster() -> str:
     """Return the address of the cluster with a node on this machine, for "auto".
 
-    Ray's own search also finds the private Ray of another process of this project.
+    Ray's own search is not used, because it also finds the private Ray of another process of this project.
     """
     if address := os.environ.get("RAY_ADDRESS"):
         return address

@@ -1,4 +1,4 @@
-"""Processes of a pool: which they are, what they use, and how they are ended. Linux only (`/proc`, pidfds, cgroups)."""
+"""Processes of a pool: identify, measure, limit and end them. Linux only (`/proc`, pidfds, cgroups)."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ _KILL_SECONDS = 5.0
 _SLACK_BYTES = 1 << 30
 """Address space that is never resident: stacks of some sixty threads, memory that allocators keep."""
 _CGROUP_FILES = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
-_SESSION_NICENESS, _AUTOGROUP_ATTEMPTS = 5, 5
-"""A third of the weight of the engine's session, so that there is progress while the engine takes all CPUs."""
+_SESSION_NICENESS = 5
+"""A third of the weight of the engine's session, so that masks make progress while the engine takes all CPUs."""
+_AUTOGROUP_ATTEMPTS = 5
 _PF_EXITING = 0x4
-"""Of the flags in `/proc/<pid>/stat`: linux/sched.h."""
+"""Flag in `/proc/<pid>/stat` (linux/sched.h): the process is exiting."""
 _PENDING_SIGKILL = 1 << (signal.SIGKILL - 1)
 _log = logging.getLogger(__name__)
 
@@ -43,7 +44,7 @@ class ProcessLocation(NamedTuple):
     """Ray's id of the node."""
     host: str = ""
     address: str = ""
-    """The node's, for other nodes."""
+    """Address of the node for other nodes."""
     pid_namespace: int = 0
     """The number of the namespace that the pid belongs to: each container has its own."""
     started: int = 0
@@ -65,14 +66,14 @@ class ProcessLocation(NamedTuple):
         return cls.here(_node_id(), str(ray.util.get_node_ip_address()))
 
     def is_ending(self) -> bool:
-        """Return whether the process, of this machine, has ended or is about to."""
+        """Return whether the process has ended or is ending. It must be on this machine."""
         reading = ProcessReading.of(self.pid)
         return reading is None or reading.ending or reading.started != self.started
 
     def is_beside(self, node_id: str) -> bool:
-        """Return whether this process, on the node with that id, can look up the pid.
+        """Return whether the calling process, on node `node_id`, can look up this location's pid.
 
-        A container has pids of its own. It may use the Ray of its host, with the same node id.
+        The node id is not enough: a container has its own pids, but may use its host's Ray, with the same node id.
         """
         return self.node_id == node_id and self.pid_namespace == _pid_namespace()
 
@@ -84,7 +85,7 @@ class ProcessReading:
     resident: int
     """Resident memory in bytes."""
     cpu_seconds: float
-    """Computing time of all its threads so far."""
+    """CPU seconds of all its threads so far."""
     stopped: bool
     """Stopped by a signal (SIGSTOP): none of its threads runs."""
     ending: bool
@@ -111,7 +112,7 @@ def enter_session() -> None:
     Linux may share out the CPUs among sessions first ("autogroups"; sched(7)). A niceness counts within a session only.
     """
     try:
-        if os.getpgrp() == os.getpid():  # as each process of Ray; setsid(2) is for others only
+        if os.getpgrp() == os.getpid():  # true of each process of Ray; setsid(2) fails for the leader of a group
             os.setpgid(0, os.getpgid(os.getppid()))
         os.setsid()
     except PermissionError:
@@ -172,7 +173,7 @@ class ProcessHandle:
 
 
 def kill_actor(actor: RemoteActor, process: ProcessHandle | None) -> None:
-    """Kill a Ray actor: through Ray, which would otherwise report the death as an accident, then its process.
+    """Kill a Ray actor: first through Ray, which would otherwise report an unexpected death, then its process.
 
     Args:
         process: None leaves the process to Ray.
@@ -222,18 +223,19 @@ def _node_id() -> str:
 
 
 def memory_limit(wanted: int | None) -> int:
-    """Limit of an actor's memory: `wanted` bytes, at most the machine's memory. None: the default, at most half."""
+    """Return an actor's memory limit in bytes: `wanted`, at most the machine's memory. None: 2 GiB, at most half."""
     machine = machine_bytes()
     return min(wanted, machine) if wanted is not None else min(_DEFAULT_BYTES, machine // 2)
 
 
 def soft_limit(limit: int, fresh: int) -> int:
-    """Memory at which an actor is replaced once it is empty: half way from `fresh`, its memory when it was new."""
+    """Return the memory, in bytes, above which an actor is replaced once it is empty: half way from `fresh`, its memory
+    when it was new, to `limit`."""
     return fresh + max(0, limit - fresh) // 2
 
 
 def machine_bytes() -> int:
-    """Memory of the machine, or of this container."""
+    """Return the memory of the machine, or of this container, in bytes."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for file in _CGROUP_FILES:
         with contextlib.suppress(OSError, ValueError):  # "max" is not a number
@@ -248,7 +250,7 @@ def limit_memory(limit: int, watched: bool) -> None:
         watched: a supervisor on this machine watches the process. If not, it watches itself, as far as the grammar
             library lets other threads run.
     """
-    # The second line of defence: above it allocations fail, even if nothing can watch the process.
+    # A second limit, which holds even if nothing can watch the process: allocations above it fail.
     data_bytes = limit + _SLACK_BYTES
     _, ceiling = resource.getrlimit(resource.RLIMIT_DATA)
     if ceiling != resource.RLIM_INFINITY:

@@ -1,7 +1,7 @@
 """RayPool: mask workers in Ray actors, at in-process speed.
 
-Ray places, starts and ends the actors and carries what is rare and large (the vocabulary, compiled grammars). A
-socket carries the steps: one message an actor a step. Shared memory carries the bitmasks.
+Ray places, starts and ends the actors, and transfers what is rare and large (the vocabulary, compiled grammars). A step
+is one message per actor over a socket. The token bitmasks are in shared memory.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from guided.vocabulary import Vocabulary
 
 _CREATE_SECONDS = 10.0
 _STOP_SECONDS = 20.0
-"""For all actors together. An actor that has not ended by then ends with this process."""
+"""Maximum time to wait for all actors together to end. An actor that still runs then ends with this process."""
 
 
 class RayPool:
@@ -147,7 +147,7 @@ class RayPool:
             return self._dispatcher.failures()
 
     def _rejection(self, key: str) -> GuidedError | None:
-        return self._grammars.rejection(key)  # not made yet when the dispatcher is
+        return self._grammars.rejection(key)  # the dispatcher is created before `_grammars`
 
     def status(self) -> PoolStatus:
         workers = [supervisor.status() for supervisor in self._supervisors]
@@ -162,16 +162,16 @@ class RayPool:
         )
 
     def placement(self) -> dict[int, set[int]]:
-        """Return which sequences are open on which actor: their ids, by the actor's pid. From the engine's thread."""
+        """Return the ids of the open sequences of each actor, by the actor's pid. From the engine's thread."""
         with self._lock:
             return self._dispatcher.placement()
 
     def compile_pids(self) -> list[int]:
-        """The processes that compile. Asks the compile actor: takes milliseconds."""
+        """Return the pids of the compile processes. Asks the compile actor, which takes milliseconds."""
         return self._grammars.compile_pids()
 
     def shutdown(self) -> None:
-        """End the actors and give everything back: processes, sockets, memory, files. Idempotent; from any thread."""
+        """End the actors and release all processes, sockets, memory and files. Idempotent. From any thread."""
         self._dispatcher.interrupt()
         with self._lock:
             self._undo.close()

@@ -34,7 +34,8 @@ done
 """
 
 # The shell that starts it ends at once, so that the cleanup process becomes a child of init. A host that kills all its
-# descendants, as vLLM does, does not find it. Descriptor 3, because a shell gives background processes no input.
+# descendants, as vLLM does, does not find it. Its input is descriptor 3, because a shell connects the standard input of
+# a background process to /dev/null.
 _START_CLEANUP = """
 exec 3<&0
 /bin/sh -c "$1" guided-cleanup "$2" <&3 3<&- &
@@ -96,7 +97,7 @@ def _lock_new(path: str) -> int:
 
 
 def _remove_abandoned() -> None:
-    """Have the directories removed of processes that were killed together with their cleanup processes."""
+    """Start a cleanup for each directory whose owner was killed together with its cleanup process."""
     for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):
             status = path.lstat()

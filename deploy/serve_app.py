@@ -25,7 +25,7 @@ from engine.server.process import settings_of, start_engine
 from engine.server.tracing import Tracing
 
 _NO_MASKS_SECONDS = 60.0
-"""A replica without any mask actor for so long is replaced. The pool tries to start them all that time."""
+"""A replica that has had no mask actor for this time is replaced. Until then its pool keeps trying to start them."""
 logger = logging.getLogger("ray.serve")
 
 
@@ -45,7 +45,7 @@ class GuidedServer:
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         app = create_app(self._engine, self._settings, self._tracing)
-        app.openapi()  # kept: it takes half a second
+        app.openapi()  # FastAPI caches it: building it takes half a second
         context: ServerContext = app.state.context
         export_to_ray(context.metrics.registry)
         return app

@@ -41,8 +41,9 @@ class EngineHealth:
     """Share of the blocks in use, 0 to 1."""
     num_preemptions: int
     prefix_cache_queries: int
-    """Prompt tokens that were looked up in the prefix cache, and how many it had."""
+    """Prompt tokens that were looked up in the prefix cache."""
     prefix_cache_hits: int
+    """Prompt tokens that the prefix cache had."""
     stats: EngineStats
 
 
@@ -108,11 +109,11 @@ class AsyncLLM(BaseLLM):
         empty. The last snapshot has `finished`. Leaving the iteration early, or cancelling it, aborts the request.
 
         Args:
-            stream: off: yield only the last snapshot.
+            stream: False: yield only the last snapshot.
             client: requests of different clients take turns.
 
         Raises:
-            GuidedError: the request failed before it was admitted, or at any time if `stream` is off. A later failure
+            GuidedError: the request failed before it was admitted, or at any time if `stream` is False. A later failure
                 of a stream is the `error` of its last snapshot.
             InternalError: the engine's thread has died.
         """

@@ -81,7 +81,7 @@ class BaseLLM:
         self._start()
 
     def _start(self) -> None:
-        """Set up what the subclass adds. The engine exists."""
+        """Set up what the subclass adds. Called once the engine exists."""
 
     def shutdown(self) -> None:
         """Shut down what this object has started: the pool, the processes of tensor parallelism. Idempotent."""

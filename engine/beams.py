@@ -14,7 +14,7 @@ from guided.processor import LogitPostProcessor
 
 
 class Beams:
-    """Moves sequences to the beginnings that their `BeamSearch` chooses: their outputs, blocks and matchers."""
+    """Continues each sequence from the beam that its `BeamSearch` chooses: updates output, blocks and matcher."""
 
     def __init__(self, scheduler: Scheduler, processor: LogitPostProcessor | None) -> None:
         self._scheduler, self._processor = scheduler, processor
@@ -51,7 +51,7 @@ class Beams:
             ]
 
         for one in search.finished:
-            if len(one.tokens) > len(outputs[0]):  # in this step
+            if len(one.tokens) > len(outputs[0]):  # finished in this step
                 one.logprobs = scored(one.candidate)
         if chosen is None:
             return False
@@ -65,7 +65,7 @@ class Beams:
 
 
 def show_result(group: SequenceGroup) -> None:
-    """Make the sequences of a search that has ended its finished outputs, best first."""
+    """Replace the sequences of a search that has ended by its finished outputs, best first."""
     assert group.beams is not None
     finished = group.beams.finished
     for sequence in group.sequences:

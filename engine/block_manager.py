@@ -31,8 +31,9 @@ class BlockManager:
         self.block_size = block_size
         self.tables: NDArray[np.int64] = np.zeros((max_seqs, max_blocks), dtype=np.int64)
         self.tokens_looked_up = 0
-        """Number of tokens of which the prefix cache was asked for, and how many it had."""
+        """Number of tokens that were looked up in the prefix cache."""
         self.tokens_found = 0
+        """Number of these that the prefix cache had."""
         self._prefix_cache = prefix_cache
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         """The next block to be used comes first."""
@@ -40,7 +41,7 @@ class BlockManager:
         self._known: dict[_Content, tuple[int, int]] = {}
         """(id of the prefix that ends with this content, block)."""
         self._content: dict[int, _Content] = {}
-        """Of the blocks in `_known`."""
+        """Content of the blocks in `_known`, by block."""
         self._prefix_ids = itertools.count(1)
         self._prefixes: dict[int, list[int]] = {}
         """By sequence: the prefix ids of its first blocks, as far as these are known."""
@@ -69,8 +70,8 @@ class BlockManager:
         """Assign blocks for the `num_tokens` tokens that the sequences have in common. Raises `MemoryError` if too few
         are free.
 
-        Returns how many of the first of `tokens` (empty: nothing is looked up) the prefix cache had: not all, because
-        the last token is computed.
+        Looks `tokens` up in the prefix cache, unless it is empty. Returns the length of the beginning that was found:
+        never all of it, because the last token has to be computed.
         """
         first, *others = seq_ids
         prefixes, found = self._find(tokens)

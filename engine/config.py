@@ -53,9 +53,9 @@ class EngineConfig:
         seed: seed of the engine. A request without a seed derives its own from it.
         forced_tokens: where a constraint allows only one token, append it, and those that follow it without an
             alternative, without a forward pass for each. Outputs are the same. Read where the mask pool is started.
-        num_speculative_tokens: maximum number of draft tokens per sequence and step. The drafts are what followed the
-            newest tokens before, in prompt or output. Outputs are the same, except for rounding. It pays where outputs
-            copy from prompts. Not with custom logits processors. 0: off.
+        num_speculative_tokens: maximum number of draft tokens per sequence and step. The drafts are the tokens that
+            followed an earlier occurrence of the newest tokens, in prompt or output. Outputs are the same, except for
+            rounding. Useful where outputs copy from prompts. Not with custom logits processors. 0: off.
         parking: a step continues without the sequences that have no mask at the step's deadline. They are sampled when
             their mask is ready. This changes when a token is sampled, never which token. If false, only rows
             without a worker are left out.
@@ -99,6 +99,7 @@ class EngineConfig:
 
     @staticmethod
     def step_tokens(on_cpu: bool) -> int:
-        """Return the time that a step takes besides that of its tokens, in tokens: about what the hardware multiplies
-        while it reads the weights once. The CPU's was measured (docs/design.md), the GPU's is an estimate."""
+        """Return the fixed time of a step, in units of one token's time: about the number of tokens that the hardware
+        computes while it reads the weights once. The CPU's value was measured (docs/design.md), the GPU's is an
+        estimate."""
         return 10 if on_cpu else 256

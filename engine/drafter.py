@@ -32,7 +32,7 @@ class Drafts:
         self._after: dict[tuple[int, ...], int] = {}
         """By n-gram of `_tokens`: where its last occurrence ends."""
         self.guided: list[GuidedSequence] = []
-        """Of the rows: the matchers after 1, 2, ... drafts. They stay open from step to step."""
+        """The matchers of the rows after 1, 2, ... drafts. They stay open from step to step."""
 
     def propose(self, limit: int) -> list[int]:
         """Return up to `limit` tokens that may follow."""
@@ -53,9 +53,9 @@ class Drafts:
         return []
 
     def rows(self, drafts: list[int]) -> list[tuple[Sequence, int | None]]:
-        """Return a sequence for the row after each draft, and how much of its matcher's output has changed.
+        """Return a sequence for the row after each draft, and the length of the output that its matcher can keep.
 
-        The number is the length that has not changed. None: nothing was removed.
+        The length is None if the output has only grown since the last step, or the matcher is new.
         """
         main = self._sequence
         found: list[tuple[Sequence, int | None]] = []

@@ -1,4 +1,4 @@
-"""Follow what the post-processor wants after sampling: roll back, append (forced tokens), stop."""
+"""Apply the edits that the post-processor requests after sampling: roll back, append (forced tokens), stop."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def follow(edit: SampledEdit, sequence: Sequence, scheduler: Scheduler, processo
     for token in edit.append:
         is_last = token in sequence.stop_ids or sequence.length + 1 >= sequence.max_length
         if is_last and sequence.params.logprobs is not None and not masked:
-            break  # the last token is sampled: no later step would score it
+            break  # sample the last token instead: no later step would score it
         sequence.append(token)
         if masked and sequence.params.needs_logprobs:
             sequence.add_logprobs(TokenLogprobs((token,), (0.0,), (1,)))

@@ -104,7 +104,7 @@ class CudaMemory:
         self._device = device
 
     def peak_of(self, run: Callable[[], None]) -> int:
-        """Return the most bytes that `run` takes at once."""
+        """Return the peak memory of `run`, in bytes."""
         torch.cuda.reset_peak_memory_stats(self._device)
         before = torch.cuda.memory_allocated(self._device)
         run()

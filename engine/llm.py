@@ -1,4 +1,4 @@
-"""LLM: a model to call from a script. Many prompts in, all outputs back."""
+"""LLM: offline generation from a script. Takes many prompts and returns all outputs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class LLM(BaseLLM):
 
         Args:
             prompts: one or many prompts, each as text or token ids.
-            others: none. Keywords of vLLM are refused by name.
+            others: not accepted. For a keyword of vLLM, the error says what to use instead.
             sampling_params: one for all prompts, or one for each.
             use_tqdm: show a progress bar.
 

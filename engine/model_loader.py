@@ -34,7 +34,7 @@ class LoadedModel:
     head: torch.nn.Module
     """Hidden states to logits `[rows, padded_vocab_size]`."""
     layers: dict[int, LayerShapes]
-    """With tensor parallelism: of this process."""
+    """By layer index. With tensor parallelism: the shapes of this process's heads."""
     tokenizer: Any
     vocabulary: Vocabulary
     max_model_len: int
@@ -86,7 +86,7 @@ def load_part(model: str, how: LoadOptions) -> LoadedModel:
 
 
 def _load(model: str, config: Any, how: LoadOptions, device: torch.device | None = None) -> LoadedModel:
-    """Read the weights: all to one device, or with tensor parallelism those of this process."""
+    """Read the weights: all of them to `device`, or, if it is None, this process's part for tensor parallelism."""
     register()
     others: dict[str, Any] = {}
     if device is None:
@@ -250,8 +250,8 @@ class _Recorder:
 def _probe(model: Any) -> dict[int, LayerShapes]:
     """Run two short sequences flattened in one row, and compare the logits with those of eager attention.
 
-    No flag of a model says what this shows: the model passes our context to its attention, nothing mixes the sequences,
-    only attention connects tokens, and the head is the only step after the hidden states.
+    The probe shows what no flag of a model says: the model passes our context to its attention, nothing mixes the
+    sequences, only attention connects tokens, and the head is the only step after the hidden states.
     """
     name = type(model).__name__
     body, head = getattr(model, model.base_model_prefix), model.get_output_embeddings()

@@ -17,8 +17,10 @@ from engine.model_loader import LoadedModel
 from engine.ranks import CacheSize
 from engine.scheduler import ScheduledBatch
 
-_HEADROOM, _PEAK_MARGIN = 0.97, 1.1
-"""Of a GPU: the share of the free memory to use, and how much more than the profiled step a step may take."""
+_HEADROOM = 0.97
+"""Share of a GPU's free memory to use."""
+_PEAK_MARGIN = 1.1
+"""Peak memory to reserve for a step, as a multiple of that of the profiled step."""
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ class ParkedSequences:
         return frozenset(held)
 
     def settled(self, timeout: float) -> list[Sequence]:
-        """Return sequences that can be sampled now: of beams all, or none. Waits `timeout` seconds at most."""
+        """Return sequences that can be sampled now, a group's beams only together. Waits `timeout` seconds at most."""
         if not self._parked:
             return []
         waits = any(one.parked is not None and one.parked.is_late for one in self._parked.values())

@@ -79,7 +79,7 @@ class SamplingParams:
         best_of: number of outputs that are generated. The `n` with the highest cumulative log-probability are returned;
             with beam search, the beams. None: `n`.
         use_beam_search: keep the `best_of` most likely beginnings, as transformers' `generate(num_beams=best_of)`. It
-            needs temperature 0. There may be fewer than `n` outputs if the constraint has fewer.
+            needs temperature 0. There may be fewer than `n` outputs if the constraint allows fewer.
         length_penalty: beam search: outputs are compared by the sum of their log-probabilities, divided by their length
             to this power, in [-10, 10].
         early_stopping: beam search: end when there are `best_of` outputs (True), when none is likely to become better

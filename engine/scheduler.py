@@ -31,7 +31,7 @@ class ScheduledBatch:
     """The work of one step: chunks of prefills, and one token for each decoding sequence."""
 
     prefills: list[Chunk] = field(default_factory=list)
-    """Each is of all sequences of a new group, or of one preempted sequence."""
+    """Each chunk is of all sequences of a new group, or of one sequence: preempted, or with several new tokens."""
     decodes: list[Sequence] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     """(source, target) blocks to copy before the forward pass. All sources are read before any target is written."""
@@ -43,17 +43,17 @@ class ScheduledBatch:
 
 class Scheduler:
     """Shares the engine between clients: the client with the fewest running sequences is next, and each client's groups
-    start in the order of their arrival. A group that does not fit replaces sequences of a client that has more, newest
-    first. The newest sequence is preempted first if blocks run out.
+    start in the order of their arrival. If a group does not fit, sequences of a client that runs more are preempted,
+    newest first. If blocks run out, the newest sequence is preempted first.
 
-    A step computes one token of each decoding sequence. The rest of its tokens goes to prefills, in chunks: those that
-    have begun first, and to each at most half of what is left while others wait, so that a long prompt delays neither
-    the running sequences nor a short prompt for long.
+    A step computes one token of each decoding sequence. Its remaining tokens go to prefills, in chunks. Prefills that
+    have begun come first. While other prefills wait, each gets at most half of the tokens that are left. So a long
+    prompt delays neither the running sequences nor a short prompt for long.
 
     While there are several clients, a step takes at most about twice as long as one with a single sequence of each
-    client, prefills included. The rest of a client's sequences wait, newest first; they keep their blocks. So a client
-    with few sequences is not slowed down by one with many, or with long prompts. In every second of these steps new
-    prefills come before those that have begun.
+    client, prefills included. Of each client the oldest sequences run; the others wait and keep their blocks. So a
+    client with few sequences is not slowed down by one with many, or with long prompts. In every other of these steps,
+    new prefills come before those that have begun.
 
     A preempted sequence loses its blocks. It is prefilled again, prompt and output, before new groups start. Groups
     that wait for their grammar are skipped and keep their turn. Parked sequences are skipped and keep their blocks.
@@ -82,7 +82,7 @@ class Scheduler:
         self._clients: Counter[str] = Counter()
         """Unfinished groups by client."""
         self._new_first = False
-        """New prefills came before those that had begun: in every second step that is shared."""
+        """In the last step, new prefills came before those that had begun. Alternates while clients share steps."""
         self._watermark = max(1, blocks.num_blocks // 100)
 
     @property
@@ -128,7 +128,7 @@ class Scheduler:
         preempted = self._schedule_decodes(batch, held)
         budget = max(tokens - len(batch.decodes), min(self.blocks.block_size, self.max_num_batched_tokens))
         begun, starts = self.prefilling[:], has_prefills and not preempted
-        # A new client does not wait for the prefills of others, nor do these for ever new ones.
+        # Alternate: a new client does not wait for the prefills of others, and new prefills do not starve these.
         self._new_first = share < self.max_num_seqs and not self._new_first
         if starts and self._new_first:
             budget = self._schedule_prefills(batch, budget, share)
@@ -140,7 +140,7 @@ class Scheduler:
         return batch
 
     def share(self, clients: int) -> int:
-        """Return how many sequences of a client a step computes at least, if it has them and `clients` have as many."""
+        """Return how many sequences of each client a step computes at least, if `clients` clients have as many."""
         return self.step_tokens // clients + 2
 
     def _limits(self) -> tuple[int, int]:

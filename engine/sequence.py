@@ -115,7 +115,7 @@ class Uniforms:
         return self._drawn.pop()
 
     def ahead(self, count: int) -> Uniforms:
-        """Return numbers that begin `count` numbers after the next one. These numbers stay the same."""
+        """Return a copy that is `count` numbers ahead. The numbers of this object stay the same."""
         while len(self._drawn) <= count:
             numbers = torch.rand(self._DRAW, generator=self._generator, dtype=torch.float64)
             self._drawn[:0] = numbers.flip(0).tolist()
@@ -167,8 +167,8 @@ class Sequence:
         """`detokenizer.text` is final."""
         self.error: GuidedError | None = None
         self.parked: Parked | None = None
-        """Set while its mask is late, or that of another beam of its group. It does not run, and keeps its blocks
-        unless it is preempted."""
+        """Set while its mask is late, or the mask of another beam of its group. A parked sequence does not run, and
+        keeps its blocks unless it is preempted."""
         self.group: SequenceGroup
         self.drafts: Drafts | None = None
         self.details = MaskDetails() if params.mask_details else None
@@ -177,7 +177,7 @@ class Sequence:
 
     @staticmethod
     def next_id() -> int:
-        """Return an id for a sequence, or for a matcher of its own."""
+        """Return a new id, for a sequence or for the matcher of a draft's row."""
         return next(_sequence_ids)
 
     @property
@@ -227,7 +227,7 @@ class Sequence:
             self.details.forced.append(forced)
 
     def end_by_token(self) -> bool:
-        """End it if its last token is a stop token, or if it has its maximum length. Returns whether it does."""
+        """End it if its last token is a stop token, or if it has its maximum length. Returns whether it has ended."""
         token = self.last_token
         if token in self.stop_ids:
             self.finish(SequenceStatus.FINISHED_STOPPED)
@@ -240,7 +240,7 @@ class Sequence:
         return False
 
     def end_by_stop_string(self) -> bool:
-        """End it if its newest token completes a stop string. Returns whether it does.
+        """End it if its newest token completes a stop string. Returns whether it has ended.
 
         A stop string takes precedence over the length cap.
         """
@@ -267,7 +267,7 @@ class Sequence:
 
 
 class StepSeconds(NamedTuple):
-    """What steps took, part by part, and how many they were."""
+    """Number of steps, and the seconds that each part of them took."""
 
     prepare: float
     forward: float
@@ -276,7 +276,7 @@ class StepSeconds(NamedTuple):
     steps: int
 
     def since(self, before: StepSeconds) -> StepSeconds:
-        """Return what was added."""
+        """Return the difference to an earlier reading."""
         return StepSeconds._make(now - then for now, then in zip(self, before, strict=True))
 
 
@@ -309,7 +309,7 @@ class SequenceGroup:
     scheduled_time: float | None = None
     """When its first prefill began."""
     step_seconds: StepSeconds | None = None
-    """Once it has ended: what the steps took since then. Until then, the engine's counters at that time."""
+    """While it runs: the engine's counters at `scheduled_time`. Once it has ended: their increase from then on."""
     first_token_time: float | None = None
     finished_time: float | None = None
 

@@ -27,15 +27,16 @@ class EngineStats:
     """Waiting for masks in `apply`. With `prepare_seconds` and `kernel_seconds` the exposed mask time."""
     kernel_seconds: float = 0.0
     forward_seconds: float = 0.0
-    """Forward passes and logits. A device works on while the engine samples or waits for masks: that is not in here."""
+    """Forward passes and logits, without the time in which a device continues while the engine samples or waits."""
     sample_seconds: float = 0.0
     mask_seconds: float = 0.0
     """Mask time of the workers, exposed or hidden."""
     hidden_seconds: float = 0.0
-    """The part of it that no step waited for."""
+    """The part of `mask_seconds` that no step waited for."""
     drafted_tokens: int = 0
-    """Draft tokens (speculative decoding), and those of them that were accepted."""
+    """Draft tokens (speculative decoding)."""
     accepted_tokens: int = 0
+    """Draft tokens that were accepted."""
     forced_tokens: int = 0
     """Tokens that were appended without a forward pass of their own."""
     parked: int = 0
@@ -47,7 +48,7 @@ class EngineStats:
 
     @property
     def of_steps(self) -> StepSeconds:
-        """What the steps took so far."""
+        """Number of steps so far, and the seconds of their parts."""
         return StepSeconds(
             self.prepare_seconds, self.forward_seconds, self.wait_seconds, self.sample_seconds, self.steps
         )

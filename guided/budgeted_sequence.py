@@ -1,8 +1,8 @@
 """Completion within a budget: the mask forbids tokens after which no known completion would fit.
 
-One completion is known after every token of a sequence. While the budget is larger than it, plus what one token can add
-to it (`guided.budget`), the mask is left alone. Then each token that the mask allows needs a completion of its own that
-fits.
+After every token, one completion of the sequence is known. While the budget has room for this completion and for what
+one more token can add to it (`guided.budget`), the mask stays unchanged. After that, the mask allows a token only if a
+completion after this token is known and fits.
 """
 
 from __future__ import annotations
@@ -18,25 +18,27 @@ from guided.budget import Budget
 from guided.completion import Completion, Completions, Steps
 from guided.errors import GuidedError, InvalidRequest
 
-_LATER_STEPS, _MASK_STEPS = 160, 120
-"""Tokens that are tried at most: for a completion after a token, for a mask."""
+_LATER_STEPS = 160
+"""Maximum number of tokens that the search for the completion after one output token tries."""
+_MASK_STEPS = 120
+"""Maximum number of tokens that the searches for one mask try, for all candidates together."""
 _CANDIDATES = 40
-"""Tokens that are tried as the next one. Others are forbidden while the mask is restricted."""
+"""Maximum number of tokens that are tried as the next one. A restricted mask forbids all others."""
 _SHARED = 4
-"""Completions that were found for one candidate and are tried for the others."""
+"""Maximum number of completions found for one candidate that are then tried for the following candidates."""
 
 
 class BudgetedSequence:
     """The completions of one sequence, after each of its output tokens.
 
-    All of it follows from the output and the budget: a replay and a rollback restore the same masks.
+    The state depends only on the output and the budget, so a replay and a rollback restore the same masks.
     """
 
     def __init__(self, completions: Completions, budget: Budget) -> None:
         self._completions = completions
         self._budget = budget
         self._known: list[Completion | None] = []
-        """By number of output tokens. None: not found."""
+        """Completion by number of output tokens. None: no completion was found."""
         self.steered = False
         """A mask was restricted."""
 
@@ -101,7 +103,7 @@ class BudgetedSequence:
             return
         kept = np.zeros_like(row)
         if spare >= budget.text_jump and not (self._completions.short & ~row).any():
-            samples = self._completions.samples  # not so where the known completion is within the string
+            samples = self._completions.samples  # they do not fit if the known completion goes on within the string
             if len(list(self._fitting(matcher, samples, known, left, Steps(0)))) == len(samples):
                 kept |= self._completions.plain & row
         candidates = self._candidates(row & ~kept, known)

@@ -26,10 +26,11 @@ if TYPE_CHECKING:
 class ProcessorBundle:
     """Calls its members in order. A row is sampled only if every member is done with it.
 
-    A member may see the logits of a late row again, as it left them: what it does must be idempotent, as masking is.
+    A member may get the logits of a late row a second time, as it left them. So its changes must be idempotent, as
+    masking is.
 
     Args:
-        first: its grammar is what `initialize` reports.
+        first: `initialize` returns the grammar of this member.
         others: applied after `first`, each to the logits as its predecessor left them.
     """
 
@@ -40,7 +41,7 @@ class ProcessorBundle:
     def initialize(
         self, request_id: str, constraint: Constraint, backend: str = "auto", client: str = ""
     ) -> Future[Grammar]:
-        """Initialize the request in every member; the future is done when all of theirs are."""
+        """Initialize the request in every member. The future is done when the futures of all members are."""
         futures: list[Future[Grammar]] = []
         try:
             for member in self._members:
@@ -77,7 +78,7 @@ class ProcessorBundle:
     def apply(
         self, logits: torch.Tensor, patience: float | None = None, alone: bool = True, keep_late: bool = False
     ) -> ApplyReport:
-        """Apply every member; a sequence that is late or failed in one of them is so in the result."""
+        """Apply every member. A sequence that is late or failed in one member is late or failed in the report."""
         merged = ApplyReport()
         late: set[int] = set()
         for member in self._members:
@@ -98,7 +99,7 @@ class ProcessorBundle:
         return edits
 
     def settled(self, timeout: float = 0.0) -> list[int]:
-        """Return the sequences that settled in some member. One that is still late in another is late again."""
+        """Return sequences that settled in a member. `apply` reports one late again if another member is still late."""
         settled: set[int] = set()
         for member in self._members:
             settled.update(member.settled(0.0 if settled else timeout))

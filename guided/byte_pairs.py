@@ -9,11 +9,11 @@ import regex
 
 
 class BytePairs:
-    """Encodes text. Each piece that `pattern` finds is a token, or its bytes are merged: neighbours that make a token,
-    the lowest id first, until no neighbours do.
+    """Encodes text. Each piece that `pattern` finds is one token, or its bytes are merged: repeatedly, the two
+    neighbours that form the token with the lowest id, until no two neighbours form a token.
 
     Args:
-        ids: by bytes. Every single byte has one.
+        ids: token ids by the tokens' bytes. Every single byte has one.
     """
 
     def __init__(self, pattern: str, ids: Mapping[bytes, int]) -> None:
@@ -31,9 +31,9 @@ class BytePairs:
     def _merge(self, piece: bytes) -> list[int]:
         size, ids = len(piece), self._ids
         ends = list(range(1, size + 1))
-        """Where the part that starts here ends. 0: no part starts here any more."""
+        """End of the part that starts at each offset. 0: no part starts there any more."""
         previous = list(range(-1, size - 1))
-        """Where the part before starts."""
+        """Start of the part before the one that starts at each offset."""
         queue: list[tuple[int, int, int]] = []
 
         def propose(start: int, end: int) -> None:

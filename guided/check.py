@@ -49,7 +49,7 @@ _END_CHANCE = 0.3
 
 @dataclass
 class Report:
-    """What became of one constraint."""
+    """The result of the check of one constraint."""
 
     name: str
     kind: str = ""
@@ -61,7 +61,7 @@ class Report:
     pointer: str | None = None
     """Where in the schema the error is."""
     refusals: dict[str, str] = field(default_factory=dict)
-    """What the backends say that were tried before, by name."""
+    """The reasons of the backends that refused the constraint, by name."""
     rewritten: list[str] = field(default_factory=list)
     """Keywords of a schema that are replaced by others."""
     compiled: str = ""
@@ -70,7 +70,7 @@ class Report:
     """Keywords of a schema that the guard enforces, not the library."""
     not_enforced: list[str] = field(default_factory=list)
     compile_seconds: float = 0.0
-    """Until the first mask."""
+    """Includes the first mask."""
     least_tokens: int | None = None
     """Tokens of a short output, with the stop token. None: no short output was found."""
     samples: list[str] = field(default_factory=list)
@@ -167,9 +167,10 @@ def check(
 def check_all(
     texts: Iterable[tuple[str, str]], vocabulary: Vocabulary, *, seconds: float, **options: Any
 ) -> Iterator[Report]:
-    """Report on several constraints, each a name and a text, in another process: it is killed after `seconds` for one.
+    """Report on several constraints in another process, which is killed if one constraint takes longer than `seconds`.
 
     Args:
+        texts: `(name, text)` of each constraint.
         options: see `check`.
     """
     process = BackendProcess(vocabulary)
@@ -205,7 +206,7 @@ def _describe_changes(report: Report, constraint: Constraint, compiled: Compiled
 
 
 def _sample(budget: Budget, compiled: Compiled, vocabulary: Vocabulary, chance: random.Random) -> str:
-    """Generate a random output. It prefers printable characters, and ends where it may with `_END_CHANCE`."""
+    """Generate a random output, of printable characters if possible. It may end early, with `_END_CHANCE`."""
     worker = MaskWorker(vocabulary)
     worker.install("sample", compiled.grammar)
     row = np.empty(words(vocabulary.padded_vocab_size), np.int32)

@@ -39,7 +39,7 @@ class Compiled:
     grammar: CompiledGrammar
     seconds: float
     nbytes: int
-    """Memory that the process holds more than before. What other threads do meanwhile counts too."""
+    """Growth of the process's memory during the compilation, including what other threads allocated meanwhile."""
 
 
 def grammar_key(backend: str, constraint: Constraint) -> str:

@@ -1,7 +1,8 @@
 """The search for completions: short texts after which the constraint is satisfied.
 
-A completion is found by following the bytes that probably end the output soonest, one token of one byte at a time, and
-spelled in as few tokens as the tokenizer spells it. The grammar library itself has accepted it, token by token.
+The search follows the bytes that probably end the output soonest, one single-byte token at a time. The text that it
+finds is then encoded by the tokenizer, which takes fewer tokens. The grammar library has accepted each token of a
+completion.
 """
 
 from __future__ import annotations
@@ -21,23 +22,24 @@ from guided.errors import GuidedError
 from guided.vocabulary import Vocabulary, valid_utf8
 
 _FIRST_STEPS = 1000
-"""Tokens that are tried at most for the first completion of a sequence."""
+"""Maximum number of tokens that the search for a sequence's first completion tries."""
 _SKIPS = 6
-"""Bytes at the beginning of the known completion that a new token may make superfluous."""
+"""Maximum number of bytes at the beginning of the known completion that a new token may make superfluous."""
 _JOINTS = (b",", b'",')
-"""What may be missing between a new token and the known completion."""
+"""Texts that may be missing between a new token and the known completion."""
 _ALTERNATIVES = 6
-"""Other tokens that are tried at each position of a completion, to find a shorter one."""
+"""Maximum number of other tokens tried at each position of a completion, to find a shorter one."""
 _ENDINGS = 40
-"""Other tokens of which it is tried whether one of them ends the output."""
+"""Maximum number of other tokens tried at each position, to see whether one of them ends the output."""
 _PATIENCE = (64, 2)
-"""Uses of a byte after which others are preferred, in the first attempt, and in the others."""
+"""Number of uses of a byte after which other bytes are preferred: in the first attempt, and in all later ones."""
 _CLOSING = b"}])>\"'"
 _STRUCTURE = _CLOSING + b",:;=0123456789Z-+.a"
+"""Bytes to try first where structure is expected, in this order."""
 _TEXT = b'" -0aA'
-"""Bytes to try first: where structure is expected, and within text."""
+"""Bytes to try first within text, in this order."""
 _MARK = ord("~")
-"""A byte that is hardly ever allowed except within text."""
+"""A byte that is hardly ever allowed outside text. Where it is allowed, the position counts as text."""
 
 
 @dataclass
@@ -48,7 +50,7 @@ class Steps:
 
 
 _Path = list[tuple[int, list[int]]]
-"""The tokens of an attempt, each with the alternatives there."""
+"""The tokens of an attempt, each with the alternatives at its position."""
 
 
 class Completion(NamedTuple):
@@ -83,9 +85,9 @@ class Completions:
         self.plain = pack(texts, len(permitted) * 32)
         """int32 `[words]`: tokens that are plain text within a JSON string."""
         self.samples = sorted(texts, key=lambda token: self.lengths[token])[:: max(1, len(texts) - 1)][:2]
-        """The shortest and the longest of them."""
+        """The shortest and the longest token of `plain`."""
         self.short = pack([token for token in texts if self.lengths[token] <= 2], len(permitted) * 32)
-        """int32 `[words]`: those of one or two bytes. All are allowed only within a string that may be anything."""
+        """int32 `[words]`: tokens of `plain` with one or two bytes. All are allowed only in an unrestricted string."""
         self._singles = _single_bytes(vocabulary)
         self._words, self._bits = self._singles // 32, self._singles % 32
         spelled = [vocabulary.token_bytes[token][0] for token in self._singles.tolist()]
@@ -94,7 +96,7 @@ class Completions:
         self._mark = spelled.index(_MARK) if _MARK in spelled else -1
 
     def permitting(self, permitted: NDArray[np.int32]) -> Completions:
-        """Return a copy with other tokens, such as the special tokens of a structural tag. Shares all tables."""
+        """Return a copy with other permitted tokens, such as special tokens of a structural tag. Shares all tables."""
         shared = copy(self)
         shared._permitted = permitted
         return shared
@@ -104,17 +106,17 @@ class Completions:
         return self._bytes[token] if token < len(self._bytes) else b""
 
     def first(self, matcher: Matcher, hint: str) -> Completion | None:
-        """Search for a short output, as the completion of the empty one."""
+        """Search for a short output: the completion of the empty output."""
         if matcher.is_accepting():
             return Completion(b"", ())
         hinted = self.checked(matcher, hint.encode()) if hint else None
         return hinted or self.find(matcher, Steps(_FIRST_STEPS))
 
     def find(self, matcher: Matcher, steps: Steps, enough: int = 0) -> Completion | None:
-        """Search for a short completion of `matcher`'s state, which is left as it is.
+        """Search for a short completion of `matcher`'s state, which does not change.
 
         Args:
-            enough: number of tokens below which no shorter one is searched for.
+            enough: a completion with fewer tokens is returned without a search for a shorter one.
         """
         for patience in _PATIENCE:
             path: _Path = []
@@ -207,7 +209,10 @@ class Completions:
             return None
 
     def ended(self, matcher: Matcher, output: bytes) -> Completion | None:
-        """Return a part at the end of `output` that completes this one, too."""
+        """Return the end of `output`, a complete text, if it completes `matcher`'s output.
+
+        At most `_SKIPS - 1` bytes are left out at its beginning, and a joint may be put before it.
+        """
         ends = (joint + output[start:] for start in range(min(_SKIPS, len(output))) for joint in (b"", *_JOINTS))
         return next(filter(None, (self.checked(matcher, end) for end in ends)), None)
 
@@ -228,13 +233,13 @@ def shortest(vocabulary: Vocabulary, grammar: CompiledGrammar, hint: str) -> Com
 
 
 def _single_bytes(vocabulary: Vocabulary) -> NDArray[np.int64]:
-    """Return the tokens of one byte, one for each."""
+    """Return the ids of single-byte tokens, one for each byte, ascending."""
     found = {vocabulary.token_bytes[token]: token for token in reversed(vocabulary.text_token_ids)}
     return np.array(sorted(token for content, token in found.items() if len(content) == 1), np.int64)
 
 
 def _rank(order: bytes, byte: int) -> int:
-    """Return the place of a byte: those in `order`, other characters, openers and escapes, white space and others."""
+    """Return the sort key of a byte: bytes in `order`, other characters, opening brackets and backslash, the rest."""
     if byte in order:
         return order.index(byte)
     if byte < 33 or byte > 126:

@@ -29,7 +29,7 @@ def available_cpus(root: Path = _ROOT) -> int:
 
 def _control_groups(root: Path) -> list[Path]:
     """Return the directories of the control groups that this process is in, and of their parents, as far as they are
-    visible. In a container its own is usually the root."""
+    visible. In a container, the container's own group is usually the root."""
     found: list[Path] = []
     lines: list[str] = []
     with contextlib.suppress(OSError):

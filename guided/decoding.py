@@ -1,4 +1,4 @@
-"""One step of a decode loop in one call, for engines of one's own. `docs/embedding.md` has the calls that it makes."""
+"""One step of a decode loop in one call, for custom engines. `docs/embedding.md` shows the calls that it makes."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class DecodeStep:
-    """What one step did."""
+    """The result of one step."""
 
     tokens: list[int]
-    """The sampled token of each logits row. Not to be used for the rows of failed and late sequences."""
+    """The sampled token of each logits row. Ignore those of failed and late sequences."""
     report: ApplyReport
     """Which sequences failed, and which are late."""
     ended: list[int] = field(default_factory=list)
@@ -44,11 +44,11 @@ def decode_step(
         sample: returns one token for each logits row.
         logits_rows: the logits row of each sequence. None: row i for sequence i.
         patience: seconds to wait for masks after the forward pass. A sequence without a mask by then is late: decode it
-            again when `processor.settled` returns it. None: every mask is waited for.
+            again when `processor.settled` returns it. None: wait for every mask.
 
     Returns:
-        The step. Tokens of failed and late sequences are not appended. Tokens without an alternative are appended too,
-        if the pool looks ahead (`forced_tokens`): an output may grow by several.
+        The step. Tokens of failed and late sequences are not appended. If the pool looks ahead (`forced_tokens`), the
+        forced tokens are appended too, so an output may grow by several tokens.
     """
     processor.prepare(sequences, logits_rows)
     try:

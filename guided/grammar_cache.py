@@ -20,10 +20,11 @@ _LEAST_BYTES = 4096
 """Minimum size of an entry: a cached error takes memory too."""
 
 _LEAST_ENTRIES = 4
-"""Minimum number of the largest unused grammars that fit into the cache. One does if those in use take all of it."""
+"""An unused grammar is kept if it takes at most a quarter of the cache (1 / `_LEAST_ENTRIES`). A quarter is always left
+for unused grammars, even if the grammars in use fill the cache."""
 
 DEFAULT_CACHE_BYTES = 64 << 20
-"""Memory for compiled grammars, by default: those that no request uses take what the others leave of it."""
+"""Default size of the cache, in bytes. Unused grammars take the part that the grammars in use leave."""
 
 
 def cache_key(constraint: Constraint, backends: Sequence[str]) -> CacheKey:
@@ -37,7 +38,7 @@ class Entry:
 
     future: Future[Grammar]
     client: str
-    """The client that asked for it when it had no users."""
+    """The client whose request made the entry, or was the first to use it again."""
     users: int = 1
     nbytes: int = 0
     """0: not known yet."""
@@ -49,11 +50,12 @@ class GrammarCache:
     """Reference-counted entries, bounded in bytes. Not thread-safe.
 
     Args:
-        max_bytes: total size of grammars and cached errors. Unused ones take what those in use leave of it, at least a
-            quarter: the longest unused are evicted. One that takes more than a quarter is not kept: it would evict
-            many others.
-        max_used_bytes: total size of the grammars in use, from which on `admit` lets no further ones in, except those
-            of a client without any, or within half of its equal share. None: no limit.
+        max_bytes: total size of grammars and cached errors. Unused grammars take the part that the grammars in use
+            leave, at least a quarter; the least recently used ones are evicted. An unused grammar of more than a
+            quarter is not kept: it would evict many others.
+        max_used_bytes: limit for the total size of the grammars in use. Beyond it, `admit` accepts a grammar only if
+            its client uses no other one, or if the client's grammars take at most half of an equal share among several
+            clients. None: no limit.
     """
 
     def __init__(self, max_bytes: int = DEFAULT_CACHE_BYTES, max_used_bytes: int | None = None) -> None:
@@ -61,11 +63,12 @@ class GrammarCache:
         self._max_used_bytes = max_used_bytes
         self._entries: dict[CacheKey, Entry] = {}
         self._unused: OrderedDict[CacheKey, None] = OrderedDict()
-        """Entries without users, the longest unused first."""
+        """Entries without users, the least recently used first."""
         self._unused_bytes = 0
         self._used_bytes: Counter[str] = Counter()
         """Size of the grammars in use by client, without zeros."""
         self._keys: dict[str, set[CacheKey]] = {}
+        """Cache keys of the entries with the same grammar, by `Grammar.key`."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -88,7 +91,7 @@ class GrammarCache:
         return entry.future, False
 
     def admit(self, grammar: Grammar, nbytes: int) -> list[str] | None:
-        """Count a compiled grammar of `nbytes`, before its future is resolved.
+        """Count a compiled grammar of `nbytes` bytes, before its future is resolved.
 
         Returns:
             The same as `release`; None if the grammars in use leave no room for it now.
@@ -116,12 +119,12 @@ class GrammarCache:
         entry = self._entries.get(key)
         if entry is None or entry.future.done():
             return []
-        self._take(entry)
+        self._subtract_used(entry)
         if not isinstance(error, InvalidConstraint):
             del self._entries[key]
             return []
         entry.users, entry.refused, entry.nbytes = 0, True, _LEAST_BYTES
-        return self._put_by(key, entry)
+        return self._keep_unused(key, entry)
 
     def release(self, grammar: Grammar) -> list[str]:
         """Remove a user. Returns the keys of evicted grammars, which workers no longer need."""
@@ -131,20 +134,20 @@ class GrammarCache:
         entry.users -= 1
         if entry.users:
             return []
-        self._take(entry)
-        return self._put_by(grammar.cache_key, entry)
+        self._subtract_used(entry)
+        return self._keep_unused(grammar.cache_key, entry)
 
     def in_use(self) -> list[Grammar]:
         """Return the grammars that have users."""
         users = (entry.future for entry in self._entries.values() if entry.users and entry.future.done())
         return [future.result() for future in users if future.exception() is None]
 
-    def _take(self, entry: Entry) -> None:
-        """Count an entry no more as one in use."""
+    def _subtract_used(self, entry: Entry) -> None:
+        """Subtract the size of an entry that is no longer in use."""
         self._used_bytes[entry.client] -= entry.nbytes
         self._used_bytes += Counter()  # drops zeros
 
-    def _put_by(self, key: CacheKey, entry: Entry) -> list[str]:
+    def _keep_unused(self, key: CacheKey, entry: Entry) -> list[str]:
         if entry.nbytes > self._max_bytes // _LEAST_ENTRIES:
             return self._forget(key, self._entries.pop(key))
         self._unused[key] = None

@@ -41,7 +41,7 @@ class InlinePool:
     Args:
         vocabulary: the vocabulary of the masks.
         backends: tokenizer data to share with other pools.
-        max_cache_bytes: memory for compiled grammars: those that no request uses take what the others leave of it.
+        max_cache_bytes: size of the cache of compiled grammars (see `GrammarCache`).
         forced_tokens: look ahead where a mask allows only one token (`StepMasks.forced`).
     """
 
@@ -111,7 +111,7 @@ class InlinePool:
         self._step = sequences
 
     def collect(self, timeout: float | None = None, patience: float | None = None) -> StepMasks:
-        """Compute the masks now. Neither `timeout` nor `patience` can be kept, and no row is late."""
+        """Compute the masks now. `timeout` and `patience` are ignored, and no row is late."""
         sequences, self._step = self._step, ()
         if len(self._masks) < len(sequences):
             self._masks = np.empty((2 * len(sequences), self._masks.shape[1]), np.int32)

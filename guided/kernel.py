@@ -1,13 +1,13 @@
 """Writing -inf over the logits that token bitmasks forbid, in place or into other memory, where the logits are.
 
-On the CPU the way of a row depends on a sample of its mask. (Time per row of 131,072 tokens, float32, 64 rows, one
+On the CPU, the method for a row depends on a sample of its mask. (Time per row of 131,072 tokens, float32, 64 rows, one
 thread: `python -m benchmarks.apply_kernel`.)
 
 - tight, nearly all forbidden: save the allowed logits, fill the row with -inf, restore them: 36 us;
 - loose, nearly all allowed: xgrammar's kernel, which touches each forbidden logit: 15 us (440 us for a tight row);
 - others, rare: a table from eight bits of the mask to eight words of the row: 46 us.
 
-Torch is imported where it is called: a process that computes masks does without its 3 seconds and 170 MB.
+Torch is imported in the functions that call it: a process that only computes masks saves 3 seconds and 170 MB.
 """
 
 from __future__ import annotations
@@ -30,22 +30,27 @@ if TYPE_CHECKING:
 Masks: TypeAlias = NDArray[np.int32] | Sequence[NDArray[np.int32]] | Sequence[ReadyMasks]
 """int32 `[rows, words]`, or a sequence of `[words]`, or the parts of a step's masks, one after the other."""
 Bits: TypeAlias = NDArray[Any]
-"""Logits as unsigned integers of their size: no float is larger than -inf then, but a NaN with its sign set."""
+"""Logits as unsigned integers of the same width. As such, only a NaN with its sign set is larger than -inf."""
 
 logger = logging.getLogger(__name__)
 _cuda_failed = False
-"""The kernel on CUDA has raised."""
+"""The kernel on CUDA has raised an exception."""
 _MINUS_INFINITY = {"float32": np.uint32(0xFF800000), "bfloat16": np.uint16(0xFF80), "float16": np.uint16(0xFC00)}
 _TIGHT = 3
 """Minimum number of the four sampled 64-bit words that allow nothing."""
 _LOOSE = 240
 """Minimum number of the 256 sampled tokens that are allowed."""
 _LEAST_WORDS = 128
-"""Shorter rows aren't sampled. (There, xgrammar's kernel was seen to write what it shouldn't.)"""
-_WINDOW, _PLENTY = 1024, 512
-"""A row in which so many of a window's tokens are allowed and more than the least needs no other logit raised."""
-_LEAD_WORDS, _LEAD_ROWS = 64, 16
-"""Special tokens come first in many vocabularies, and no constraint allows them: one write for that many rows."""
+"""Minimum number of words of a row that is sampled. On shorter rows, xgrammar's kernel wrote wrong values."""
+_WINDOW = 1024
+"""Number of neighbouring logits in which `_rows_to_clamp` counts allowed ones above the minimum."""
+_PLENTY = 512
+"""A row with at least this many allowed logits above the minimum in the window keeps its logits below the minimum."""
+_LEAD_WORDS = 64
+"""Number of words at the beginning of the rows that are checked for tokens that all rows forbid. Special tokens come
+first in many vocabularies, and no constraint allows them."""
+_LEAD_ROWS = 16
+"""Minimum number of rows for which one write forbids these tokens in all rows."""
 
 
 def apply_bitmask(
@@ -67,7 +72,7 @@ def apply_bitmask(
 
     Columns of `logits` beyond the bitmask are forbidden too. A forbidden NaN may stay one.
 
-    On CUDA, an exception (no Triton, no compiler, another type or layout) has this process write by torch from then on.
+    On CUDA, after an exception (no Triton, no compiler, another type or layout) this process uses torch instead.
     """
     if not len(rows):
         return
@@ -88,7 +93,7 @@ def apply_bitmask(
 
 
 def load_loose_kernel() -> None:
-    """Begin to load xgrammar's kernel on a thread (0.3 s, 23 MB); until then, loose rows go another way."""
+    """Load xgrammar's kernel on a thread (0.3 s, 23 MB). Until then, loose rows are written like the others."""
     if "xgrammar" not in sys.modules:
         threading.Thread(target=__import__, args=("xgrammar",), name="load-xgrammar", daemon=True).start()
 
@@ -109,15 +114,15 @@ def _apply_on_cpu(
     tight, loose, others = _sorted_by_density(block, rows)
     bits, target = _bits(logits), _bits(out)
     ceiling = None if least is None else _bits_of(least, logits.dtype)
-    poor = [] if ceiling is None else _poor(bits, block, loose + others, ceiling)
+    clamped = [] if ceiling is None else _rows_to_clamp(bits, block, loose + others, ceiling)
     if loose:
         for row in loose:
-            if ceiling is not None and row in poor:
+            if ceiling is not None and row in clamped:
                 np.minimum(bits[row], ceiling, out=target[row])
             elif out is not logits:
                 target[row] = bits[row]
         lead = _lead(block) if len(loose) == len(logits) >= _LEAD_ROWS else 0
-        if lead:  # not by torch: its threads wait for each other, for milliseconds where a core is busy
+        if lead:  # with numpy: torch's threads wait for each other, for milliseconds if a core is busy
             target[:, : lead * 32] = minus_infinity
         rest, size = torch.from_numpy(block[:, lead:]), logits.shape[1] - lead * 32
         apply_loose = sys.modules["xgrammar"].apply_token_bitmask_inplace
@@ -126,13 +131,17 @@ def _apply_on_cpu(
     if tight:
         _fill_and_restore(bits, target, block, tight, floors, ceiling)
     if others:
-        _raise_to_floor(bits, target, block, set(others).difference(poor), floors, None)
-        _raise_to_floor(bits, target, block, set(others).intersection(poor), floors, ceiling)
+        _raise_to_floor(bits, target, block, set(others).difference(clamped), floors, None)
+        _raise_to_floor(bits, target, block, set(others).intersection(clamped), floors, ceiling)
 
 
-def _poor(bits: Bits, block: NDArray[np.int32], rows: list[int], ceiling: Any) -> list[int]:
-    """Return the rows of which the window doesn't show `_PLENTY` allowed logits above the least."""
-    if not rows or bits.shape[1] <= 4 * _WINDOW:  # raising all logits of a short row takes less than looking at them
+def _rows_to_clamp(bits: Bits, block: NDArray[np.int32], rows: list[int], ceiling: Any) -> list[int]:
+    """Return the rows that may have fewer than `_PLENTY` allowed logits above the minimum in their window.
+
+    Args:
+        ceiling: the minimum, as in `Bits`.
+    """
+    if not rows or bits.shape[1] <= 4 * _WINDOW:  # clamping a short row takes less time than counting
         return rows
     first = bits.shape[1] // 64 * 32
     more = np.count_nonzero(bits[rows, first : first + _WINDOW] < ceiling, axis=1).tolist()
@@ -188,7 +197,7 @@ def _sorted_by_density(block: NDArray[np.int32], rows: list[int]) -> tuple[list[
         return [], [], rows
     ways: tuple[list[int], list[int], list[int]] = [], [], []
     loaded = hasattr(sys.modules.get("xgrammar"), "apply_token_bitmask_inplace")
-    # Plain integers: more calls of numpy take longer, for 64 rows too.
+    # Python integers: more calls of numpy take longer, even for 64 rows.
     sample: list[list[int]] = block.take(_sampled(words), 1).view(np.uint64).tolist()
     for row in rows:
         words_of_64 = sample[row]
@@ -200,7 +209,7 @@ def _sorted_by_density(block: NDArray[np.int32], rows: list[int]) -> tuple[list[
 
 @cache
 def _sampled(words: int) -> NDArray[np.int64]:
-    """Eight words of a row, two together: neighbours in a cache line cost nothing."""
+    """Return the indices of the eight sampled words of a row: four pairs, each within a cache line."""
     places = np.arange(4)[:, None] * (words // 4) + words // 8
     return (places + np.arange(2)).reshape(-1)
 
@@ -286,10 +295,11 @@ def _apply_on_cuda_or_by_torch(logits: torch.Tensor, masks: Masks, rows: list[in
 
 
 def _apply_on_cuda(logits: torch.Tensor, masks: Masks, rows: list[int]) -> None:
-    """One copy from pinned memory on a side stream, which doesn't wait for the forward pass; then xgrammar's kernel.
+    """Copy the masks on a side stream, which doesn't wait for the forward pass; then run xgrammar's kernel.
 
-    Nothing waits here: torch's allocators reuse neither block before the copy and the kernel are done. Gathering into
-    one pinned block costs a microsecond per row, and a worker's row is free again at once.
+    There is one copy, from pinned memory. The host waits for nothing: torch's allocators reuse neither block before the
+    copy and the kernel are done. Gathering the masks into the pinned block takes a microsecond per row, and frees the
+    workers' rows at once.
 
     This has not run on a GPU yet: its bookkeeping is tested on a CPU, its speed is not known.
     """
@@ -307,7 +317,7 @@ def _apply_on_cuda(logits: torch.Tensor, masks: Masks, rows: list[int]) -> None:
         pinned = _pinned(len(rows), words + 1)
         packed = pinned.numpy()
         _copy(masks, packed[:, :words], list(range(len(rows))))
-        packed[:, words] = rows  # they travel with their masks
+        packed[:, words] = rows  # copied together with their masks
         with torch.cuda.stream(side):
             sent = pinned.to(device, non_blocking=True)
         current.wait_stream(side)
@@ -351,7 +361,7 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def _apply_by_torch(logits: torch.Tensor, masks: Masks, rows: list[int]) -> None:
-    """Any type, layout and device."""
+    """Write -inf with torch: for any type, layout and device."""
     import torch
 
     index = torch.tensor(rows, device=logits.device)

@@ -34,7 +34,7 @@ _REPLAY_SECONDS = 120.0
 
 @dataclass(frozen=True)
 class Result:
-    """What became of one entry."""
+    """The result of one entry."""
 
     id: str
     outcome: Outcome
@@ -43,18 +43,18 @@ class Result:
     reason: str = ""
     """The error's message, or the instance that was not decided as expected."""
     pointer: str | None = None
-    """Where in the schema, for a refused one."""
+    """JSON pointer to the refused part of the schema."""
     keyword: str = ""
     """The last keyword of the pointer."""
     reordered: bool = False
     """A valid instance was accepted only with its properties in the schema's order."""
     not_enforced: tuple[str, ...] = ()
     compile_seconds: float = 0.0
-    """Until the first mask."""
+    """Includes the first mask."""
     mask_seconds: list[float] = field(default_factory=list)
     """For each mask along the instances, including the acceptance of the token after it."""
     library_seconds: list[float] = field(default_factory=list)
-    """The same by the library alone, where there is a guard over it."""
+    """The same for the library without the guard, if there is a guard over it."""
     guarded: tuple[str, ...] = ()
     """The keywords that are guarded."""
 
@@ -205,7 +205,7 @@ def judge_all(
 ) -> Iterator[Result]:
     """Judge entries in order in another process. One that takes longer than `seconds` to compile is a `timeout`.
 
-    The process is killed then, and another one goes on; so does one that crashes, which is an `error`.
+    After a timeout or a crash (an `error`), the process is replaced.
     """
     names = names or candidates("json_schema", AUTO)
     process = BackendProcess(vocabulary, names)

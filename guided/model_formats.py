@@ -28,7 +28,7 @@ class ToolFormat:
     trigger: str
     """The first characters of any call. Text that contains them is a call."""
     marks: tuple[str, ...]
-    """Texts that the chat templates of the family contain, all of them."""
+    """Texts that a chat template of the family contains: all of them."""
     opening: str = ""
     closing: str = ""
     separator: str | None = None

@@ -1,6 +1,6 @@
-"""A limit on the digits of numbers in JSON, of which the libraries allow any number.
+"""A limit on the number of digits in JSON numbers. The libraries have none.
 
-A model that has begun to repeat a digit would go on to the end of the context.
+A model that has begun to repeat a digit could continue until the end of the context.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _STRINGS = re.compile(rb'"(?:[^"\\]|\\.)*+"', re.DOTALL)
 
 
 class NumberLimit:
-    """The tokens of a vocabulary that go on with a number."""
+    """The tokens of a vocabulary that begin or end with a digit."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary

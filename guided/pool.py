@@ -1,8 +1,8 @@
 """MaskPool: the interface between the post-processor and the workers that compute masks.
 
 `InlinePool` (guided/inline.py) runs one worker in the calling process; `actors.RayPool` runs many in Ray actors. A pool
-compiles constraints, keeps one matcher per open sequence, and returns what became of each row of a step. It knows
-nothing of requests, batches or logits.
+compiles constraints, keeps one matcher per open sequence, and returns the mask or the error of each row of a step. It
+knows nothing of requests, batches or logits.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class ReadyMasks(NamedTuple):
 
 @dataclass(slots=True)
 class StepMasks:
-    """What became of a step's rows: each is ready, late or failed."""
+    """The state of a step's rows: each is ready, late or failed."""
 
     ready: list[ReadyMasks] = field(default_factory=list)
     late: list[int] = field(default_factory=list)
@@ -65,8 +65,8 @@ class StepMasks:
     seconds: float = 0.0
     """Seconds that the workers have spent on masks since the last step, summed."""
     forced: dict[int, list[int]] = field(default_factory=dict)
-    """By row with only one allowed token: that token and those that follow it without an alternative. Only where the
-    pool was told to look ahead (`forced_tokens`), and there are at least two."""
+    """Forced tokens by row: the only allowed token, and the tokens after it that have no alternative either. Contains
+    runs of at least two tokens, and only if the pool looks ahead (`forced_tokens`)."""
 
     def copy_to(self, bitmask: NDArray[np.int32], rows: NDArray[np.intp] | None = None) -> None:
         """Copy the ready masks.
@@ -83,8 +83,9 @@ WorkerState = Literal["starting", "up", "restarting", "down", "draining", "stopp
 """`down`: in a crash loop. `draining`: finishes its sequences, because fewer workers are enough. `stopped`: not needed
 now."""
 EndCause = Literal["died", "hung", "memory", "retired", "drained", "not_started"]
-"""Why an incarnation of a worker ended: it died by itself; it was ended because of a mask that did not come, or that
-took too much memory; it had grown, and a fresh one replaces it; fewer workers are enough; it never came up."""
+"""Why an incarnation of a worker ended. `died`: by itself. `hung`: killed, because it exceeded a time limit. `memory`:
+killed, because it exceeded its memory limit. `retired`: it had grown, and a new incarnation replaces it. `drained`:
+fewer workers are enough. `not_started`: it never came up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,11 +102,11 @@ class WorkerStatus:
     node_id: str | None = None
     """Ray's id of the node."""
     address: str | None = None
-    """The node's, for other nodes."""
+    """Address at which other nodes reach the node."""
     ends: Mapping[str, int] = field(default_factory=dict)
-    """How many incarnations ended, or didn't start, by cause."""
+    """Number of incarnations that ended, or didn't start, by cause."""
     last_end: str | None = None
-    """What became of the last one that ended."""
+    """A message that says why the last incarnation ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,13 +115,13 @@ class BackendStatus:
 
     name: str
     state: Literal["up", "suspended"] = "up"
-    """`suspended`: it crashed too often, and is left alone for a while."""
+    """`suspended`: it crashed too often, and is not used for a while."""
     crashes: int = 0
     """Processes that ended while they compiled with it."""
     timeouts: int = 0
     suspensions: int = 0
     seconds_left: float = 0.0
-    """Until it is tried again."""
+    """Seconds until it is used again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,14 +131,14 @@ class PoolStatus:
     name: str
     workers: list[WorkerStatus] = field(default_factory=list)
     compiling: int = 0
-    """Constraints that are being compiled or wait for it."""
+    """Number of constraints that are being compiled or queued."""
     backends: list[BackendStatus] = field(default_factory=list)
     trouble: str | None = None
-    """What keeps workers that end from being replaced, where something does."""
+    """Why the pool can't replace workers that end. None: it can."""
     ray_address: str | None = None
-    """Of Ray's head."""
+    """Address of Ray's head node."""
     replays: int = 0
-    """Sequences that outlived their worker and were opened on another one, since the start."""
+    """Number of sequences that were opened on another worker after the end of theirs, since the start."""
 
     @property
     def healthy(self) -> bool:
@@ -160,7 +161,7 @@ def forced_runs(runs: NDArray[np.int32], rows: NDArray[np.intp]) -> dict[int, li
 
 
 class MaskPool(Protocol):
-    """Workers, and the way to them. All methods but `release` and `status` are called from one thread, the engine's."""
+    """Workers that compute masks. All methods but `release` and `status` are called from one thread, the engine's."""
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -208,16 +209,17 @@ class MaskPool(Protocol):
         """Wait for the step's masks.
 
         Args:
-            timeout: seconds to wait at most. None: until every mask is ready or its time limit is over. Then a row is
-                late only if no worker can take its sequence, or it was opened on one less than the limit ago.
+            timeout: seconds to wait at most. None: until every mask is ready or its time limit is over. A row is then
+                late only if no worker can take its sequence, or if a worker opened the sequence so recently that the
+                time limit is not over.
             patience: seconds after which the wait ends if at least one row is decided. None: the same as `timeout`.
         """
 
     def settled(self, timeout: float = 0.0) -> list[int]:
         """Return the late sequences that are decided now: their mask is ready, or they failed.
 
-        Submit them again, unchanged, to get it; until then they are returned again. Waits up to `timeout` seconds for
-        the first. Called between a `collect` and the next `submit`.
+        Submit them again, unchanged, to get their masks; until then `settled` returns them again. Waits up to `timeout`
+        seconds for the first one. Called between a `collect` and the next `submit`.
         """
 
     def failures(self) -> dict[int, GuidedError]:

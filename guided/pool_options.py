@@ -29,7 +29,7 @@ class NodePlacement:
     value: str = ""
     """Of the label."""
     amount: float = 0.0
-    """What each actor takes of the resource."""
+    """Amount of the resource that each actor takes."""
 
     @classmethod
     def parse(cls, text: str) -> NodePlacement:
@@ -98,25 +98,25 @@ class RayPoolOptions:
             None: any free port.
         transport: "tcp" sends masks over authenticated TCP even on this node. "auto" does so only where an actor
             cannot map the engine's shared memory.
-        slots: sequences that can be open on one actor at the same time. Memory is only taken for those that are.
+        slots: maximum number of sequences that are open on one actor at the same time. Unused slots take no memory.
         mask_limit: seconds that one mask may take. The actor is killed after that, and the sequence fails with
             `MaskTimeout`. The actor's other sequences are opened on another actor.
-        max_replays: what the death of an actor costs. 0: every sequence with a matcher on the actor fails with
-            `WorkerDied`. More: the sequences are opened on another actor from their output tokens, and the sequence
-            that the actor was filling is tried again up to `max_replays` times, alone on an actor.
+        max_replays: what happens to the sequences of an actor that died. 0: every sequence with a matcher on it fails
+            with `WorkerDied`. Otherwise, the sequences are opened on another actor from their output tokens, and the
+            sequence that the actor was filling is tried again up to `max_replays` times, alone on an actor.
         pool_wait: seconds that constraints and sequences wait while no actor is up, before they fail with
             `PoolUnavailable`.
         actor_memory_bytes: resident memory of one actor. An actor over the limit is killed, and the sequence that it
             was filling fails. An actor that has grown half way to the limit is replaced once it can be emptied.
-            Grammars in use may take a twentieth of it: others wait, except the first of a client.
+            Grammars in use may take a twentieth of the limit. Further ones wait, except the first one of a client.
             None: 2 GiB or half of the machine's memory, whichever is less.
         forced_tokens: workers look ahead where a mask allows only one token (`StepMasks.forced`). For engines that call
             `LogitPostProcessor.sampled`; the engine of this project sets it (`EngineConfig.forced_tokens`).
-        max_cache_bytes: memory for compiled grammars in each process: those that no request uses take what the others
-            leave of it.
-        max_compiling: distinct constraints that are being compiled or wait for it. More are rejected with
+        max_cache_bytes: size of the cache of compiled grammars in each process. Unused grammars take the part that the
+            grammars in use leave.
+        max_compiling: maximum number of distinct constraints that are being compiled or queued. More are rejected with
             `CompileQueueFull`.
-        compile_limits: what one compilation may take.
+        compile_limits: limits on the resources of one compilation.
 
     Raises:
         ValueError: a value is out of range.

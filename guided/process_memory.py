@@ -1,4 +1,4 @@
-"""Memory of this process: how much it holds, to measure what a grammar takes, and giving back what it has freed."""
+"""Memory of this process: measure how much it holds (for the size of grammars), and return freed memory."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ import time
 from pathlib import Path
 
 _BLOCK_BYTES = 64
-"""A usual Python object that is not allocated with malloc, which takes those from 512 bytes on."""
-_TRIM_BYTES, _TRIM_SECONDS = 64 << 20, 5.0
-"""Freed memory is given back from so much growth on. How often it is looked at."""
+"""Estimated size of a Python object that malloc does not allocate. (malloc allocates those over 512 bytes.)"""
+_TRIM_BYTES = 64 << 20
+"""Growth of the resident memory over its minimum above which freed memory is returned."""
+_TRIM_SECONDS = 5.0
+"""Interval at which the growth is checked."""
 
 
 class _MallocInfo(ctypes.Structure):
@@ -26,7 +28,7 @@ class _MallocInfo(ctypes.Structure):
 
 
 def held_bytes() -> int:
-    """Return the bytes that are allocated now in all threads: by malloc, and for Python objects (an estimate)."""
+    """Return the number of bytes that all threads have allocated: with malloc, and for Python objects (an estimate)."""
     allocated = sys.getallocatedblocks() * _BLOCK_BYTES
     if _malloc_info is not None:
         info = _malloc_info()
@@ -41,16 +43,17 @@ def give_back_free_memory() -> None:
 
 
 class FreeMemory:
-    """Returns freed memory of this process to the system, which the C library would keep.
+    """Returns freed memory of this process to the system. The C library would keep it.
 
-    Loading a grammar, its first mask, or reading a large body temporarily takes many times its size.
+    Loading a grammar, computing its first mask, and reading a large body temporarily take many times their size.
     """
 
     def __init__(self) -> None:
         self._least = _resident_bytes()
+        """Minimum of the resident memory so far, in bytes."""
 
     def watch(self) -> None:
-        """Look after it from now on, in a thread of its own."""
+        """Start a thread that calls `give_back` every `_TRIM_SECONDS`."""
 
         def run() -> None:
             while True:
@@ -60,8 +63,10 @@ class FreeMemory:
         threading.Thread(target=run, name="free-memory", daemon=True).start()
 
     def give_back(self) -> None:
-        """Do so if the process has much more memory than it had once. Whether that is in use cannot be seen, and to try
-        takes less than a millisecond."""
+        """Return freed memory if the process has grown by more than `_TRIM_BYTES` since its minimum.
+
+        All of the growth may be in use, which can't be seen. The attempt takes less than a millisecond.
+        """
         resident = _resident_bytes()
         self._least = min(self._least, resident)
         if resident > self._least + _TRIM_BYTES:

@@ -33,15 +33,15 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _FIRST_MASK_SECONDS = 0.1
-"""How long a step waits for its first mask if no other row could be sampled. It delays new requests by up to this."""
+"""Minimum deadline for a step's first mask if no other row can be sampled. It delays new requests by up to this."""
 
 
 @dataclass(slots=True)
 class ApplyReport:
-    """What `apply` did besides masking."""
+    """The result of `apply`: rows without a mask, and durations."""
 
     failed: dict[int, GuidedError] = field(default_factory=dict)
-    """By sequence id: there is no valid mask. The sequence is over: its logits row allows a stop token only."""
+    """Errors by sequence id. The sequence has no valid mask and is over: its logits row allows a stop token only."""
     late: list[int] = field(default_factory=list)
     """Ids of sequences that wait for a mask, or for a worker. They must not be sampled in this step."""
     wait_seconds: float = 0.0
@@ -49,23 +49,23 @@ class ApplyReport:
     mask_seconds: float = 0.0
     """Seconds that the workers have spent on masks since the last step, summed."""
     kernel_seconds: float = 0.0
-    """Seconds of writing -inf: device work."""
+    """Seconds for writing -inf, which is device work."""
 
 
 @dataclass(frozen=True, slots=True)
 class SampledEdit:
-    """What an engine does with a sequence after a token was sampled: the fields apply in this order."""
+    """A change to a sequence after a token was sampled. The engine applies the fields in this order."""
 
     rollback: int = 0
-    """Remove so many output tokens, the sampled one included."""
+    """Number of output tokens to remove, including the sampled one."""
     append: Sequence[int] = ()
-    """Append tokens that are not sampled. The engine may leave out any number at the end."""
+    """Tokens to append without sampling. The engine may leave out any number of them at the end."""
     stop: bool = False
     """End the sequence (`finish_reason` stop)."""
 
 
 class LogitPostProcessor(Protocol):
-    """What an engine needs of a post-processor. All methods are called from one thread."""
+    """The methods of a post-processor that an engine calls, all from one thread."""
 
     max_rollback: int
     """Maximum of `SampledEdit.rollback`. Until a sequence has ended, the engine does not send its last
@@ -74,7 +74,7 @@ class LogitPostProcessor(Protocol):
     def initialize(
         self, request_id: str, constraint: Constraint, backend: str = "auto", client: str = ""
     ) -> Future[Grammar]:
-        """Start what the request needs. Its sequences can be prepared once the future is done.
+        """Start a request: compile its constraint. Its sequences can be prepared once the future is done.
 
         Args:
             backend: "auto", or the name of one backend.
@@ -97,8 +97,8 @@ class LogitPostProcessor(Protocol):
         """Start one step; return in microseconds. `apply` follows.
 
         Args:
-            sequences: the constrained sequences of the batch, each at most once. Pass the same tuple again while the
-                batch does not change: it is recognised, and costs least.
+            sequences: the constrained sequences of the batch, each at most once. While the batch does not change, pass
+                the same tuple object again: this is the fastest.
             logits_rows: the logits row of each sequence, all different. None: row i for sequence i.
             new_tokens: int32 `[len(sequences)]`: see `MaskPool.submit`.
 
@@ -116,10 +116,9 @@ class LogitPostProcessor(Protocol):
 
         Args:
             logits: float `[rows, >= padded_vocab_size]` on any device; only prepared rows are written.
-            patience: the step's mask deadline, in seconds from when the logits are there. A row that misses it is
-                `late`. None: every mask is waited for, and a row is late only if no worker could take its sequence, or
-                one could only after a while: as for `MaskPool.collect`.
-            alone: no other row of the batch could be sampled now. The first mask is then waited for a little longer.
+            patience: the step's mask deadline, in seconds after the logits are computed. A row that misses it is
+                `late`. None: wait for every mask; a row is late only in the cases that `MaskPool.collect` lists.
+            alone: no other row of the batch can be sampled now. The deadline for the first mask is then at least 0.1 s.
             keep_late: leave the logits of late rows as they are, for a caller that keeps them and prepares the sequence
                 again when it has settled.
 
@@ -132,14 +131,16 @@ class LogitPostProcessor(Protocol):
         """Return how outputs are to change, by sequence id. Called after each step, between `apply` and `prepare`.
 
         Args:
-            sequences: the prepared ones, the same object. Their outputs include the sampled token. A row that was late
-                or failed, and a row of a draft, got none; these, and sequences that have ended, cannot be changed:
-                their edits are ignored.
+            sequences: the object that was passed to `prepare`. The outputs include the sampled tokens. Edits are
+                ignored for rows without a sampled token (late, failed, or of a draft) and for sequences that have
+                ended.
         """
 
     def settled(self, timeout: float = 0.0) -> list[int]:
-        """Return late sequences to prepare again, with the tokens and logits they had: their masks are ready, or they
-        failed. Waits up to `timeout` seconds for the first."""
+        """Return late sequences that are decided: prepare them again, with the tokens and logits that they had.
+
+        Waits up to `timeout` seconds for the first one.
+        """
 
     def failures(self) -> dict[str, GuidedError]:
         """Return requests that lost a matcher between steps because its worker ended, each reported once."""
@@ -167,7 +168,7 @@ class GuidedProcessor:
     """The standard `LogitPostProcessor`: masks constrained rows with the bitmasks of a pool.
 
     Args:
-        pool: where masks are computed. Passed in, and not shut down here.
+        pool: computes the masks. The caller shuts it down.
     """
 
     max_rollback = 0
@@ -176,16 +177,16 @@ class GuidedProcessor:
         self._pool = pool
         self._requests: dict[str, _Request] = {}
         self._request_ids: dict[int, str] = {}
-        """Of each open sequence."""
+        """Request id of each open sequence."""
         self._timed: set[int] = set()
-        """Open sequences with `mask_seconds`."""
+        """Ids of open sequences with `mask_seconds`."""
         self._opened: tuple[GuidedSequence, ...] | None = None
-        """The last tuple that was prepared, while all its sequences are open."""
+        """The last prepared tuple, as long as all its sequences are open."""
         self._prepared: Sequence[GuidedSequence] | None = None
-        """The step that `apply` is to follow."""
+        """Sequences of the prepared step, until `apply` or `collect` finishes it."""
         self._logits_rows: NDArray[np.intp] | None = None
         self._forced: list[tuple[GuidedSequence, int, list[int]]] = []
-        """Of this step: a sequence, the length of its output, and `StepMasks.forced`."""
+        """`(sequence, length of its output, forced tokens)` of this step, from `StepMasks.forced`."""
         self._thread = 0
         """The thread that called `prepare`."""
         self._stop_mask = pack(pool.vocabulary.stop_token_ids[:1], pool.vocabulary.padded_vocab_size)
@@ -273,7 +274,7 @@ class GuidedProcessor:
         """Copy the masks, instead of `apply`: for an engine that writes -inf itself.
 
         Args:
-            bitmask: int32 `[rows, words]`. The mask of a sequence is written to its logits row. Those of failed and
+            bitmask: int32 `[rows, words]`. Line i gets the mask of the sequence with logits row i. Lines of failed and
                 late sequences allow a stop token only.
             patience, alone: as for `apply`.
         """

@@ -7,7 +7,7 @@
     \\z                                       the end (in a regex, not in a schema's pattern)
     [^]                                      any character (in a schema's pattern)
 
-What the dialects read differently is refused: POSIX classes (`[[:alpha:]]`), and sets with `&&[`.
+Syntax that the dialects read differently is refused: POSIX classes (`[[:alpha:]]`), and sets with `&&[`.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ def python_syntax(pattern: str, param: str, *, ecma: bool) -> str:
     """Return `pattern` in the syntax of `re`.
 
     Args:
-        ecma: it is a `pattern` of JSON Schema.
+        ecma: `pattern` is from a JSON Schema.
 
     Raises:
         InvalidConstraint: there is no such property, or no such code point.
-        UnsupportedConstraint: the pattern contains something that is read differently elsewhere.
+        UnsupportedConstraint: the pattern contains syntax that other dialects read differently.
     """
     if not re.search(r"\\[pPuxckz]|\(\?<|\[[:.=]|\[\^\]|&&\[", pattern):
         return pattern
@@ -94,7 +94,7 @@ class _Rewriter:
             return r"\Z"
         if text == "[^]" and self._ecma:
             return r"[\s\S]"
-        self._in_class = text.startswith("[") and not found["posix"]  # which is a class of these characters here
+        self._in_class = text.startswith("[") and not found["posix"]  # `[:a:]` outside of a class is a whole class
         return text
 
     def _character(self, code: int) -> str:
@@ -119,7 +119,7 @@ class _Rewriter:
 
 @lru_cache(maxsize=64)
 def _ranges_of_property(name: str, negated: bool) -> str:
-    """Return the code points with a property as the inside of a class. Surrogates stand for none."""
+    """Return the code points with a property, as the inside of a class; surrogates if there are none."""
     matching = unicode_regex.compile(rf"\{'P' if negated else 'p'}{{{name}}}+")
     found = []
     for match in matching.finditer(_every_character()):

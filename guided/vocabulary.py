@@ -44,7 +44,7 @@ class Vocabulary:
             not permitted.
         tokenizer_json: a Hugging Face `tokenizer.json`. This and the next two are for canonical `encode`; at most one
             is given.
-        split_pattern: a tekken's: the regex of the pieces in which a text is encoded.
+        split_pattern: the regex of a `tekken.json` that splits a text into pieces, each encoded on its own.
         sentencepiece_model: a SentencePiece model file.
     """
 
@@ -87,7 +87,7 @@ class Vocabulary:
 
     @cached_property
     def special_names(self) -> dict[str, int]:
-        """Special tokens that a structural tag may name, and no stop tokens. Empty without `tokenizer_json`."""
+        """Ids of the special tokens that a structural tag may name (no stop tokens). Empty without `tokenizer_json`."""
         if not self.tokenizer_json:
             return {}
         added = ((entry["content"], entry["id"]) for entry in json.loads(self.tokenizer_json)["added_tokens"])
@@ -163,7 +163,7 @@ class Vocabulary:
 
     @cached_property
     def _by_bytes(self) -> dict[bytes, int]:
-        # The later of two tokens with the same bytes: SentencePiece's byte pieces precede its characters.
+        # Of two tokens with the same bytes, the later one: SentencePiece's byte pieces precede its characters.
         return {self.token_bytes[token]: token for token in self.text_token_ids}
 
     @cached_property

@@ -25,6 +25,7 @@ from guided.vocabulary import Vocabulary
 
 _native = guard("the grammar library")
 _LOOK_AHEAD_SECONDS = 0.002
+"""CPU time after which a look-ahead ends."""
 
 
 @dataclass(slots=True)
@@ -64,7 +65,7 @@ class MaskWorker:
         self._stop_words = np.flatnonzero(stop)
         self._stop_bits = stop[self._stop_words]
         self._completions: Completions | None = None
-        """Its tables are computed for the first sequence with a budget."""
+        """Created for the first sequence with a budget."""
         self.steered: set[int] = set()
         """Slots in which a mask was restricted, so that the output fits in its budget."""
 
@@ -170,13 +171,13 @@ class MaskWorker:
         return state.error
 
     def look_ahead(self, slot: int, row: NDArray[np.int32], run: NDArray[np.int32]) -> None:
-        """Write the tokens that follow a mask with only one token, as long as each is the only one allowed.
+        """Write the forced tokens from a mask on: each is the only one that its mask allows.
 
-        These are the tokens that would be sampled one by one: the tokenization does not change.
+        Sampling one by one would give the same tokens: the tokenization does not change.
 
         Args:
             row: the mask that `fill` has written.
-            run: int32 `[at least 2]`: the tokens, the first of them that of `row`; -1 behind the last.
+            run: int32 `[at least 2]`: receives the tokens, first that of `row`; -1 after the last.
         """
         run[:] = -1
         token = _only_token(row)
@@ -186,7 +187,7 @@ class MaskWorker:
         matcher = state.matcher
         assert matcher is not None
         deadline = time.thread_time() + _LOOK_AHEAD_SECONDS
-        with contextlib.suppress(GuidedError), _native:  # an error ends the sequence where it really gets there
+        with contextlib.suppress(GuidedError), _native:  # ignored: `fill` reports the error if the output gets there
             ahead = matcher.fork()
             for place in range(len(run)):
                 run[place] = token

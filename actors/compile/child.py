@@ -32,7 +32,7 @@ _EXIT_SECONDS = 1.0
 _WALL_PER_SLICE = 4.0
 """A time slice also ends after this multiple of its length in wall time: a process may block without computing."""
 _TRANSFER_TIMEOUT = struct.pack("ll", 5, 0)
-"""A process that takes or sends nothing for so long in the middle of a message is frozen."""
+"""struct timeval: 5 s. A process that takes or sends nothing for longer in the middle of a message is frozen."""
 _NO_READING = ProcessReading(resident=0, cpu_seconds=0.0, stopped=False, ending=False, started=0)
 
 
@@ -42,7 +42,7 @@ class ProcessLost(Exception):
 
 
 class TimeSliceExceeded(Exception):
-    """The process has computed for longer than its time slice. It goes on."""
+    """The process has computed for longer than its time slice. It keeps running."""
 
 
 class ForkServer:
@@ -61,7 +61,7 @@ class ForkServer:
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self.started = time.monotonic()
-        """When it was last ready."""
+        """`time.monotonic()` when the fork server was last ready."""
 
     def fork(self) -> CompileProcess:
         """Start a compile process.
@@ -86,13 +86,14 @@ class ForkServer:
             return CompileProcess(self, process, pid, ours)
 
     def is_lost(self, process: subprocess.Popen[bytes]) -> bool:
-        """Whether this process of the fork server, and with it all its forks, is gone."""
+        """Return whether `process`, which runs or ran the fork server, is gone, and all its forks with it."""
         return process is not self._process or process.poll() is not None
 
     def reap(self, process: subprocess.Popen[bytes], pid: int) -> int | None:
         """Get the exit code of a compile process that has ended or was killed. None if it is not known."""
         deadline = time.monotonic() + _COMMAND_SECONDS
-        while not self.is_lost(process) and time.monotonic() < deadline:  # the next one may be starting, in the lock
+        # Check before taking the lock: another thread may hold it while it starts the next fork server.
+        while not self.is_lost(process) and time.monotonic() < deadline:
             with self._lock:
                 if self.is_lost(process):
                     return None
@@ -182,7 +183,7 @@ class CompileProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether the process waits for a request. To be asked between two requests."""
+        """Whether the process waits for a request. Only meaningful between two requests."""
         return not self._ended and not self._fork_server.is_lost(self._forked_by) and not self._jobs.poll(0)
 
     @property
@@ -211,7 +212,7 @@ class CompileProcess:
         Args:
             deadline: `time.monotonic()` until which to wait.
             memory_bytes: limit of the growth of the process's resident memory since its fork.
-            cpu_seconds: the time slice, in computing time. None: no time slice.
+            cpu_seconds: the time slice, in CPU seconds. None: no time slice.
 
         Raises:
             TimeSliceExceeded: not finished; `wait` may be called again.
@@ -260,7 +261,7 @@ class CompileProcess:
             raise TimeSliceExceeded
 
     def _failure(self) -> BackendError | ProcessLost:
-        """Why the process has closed its socket: it crashed, or was killed from outside."""
+        """Return why the process has closed its socket: it crashed, or was killed externally."""
         orphaned = self._fork_server.is_lost(self._forked_by)
         self._process.wait(_EXIT_SECONDS)
         code = self.kill()

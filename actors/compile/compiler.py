@@ -38,11 +38,11 @@ from guided.limits import CompileLimits
 from guided.vocabulary import Vocabulary
 
 _SLICES = (0.03, 0.5)
-"""Time slice of each level, in seconds of computing time."""
+"""Time slice of each level, in CPU seconds."""
 _FINAL_LEVEL = len(_SLICES)
 """The level without a time slice: a constraint here is compiled to its end."""
 _SLOW_AFTER = 2
-"""A backend is slow at a level once so many of its time slices there, in a row, were exceeded."""
+"""A backend counts as slow at a level after this number of consecutive exceeded time slices there."""
 _RESERVE = 0.1
 """Share of the time limit kept for each backend that may still be tried: most reject, or finish, in far less."""
 _MAX_GROWTH_BYTES = 64 << 20
@@ -83,7 +83,7 @@ class _CompileTask:
         return self.backends[len(self.failed)]
 
     def waited(self, since: float) -> float:
-        """Seconds in the queue after `since` (`time.monotonic()`)."""
+        """Return the seconds in the queue after `since` (`time.monotonic()`)."""
         return time.monotonic() - max(self.submitted, since) - self.spent
 
     def end_attempt(self) -> None:
@@ -306,8 +306,8 @@ class _CompileQueue:
     compiles one task to its end.
 
     If a slow process is free, a task that has exceeded its first slice goes on there without being killed. A backend is
-    served after the others while all its latest tasks have exceeded their slices: a flood of constraints that it is
-    slow at costs the users of another backend a few slices, whatever its length.
+    served after the others while its latest tasks have all exceeded their slices. So a flood of constraints that one
+    backend is slow at costs the users of another backend a few slices, whatever its length.
 
     Args:
         has_slow: some threads take only tasks of the final level. If not, every thread takes any task.
@@ -321,7 +321,7 @@ class _CompileQueue:
         """Threads of slow processes that wait in `take`."""
         self._closed = False
         self._exceeded: Counter[tuple[int, str]] = Counter()
-        """For each level and backend: the latest slices, in a row, that were exceeded."""
+        """By level and backend: the number of consecutive latest slices that were exceeded."""
 
     def put(self, task: _CompileTask) -> None:
         with self._changed:

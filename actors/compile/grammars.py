@@ -43,14 +43,14 @@ from guided.pool_options import NodePlacement, RayPoolOptions
 from guided.vocabulary import Vocabulary
 
 _GRACE_SECONDS = 1.0
-"""How long a grammar that one worker has loaded waits for the other workers."""
+"""Once one worker has loaded a grammar, its requests wait for the other workers for at most this time."""
 _MAX_COMPILE_ACTORS = 10
 """Maximum number of compile actors that may die with one constraint. The constraint is not the cause: native code runs
 in the children of the compile actor."""
 _MAX_RETRY_SECONDS = 60.0
 """Time after which a constraint is not given to another compile actor."""
 _SHARE_IN_USE = 0.05
-"""Share of an actor's memory limit for grammars that requests use. Further ones wait."""
+"""Share of an actor's memory limit for grammars in use. Further grammars wait until others are released."""
 _TICK_SECONDS = 0.5
 _CREATE_SECONDS = 10.0
 _START_SECONDS = 60.0
@@ -70,7 +70,7 @@ class _Pending:
     client: str = ""
     future: Future[Grammar] = field(default_factory=Future)
     since: float = field(default_factory=time.monotonic)
-    """`time.monotonic()` when it was asked for; once it is compiled, when the workers were."""
+    """`time.monotonic()` when it was requested. Reset when it is compiled, and when the workers are told to load it."""
     actors_lost: int = 0
     """Compile actors that died while they had it."""
     waits_for_ray: bool = False
@@ -129,7 +129,8 @@ class Grammars:
         return future if len(admitted) == len(backends) else self._unless_suspended(future, backends, client)
 
     def _unless_suspended(self, future: Future[Grammar], backends: Sequence[str], client: str) -> Future[Grammar]:
-        """Return the result of some of `backends`; if they can't enforce the constraint, the others' suspension."""
+        """Return `future`, the result of the backends that are not suspended, with another error: if none of them can
+        enforce the constraint, the error is the suspension of the others."""
         outcome: Future[Grammar] = Future()
         outcome.set_running_or_notify_cancel()
 
@@ -180,7 +181,7 @@ class Grammars:
             self._tasks.put(self._admit)
 
     def rejection(self, key: str) -> GuidedError | None:
-        """Why no worker loads the grammar with this key any more; None if workers may load it."""
+        """Return why the grammar with this key is rejected; None if it is not."""
         return self._loading.rejection(key)
 
     def backends(self) -> list[BackendStatus]:
@@ -223,7 +224,7 @@ class Grammars:
         self._compiler.kill()
 
     def _has_lost_workers(self, future: Future[Grammar]) -> bool:
-        """Whether a grammar is compiled, but all workers that had loaded it are gone."""
+        """Return whether a grammar is compiled, but all workers that had loaded it are gone."""
         if not future.done() or future.exception() is not None:
             return False
         key = future.result().key
@@ -297,7 +298,7 @@ class Grammars:
         self._admit()
 
     def _admit(self) -> None:
-        """Have compiled grammars loaded as far as there is memory for them, those of each client in their order."""
+        """Have compiled grammars loaded as far as memory allows, in order for each client."""
         waiting: dict[str, list[_Compiled]] = {}
         for each in self._compiled_grammars:
             evicted = None
@@ -314,7 +315,7 @@ class Grammars:
         self._refuse_waiting()
 
     def _refuse_waiting(self) -> None:
-        """Fail the compiled grammars that wait although none in use is given back."""
+        """Fail compiled grammars that wait for memory, if no grammar was released for too long."""
         limit = self._options.compile_limits.wait_seconds
         for each in list(self._compiled_grammars):
             if time.monotonic() - max(each.pending.since, self._freed) > limit:
@@ -352,8 +353,8 @@ class Grammars:
         self._tasks.put(self._compile_lost)
 
     def _compile_lost(self, key: str | None = None) -> None:
-        """Compile grammars again if they are in use: all, which are lost with Ray, or the one with a key. The others
-        are compiled again when they are asked for."""
+        """Compile lost grammars again if they are in use: the one with `key`, or all (None: Ray was lost). Others are
+        compiled again when they are requested."""
         if key is None:
             for each in self._compiled_grammars:
                 each.pending.waits_for_ray = True
@@ -389,7 +390,7 @@ class Grammars:
                 self._check_install(pending, pending.grammar, pending.stored)
 
     def _check_install(self, pending: _Pending, grammar: Grammar, stored: StoredGrammar) -> None:
-        """Finish the future of a grammar, if workers have loaded it or will not."""
+        """Finish the future of a grammar if workers have loaded it, or none will."""
         seconds = time.monotonic() - pending.since
         loads = {handle: load for handle, load in stored.loads.items() if not died_loading(load)}
         if any(handle.serving and grammar.key in handle.installed for handle in loads) and (
@@ -432,7 +433,7 @@ class _CompilerHandle:
         self._vocabulary = vocabulary
         self._options = options
         self._heartbeat: tuple[Future[ProcessLocation], float] | None = None
-        """A call that should be answered, and when it was made."""
+        """The unanswered call of `location`, and when it was made."""
         self._process: ProcessHandle | None = None
         """Known from its first answer on."""
         self.actor = self._start()
@@ -467,7 +468,7 @@ class _CompilerHandle:
             self.kill()
 
     def pids(self) -> list[int]:
-        """Pids of the compile processes."""
+        """Return the pids of the compile processes."""
         pids: list[int] = self.actor.call("pids").result(_START_SECONDS)
         return pids
 

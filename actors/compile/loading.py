@@ -41,12 +41,12 @@ class ActorHandle:
     loading: list[StoredGrammar] = field(default_factory=list)
     """What it is loading, in this order."""
     backends: set[str] = field(default_factory=set)
-    """Backends with an imported library: it is imported with the first grammar that needs it."""
+    """Backends with an imported library. The first grammar that needs a library imports it."""
     busy_since: float = 0.0
     """`time.monotonic()` when it began with the first of `loading`."""
 
     def is_overdue(self) -> bool:
-        """Whether loading one grammar has exceeded its time limit. From any thread."""
+        """Return whether loading one grammar has exceeded its time limit. From any thread."""
         for first in tuple(self.loading):
             limit = _LOAD_SECONDS if first.backend in self.backends else _LIBRARY_SECONDS
             return time.monotonic() - self.busy_since > limit
@@ -60,7 +60,7 @@ class StoredGrammar:
     key: str
     backend: str
     constraint: bytes
-    """The constraint as a message."""
+    """The constraint, encoded with msgpack."""
     dumped: RemoteObject
     """The serialized grammar."""
     loads: dict[ActorHandle, Future[None]] = field(default_factory=dict)
@@ -69,7 +69,7 @@ class StoredGrammar:
 
 
 def died_loading(load: Future[None]) -> bool:
-    """Whether the actor died before it had loaded the grammar; the grammar need not be the cause."""
+    """Return whether the actor died before it had loaded the grammar, which need not be the cause."""
     return load.done() and isinstance(load.exception(), ActorDied)
 
 
@@ -99,7 +99,7 @@ class Loading:
         """Replaced, never modified: read by other threads."""
 
     def rejection(self, key: str) -> GuidedError | None:
-        """Why a grammar is not loaded by any actor any more; None if it may be. From any thread."""
+        """Return why the grammar with this key is rejected; None if it is not. From any thread."""
         return self._rejected.get(key)
 
     def add(self, grammar: StoredGrammar) -> StoredGrammar:

@@ -49,7 +49,7 @@ _NICENESS = 10
 """A compilation takes seconds of a core: the engine and the masks have precedence."""
 _WARM_UP = (
     Constraint.json_schema({"type": "object", "properties": {"a": {"type": "integer"}}}),
-    Constraint.regex(r"\d\w\s"),  # Unicode classes: half a second, once in a process
+    Constraint.regex(r"\d\w\s"),  # Unicode classes take half a second, once per process
     Constraint.grammar('root ::= "a"'),
 )
 _log = logging.getLogger(__name__)

@@ -1,7 +1,7 @@
 """Driver: the engine's side of the process that is connected to Ray.
 
-Ray (2.60) ends its driver, without a word, as soon as the raylet is lost: with the raylet, with one of its agents, with
-the head of the cluster. So the driver is a process of its own, and the engine's process never loads Ray.
+Ray (2.60) ends its driver without a message as soon as the raylet is lost: when the raylet, one of its agents or the
+head of the cluster ends. So the driver is a process of its own, and the engine's process never loads Ray.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from guided.errors import PoolUnavailable
 
 _START_SECONDS = 120.0
 _MAX_SILENT_PROBES = 30
-"""It reports every second."""
+"""Maximum number of probes, one per second, without a message. The driver sends one every second."""
 _STDERR = 2
 _Found = TypeVar("_Found")
 _ENDED = "the process that was connected to Ray ended"
@@ -74,14 +74,14 @@ class Driver:
         self._futures: dict[int, Future[Any]] = {}
         self._stored: weakref.WeakKeyDictionary[Any, RemoteObject] = weakref.WeakKeyDictionary()
         self._dropped: deque[int] = deque()
-        """Objects and actors without references, which the driver does not know yet."""
+        """Objects and actors that lost their last reference here. The driver is told before the next request."""
         self.has_ended = False
-        """Calls fail."""
+        """The process has ended: calls fail."""
         self._silent_probes = 0
-        """Since its latest message."""
+        """Calls of `is_silent` since the driver's latest message."""
 
     def connect(self) -> Connected:
-        """Wait until it has connected to Ray.
+        """Wait until the driver has connected to Ray.
 
         Raises:
             PoolUnavailable: it cannot; says why.
@@ -99,9 +99,9 @@ class Driver:
         return answer
 
     def is_silent(self) -> bool:
-        """Return whether it has sent nothing for so long that it is stopped, or stuck. To be called once per second.
+        """Return whether the driver has been silent for too long: it is stopped, or stuck. Call it once per second.
 
-        Calls are counted, and not seconds: this process may have been stopped itself.
+        It counts calls instead of seconds, because this process may have been stopped itself.
         """
         self._silent_probes += 1
         return self._silent_probes > _MAX_SILENT_PROBES
@@ -143,7 +143,7 @@ class Driver:
             return stored
 
     def tell(self, request: Drop | Close) -> None:
-        """Send what is not answered."""
+        """Send a request that has no reply."""
         with self._lock:
             self._send(request)
 
@@ -180,12 +180,12 @@ class Driver:
             self._connection.close()
 
     def new_object(self) -> RemoteObject:
-        """Return an object that the driver will have."""
+        """Return a new object, to be stored by the driver under its number."""
         number = next(self._numbers)
         return self._with_finalizer(RemoteObject(number), number)
 
     def _with_finalizer(self, found: _Found, number: int) -> _Found:
-        """Have the driver forget something when it is not referenced here any more."""
+        """Have the driver drop `found` once nothing references it here."""
         # A deque, because the garbage collector may run on any thread, which may be sending.
         weakref.finalize(found, self._dropped.append, number).atexit = False
         return found
@@ -201,7 +201,7 @@ class Driver:
         return future
 
     def _send(self, request: Request) -> None:
-        with contextlib.suppress(OSError):  # it has ended: `_receive` fails what waits for it
+        with contextlib.suppress(OSError):  # the driver has ended: `_receive` fails the futures
             while self._dropped:
                 self._connection.send(Drop(self._dropped.popleft()))
             self._connection.send(request)

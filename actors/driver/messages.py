@@ -28,7 +28,7 @@ class Connected:
     """The address of this node for other nodes."""
     raylet: tuple[str, int]
     head: tuple[str, int]
-    """Addresses of the processes of Ray that are needed to start an actor."""
+    """`raylet` and `head` are the addresses of the processes of Ray that are needed to start an actor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Create:
     """Start an actor. Replied to when Ray has accepted it."""
 
     number: int
-    """Of the reply, and from then on of the actor."""
+    """Number of the reply, and then of the actor."""
     actor_class: str
     """`module:class`. Its `RAY_OPTIONS` are the arguments of `ray.remote`."""
     scheduling: Scheduling
@@ -48,7 +48,7 @@ class Call:
     """Call a method of an actor."""
 
     number: int
-    """Of the reply."""
+    """Number of the reply."""
     actor: int
     method: str
     arguments: tuple[Any, ...]

@@ -1,7 +1,7 @@
 """The driver's process: connects to Ray, and starts and calls actors there as the engine's process asks for it.
 
-Ray ends its driver when the raylet is lost. This process may end: the engine's process starts another one. It ends with
-the engine's process, and a Ray that it has started ends with it.
+Ray ends its driver when the raylet is lost. The engine's process then starts another driver. A driver ends with the
+engine's process, and a Ray that the driver has started ends with the driver.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ def main() -> None:
         _Actors(engine).serve()
     except (EOFError, OSError):
         os._exit(1)  # the engine's process was killed: its files are being removed
-    limit = threading.Timer(_SHUTDOWN_SECONDS, os._exit, [1])  # Ray waits without one
+    limit = threading.Timer(_SHUTDOWN_SECONDS, os._exit, [1])  # `ray.shutdown` has no time limit
     limit.daemon = True
     limit.start()
     ray.shutdown()
 
 
 def _exit_with_engine(engine: Connection[Any, Any], is_connected: threading.Event) -> None:
-    """End this process with the engine's while it waits for Ray, which may take for ever."""
-    engine.poll(None)  # the engine sends nothing before it is connected
+    """Exit if the engine's process ends while this process still waits for Ray, which may take forever."""
+    engine.poll(None)  # until `Connected` the engine sends nothing: the connection has ended
     if not is_connected.is_set():
         os._exit(1)
 
@@ -152,7 +152,7 @@ class _Actors:
 
 @cache
 def _actor_class(name: str) -> Any:
-    """Define an actor for Ray, which keeps every definition: so only once."""
+    """Define an actor class for Ray. Cached, because Ray keeps every definition."""
     actor_class = pkgutil.resolve_name(name)
     return ray.remote(num_cpus=0, **actor_class.RAY_OPTIONS)(actor_class)
 

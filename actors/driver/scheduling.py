@@ -17,7 +17,7 @@ class Scheduling:
     cpus: float = 0.0
     """CPUs that Ray reserves for it."""
     index: int = 0
-    """Of the actors that are placed in turn."""
+    """Number of the actor. Actors are placed on the fitting nodes in turn."""
 
     def choose(self, nodes: Sequence[Mapping[str, Any]], here: str) -> tuple[str | None, dict[str, Any]]:
         """Return the id of the node for the actor, and options of `ray.remote`. Without an id, Ray spreads the actors.

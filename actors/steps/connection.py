@@ -1,7 +1,7 @@
 """WorkerConnection: the engine's side of one actor incarnation. It owns the incarnation's slots.
 
-It ends with the incarnation; the next one gets another. Used from the engine's thread, except `overdue`, `retiring`,
-`keeps_sequences` and `num_open`, which the actor's supervisor uses.
+It ends with the incarnation; the next one gets a new connection. Used from the engine's thread, except `overdue`,
+`retiring`, `keeps_sequences` and `num_open`, which the actor's supervisor uses.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _decode = Decoder(Answer).decode
 
 @dataclass(slots=True, eq=False)
 class SequenceState:
-    """An open sequence, as the pool knows it. `target & POSITION` of its slot is how much of its output was sent."""
+    """An open sequence, as the pool knows it. The number of output tokens sent is `target & POSITION` of its slot."""
 
     sequence: GuidedSequence
     grammar: str
@@ -62,27 +62,27 @@ class SequenceState:
     """The worker that it is open on. None: it is opened on one when it is next submitted."""
     slot: int = FREE
     incarnation: int = -1
-    """The worker's; -1 if there is none."""
+    """The worker's incarnation; -1 if there is no worker."""
     row: int = 0
-    """Its row in the step that has looked it up last."""
+    """Its row in the latest step that looked it up."""
     changed_from: int | None = None
     """Output tokens from this position on have changed since they were sent."""
     opened_at: float = 0.0
     """`time.monotonic()` when it was opened on the worker."""
     waiting_since: float = 0.0
-    """`time.monotonic()` since when no worker could take it; 0 if one could."""
+    """`time.monotonic()` when it began to wait for a worker; 0 if it does not wait."""
     seconds: float = 0.0
-    """What its last mask took, on a worker that it has left."""
+    """Seconds that its last mask took, on a worker that it has left."""
     late_since: float = 0.0
-    """`time.monotonic()` of the submission that missed its step; 0 if none did."""
+    """`time.monotonic()` at the start of the step that its mask missed; 0 if its mask is not late."""
     quick_rows: int = 0
-    """Of a straggler: consecutive masks that did not hold up its worker."""
+    """Number of consecutive masks of a straggler that did not hold up its worker."""
     suspect: bool = False
-    """A worker ended while it may have been filling its mask: the next one is filled where no other sequence is."""
+    """A worker ended while it may have been filling its mask: the next mask is filled on a worker without others."""
     deaths: int = 0
-    """Workers that ended while they were certainly filling its mask."""
+    """Number of workers that ended while they were certainly filling its mask."""
     moves: int = 0
-    """Workers that ended while it was open there, since its last mask."""
+    """Number of workers that ended while it was open there, since its last mask."""
     error: GuidedError | None = None
     """Why it is over."""
 
@@ -145,7 +145,7 @@ class StepPart:
         self.rows = rows
         self.slots = slots
         self.target = self.table.target[slots]
-        """The version that a mask is wanted for, of each row."""
+        """int64 `[n]`: the version that each row's mask is wanted for."""
         self.ready: NDArray[np.bool_] = np.zeros(len(rows), np.bool_)
         self.missing = len(rows)
         """Rows that are not ready, as of the last `look`."""
@@ -168,7 +168,7 @@ class StepPart:
         return {row: state for row, state in found if state is not None}
 
     def send_tokens(self, tokens: NDArray[np.int32]) -> None:
-        """Write one new token of every row, where all masks of the previous step are ready, and ask for the next ones.
+        """Write one new token per row and request the next masks. All masks of the previous step are ready.
 
         Args:
             tokens: int32 `[rows of the whole step]`.
@@ -184,7 +184,7 @@ class StepPart:
             self.worker.queue(self._fill)
 
     def send_outputs(self, outputs: StepOutputs) -> None:
-        """Write what is new of each row's output, and ask for the masks that were not asked for."""
+        """Send the new tokens of each row's output, and request the masks that were not requested yet."""
         table, slots = self.table, self.slots
         self.target = table.target[slots]
         new = outputs.lengths[self.rows] - (self.target & POSITION)
@@ -204,7 +204,7 @@ class StepPart:
         self.target = table.target[self.slots]
 
     def _write(self, index: int, new: int, tokens: Sequence[int]) -> bool:
-        """Write several new tokens into the table, and return True; or send a message if that is impossible.
+        """Write several new tokens into the table and return True. If that is impossible, send a message.
 
         Args:
             new: how many tokens are new; negative if the output has become shorter.
@@ -289,9 +289,9 @@ class WorkerConnection:
         self._pending_since = 0.0
         """`time.monotonic()` of the first frame after the worker had answered everything."""
         self._last_asked = 0.0
-        """`time.monotonic()` of the last frame that asks for something."""
+        """`time.monotonic()` of the last frame that changed `asked`."""
         self._asking = self._was_idle = False
-        """The next frame asks for something; before that, the worker had filled all that it was asked for."""
+        """`_asking`: the next frame changes `asked`. `_was_idle`: before that, the worker had answered everything."""
         self._progress = 0.0
         """Without shared memory: `time.monotonic()` of the worker's last answer."""
         self._stuck_when_read = 0.0
@@ -333,15 +333,15 @@ class WorkerConnection:
         state.parent_id = None
 
     def edit(self, state: SequenceState, start: int) -> None:
-        """Send a sequence's output from position `start` on, or from what the worker knows: it changed, or does not fit
-        in the table."""
+        """Send a sequence's output in a message, because it changed or does not fit in the table: from position `start`
+        on, or from the first token that the worker does not know, whichever comes first."""
         known = int(self.table.target[state.slot]) & POSITION
         start = min(start, known, len(state.sequence.output_token_ids))
         tokens = list(state.sequence.output_token_ids[start:])
         self.queue(Edit(state.slot, self._next_version(state.slot, start + len(tokens)), start, tokens))
 
     def _next_version(self, slot: int, length: int) -> int:
-        """Ask for the mask after an output that travels in a message; return the output's version."""
+        """Request the mask after an output that is sent in a message. Returns the output's version."""
         version = (int(self.table.target[slot]) | POSITION) + 1 + length
         self.begin_asking()
         self.table.target[slot] = self.asked[slot] = version
@@ -350,7 +350,7 @@ class WorkerConnection:
         return version
 
     def free(self, state: SequenceState) -> None:
-        """Close a sequence's matcher with the next frame. Its slot is used again once the worker has done so."""
+        """Close a sequence's matcher with the next frame. Its slot is reused once the worker has confirmed it."""
         del self.sequences[state.slot]
         self.stragglers.discard(state)
         if self.reserved_for is state:
@@ -370,7 +370,7 @@ class WorkerConnection:
         self._requests.append(request)
 
     def fill(self, slots: NDArray[np.intp]) -> Fill:
-        """Add the request to fill `slots` to the next frame, and return it. Their columns and `asked` are written."""
+        """Add a request to fill `slots` to the next frame. Returns it. The caller has set their columns and `asked`."""
         if self.shared:
             request = Fill(slots.astype(np.int32).tobytes(), look_ahead=self.look_ahead)
         else:
@@ -399,7 +399,7 @@ class WorkerConnection:
         """Note, before `asked` changes for the next frame, whether the worker has answered everything."""
         if not self._asking:
             self._asking = True
-            # With shared memory: it has become idle since the last frame. That costs less to find out than `is_idle`.
+            # With shared memory: the worker has become idle since the last frame. This is cheaper than `is_idle`.
             idle_again = self._busy[0] == IDLE and self._since[0] >= self._last_asked
             self._was_idle = bool(idle_again) if self.shared else self.is_idle
             if self._was_idle:
@@ -429,7 +429,7 @@ class WorkerConnection:
                     self._take_lines(answer)
                     continue
             except (msgspec.MsgspecError, ValueError, IndexError):
-                continue  # not a worker's answer: rows that stay missing for it end the worker
+                continue  # not a worker's answer: if rows stay missing, the supervisor ends the worker
             if self._is_current(answer):
                 if not self.shared:
                     self.table.status[answer.slot] = FAILED
@@ -475,13 +475,13 @@ class WorkerConnection:
     def overdue(self, seconds: float) -> bool:
         """Return whether the worker has slots to fill and has made no progress for `seconds`. From any thread.
 
-        Without shared memory this is as of the time when the engine last read the answers: what arrived during a
-        forward pass counts.
+        Without shared memory, this is the state when the engine last read the answers, so that answers which arrive
+        during a forward pass count as progress.
         """
         return (self.stuck_seconds(time.monotonic()) if self.shared else self._stuck_when_read) > seconds
 
     def stuck_seconds(self, now: float) -> float:
-        """Return for how long the worker has been at one row, or has not begun; 0 if it has nothing to fill."""
+        """Return the seconds since the worker's last progress, or since it got work; 0 if it has nothing to fill."""
         if not self._unfilled_slots().any():
             return 0.0
         progress = float(self._since[0]) if self.shared else self._progress
@@ -513,8 +513,8 @@ class WorkerConnection:
     def suspects(self) -> set[SequenceState]:
         """Return the sequences that the worker may have been filling when its last answer came.
 
-        With shared memory its mark says which: one, or none. Without, any that it has not answered for: an answer may
-        have been on its way.
+        With shared memory, the worker's mark names one sequence, or none. Without, these are all sequences that it has
+        not answered for, because an answer may have been on its way.
         """
         if self.shared:
             state = self.busy_with()

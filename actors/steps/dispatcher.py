@@ -1,7 +1,7 @@
-"""Dispatcher: one step after another, over the workers that are up.
+"""Dispatcher: sends each step to the workers that are up, and collects the masks.
 
-All of it belongs to the engine's thread. Supervisors announce workers that come and go (`announce`, from any thread);
-that takes effect at the next call, and at once in a `collect` that waits.
+Used from the engine's thread, except `announce` and `interrupt`. Supervisors announce workers that come and go. This
+takes effect at the next call, or at once if `collect` waits.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from guided.pool import Grammar, ReadyMasks, StepMasks, forced_runs
 from guided.sequence import GuidedSequence
 
 _LOOK_SECONDS = 0.001
-"""Poll interval while masks are waited for. A worker that finishes just before `wake` is set announces nothing."""
+"""Poll interval while waiting for masks: a worker that finishes just before `wake` is set sends no message."""
 _PLACE_SECONDS = 0.02
-"""Poll interval while no worker has a grammar that is waited for."""
+"""Interval between attempts to place sequences that no worker can take, for example because none has the grammar."""
 _GIVE_UP_FACTOR = 1.5
-"""The supervisor ends a worker that exceeds the mask limit. A sequence fails after so many times the limit even if the
-supervisor does not."""
+"""The supervisor ends a worker that exceeds the mask limit. If it does not, the sequence fails after this multiple of
+the limit."""
 
 
 @dataclass(slots=True)
@@ -43,7 +43,7 @@ class Load:
     late: int = 0
     """Rows without a mask at the step's deadline."""
     unplaced: int = 0
-    """Those of them that no worker had taken."""
+    """Late rows of sequences that no worker had taken."""
     exposed_seconds: float = 0.0
     """Seconds that steps waited for masks."""
     mask_seconds: float = 0.0
@@ -96,10 +96,10 @@ class Dispatcher:
     """Sequences on workers, and the steps between them. Implements the step methods of `guided.pool.MaskPool`.
 
     Args:
-        mask_limit: seconds that a mask may take. The supervisor ends the actor then.
+        mask_limit: seconds that a mask may take before the supervisor ends the actor.
         pool_wait: seconds that a sequence waits for a worker before it fails with `PoolUnavailable`.
         max_replays: see `Recovery`.
-        rejection_of: returns why no actor loads a grammar any more, by its key.
+        rejection_of: returns the error of a rejected grammar by its key; None if it is not rejected.
         forced_tokens: workers look ahead where a mask allows only one token.
     """
 
@@ -121,7 +121,7 @@ class Dispatcher:
         self._sequences: dict[int, SequenceState] = {}
         self._step = _Step(())
         self._late: set[SequenceState] = set()
-        """Sequences with a mask that missed its step, until a later step has it, or they are freed."""
+        """Sequences with a late mask, until a later step collects it or they are freed."""
         self._failed: set[SequenceState] = set()
         """Sequences with an `error`, until they are freed."""
         self._changed: set[SequenceState] = set()
@@ -132,7 +132,7 @@ class Dispatcher:
         self.replays = 0
         """Sequences that outlived their worker and are opened on another one, since the start."""
         self._lost: dict[int, GuidedError] = {}
-        """For `failures`."""
+        """Errors for `failures`, by sequence id."""
         self._tried_placing = 0.0
         """`time.monotonic()` of the last attempt to place waiting sequences."""
         self._events: deque[WorkerUp | WorkerRetiring | WorkerDown] = deque()
@@ -288,14 +288,15 @@ class Dispatcher:
             step.places[:, row] = state.incarnation, state.slot
 
     def _fail_unplaced(self, step: _Step) -> None:
-        """Fail the rows of sequences that have stopped waiting for a worker."""
+        """Fail the unplaced rows of sequences with an error."""
         for row, state in list(step.unplaced.items()):
             if state.error is not None:
                 step.failed[row] = state.error
                 del step.unplaced[row]
 
     def _place(self, state: SequenceState, now: float) -> WorkerConnection | None:
-        """Open a sequence on a worker, and return that. If none can take it, fail it once it has waited enough."""
+        """Open a sequence on a worker and return the worker. If none can take it, return None, and fail the sequence if
+        its grammar is rejected or it has waited for `pool_wait` seconds."""
         if self._closed:
             self._lose(state, PoolUnavailable("the pool is shut down"))
             return None
@@ -327,7 +328,7 @@ class Dispatcher:
         return self._masks(step)
 
     def _wait_for_step(self, step: _Step, deadline: float, patience: float | None) -> None:
-        """Wait until every row is decided, until `deadline`, or for `patience` seconds if one row is decided."""
+        """Wait until every row is decided or `deadline` is over. After `patience` seconds one decided row suffices."""
         began = time.monotonic()
         enough = deadline if patience is None else began + patience
         half = math.inf if patience is None else began + patience / 2
@@ -341,7 +342,7 @@ class Dispatcher:
             left = (enough if undecided < len(step.sequences) else deadline) - now
             if not undecided or self._interrupted or left <= 0 or (patience is not None and self._is_futile(step)):
                 break
-            if now >= half:  # time enough to move the rows behind a slow one, so that they are not late
+            if now >= half:  # early enough to fill rows that wait behind a slow one elsewhere, in time
                 half = math.inf
                 self._clear_stuck_workers()
             self._wait(min(left, _LOOK_SECONDS))
@@ -356,7 +357,7 @@ class Dispatcher:
         return len(undecided) < len(step.sequences) and self._placement.stragglers.issuperset(undecided.values())
 
     def _sort_undecided(self, step: _Step, waited_for_all: bool) -> None:
-        """Note the late rows; fail those that were waited for until the limit."""
+        """Note the undecided rows as late; fail those that have exceeded the time limit."""
         step.look()
         for row, state in step.undecided().items():
             if self._sequences.get(state.sequence_id) is not state:
@@ -368,7 +369,7 @@ class Dispatcher:
                 self._late.add(state)
 
     def _masks(self, step: _Step) -> StepMasks:
-        """Return the step's result, and learn from it."""
+        """Return the step's result, and update the counters and the typical mask time."""
         found = StepMasks(failed=step.failed, seconds=sum([worker.take_seconds() for worker in self._workers]))
         ready_rows = 0
         for part in step.parts:
@@ -385,7 +386,7 @@ class Dispatcher:
             state.note_steered()
         if ready_rows:
             typical = found.seconds / ready_rows
-            if typical > SLOW_SECONDS:  # some masks are slow, or all
+            if typical > SLOW_SECONDS:  # slow masks dominate the mean
                 typical = float(np.median(np.concatenate([part.seconds[part.slots] for part in found.ready])))
             self._placement.note_typical(typical)
         step.all_ready = ready_rows == len(step.sequences)
@@ -430,7 +431,7 @@ class Dispatcher:
             self._wait(min(last - now, _PLACE_SECONDS))
 
     def _is_overdue(self, state: SequenceState, since: float) -> bool:
-        """Return whether a worker has had too much time for the mask, which is wanted since `since`.
+        """Return whether a worker has exceeded the time limit for a mask that was requested at `since`.
 
         The time that the sequence waited for a worker does not count.
         """
@@ -438,7 +439,7 @@ class Dispatcher:
         return state.worker is not None and seconds >= self._give_up_seconds
 
     def _give_up(self, state: SequenceState) -> GuidedError:
-        """Fail a sequence that has waited too long. Only if its own mask took so long, it is not to be tried again."""
+        """Fail a sequence that has waited too long. The error is retryable unless the worker is busy with its mask."""
         error = MaskTimeout(f"no mask within {self._give_up_seconds:g} s")
         error.retryable = state.worker is None or state.worker.busy_with() is not state
         self._lose(state, error)
@@ -460,7 +461,7 @@ class Dispatcher:
         sockets = {socket for socket, _ in self._poller.poll(math.ceil(seconds * 1000))}
         now = time.monotonic()
         for worker in list(self._workers):
-            if worker.socket in sockets or not worker.shared:  # silence counts too, if it is on a node that is lost
+            if worker.socket in sockets or not worker.shared:  # `receive` also measures its silence
                 self._receive(worker)
         if self._wake in sockets:
             os.eventfd_read(self._wake)
@@ -475,7 +476,7 @@ class Dispatcher:
                 self._step.failed[row] = error
 
     def _place_waiting(self, now: float) -> None:
-        """Open the sequences that wait for a worker where one can take them."""
+        """Open the sequences that wait for a worker, as far as workers can take them."""
         self._tried_placing = now
         step = self._step
         late = [state for state in self._late if state.worker is None and state.error is None]
@@ -495,14 +496,14 @@ class Dispatcher:
         send_all(self._workers)
 
     def _clear_stuck_workers(self) -> None:
-        """Rows are late, or half of the deadline is over: have none of them wait behind a slow one."""
+        """Move rows that wait behind a slow one. Called if rows are late, or half of the deadline is over."""
         moved = self._placement.clear_stuck_workers(time.monotonic())
         if moved:
             self._displace(moved)
             self._step.look()
 
     def _displace(self, states: Iterable[SequenceState]) -> None:
-        """Place sequences again that have left their worker, where a mask of theirs is waited for."""
+        """Place sequences that have left their worker again, if their mask is being waited for."""
         now = time.monotonic()
         self._step.unplaced.update(self._step.take_out(set(states)))
         wanted = self._late.union(self._step.unplaced.values())
@@ -526,7 +527,7 @@ class Dispatcher:
                 self._end(event)
 
     def _end(self, down: WorkerDown) -> None:
-        """A worker is gone: its sequences are lost, or are placed again (`Recovery`)."""
+        """Handle the end of a worker: its sequences fail, or are placed again (`Recovery`)."""
         worker, step = down.worker, self._step
         self._receive(worker)  # what it answered before its end still counts
         self._poller.unregister(worker.socket)
@@ -557,7 +558,7 @@ class Dispatcher:
         self._displace(kept)
 
     def _lose(self, state: SequenceState, error: GuidedError) -> None:
-        """Fail a sequence outside of a worker's answer."""
+        """Fail a sequence for another reason than a worker's answer. `failures` reports it."""
         self._fail(state, error)
         self._lost[state.sequence_id] = state.error or error
 

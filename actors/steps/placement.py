@@ -1,9 +1,13 @@
 """Placement: which sequence is open on which worker, and what becomes of the sequences of a worker that ended.
 
-A sequence stays on its worker, except for four reasons. A straggler, with masks that delay others, gets a worker that
-becomes a slow lane, and the others leave it. A suspect, with a mask that may have ended a worker, is filled on a worker
-that the others leave. A worker that is to be replaced is emptied. Sequences are spread again when a worker is a slow
-lane no more. Used from the engine's thread.
+A sequence stays on its worker, with four exceptions:
+
+- A straggler is a sequence whose masks delay others. Its worker becomes a slow lane, and the other sequences leave.
+- A suspect is a sequence whose mask may have ended a worker. Its next mask is filled on a worker that the others leave.
+- A worker that is to be replaced is emptied.
+- Sequences are spread again when a worker is no longer a slow lane.
+
+Used from the engine's thread.
 """
 
 from __future__ import annotations
@@ -16,19 +20,22 @@ from guided.errors import GuidedError, WorkerDied
 from guided.pool import EndCause
 
 _WAIT_SECONDS = 10.0
-"""How long a suspect waits for a worker that is empty or can be emptied without loss, and a straggler for a slow lane:
-longer than a worker takes to start."""
+"""Maximum time that a suspect waits for a worker that is empty or can be emptied without loss, and a straggler for a
+slow lane: longer than a worker takes to start."""
 _MAX_MOVES = 10
-"""Workers that may end while they hold a sequence, between two of its masks. The sequence need not be the cause, but
-the wait has to end."""
-_STRAGGLER_SECONDS, _STRAGGLER_FACTOR, _STRAGGLER_MAX = 0.03, 5.0, 0.2
-"""A mask that takes longer than this, and longer than so many typical masks, holds up others. One that takes longer
-than the last value does in any case: slow masks that grow gradually become the typical ones."""
+"""Maximum number of workers that may end while they hold a sequence, between two of its masks. The sequence need not be
+the cause, but its wait must be bounded."""
+_STRAGGLER_SECONDS, _STRAGGLER_FACTOR = 0.03, 5.0
+"""A mask holds up others if it takes longer than this, and longer than this multiple of a typical mask."""
+_STRAGGLER_MAX = 0.2
+"""A mask that takes longer than this holds up others in any case: if slow masks grow gradually, they become typical."""
 _LANE_SECONDS, _LANE_FACTOR = 0.01, 4.0
-"""The same where there is a slow lane: masks that grow soon take seconds, and one such request is rarely alone."""
+"""The same limits where there is a slow lane. They are lower because growing masks soon take seconds, and a request
+with such masks is rarely alone."""
 _QUICK_ROWS = 16
-"""After so many quick masks a straggler is an ordinary sequence again."""
+"""After this number of consecutive quick masks, a straggler is an ordinary sequence again."""
 _TYPICAL_WEIGHT = 0.02
+"""Weight of a step in the moving average of a typical mask's seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +61,7 @@ class WorkerDown:
     """For the sequences that are lost."""
     cause: EndCause = "died"
     loading: bool = False
-    """It was loading a grammar as well, which may be what ended it."""
+    """It was also loading a grammar, which may have ended it."""
 
 
 class Recovery:
@@ -105,13 +112,13 @@ class Placement:
     def __init__(self) -> None:
         self.workers: list[WorkerConnection] = []
         self.suspects: set[SequenceState] = set()
-        """Until they have had a mask from a worker without other sequences."""
+        """Suspects, until they have received a mask from a worker without other sequences."""
         self.stragglers: set[SequenceState] = set()
         """Sequences with masks that hold up the others of a worker."""
         self.needs_rebalancing = False
-        """A worker is a slow lane no more and has few sequences, or a worker is to be emptied."""
+        """A worker is no longer a slow lane and has few sequences, or a worker is to be emptied."""
         self.moved: set[SequenceState] = set()
-        """Sequences that have no worker, or have left it, since the dispatcher emptied this set."""
+        """Sequences that left their worker, or found none, since the dispatcher last emptied this set."""
         self._typical = 0.0
         """Seconds of a typical mask: a moving average."""
 
@@ -123,7 +130,7 @@ class Placement:
     # where a sequence can go
 
     def place(self, state: SequenceState, parent: SequenceState | None, now: float) -> bool:
-        """Open the sequence on its parent's worker, or on the one with the fewest sequences; False: none can."""
+        """Open the sequence on its parent's worker, or on the one with the fewest sequences. False: no worker can."""
         if state.suspect:
             return self.isolate(state, now)
         worker = parent.worker if parent is not None else None
@@ -134,7 +141,7 @@ class Placement:
             limit = self.straggler_seconds
             straggles = state in self.stragglers
             if straggles and not self._has_lane(able) and self._waits(state, now):
-                return False  # the lane is being started again
+                return False  # a worker that can become the lane may be starting
 
             def cost(worker: WorkerConnection) -> tuple[bool, bool, bool, int]:
                 # Stragglers go to slow lanes, and other sequences do not.
@@ -156,7 +163,7 @@ class Placement:
         return sum(bool(worker.stragglers) for worker in self.workers) < len(self.workers) // 2
 
     def _waits(self, state: SequenceState, now: float) -> bool:
-        """Return whether a sequence has to wait for a worker that suits it: not for long."""
+        """Return whether a sequence may still wait for a worker that suits it: for `_WAIT_SECONDS` at most."""
         return not state.waiting_since or now - state.waiting_since <= _WAIT_SECONDS
 
     def _able(self, state: SequenceState) -> list[WorkerConnection]:
@@ -175,7 +182,7 @@ class Placement:
         worker.open(state, parent)
 
     def withdraw(self, state: SequenceState) -> None:
-        """Close a sequence's matcher on its worker, which lives."""
+        """Take a sequence off its worker, which is up, and close its matcher there."""
         worker = state.worker
         if worker is not None:
             straggles = state in worker.stragglers
@@ -198,27 +205,27 @@ class Placement:
 
     @property
     def straggler_seconds(self) -> float:
-        """A mask that takes longer holds up others."""
+        """Seconds after which a mask holds up others."""
         return min(max(_STRAGGLER_SECONDS, _STRAGGLER_FACTOR * self._typical), _STRAGGLER_MAX)
 
     def note_typical(self, seconds: float) -> None:
-        """Learn what a mask takes: the mean of a step."""
+        """Update the seconds of a typical mask from one step: its mean, or its median if masks are slow."""
         if seconds:
             self._typical += _TYPICAL_WEIGHT * (min(seconds, 4 * self._typical + 0.0001) - self._typical)
 
     @property
     def _lane_seconds(self) -> float:
-        """A mask that takes longer belongs on a slow lane, if there is one."""
+        """Seconds after which a mask belongs on a slow lane, if there is one."""
         return max(_LANE_SECONDS, _LANE_FACTOR * self._typical)
 
     def note_slow(self, state: SequenceState, seconds: float) -> None:
-        """Note what a mask of an ordinary sequence took, while there are stragglers."""
+        """While there are stragglers: make an ordinary sequence one too if its mask belongs on a slow lane."""
         if seconds > self._lane_seconds:
             state.quick_rows = 0
             self.stragglers.add(state)
 
     def note_straggler(self, state: SequenceState, seconds: float) -> None:
-        """Note what a straggler's mask took: after enough quick ones it is an ordinary sequence again."""
+        """Count a straggler's quick masks. After `_QUICK_ROWS` in a row it is an ordinary sequence again."""
         state.quick_rows = state.quick_rows + 1 if seconds < self.straggler_seconds else 0
         if state.quick_rows >= _QUICK_ROWS:
             self.stragglers.discard(state)
@@ -227,21 +234,20 @@ class Placement:
                 self.needs_rebalancing |= not state.worker.stragglers
 
     def move_to_lane(self, state: SequenceState) -> None:
-        """If there is a slow lane elsewhere, take a straggler off its worker: it is then placed on the lane."""
+        """If another worker is a slow lane, take a straggler off its worker. It is then placed on the lane."""
         worker = state.worker
         if worker is not None and not worker.stragglers and any(each.stragglers for each in self.workers):
             self.withdraw(state)
 
     def clear_stuck_workers(self, now: float) -> list[SequenceState]:
-        """Move the other sequences of a worker that is delayed by one mask: rows are late, or will be.
+        """If one mask holds up a worker, take the worker's other sequences off it.
 
-        Those of a worker that has ended stay: `WorkerDown` comes, and `Recovery` decides.
-
-        The worker becomes a slow lane, unless half of the workers are: then the straggler moves to one with its next
-        mask.
+        The worker becomes a slow lane, unless half of the workers are slow lanes already. The straggler then moves to
+        one of those with its next mask. If the worker has ended, its sequences stay: `Recovery` decides on them after
+        `WorkerDown`.
 
         Returns:
-            The sequences that are to be placed again.
+            The sequences that left a worker, to be placed again.
         """
         limit = self.straggler_seconds
         stuck = [worker for worker in self.workers if worker.is_stuck(now, limit)]
@@ -275,7 +281,7 @@ class Placement:
         return found
 
     def rebalance(self) -> None:
-        """Empty workers that are to be replaced; move sequences to a worker that is a slow lane no more."""
+        """Empty workers that are to be replaced. Move sequences to a worker that is no longer a slow lane."""
         self.needs_rebalancing = False
         for worker in self.workers:
             if worker.keeps_sequences:
@@ -283,12 +289,12 @@ class Placement:
             if worker.retiring and any(not each.retiring and each.reserved_for is None for each in self.workers):
                 self._clear(worker, {state for state in worker.sequences.values() if state.late_since})
                 self.needs_rebalancing |= bool(worker.num_open)  # a late mask is being computed: at the next step
-        usual = [
+        ordinary = [
             each for each in self.workers if not each.stragglers and each.reserved_for is None and not each.retiring
         ]
-        if usual:
-            most = max(usual, key=lambda worker: worker.num_open)
-            fewest = min(usual, key=lambda worker: worker.num_open)
+        if ordinary:
+            most = max(ordinary, key=lambda worker: worker.num_open)
+            fewest = min(ordinary, key=lambda worker: worker.num_open)
             movable = [state for state in most.sequences.values() if not state.late_since]
             for state in movable[: (most.num_open - fewest.num_open) // 2]:
                 self.withdraw(state)
@@ -310,7 +316,7 @@ class Placement:
         return True
 
     def clear_suspects(self) -> None:
-        """Treat suspects as before that have received a mask from a worker without other sequences; and that worker."""
+        """End the isolation of suspects that have received a mask or failed, and of the workers reserved for them."""
         for state in list(self.suspects):
             if state.error is not None or state.has_answered:
                 self.suspects.discard(state)
@@ -330,7 +336,7 @@ class Placement:
         return fewest if alone or others_have_one or not self._waits(state, now) else None
 
     def _clear(self, worker: WorkerConnection, staying: Collection[SequenceState]) -> list[SequenceState]:
-        """Take all other sequences off a worker that lives; return them."""
+        """Take all sequences but `staying` off a worker that is up. Returns them."""
         leaving = [state for state in worker.sequences.values() if state not in staying]
         for state in leaving:
             self.withdraw(state)

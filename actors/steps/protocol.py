@@ -56,7 +56,7 @@ OK, FAILED, STEERED = 0, 1, 2
 IDLE = -1
 """`busy` of a worker that fills no row."""
 SLOW_SECONDS = 0.001
-"""A row that took longer last is filled after quicker ones."""
+"""A row whose last mask took longer than this is filled after quicker rows."""
 _NONCE_BYTES = 32
 _MARK_OFFSET, _MARK = 64, np.dtype([("since", "f8"), ("seconds", "f8"), ("busy", "i4"), ("wake", "i4")])
 _COLUMNS_OFFSET = 128
@@ -92,7 +92,7 @@ class Open(msgspec.Struct, array_like=True, tag=1, gc=False, frozen=True):
     budget: Budget | None = None
     """The constraint is completed within it."""
     seconds: float = 0.0
-    """What its last mask took on another worker: slow ones are filled last here too."""
+    """Seconds that its last mask took on another worker: a slow row is filled last here too."""
 
 
 class Edit(msgspec.Struct, array_like=True, tag=2, gc=False, frozen=True):
@@ -132,10 +132,10 @@ class Filled(msgspec.Struct, array_like=True, tag=1, gc=False, frozen=True):
     seconds: bytes = b""
     """float32 `[n]`."""
     changed: bytes = b""
-    """int32 `[m]`: which words of the masks differ from those sent before, as positions in `[k, words]`, flattened: of
-    the slots with a version in `ready`, in order."""
+    """int32 `[m]`: positions of the words that differ from the masks sent before, in the flattened array `[k, words]`
+    of the k slots with a version in `ready`, in order."""
     mask: bytes = b""
-    """int32 `[m]`: these words."""
+    """int32 `[m]`: the words at the positions `changed`."""
     forced: bytes = b""
     """int32 `[n, MAX_FORCED_TOKENS]`."""
     steered: bytes = b""
@@ -173,7 +173,7 @@ class SlotTable:
     mark: NDArray[np.void]
     """`[1]`. `busy`: the slot that the worker is filling, or `IDLE`; the suspect if the worker dies or hangs. `since`:
     the `time.monotonic()` at which it began. `wake`: the engine waits; the worker sends a message when it is done.
-    `seconds`: what all masks so far took, with the time for which the thread had no core."""
+    `seconds`: wall time of all masks so far, including the time for which the thread had no core."""
 
     @classmethod
     def private(cls, slots: int, words: int) -> SlotTable:
@@ -252,7 +252,7 @@ class Segment:
         self.name = SegmentName(os.getpid(), self._fd, nonce, slots, words)
 
     def close(self) -> None:
-        """Drop the memory. A worker that has it mapped writes where it is read no more. Idempotent."""
+        """Drop the memory. A worker that has it mapped may still write, but nothing reads it any more. Idempotent."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

@@ -41,7 +41,7 @@ from guided.errors import BackendError, GuidedError, to_wire
 from guided.worker import MaskWorker
 
 _SEND_SECONDS = 0.001
-"""Without shared memory: how long finished masks wait for the others of the step before they are sent."""
+"""Without shared memory: how long finished masks are held back, to be sent together with others of the step."""
 _Wanted = tuple[int, list[int], bool]
 """Version of a mask, its new tokens, and whether to look ahead for forced ones."""
 _log = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ class StepServer:
         self._request_ids: dict[int, str] = {}
         """The request of each open slot."""
         self._unfilled: dict[int, _Wanted] = {}
-        """What is wanted, by slot, in the order in which it is computed."""
+        """The requested masks, by slot, in the order in which they are computed."""
         self._since, self._busy, self._wake, self._seconds = (
             table.mark[name] for name in ("since", "busy", "wake", "seconds")
         )
@@ -135,7 +135,7 @@ class StepServer:
             if isinstance(request, Open):
                 self._request_ids[request.slot] = request.request_id
                 self._table.seconds[request.slot] = request.seconds
-                self._mark(request.slot)  # copying the parent's matcher is native code
+                self._mark(request.slot)  # native code copies the parent's matcher: it may hang
                 self._worker.open(request.slot, request.grammar, request.parent, request.tokens, request.budget)
             else:
                 self._worker.edit(request.slot, request.start, request.tokens)
@@ -214,7 +214,7 @@ class StepServer:
         self._busy[0] = slot
 
     def _send(self, answer: Answer) -> None:
-        """Raises if the engine does not read, or is gone."""
+        """Send an answer. Raises if the engine does not read, or is gone."""
         with self._sending:
             self._end.send(encode(answer))
 

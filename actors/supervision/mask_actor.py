@@ -52,7 +52,7 @@ class MaskActor:
         enter_session()
         leave_out_torch()
         logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")  # to Ray's file of this process
-        # A backend that is written in Python keeps the interpreter lock for as long as it may, for every row of a step.
+        # A backend in Python holds the interpreter lock for the whole switch interval, in every row of a step.
         sys.setswitchinterval(_SWITCH_SECONDS)
         self._backends = Backends(vocabulary)
         # The other backends take seconds and hundreds of megabytes. They are loaded when first needed.

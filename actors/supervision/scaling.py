@@ -18,11 +18,12 @@ from actors.steps.dispatcher import Load
 from actors.supervision.supervisor import Supervisor
 
 _INTERVAL_SECONDS = 1.0
-_EXPOSED_SHARE, _LATE_SHARE = 0.05, 0.02
-"""Share of the time that steps wait for masks, and of rows without a mask at the step's deadline, beyond which there
-are too few actors."""
+_EXPOSED_SHARE = 0.05
+"""If steps wait for masks for more than this share of the time, there are too few actors."""
+_LATE_SHARE = 0.02
+"""If more than this share of the rows have no mask at the step's deadline, there are too few actors."""
 _BUSY_SHARE = 0.5
-"""Share of the time that the actors are busy, beyond which more of them help."""
+"""More actors help only if those that are up are busy for more than this share of the time."""
 _ENOUGH_SHARE = 0.4
 """If fewer actors would be busy for less than this share of the time, they are enough. Less than `_BUSY_SHARE`, so that
 the number does not go up and down under the same load."""
@@ -34,11 +35,11 @@ _log = logging.getLogger(__name__)
 class ScalingPolicy:
     """Decides how many actors are wanted.
 
-    More are wanted at once, and again when those are up. One less is wanted when fewer have been enough for `patience`
-    seconds.
+    If there are too few, more are wanted at once, and even more only when those are up. One less is wanted after fewer
+    have been enough for `patience` seconds.
 
     Args:
-        least, most: limits.
+        least, most: limits of the number of actors.
         wanted: the number at the start.
         patience: seconds.
     """
@@ -122,6 +123,6 @@ _STATES = ("up", "starting", "restarting", "down", "draining", "stopped")
 
 
 def _rank(supervisor: Supervisor) -> tuple[int, int, int]:
-    """Order actors by how much is lost without them."""
+    """Return a sort key: the actors to keep come first."""
     status = supervisor.status()
     return _STATES.index(status.state), -status.open_sequences, status.index

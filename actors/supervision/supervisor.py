@@ -41,7 +41,7 @@ _CRASH_LOOP = 5
 _CRASH_LOOP_SECONDS = 60.0
 _LAST_DELAY_SECONDS = 30.0
 _PROVEN_SECONDS = 2.0
-"""An incarnation that was up for this long has filled masks. It is not part of a crash loop, whatever ended it: a
+"""An incarnation that was up for longer has filled masks. It does not count towards a crash loop, whatever ended it: a
 longer pause before the next one would only delay the requests that wait."""
 _TICK_MS = 200
 """Interval of memory readings: a process that takes 1 GiB/s is found 0.2 GiB above its limit."""
@@ -116,11 +116,11 @@ class Supervisor:
         self._restart_policy = restarts or RestartPolicy()
         self._state: WorkerState = "starting"
         self._number = -1
-        """Of the current incarnation."""
+        """Number of the current incarnation."""
         self._began = 0.0
-        """`time.monotonic()` when it was started."""
+        """`time.monotonic()` when the incarnation was started."""
         self._seconds_up = 0.0
-        """Set when it has ended."""
+        """Seconds that the incarnation was up. Set when it has ended."""
         self._handle: ActorHandle | None = None
         self._process: ProcessHandle | None = None
         self._connection: WorkerConnection | None = None
@@ -131,7 +131,7 @@ class Supervisor:
         if wanted:
             self._wanted.set()
         self._first_try = threading.Event()
-        """The first incarnation since the actor is wanted is up, or did not start."""
+        """Set once the first incarnation since the actor became wanted is up, or did not start."""
         self._error: GuidedError | None = None
         self._causes: Counter[str] = Counter()
         self._last_end: str | None = None
@@ -183,7 +183,7 @@ class Supervisor:
         if handle is not None:
             kill_actor(handle.actor, None)
         if process is not None and self._settings.cluster.trouble is not None:
-            process.send_kill()  # without trouble Ray ends it; Ray would report this as an accident
+            process.send_kill()  # otherwise Ray ends it, and would report the kill as unexpected
 
     def join(self, seconds: float) -> bool:
         """Wait at most `seconds` for the end of the actor. Returns whether it has ended."""
@@ -301,7 +301,7 @@ class Supervisor:
     def _serve(
         self, handle: ActorHandle, process: ProcessHandle, connection: WorkerConnection, channel: Channel
     ) -> EndCause:
-        """Have sequences placed on the actor until it ends, or has to be ended."""
+        """Announce the actor to the dispatcher, and watch it until it ends or has to be ended."""
         up_since = time.monotonic()
         pid = connection.location.pid
         self._connection = connection

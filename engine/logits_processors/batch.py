@@ -23,7 +23,7 @@ class PersistentBatch:
         """The sequence of each row."""
 
     def update(self, rows: Rows[Sequence]) -> BatchUpdate | None:
-        """Change to this batch. Returns None if it is the same as before."""
+        """Return the update from the previous batch to this one; None if it is the same."""
         rows = list(rows)
         if rows == self.rows:
             return None
@@ -74,7 +74,7 @@ class RequestIndices:
         self.seq_lens: NDArray[np.int32] = np.zeros(count, dtype=np.int32)
         self._of: dict[Sequence, int] = {}
         self._edits: dict[int, int] = {}
-        """`Sequence.edits` of what `token_ids` holds."""
+        """By index: `Sequence.edits` when `token_ids` was written."""
         self._free = list(range(count))[::-1]
 
     def assign(self, rows: Rows[Sequence]) -> NDArray[np.int64]:
@@ -97,7 +97,7 @@ class RequestIndices:
         return np.array([self._of[sequence] for sequence in rows], dtype=np.int64)
 
     def _enter(self, sequence: Sequence, wanted: set[Sequence]) -> None:
-        if not self._free:  # with preempted parked sequences there are more sequences than rows: take one from outside
+        if not self._free:  # `wanted` has preempted parked sequences besides the running ones: take another's index
             self._release(next(holder for holder in self._of if holder not in wanted))
         index = self._free.pop()
         self._of[sequence] = index

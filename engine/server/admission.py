@@ -29,7 +29,7 @@ from guided.errors import InvalidRequest, bounded
 from guided.json_text import JsonError, JsonTooLarge, loads
 
 MAX_REPORTED = 10
-"""Maximum number of errors of one body that are looked at."""
+"""Maximum number of errors of one body that are kept. One of them is reported."""
 
 _NESTING = 256
 """Maximum nesting of a body: less than Python's stack, and more than a schema's, which has an error of its own."""
@@ -41,7 +41,8 @@ _MAX_ENTRIES = {"logit_bias": MAX_BIASES, "vllm_xargs": 1024, "chat_template_kwa
 class AdmissionRoute(APIRoute):
     """A route for endpoints that are functions of `(body, request, context)` and run in an admission thread.
 
-    The body has passed the stages 2 to 4. The endpoint returns the answer. It is documented like any endpoint.
+    The body has passed the stages 2 to 4. The endpoint returns the answer. The API documentation lists it like any
+    other endpoint.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:

@@ -17,11 +17,11 @@ from fastapi import Request
 from engine.server.errors import QueueFull
 
 _SMALL_BYTES = 64 << 10
-"""A body of this size is checked in hundredths of a second. Larger ones have threads of their own."""
+"""A body up to this size is checked in hundredths of a second. Larger bodies have their own threads."""
 _THREADS = 2
-"""Threads for small bodies, and as many for large ones."""
+"""Number of threads for small bodies. Large bodies have the same number."""
 _LARGE_BODIES = 16
-"""Maximum number of large bodies that are in memory. The connections of further ones are not read."""
+"""Maximum number of large bodies in memory. Of further ones, at most `_SMALL_BYTES` are read meanwhile."""
 
 _NICE = 10
 """Priority of the threads for large bodies, as of nice(1): their arithmetic needs no interpreter lock, and would take
@@ -36,9 +36,9 @@ def _lower_priority() -> None:
 
 
 class AdmissionThreads:
-    """The threads in which bodies are checked, and how many bodies may wait for them.
+    """The threads that check bodies, with a limit on the bodies that wait for them.
 
-    Clients take turns with their small bodies: a client that sends hundreds delays another client's by a few.
+    Clients take turns with their small bodies: a client that sends hundreds delays another client by a few only.
 
     Args:
         max_waiting: maximum number of small bodies that wait. A client within its share is let in beyond it, as in
@@ -53,7 +53,7 @@ class AdmissionThreads:
         self._counts: Counter[str] = Counter()
         """Small bodies that wait or are checked, by client."""
         self._turns: dict[str, asyncio.Semaphore] = {}
-        """Each client has a few small bodies among those that the threads take in order."""
+        """By client: lets at most `_THREADS` of its small bodies into the threads' queue."""
 
     async def run(self, request: Request, work: Callable[[bytes], T]) -> T:
         """Read the request's body and run `work` on it in a thread. Raises `QueueFull` or `ClientDisconnect`."""

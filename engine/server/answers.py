@@ -23,7 +23,7 @@ from guided.error_body import error_body
 from guided.errors import GuidedError
 
 _SLICE = 64
-"""Log-probabilities of so many tokens are built in one piece: with 20 alternatives, about 2 ms."""
+"""Number of tokens whose log-probabilities are built without a pause: about 2 ms with 20 alternatives each."""
 
 _PIECE_BYTES = 64 << 10
 """Size of the pieces in which a long answer is sent."""
@@ -104,7 +104,7 @@ class ChoicesAnswer(Answer):
     def __init__(self, context: ServerContext, job: Job, guided: GuidedInfo | None) -> None:
         super().__init__(context, job, guided)
         self._sent = [(0, 0, False)] * job.num_choices
-        """What a stream's client has been sent of each choice: characters, tokens, and whether it has ended."""
+        """By choice of a stream: number of characters and tokens that were sent, and whether the choice has ended."""
 
     @abstractmethod
     def message(self, index: int, text: str) -> dict[str, Any]:
@@ -125,10 +125,10 @@ class ChoicesAnswer(Answer):
 
     @abstractmethod
     def logprobs(self, index: int, output: CompletionOutput, which: slice) -> dict[str, Any] | None:
-        """Build the log-probabilities of some tokens; None if the request asked for none. In order of the tokens."""
+        """Build the log-probabilities of some tokens; None if the request asked for none. Called in token order."""
 
     def scored(self, index: int, output: RequestOutput, completion: CompletionOutput) -> CompletionOutput:
-        """Return the tokens that `logprobs` is to report."""
+        """Return the completion whose tokens `logprobs` reports."""
         return completion
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""POST /v1/check: would a chat request be accepted? Its admission and compilation, without an answer."""
+"""POST /v1/check: runs the admission and the compilation of a chat request, and generates nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from engine.server.protocol import ChatRequest, GuidedInfo
 
 
 class CheckRoute(GenerationRoute):
-    """A route that ends a request once it is admitted. The error of one that is refused is the answer."""
+    """A route that ends a request once it is admitted. A rejected request is answered with its error."""
 
     async def content(self, outputs: Outputs, answer: Answer, context: ServerContext) -> AsyncIterator[bytes]:
         """Return what is known at the admission. The end of the answer aborts the request."""

@@ -114,5 +114,5 @@ class _TextAnswer(ChoicesAnswer):
         )
 
     def _echoed(self, index: int) -> str:
-        """The text of the choice's prompt, if the request asks for it back."""
+        """Return the text of the choice's prompt if the request has `echo`, else an empty text."""
         return self.job.echoed[index // self.job.params.n] if self.job.echoed else ""

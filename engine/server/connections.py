@@ -23,9 +23,13 @@ from guided.errors import GuidedError
 
 _RESERVED_FILES = 128
 """File descriptors for everything but clients: sockets of the pool, shared memory, pipes, files of the model."""
-_MAX_HEADERS, _MAX_CHUNKS, _MAX_PIPELINED = 200, 10_000, 16
-"""Maximum number of a request's header lines and body's chunks, and of requests that a connection sends before they are
-answered: each takes some microseconds of the event loop. Common clients stay far below."""
+# Each of the following takes some microseconds of the event loop. Common clients stay far below the limits.
+_MAX_HEADERS = 200
+"""Maximum number of header lines of a request."""
+_MAX_CHUNKS = 10_000
+"""Maximum number of chunks of a body."""
+_MAX_PIPELINED = 16
+"""Maximum number of requests that a connection sends before they are answered."""
 
 
 class Connections:
@@ -56,8 +60,8 @@ class Connections:
             self._waiting.pop(connection.address, None)
 
     def make_room(self) -> bool:
-        """If there is one connection too many, end one that waits: of the address with most of them, the one that has
-        waited longest. Returns False if none waits."""
+        """If there is one connection too many, end one that waits for its client: the one that has waited longest, of
+        the address with most of those. Returns False if none waits."""
         if self.count <= self._most:
             return True
         if not self._waiting:
@@ -87,7 +91,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._timer: asyncio.TimerHandle | None = None
         self._in_body = False
         self._was_paused = False
-        """The server itself did not read when the time for the body was over."""
+        """The server itself had paused reading when the time for the body was over."""
         self._parse_error: GuidedError | None = None
         self._header_bytes = 0
         """Bytes received since the last header or piece of a body: an incomplete header, or what follows a body."""

@@ -14,7 +14,7 @@ from engine.server.generation import cancel
 T = TypeVar("T")
 
 _MOST_BYTES = 64 << 10
-"""Of a body that are received meanwhile."""
+"""Maximum number of bytes of the body that are received meanwhile."""
 
 
 class ClientGone(Exception):
@@ -35,7 +35,7 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> tuple[T
             arrived.append(message)
             size += len(message.get("body", b""))
             if size >= _MOST_BYTES:
-                await asyncio.Event().wait()  # the rest stays with the client until it is wanted
+                await asyncio.Event().wait()  # the rest is received when the body is read
 
     async def receive_again() -> Message:
         return arrived.popleft() if arrived else await receive()

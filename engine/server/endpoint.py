@@ -1,4 +1,4 @@
-"""GenerationRoute: what chats, responses and text completions do alike: run the job, and send an answer or a stream."""
+"""GenerationRoute: runs the job of a chat, response or text completion, and sends an answer or a stream."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def field_names(names: Mapping[str, str]) -> Iterator[None]:
 
 
 def _headers(guided: GuidedInfo) -> dict[str, str]:
-    """Return what is in headers too, for clients that do not parse the body."""
+    """Return the parts of `guided` that are sent as headers too, for clients that do not parse the body."""
     headers = {} if guided.backend is None else {"x-guided-backend": guided.backend}
     for name, listed in (("not-enforced", guided.not_enforced), ("ignored", guided.ignored)):
         if listed:
@@ -88,7 +88,7 @@ def _headers(guided: GuidedInfo) -> dict[str, str]:
 
 
 async def _finished(outputs: Outputs) -> list[RequestOutput]:
-    """The last output of each prompt."""
+    """Return the last output of each prompt."""
     last: dict[int, RequestOutput] = {}
     async for number, output in outputs.stream:
         last[number] = output

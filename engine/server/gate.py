@@ -21,7 +21,7 @@ from guided.error_body import error_body, error_headers
 from guided.errors import GuidedError, bounded
 
 HEALTH = "/health"
-"""Requests for it take no turns."""
+"""Requests for paths that begin with this do not wait for a turn (`ClientTurns`)."""
 OPEN_PATHS = (HEALTH, "/metrics", "/version", "/docs", "/redoc", "/openapi.json", "/static-offline-docs")
 """Paths that need no key: probes and scrapers have none, and the documentation reveals nothing about the traffic. Nor
 does the page at `/`."""
@@ -47,7 +47,7 @@ class Gate:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        # No endpoint reads them, and the framework would parse them for each: thousands take tens of milliseconds.
+        # No endpoint reads query or cookies. The framework would parse them: thousands take tens of milliseconds.
         scope["query_string"] = b""
         scope["headers"] = [each for each in scope["headers"] if each[0] != b"cookie"]
         headers = Headers(scope=scope)
@@ -79,7 +79,7 @@ class Gate:
             await self.app(scope, self._limited(receive), send_with_id)
 
     async def _take_turn(self, scope: Scope, receive: Receive, turn: ExitStack) -> Receive:
-        """Wait for the request's turn, and have `turn` end it. Returns what receives the body from now on."""
+        """Wait for the request's turn, which ends when `turn` is closed. Returns the `receive` that reads the body."""
         turns, client, path = self.context.turns, scope["state"]["client"], scope["path"]
         if path.startswith(HEALTH):
             return receive
@@ -98,7 +98,7 @@ class Gate:
         return receive
 
     def _check_host(self, headers: Headers) -> None:
-        """Check the name that the client has for this server.
+        """Check the header Host: the name by which the client knows this server.
 
         A page in a browser can give its own name the address of this server (DNS rebinding). The browser then lets the
         page's scripts read the answers, but sends the page's name.
@@ -116,7 +116,7 @@ class Gate:
         """Return the index of the API key. None: the request has none and needs none."""
         kind, _, given = headers.get("authorization", "").partition(" ")
         text = given.strip().encode()
-        same = [secrets.compare_digest(text, key) for key in self._keys]  # all of them: the time tells nothing
+        same = [secrets.compare_digest(text, key) for key in self._keys]  # all of them: the time reveals nothing
         if kind.lower() == "bearer" and True in same:
             return same.index(True)
         if self._keys and scope["path"] != "/" and not scope["path"].startswith(OPEN_PATHS):

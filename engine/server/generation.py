@@ -41,14 +41,14 @@ class Job:
     """The field that holds the constraint, as the request spells it."""
     stream: bool
     field_names: Mapping[str, str] = field(default_factory=dict)
-    """Fields of the engine's errors, and what the endpoint calls them."""
+    """Fields in the engine's errors -> their names in this endpoint."""
     include_usage: bool = False
     echoed: Sequence[str] = ()
     """The text of each prompt, if the answer repeats it."""
     groups: Sequence[SequenceGroup] = ()
     """One per prompt. `admitted` sets them."""
     kind: str | None = None
-    """What the answer calls the constraint, if it is a part of the one that is enforced."""
+    """What the answer calls the constraint, if the request's own is only a part of the enforced one."""
     places: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     """JSON pointers into the constraint -> the field that describes this place, and the pointer in the field."""
     parser: Callable[[], OutputParser] | None = None
@@ -92,7 +92,7 @@ class Job:
         return replace(self, groups=groups)
 
     def respell(self, error: GuidedError, prompt: int) -> GuidedError:
-        """Make an error of the engine name the request's own field, and which of several prompts it is about."""
+        """Translate an error of the engine: name the request's own field, and the prompt if there are several."""
         if isinstance(error, InvalidConstraint) and (error.param is None or error.param in KINDS):
             error.param = self.constraint_field or error.param
             locate(error, self.places)
@@ -102,13 +102,13 @@ class Job:
 
 
 def locate(error: GuidedError, places: Mapping[str, tuple[str, str]]) -> None:
-    """Make an error at one of `places` in a constraint name the request's field."""
+    """If an error's pointer is within one of `places`, replace its field and pointer by those of the request."""
     if error.pointer is not None and (found := _field_at(error.pointer, places)) is not None:
         error.param, error.pointer = found
 
 
 def _field_at(pointer: str, places: Mapping[str, tuple[str, str]]) -> tuple[str, str] | None:
-    """Return the request's field that a pointer into a constraint is in, and the pointer there."""
+    """Return the request's field that a pointer into a constraint belongs to, and the pointer within that field."""
     for place, (field_name, inner) in places.items():
         if f"{pointer}/".startswith(f"{place}/"):
             return field_name, inner + pointer[len(place) :]
@@ -116,7 +116,7 @@ def _field_at(pointer: str, places: Mapping[str, tuple[str, str]]) -> tuple[str,
 
 
 def _not_enforced(pointer: str, places: Mapping[str, tuple[str, str]]) -> str:
-    """Return a pointer into a constraint as one into the request's field. Functions' schemas are named."""
+    """Translate a pointer into a constraint to one into the request's field, after the field's name if it is a tool."""
     name, inner = _field_at(pointer, places) or ("", pointer)
     return (name if name.startswith("tools[") else "") + inner
 
@@ -135,8 +135,8 @@ class Outputs:
 async def running(context: ServerContext, job: Job, client: str, headers: Mapping[str, str]) -> AsyncIterator[Outputs]:
     """Start the job of a client and wait until it is admitted. At the end, abort what still runs of it.
 
-    Raises the job's error, when it is refused or later, and logs it if an operator can act on it. `headers` of the
-    request say which span is the parent of its spans.
+    Raises the error of a job that is rejected or fails later, and logs it if an operator can act on it. The request's
+    `headers` may name the parent of its spans.
     """
     guided = failure = None
     try:
@@ -181,7 +181,7 @@ def report(job: Job, error: GuidedError, guided: GuidedInfo | None) -> None:
 
 
 async def _all_first(streams: Sequence[AsyncIterator[RequestOutput]], job: Job) -> list[RequestOutput]:
-    """Wait until all are admitted. If one is refused, give the others up."""
+    """Wait until all streams are admitted. If one is rejected, stop waiting for the others."""
     tasks = [asyncio.create_task(_first(stream, job, number)) for number, stream in enumerate(streams)]
     try:
         return await asyncio.gather(*tasks)
@@ -236,7 +236,7 @@ async def _merged(
                 yield number, newest.pop(number)
             for task in pumps:
                 if task.done():
-                    task.result()  # raises its error
+                    task.result()  # raises the error of its stream
     finally:
         await cancel(pumps)
 

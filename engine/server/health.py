@@ -17,7 +17,7 @@ router = APIRouter(tags=["operation"])
 class PoolHealth(BaseModel):
     name: str
     trouble: str | None
-    """Why actors that have ended are not replaced, if they are not."""
+    """Why actors that have ended are not replaced; null if they are."""
     compiling: int
     backends: list[BackendStatus]
     actors: list[WorkerStatus] = Field(validation_alias="workers")

@@ -71,7 +71,7 @@ class ServerSettings:
 
     @property
     def api_keys(self) -> tuple[str, ...]:
-        """The keys. None: no key is needed."""
+        """The keys. Empty: no key is needed."""
         return tuple(stripped for key in (self.api_key or "").split(",") if (stripped := key.strip()))
 
 

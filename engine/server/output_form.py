@@ -30,7 +30,7 @@ class OutputForm:
     wanted: RequestedConstraint
     """The constraint on the whole output."""
     kind: str | None = None
-    """What the answer calls it, if the request's own constraint is only a part of it."""
+    """What the answer calls this constraint, if the request's own is only a part of it."""
     places: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     parser: Callable[[], OutputParser] | None = None
     shows_special_tokens: bool = False
@@ -79,7 +79,7 @@ def _combined(
     reasoning: ReasoningFormat | None,
     thinking: Thinking,
 ) -> tuple[Constraint, dict[str, tuple[str, str]]]:
-    """Return the constraint on the whole output, and where its parts come from."""
+    """Return the constraint on the whole output, and the request's fields that its parts come from (`Job.places`)."""
     given = wanted.constraint
     answer = calls.answer if calls is not None else None if given is None else as_format(given)
     limit = body.max_reasoning_tokens

@@ -42,9 +42,10 @@ _EXIT_SECONDS = 8.0
 
 _LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 
-_ACCEPTED_AT_ONCE, _BACKLOG = 32, 2048
-"""Connections that asyncio accepts before it looks at them (more could use up all file descriptors), and connections
-that wait in the kernel."""
+_ACCEPTED_AT_ONCE = 32
+"""Connections that asyncio accepts before it handles them. More could use up all file descriptors."""
+_BACKLOG = 2048
+"""Connections that wait in the kernel."""
 
 _SWITCH_SECONDS = 0.0005
 """Time for which a thread keeps the interpreter lock while another one wants it. The event loop gives it up and wants
@@ -62,7 +63,7 @@ def start_engine(options: ServeOptions) -> AsyncLLM:
     engine = AsyncLLM(
         options.model_path, options.pool, options.engine, pool_options=options.ray, **dataclasses.asdict(options.load)
     )
-    # What exists now stays. A garbage collection that visited it would hold all threads for tenths of a second.
+    # These objects stay. A garbage collection that visited them would hold all threads for tenths of a second.
     gc.collect()
     gc.freeze()
     FreeMemory().watch()
@@ -105,7 +106,7 @@ def serve(options: ServeOptions, listener: socket.socket) -> None:
             if not settings.allowed_hosts and _is_loopback(options.host):
                 settings = dataclasses.replace(settings, allowed_hosts=(*_LOOPBACK_NAMES, options.host))
             app = create_app(engine, settings, tracing)
-            app.openapi()  # kept: it takes half a second, in which the event loop would do nothing else
+            app.openapi()  # FastAPI caches it: on the event loop, building it would block for half a second
             config = uvicorn_config(app, options)
             _Server(config, app.state.context, options, exit_timer).run(sockets=[listener])
         finally:
@@ -123,7 +124,7 @@ def uvicorn_config(app: FastAPI, options: ServeOptions, **others: Any) -> uvicor
         "log_level": options.log_level,
         "log_config": uvicorn_logging(options.log_format),
         "timeout_graceful_shutdown": _ANSWER_SECONDS,
-        "timeout_keep_alive": math.ceil(options.connections.idle_seconds) + 1,  # ours comes first
+        "timeout_keep_alive": math.ceil(options.connections.idle_seconds) + 1,  # our own timeout comes first
         "proxy_headers": options.forwarded_allow_ips is not None,
         "forwarded_allow_ips": options.forwarded_allow_ips,
     }

@@ -17,9 +17,9 @@ from engine.server.protocol import Message, Tool
 from guided.errors import ContextLengthExceeded, GuidedError, InvalidRequest, bounded
 
 _CHARACTERS_PER_TOKEN = 8
-"""Few texts have more. A longer one is suspected to be too long for the context."""
+"""Few texts have more. A text longer than this times the maximum number of tokens is checked by its beginnings."""
 _SURE = 2
-"""A part of a text with this multiple of the maximum number of tokens shows that the whole is too long."""
+"""If a part of a text has this multiple of the maximum number of tokens, the whole text is too long."""
 
 
 def encode_chat(
@@ -133,7 +133,7 @@ def encode(
     """Tokenize a text, unless its beginning shows that it is far too long, or it has lone surrogates, which JSON can
     spell.
 
-    A text with more than twice `max_tokens` tokens may be refused here. The others are for the caller.
+    A text with more than twice `max_tokens` tokens may be rejected here. The caller checks shorter ones.
     """
     try:
         text.encode("utf-8")
@@ -148,7 +148,7 @@ def _check_length(tokenizer: Any, text: str, param: str, max_tokens: int) -> Non
     """Refuse a text if one of its beginnings, each twice as long as the one before, has far too many tokens."""
     length = _CHARACTERS_PER_TOKEN * max_tokens
     while length < len(text):
-        # Where the text is cut, its tokens may differ from those of the whole: not as many as `max_tokens`.
+        # Near the cut, tokens may differ from those of the whole text, but by far fewer than `max_tokens`.
         if len(tokenizer.encode(text[:length], add_special_tokens=False)) > _SURE * max_tokens:
             raise _too_long(param, max_tokens)
         length *= 2
@@ -183,7 +183,7 @@ def text_prompts(
                 )
             else:
                 ids = list(each)
-            if len(many) > 1 and len(ids) > max_tokens:  # the others need not be looked at
+            if len(many) > 1 and len(ids) > max_tokens:  # one is enough: skip the other prompts
                 raise _too_long("prompt", max_tokens)
         except InvalidRequest as error:
             name_prompt(error, number, len(many))
@@ -193,6 +193,6 @@ def text_prompts(
 
 
 def name_prompt(error: GuidedError, number: int, count: int) -> None:
-    """Make an error about a prompt tell which of `count` it is about."""
+    """Prefix the message of an error about one of several prompts with the prompt's number."""
     if error.param == "prompt" and count > 1:
         error.message = f"prompt[{number}]: {error.message}"

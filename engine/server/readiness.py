@@ -1,4 +1,4 @@
-"""Readiness: sends a small constrained request through the engine now and then, and measures its stages."""
+"""Readiness: when a probe asks, sends a small constrained request through the engine and measures its stages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Stage = Literal["admission", "compilation", "masks"]
 _LIMIT = 1.0
 """Seconds in which each stage must answer."""
 _INTERVAL = 2.0
-"""Seconds for which a result counts. More probes cause no more checks."""
+"""Seconds for which a result is reused, so that more probes cause no more checks."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Readiness:
     """The result of a check."""
 
     seconds: dict[Stage, float]
-    """How long the stages took that have answered."""
+    """Time that each stage took, of those that have answered."""
     reason: str | None
     """Why the server is not ready."""
     checked: float
@@ -85,7 +85,7 @@ class ReadinessCheck:
         return Readiness(seconds, reason, time.monotonic())
 
     async def _admit(self, params: SamplingParams) -> None:
-        """Wait for a thread of those that admit requests. A thread cannot be cancelled: it is waited for again."""
+        """Admit a request in an admission thread. It cannot be cancelled: a later check waits for the same one."""
         if self._admission is None or self._admission.done():
             admit = self._engine.engine.admit
             self._admission = self._threads.run_small(lambda: admit("ready", "a", params))

@@ -15,11 +15,11 @@ class _Kind(NamedTuple):
     item: dict[str, Any]
     """Its constant fields."""
     prefix: str
-    """Of its id."""
+    """Prefix of its id."""
     part: dict[str, Any] | None
     """The constant fields of its only content part. None: the text is a field of the item."""
     events: str
-    """What the events about its text are called."""
+    """First part of the names of the events about its text."""
     field: str
     """Field of its text, in the item or its part, and in the event that ends it."""
     fields: dict[str, Any] = {}  # noqa: RUF012

@@ -45,7 +45,7 @@ def create_response(body: ResponsesRequest, request: Request, context: Context) 
 
 
 def _settings(body: ResponsesRequest, job: Job) -> dict[str, Any]:
-    """Return what the answer repeats of the request."""
+    """Return the settings of the request that the answer repeats."""
     return {
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
@@ -66,7 +66,7 @@ def _settings(body: ResponsesRequest, job: Job) -> dict[str, Any]:
 
 
 class _ResponseAnswer(Answer):
-    """`settings` is JSON: it can have megabytes, and a stream sends it three times."""
+    """`settings` is encoded JSON: it can have megabytes, and a stream sends it three times."""
 
     end = b""
 
@@ -137,7 +137,7 @@ class _ResponseAnswer(Answer):
         return {**head, **empty, **known, **fields}
 
     def _with_settings(self, response: dict[str, Any]) -> bytes:
-        """Write a response with what it repeats of the request."""
+        """Write a response with the request's settings."""
         return to_json(response)[:-1] + b"," + self._settings[1:]
 
     def _num_thinking_tokens(self, completion: CompletionOutput) -> int:

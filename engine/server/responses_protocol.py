@@ -70,7 +70,7 @@ class InputItem(Typed):
 
     @property
     def is_of_model(self) -> bool:
-        """It is a part of what the model wrote."""
+        """The model wrote it."""
         return self.type in ("function_call", "reasoning") or (self.type == "message" and self.role == "assistant")
 
     @model_validator(mode="after")
@@ -204,7 +204,7 @@ CHAT_FIELDS = {
     "max_tokens": "max_output_tokens",
     "extra_args": "vllm_xargs",
 }
-"""Fields of a chat, and what errors call them here."""
+"""Fields of a chat -> their names in this endpoint's errors."""
 
 
 class ResponseObject(BaseModel):

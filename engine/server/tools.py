@@ -116,8 +116,12 @@ def _parameters(tool: Tool, param: str) -> dict[str, Any]:
 
 
 def places(document: Any, owners: dict[int, tuple[str, str]], at: str = "") -> Iterator[tuple[str, tuple[str, str]]]:
-    """Yield the JSON pointers of the objects in `document` that a request's field describes: those in `owners`, which
-    has the field, and the pointer there, by an object's id."""
+    """Yield where `document` has the objects of `owners`: (JSON pointer, (field of the request, pointer in the field)).
+
+    Args:
+        owners: by `id` of an object: the field of the request that describes it, and the pointer in this field.
+        at: JSON pointer of `document`.
+    """
     if id(document) in owners:
         yield at, owners[id(document)]
     elif isinstance(document, dict):

@@ -25,7 +25,7 @@ Sample = tuple[str, tuple[tuple[str, str], ...]]
 
 @dataclass(frozen=True)
 class Reading:
-    """What the server said at one time."""
+    """The server's health and metrics at one time."""
 
     at: float
     health: Mapping[str, Any]

@@ -33,7 +33,7 @@ class Tracing:
 
     @classmethod
     def from_environment(cls) -> Tracing | None:
-        """Return what the OTEL_ variables ask for. None: they name no exporter and no endpoint."""
+        """Return the tracing that the OTEL_ variables configure. None: they disable it, or name no endpoint."""
         given = os.environ
         exporter = given.get("OTEL_TRACES_EXPORTER", "otlp" if any(map(given.get, _ENDPOINTS)) else "none")
         if exporter == "none" or given.get("OTEL_SDK_DISABLED", "").lower() == "true":

@@ -1,4 +1,4 @@
-"""ClientTurns: how many requests of one client are in progress while other clients send requests too."""
+"""ClientTurns: limits the requests of one client that are in progress while other clients are active."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from collections.abc import Callable
 from engine.server.errors import QueueFull
 
 _ACTIVE_SECONDS = 5.0
-"""A client counts as active until so long after its last request."""
+"""A client counts as active for this time after its last request."""
 _LEAST_SECONDS = 0.5
-"""A request keeps its place so long at least: to start requests costs time too, also if they end at once."""
+"""Minimum time that a request keeps its place: starting a request costs time, even if it ends at once."""
 
 
 class ClientTurns:
-    """Lets requests of a client in, in order. A client alone is not limited.
+    """Lets requests in, those of each client in order. A single active client is not limited.
 
-    While several clients are active, further requests of a client wait at the gate, where they cost little: of their
-    bodies at most 64 KiB are read. So a client with hundreds of requests delays those of another by few.
+    While several clients are active, a client's requests beyond the limit wait at the gate. They cost little there: at
+    most 64 KiB of each body are read. So a client with hundreds of requests delays those of another client by few.
 
     Args:
-        limit: returns the maximum number of requests of one client in progress, for a number of active clients.
+        limit: returns, for a number of active clients, the maximum number of requests of one client in progress.
         max_waiting: maximum number of requests of one client that wait.
     """
 
@@ -33,7 +33,7 @@ class ClientTurns:
         """Requests in progress, by client."""
         self._queues: dict[str, deque[asyncio.Future[None]]] = {}
         self._seen: dict[str, float] = {}
-        """When the last request of a client began, or ended while the client was active; the longest ago first."""
+        """`time.monotonic()` when a client's last request began, or ended while the client was active. Oldest first."""
         self._is_open = False
         self._timer: asyncio.TimerHandle | None = None
         """Set while requests wait."""
@@ -102,7 +102,7 @@ class ClientTurns:
                 del self._queues[client]
 
     def _look_later(self) -> None:
-        """Have requests let in also where the other clients become inactive and no request in progress ends."""
+        """Check again later: the other clients may become inactive while no request in progress ends."""
         if self._queues and self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(_ACTIVE_SECONDS / 5, self._look)
 

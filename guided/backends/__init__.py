@@ -37,10 +37,10 @@ class Adapter:
     """The constraint kinds that the backend supports."""
     aliases: tuple[str, ...] = ()
     keeps_masks: bool = False
-    """Its class takes a `MaskCache` as well: computing a mask takes longer than copying one."""
+    """The class takes a `MaskCache`, because computing a mask takes longer than copying one."""
     narrows: bool = False
-    """It allows fewer objects than the schema, for example no other order. What it can't enforce is not guarded then:
-    a veto could leave no token."""
+    """The library allows fewer objects than the schema, for example only one order of properties. Keywords that it
+    can't enforce are then not guarded: a veto could leave no token."""
 
     def load(self) -> type[Backend]:
         """Return the class of the adapter; imports its library."""
@@ -104,7 +104,7 @@ def candidates(kind: ConstraintKind, backend: str = AUTO, *, param: str = "backe
 
 
 class Backends:
-    """The `Backend` instances for one vocabulary, each under the guard and created at its first use. Thread-safe.
+    """The `Backend` instances for one vocabulary, each with the guard, created at their first use. Thread-safe.
 
     Args:
         mask_cache_bytes: total size of the cached masks of all backends and grammars.

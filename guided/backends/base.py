@@ -63,7 +63,7 @@ class Matcher(Protocol):
         return len(token_ids)
 
     def forced_tokens(self) -> list[int]:
-        """Return the only possible continuation, as token ids; empty where there are several or none is known.
+        """Return the only possible continuation, as token ids; empty if there are several, or none is known.
 
         A hint for searches and drafts. A library that doesn't know it returns nothing.
         """

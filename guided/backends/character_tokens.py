@@ -78,7 +78,7 @@ class Columns:
         ordered = [texts[index][0] for index in self.order]
         self.tails = [texts[index][1] for index in self.order]
         self.cut = np.flatnonzero([bool(tail) for tail in self.tails])
-        """Positions in this order of texts that end within a character."""
+        """Positions, in this order, of the texts that end within a character."""
         self.alphabet = sorted({character for text in ordered for character in text})
         number = {character: index for index, character in enumerate(self.alphabet)}
         self._count = len(ordered)
@@ -101,7 +101,7 @@ class Columns:
         first = self._columns[0]
         states[: len(first)] = table[start][symbols][first]
         live = np.flatnonzero(states[: len(first)] != dead)
-        for column in self._columns[1:]:  # skips the dead ones, usually nearly all
+        for column in self._columns[1:]:  # skips texts in the dead state, usually nearly all
             live = live[: np.searchsorted(live, len(column))]
             after = table[states[live], symbols[column[live]]]
             states[live] = after
@@ -128,9 +128,9 @@ class CharacterTokens:
         for token, text, tail in texts:
             self.tree.add(token, text, tail)
         self.columns = Columns([(text, tail) for _, text, tail in texts])
-        """The same as columns."""
+        """The same tokens as columns."""
         self.ids = np.array([texts[index].token for index in self.columns.order], dtype=np.int64)
-        """In the order of `columns`."""
+        """Token ids in the order of `columns`."""
         self.strings = StringTokens(texts, vocabulary.padded_vocab_size)
         """The tokens that may follow within a JSON string."""
 

@@ -34,11 +34,11 @@ _MAX_MASKS = 200
 
 
 class GuardedBackend(Backend):
-    """A backend that refuses no schema which the guard can enforce, and repeats no key of an object.
+    """Puts the guard over a backend. It accepts each schema that the guard can enforce, and allows no duplicate keys.
 
     Args:
         inner: the adapter of a library.
-        supersets: give the library a superset of what it can't enforce.
+        supersets: give the library a superset of a schema that it can't enforce, and guard the rest.
     """
 
     name = "guarded"
@@ -107,7 +107,7 @@ def _repeats_keys(constraint: Constraint) -> bool:
 
 
 class GuardedGrammar(CompiledGrammar):
-    """A grammar for a superset, and the plan of what is to be guarded."""
+    """A library's grammar for a superset, and the plan for the guard."""
 
     def __init__(self, inner: CompiledGrammar, plan: Plan, index: TokenIndex, vocabulary: Vocabulary) -> None:
         self._inner = inner
@@ -120,13 +120,13 @@ class GuardedGrammar(CompiledGrammar):
         return GuardedMatcher(self, self._inner.matcher(), bytearray(), [(State(), 0)])
 
     def dump(self) -> bytes:
-        """The library's own, with a mark; empty where compiling again is cheaper."""
+        """Return the library's serialisation with a prefix; empty if compiling again is cheaper."""
         dumped = self._inner.dump()
         return (_KEYS_ONLY if self.plan.superset is None else _SUPERSET) + dumped if dumped else b""
 
 
 class GuardedMatcher(Matcher):
-    """One sequence: the library's matcher, the text, and the states after each token with the lengths of the text."""
+    """One sequence: the library's matcher, the text, and after each token the guard's state and the text's length."""
 
     def __init__(
         self, grammar: GuardedGrammar, inner: Matcher, text: bytearray, states: list[tuple[State, int]]
@@ -193,7 +193,7 @@ class GuardedMatcher(Matcher):
                 forbid(row, token)
 
     def _allows(self, tokens: list[int], *, look_ahead: bool = True) -> bool:
-        """Whether no rule is violated after more tokens, and with `look_ahead`, whether none has to be."""
+        """Whether `tokens` violate no rule; with `look_ahead`, also whether the text can go on without a violation."""
         state, length = self._states[-1]
         for token in tokens:
             self._text += self._index.contents[token]
@@ -210,9 +210,9 @@ class GuardedMatcher(Matcher):
             del self._text[length:]
 
     def _can_avoid(self, avoided: Forbidden, tokens: list[int]) -> bool:
-        """Whether the library allows something else than forbidden texts after `tokens`.
+        """Whether the library allows a text that is not forbidden after `tokens`.
 
-        Follows the tokens that stay on the way to such a text, until one leaves it.
+        Follows the tokens that continue a forbidden text, until one of them leads to another text.
         """
         if avoided.is_avoidable:
             return True
@@ -254,7 +254,7 @@ class GuardedMatcher(Matcher):
 
 
 def _leaves(content: bytes, rests: list[bytes]) -> bool:
-    """Whether a text with any of `rests` to come becomes another one by `content`."""
+    """Whether `content` leads away from all forbidden texts. `rests`: what is missing of each of them."""
     if any(rest and (rest.startswith(content) or content.startswith(rest)) for rest in rests):
         return False
     return b"" not in rests or content[0] not in _ENDS  # a complete text ends here, or goes on as another one

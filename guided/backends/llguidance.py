@@ -34,25 +34,28 @@ _native = guard("llguidance")
 
 _VERSION = metadata.version("llguidance")
 REPEATS_WHITESPACE = tuple(map(int, _VERSION.split(".")[:2])) < (1, 8)
-"""True for 1.7.6, which vLLM 0.32 pins, and not for 1.9.1. The separators of items and keys aren't repeated."""
+"""Whether llguidance allows several matches of `whitespace_pattern` in a row: 1.7.6 does, which vLLM 0.32 pins; 1.9.1
+does not. The separators of items and keys are never repeated."""
 _ESCAPES = 'bfnrt"\\'
 """Letters that may follow a backslash in JSON strings if a schema names properties. Without `u`: llguidance allows
 escapes in additional keys, so `{"\\u0061": ...}` would evade the schema of `a`."""
 
 _MAX_ITEMS = 50_000
-"""Maximum number of a parser's items at one place. The default admits 498 optional properties of an object. It is kept
-for grammars: they may be so ambiguous that a mask takes seconds."""
+"""Maximum number of parser items at one position (`max_items_in_row`). llguidance's default admits only 498 optional
+properties of an object. Grammars keep the default, because they may be so ambiguous that a mask takes seconds."""
 _EXCEEDED = re.compile(r"too many|\bmax is\b|limit|fuel", re.IGNORECASE)
-"""What llguidance says of a constraint that exceeds its limits."""
-_SHORT_TEXT, _SHORT_TEXTS = 64, 16384
-"""Length of the texts with cached tokens, and how many there are."""
+"""Matches llguidance's messages about exceeded limits."""
+_SHORT_TEXT = 64
+"""Maximum length of a text whose tokens are cached, in characters or bytes."""
+_SHORT_TEXTS = 16384
+"""Number of texts whose tokens are cached."""
 
 
 class LLGuidanceBackend(Backend):
     """One tokenizer, shared by all grammars.
 
     Args:
-        limits: limits of parser and lexer; None: the defaults. A mask beyond them ends as an `UnsupportedConstraint`.
+        limits: limits of parser and lexer. None: the defaults. A mask that exceeds them raises `UnsupportedConstraint`.
     """
 
     name: ClassVar[str] = "llguidance"
@@ -218,7 +221,7 @@ class _Tokenizer:
         self._encode_short = lru_cache(maxsize=_SHORT_TEXTS)(vocabulary.encode)
 
     def __call__(self, text: str | bytes) -> list[int]:
-        """Encode the text that a grammar forces. The names of properties come again and again."""
+        """Encode a text that a grammar forces. Short texts are cached, because property names recur."""
         return self._encode_short(text) if len(text) <= _SHORT_TEXT else self._vocabulary.encode(text)
 
 
@@ -257,7 +260,7 @@ _REASONS = {
     "Unable to determine if regex is empty": "a pattern is too large together with the other conditions on the string",
     "circular references": "a recursive '$ref' and the keywords next to it can't be merged",
 }
-"""What llguidance's messages that quote its own regexes mean."""
+"""Part of a message of llguidance that quotes llguidance's own regexes -> what it means for the user."""
 
 
 def _refusal(message: str, constraint: Constraint) -> Exception:

@@ -1,4 +1,4 @@
-"""JSON Schema for llguidance: the normal form, corrected where llguidance would not enforce what it says.
+"""JSON Schema for llguidance: the normal form, corrected where llguidance would enforce it wrongly.
 
 Corrected are:
 
@@ -44,24 +44,29 @@ Its `email` does not limit the length of a label, nor its `hostname` the length 
 _LARGEST = 2**63 - 1024
 """The largest double below 2^63."""
 _EXACT = 2**53
-"""Smaller integers are doubles."""
-_DIGITS, _LEAST_EXPONENT = 15, -22
-"""Decimals with so many significant digits, and with such an exponent, are read exactly."""
+"""All smaller integers are exact as doubles."""
+_DIGITS = 15
+"""A decimal with at most this many significant digits, and an exponent within the limit, is read exactly."""
+_LEAST_EXPONENT = -22
+"""Least decimal exponent that is read exactly: the power of ten is exact as a double."""
 _MULTIPLES = 2**32
+"""Limit for a `multipleOf` that llguidance has scaled to an integer: it has 32 bits."""
 _MULTIPLES_WITHIN = 5_000
-"""Largest `multipleOf` with a bound beyond it: larger ones exhaust the states of the lexer while masks are computed."""
+"""Largest scaled `multipleOf` next to a bound that is beyond it. Larger ones exhaust the lexer's states while masks are
+computed."""
 _MOST_DIGITS = 9
 """Maximum number of decimals of `multipleOf`."""
 _SHORT = Decimal("1e-7")
-"""Exclusive bounds with so few decimals are kept: there are numbers of `_MOST_DIGITS` next to them."""
+"""Negative exclusive bounds that are multiples of this are kept: numbers of `_MOST_DIGITS` are next to them."""
 _MAX_PATTERNS = 8
+"""Maximum number of `patternProperties` that are made disjoint."""
 _MAX_COUNTED = 40
 """Maximum number of alternatives for `minProperties` and `maxProperties`."""
 _REFERENCE = '{"$ref": '
 _CONTROLS = regex.ranges_of([(0, 0x7), (0xB, 0xB), (0xE, 0x1F), (0x7F, 0x7F)])
 """Characters that llguidance writes as `\\u0000` only."""
 _CONTROL = re.compile(r"(?<!\\)(?:\\\\)*\\u00|\x7f")
-"""One of them in a JSON text."""
+"""Matches one of these characters in a JSON text."""
 _CONTROLS_AND_ESCAPED = regex.ranges_of([(0, 0x1F), (0x22, 0x22), (0x5C, 0x5C)])
 
 
@@ -76,8 +81,8 @@ class LLGuidanceLowering(SchemaLowering):
         self.names_properties = False
         """Some object has properties with schemas of their own."""
         self._control: UnsupportedConstraint | None = None
-        """The refusal of a value with a control character. llguidance leaves out what it can't escape, and next to
-        named properties only short escapes are allowed."""
+        """Error for a value with a control character, raised if the schema names properties: then, only short escapes
+        are allowed, and llguidance leaves out characters without one."""
         self._multiples: set[Fraction] = set()
         self._merges = False
         """llguidance merges parts of the schema with each other."""
@@ -154,13 +159,16 @@ class LLGuidanceLowering(SchemaLowering):
             absent: dict[str, Schema] = {}
             for other in schema["oneOf"]:
                 if other is not part and not self.form.disjoint(part, other):
-                    absent |= dict.fromkeys(self._telling(schema, part, other), False)
+                    absent |= dict.fromkeys(self._distinguishing_names(schema, part, other), False)
             alone = {"type": "object", "properties": absent}
             lowered.append({"allOf": [self.lower(part), alone]} if absent else self.lower(part))
         return any_of(lowered)
 
-    def _telling(self, schema: dict[str, Any], part: Schema, other: Schema) -> list[str]:
-        """Return names of which `other` requires one, and `part` requires none and declares as few as possible."""
+    def _distinguishing_names(self, schema: dict[str, Any], part: Schema, other: Schema) -> list[str]:
+        """Return a name for each alternative of `other` that requires it, while `part` does not require it.
+
+        Names that `part` does not declare are preferred.
+        """
         mine = self._alternatives(part)
         required = {name for one in mine for name in one.get("required", ())}
         declared = {name for one in mine for name in one.get("properties", {})}
@@ -177,7 +185,7 @@ class LLGuidanceLowering(SchemaLowering):
         return [one if isinstance(one, dict) else {} for one in self.form.alternatives(schema) if one is not False]
 
     def _other_strings(self, schema: dict[str, Any]) -> dict[str, Any]:
-        """Lower a string that is under `not`: to a pattern for the other strings."""
+        """Lower the type string with `not`: to a pattern for the strings that `not` does not exclude."""
         try:
             pattern = complement_of(schema["not"])
         except UnsupportedConstraint:
@@ -187,7 +195,7 @@ class LLGuidanceLowering(SchemaLowering):
         return {"allOf": [self.lower(kept), {"pattern": self._pattern(schema, "not", pattern)}]}
 
     def _with_unnamed(self, schema: dict[str, Any]) -> dict[str, Any]:
-        """Return an open object with a property that `not` doesn't name. Narrowed: none that it does."""
+        """Require a property that `not` doesn't name, in an open object. Narrowed: forbids optional ones it names."""
         required = schema.get("required", [])
         absent = [name for name in schema["not"]["properties"] if name not in required]
         kept = {keyword: value for keyword, value in schema.items() if keyword != "not"}
@@ -240,7 +248,7 @@ class LLGuidanceLowering(SchemaLowering):
         bounds = self._bounds("number", schema)
         exclusive = [abs(bounds[each]) for each in ("exclusiveMinimum", "exclusiveMaximum") if each in bounds]
         if exclusive and "multipleOf" not in schema:
-            # A reader with doubles rounds a longer number to the bound: so many digits has no double of this size.
+            # A reader with doubles would round a longer number to the excluded bound, so the decimals are limited.
             length = len(str(int(max(exclusive))))
             decimals = min(max(length < _DIGITS + 1, _DIGITS - length), _MOST_DIGITS)
             self._multiples.add(Fraction(1, 10**decimals))
@@ -248,7 +256,7 @@ class LLGuidanceLowering(SchemaLowering):
         return {"type": "number", **bounds, **self._multiple(schema, bounds)}
 
     def _bounds(self, kind: str, schema: dict[str, Any]) -> dict[str, Any]:
-        """Return the next bounds inside those of `schema` that llguidance calculates with correctly.
+        """Return the nearest bounds within those of `schema` that llguidance handles correctly.
 
         Narrowed: numbers have at most 64 bits; beyond 2^53, those between a bound and the next double are excluded. An
         exclusive bound, which a reader with doubles would round to, is replaced by the next number of 15 digits, unless
@@ -277,7 +285,7 @@ class LLGuidanceLowering(SchemaLowering):
         return bounds
 
     def _multiple(self, schema: dict[str, Any], bounds: dict[str, Any]) -> dict[str, Any]:
-        """Return `multipleOf`, which llguidance makes an integer of 32 bits by multiplying a double by ten."""
+        """Return `multipleOf`. llguidance multiplies the double by ten until it is an integer, which has 32 bits."""
         value = schema.get("multipleOf")
         if value is None:
             return {}
@@ -374,7 +382,7 @@ class LLGuidanceLowering(SchemaLowering):
         try:
             found = disjoint_patterns(list(patterns))
         except UnsupportedConstraint:
-            return patterns  # llguidance may do it
+            return patterns  # llguidance may be able to
         except InvalidConstraint as error:
             raise self.at_keyword(error, schema, "patternProperties") from None
         parts = [(pattern, [patterns[one] for one in together]) for pattern, together in found]
@@ -383,8 +391,8 @@ class LLGuidanceLowering(SchemaLowering):
     def _counted(self, schema: dict[str, Any], lowered: dict[str, Any], *, closed: bool) -> dict[str, Any]:
         """Add `minProperties` and `maxProperties`, which llguidance counts only where every named property is required.
 
-        Elsewhere there is an alternative for each set of optional properties. Refused is a minimum that one name could
-        reach by occurring twice: the required ones can't.
+        Otherwise, there is one alternative for each set of optional properties. A minimum is refused if a name that
+        occurs twice could reach it (required names can't occur twice).
         """
         required, named = lowered.get("required", []), lowered.get("properties", {})
         least, most = int(schema.get("minProperties", 0)), schema.get("maxProperties")
@@ -450,7 +458,7 @@ def lower(schema: Schema) -> tuple[dict[str, Any], bool]:
 
 
 def _inner(low: Any, exclusive: bool) -> int | float | None:
-    """Return the least lower bound from `low` on that llguidance calculates with correctly; None without one."""
+    """Return the least lower bound from `low` on that llguidance handles correctly; None if there is none."""
     if low > _LARGEST:
         return None
     if low < -_LARGEST:
@@ -495,7 +503,8 @@ def _numbers(value: Any) -> Iterator[int | float]:
 def _common_patterns(pattern: str) -> tuple[list[str], bool]:
     """Return `pattern` in the common subset, and whether it needs a control character without a short escape.
 
-    They are left out of classes with others: of a class with all of them, llguidance would also write quotes.
+    Control characters are left out of classes that have other characters: from a class with all control characters,
+    llguidance would also generate quotes.
     """
     needs_control = False
 

@@ -19,7 +19,7 @@ from guided.grammar import regular, slashed
 from guided.structural_tag import Content, Dispatch, Either, FreeText, Node, Series, Text, Times, Token, ends, located
 
 _MAX_PARTS = 20_000
-"""Maximum number of parts of the grammar. What follows alternatives with open ends is written for each of them."""
+"""Maximum number of parts of the grammar. The text after alternatives with open ends is repeated for each of them."""
 _ANYTHING = "/(?s:.*)/"
 _EMPTY = '""'
 
@@ -64,7 +64,7 @@ class TagGrammar:
         """Return the grammars in llguidance's format.
 
         Raises:
-            UnsupportedConstraint: it can't be decided token by token where a part ends; or a content is not supported.
+            UnsupportedConstraint: where a part ends can't be decided token by token; or a content is not supported.
         """
         start = self._series((self._constraint.tag,)) or _EMPTY
         lexemes = (f"{name}: {body}" for body, name in self._names.items())
@@ -118,7 +118,7 @@ class TagGrammar:
             options, rest = [Series((option, *rest)) for option in options], ()
         try:
             heads = [head for option in options for head in self._heads((option,))]
-        except UnsupportedConstraint:  # one begins with something else than a literal
+        except UnsupportedConstraint:  # one option begins with something other than a literal
             expression = _any(self._series((option,)) for option in options)
         else:
             expression = self._factored(heads)
@@ -192,7 +192,7 @@ class TagGrammar:
         return self._until(body, body, self._heads(rest)) if rest else body
 
     def _regular_node(self, content: Content) -> regex.Node | None:
-        """Return a content as a regex; None if it is none."""
+        """Return a content as a regex; None if it is not regular."""
         if content not in self._regular:
             inner = self._constraint.inner(content)
             with located(content, "structural_tag"):
@@ -209,7 +209,7 @@ class TagGrammar:
         return self._regular[content]
 
     def _is_open(self, node: Any) -> bool:
-        """Whether it depends on the text after `node` where it ends."""
+        """Whether the end of `node` depends on the text after it."""
         return any(
             isinstance(end, FreeText | Dispatch) or (isinstance(end, Content) and self._regular_node(end) is not None)
             for end in ends(node)
@@ -219,7 +219,7 @@ class TagGrammar:
         """Return the alternatives with which `items` can begin.
 
         Raises:
-            UnsupportedConstraint: `items` can begin with something else than a literal or a token.
+            UnsupportedConstraint: `items` can begin with something other than a literal or a token.
         """
         if items:
             first, rest = items[0], items[1:]

@@ -41,7 +41,7 @@ class LMFormatEnforcerBackend(Backend):
     """The vocabulary as characters, shared by all grammars.
 
     Args:
-        masks: storage for masks; a new one where None.
+        masks: storage for masks. None: a new one.
     """
 
     name: ClassVar[str] = "lm-format-enforcer"
@@ -96,7 +96,7 @@ class LMFormatEnforcerGrammar(StateGrammar):
         self._masks = masks.of_grammar()
 
     def dump(self) -> bytes:
-        """Nothing: see `LMFormatEnforcerBackend.load`."""
+        """Return nothing: see `LMFormatEnforcerBackend.load`."""
         return b""
 
     def next_state(self, state: _State, token: int) -> _State | None:
@@ -120,7 +120,7 @@ class LMFormatEnforcerGrammar(StateGrammar):
             return mask
 
     def key(self, state: _State) -> tuple[Any, bytes] | None:
-        """Equal for states that allow the same tokens; None where that is not known."""
+        """Return a key that is equal for states that allow the same tokens; None if that is not known."""
         automaton_state, pending = state
         key = self._automaton.key(automaton_state)
         return None if key is None else (key, pending)

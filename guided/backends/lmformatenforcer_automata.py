@@ -28,7 +28,7 @@ class Automaton(Protocol):
 
     start: Any
     named: frozenset[str]
-    """Characters beyond ASCII that it distinguishes."""
+    """Characters beyond ASCII that the constraint distinguishes."""
 
     def step(self, state: Any, character: str) -> Any | None:
         """Return the state after `character` (any, or `OTHER`); None if it is not allowed."""
@@ -134,7 +134,7 @@ class RegexAutomaton(Automaton):
                 self._table[self.numbers[state], symbol] = self.numbers[target]
         self.start = self.numbers[self._fsm.initial]
         self.finals = np.zeros(self._dead + 1, dtype=bool)
-        """By row."""
+        """Whether the state of each row is final."""
         self.finals[[self.numbers[state] for state in self._fsm.finals]] = True
         self._characters = frozenset(c for c in self._fsm.alphabet if c is not anything_else)
         surrogates = "\ud800", "\udfff"  # no text has them

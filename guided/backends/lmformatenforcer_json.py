@@ -38,7 +38,7 @@ class JsonState:
     """The states of the schema's parser and of the JSON syntax.
 
     Args:
-        spaces: length of the last run of whitespace between JSON tokens. Only the syntax reads whitespace there.
+        spaces: length of the last run of whitespace between JSON tokens. The schema's parser does not read it.
     """
 
     __slots__ = ("allowed", "parser", "spaces", "syntax")
@@ -60,7 +60,7 @@ class JsonState:
 
 @lru_cache(maxsize=4096)
 def _characters(text: str, spaces: bool) -> frozenset[str]:
-    """Share equal sets: many states have one of a few."""
+    """Return the characters as a set. Equal sets are shared: many states have one of a few."""
     return frozenset(text).difference("" if spaces else _SPACE)
 
 

@@ -53,7 +53,7 @@ class _Lowering(SchemaLowering):
         return any_of([{"type": kind} for kind in ALL_TYPES])
 
     def reference(self, schema: dict[str, Any]) -> dict[str, Any]:
-        """Only recursion is a `$ref`: the library reads the definition again at each, and states differ then."""
+        """Keep only recursive `$ref`s: the library reads the definition again at each one, and equal states differ."""
         name = schema["$ref"].removeprefix("#/$defs/")
         expanded = self.expand(schema)
         if expanded is None:
@@ -142,7 +142,7 @@ class _Lowering(SchemaLowering):
         return any_name if rest is True or rest == {} else {**any_name, "additionalProperties": self.lower(rest)}
 
     def _adds_required_only(self, schema: dict[str, Any], rest: Schema) -> bool:
-        """Whether `properties` has only the required names that the normal form adds: any others may stand too."""
+        """Whether `properties` has only the required names that the normal form adds: others are allowed too."""
         if rest is False or not schema.keys() <= {"type", "properties", "required", "additionalProperties"}:
             return False
         properties, required = schema.get("properties", {}), schema.get("required", [])

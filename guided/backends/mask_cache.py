@@ -37,7 +37,7 @@ class MaskCache:
         """Current total size of the masks in bytes."""
 
     def of_grammar(self) -> GrammarMasks:
-        """Return the part of a new grammar. Its masks are removed when it is deleted."""
+        """Return the masks of a new grammar. They are removed when the returned object is deleted."""
         number = next(self._numbers)
         masks = GrammarMasks(self, number)
         weakref.finalize(masks, self._deleted.append, number).atexit = False
@@ -84,6 +84,7 @@ class GrammarMasks:
         """Store a mask, which is read-only from now on.
 
         Args:
-            keeps: object to keep alive with it, because its identity is part of `key`. It must not refer to this part.
+            keeps: object to keep alive with the mask, because its identity is part of `key`. It must not refer to this
+                `GrammarMasks`.
         """
         self._cache._put(self._number, key, mask, keeps)

@@ -66,13 +66,13 @@ class StateGrammar(CompiledGrammar, Protocol):
     """The empty output satisfies the constraint, whether `start` is final or not."""
 
     def next_state(self, state: Any, token: int) -> Any | None:
-        """The state after `token`; None where it is not allowed."""
+        """Return the state after `token`; None if it is not allowed."""
 
     def is_final(self, state: Any) -> bool:
         """Whether an output that ends in `state` satisfies the constraint."""
 
     def mask(self, state: Any) -> NDArray[np.int32]:
-        """The tokens that are allowed in `state`: int32 `[words]`, read-only."""
+        """Return the mask of the tokens allowed in `state`: int32 `[words]`, read-only."""
 
     def matcher(self) -> Matcher:
         return StateMatcher(self, [self.start])

@@ -39,7 +39,7 @@ class OutlinesBackend(Backend):
     """One vocabulary in outlines' own form, shared by all grammars.
 
     Args:
-        masks: storage for masks; a new one where None.
+        masks: storage for masks. None: a new one.
     """
 
     name: ClassVar[str] = "outlines"
@@ -69,7 +69,7 @@ class OutlinesBackend(Backend):
         return OutlinesGrammar(self._vocabulary, index, dumped[:1] == b"\x01", self._masks)
 
     def _pattern(self, constraint: Constraint) -> tuple[str, bool]:
-        """The constraint as one regex that doesn't match the empty text; and whether the constraint does."""
+        """Return the constraint as one regex without the empty text, and whether it allows the empty text."""
         match constraint.kind:
             case "json_schema":
                 return to_regex(json.loads(constraint.source), constraint.whitespace), False
@@ -106,7 +106,7 @@ class OutlinesGrammar(StateGrammar):
         self._dumped = bytes([accepts_empty]) + bytes(binary)
 
     def dump(self) -> bytes:
-        """Whether the empty text matches (one byte), then the automaton in outlines' own serialisation."""
+        """Return one byte (whether the empty text matches), then the automaton in outlines' own serialisation."""
         return self._dumped
 
     def next_state(self, state: int, token: int) -> int | None:
@@ -135,7 +135,7 @@ class OutlinesGrammar(StateGrammar):
         return row
 
     def path(self, state: int) -> list[int]:
-        """Tokens that lead from the start to `state`, which was reached before; no state occurs twice on the way."""
+        """Return the tokens that lead from the start to `state`, which was reached before, without a loop."""
         path: list[int] = []
         while state != self.start:
             state, token = self._reached[state]

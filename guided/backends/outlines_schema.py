@@ -27,10 +27,11 @@ _FIRST_PLACEHOLDER = 7_310_000_000_000_000
 """The first of the numbers that stand for a regex of this module while outlines builds the whole one."""
 _ANYTHING = regex.Repeat(regex.Chars(regex.UNIVERSE), 0, None)
 _LARGEST_BOUND = 10**12
-"""outlines' time doubles with every digit: 7 s on 600 tokens for 20 digits."""
+"""Largest magnitude of a bound. The compilation time doubles with every digit: 7 s for 20 digits with 600 tokens."""
 _LONGEST_WITH_ESCAPES = 8
-"""outlines' time doubles also with every character that may be an escape."""
+"""Maximum length of strings with escapes. The compilation time doubles with every character that may be an escape."""
 _MOST_CHARACTERS = 10_000
+"""Maximum number of characters that the lengths and counts in a schema require together."""
 _NUMBER = r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?"
 """outlines' own regex requires a sign in every exponent."""
 
@@ -65,7 +66,7 @@ class _Lowering(SchemaLowering):
         super().__init__(schema)
         self._characters = 0
         self._times = 1
-        """How often the current subschema may occur: the product of the counts of the arrays around it."""
+        """Number of times that the current subschema may occur: the product of the counts of the arrays around it."""
         self.regexes: list[str] = []
         """Number n replaces `_FIRST_PLACEHOLDER + n` in outlines' regex."""
 
@@ -110,7 +111,7 @@ class _Lowering(SchemaLowering):
         return self._placeholder(f'"(?:{regex.render(text)})"')
 
     def _count(self, characters: int, schema: Schema) -> None:
-        """Each character that a length or a count requires is at least one state."""
+        """Count characters that a length or a count requires, and refuse too many: each is at least one state."""
         self._characters += characters * self._times
         if self._characters > _MOST_CHARACTERS:
             raise UnsupportedConstraint(
@@ -188,7 +189,7 @@ class _Lowering(SchemaLowering):
 
 
 def _in_quotes(text: str) -> str:
-    """`text` as written between the quotes of a JSON string."""
+    """Return `text` as written between the quotes of a JSON string."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 

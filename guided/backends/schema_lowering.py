@@ -52,7 +52,7 @@ class SchemaLowering(ABC):
     never: ClassVar[tuple[str, ...]] = ("allOf", "oneOf", "not", "if", "dependentSchemas")
     """Keywords that the library does not enforce, where the normal form still has them."""
     max_subschemas: ClassVar[int | None] = None
-    """Limit for libraries that get schemas with references expanded."""
+    """Maximum number of lowered subschemas, for libraries that get schemas with references expanded."""
 
     def __init__(self, schema: Schema, *, rewrite: bool = True) -> None:
         self.form = normalise(schema, rewrite=rewrite)
@@ -66,7 +66,7 @@ class SchemaLowering(ABC):
         """Lower the whole schema, with the definitions that `keep_reference` refers to."""
         root = self.lower(self.form.root)
         definitions: dict[str, Any] = {}
-        for reference in self._referenced:  # grows meanwhile
+        for reference in self._referenced:  # `lower` appends to it
             name = target_name(reference)
             if name not in definitions:
                 definitions[name] = self.lower(self.form.target(reference))
@@ -170,7 +170,7 @@ class SchemaLowering(ABC):
         return type(error)(error.message, param="json_schema", pointer=f"{self.form.pointer(schema)}/{escape(keyword)}")
 
     def expand(self, schema: dict[str, Any]) -> dict[str, Any] | None:
-        """Lower the target of a `$ref` in its place; None if this is inside that target: the reference is recursive."""
+        """Lower the target of a `$ref` in its place; None if the reference is recursive (inside that target)."""
         if schema["$ref"] in self._expanding:
             return None
         self._expanding.append(schema["$ref"])

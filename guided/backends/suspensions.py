@@ -20,8 +20,10 @@ from guided.pool import BackendStatus
 CRASHES = 5
 """A backend is suspended when this many constraints crash it within `_WINDOW_SECONDS`."""
 _WINDOW_SECONDS = 60.0
-_FIRST_SECONDS, _LAST_SECONDS = 30.0, 600.0
-"""Length of the first suspension; each one that follows soon is twice as long, up to the last."""
+_FIRST_SECONDS = 30.0
+"""Length of the first suspension. Each one that follows soon is twice as long as the one before."""
+_LAST_SECONDS = 600.0
+"""Maximum length of a suspension."""
 _log = logging.getLogger(__name__)
 
 
@@ -33,7 +35,7 @@ class _Suspension:
     """Length of the latest suspension."""
 
     def begin(self, now: float) -> None:
-        # A backend that then worked for as long as it had been suspended starts again with the first length.
+        # A backend that worked as long as it had been suspended (at least a minute) starts again with the first length.
         soon = self.seconds and now - self.until < max(self.seconds, _WINDOW_SECONDS)
         self.seconds = min(2 * self.seconds, _LAST_SECONDS) if soon else _FIRST_SECONDS
         self.until = now + self.seconds
@@ -85,7 +87,7 @@ class Suspensions:
         return _error(suspended) if suspended else None
 
     def _seconds_left(self, backends: Sequence[str], client: str) -> dict[str, float]:
-        """Return the suspended ones of `backends`, and how long each is suspended for."""
+        """Return the suspended ones of `backends`, and the seconds left of each suspension."""
         with self._lock:
             now = self._clock()
             seconds_left = {name: self._record(name).until(client) - now for name in backends}

@@ -1,7 +1,7 @@
 """A limit on the tokens of free text at the beginning of an output: the thinking phase.
 
-Once the text has as many tokens as it may, and ends with a whole character, the mask allows only the tokens that spell
-the text's end.
+Once the text has reached the limit and ends with a whole character, the mask allows only the tokens of the literal that
+ends the text.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _flat(node: Node) -> list[Node]:
 
 
 _REST_OF_CHARACTER = 3
-"""Maximum number of tokens that complete a character: the limit can be exceeded by them."""
+"""Maximum number of tokens that complete a character. A text can exceed its limit by this many tokens."""
 
 
 class LimitedGrammar(CompiledGrammar):

@@ -39,21 +39,21 @@ _FORBIDDEN_SECOND = {0xE0: (0x80, 0x9F), 0xED: (0xA0, 0xBF), 0xF0: (0x80, 0x8F)}
 """First byte of a character -> range of second bytes that are invalid after it in UTF-8 (RFC 3629, section 4)."""
 _NOT_UTF8 = re.compile(rb"\xe0[\x80-\x9f]|\xed[\xa0-\xbf]|\xf0[\x80-\x8f]")
 _ESCAPES = re.compile(r"^basic_escape ::= .*$", re.MULTILINE)
-"""The rule for the characters after a backslash ..."""
+"""Matches xgrammar's rule for the characters after a backslash."""
 _PLAIN_ESCAPES = r"basic_escape ::= ([\"\\bfnrt])"
-"""... and the same without `u0061` and `/`: they would be a second way to write a character."""
+"""The correct rule, without `u0061` and `/`, which would be a second way to write a character."""
 _CHARACTERS = re.compile(re.escape(r"[^\"\\\r\n]"))
-"""One character of a string with a length, in any rule (no literal of JSON text looks like it) ..."""
+"""Matches one character of a string with a length, in any rule (no literal of JSON text looks like it)."""
 _ONE_CHARACTER = r"[^\0-\x1f\"\\]"
-"""... and the same as in JSON. No escapes: only a plain class is precompiled, otherwise each mask takes 0.4 s."""
+"""The correct class, as in JSON. No escapes: only a plain class is precompiled, otherwise each mask takes 0.4 s."""
 _PATTERNS = re.compile(r'Regex\("\^pattern(\d+)\$", json_string=true\)')
 """The placeholder of a pattern (no literal of JSON text looks like it)."""
 _SOURCE_LINE = re.compile(r"^\[[\d:]+\] \S+?:\d+: ")
 
 
 QUICK_SECONDS = 1.0
-"""A grammar that compiles in less time is compiled again instead of serialised. To write and read xgrammar's JSON takes
-longer for a usual schema (131,072 tokens: 0.46 s instead of 0.27 s), and reading holds the GIL."""
+"""A grammar that compiles in less time is compiled again instead of serialised. For an ordinary schema, writing and
+reading xgrammar's JSON takes longer (0.46 s instead of 0.27 s with 131,072 tokens), and reading holds the GIL."""
 
 
 def _message(error: BaseException) -> str:
@@ -106,7 +106,7 @@ class XGrammarBackend(Backend):
         return self._compiler.compile_grammar(self._grammar(constraint))
 
     def _grammar(self, constraint: Constraint) -> Any:
-        """Return a constraint as a grammar: xgrammar's, or a text in its notation."""
+        """Return a constraint as an `xgrammar.Grammar`, or as a text in xgrammar's notation."""
         match constraint.kind:
             case "json_schema":
                 return self._schema_ebnf(lower(json.loads(constraint.source)), constraint.whitespace)
@@ -197,7 +197,7 @@ class XGrammarGrammar(CompiledGrammar):
             return XGrammarMatcher(self._tokens, xgrammar.GrammarMatcher(self._compiled), [])
 
     def dump(self) -> bytes:
-        """xgrammar's own JSON, without the tokenizer; empty if compiling again is quick."""
+        """Return xgrammar's own JSON, without the tokenizer; empty if compiling again is quick."""
         if self._seconds < QUICK_SECONDS:
             return b""
         with _native:

@@ -34,7 +34,7 @@ class Lowered:
     """A schema that xgrammar enforces, except for three mistakes in its grammar (`xgrammar.py` corrects them)."""
 
     text: str
-    """JSON."""
+    """The schema as JSON text."""
     open_names: bool
     """Some object has named properties and may have others: xgrammar treats `{"\\u0061": ...}` as a name other than
     `a`."""
@@ -94,7 +94,7 @@ class _Lowering(SchemaLowering):
     def _pattern_name(
         self, schema: dict[str, Any], keyword: str, pattern: str, least: int = 0, most: int | None = None
     ) -> str:
-        """The placeholder for `pattern` in the schema's text."""
+        """Return the placeholder for `pattern` in the schema's text."""
         node = self.parse_pattern(schema, keyword, pattern, least, most)
         # Escapes make masks slow: see `xgrammar._ONE_CHARACTER`.
         self.patterns.append(self.json_text(schema, keyword, node, escapes=False))
@@ -178,7 +178,7 @@ class _Lowering(SchemaLowering):
         return lowered
 
     def _properties(self, schema: dict[str, Any], rest: Schema) -> dict[str, Schema]:
-        """The named properties, and the required ones that only a pattern describes."""
+        """Return the named properties, and the required ones that only a pattern describes."""
         declared: dict[str, Schema] = dict(schema.get("properties", {}))
         for name in schema.get("required", ()):
             if name not in declared:  # only next to `patternProperties`: see `NormalForm`

@@ -77,7 +77,7 @@ class TagFormat:
         return formats[0] if len(formats) == 1 else {"type": "sequence", "elements": formats}
 
     def _until(self, text: dict[str, Any], rest: _Items) -> list[dict[str, Any]]:
-        """Return free text that ends at the literals after it: a tag, of which it is the content."""
+        """Return free text that ends at the literals after it, as the content of a tag."""
         if not rest:
             return [text]
         first = rest[0]

@@ -32,13 +32,13 @@ class Candidates:
         self._row = row
         self._in_key = state.mode in (KEY, BEFORE_KEY)
         self._leads = (b"",) if state.mode in (KEY, STRING, SCALAR) else (b"", b" ")
-        """What may come before a key or value in the token that begins it."""
+        """Text that may come before a key or value in the token that begins it."""
 
     def find(self, plan: Plan, *, look_ahead: bool) -> Iterable[int]:
-        """Return all allowed tokens that may have to be vetoed. Clears some that have to be.
+        """Return all allowed tokens that may have to be vetoed. Some that must be are cleared in `row` instead.
 
         Args:
-            look_ahead: return also tokens after which the library may allow nothing but forbidden texts.
+            look_ahead: also return tokens after which the library may allow forbidden texts only.
         """
         index, state, row = self._index, self._state, self._row
         mode, frame = state.mode, state.frame
@@ -86,7 +86,7 @@ class Candidates:
         return found
 
     def _restricted(self, choice: Choice, partial: bytes) -> Iterable[int]:
-        """Return the tokens that may violate a restriction. Clears those that begin none of `only`."""
+        """Return the tokens that may violate a restriction. Clears tokens that continue none of the texts in `only`."""
         index, row = self._index, self._row
         if choice.only is not None:
             rests = [text[len(partial) :] for text in choice.only if text.startswith(partial)]
@@ -103,13 +103,13 @@ class Candidates:
         return found
 
     def _towards_forbidden(self, plan: Plan) -> Iterable[int]:
-        """Return the tokens that stay on the way to a forbidden text."""
+        """Return the tokens that lead towards a forbidden text."""
         index, mode, frame = self._index, self._state.mode, self._state.frame
         found: set[int] = set()
         outer = frame
         while outer is not None and not plan.runs_out(outer):
             outer = outer.parent
-        if outer is not None and not self._in_key:  # after a comma, a key comes
+        if outer is not None and not self._in_key:  # the end of a value may be followed by a comma and a key
             ends = {STRING: index.ends_string_and_more, SCALAR: index.ends_scalar}.get(mode, index.has_end)
             found.update(ends.allowed(self._row))
         if plan.ending_names is not None:
@@ -122,7 +122,7 @@ class Candidates:
         return self._allowed(found)
 
     def _along(self, rests: list[bytes]) -> Iterable[int]:
-        """Return the tokens that are a part of the rest of a text."""
+        """Return the tokens that begin the rest of a text, and do not complete it."""
         return (token for rest in rests for lead in self._leads for token in self._index.beginning(lead + rest))
 
     def _completing(self, rests: list[bytes]) -> Iterable[int]:
@@ -149,6 +149,6 @@ def _is_quiet(state: State) -> bool:
             if not rule.is_quiet(frame.state, complete):
                 return False
             if outer and not frame.is_object and rule.choice(frame.state, False) is not None:
-                return False  # the end of the container within completes an item
+                return False  # the end of the inner container completes an item of this one
         frame, complete, outer = frame.parent, False, True
     return True

@@ -16,7 +16,7 @@ MANY = 1000
 """A number of values that no output exhausts."""
 _CONDITIONS = ("allOf", "oneOf", "not", "if", "dependentSchemas")
 _DEPTH = 4
-"""Maximum number of arrays within each other that are looked at."""
+"""Maximum number of nested arrays that are inspected."""
 _STRINGS = ("", "a", "value", "x" * 40)
 _NUMBERS = (0, 1, -1, 2, 5, 10, 100, 1000, 0.5)
 _FIRST = {"string": b'"', "object": b"{", "array": b"[", "boolean": b"tf", "null": b"n"}
@@ -24,23 +24,23 @@ _FIRST |= dict.fromkeys(("number", "integer"), b"-0123456789")
 
 
 class Bases(Protocol):
-    """Where subschemas are looked up."""
+    """Looks up subschemas."""
 
     @property
     def form(self) -> NormalForm:
         """The whole schema."""
 
     def base(self, schema: dict[str, Any]) -> dict[str, Any]:
-        """Return an alternative without what is guarded."""
+        """Return an alternative without the guarded keywords."""
 
 
 def resolved(bases: Bases, schema: Schema) -> list[Schema]:
-    """Return the alternatives of a schema without `$ref` and `anyOf`, and without what is guarded."""
+    """Return the alternatives of a schema without `$ref`, `anyOf` and the guarded keywords."""
     return [bases.base(one) if isinstance(one, dict) else one for one in bases.form.alternatives(schema)]
 
 
 def is_known(schema: Schema) -> bool:
-    """Whether the values of an alternative are described without conditions, which may exclude any of them."""
+    """Whether an alternative is described without conditions, which could exclude any of its values."""
     return isinstance(schema, bool) or schema.keys().isdisjoint(_CONDITIONS)
 
 
@@ -73,7 +73,7 @@ def finite(bases: Bases, schema: Schema) -> list[Any] | None:
 
 
 def endless(bases: Bases, schema: Schema) -> frozenset[int]:
-    """Return the first bytes of values that can be continued at any length whatever they began with."""
+    """Return first bytes of values that can always be continued, however they began."""
     found: set[int] = set()
     closed: set[int] = set()
     for one in resolved(bases, schema):
@@ -85,7 +85,7 @@ def endless(bases: Bases, schema: Schema) -> frozenset[int]:
 
 
 def _is_endless(bases: Bases, schema: dict[str, Any], kind: str) -> bool:
-    """Whether a value of a type can go on whatever it began with."""
+    """Whether a value of a type can always be continued, however it began."""
     if kind == "string":
         return not schema.keys() & {"maxLength", "pattern", "format"}
     if kind == "object":
@@ -110,7 +110,7 @@ def at_least(bases: Bases, schema: Schema, count: int, depth: int = _DEPTH) -> b
 
 
 def _is_endless_array(bases: Bases, schema: dict[str, Any], depth: int) -> bool:
-    """Whether an array can go on whatever it began with. Its items may have to be different."""
+    """Whether an array can always be continued, however it began. Its items may have to be unique."""
     items = schema.get("items", True)
     return items is not False and "maxItems" not in schema and depth > 0 and at_least(bases, items, MANY, depth - 1)
 

@@ -13,7 +13,7 @@ from guided.schema import string_pattern
 from guided.schema.graph import read_graph
 
 _MANY_NAMES = 300
-"""A number of names that no object exhausts."""
+"""Number of different names that no object exhausts."""
 
 
 def open_object(source: str) -> str | None:
@@ -28,23 +28,23 @@ def open_object(source: str) -> str | None:
 
 
 def few_names(source: str) -> re.Pattern[str] | None:
-    """Return a regex for names of properties of which some object may run out; None if that can't be.
+    """Return a regex for property names that an object may run out of; None if no object can.
 
-    Names that are listed as `properties` are not among them.
+    It does not cover the names in `properties`.
     """
     return _names(source, lambda pattern: endless_pattern(pattern, _MANY_NAMES))
 
 
 def ending_names(source: str) -> re.Pattern[str] | None:
-    """Return a regex for names of properties that may not be the beginning of another name; None if all are.
+    """Return a regex for property names that may not be the beginning of a longer name; None if all names are.
 
-    Where such a key was used, its characters may not be written again: nothing but its end would be allowed then.
+    Once an object has such a key, its characters may not be written as a key again: only the key's end could follow.
     """
     return _names(source, lambda pattern: _goes_on(string_pattern.read(pattern)))
 
 
 def _names(source: str, is_free: Callable[[str], bool]) -> re.Pattern[str] | None:
-    """Return a regex for what the patterns of names match that are not `is_free`."""
+    """Return a regex that joins the patterns of property names that are not `is_free`; None if there are none."""
     if source in ("true", "false"):
         return None
     found: set[str] = set()
@@ -85,7 +85,7 @@ def _is_open(schema: dict[str, Any]) -> bool:
     if "object" in types or (isinstance(types, list) and any(not isinstance(one, str) for one in types)):
         applied = schema.keys() & {"$ref", "anyOf", "oneOf", "allOf"}
         if applied and not schema.keys() & {"properties", "patternProperties", "additionalProperties"}:
-            return False  # as open as what it applies
+            return False  # as open as the schemas that it applies
         return schema.get("additionalProperties") is not False or bool(schema.get("patternProperties"))
     anything = (schema.get(keyword, {}) for keyword in ("items", "additionalItems"))
     return "array" in types and (any(one is True for one in anything) or "items" not in schema)

@@ -13,18 +13,18 @@ _SPACE = re.compile(rb'("(?:[^"\\]|\\.)*"?)|[ \t\r\n]+', re.DOTALL)
 
 
 class Forbidden(NamedTuple):
-    """Texts that a key or value must not become, though the library may allow nothing else."""
+    """Texts that a key or value must not become, though the library may allow no others."""
 
     partial: bytes
-    """What was read of the key or value, without whitespace; empty before it."""
+    """The beginning of the key or value that was read, without whitespace; empty before it."""
     texts: list[bytes]
     """Whole texts (JSON without whitespace) that begin with `partial`."""
     is_avoidable: bool = False
-    """Another value may begin here, and go on."""
+    """Another value, which can be continued, may begin here."""
 
 
 def restriction(state: State, text: bytearray) -> tuple[Choice, bytes] | None:
-    """Return the restriction of the key or value that is read or comes next, and what was read of it."""
+    """Return the restriction of the current or next key or value, and the part of it that was read."""
     mode, frame = state.mode, state.frame
     if mode == AFTER or frame is None or frame.rule is None or not frame.rule.vetoes:
         return None
@@ -33,7 +33,7 @@ def restriction(state: State, text: bytearray) -> tuple[Choice, bytes] | None:
 
 
 def may_continue(state: State, text: bytearray) -> bool:
-    """Whether what is being read may become one of the texts that are required, if there are any. Raises `Veto`."""
+    """Whether the current key or value may become one of the allowed texts, if these are restricted. Raises `Veto`."""
     found, frame = restriction(state, text), state.frame
     if found is None or found[0].only is None or any(one.startswith(found[1]) for one in found[0].only):
         return True
@@ -44,7 +44,7 @@ def may_continue(state: State, text: bytearray) -> bool:
 
 
 def forbidden(state: State, text: bytearray, ending_keys: Callable[[Frame], list[str]]) -> Iterator[Forbidden]:
-    """Yield the texts that what is being read may still become.
+    """Yield the forbidden texts that the current key or value, or an open container, may still become.
 
     Args:
         ending_keys: returns the keys of an object after which a key that begins like them may have to end.
@@ -72,7 +72,7 @@ def _partial(state: State, text: bytearray) -> bytes:
 
 
 def _forbidden_containers(inner: Frame, text: bytearray) -> Iterator[Forbidden]:
-    """Yield what the open containers may become, as in an array of unique objects."""
+    """Yield the forbidden texts that the open containers may become, for example in an array of unique objects."""
     while (outer := inner.parent) is not None:
         choice = outer.rule.choice(outer.state, False) if outer.rule is not None and outer.rule.vetoes else None
         if choice is not None and choice.never and text[inner.begin] not in choice.endless:

@@ -1,4 +1,4 @@
-"""What has to be guarded of a schema, and the superset of it that the grammar library gets.
+"""The parts of a schema that have to be guarded, and the superset of the schema that the grammar library gets.
 
 A schema is guarded only if no text leads into a dead end: each veto leaves another continuation, by the size of the
 domains or by the combinations that are left. Anything else keeps its keyword, which the library then refuses.
@@ -39,14 +39,14 @@ class Plan:
     """How one constraint is guarded."""
 
     superset: str | None = None
-    """The schema for the library, as JSON text; None: the constraint itself, in which no key may come twice."""
+    """The schema for the library, as JSON text. None: the constraint itself; the guard only forbids duplicate keys."""
     planner: _Planner | None = None
     validator: Any = None
     """Checks the complete document."""
     few_names: re.Pattern[str] | None = None
-    """Matches names of properties of which some object may run out."""
+    """Matches property names that some object may run out of."""
     ending_names: re.Pattern[str] | None = None
-    """Matches names of properties that may not be the beginning of another name."""
+    """Matches property names that may not be the beginning of a longer name."""
 
     @property
     def keywords(self) -> tuple[str, ...]:
@@ -88,7 +88,7 @@ REPLACEABLE = frozenset(
 """Keywords that rewriting or the guard can replace."""
 
 
-@lru_cache(maxsize=8)  # one library after the other is tried
+@lru_cache(maxsize=8)  # each library that is tried asks for it
 def plan_superset(source: str) -> Plan | None:
     """Return the plan for a schema (JSON text) that a library can't enforce; None if the guard can't either."""
     document = json.loads(source)
@@ -103,7 +103,7 @@ def plan_superset(source: str) -> Plan | None:
 
 
 def _final_validator(document: dict[str, Any]) -> Any:
-    """Return a validator without `format`, of which the libraries have their own ideas."""
+    """Return a validator that ignores `format`, because the libraries read formats differently."""
     kind: Any = type(Dialect.of(document).validator(document))
     return extend(kind, {"format": lambda *_: None})(document)  # type: ignore[no-untyped-call]
 
@@ -114,7 +114,7 @@ class _Unguarded(Exception):
 
 @dataclass(slots=True)
 class _Leaf:
-    """An alternative without `$ref` and `anyOf`: what the library gets of it, and what is left to guard."""
+    """An alternative without `$ref` and `anyOf`: the part for the library, and the part for the guard."""
 
     base: dict[str, Any]
     items: dict[str, Any]
@@ -129,7 +129,7 @@ class _Planner:
     """Finds the rules of one schema.
 
     Args:
-        narrowed: the normal form may allow less than the schema, so its conditions must not be rewritten once more.
+        narrowed: the normal form may allow less than the schema, so its conditions must not be rewritten again.
     """
 
     def __init__(self, form: NormalForm, *, narrowed: bool) -> None:
@@ -140,7 +140,7 @@ class _Planner:
         self._building: set[int] = set()
         self._rules: dict[tuple[int, str], Rule | None] = {}
         self._leading: set[int] = set()
-        """The `id`s of subschemas with a rule in them."""
+        """The `id`s of subschemas that have a rule, or contain one."""
 
     def superset(self) -> dict[str, Any]:
         """Return the schema for the library. Raises `_Unguarded`."""
@@ -167,7 +167,7 @@ class _Planner:
                 todo.extend(self._inner(schema))
 
     def _inner(self, schema: dict[str, Any]) -> Iterator[Schema]:
-        """Yield the subschemas to which a rule may lead, and those for the same value."""
+        """Yield the subschemas that a rule of `schema` may lead to, and those for the same value."""
         if "$ref" in schema:
             yield self.form.target(schema)
         for keyword in schema.keys() & _COMBINED:
@@ -250,7 +250,7 @@ class _Planner:
         return _Leaf(base, items, counts, base.get("required", []))
 
     def _check_counts(self, base: dict[str, Any], least: int, most: int | None) -> None:
-        """Refuse numbers of properties that could lead into a dead end."""
+        """Refuse minimum and maximum numbers of properties that could lead into a dead end."""
         required, patterns = base.get("required", []), base.get("patternProperties", {})
         is_open = base.get("additionalProperties", True) is not False
         many = any(domains.endless_pattern(pattern) and one is not False for pattern, one in patterns.items())
@@ -266,7 +266,7 @@ class _Planner:
             raise _Unguarded
 
     def _check_items(self, base: dict[str, Any], items: dict[str, Any]) -> None:
-        """Refuse what could lead into a dead end. Normalises `items`, in place."""
+        """Refuse conditions on items that could lead into a dead end. Normalises `items`, in place."""
         least, most = int(base.get("minItems", 0)), base.get("maxItems")
         prefix, rest = base.get("prefixItems", []), base.get("items", True)
         if items.get("uniqueItems"):
@@ -295,7 +295,7 @@ class _Planner:
             items["listed"] = values
 
     def _stripped(self, schema: Schema) -> Schema:
-        """Return what the library gets of a subschema."""
+        """Return a subschema without the conditions that the guard enforces."""
         leaf = self._leaf(schema)
         if isinstance(schema, dict) and not schema.keys().isdisjoint(_COMBINED):
             return map_parts(schema, self._stripped)

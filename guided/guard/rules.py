@@ -25,11 +25,11 @@ def minified(value: Any) -> bytes:
 
 
 _SPELLINGS = 4
-"""Maximum number of texts of one value in `equal_texts`: 0, 0.0, -0 and -0.0."""
+"""Maximum number of texts that `equal_texts` returns for one value: 0, 0.0, -0 and -0.0."""
 
 
 def equal_texts(values: Iterable[Any]) -> dict[Any, frozenset[bytes]]:
-    """Return the texts of `values` and of zero by their identity: those of one identity are the same value.
+    """Return the texts of `values` and of zero by `identity`. Texts with one identity are the same value.
 
     xgrammar writes numbers with 17 digits, and llguidance writes them without exponents.
     """
@@ -74,16 +74,16 @@ class ArrayRule:
     endless: frozenset[int]
     """See `Choice`."""
     is_free: bool
-    """All items are endless, and no numbers."""
+    """All items are endless, and none is a number."""
     domain: frozenset[bytes] | None
-    """The texts of all items that are possible, where these are few."""
+    """The texts of all possible items. None: there are many, or they are not known."""
     equal: dict[Any, frozenset[bytes]]
-    """See `equal_texts`: of the domain."""
+    """`equal_texts` of the domain."""
     contains: Callable[[Any], bool] | None
     least: int
     most: int | None
     listed: frozenset[bytes]
-    """All texts of which `contains` allows at most `most`."""
+    """All texts that `contains` matches. At most `most` of them are allowed."""
     names: frozenset[bytes] = frozenset()
 
     @property
@@ -155,8 +155,8 @@ class ObjectRule:
 
     Args:
         order: the named properties in the order of generation.
-        required: those that the library enforces.
-        is_open: the library allows others after them.
+        required: the required ones, which the library enforces.
+        is_open: the library allows other properties after the named ones.
         counts: minimum and maximum number of properties.
     """
 
@@ -192,7 +192,7 @@ class ObjectRule:
         return Members(min(position + 1, len(self._order)), key, state.number + 1)
 
     def _fits(self, state: Members, position: int) -> bool:
-        """Whether a number of properties is possible if the one at `position` comes next (beyond all: another one)."""
+        """Whether the counts can be satisfied if the property at `position` is next (beyond the last: another one)."""
         later = self._order[position + 1 :]
         most = self._most is None or state.number + 1 + sum(name in self._required for name in later) <= self._most
         return most and (self._is_open or state.number + 1 + len(later) >= self._least)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 BEFORE_VALUE, BEFORE_KEY, AFTER, KEY, STRING, SCALAR = range(6)
-"""Where a state is: before a value or key, after either, in a key, in the string of a value, in a number or literal."""
+"""Modes of a state: before a value or key, after either, in a key, in a string value, in a number or literal."""
 
 _CHARACTERS = re.compile(rb'[^"\\]*(?:\\.[^"\\]*)*', re.DOTALL)
 _SCALAR = re.compile(rb"[^,\]} \t\n\r]*")
@@ -29,20 +29,20 @@ class Choice(NamedTuple):
     """A restriction of the next key or value, as JSON texts without whitespace."""
 
     only: frozenset[bytes] | None
-    """If given, one of these."""
+    """The only allowed texts. None: no such restriction."""
     never: frozenset[bytes]
-    """None of these."""
+    """Forbidden texts."""
     endless: frozenset[int]
-    """First bytes of values that can go on whatever they began with. For others, the library may allow nothing else.
-    Numbers that can go on are among them, although `0` can't."""
+    """First bytes of values that can always be continued, however they began. For other values, the library may allow
+    forbidden texts only. The first bytes of numbers are included, although `0` can't be continued."""
 
     def goes_on(self, text: bytes, partial: bytes) -> bool:
-        """Whether it is certain that a value which has begun as `partial` can become another one than `text`."""
+        """Whether a value that begins with `partial` can certainly become another one than `text`."""
         return text[0] in self.endless and not (partial == text in _ZEROS)
 
 
 class Rule(Protocol):
-    """What holds for one object or array, and for the values in it."""
+    """The rule of one object or array, and of the values in it."""
 
     @property
     def names(self) -> frozenset[bytes]:
@@ -50,7 +50,7 @@ class Rule(Protocol):
 
     @property
     def vetoes(self) -> bool:
-        """Whether it may veto something. Otherwise it only leads to the rules of values within."""
+        """Whether the rule may veto something. Otherwise it only leads to the rules of inner values."""
 
     def start(self) -> Any:
         """Return the state in an empty container."""
@@ -68,7 +68,7 @@ class Rule(Protocol):
         """Check that the container may end. Raises `Veto`."""
 
     def is_quiet(self, state: Any, complete: bool) -> bool:
-        """Whether neither a comma nor the end can be vetoed after the value that is read, or that was if `complete`."""
+        """Whether neither a comma nor the end can be vetoed after the current value (`complete`: the last one)."""
 
     def choice(self, state: Any, is_key: bool) -> Choice | None:
         """Return which keys or values may come next; None for any that the library allows."""

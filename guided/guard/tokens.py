@@ -1,4 +1,4 @@
-"""The tokens of a vocabulary by what they can end: only these have to be checked against a mask."""
+"""Tokens by the keys, values and containers that they can end. Only such tokens of a mask have to be checked."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class TokenClass:
 
 
 class TokenIndex:
-    """The tokens of a vocabulary that a guard looks for."""
+    """The tokens of a vocabulary that a guard may have to veto, by class."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         contents = vocabulary.token_bytes
@@ -53,7 +53,7 @@ class TokenIndex:
         """By token: whether it only continues the string that it begins in."""
         self._sorted = sorted(texts)
         self.starting_with = lru_cache(maxsize=4096)(self._starting_with)
-        """Returns the tokens that start with a text. The same keys come again and again."""
+        """Returns the tokens that start with a text. Cached, because keys recur."""
         self._equal: dict[bytes, list[int]] = {}
         for content, token in texts:
             self._equal.setdefault(content, []).append(token)

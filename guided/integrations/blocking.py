@@ -1,4 +1,4 @@
-"""Steps of engines that cannot go on without every mask."""
+"""Steps of engines that need every mask before they can sample."""
 
 from __future__ import annotations
 

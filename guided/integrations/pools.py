@@ -19,7 +19,7 @@ from guided.vocabulary import Vocabulary
 DEFAULT_POOL = "ray"
 _GROUP = "guided.pools"
 _RETRY_SECONDS = 30.0
-"""How long requests fail immediately after a pool could not be opened, before the next attempt."""
+"""Seconds after a failed attempt to open a pool until the next one. Until then, requests fail immediately."""
 _log = logging.getLogger("guided.integrations")
 
 

@@ -12,9 +12,9 @@ import torch
 from numpy.typing import NDArray
 
 _MIN_ELEMENTS = 1 << 18
-"""Smaller tensors are torch's to allocate."""
+"""Minimum number of elements. torch allocates smaller tensors."""
 _MAX_BLOCKS = 2
-"""The caller still holds the previous tensor when it asks for the next one."""
+"""Two, because the caller still holds the previous tensor when it asks for the next one."""
 
 
 class RecycledMemory:
@@ -22,7 +22,7 @@ class RecycledMemory:
 
     def __init__(self) -> None:
         self._blocks: list[tuple[weakref.ref[NDArray[np.uint8]], NDArray[np.uint8]]] = []
-        """Each with a reference to a view that lives as long as a tensor, or a view of it, uses the memory."""
+        """(reference to a view, memory). The view lives as long as a tensor, or a view of it, uses the memory."""
 
     def like(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a contiguous tensor of the same shape, type and device. Its content is undefined."""

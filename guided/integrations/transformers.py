@@ -35,12 +35,12 @@ from guided.sequence import GuidedSequence
 from guided.vocabulary import Vocabulary
 
 _FLOOR = -1e4
-"""Lowest score of an allowed token, also if other processors forbid it: chosen only if nothing else is left. As a beam,
-it comes before `generate()`'s empty beams (-1e9)."""
+"""Minimum score of an allowed token, even if other processors forbid it: it is chosen only if nothing else is left. As
+a beam, it ranks before `generate()`'s empty beams (-1e9)."""
 _FAILED_SCORE = -1e30
 """Score of the stop token of a failed row: its only token, and as a beam behind all others."""
 
-_ids = count(1 << 40)  # of all processors in this process: they may share a pool, with an engine that counts from 0
+_ids = count(1 << 40)  # shared by all processors: they may use one pool, together with an engine that counts from 0
 
 
 @dataclass(slots=True)
@@ -50,7 +50,7 @@ class _Branch:
     request_id: str
     tokens: list[int] = field(default_factory=list)
     sequence: GuidedSequence | None = None
-    """None: the branch has ended. The output has a stop token, or `generate()` pads it, or there is no mask."""
+    """None: the branch has ended (by a stop token, by padding from `generate()`, or without a mask)."""
     failed: bool = False
 
     def open(self, parent_id: int | None = None) -> None:
@@ -80,7 +80,7 @@ class GuidedLogitsProcessor:
         constraints: one for all rows, or one for each prompt (a list or tuple), None for a prompt without a constraint.
             Each is a `Constraint` or a Python type (`guided.output_types`). The beams and the `num_return_sequences` of
             a prompt share its constraint.
-        pool: where masks are computed. None: in this process. A name, "ray": the pool of that name (entry point
+        pool: computes the masks. None: this process does. A name, "ray": the pool of that name (entry point
             `guided.pools`) with its default options, shut down by `close()`. A pool for the same vocabulary: used, and
             not shut down here.
         backend: "auto", or the name of one backend.
@@ -136,7 +136,7 @@ class GuidedLogitsProcessor:
         self._step: tuple[list[int], tuple[GuidedSequence, ...]] | None = None
         """The rows with a matcher and their sequences. None: a branch has begun, moved or ended since the last step."""
         self._unused: list[int] = []
-        """Sequences to be freed after this step, which may copy their matchers."""
+        """Ids of sequences to be freed after this step: until then, their matchers may be copied."""
         try:
             futures = {
                 index: self._processor.initialize(str(index), constraint, backend)

@@ -45,7 +45,7 @@ class Combinations:
         self._keep_described = keep_described
         self._definitions = definitions
         self._merged_names: dict[str, str] = {}
-        """Definitions that are two subschemas merged, where one is recursive."""
+        """Names of definitions that merge two subschemas, one of them recursive, by the two as JSON text."""
         self._steps = 0
 
     def merge(self, left: Schema, right: Schema) -> Schema:
@@ -114,7 +114,7 @@ class Combinations:
         """Return what exactly one of `parts` allows: alternatives, or a `oneOf` where that is not exact.
 
         Args:
-            negate: exclude from overlapping alternatives what the others allow.
+            negate: exclude the values of the others from each overlapping alternative.
         """
         possible = [part for part in parts if part is not False]
         try:
@@ -203,7 +203,7 @@ class Combinations:
     def _filtered(self, finite: dict[str, Any], values: list[Any], other: dict[str, Any]) -> Schema:
         """Return `finite`, an `enum` or `const` with `values`, with those that `other` allows."""
         needed = list(references(other))
-        for name in needed:  # grows meanwhile
+        for name in needed:  # the body appends to it
             needed.extend(found for found in references(self._definitions.get(name)) if found not in needed)
         return with_valid_values(finite, values, self._form.validator(other))
 

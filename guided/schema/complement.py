@@ -1,4 +1,4 @@
-"""The complement of a subschema in normal form: what `not`, `if` and overlapping `oneOf` are rewritten with.
+"""The complement of a subschema in normal form. It replaces `not`, `if` and overlapping `oneOf`.
 
 The complement of one condition is a positive schema where JSON Schema has one: of `required`, a property that is
 false; of `minimum`, an `exclusiveMaximum`. Other conditions stay under `not`, each alone beside its type: merged with
@@ -27,7 +27,7 @@ def violations(schema: dict[str, Any], complement: Callable[[Schema], Schema]) -
 
     Args:
         schema: keywords of values, or `enum` or `const`; without `$ref`, `anyOf`, `oneOf`, `allOf` and `if`.
-        complement: of a subschema of a part.
+        complement: returns the complement of the subschema of a part.
     """
     if (values := listed(schema)) is not None:
         yield from _other_values(values, complement)

@@ -59,7 +59,7 @@ class Definitions:
             return self._outlines[name]()
 
     def build_all(self) -> None:
-        """Build what was declared, and what is declared meanwhile."""
+        """Build all declared definitions, including those that are declared meanwhile."""
         while pending := self._builders.keys() - self._built.keys():
             self.get(min(pending))
 
@@ -76,7 +76,7 @@ class Definitions:
 
     @contextmanager
     def unfolded_anew(self) -> Iterator[None]:
-        """Unfold for a definition of its own: the references around it don't count."""
+        """Unfold for a separate definition: references that are being unfolded around it don't count."""
         outer, self._unfolding = self._unfolding, set()
         try:
             yield

@@ -1,4 +1,4 @@
-"""The dynamic scope: which subschema a `$dynamicRef` refers to, by the way on which it is reached."""
+"""The dynamic scope: the subschema that a `$dynamicRef` refers to depends on the path by which it is reached."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from guided.errors import UnsupportedConstraint
 from guided.schema.graph import Node, SchemaGraph
 
 Scope = dict[str, Node]
-"""Of each dynamic anchor, the outermost subschema on the way to the present one."""
+"""Dynamic anchor -> the outermost subschema with it on the path to the present subschema."""
 
 
 class DynamicScope:

@@ -1,4 +1,4 @@
-"""The subschemas of a JSON Schema as a graph: which applies which, to the same value or to a part of it.
+"""The subschemas of a JSON Schema as a graph. An edge: one applies another, to the same value or a part.
 
 Subschemas are found by position (JSON Schema core 2020-12, section 10, and the keywords of older drafts), so a property
 named "items" or an enum value that contains "$ref" is not mistaken for one. Nothing recurses.
@@ -82,7 +82,7 @@ class SchemaGraph:
         self._unresolved: list[Node] = []
         """The nodes with references that are not edges yet."""
         self._resolvers: dict[int, Any] = {}
-        """By `id` of a node: finds what the references in it mean."""
+        """Resolver of the references in a node, by `id` of the node."""
 
     @classmethod
     def build(
@@ -116,7 +116,7 @@ class SchemaGraph:
         return closure([self.root])
 
     def resolver(self, node: Node) -> Any:
-        """Return what finds the targets of the references in `node`; None if the document has no references."""
+        """Return the resolver of the references in `node`; None if the document has no references."""
         return self._resolvers.get(id(node))
 
     def refuse_endless_references(self, param: str) -> None:

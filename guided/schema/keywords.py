@@ -153,7 +153,7 @@ _NAMED = ("properties", "patternProperties", "dependentSchemas")
 
 
 def name_required(schema: Schema, copied: Callable[[Schema, Schema], None]) -> Schema:
-    """Put every required name into `properties`, here and in all parts: last, as they have no place in the order.
+    """Append missing required names, which have no place in the order, to `properties`: here and in all parts.
 
     Args:
         copied: called with each subschema and its copy.
@@ -206,7 +206,7 @@ def _possible(kind: str, schema: dict[str, Any]) -> bool:
 
 
 def integer_bounds(schema: dict[str, Any]) -> tuple[int | None, int | None]:
-    """The least and the greatest integer within the bounds (None: no bound), with one bound per side."""
+    """Return the least and the greatest integer within the bounds (None: no bound). Each side has at most one bound."""
     low = high = None
     if "minimum" in schema:
         low = ceil(schema["minimum"])

@@ -1,9 +1,9 @@
 """The meta-schema of a dialect, one keyword at a time.
 
 Valid values, which are nearly all, are recognized by small functions (`_compiled`). For the others, the `jsonschema`
-package describes the error: it takes 0.1 ms per value. A validator of the official meta-schemas recurses into
-subschemas: close to the stack limit at 60 levels. So they are split by keyword; references to the whole meta-schema
-mean "an object or a boolean".
+package describes the error, in 0.1 ms per value. A validator of the official meta-schemas recurses into subschemas,
+close to the stack limit at 60 levels. So the meta-schemas are split by keyword, and their references to the whole
+meta-schema are read as "an object or a boolean".
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _ANNOTATIONS = frozenset(
     {"title", "description", "default", "format", "$comment", "deprecated"}
     | {"$id", "id", "$schema", "$anchor", "$defs", "definitions"}
 )
-"""Keywords of the meta-schemas that say nothing about a value."""
+"""Keywords of the meta-schemas that do not restrict a value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +234,7 @@ def identity(value: Any) -> Any:
 
 
 def _vocabularies(meta: dict[str, Any]) -> list[dict[str, Any]]:
-    """The meta-schemas that `meta` combines (2019-09 and later)."""
+    """Return the meta-schemas that `meta` combines (2019-09 and later)."""
     base = str(meta.get("$id", "")).rpartition("/")[0]
     return [REGISTRY.contents(f"{base}/{part['$ref']}") for part in meta.get("allOf", []) if "$ref" in part]
 

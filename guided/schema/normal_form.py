@@ -8,8 +8,8 @@ In normal form (always draft 2020-12):
 
 - there are no annotations, unknown keywords, or keywords without effect (a `minLength` on an integer);
 - `$ref` is "#/$defs/<name>" and has no siblings, nor have `anyOf`, `oneOf`, `enum` and `const`;
-- `not`, `if`, `dependentSchemas` and `oneOf` are an `anyOf` without them where that is exact (`combination.py`): of
-  `if` and `then`, or `else` and what `if` does not allow; of each alternative without what the others allow;
+- `not`, `if`, `dependentSchemas` and `oneOf` are replaced by an `anyOf` where that is exact (`combination.py`). For
+  `if`: `if` and `then`, or the complement of `if` and `else`. For `oneOf`: each alternative without values of others;
 - a `$dynamicRef` is a `$ref` to a definition for the dynamic scope;
 - no part is without a finite instance (`finite.py`), and formats are those of the specification;
 - every name in `required` is in `properties`, unless there are `patternProperties`;
@@ -104,7 +104,7 @@ class _Normaliser:
         self._validator = self._dialect.validator(document)
         self._scope = DynamicScope(graph)
         self._names: dict[tuple[Any, ...], str] = {}
-        """Of definitions, by the subschema and the dynamic scope in which it is reached."""
+        """Names of definitions, by the subschema and the dynamic scope in which it is reached."""
         self._form = NormalForm(True)
         self._definitions = Definitions(self._form.definitions)
         self._rewrite = rewrite
@@ -151,7 +151,7 @@ class _Normaliser:
             return
         targets = {keyword: target for keyword, target in node.same if keyword in REFERENCES}
         own_at = "properties" if "properties" in schema else next(iter(schema), "")
-        for keyword in schema if not alone else ["$ref"]:  # in this order, properties are generated
+        for keyword in schema if not alone else ["$ref"]:  # their order is the order of generation
             if keyword in node.boolean:
                 yield node.boolean[keyword]
             elif keyword in targets:
@@ -179,12 +179,12 @@ class _Normaliser:
         return self._validator.evolve(schema=schema, **({} if resolver is None else {"_resolver": resolver}))
 
     def _is_negatable(self, node: Node, *keywords: str) -> bool:
-        """Whether subschemas are certain to allow all that they say: see `unevaluated.closed`."""
+        """Whether the normal form of subschemas certainly allows all of their values: see `unevaluated.closed`."""
         parts = [child for name, child in node.same if name in keywords]
         return not self._evaluating or not any(one.schema.keys() & UNEVALUATED for one in closure(parts))
 
     def _refuse_narrowed(self, node: Node, keyword: str) -> None:
-        """Refuse a keyword that excludes values of its subschemas, if these allow less than they say."""
+        """Refuse a keyword that excludes values of its subschemas, if their normal form allows fewer than they do."""
         if self._narrowed and not self._is_negatable(node, keyword):
             raise UnsupportedConstraint(
                 f"{keyword!r} can't be enforced over 'unevaluatedProperties' or 'unevaluatedItems' with alternatives",
@@ -193,7 +193,7 @@ class _Normaliser:
             )
 
     def _may_negate(self, node: Node, *keywords: str) -> bool:
-        """Whether conditions may be rewritten: not where the properties that this names would count as evaluated."""
+        """Whether conditions may be rewritten. Not if the properties named by the result would count as evaluated."""
         return self._rewrite and id(node) not in self._evaluating and self._is_negatable(node, *keywords)
 
     def _conditions(self, node: Node) -> Iterator[Schema]:
@@ -249,7 +249,7 @@ class _Normaliser:
     def _closed(self, node: Node, conjuncts: list[Schema], rest: dict[str, Schema]) -> Schema:
         """Combine what `node` requires with `unevaluatedProperties` and `unevaluatedItems`, which are `rest`.
 
-        What `not` names is not evaluated, nor what `if` names where it does not hold: they are combined afterwards.
+        Neither `not` nor an `if` that does not hold evaluates anything, so these are combined afterwards.
         """
         schema = node.schema
         conjuncts = [*conjuncts, *self._dependencies(schema)]
@@ -274,7 +274,7 @@ class _Normaliser:
         )
 
     def _close(self, conjuncts: list[Schema], rest: dict[str, Schema], close: Callable[[Schema], Schema]) -> Schema:
-        """Combine `conjuncts`, and apply `rest`, by `close`, to what they don't evaluate."""
+        """Combine `conjuncts`. `close` applies `rest` to the properties and items that they don't evaluate."""
         merged, apart = self._merged(conjuncts)
         if merged is False or any(part is False for part in apart):
             return False
@@ -284,7 +284,7 @@ class _Normaliser:
             return _all_of(result, *apart)
         alternatives = apart[0].get("oneOf", []) if len(apart) == 1 and isinstance(apart[0], dict) else []
         one = closed_apart(merged, alternatives, self._combine, close)
-        return _all_of(merged, *apart, rest) if one is None else one  # what counts as evaluated is not known
+        return _all_of(merged, *apart, rest) if one is None else one  # kept: what is evaluated is not known
 
     def _name(self, target: Node) -> str:
         """Return the name of the definition for a subschema in the present dynamic scope."""

@@ -40,7 +40,7 @@ def without(pattern: str, names: Iterable[str]) -> str:
 
 
 def disjoint_patterns(patterns: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Return disjoint patterns that together match what `patterns` do, each with those of them that match it too.
+    """Return disjoint patterns that together match the same strings as `patterns`, each with those that contain it.
 
     Raises as above.
     """
@@ -62,7 +62,7 @@ def _whole(node: Node) -> str:
 
 
 def _strings(schema: Schema, *, exact: bool = False) -> Node:
-    """Return the strings that satisfy `schema`. `exact`: no fewer, though ours may do for a `format`."""
+    """Return the strings that satisfy `schema`. `exact`: all of them (our patterns of a `format` match fewer)."""
     if schema is True or schema == {}:
         return _ANY
     if isinstance(schema, dict) and "string" in types_of(schema):

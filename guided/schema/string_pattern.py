@@ -104,7 +104,7 @@ NECESSARY = {
     "uri": "^[A-Za-z][A-Za-z0-9+.-]*:",
     "uuid": "^[0-9A-Fa-f-]+$",
 }
-"""What every value of a format matches, however a validator reads it. `not` excludes all that match."""
+"""Format -> a pattern that each of its values matches, for any validator. `not` excludes all strings that match."""
 FORMATS |= {"host-name": FORMATS["hostname"], "ip-address": FORMATS["ipv4"]}  # draft 3
 """The formats of the specification as patterns. Other formats are annotations. Each matches valid values only, but not
 all of them: no leap seconds, no literals for hosts, no unusual notations of addresses. The limit of the whole length

@@ -1,4 +1,4 @@
-"""`unevaluatedProperties` and `unevaluatedItems`, where their effect can be told from the schema alone."""
+"""`unevaluatedProperties` and `unevaluatedItems`, if their effect depends on the schema alone and not on the value."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def unevaluated(node: Node) -> dict[str, Any]:
 
 
 def depends_on_value(node: Node, keyword: str) -> UnsupportedConstraint:
-    """Return the error for a subschema in which it depends on the value what is evaluated."""
+    """Return the error for a subschema in which the value decides what is evaluated."""
     return UnsupportedConstraint(
         f"{keyword!r} can't be enforced where what it applies to depends on the value ('if', 'contains', or an "
         "alternative for all properties or items)",
@@ -64,12 +64,12 @@ def evaluating(graph: SchemaGraph) -> set[int]:
 
 
 def _depends(keyword: str, is_own: bool) -> bool:
-    """Whether it depends on the value what `keyword` evaluates. (What is under `not` is never evaluated.)"""
+    """Whether the value decides what `keyword` evaluates. (Subschemas under `not` never evaluate anything.)"""
     return keyword not in (*_EITHER, "not", *(_BRANCHES if is_own else ()))
 
 
 def _applied(start: list[Node], keywords: tuple[str, ...] | None) -> list[Node]:
-    """Return `start` and what it applies to the same value by `keywords` (None: by any)."""
+    """Return `start` and the subschemas that these apply to the same value with `keywords` (None: with any)."""
     found: dict[int, Node] = {}
     todo = list(start)
     while todo:

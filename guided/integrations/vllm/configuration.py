@@ -1,4 +1,4 @@
-"""What the integration takes from vLLM's configuration: the pool and its options, and the model's vocabulary.
+"""The settings from vLLM's configuration: the pool and its options, and the model's vocabulary.
 
 Options are set by `--additional-config '{"guided": {"pool": "ray", "num_actors": 4}}'`.
 """
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 MAX_REPLAYS = 2
 """Default of `max_replays`: vLLM has no finish reason for a request that ends because of another request's fault."""
 STEP_WAIT = 0.2
-"""Default of `step_wait`: seconds that a step of the batch waits for a mask. Its other rows wait as long."""
+"""Default of `step_wait`: seconds that a step waits for a mask. All rows of the batch wait as long."""
 
 
 def pool_options(config: VllmConfig) -> dict[str, Any]:
@@ -47,10 +47,12 @@ def step_wait(config: VllmConfig) -> float:
 
 
 def pool_opener(config: VllmConfig, opens: bool = True) -> PoolOpener:
-    """Return an opener for the pool of this configuration. It has opened it, or has failed to, if `opens`.
+    """Return an opener for the pool of this configuration.
 
-    vLLM takes requests only after that. While requests wait, its processes poll and take two cores, and a local Ray
-    that starts beside them has exceeded its limit of 30 s.
+    Args:
+        opens: open the pool now, and wait until it is open or has failed. vLLM accepts requests only after that: while
+            requests wait, vLLM's processes poll and take two cores, and a local Ray that starts then can exceed its
+            limit of 30 s.
     """
     opener = PoolOpener(partial(open_pool, config, pool_options(config)))
     if opens:
@@ -71,7 +73,7 @@ def model_vocabulary(config: VllmConfig) -> Vocabulary:
     tokenizer = cached_tokenizer_from_config(model)
     if tokenizer is None:
         raise InvalidRequest("guided requests need the tokenizer: start vLLM without --skip-tokenizer-init")
-    tokenizer = getattr(tokenizer, "transformers_tokenizer", tokenizer)  # of vLLM's own class for Mistral models
+    tokenizer = getattr(tokenizer, "transformers_tokenizer", tokenizer)  # vLLM's class for Mistral models wraps it
     others = (model.try_get_generation_config() or {}).get("eos_token_id")
     stops = [tokenizer.eos_token_id, *(others if isinstance(others, list) else [others])]
     return Vocabulary.from_tokenizer(

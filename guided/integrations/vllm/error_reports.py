@@ -18,7 +18,7 @@ REQUEST_ID = "guided_request_id"
 """The parameter (`SamplingParams.extra_args`, `vllm_xargs`) that names a request."""
 _DIRECTORY = "ended"
 _MAX_REPORTS = 1024
-"""Reports that are kept. The oldest are removed."""
+"""Maximum number of reports. The oldest ones are removed."""
 
 
 def report(request_id: str, error: GuidedError) -> None:
@@ -31,7 +31,8 @@ def report(request_id: str, error: GuidedError) -> None:
 def report_engine_request(engine_id: str, error: GuidedError) -> None:
     """Report the end of a request by the id that vLLM's engine has for it.
 
-    The process that answers knows a part of it: `3_cmpl-ID-0-1f2e3d4c` is choice 3 of prompt 0 of request `cmpl-ID`.
+    The process that answers the client knows only a part of this id: `3_cmpl-ID-0-1f2e3d4c` is choice 3 of prompt 0 of
+    request `cmpl-ID`.
     """
     outer = re.sub(r"^\d+_|-[0-9a-f]{8}$", "", engine_id)
     for request_id in {outer, re.sub(r"-\d+$", "", outer)}:

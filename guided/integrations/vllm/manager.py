@@ -1,8 +1,9 @@
 """GuidedManager: vLLM's manager of structured outputs, with masks from a pool.
 
-vLLM's own compiles and fills in the engine's process. This one asks the pool. A request waits for its grammar in vLLM's
-state for that, outside of the batch. A request without its mask at the deadline leaves the batch: vLLM's scheduler
-preempts it, discards the token of this step, and continues it when the mask is there (`scheduling.py`).
+vLLM's own manager compiles grammars and fills masks in the engine's process. This one asks the pool. A request waits
+for its grammar in vLLM's state for that, outside of the batch. A request without its mask at the deadline leaves the
+batch: vLLM's scheduler preempts it, discards the token of this step, and continues it when the mask is ready
+(`scheduling.py`).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 _QUICK_MASKS = 16
-"""After so many a slow request is an ordinary one again."""
+"""Number of successive masks, each ready within a step, after which a slow request is an ordinary one again."""
 
 
 @dataclass(eq=False, slots=True)
@@ -40,13 +41,13 @@ class _Output:
     stops: frozenset[int] = frozenset()
     """Tokens at which vLLM ends the request. They are allowed when the constraint is satisfied, and only then."""
     tokens: list[int] = field(default_factory=list)
-    """Output tokens that the grammar has consumed. Those of the reasoning before it are not among them."""
+    """Output tokens that the grammar has consumed, without those of the reasoning."""
     masks: NDArray[np.int32] | None = None
     """`[1 + drafts, words]`: the masks of the last step."""
     asked: int = -1
-    """Number of tokens for which a slow request's mask was last asked for."""
+    """Number of output tokens when a slow request's mask was last requested."""
     quick: int = 0
-    """How often a slow request's mask was asked for since one took longer than a step."""
+    """Number of masks requested for a slow request since one took longer than a step."""
 
 
 @dataclass(slots=True)
@@ -58,7 +59,7 @@ class _Step:
     rows: list[GuidedRow] = field(default_factory=list)
     """The lines with a mask. The others are unconstrained: reasoning, and padding after the draft tokens."""
     lines: dict[str, range] = field(default_factory=dict)
-    """Of each request: one per draft token, and one more."""
+    """Lines of each request: one per draft token, and one more."""
     count: int = 0
 
 
@@ -76,9 +77,9 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
         self._masker = Masker(self._opener, self._note_failure, vllm_config.model_config.get_vocab_size())
         self._step_wait = step_wait(vllm_config)
         self._outputs: dict[str, _Output] = {}
-        """By vLLM's request id. The thread that receives requests adds to it."""
+        """By vLLM's request id. The thread that receives requests adds entries."""
         self._slow: dict[str, _Output] = {}
-        """Requests with a mask that was late. They join a batch only when their masks are ready, until many masks in
+        """Requests that had a late mask. They join a batch only when their mask is ready, until `_QUICK_MASKS` masks in
         succession took less than a step."""
         self._failed: list[str] = []
         """Ids of requests that failed since the last `take_failed`."""
@@ -175,8 +176,8 @@ class GuidedManager(StructuredOutputManager):  # type: ignore[misc]
     def hold_back(self, in_flight: Callable[[str], bool], is_preempted: Callable[[str], bool]) -> set[str]:
         """Return the ids of slow requests that must not join a batch now: their masks are missing.
 
-        Asks for these masks first, without waiting. Preempted requests join one at a time: each is computed again from
-        its beginning, and the batch waits for that.
+        Requests these masks first, without waiting. Preempted requests join one at a time: vLLM computes each again
+        from its beginning, and the batch waits for that.
 
         Args:
             in_flight: whether a token of a request is being computed.

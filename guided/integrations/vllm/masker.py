@@ -58,12 +58,12 @@ class GuidedRequest:
     """Ends with this request once its grammar is installed, or with the error that fails it."""
     error: GuidedError | None = None
     late: set[int] = field(default_factory=set)
-    """Ids of its sequences with a mask that was late when it was last collected."""
+    """Ids of the request's sequences whose mask was late at the last `collect`."""
     ended: bool = False
     sequences: list[GuidedSequence] = field(default_factory=list)
     """By number of draft tokens: each row of a request has a matcher of its own."""
     committed: dict[int, int] = field(default_factory=dict)
-    """By number of draft tokens: how many of the tokens that were last prepared cannot be rejected."""
+    """By number of draft tokens: the number of last prepared tokens that cannot be rejected."""
 
 
 class GuidedRow(NamedTuple):
@@ -74,7 +74,7 @@ class GuidedRow(NamedTuple):
     token_ids: Sequence[int]
     """All output tokens before it, by reference."""
     drafts: int = 0
-    """How many of them, at the end, are draft tokens, which may be rejected in this step."""
+    """Number of draft tokens at their end, which may be rejected in this step."""
 
 
 class Masker:
@@ -83,7 +83,7 @@ class Masker:
     Used from one thread, except `begin`.
 
     Args:
-        pool: an opener that has begun to open it. The pool is not closed here.
+        pool: an opener. The caller closes the pool.
         report: called with the id and the error of each request that fails, if it has an id; from any thread.
         width: number of logits.
         ranks: the processes that mask the same batch. None: only this one.
@@ -291,10 +291,10 @@ class Masker:
             collect = partial(self._processor.collect, bitmask, patience, alone=False)
             try:
                 if park:
-                    self._sort(collect())
+                    self._record_report(collect())
                 else:
                     lines = list(self._prepared.values())
-                    self._sort(finish_step(self._processor, self._sequences, lines, collect, patience))
+                    self._record_report(finish_step(self._processor, self._sequences, lines, collect, patience))
             except Exception as error:
                 self._fail_rows(error)
         for index, row in enumerate(self._rows):
@@ -303,7 +303,7 @@ class Masker:
                 bitmask[index] = pack([row.request.stop_token], self._width)
         return bitmask
 
-    def _sort(self, report: ApplyReport) -> None:
+    def _record_report(self, report: ApplyReport) -> None:
         for index in self._prepared.values():
             self._rows[index].request.late.clear()
         for sequence_id in report.late:
@@ -317,7 +317,7 @@ class Masker:
                 self.fail(row.request, error)
 
     def apply(self, logits: torch.Tensor, patience: float) -> None:
-        """Write -inf to all tokens that the prepared rows must not become, in place.
+        """Write -inf to all tokens that the masks of the prepared rows forbid, in place.
 
         Args:
             logits: float `[rows, width]`.
@@ -355,7 +355,7 @@ class Masker:
 
 
 def _is_known(row: GuidedRow) -> bool:
-    """Whether the row's last token is known, instead of vLLM's placeholder. Invalid draft tokens are known as such."""
+    """Whether the row's last token is known, not a placeholder of vLLM's. Invalid draft tokens count as known."""
     return bool(row.drafts) or not row.token_ids or row.token_ids[-1] >= 0
 
 

@@ -37,7 +37,8 @@ _log = logging.getLogger("guided.integrations")
 _DONE = (b"data: [DONE]", b"event: response.completed")
 """Beginnings of the events that report a complete answer."""
 _MAX_VALUES, _MAX_NESTING, _MAX_MEMBERS = 1_000_000, 256, 25_000
-"""Limits of a request's body. vLLM gets larger ones unchanged, and rejects their constraints for want of an id."""
+"""Limits of a request's body. A larger body is passed on unchanged; vLLM rejects its constraint, because the id is
+missing."""
 _INVALID_BODY = b"{"
 """Replaces the body of a request that is rejected here, so that vLLM rejects it too."""
 
@@ -115,7 +116,7 @@ class _Exchange:
         self._start: Message = {}
         self._is_stream = False
         self._started = False
-        """Messages are sent as they come; before that they are held back."""
+        """The answer has begun: messages are sent as they come. Before that, they are held back."""
         self._held: list[Message] = []
         self._rest = b""
         """Incomplete event at the end of a stream's last message; the whole body so far of other answers."""
@@ -235,7 +236,7 @@ class _Exchange:
 
 
 def _choices(event: bytes) -> list[dict[str, Any]]:
-    """The choices in an event of a stream; an empty list for other events."""
+    """Return the choices in an event of a stream; an empty list for other events."""
     try:
         chunk = json.loads(event.removeprefix(b"data:"))
     except ValueError:

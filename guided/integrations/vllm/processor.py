@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 MAX_ABSENT_STEPS = 256
-"""Steps without a slot after which its matcher is closed. Its request has probably ended: V2 does not report it."""
+"""Number of successive batches without a slot's request after which its matchers are closed. The request has probably
+ended, which the V2 runner does not report."""
 _SERVER = "vllm.entrypoints.openai.api_server"
 _WITHOUT_MIDDLEWARE = (
     "constraints in vllm_xargs need the middleware, which gives the request an id to report errors under (start vLLM "

@@ -30,7 +30,7 @@ _MEANT = {
     "backend": ("guided_decoding_backend",),
     "whitespace_pattern": ("guided_whitespace_pattern",),
 }
-"""Our names -> what they are called elsewhere."""
+"""Our names -> other names for the same fields elsewhere."""
 _OURS = {other: name for name, others in _MEANT.items() for other in others}
 VALIDATED = "guided_constraint"
 """The parameter with the validated constraint, as text. Written in the process that admits requests."""

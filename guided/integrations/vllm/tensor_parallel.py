@@ -29,5 +29,5 @@ class Ranks:
         """Whether this process computes the masks."""
 
     def share(self, bitmask: NDArray[np.int32]) -> None:
-        """Send `bitmask` from the process that computes, and overwrite it in the others. Called by every process."""
+        """Broadcast `bitmask` from the computing process. It is overwritten in the others. Every process calls this."""
         torch.distributed.broadcast(torch.from_numpy(bitmask), self._first, self._group)

@@ -59,7 +59,7 @@ class V2Batch:
         return previous.request if previous is not None else None
 
     def begin(self) -> None:
-        """Begin a step, before its forward pass: `read` waits for what the device does until here, and not longer."""
+        """Begin a step, before its forward pass: `read` waits only for the work queued on the device so far."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._states.device))
 
@@ -93,7 +93,7 @@ class V2Batch:
     def rows(
         self, slot_of_row: Sequence[int], draft_counts: Sequence[int], input_ids: Sequence[int]
     ) -> list[GuidedRow]:
-        """The guided rows of the logits, ordered by slot and then by number of draft tokens.
+        """Return the guided rows of the logits, ordered by slot and then by number of draft tokens.
 
         Args:
             slot_of_row: slot of each row of the logits.
