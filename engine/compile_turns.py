@@ -1,4 +1,4 @@
-"""CompileTurns: how many constraints of one client are in the pool's compile queue."""
+"""CompileTurns: limits how many constraints of one client are in the pool's compile queue."""
 
 from __future__ import annotations
 
@@ -34,13 +34,17 @@ class CompileTurns:
         return True
 
     def leave(self, group: SequenceGroup) -> None:
-        """Note that a group has its grammar, or has ended. A group that never entered is ignored."""
+        """Note that the pool has a result for a group's constraint. Idempotent."""
         if group in self._inside:
             self._inside.remove(group)
             self._counts[group.client] -= 1
             if not self._counts[group.client]:
                 del self._counts[group.client]
-        elif group in (queue := self._queues.get(group.client, deque())):
+
+    def cancel(self, group: SequenceGroup) -> None:
+        """Take a group that has ended out of its queue. One inside stays there: the pool goes on compiling."""
+        queue = self._queues.get(group.client, deque())
+        if group in queue:
             queue.remove(group)
 
     @property

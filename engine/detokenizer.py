@@ -82,8 +82,8 @@ class Detokenizer:
 
     def cut_at_stop(self, fed_before: int) -> str | None:
         """Cut the text at the first stop string that ends after `fed_before` characters. Return it, or None."""
-        begin = max(0, fed_before - self._longest + 1)
-        found = [(at, text) for text in self._stop if (at := self.text.find(text, begin)) >= 0]
+        begins = ((text, max(0, fed_before - len(text) + 1)) for text in self._stop)
+        found = [(at, text) for text, begin in begins if (at := self.text.find(text, begin)) >= 0]
         if not found:
             return None
         at, stop = min(found, key=lambda hit: hit[0] + len(hit[1]))

@@ -1,4 +1,4 @@
-"""LLMEngine: one step after another. Synchronous and single-threaded; `AsyncLLM` gives it a thread of its own."""
+"""LLMEngine: runs requests step by step. Synchronous and single-threaded; `AsyncLLM` gives it a thread of its own."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ logger = logging.getLogger(__name__)
 class LLMEngine:
     """Runs requests, one step at a time.
 
-    Masks are computed in `pool`, which is not shut down. `processor` is the post-processor. None: a `GuidedProcessor`
-    on `pool`. If both are None, the engine rejects constraints.
+    `pool` computes the masks; the engine does not shut it down. `processor` is the post-processor. None: a
+    `GuidedProcessor` on `pool`. If both are None, the engine rejects constraints.
     """
 
     def __init__(
@@ -94,9 +94,9 @@ class LLMEngine:
         self._turns = CompileTurns()
         self._changed: dict[SequenceGroup, None] = {}
         self._prepared: SamplingMetadata | None = None
-        """The step that `apply` is to follow."""
+        """The step that was prepared and not applied yet."""
         self._preparing = 0.0
-        """The time that its `prepare` took."""
+        """Seconds that the last `prepare` took."""
 
     def _memory_for_cache(self) -> int:
         """Return the bytes that the KV cache may take in this process."""
@@ -177,7 +177,7 @@ class LLMEngine:
     # -- the step
 
     def step(self) -> list[RequestOutput]:
-        """Run one step. Returns the requests that have changed: each change of a stream, the end of any other.
+        """Run one step. Returns the requests that have changed; without `stream`, only those that have finished.
 
         If no sequence can run, it returns at once. If all that could run are parked, it waits briefly for a mask.
         """
@@ -210,13 +210,13 @@ class LLMEngine:
             sequences = batch.decodes + [one for chunk in batch.prefills for one in chunk.sequences]
             newest = max((one.group for one in sequences), key=lambda group: group.arrival_time)
             self._fail(newest, InternalError(f"the device ran out of memory: {bounded(error)}"))
-            self.blocks.forget_content()  # some was noted that was never computed
+            self.blocks.forget_content()  # it may have blocks that this step did not compute
             for sequence in sequences:
                 if sequence in self.scheduler.running:
                     sequence.computed = 0
                     self.scheduler.preempt(sequence)
             self._metadata = None
-            if self._prepared is not None:  # the post-processor expects it
+            if self._prepared is not None:  # the post-processor expects an `apply` for it
                 width = self.model.vocabulary.padded_vocab_size
                 self.apply(torch.zeros(len(self._prepared.sequences), width), self._prepared)
             if self.model.device.type == "cuda":
@@ -242,7 +242,7 @@ class LLMEngine:
         logger.info("warm-up on %s: a guided request with %d tokens %s", self.model.device, longest, how)
 
     def resume(self, timeout: float = 0.0) -> None:
-        """Sample parked sequences with a mask by now, from the kept logits. Waits `timeout` seconds at most."""
+        """Sample the parked sequences that have their mask, from the kept logits. Waits `timeout` seconds at most."""
         settled = self.parking.settled(timeout)
         if not settled:
             return
@@ -260,7 +260,7 @@ class LLMEngine:
     def schedule(self) -> ScheduledBatch:
         """Queue groups with a new grammar, end groups that lost a matcher, and select the sequences that run."""
         while self._compiled:
-            self._let_in(*self._compiled.popleft())
+            self._finish_compilation(*self._compiled.popleft())
         for group in self._turns.next():
             try:
                 self._compile(group)
@@ -277,7 +277,7 @@ class LLMEngine:
                 group.scheduled_time, group.step_seconds = time.monotonic(), self.stats.of_steps
         return batch
 
-    def _let_in(self, group: SequenceGroup, compiled: Future[Grammar]) -> None:
+    def _finish_compilation(self, group: SequenceGroup, compiled: Future[Grammar]) -> None:
         self._turns.leave(group)
         if group.is_finished:
             return
@@ -293,7 +293,7 @@ class LLMEngine:
             self._fail(group, BackendError(f"compiling failed: {type(error).__name__}: {bounded(error)}"))
         else:
             group.set_status(SequenceStatus.WAITING)
-            if not group.params.complete:  # whether `max_tokens` suffices is known with the first mask
+            if not group.params.complete:  # with it, the first mask tells whether `max_tokens` suffices
                 self._changed[group] = None
 
     def prepare(self, metadata: SamplingMetadata) -> None:
@@ -317,8 +317,8 @@ class LLMEngine:
             return self.runner.execute(batch)
 
     def compute_logits(self, hidden: torch.Tensor, metadata: SamplingMetadata) -> torch.Tensor:
-        """Compute the logits of the sampled rows, float32 `[rows, vocab]`, with everything applied but the mask. Other
-        tokens with requested log-probabilities are scored."""
+        """Compute the logits of the sampled rows, float32 `[rows, vocab]`, with everything applied but the mask. Also
+        score the other tokens with requested log-probabilities."""
 
         def raw() -> torch.Tensor:
             return self.runner.compute_logits(hidden, metadata.selected)
@@ -343,7 +343,7 @@ class LLMEngine:
                     sequence.add_logprobs(each)
 
     def apply(self, logits: torch.Tensor, metadata: SamplingMetadata, *, alone: bool = True) -> ApplyReport:
-        """Wait for the masks until the step's deadline, and apply them in place.
+        """Wait for the masks until the step's deadline, and apply them to `logits` in place.
 
         Args:
             alone: no sequence outside of `metadata` is delayed by the wait.
@@ -410,7 +410,7 @@ class LLMEngine:
         return frozenset(skipped)
 
     def append(self, sampled: SamplerOutput, metadata: SamplingMetadata, skipped: frozenset[int]) -> None:
-        """Append the tokens, accept drafts, continue beams, follow the post-processor, and end what is complete."""
+        """Append the tokens, accept drafts, apply the post-processor's edits, continue beams, end what is complete."""
         others = skipped | metadata.draft_rows
         any_ended = self._append_tokens(sampled, metadata, others)
         metadata.appended = None if skipped or metadata.drafted else np.array(sampled.token_ids, np.int32)
@@ -458,7 +458,7 @@ class LLMEngine:
         return any_ended
 
     def _follow_edits(self, metadata: SamplingMetadata, skipped: frozenset[int]) -> bool:
-        """Change outputs as the post-processor wants it. Returns whether a sequence has ended."""
+        """Apply the edits that the post-processor requests. Returns whether a sequence has ended."""
         assert self.processor is not None
         wanted = self.processor.sampled(metadata.guided)
         if not wanted:
@@ -507,7 +507,7 @@ class LLMEngine:
         if group.step_seconds is not None:
             group.step_seconds = self.stats.of_steps.since(group.step_seconds)
         group.finished_time = time.monotonic()
-        self._turns.leave(group)
+        self._turns.cancel(group)
         for sequence in group.sequences:
             self.parking.remove(sequence)
         self.scheduler.remove(group)
@@ -521,4 +521,4 @@ _LEAST_DEADLINE, _DEADLINE_SHARE = 0.001, 0.05
 _SCORED_ROWS = 256
 """Maximum number of prompt tokens that are scored at once: each takes a row of logits."""
 _IDLE_SECONDS = 0.01
-"""Time that a step waits for a mask while all sequences are parked. New requests and aborts wait as long."""
+"""Time that a step waits for a mask while all sequences are parked. It delays new requests and aborts."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from guided import regex
@@ -13,10 +15,16 @@ from guided.constraint import Constraint
 from guided.errors import GuidedError
 
 _MARGIN = 24
-"""Tokens that a value of JSON can need (an escape, the rest of a number, closing brackets) besides its schema's."""
+"""Tokens that a JSON value can need beyond the estimate: an escape, the rest of a number, closing brackets."""
 _MAX_JUMP = 1 << 20
 _MAX_HINT = 10_000
+"""Maximum length of a hint, in characters."""
+_MAX_SOURCE = 32 << 10
+"""Maximum length of a constraint that is estimated, in characters."""
 _MAX_VALUES = 1_000
+"""Maximum number of subschemas that `_Instances` reads to guess one instance."""
+_MAX_TEXT = 16 * _MAX_SOURCE
+"""Maximum number of characters of JSON that `_Instances` compares or takes over."""
 
 
 class Budget(NamedTuple):
@@ -35,54 +43,70 @@ class Budget(NamedTuple):
     text_jump: int
     """Maximum jump of a token that is plain text within a JSON string."""
     hint: str = ""
-    """A text that is probably a short output. Whether it is one, the matcher says."""
+    """A text that is probably a short output. The matcher checks whether it is one."""
 
 
 def budget_of(constraint: Constraint, tokens: int) -> Budget:
-    """Return the budget of a sequence. The estimates are generous: tokens are counted as characters."""
+    """Return the budget of a sequence. The estimates are generous: they count one token per character.
+
+    They are made in the server's process. So a large constraint, or one that cannot be read, has no estimates: the
+    worker then looks for a completion before each token.
+    """
+    if constraint.kind == "choice" or len(constraint.source) <= _MAX_SOURCE:
+        with contextlib.suppress(GuidedError, ValueError, RecursionError, OverflowError):
+            return _estimates(constraint)._replace(tokens=tokens)
+    return Budget(tokens, _MAX_JUMP, _MAX_JUMP, _MAX_JUMP)
+
+
+@lru_cache(maxsize=16)
+def _estimates(constraint: Constraint) -> Budget:
     hint = ""
     match constraint.kind:
         case "json_schema":
-            return _of_schema(json.loads(constraint.source), tokens)
+            return _of_schema(json.loads(constraint.source))
         case "json_object":
-            return Budget(tokens, _MARGIN, _MARGIN, 0)
+            return Budget(0, _MARGIN, _MARGIN, 0)
         case "choice":
             jump = max(len(option.encode()) for option in constraint.choices)
             hint = min(constraint.choices, key=len)
         case "regex":
             jump, hint = _worst(constraint.source), _short_match(constraint.source)
         case "grammar" | "structural_tag":
-            counts = math.prod(max(1, int(count)) for count in re.findall(r"\{(\d{1,6})", constraint.source))
-            jump = len(constraint.source) * counts
+            jump = len(constraint.source)
+            for count in re.findall(r"\{(\d{1,6})", constraint.source):
+                jump = min(jump * max(1, int(count)), _MAX_JUMP)
     jump = min(jump, _MAX_JUMP)
-    return Budget(tokens, jump, jump, jump, hint)
+    return Budget(0, jump, jump, jump, hint)
 
 
-def _of_schema(schema: Any, tokens: int) -> Budget:
+def _of_schema(schema: Any) -> Budget:
     sizes = _Sizes(schema)
     inner = max((sizes.of(each) for each in _subschemas(schema)), default=0)
     has_patterns = re.search(r'"(pattern|patternProperties|format|propertyNames)":', json.dumps(schema))
     jump = min(inner, _MAX_JUMP) + _MARGIN
-    hint = json.dumps(_Instances(schema).of(schema), ensure_ascii=False, separators=(",", ":"))
+    hint = _text_of(_Instances(schema).of(schema))
     first = max(jump, min(sizes.of(schema), _MAX_JUMP))
-    return Budget(tokens, first, jump, jump if has_patterns else 0, hint if len(hint) <= _MAX_HINT else "")
+    return Budget(0, first, jump, jump if has_patterns else 0, hint if len(hint) <= _MAX_HINT else "")
 
 
 def _worst(pattern: str) -> int:
-    """Return the maximum over all beginnings of a match of the bytes that the shortest rest takes."""
-    try:
-        return _rest(regex.parse(pattern))[1]
-    except GuidedError:  # refused when it is compiled
-        return len(pattern)
+    """Return the size in bytes of the shortest rest of a match, after the worst prefix."""
+    node = _parsed(pattern)
+    return len(pattern) if node is None else _rest(node)[1]
 
 
 def _short_match(pattern: str) -> str:
-    """Return a shortest match; empty if there is none, or it is long."""
+    """Return a shortest match; empty if there is none, or if it is longer than `_MAX_HINT` bytes."""
+    node = _parsed(pattern)
+    return _text(node) if node is not None and _rest(node)[0] <= _MAX_HINT else ""
+
+
+@lru_cache(maxsize=4)
+def _parsed(pattern: str) -> regex.Node | None:
     try:
-        node = regex.parse(pattern)
-        return _text(node) if _rest(node)[0] <= _MAX_HINT else ""
-    except GuidedError:
-        return ""
+        return regex.parse(pattern)
+    except GuidedError:  # refused when it is compiled
+        return None
 
 
 def _text(node: regex.Node) -> str:
@@ -93,14 +117,14 @@ def _text(node: regex.Node) -> str:
         case regex.Sequence(items):
             return "".join(map(_text, items))
         case regex.Choice(options):
-            return min(map(_text, options), key=len)
+            return _text(min(options, key=lambda option: _rest(option)[0]))
         case regex.Repeat(item, low, _):
             return _text(item) * low
     return ""
 
 
 def _rest(node: regex.Node) -> tuple[int, int]:
-    """Return the bytes of the shortest match, and those of the shortest rest at the worst position."""
+    """Return the size in bytes of the shortest match, and that of the shortest rest after the worst prefix."""
     match node:
         case regex.Chars(ranges):
             size = len(chr(ranges[-1][1]).encode())
@@ -138,11 +162,11 @@ class _Sizes:
         self._known: dict[int, int] = {}
 
     def of(self, schema: Any) -> int:
-        """Return a generous estimate for the shortest instance of `schema` once it was begun in its longest way."""
+        """Return a generous estimate of the shortest instance of `schema` that begins with the longest options."""
         if not isinstance(schema, Mapping):
             return 0
         if id(schema) not in self._known:
-            self._known[id(schema)] = 0  # within itself: a finite instance ends the recursion
+            self._known[id(schema)] = 0  # for a recursive reference: a finite instance ends the recursion
             self._known[id(schema)] = min(self._estimate(schema), _MAX_JUMP)
         return self._known[id(schema)]
 
@@ -165,7 +189,7 @@ class _Sizes:
     def _object(self, schema: Mapping[str, Any]) -> int:
         properties = schema.get("properties")
         properties = properties if isinstance(properties, Mapping) else {}
-        required = [name for name in _list(schema.get("required")) if isinstance(name, str)]
+        required = dict.fromkeys(name for name in _list(schema.get("required")) if isinstance(name, str))
         size = sum(len(name) + 4 + self.of(properties.get(name)) for name in required)
         optional = [len(name) + 4 + self.of(each) for name, each in properties.items() if name not in required]
         others = [self.of(each) for each in (schema.get("additionalProperties"),)]
@@ -186,33 +210,41 @@ class _Instances:
     def __init__(self, root: Any) -> None:
         self._root = root
         self._left = _MAX_VALUES
+        self._text_left = _MAX_TEXT
 
     def of(self, schema: Any) -> Any:
-        """Return what may be a short instance of `schema`."""
+        """Return a value that may be a short instance of `schema`."""
         self._left -= 1
-        if not isinstance(schema, Mapping) or self._left < 0:
+        if not isinstance(schema, Mapping) or self._left < 0 or self._text_left < 0:
             return 0
         if "const" in schema:
+            self._length(schema["const"])
             return schema["const"]
         options = _list(schema.get("enum")) or [
             self.of({**schema, **_mapping(each), "anyOf": 0, "oneOf": 0})
             for each in [*_list(schema.get("anyOf")), *_list(schema.get("oneOf"))]
         ]
         if options:
-            return min(options, key=lambda value: len(json.dumps(value)))
+            return min(options, key=self._length)
         if "$ref" in schema:
             return self.of(_target(self._root, schema))
         return self._typed(
             {**schema, **{key: value for each in _list(schema.get("allOf")) for key, value in _mapping(each).items()}}
         )
 
+    def _length(self, value: Any) -> int:
+        """Return the length of a value's JSON text, and count it."""
+        length = len(_text_of(value))
+        self._text_left -= length
+        return length
+
     def _typed(self, schema: Mapping[str, Any]) -> Any:
         kind = schema.get("type")
         kind = kind[0] if isinstance(kind, list) and kind else kind
         if kind == "object" or (kind is None and "properties" in schema):
             properties = _mapping(schema.get("properties"))
-            names = [name for name in properties if name in _list(schema.get("required"))]
-            names += [name for name in _list(schema.get("required")) if name not in names]
+            required = dict.fromkeys(name for name in _list(schema.get("required")) if isinstance(name, str))
+            names = dict.fromkeys(name for name in properties if name in required) | required
             found = {name: self.of(properties.get(name)) for name in names}
             return found | {str(index): 0 for index in range(min(_count(schema, "minProperties"), 99) - len(found))}
         if kind == "array" or (kind is None and "items" in schema):
@@ -223,6 +255,7 @@ class _Instances:
         if kind == "string":
             pattern = schema.get("pattern")
             text = _short_match(pattern.removeprefix("^").removesuffix("$")) if isinstance(pattern, str) else ""
+            self._text_left -= len(text)
             return text.ljust(min(_count(schema, "minLength"), _MAX_HINT), "a")
         return {"null": None, "boolean": True}.get(str(kind), math.ceil(schema.get("minimum", 0)))
 
@@ -239,6 +272,10 @@ def _target(root: Any, schema: Mapping[str, Any]) -> Any:
         elif isinstance(target, list) and step.isdecimal() and int(step) < len(target):
             target = target[int(step)]
     return target
+
+
+def _text_of(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

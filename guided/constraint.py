@@ -20,6 +20,7 @@ from guided.errors import ConstraintTooLarge, InvalidConstraint, UnsupportedCons
 from guided.guard.keys import open_object
 from guided.limits import DEFAULT_LIMITS, Limits
 from guided.schema import document as schema_checks
+from guided.schema.pointer import shortened
 from guided.structural_tag import Content, Node, contents, located, parse, read
 
 logger = logging.getLogger(__name__)
@@ -28,8 +29,8 @@ ConstraintKind = Literal["json_schema", "json_object", "regex", "choice", "gramm
 USUAL_WHITESPACE = r"( |\r?\n[ \t]{0,40})?"
 """The default whitespace between JSON tokens: nothing, one space, or a line break and its indentation.
 
-It allows what `json.dumps` writes, and no more: with unbounded whitespace, a model that does not want to write JSON
-generates blanks until its token limit.
+It allows what `json.dumps` writes, and no more: with unbounded whitespace, a model may generate blanks until its token
+limit.
 """
 _ANY_SIZE = Limits(**dict.fromkeys(Limits.RANGES, sys.maxsize))
 KINDS: tuple[ConstraintKind, ...] = get_args(ConstraintKind)
@@ -58,9 +59,9 @@ class Constraint:
     source: str
     whitespace: str | None = None
     not_enforced: tuple[str, ...] = field(default=(), compare=False)
-    """JSON pointers of what a schema contains and the output need not satisfy: unknown formats (annotations in JSON
-    Schema), and with a remark in parentheses, probably misspelt keywords, and objects in a structural tag that may
-    repeat a key."""
+    """JSON pointers to parts of a schema that are not enforced: unknown formats (annotations in JSON Schema), probably
+    misspelt keywords, and objects in a structural tag that may repeat a key. The last two have a remark in
+    parentheses."""
 
     @cached_property
     def key(self) -> str:
@@ -183,7 +184,9 @@ class Constraint:
             if content.kind == "json_schema":
                 opened = open_object(inner.source)
             if opened is not None:  # the guard is for JSON constraints only
-                notes.append(f"{content.pointer}{opened}/additionalProperties (a key may repeat unless it is false)")
+                where = shortened(f"{content.pointer}{opened}/additionalProperties")
+                notes.append(f"{where} (a key may repeat unless it is false)")
+            del notes[schema_checks.MAX_NOTES :]
         source = json.dumps(document, ensure_ascii=False, separators=(",", ":"))
         _check_text(source, "structural tag", limits, param)
         spaces = _whitespace(whitespace, limits, param)

@@ -20,12 +20,11 @@ from lark.exceptions import UnexpectedInput
 
 from guided import regex
 from guided.errors import InvalidConstraint, UnsupportedConstraint, bounded
+from guided.limits import GBNF_RULE
 from guided.regex import Chars, Choice, Node, Ranges, Reference, Repeat, Sequence
 
 ROOT = "root"
 """The start rule of a GBNF grammar."""
-
-_GBNF_RULE = re.compile(r"^[ \t]*[A-Za-z0-9_][\w-]*\s*::=", re.MULTILINE)
 
 _GBNF = r"""
 start: rule+
@@ -63,7 +62,7 @@ Rules = dict[str, Node]
 
 def syntax(text: str) -> Literal["lark", "gbnf"]:
     """Return the notation of `text`: only GBNF/EBNF has `name ::= …` at the start of a line."""
-    return "gbnf" if _GBNF_RULE.search(text) else "lark"
+    return "gbnf" if GBNF_RULE.search(text) else "lark"
 
 
 def to_lark(text: str) -> str:

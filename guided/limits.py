@@ -39,6 +39,8 @@ _LARK_TOKEN = re.compile(
     r"|(?P<bracket>[()\[\]])|(?P<bar>\|)"
     r"|~\s*+(?P<from>[0-9]++)(?:\s*+\.\.\s*+(?P<to>[0-9]++))?" + _REPETITION
 )
+GBNF_RULE = re.compile(r"^[ \t]*[A-Za-z0-9_][\w-]*\s*::=", re.MULTILINE)
+"""A rule at the start of a line. A grammar without one is in Lark."""
 _EBNF_RULE = re.compile(r"::=")
 _LARK_RULE = re.compile(r"^[ \t]*+[?!]?[\w-]++(?:\.[0-9]++)?(?:\[[^\]\n]*+\])?[ \t]*+:", re.MULTILINE)
 
@@ -117,12 +119,12 @@ class Limits:
     def check_grammar(self, text: str, param: str) -> None:
         """Refuse rules, repetition bounds, alternatives and bracket nesting over the limits.
 
-        The grammar is read as EBNF if it contains `::=`, else as Lark.
+        The grammar is read as EBNF if `GBNF_RULE` matches, else as Lark.
 
         Raises:
             ConstraintTooLarge: with `param`.
         """
-        ebnf = "::=" in text
+        ebnf = GBNF_RULE.search(text) is not None
         rules = sum(1 for _ in (_EBNF_RULE if ebnf else _LARK_RULE).finditer(text))
         if rules > self.max_grammar_rules:
             raise ConstraintTooLarge(
@@ -195,14 +197,14 @@ class CompileLimits:
     """None: one for every two CPUs of the compile actor's node, at least 2, at most 8. Half of them (rounded up) are
     reserved for quick compilations: see `actors.compile.compiler`."""
     seconds: float = 10.0
-    """For one constraint and all backends that are tried for it, without the time in the queue."""
+    """Time limit for one constraint with all backends that are tried for it, without the time in the queue."""
     memory_bytes: int = 256 << 20
     """Resident memory of a compile process, beyond the memory of an idle one. A sample of MaskBench's schemas took up
     to 190 MiB (xgrammar, 131,072 tokens)."""
     grammar_bytes: int = 128 << 20
     """Size of one compiled grammar in each process that holds it."""
     wait_seconds: float = 30.0
-    """Maximum time that a constraint waits for a process, or for memory while no request gives any back."""
+    """Maximum time that a constraint waits for a process, or for memory while no request releases any."""
 
     RANGES: ClassVar[Mapping[str, Range]] = {
         **dict.fromkeys(("processes", "memory_bytes", "grammar_bytes"), Range(1)),

@@ -123,7 +123,7 @@ def parse_ecma(pattern: str, *, param: str = "regex") -> Node:
 
 def _search(parsed: Any, flags: int, reader: _Reader, restricted: Restricted) -> Node:
     items = list(parsed)
-    if items and str(items[-1][0]) == "BRANCH":  # the parser has moved what all alternatives begin with before it
+    if items and str(items[-1][0]) == "BRANCH":  # the parser has moved the common prefix of all alternatives before it
         options = items[-1][1][1]
         return choice(_search([*items[:-1], *option], flags, reader, restricted) for option in options)
     if ahead := _lookaheads(items):
@@ -163,10 +163,12 @@ def _parsed(pattern: str, param: str, *, ecma: bool) -> Any:
             warnings.simplefilter("ignore")  # "possible nested set": the meaning is that of `re`
             return _sre.parse(rewritten)
     except re.error as error:
-        why = error if rewritten == pattern else error.msg  # its position is that in `rewritten`
+        why = error if rewritten == pattern else error.msg  # without the position, which refers to `rewritten`
         raise InvalidConstraint(f"the regex {bounded(pattern, 120)!r} is malformed: {why}", param=param) from None
     except (OverflowError, RecursionError) as error:
         raise InvalidConstraint(f"the regex {bounded(pattern, 120)!r} is too large: {error}", param=param) from None
+    except ValueError as error:  # flags that exclude each other
+        raise InvalidConstraint(f"the regex {bounded(pattern, 120)!r} is malformed: {error}", param=param) from None
 
 
 _sre: Any = importlib.import_module("re._parser")
@@ -199,14 +201,18 @@ class _Reader:
             self._refuse_python()
 
     def _refuse_python(self) -> None:
-        """Refuse what `re` and ECMA-262 both read, each with another meaning."""
+        """Refuse syntax that has different meanings in `re` and in ECMA-262."""
         for token in _TOKEN.finditer(self._pattern):
             other = next((escape for escape in re.findall(r"\\.", token[0], re.DOTALL) if escape in _ONLY_PYTHON), None)
             if other is not None or token[0] in ("[]", "{,"):
                 raise self._unsupported(f"{other or token[0]!r}, which is not the same in Python and in ECMA-262")
 
     def sequence(self, parsed: Any, flags: int, *, start: bool, end: bool) -> Node:
-        """`start`, `end`: no text can precede or follow, so anchors have no effect there and are dropped."""
+        """Return the node for a list of operations.
+
+        Args:
+            start, end: no text can precede or follow, so anchors have no effect there and are dropped.
+        """
         items = list(parsed)
         nodes: list[Node] = []
         for index, (operation, argument) in enumerate(items):

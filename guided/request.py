@@ -101,7 +101,8 @@ def refuse_stops(
         InvalidRequest: the request has such stop conditions.
     """
     strings = [stop] if isinstance(stop, str) else stop or ()
-    cutting = next((text for text in strings if _may_contain(constraint, text)), None)
+    choices = constraint.choices if constraint.kind == "choice" else []
+    cutting = next((text for text in strings if _may_contain(constraint, choices, text)), None)
     for name, value in (("stop", cutting), ("stop_token_ids", stop_token_ids)):
         if value:
             message = f"{name} could cut the {constraint.kind} constraint short: leave one of the two out"
@@ -112,12 +113,12 @@ _OUTSIDE = frozenset(" \t\r\n{}[],:+-.0123456789eE" + "truefalsenull")
 """The characters of JSON outside of strings, without the quotation mark."""
 
 
-def _may_contain(constraint: Constraint, text: str) -> bool:
-    """Return whether an output may contain `text`; True if that is not known."""
+def _may_contain(constraint: Constraint, choices: Sequence[str], text: str) -> bool:
+    """Whether an output may contain `text`; True if unknown."""
     if constraint.kind == "choice":
-        return any(text in each for each in constraint.choices)
+        return any(text in each for each in choices)
     if constraint.kind in ("json_schema", "json_object"):
-        # A control character is outside of strings, and so is what no quotation mark separates from it.
+        # JSON has control characters only outside of strings. The text up to the next quotation mark is outside, too.
         parts = [part for part in text.split('"') if any(character < " " for character in part)]
         return all(_OUTSIDE.issuperset(part) for part in parts)
     return True

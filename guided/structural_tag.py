@@ -80,7 +80,7 @@ class Times:
 
 @dataclass(frozen=True, slots=True)
 class Dispatch:
-    """Free text up to a trigger, and what must follow this trigger; `loop`: again and again. Text alone is enough."""
+    """Free text up to a trigger, then the node of this trigger; with `loop`, repeated. Free text alone is valid too."""
 
     rules: tuple[tuple[Text | Token, Node], ...]
     loop: bool
@@ -160,6 +160,9 @@ def located(content: Content, param: str) -> Iterator[None]:
         raise
 
 
+_MAX_TOKEN_ID = 1 << 31
+_MAX_COMPARED = 10**8
+"""Characters in which triggers are searched: half a second, if they begin alike."""
 _Fields = Mapping[str, Any]
 _CONTENTS: dict[str, tuple[ContentKind, str]] = {
     "json_schema": ("json_schema", "json_schema"),
@@ -199,7 +202,7 @@ class _Reader:
             "plus": lambda fields, at, depth: self._times(fields, at, depth, 1, None),
             "star": lambda fields, at, depth: self._times(fields, at, depth, 0, None),
             "repeat": self._repeat,
-            "token": lambda fields, at, _: Token(self._take(fields, at, (str, int), "token")),
+            "token": lambda fields, at, _: self._token(self._take(fields, at, (str, int), "token"), f"{at}/token"),
             "dispatch": self._dispatch,
         }
 
@@ -298,7 +301,8 @@ class _Reader:
             raise self._invalid(f"{excludes} is not supported: free text has no special tokens", f"{at}/{excludes}")
         triggers: list[Text | Token]
         if tokens:
-            triggers = [Token(each) for each in self._take(fields, at, list, name) if isinstance(each, str | int)]
+            values = self._take(fields, at, list, name)
+            triggers = [self._token(each, f"{at}/{name}") for each in values if isinstance(each, str | int)]
         else:
             triggers = self._literals(fields, at, name)
         tags = [
@@ -358,6 +362,9 @@ class _Reader:
     def _checked(self, dispatch: Dispatch, at: str) -> Dispatch:
         """Check that each trigger of `dispatch` can occur, and is followed by something."""
         triggers = [trigger.text for trigger, _ in dispatch.rules if isinstance(trigger, Text)]
+        if (len(triggers) + len(dispatch.excludes)) * sum(map(len, triggers)) > _MAX_COMPARED:
+            message = "the triggers are too long, or too many: each is searched in all others"
+            raise ConstraintTooLarge(message, param=self._param, pointer=at)
         for whole, part in permutations(triggers, 2):
             if part in whole:
                 message = f"the trigger {bounded(whole, 60)!r} contains the trigger {bounded(part, 60)!r}"
@@ -421,6 +428,11 @@ class _Reader:
             if not isinstance(value, str) or not value:
                 raise self._invalid("a trigger is a non-empty string", f"{at}/{name}/{index}")
         return [self._literal(value, f"{at}/{name}") for value in dict.fromkeys(values)]
+
+    def _token(self, token: str | int, at: str) -> Token:
+        if isinstance(token, int) and not 0 <= token < _MAX_TOKEN_ID:  # Python's hashes of longer numbers collide
+            raise self._invalid("there is no token with this id", at)
+        return Token(token)
 
     def _literal(self, text: str, at: str) -> Text:
         if "\x00" in text:

@@ -25,6 +25,7 @@ _STRUCTURED: dict[str, ConstraintKind] = {
     "json_object": "json_object",
     "structural_tag": "structural_tag",
 }
+"""Kinds of the fields of `structured_outputs`."""
 _OLDER: dict[str, ConstraintKind] = {
     "ebnf": "grammar",
     "guided_json": "json_schema",
@@ -32,7 +33,7 @@ _OLDER: dict[str, ConstraintKind] = {
     "guided_choice": "choice",
     "guided_grammar": "grammar",
 }
-"""Kinds of the fields of `structured_outputs`, and of SGLang's and vLLM's older fields."""
+"""Kinds of SGLang's field and of vLLM's older fields."""
 _FORMAT_FIELDS: dict[str, tuple[str, ...]] = {
     "json_schema": ("json_schema", "schema_"),
     "json_object": ("schema_",),
@@ -71,7 +72,7 @@ def requested_constraint(
         *_fields(request, _OLDER),
     ]
     whitespace = [*_whitespace(request), *backend_whitespace]
-    if len(found) > 1 and len({_build(each, None, request, limits, strict_formats) for each in found}) == 1:
+    if len(found) == 2 and len({_build(each, None, request, limits, strict_formats) for each in found}) == 1:
         found = found[:1]  # guidance's client sends its schema in two fields
     one = take_one(found)
     spaces = take_whitespace(one, whitespace)
@@ -84,7 +85,7 @@ def requested_constraint(
 
 
 def _fields(owner: object, kinds: Mapping[str, ConstraintKind], prefix: str = "") -> Iterator[GivenConstraint]:
-    """Return the fields of `owner` that are set. `json_object: false` is not."""
+    """Return the fields of `owner` that are set. `json_object: false` counts as not set."""
     for name, kind in kinds.items():
         value = getattr(owner, name)
         if value is not None and not (kind == "json_object" and value is False):
@@ -109,7 +110,7 @@ def _response_format(request: GenerationRequest) -> Iterator[GivenConstraint]:
         schema = chosen.value if chosen.type == "json" else inner
         if schema is None:
             raise _missing(chosen.schema_path)
-        # OpenAI names this field, too, in errors about the schema.
+        # Errors about the schema name `response_format` itself, as OpenAI's do.
         yield GivenConstraint("json_schema", chosen.path, schema)
     elif chosen.type == "json_object":
         yield GivenConstraint("json_object", chosen.path, True)
@@ -164,7 +165,7 @@ def _backend(request: GenerationRequest, default: str) -> tuple[str, str, list[G
     for option in filter(None, options.split(",")):
         if option == "disable-any-whitespace":
             whitespace.append(GivenWhitespace(field, ""))
-        elif option != "no-fallback":  # a named backend is never replaced here
+        elif option != "no-fallback":  # without effect: a named backend is never replaced
             raise InvalidRequest(
                 f"{field}: no option {bounded(option, 60)!r}; there are no-fallback and disable-any-whitespace",
                 param=field,

@@ -65,7 +65,7 @@ COMPLETION_EXAMPLE: dict[str, Any] = {"prompt": "A date: ", "regex": "20[0-9]{2}
 
 
 class _FirstError(FailFast):
-    """pydantic's mark, hashable: only then can it be part of a union of types."""
+    """pydantic's `FailFast`, made hashable: a union of types needs that."""
 
     def __hash__(self) -> int:
         return hash(self.fail_fast)
@@ -73,7 +73,7 @@ class _FirstError(FailFast):
 
 T = TypeVar("T")
 Many = Annotated[list[T], _FirstError()]
-"""A list that is read up to its first error: otherwise each element could be an error."""
+"""A list that is validated up to its first error, so that a long list does not give an error for each element."""
 
 
 MAX_IGNORED = 20
@@ -128,7 +128,7 @@ class ResponseFormat(Body):
 
     tolerant = False
     path: ClassVar[str] = "response_format"
-    """How errors name it, and the place of its schema."""
+    """What errors call this field. `schema_path` is that of its schema."""
     schema_path: ClassVar[str] = "response_format.json_schema.schema"
     type: Literal["text", "json_object", "json_schema", "json", "structural_tag"]
     json_schema: JsonSchemaFormat | None = None
@@ -254,7 +254,7 @@ class Typed(Body):
         kind = data.get("type", cls.kinds[0]) if isinstance(data, dict) else cls.kinds[0]
         if isinstance(kind, str) and kind not in cls.kinds:
             text = "{noun} of type {kind} are not supported; there are: {kinds}"
-            details = {"noun": cls.noun, "kind": kind[:60], "kinds": ", ".join(cls.kinds)}
+            details = {"noun": cls.noun, "kind": bounded(kind, 60), "kinds": ", ".join(cls.kinds)}
             raise PydanticCustomError(UNSUPPORTED, text, details)
         return data
 
@@ -417,7 +417,7 @@ class ErrorAnswer(BaseModel):
 
 
 class MaskTimes(BaseModel):
-    """Seconds. `exposed`: the time by which masks have lengthened the steps of this request's sequences, of `total`,
+    """Seconds. `exposed` is the time by which masks have lengthened the steps of this request's sequences. `total` is
     the time from the end of the compilation to the end of the request."""
 
     compile: float = Field(description="The time that compiling the grammar took, now or before.")

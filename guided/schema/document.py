@@ -15,13 +15,13 @@ from functools import lru_cache
 from itertools import chain, islice
 from typing import Any, TypeGuard
 
-from guided.errors import MAX_ECHO, ConstraintTooLarge, InvalidConstraint, bounded
+from guided.errors import ConstraintTooLarge, InvalidConstraint, bounded
 from guided.json_text import MAX_NUMBER_LENGTH, JsonError, JsonTooLarge, loads
 from guided.limits import Limits
 from guided.schema.graph import Position, SchemaGraph
 from guided.schema.keywords import OF_TYPE, types_of
 from guided.schema.metaschema import TYPES, Dialect
-from guided.schema.pointer import Place, ancestor, pointer
+from guided.schema.pointer import Place, pointer, shortened
 from guided.schema.string_pattern import FORMATS
 
 _BOUNDS = (
@@ -67,7 +67,7 @@ def parse(
         return _Checker(limits, param).parse(schema, [] if notes is None else notes)
     except InvalidConstraint as error:
         if error.pointer is not None:
-            error.pointer = ancestor(bounded(error.pointer, len(error.pointer) * 10), MAX_ECHO)
+            error.pointer = shortened(error.pointer)
         raise
 
 
@@ -117,7 +117,7 @@ class _Checker:
             graph = SchemaGraph.build(document, lambda position: self._check_subschema(position, dialect), self._param)
             graph.refuse_endless_references(self._param)
             self._check_alternatives(graph)
-            notes += islice(_not_enforced(document, graph, dialect), _MAX_NOTES)
+            notes += islice(_not_enforced(document, graph, dialect), MAX_NOTES)
         return document
 
     def _check_kind(self, schema: Any, what: str, place: Place) -> None:
@@ -258,22 +258,28 @@ class _Checker:
 
 
 def _not_enforced(document: dict[str, Any], graph: SchemaGraph, dialect: Dialect) -> Iterator[Note]:
-    """Yield unknown formats of strings, keywords that are nearly those of JSON Schema, and a root without any."""
+    """Yield unknown formats of strings, probably misspelt keywords, and a root without any keyword of JSON Schema."""
     if document and not any(dialect.knows(keyword) for keyword in document):
         named = json.dumps(bounded(next(iter(document)), 60), ensure_ascii=False)
         yield Note("", suggestion=f'no keyword of JSON Schema; did you mean {{"properties": {{{named}: ...}}}}?')
         return
+    unknown_keywords = 0
     for node in graph.reachable():
         for keyword, value in node.schema.items():
             if keyword == "format":
                 unknown = isinstance(value, str) and value not in FORMATS
                 if unknown and "string" in types_of({"type": node.schema["type"]} if "type" in node.schema else True):
-                    yield Note(node.place.pointer(keyword), format=value)
-            elif not dialect.knows(keyword) and (meant := _meant(keyword)):
-                yield Note(node.place.pointer(keyword), suggestion=f"did you mean {meant!r}?")
+                    yield Note(shortened(node.place.pointer(keyword)), format=value)
+            elif not dialect.knows(keyword):
+                unknown_keywords += 1
+                if unknown_keywords <= _MAX_UNKNOWN and (meant := _meant(keyword)):
+                    yield Note(shortened(node.place.pointer(keyword)), suggestion=f"did you mean {meant!r}?")
 
 
-_MAX_NOTES = 50
+MAX_NOTES = 50
+"""Maximum number of notes about one constraint."""
+_MAX_UNKNOWN = 500
+"""Maximum number of unknown keywords that are compared with those of JSON Schema: 80 µs each."""
 _MEANT = ("type", "enum", "const", "$ref", "allOf", "anyOf", "oneOf", *chain(*OF_TYPE.values()))
 """Keywords of which a misspelling is noted."""
 

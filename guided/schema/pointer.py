@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from guided.errors import MAX_ECHO, bounded
+
 
 class Place:
     """A place in a document. Its pointer is written only when an error needs it, because keys may be long.
@@ -42,6 +44,7 @@ def pointer(path: Iterable[str | int]) -> str:
     return "".join(f"/{escape(str(token))}" for token in path)
 
 
-def ancestor(whole: str, limit: int) -> str:
-    """Return `whole`, or its nearest ancestor of at most `limit` characters."""
-    return whole if len(whole) <= limit else whole[: whole.rfind("/", 0, limit + 1)]
+def shortened(whole: str) -> str:
+    """Return a pointer as valid Unicode, or that of its nearest ancestor of at most `MAX_ECHO` characters."""
+    printable = bounded(whole, len(whole) * 10)
+    return printable if len(printable) <= MAX_ECHO else printable[: printable.rfind("/", 0, MAX_ECHO + 1)]

@@ -26,14 +26,17 @@ def test_each_client_has_its_own_turns_in_its_own_order() -> None:
     turns.leave(first)
     assert turns.has_next
     assert list(turns.next()) == [third]
-    turns.leave(fourth)  # it has ended in the queue
+    turns.cancel(fourth)  # it has ended in the queue
+    turns.cancel(third)  # it has ended, and the pool goes on compiling
+    assert not turns.has_next
     turns.leave(third)
     assert list(turns.next()) == []
     assert turns.enter(group("a"))
 
 
 def test_a_flood_of_constraints_leaves_room_in_the_pools_queue(tiny_llama_dir: Path) -> None:
-    """In the end all are compiled, except for one that is aborted before its turn."""
+    """In the end all are compiled, except for one that is aborted before its turn. Aborted ones leave no room for more
+    while the pool compiles them."""
     model = load_model(str(tiny_llama_dir), dtype="float32", device="cpu")
     pool = FaultyPool(model.vocabulary)
     pool.hold_compiles = True
@@ -49,13 +52,15 @@ def test_a_flood_of_constraints_leaves_room_in_the_pools_queue(tiny_llama_dir: P
         engine.submit(other)
         assert pool.num_held == in_pool + 1
         engine.abort_request("199")
+        engine.abort_request("0")
+        ended = {output.request_id: output.outputs[0].finish_reason for output in engine.step()}
+        assert pool.num_held == in_pool + 1
         pool.hold_compiles = False
         pool.finish_compiles()
-        ended = {}
         while engine.has_unfinished:
             ended.update({output.request_id: output.outputs[0].finish_reason for output in engine.step()})
-        assert ended.pop("199") == "abort"
+        assert (ended.pop("0"), ended.pop("199")) == ("abort", "abort")
         assert set(ended.values()) == {"length"}
-        assert len(ended) == 200
+        assert len(ended) == 199
     finally:
         pool.shutdown()

@@ -101,6 +101,8 @@ def test_grammars_within_the_limits(text: str) -> None:
         ("a ::= b\nb ::= c\nc ::= d\nd ::= e", "4 rules; the limit is 3"),
         ("start: b\n?b: c\n!c: d\nD.2: /e/", "4 rules; the limit is 3"),
         ("root ::= a b::=c c::=d d::=e", "4 rules"),
+        ("start: a~101 // ::=", "101"),
+        ('start: b "::="\nb: c\nc: d\nd: "e"', "4 rules"),
     ],
 )
 def test_grammars_over_the_limits(text: str, what: str) -> None:

@@ -78,7 +78,7 @@ def test_what_no_mask_can_follow_is_refused_by_name(pattern: str, named: str) ->
         canonical(pattern)
 
 
-@pytest.mark.parametrize("pattern", ["(", "[", "a{2,1}", "*", r"\q", r"[^\s\S]", "a{99999999999}"])
+@pytest.mark.parametrize("pattern", ["(", "[", "a{2,1}", "*", r"\q", r"[^\s\S]", "a{99999999999}", "(?a)(?u)x"])
 def test_a_malformed_pattern_is_the_users(pattern: str) -> None:
     with pytest.raises(InvalidConstraint) as caught:
         canonical(pattern)

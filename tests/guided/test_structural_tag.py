@@ -90,6 +90,12 @@ def test_whitespace_is_that_of_its_schemas() -> None:
         (triggered(tags=["x"]), "/format/tags/0", ["begin, content and end"]),
         (triggered(at_least_one="yes"), "/format/at_least_one", ["true or false"]),
         ({"type": "dispatch", "rules": [["", TEXT]]}, "/format/rules/0", ["non-empty"]),
+        ({**TAG, "end": {"type": "token", "token": 2**61}}, "/format/end/token", ["no token"]),
+        (
+            {"type": "dispatch", "rules": [["a" * 500 + str(number), TEXT] for number in range(1_000)]},
+            "/format",
+            ["too long"],
+        ),
     ],
 )
 def test_errors_say_where(form: Any, pointer: str, words: list[str]) -> None:

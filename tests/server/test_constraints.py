@@ -168,6 +168,8 @@ def test_backend_of_the_request_goes_before_the_servers(fields: dict[str, Any], 
             "response_format",
             ["json_schema", "response_format"],
         ),
+        ({"regex": "(", "guided_regex": "(", "grammar": "("}, InvalidConstraint, "grammar", ["are given"]),
+        ({"json_schema": {"const": 0}, "guided_json": {"const": False}}, InvalidConstraint, "guided_json", ["given"]),
         ({"structured_outputs": {}}, InvalidConstraint, "structured_outputs", ["no constraint"]),
         (
             {"structured_outputs": {"structural_tag": "{}"}},

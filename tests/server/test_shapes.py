@@ -35,6 +35,21 @@ def test_parts_that_are_no_text(client: TestClient, kind: str) -> None:
     assert said(client, "/v1/chat/completions", body) == expected
 
 
+@pytest.mark.parametrize("given", [r"\ud800", "x" * 1_000], ids=["surrogate", "long"])
+def test_types_that_are_no_unicode_or_long(client: TestClient, given: str) -> None:
+    part = f'{{"type": "{given}", "text": "a"}}'
+    bodies = [
+        ("/v1/chat/completions", f'{{"messages": [{{"role": "user", "content": [{part}]}}]}}'),
+        ("/v1/responses", f'{{"input": [{part}]}}'),
+        ("/v1/responses", f'{{"input": [{{"role": "user", "content": [{part}]}}]}}'),
+        ("/v1/responses", f'{{"input": "a", "tools": [{part}]}}'),
+    ]
+    for path, body in bodies:
+        message, _ = said(client, path, body)
+        assert "are not supported" in message
+        assert len(message) < 300
+
+
 def test_structural_tags(client: TestClient) -> None:
     form = {"type": "structural_tag", "structures": [], "triggers": ["<"]}
     message, param = said(client, "/v1/completions", {**PROMPT, "response_format": form})

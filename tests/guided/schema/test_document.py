@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from guided.errors import ConstraintTooLarge, InvalidConstraint
 from guided.limits import DEFAULT_LIMITS, Limits
-from guided.schema.document import close_objects, parse
+from guided.schema.document import Note, close_objects, parse
 
 DATA = Path(__file__).parents[4] / "shared" / "data" / "maskbench-dev.jsonl.gz"
 
@@ -189,6 +189,27 @@ def test_references_that_lead_nowhere(schema: Any, pointer: str | None, message:
 )
 def test_references_that_lead_somewhere(schema: Any) -> None:
     assert check(schema) == schema
+
+
+class TestNotes:
+    """What is noted about a schema is bounded, however long its keys are and however many it does not know."""
+
+    @staticmethod
+    def of(schema: Any) -> list[Note]:
+        notes: list[Note] = []
+        parse(schema, DEFAULT_LIMITS, "json_schema", notes)
+        return notes
+
+    def test_pointers_are_short(self) -> None:
+        misspelt = {f"maxLenght{'' if number == 0 else number}": 1 for number in range(9)}
+        notes = self.of({"enum": ["a"], "properties": {"é" * 100_000: misspelt | {"format": "nonesuch"}}})
+        assert len(notes) >= 2
+        assert {note.pointer for note in notes} == {"/properties"}
+
+    def test_few_unknown_keywords_are_compared(self) -> None:
+        unknown = {f"unknown{number}": 0 for number in range(1_000)}
+        assert [note.pointer for note in self.of({"type": "object", "requird": ["a"], **unknown})] == ["/requird"]
+        assert self.of({"type": "object", **unknown, "requird": ["a"]}) == []
 
 
 class TestSizes:
