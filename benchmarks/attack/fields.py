@@ -182,6 +182,48 @@ async def structural_tags(target: Target) -> None:
     await target.post(_text(structural_tag={"structures": [], "triggers": names}))
 
 
+@case("new", seconds=90)
+async def quadratic_fields(target: Target) -> None:
+    """Long keys that are reported, estimates for `complete`, triggers, token ids and keywords that are compared."""
+    base = "unevaluatedProperties"
+    alike = [base[:at] + base[at + 1] + base[at] + base[at + 2 :] for at in range(len(base) - 2)]
+    misspelt = dict.fromkeys(alike, 0)
+    rotated = {f"{base[at:]}{base[:at]}{number}": 0 for at in range(1, 20) for number in range(1_000)}
+    names = [f"p{number}" for number in range(450)]
+    references = {name: {"$ref": "#/$defs/large"} for name in names}
+    large = {"type": "object", "required": names, "properties": references}
+    chain = {f"a{number}": {"$ref": f"#/$defs/a{number + 1}"} for number in range(400)}
+    several = [f"{number}" for number in range(12_000)]
+    required = json.dumps({"properties": dict.fromkeys(several, True), "required": several})
+    triggers = ["a" * 300 + f"{number:04}" for number in range(900)]
+    triggers += ["a" * number + "b" + "a" * (200 - number) for number in range(200)]
+    ids = [{"type": "token", "token": number * (2**61 - 1)} for number in range(1, 8_000)]
+    bodies: list[dict[str, Any]] = [
+        *({"json_schema": {"enum": ["a"], "properties": {f"{n}" + "'é " * 100_000: misspelt}}} for n in range(20)),
+        *(
+            {"complete": True, "regex": f"{n}|" + piece}
+            for n, piece in enumerate(("x{10000}" * 60_000, "😀{9999}" * 9))
+        ),
+        {"complete": True, "json_schema": {**large, "$defs": {"large": {"const": "x" * 450_000}}}},
+        {"complete": True, "json_schema": {"$ref": "#/$defs/a0", "$defs": {**chain, "a400": {"type": "string"}}}},
+        {"complete": True, "json_schema": {"const": {"$ref": "#/const/a/" + "9" * 5_000, "a": [1]}}},
+        {"complete": True, "json_schema": required},
+        {"complete": True, "grammar": 'start: "' + "{999999" * 70_000 + '"'},
+        {"structural_tag": {"format": {"type": "sequence", "elements": [{"type": "json_object"}] * 12_000}}},
+        {"structural_tag": {"format": {"type": "dispatch", "rules": [[t, {"type": "any_text"}] for t in triggers]}}},
+        {"structural_tag": {"format": {"type": "tag", "begin": "a", "content": {"type": "any_text"}, "end": ids}}},
+        {"json_schema": {"type": "object", **rotated}},
+        {"regex": "(?a)(?u)x"},
+        {"grammar": 'start: "a"~1..4000000 // ::='},
+        {"choice": [f"{number:040}" for number in range(9_999)], "stop": [f"x{number}" for number in range(64)]},
+    ]
+    await target.posts(*(_text(**each) for each in bodies), limit=85)
+    for kind in (SURROGATE, "x" * 100_000):
+        await target.post(_chat(messages=[{"role": "user", "content": [{"type": kind, "text": "a"}]}]), CHAT)
+        for given in ([{"type": kind}], [{"role": "user", "content": [{"type": kind, "text": "a"}]}]):
+            await target.post({"input": given, "max_output_tokens": 9}, RESPONSES)
+
+
 @case("new", seconds=300, slow=True)
 async def regexes(target: Target) -> None:
     """Regexes with large, nested and ambiguous repetitions, with every backend."""
