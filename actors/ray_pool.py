@@ -36,7 +36,6 @@ from guided.pool_options import RayPoolOptions
 from guided.sequence import GuidedSequence
 from guided.vocabulary import Vocabulary
 
-_CREATE_SECONDS = 10.0
 _STOP_SECONDS = 20.0
 """Maximum time to wait for all actors together to end. An actor that still runs then ends with this process."""
 

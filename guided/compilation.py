@@ -17,6 +17,7 @@ from guided.backends.native import guard
 from guided.bitmask import words
 from guided.constraint import Constraint
 from guided.errors import (
+    BackendError,
     CompileTimeout,
     ConstraintTooLarge,
     DeadEnd,
@@ -81,12 +82,18 @@ def compile_with(backends: Backends, constraint: Constraint, name: str) -> Compi
     Raises:
         InvalidConstraint: the constraint is malformed, or no output satisfies it.
         UnsupportedConstraint: the backend can't enforce all of it.
+        ConstraintTooLarge: it is nested too deep, or too long, for Python's stack.
         BackendError: the library failed.
     """
-    with guard(name):
-        backend = backends[name]
-        started, before = time.perf_counter(), held_bytes()
-        grammar = backend.compile(constraint)
+    try:
+        with guard(name):
+            backend = backends[name]
+            started, before = time.perf_counter(), held_bytes()
+            grammar = backend.compile(constraint)
+    except BackendError as error:
+        if isinstance(error.__cause__, RecursionError):
+            raise ConstraintTooLarge(f"{name} failed: the {constraint.kind} is nested too deep, or too long") from None
+        raise
     _check_first_mask(backends.vocabulary, grammar)
     return Compiled(name, grammar, time.perf_counter() - started, max(0, held_bytes() - before))
 

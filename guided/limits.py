@@ -198,7 +198,7 @@ class CompileLimits:
     reserved for quick compilations: see `actors.compile.compiler`."""
     seconds: float = 10.0
     """Time limit for one constraint with all backends that are tried for it, without the time in the queue."""
-    memory_bytes: int = 256 << 20
+    memory_bytes: int = 224 << 20
     """Resident memory of a compile process, beyond the memory of an idle one. A sample of MaskBench's schemas took up
     to 190 MiB (xgrammar, 131,072 tokens)."""
     grammar_bytes: int = 128 << 20

@@ -14,7 +14,7 @@ _BLOCK_BYTES = 64
 """Estimated size of a Python object that malloc does not allocate. (malloc allocates those over 512 bytes.)"""
 _TRIM_BYTES = 64 << 20
 """Growth of the resident memory over its minimum above which freed memory is returned."""
-_TRIM_SECONDS = 5.0
+_TRIM_SECONDS = 1.0
 """Interval at which the growth is checked."""
 
 

@@ -188,7 +188,7 @@ async def quadratic_fields(target: Target) -> None:
     base = "unevaluatedProperties"
     alike = [base[:at] + base[at + 1] + base[at] + base[at + 2 :] for at in range(len(base) - 2)]
     misspelt = dict.fromkeys(alike, 0)
-    rotated = {f"{base[at:]}{base[:at]}{number}": 0 for at in range(1, 20) for number in range(1_000)}
+    rotated = {f"{base[at:]}{base[:at]}{number}": 0 for at in range(1, 20) for number in range(900)}
     names = [f"p{number}" for number in range(450)]
     references = {name: {"$ref": "#/$defs/large"} for name in names}
     large = {"type": "object", "required": names, "properties": references}

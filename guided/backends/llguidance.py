@@ -157,6 +157,9 @@ class LLGuidanceMatcher(TextMatcher):
             accepted = self.native.try_consume_tokens(token_ids)
         self._check()
         if accepted < len(token_ids):
+            with _native:
+                self.native.compute_bitmask()  # shows whether the lexer, which copies share, is over a limit
+            self._check()
             raise TokenRejected(f"token {token_ids[accepted]} is not allowed here")
 
     def fill_bitmask(self, row: NDArray[np.int32]) -> None:

@@ -34,7 +34,7 @@ from guided.regex import Chars
 from guided.schema import string_pattern
 from guided.schema.complement import only_closes
 from guided.schema.implication import covers
-from guided.schema.keywords import Schema, clean, integer_bounds, types_of
+from guided.schema.keywords import Schema, all_of, clean, integer_bounds, is_number, types_of
 from guided.schema.string_language import complement_of, disjoint_patterns, pattern_of, without
 
 _OWN_FORMATS = frozenset(("duration", "ipv4", "ipv6", "uuid", "uri"))
@@ -364,11 +364,13 @@ class LLGuidanceLowering(SchemaLowering):
         properties, found = dict(properties), {}
         for pattern, value in self._disjoint(schema, patterns).items():
             names = (
-                [name for name in properties if self.matches(pattern, name)] if _REFERENCE in json.dumps(value) else []
+                [name for name in properties if string_pattern.matches(pattern, name)]
+                if _REFERENCE in json.dumps(value)
+                else []
             )
             for name in names:
                 if not covers(value, properties[name]):
-                    properties[name] = all_of([properties[name], value])
+                    properties[name] = all_of(properties[name], value)
             try:
                 found[without(pattern, names) if names else pattern] = value
             except UnsupportedConstraint:
@@ -386,7 +388,7 @@ class LLGuidanceLowering(SchemaLowering):
         except InvalidConstraint as error:
             raise self.at_keyword(error, schema, "patternProperties") from None
         parts = [(pattern, [patterns[one] for one in together]) for pattern, together in found]
-        return {pattern: all_of(together) for pattern, together in parts}
+        return {pattern: all_of(*together) for pattern, together in parts}
 
     def _counted(self, schema: dict[str, Any], lowered: dict[str, Any], *, closed: bool) -> dict[str, Any]:
         """Add `minProperties` and `maxProperties`, which llguidance counts only where every named property is required.
@@ -431,14 +433,6 @@ class LLGuidanceLowering(SchemaLowering):
         properties = {**lowered["properties"], **dict.fromkeys(absent, False)}
         required = [*lowered.get("required", []), *(name for name in optional if name in some)]
         return {**lowered, "properties": properties, **({"required": required} if required else {})}
-
-
-def all_of(parts: list[Schema]) -> Schema:
-    """Return what all of `parts` allow."""
-    if any(part is False for part in parts):
-        return False
-    some = [part for part in parts if part is not True]
-    return {"allOf": some} if len(some) > 1 else some[0] if some else True
 
 
 def lower(schema: Schema) -> tuple[dict[str, Any], bool]:
@@ -495,7 +489,7 @@ def _numbers(value: Any) -> Iterator[int | float]:
             todo.extend(value.values())
         elif isinstance(value, list):
             todo.extend(value)
-        elif isinstance(value, int | float) and not isinstance(value, bool):
+        elif is_number(value):
             yield value
 
 

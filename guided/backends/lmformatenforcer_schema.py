@@ -15,7 +15,7 @@ from guided import regex
 from guided.backends.schema_lowering import ArrayShape, SchemaLowering, any_of, counts
 from guided.errors import InvalidConstraint, bounded
 from guided.schema import string_pattern
-from guided.schema.keywords import ALL_TYPES, OF_TYPE, Schema
+from guided.schema.keywords import ALL_TYPES, OF_TYPE, Schema, is_number
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class _Lowering(SchemaLowering):
         options: list[dict[str, Any]] = []
         if texts := [value for value in values if isinstance(value, str)]:
             options.append({"type": "string", "enum": self._unescaped(texts, schema, keyword)})
-        if numbers := [value for value in values if isinstance(value, int | float) and not isinstance(value, bool)]:
+        if numbers := [value for value in values if is_number(value)]:
             options.append({"enum": numbers})
         if None in values:
             options.append({"type": "null"})

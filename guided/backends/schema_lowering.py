@@ -270,7 +270,8 @@ class SchemaLowering(ABC):
             if name not in allowed:
                 raise self.refusal(schema, "propertyNames", f" that forbids the property {quoted}")
             if any(
-                self.matches(pattern, name) and other not in (True, {}, value) for pattern, other in patterns.items()
+                string_pattern.matches(pattern, name) and other not in (True, {}, value)
+                for pattern, other in patterns.items()
             ):
                 raise self.refusal(schema, "patternProperties", f" that match {quoted} too")
 
@@ -283,7 +284,3 @@ class SchemaLowering(ABC):
         """Return the names that `names`, the schema of `propertyNames`, lists; None if it lists none."""
         values = [] if names is False else listed(names)
         return None if values is None else [value for value in values if isinstance(value, str)]
-
-    def matches(self, pattern: str, name: str) -> bool:
-        """Return whether a property's name contains a match of `pattern`."""
-        return string_pattern.matches(pattern, name)

@@ -17,6 +17,7 @@ from typing import Any
 from guided import regex
 from guided.backends.schema_lowering import ArrayShape, SchemaLowering, counts
 from guided.errors import bounded
+from guided.schema import string_pattern
 from guided.schema.keywords import NUMBER_BOUNDS, OF_TYPE, Schema, divides_integers, integer_bounds
 
 PATTERN = "^pattern{}$"
@@ -183,7 +184,7 @@ class _Lowering(SchemaLowering):
         for name in schema.get("required", ()):
             if name not in declared:  # only next to `patternProperties`: see `NormalForm`
                 patterns = schema.get("patternProperties", {})
-                matching = [value for pattern, value in patterns.items() if self.matches(pattern, name)]
+                matching = [value for pattern, value in patterns.items() if string_pattern.matches(pattern, name)]
                 if len(matching) > 1:
                     raise self.refusal(schema, "required", f" {bounded(name, 60)!r}, which several patterns match")
                 declared[name] = matching[0] if matching else rest

@@ -13,13 +13,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain, islice
-from typing import Any, TypeGuard
+from typing import Any
 
 from guided.errors import ConstraintTooLarge, InvalidConstraint, bounded
 from guided.json_text import MAX_NUMBER_LENGTH, JsonError, JsonTooLarge, loads
 from guided.limits import Limits
 from guided.schema.graph import Position, SchemaGraph
-from guided.schema.keywords import OF_TYPE, types_of
+from guided.schema.keywords import OF_TYPE, is_number, types_of
 from guided.schema.metaschema import TYPES, Dialect
 from guided.schema.pointer import Place, pointer, shortened
 from guided.schema.string_pattern import FORMATS
@@ -248,7 +248,7 @@ class _Checker:
                 raise self._invalid(f"{keyword!r} is empty: no value satisfies it", place.pointer(keyword))
         for low, high in _BOUNDS:
             least, most = schema.get(low), schema.get(high)
-            if _is_number(least) and _is_number(most) and least > most:
+            if is_number(least) and is_number(most) and least > most:
                 message = f"{low!r} {least} is greater than {high!r} {most}: no value satisfies both"
                 raise self._invalid(message, place.pointer(low))
         parts = schema.get("allOf")
@@ -307,7 +307,3 @@ def _suggestion(keyword: str, value: Any) -> str:
         return ""
     near = difflib.get_close_matches(value, TYPES, n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
-
-
-def _is_number(value: Any) -> TypeGuard[int | float]:
-    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -16,6 +16,7 @@ from jsonschema.validators import extend
 
 from guided.errors import bounded
 from guided.schema import string_pattern
+from guided.schema.keywords import is_number
 
 
 @cache
@@ -51,7 +52,7 @@ def _additional_properties(validator: Any, others: Any, instance: Any, schema: A
 
 
 def _multiple(_validator: Any, step: Any, instance: Any, _schema: Any) -> Iterator[ValidationError]:
-    number = isinstance(instance, int | float) and not isinstance(instance, bool)
+    number = is_number(instance)
     if number and Fraction(str(instance)) % Fraction(str(step)):
         yield ValidationError(f"{bounded(instance)} is not a multiple of {bounded(step)}")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from fractions import Fraction
 from math import ceil, floor
-from typing import Any
+from typing import Any, TypeGuard
 
 Schema = dict[str, Any] | bool
 
@@ -236,3 +236,16 @@ def common_types(left: dict[str, Any], right: dict[str, Any]) -> list[str]:
     mine, theirs = _types(left), _types(right)
     common = [kind for kind in mine if kind in theirs or (kind == "integer" and "number" in theirs)]
     return common + [kind for kind in theirs if kind == "integer" and "number" in mine]
+
+
+def is_number(value: Any) -> TypeGuard[int | float]:
+    """Return whether a JSON value is a number: Python's booleans are none."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def all_of(*parts: Schema) -> Schema:
+    """Return what all of `parts` allow."""
+    if any(part is False for part in parts):
+        return False
+    kept = [part for part in parts if part is not True and part != {}]
+    return {"allOf": kept} if len(kept) > 1 else kept[0] if kept else True

@@ -22,6 +22,7 @@ from jsonschema_specifications import REGISTRY  # type: ignore[import-untyped]
 
 from guided.errors import bounded
 from guided.schema.instances import enforcing
+from guided.schema.keywords import is_number
 from guided.schema.pointer import pointer
 
 Check = Callable[[Any], bool]
@@ -187,11 +188,11 @@ def _compiled_keyword(keyword: str, rule: dict[str, Any], root: dict[str, Any]) 
         case "uniqueItems":
             return lambda value: not (argument and isinstance(value, list)) or _are_unique(value)
         case "minimum" if rule.get("exclusiveMinimum") is True:  # drafts 3 and 4
-            return lambda value: not _is_number(value) or value > argument
+            return lambda value: not is_number(value) or value > argument
         case "minimum":
-            return lambda value: not _is_number(value) or value >= argument
+            return lambda value: not is_number(value) or value >= argument
         case "exclusiveMinimum":
-            return lambda value: argument is True or not _is_number(value) or value > argument
+            return lambda value: argument is True or not is_number(value) or value > argument
         case "pattern":
             matches = re.compile(argument).search
             return lambda value: not isinstance(value, str) or matches(value) is not None
@@ -199,13 +200,9 @@ def _compiled_keyword(keyword: str, rule: dict[str, Any], root: dict[str, Any]) 
             return lambda _: False
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
 _TYPE_CHECKS: dict[str, Check] = {
     "string": lambda value: isinstance(value, str),
-    "number": _is_number,
+    "number": is_number,
     "integer": lambda value: isinstance(value, int) and not isinstance(value, bool),
     "boolean": lambda value: isinstance(value, bool),
     "object": lambda value: isinstance(value, dict),

@@ -33,7 +33,7 @@ from guided.schema.dynamic_scope import DynamicScope
 from guided.schema.finite import exclude_infinite
 from guided.schema.form import NormalForm, reference
 from guided.schema.graph import REFERENCES, Node, SchemaGraph, closure, read_graph
-from guided.schema.keywords import Schema, clean, listed, name_required
+from guided.schema.keywords import Schema, all_of, clean, listed, name_required
 from guided.schema.metaschema import Dialect
 from guided.schema.own_keywords import has_schema, outline, own_keywords
 from guided.schema.unevaluated import UNEVALUATED, closed, closed_apart, depends_on_value, evaluating, unevaluated
@@ -233,7 +233,7 @@ class _Normaliser:
     def _conjunction(self, conjuncts: list[Schema]) -> Schema:
         """Combine all of the conditions; those that can't be merged stay under `allOf`."""
         merged, apart = self._merged(conjuncts)
-        return _all_of(merged, *apart)
+        return all_of(merged, *apart)
 
     def _merged(self, conjuncts: list[Schema]) -> tuple[Schema, list[Schema]]:
         """Merge all that can be merged; return also those that can't."""
@@ -281,10 +281,10 @@ class _Normaliser:
         if not apart or all(value is True for value in rest.values()):
             result = close(merged)
             self._narrowed = self._narrowed or (isinstance(result, dict) and "anyOf" in result)
-            return _all_of(result, *apart)
+            return all_of(result, *apart)
         alternatives = apart[0].get("oneOf", []) if len(apart) == 1 and isinstance(apart[0], dict) else []
         one = closed_apart(merged, alternatives, self._combine, close)
-        return _all_of(merged, *apart, rest) if one is None else one  # kept: what is evaluated is not known
+        return all_of(merged, *apart, rest) if one is None else one  # kept: what is evaluated is not known
 
     def _name(self, target: Node) -> str:
         """Return the name of the definition for a subschema in the present dynamic scope."""
@@ -304,14 +304,6 @@ class _Normaliser:
         if not self._has_siblings(schema):
             return True
         return outline(schema, is_draft3=self._dialect.is_draft3)
-
-
-def _all_of(*parts: Schema) -> Schema:
-    """Return what all of `parts` allow, which can't be merged."""
-    if any(part is False for part in parts):
-        return False
-    kept = [part for part in parts if part is not True and part != {}]
-    return {"allOf": kept} if len(kept) > 1 else kept[0] if kept else True
 
 
 def _rewritten(schema: dict[str, Any], rewrite: bool, rewritten: Callable[[], Schema]) -> Schema:

@@ -9,7 +9,15 @@ import pytest
 from guided.backends import BACKENDS, Backends
 from guided.compilation import compile_with
 from guided.constraint import Constraint
+from guided.errors import ConstraintTooLarge
 from guided.vocabulary import Vocabulary
+
+
+def test_what_exceeds_pythons_stack_is_too_large(vocabulary: Vocabulary) -> None:
+    elements = [{"type": "json_object"}] * 3_000
+    constraint = Constraint.structural_tag({"format": {"type": "sequence", "elements": elements}})
+    with pytest.raises(ConstraintTooLarge, match="nested too deep, or too long"):
+        compile_with(Backends(vocabulary), constraint, "llguidance")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -16,7 +16,7 @@ def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 FreeMemory().watch()
 held = [bytearray(1000) for _ in range({pieces})]
-time.sleep(6)  # it is looked at while it is in use
+time.sleep(2)  # it is looked at while it is in use
 last = held[-1]  # keeps the top of the heap in use
 del held
 before = resident()

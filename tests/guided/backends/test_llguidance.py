@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import llguidance
 import numpy as np
 import pytest
 from mistral_common.tokens.tokenizers.tekken import Tekkenizer
+from numpy.typing import NDArray
 from sentencepiece import SentencePieceProcessor
 
 from guided.backends import Backends
@@ -26,6 +28,12 @@ AMBIGUOUS = Constraint.grammar('start: s\ns: "a" | "b" | s s | s s s')
 """The cost of its masks grows with every character, up to the limit."""
 
 LIMITS = llguidance.LLParserLimits(step_max_items=400)
+
+
+def generate(matcher: Matcher, row: NDArray[np.int32], tokens: Sequence[int]) -> None:
+    for token in tokens:
+        matcher.fill_bitmask(row)
+        matcher.accept_tokens([token])
 
 
 def fill_until_failure(matcher: Matcher, vocabulary: Vocabulary) -> int:
@@ -55,6 +63,17 @@ def test_an_error_state_is_an_error_and_never_a_mask(vocabulary: Vocabulary) -> 
     ):
         with pytest.raises(UnsupportedConstraint):
             ask()
+
+
+def test_a_limit_that_a_copy_has_exceeded_is_the_reason_for_a_rejected_token(vocabulary: Vocabulary) -> None:
+    """Copies share the lexer, and so its limits: a search for a completion uses them up too."""
+    matcher = LLGuidanceBackend(vocabulary).compile(Constraint.regex("1|" + "😀{9999}" * 9)).matcher()
+    row = np.zeros(words(vocabulary.padded_vocab_size), dtype=np.int32)
+    copy = matcher.fork()
+    with pytest.raises(UnsupportedConstraint, match="too ambiguous"):
+        generate(copy, row, vocabulary.encode("😀" * 3))
+    with pytest.raises(UnsupportedConstraint, match="too ambiguous"):
+        matcher.accept_tokens(vocabulary.encode("1"))
 
 
 def test_an_error_state_fails_the_row_and_no_other(vocabulary: Vocabulary) -> None:
