@@ -200,13 +200,13 @@ def streamed(server: ServerProcess, asked: Asked) -> Asked:
 
 
 def test_an_actor_killed_under_32_streams(server: ServerProcess) -> None:
-    long = "[a-z ]{400}"
+    long = "[a-z ]{900}"
     requests = []
     for number in range(32):
         asked = ask_for(None, None, number, max_tokens=300, ignore_eos=True)
         if number % 2:
             asked.kind = "regex"
-            asked.body = {**asked.body, "max_tokens": 600, "ignore_eos": False, "regex": long}
+            asked.body = {**asked.body, "max_tokens": 1_000, "ignore_eos": False, "regex": long}
         requests.append(asked)
     undisturbed = [Asked(asked.kind, None, asked.body) for asked in requests]
     with ThreadPoolExecutor(32) as pool:
