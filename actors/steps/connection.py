@@ -61,8 +61,6 @@ class SequenceState:
     worker: WorkerConnection | None = None
     """The worker that it is open on. None: it is opened on one when it is next submitted."""
     slot: int = FREE
-    incarnation: int = -1
-    """The worker's incarnation; -1 if there is no worker."""
     row: int = 0
     """Its row in the latest step that looked it up."""
     changed_from: int | None = None
@@ -111,7 +109,7 @@ class SequenceState:
         if self.has_answered:
             assert self.worker is not None
             self.seconds = float(self.worker.table.seconds[self.slot])
-        self.worker, self.slot, self.incarnation, self.parent_id, self.changed_from = None, FREE, -1, None, None
+        self.worker, self.slot, self.parent_id, self.changed_from = None, FREE, None, None
 
 
 class StepOutputs:
@@ -324,7 +322,7 @@ class WorkerConnection:
         slot = self._free_slots.pop()
         tokens = list(state.sequence.output_token_ids)
         self.sequences[slot] = state
-        state.worker, state.slot, state.incarnation = self, slot, self.incarnation
+        state.worker, state.slot = self, slot
         parent_slot = parent.slot if parent is not None and parent.worker is self else None
         version = self._next_version(slot, len(tokens))
         sequence = state.sequence

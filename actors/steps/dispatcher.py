@@ -285,7 +285,7 @@ class Dispatcher:
             step.unplaced[row] = state
             self._placement.moved.add(state)
         else:
-            step.places[:, row] = state.incarnation, state.slot
+            step.places[:, row] = state.worker.incarnation, state.slot
 
     def _fail_unplaced(self, step: _Step) -> None:
         """Fail the unplaced rows of sequences with an error."""

@@ -153,15 +153,16 @@ class Supervisor:
     def status(self) -> WorkerStatus:
         """Return a snapshot. From any thread."""
         connection = self._connection
+        location = None if connection is None else connection.location
         return WorkerStatus(
             index=self._index,
             incarnation=self._number,
             state=self._state,
-            pid=connection.location.pid if connection is not None else None,
-            node=connection.location.host if connection is not None else None,
-            node_id=connection.location.node_id if connection is not None else None,
-            address=connection.location.address if connection is not None else None,
-            open_sequences=connection.num_open if connection is not None else 0,
+            pid=None if location is None else location.pid,
+            node=None if location is None else location.host,
+            node_id=None if location is None else location.node_id,
+            address=None if location is None else location.address,
+            open_sequences=0 if connection is None else connection.num_open,
             restarts=self._restarts,
             ends=dict(self._causes),
             last_end=self._last_end,
