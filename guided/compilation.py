@@ -39,6 +39,8 @@ class Compiled:
     backend: str
     grammar: CompiledGrammar
     seconds: float
+    mask_seconds: float
+    """Seconds that the first mask took. `seconds` includes them."""
     nbytes: int
     """Growth of the process's memory during the compilation, including what other threads allocated meanwhile."""
 
@@ -94,8 +96,10 @@ def compile_with(backends: Backends, constraint: Constraint, name: str) -> Compi
         if isinstance(error.__cause__, RecursionError):
             raise ConstraintTooLarge(f"{name} failed: the {constraint.kind} is nested too deep, or too long") from None
         raise
+    compiled = time.perf_counter()
     _check_first_mask(backends.vocabulary, grammar)
-    return Compiled(name, grammar, time.perf_counter() - started, max(0, held_bytes() - before))
+    ended = time.perf_counter()
+    return Compiled(name, grammar, ended - started, ended - compiled, max(0, held_bytes() - before))
 
 
 def is_about_backend(error: GuidedError) -> bool:

@@ -38,6 +38,8 @@ class Grammar:
     """`time.monotonic()` of its end."""
     guarded: tuple[str, ...] = ()
     """Keywords of a schema that the guard enforces, not the library."""
+    mask_seconds: float = 0.0
+    """Seconds that its first mask took when it was compiled: an estimate for the first mask of each sequence."""
 
 
 class ReadyMasks(NamedTuple):

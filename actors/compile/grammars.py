@@ -291,7 +291,15 @@ class Grammars:
             self._fail(key, from_wire(result.error))
             return
         name = grammar_key(result.backend, constraint)
-        grammar = Grammar(name, result.backend, constraint, key, result.seconds, guarded=tuple(result.guarded))
+        grammar = Grammar(
+            name,
+            result.backend,
+            constraint,
+            key,
+            result.seconds,
+            guarded=tuple(result.guarded),
+            mask_seconds=result.mask_seconds,
+        )
         stored = StoredGrammar(name, result.backend, encode(constraint), dumped)
         pending.since = time.monotonic()
         self._compiled_grammars.append(_Compiled(pending, grammar, stored, result.nbytes))

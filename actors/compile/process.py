@@ -77,6 +77,8 @@ class CompileResult(msgspec.Struct, array_like=True):
     crashed: list[str] = []
     """Backends that crashed while they compiled this constraint."""
     timed_out: list[str] = []
+    mask_seconds: float = 0.0
+    """Seconds that the first mask took."""
 
 
 def _die_with(parent: int) -> None:
@@ -114,7 +116,8 @@ def _compile(backends: Backends, request: CompileRequest) -> CompileResult:
             )
     except Exception as error:
         return CompileResult(to_wire(error), request.backend, time.perf_counter() - started)
-    return CompileResult(None, request.backend, time.perf_counter() - started, size, dumped, guarded)
+    seconds = time.perf_counter() - started
+    return CompileResult(None, request.backend, seconds, size, dumped, guarded, mask_seconds=compiled.mask_seconds)
 
 
 def _run_compile_process(backends: Backends, jobs: int, fork_server: int) -> NoReturn:

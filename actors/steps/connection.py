@@ -70,7 +70,7 @@ class SequenceState:
     waiting_since: float = 0.0
     """`time.monotonic()` when it began to wait for a worker; 0 if it does not wait."""
     seconds: float = 0.0
-    """Seconds that its last mask took, on a worker that it has left."""
+    """Estimate for its first mask on a worker: seconds that its last one took on another, or the grammar's first."""
     late_since: float = 0.0
     """`time.monotonic()` at the start of the step that its mask missed; 0 if its mask is not late."""
     quick_rows: int = 0

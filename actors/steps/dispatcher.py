@@ -157,7 +157,7 @@ class Dispatcher:
 
     def open(self, sequence: GuidedSequence, grammar: Grammar) -> None:
         """See `MaskPool.open`."""
-        state = SequenceState(sequence, grammar.key, sequence.parent_id)
+        state = SequenceState(sequence, grammar.key, sequence.parent_id, seconds=grammar.mask_seconds)
         self._sequences[sequence.sequence_id] = state
         if sequence.budget is not None:
             self._budgeted.add(state)

@@ -92,7 +92,7 @@ class Open(msgspec.Struct, array_like=True, tag=1, gc=False, frozen=True):
     budget: Budget | None = None
     """The constraint is completed within it."""
     seconds: float = 0.0
-    """Seconds that its last mask took on another worker: a slow row is filled last here too."""
+    """Estimate for this mask: slow rows are filled last."""
 
 
 class Edit(msgspec.Struct, array_like=True, tag=2, gc=False, frozen=True):

@@ -17,8 +17,8 @@ from guided.bitmask import pack
 from guided.schema import json_syntax
 from guided.vocabulary import Vocabulary
 
-OTHER = "\ue000"
-"""Any character beyond ASCII that a grammar doesn't name: this keeps alphabets small. (Private use: in no text.)"""
+OTHER = "\udfff"
+"""Any character beyond ASCII that a grammar doesn't name: this keeps alphabets small. (A surrogate: in no text.)"""
 
 Ids = NDArray[np.int64]
 

@@ -6,7 +6,9 @@ automaton that `RegexParser` builds, and `ChoiceAutomaton` a prefix tree of the 
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Hashable, Iterable
+from functools import cache, lru_cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -56,12 +58,31 @@ def config(named: Iterable[str] = ()) -> CharacterLevelParserConfig:
 
 def begins(automaton: Automaton, state: Any, cut: bytes) -> bool:
     """Return whether a character that starts with the bytes `cut` may follow."""
-    named = [character for character in automaton.named if character.encode().startswith(cut)]
-    if any(automaton.step(state, character) is not None for character in named):
+    low, high = _beginning_with(cut)
+    points = _code_points(automaton.named)
+    named = points[bisect_left(points, low) : bisect_right(points, high)]
+    if len(named) <= high - low and automaton.step(state, OTHER) is not None:
         return True
+    return any(automaton.step(state, chr(point)) is not None for point in named)
+
+
+@lru_cache(maxsize=16)
+def _code_points(characters: frozenset[str]) -> list[int]:
+    return sorted(map(ord, characters))
+
+
+@cache
+def _beginning_with(cut: bytes) -> tuple[int, int]:
+    """Return the first and the last code point of the characters that start with the bytes `cut`, in UTF-8."""
     width = 2 if cut[0] < 0xE0 else 3 if cut[0] < 0xF0 else 4
-    # E0, F0 and F4 have fewer than 64 second bytes. No grammar names all of those characters.
-    return len(named) < 64 ** (width - len(cut)) and automaton.step(state, OTHER) is not None
+    point = cut[0] & (0x7F >> width)
+    for byte in cut[1:]:
+        point = point << 6 | byte & 0x3F
+    bits = 6 * (width - len(cut))
+    low, high = point << bits, (point + 1 << bits) - 1
+    if cut == b"\xed":
+        high = 0xD7FF  # before the surrogates
+    return max(low, (0x80, 0x800, 0x10000)[width - 2]), min(high, 0x10FFFF)
 
 
 def tree_tokens(automaton: Automaton, state: Any, tree: Node) -> list[int]:

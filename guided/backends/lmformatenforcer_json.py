@@ -32,6 +32,8 @@ from guided.errors import UnsupportedConstraint
 from guided.schema import json_syntax
 
 _SPACE = " \t\n\r"
+_MAX_CHARACTERS = 25_000
+"""Maximum number of characters that patterns and values name. The library tries each of them for a mask."""
 
 
 class JsonState:
@@ -76,10 +78,9 @@ class JsonAutomaton(Automaton):
         self._spaces = spaces
         self._patterns = {pattern: RegexAutomaton(pattern, tokens) for pattern in lowered.patterns}
         characters = frozenset().union(*lowered.literals, *(pattern.named for pattern in self._patterns.values()))
-        if OTHER in characters:
+        if len(characters) > _MAX_CHARACTERS:
             raise UnsupportedConstraint(
-                "lm-format-enforcer can't enforce a pattern or value that names U+E000, as a class with all of the"
-                " Basic Multilingual Plane does",
+                f"lm-format-enforcer can't enforce patterns that name more than {_MAX_CHARACTERS} characters",
                 param="json_schema",
             )
         self.named = frozenset(character for character in characters if character >= "\x80")

@@ -111,8 +111,9 @@ def at_least(bases: Bases, schema: Schema, count: int, depth: int = _DEPTH) -> b
 
 def _is_endless_array(bases: Bases, schema: dict[str, Any], depth: int) -> bool:
     """Whether an array can always be continued, however it began. Its items may have to be unique."""
-    items = schema.get("items", True)
-    return items is not False and "maxItems" not in schema and depth > 0 and at_least(bases, items, MANY, depth - 1)
+    if depth == 0 or "maxItems" in schema or not at_least(bases, schema.get("items", True), MANY, depth - 1):
+        return False
+    return all(at_least(bases, one, 1, depth - 1) for one in schema.get("prefixItems", ()))
 
 
 def _size(bases: Bases, schema: dict[str, Any], kind: str, depth: int) -> int:
@@ -129,13 +130,18 @@ def _size(bases: Bases, schema: dict[str, Any], kind: str, depth: int) -> int:
     if kind == "string":
         if "pattern" in schema or "format" in schema:
             pattern = schema.get("pattern", string_pattern.FORMATS.get(schema.get("format", ""), "^$"))
-            return 1 if "pattern" in schema and "format" in schema else _language(string_pattern.read(pattern))
+            several = len(schema.keys() & {"pattern", "format", "minLength", "maxLength"}) > 1
+            return 1 if several else _language(string_pattern.read(pattern))
         return MANY if schema.get("maxLength", 2) > 1 else 1
     if kind == "object":
         is_open = schema.get("additionalProperties", True) is not False and "propertyNames" not in schema
         return MANY if is_open and schema.get("maxProperties", 1) > len(schema.get("required", ())) else 1
     if kind == "array":
-        return MANY if _is_endless_array(bases, schema, depth) else 1
+        if _is_endless_array(bases, schema, depth):
+            return MANY
+        least, prefix = int(schema.get("minItems", 0)), schema.get("prefixItems", [])
+        parts = [*prefix[:least], *[schema.get("items", True)] * (least > len(prefix))]
+        return int(depth == 0 or all(at_least(bases, one, 1, depth - 1) for one in parts))
     return 1
 
 

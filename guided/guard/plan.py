@@ -280,6 +280,8 @@ class _Planner:
         wanted, upper = int(items.get("minContains", 1)), items.get("maxContains")
         both = self.form.validator({"allOf": [items["contains"], rest]})
         if wanted:
+            if not all(domains.at_least(self, one, 1) for one in prefix):
+                raise _Unguarded
             found = {
                 identity(value)
                 for schema in (items["contains"], rest)

@@ -21,6 +21,7 @@ from guided.limits import Limits
 from guided.schema.graph import Position, SchemaGraph
 from guided.schema.keywords import OF_TYPE, is_number, types_of
 from guided.schema.metaschema import TYPES, Dialect
+from guided.schema.own_keywords import LATER
 from guided.schema.pointer import Place, pointer, shortened
 from guided.schema.string_pattern import FORMATS
 
@@ -270,6 +271,8 @@ def _not_enforced(document: dict[str, Any], graph: SchemaGraph, dialect: Dialect
                 unknown = isinstance(value, str) and value not in FORMATS
                 if unknown and "string" in types_of({"type": node.schema["type"]} if "type" in node.schema else True):
                     yield Note(shortened(node.place.pointer(keyword)), format=value)
+            elif keyword in LATER and not dialect.knows(keyword):
+                yield Note(shortened(node.place.pointer(keyword)), suggestion="not in the draft that $schema names")
             elif not dialect.knows(keyword):
                 unknown_keywords += 1
                 if unknown_keywords <= _MAX_UNKNOWN and (meant := _meant(keyword)):

@@ -169,7 +169,7 @@ class _Normaliser:
             elif keyword == "type" and has_schema(schema["type"]):
                 yield self._any_type(schema["type"])
             if keyword == own_at and not alone:
-                yield own_keywords(schema, self._normal, is_draft3=self._dialect.is_draft3)
+                yield own_keywords(schema, self._normal, self._dialect)
 
     def _validator_of(self, node: Node) -> Any:
         """Return a validator for instances of one subschema."""

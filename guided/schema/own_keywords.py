@@ -7,6 +7,7 @@ from typing import Any
 
 from guided.schema import string_pattern
 from guided.schema.keywords import OF_TYPE, Schema, clean
+from guided.schema.metaschema import Dialect
 
 _EXCLUSIVE = {"minimum": "exclusiveMinimum", "maximum": "exclusiveMaximum"}
 _ONE = ("additionalProperties", "propertyNames", "contains")
@@ -17,12 +18,18 @@ _VALUES = {keyword for keywords in OF_TYPE.values() for keyword in keywords} - {
 """Keywords that stay as they are. (The others are read by `normal_form.py`, or below.)"""
 
 
-def own_keywords(schema: dict[str, Any], normal: Callable[[Any], Schema], *, is_draft3: bool) -> Schema:
+LATER = ("prefixItems", "minContains", "maxContains")
+"""Keywords that are ignored in drafts that do not have them: a value that they allow may violate the draft's own."""
+
+
+def own_keywords(schema: dict[str, Any], normal: Callable[[Any], Schema], dialect: Dialect) -> Schema:
     """Return the keywords of `schema` without applicators to the same value, finite values and annotations.
 
     Args:
         normal: returns the normal form of a subschema.
     """
+    is_draft3 = dialect.is_draft3
+    schema = {keyword: value for keyword, value in schema.items() if keyword not in LATER or dialect.knows(keyword)}
     own: dict[str, Any] = {}
     for keyword, value in schema.items():
         if keyword == "type":

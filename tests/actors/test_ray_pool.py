@@ -64,6 +64,7 @@ def masks(pool: RayPool, grammar: Grammar, *texts: str) -> list[str]:
 
 def test_masks_through_tcp_are_those_of_shared_memory(pool: RayPool) -> None:
     grammar = pool.compile(Constraint.regex("[a-c]+|xyz"), ("llguidance",)).result(WAIT)
+    assert 0 < grammar.mask_seconds < grammar.compile_seconds
     assert masks(pool, grammar, *["", "a", "x", "xy", "xyz"] * 8) == ["abcx", ".abc", "y", "z", "."] * 8
     (worker,) = pool.status().workers
     assert worker.pid is not None

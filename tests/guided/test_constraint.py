@@ -236,6 +236,9 @@ def test_a_constraint_is_not_checked_twice_against_the_same_limits(monkeypatch: 
             constraint.check(Limits(max_nesting=3))
 
 
+DRAFT7 = "http://json-schema.org/draft-07/schema#"
+
+
 @pytest.mark.parametrize(
     ("schema", "notes"),
     [
@@ -250,6 +253,8 @@ def test_a_constraint_is_not_checked_twice_against_the_same_limits(monkeypatch: 
         ({"name": "string"}, (' (no keyword of JSON Schema; did you mean {"properties": {"name": ...}}?)',)),
         ({}, ()),
         ({"description": "anything"}, ()),
+        ({"$schema": DRAFT7, "minContains": 0}, ("/minContains (not in the draft that $schema names)",)),
+        ({"prefixItems": [True]}, ()),
     ],
 )
 def test_what_is_not_enforced_is_noted(schema: dict[str, Any], notes: tuple[str, ...]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from byte_vocabulary import BYTES, WORDS, allowed, tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.msgpack import encode
-from step_driver import WAIT, all_ready, outcomes
+from step_driver import WAIT, all_ready, grammar_named, outcomes
 from thread_actor import close_all
 from thread_cluster import Cluster, ids, until
 
@@ -34,6 +35,17 @@ def test_new_sequences_go_where_the_fewest_are_and_stay_there(cluster: Cluster) 
     for text in ("", "a", "ab"):
         assert all_ready(cluster.step((1, text), (5, text), (6, text)))
         assert [cluster.where(number) for number in (1, 3, 5, 6)] == [0, 0, 1, 1]
+
+
+def test_a_sequence_of_a_grammar_with_a_slow_first_mask_is_filled_after_the_others(cluster: Cluster) -> None:
+    cluster.end(1)
+    slow = replace(grammar_named("slow"), mask_seconds=0.5)
+    cluster.open(1, grammar=slow)
+    cluster.open(2)
+    cluster.submit((1, "a"), (2, ""))
+    assert cluster.slow.reached.wait(WAIT)
+    assert cluster.collect(timeout=0.05) == ["late", "ax"]
+    cluster.slow.release.set()
 
 
 def test_a_fork_goes_to_its_parent_however_busy_that_is(cluster: Cluster) -> None:

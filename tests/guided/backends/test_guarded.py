@@ -55,6 +55,8 @@ def characters(matcher: Matcher) -> str:
     return "".join(chr(token - 1) for token in allowed_ids(row).tolist() if 1 <= token <= 128)
 
 
+NEVER = {"type": "array", "prefixItems": [False]}
+"""Only the empty array is valid."""
 UNIQUE = {"type": "array", "uniqueItems": True}
 TAGS = {**UNIQUE, "items": {"enum": ["ab", "abc", "b"]}}
 PEOPLE = {
@@ -265,6 +267,10 @@ def test_obligations_come_before_the_end(bytewise: Backends) -> None:
         {"type": "array", "contains": {"minimum": 5}, "maxContains": 2},
         {"type": "array", "contains": {"const": 1}, "maxItems": 3},
         {"type": "object", "additionalProperties": False, "properties": {"a": {}}, "minProperties": 2},
+        {"type": "array", "prefixItems": [{"type": "string"}, False], "contains": {"type": "number"}},
+        {"type": "array", "prefixItems": [{**NEVER, "minItems": 1}], "contains": {"type": "number"}},
+        {**UNIQUE, "minItems": 2, "items": NEVER},
+        {**UNIQUE, "minItems": 4, "items": {"type": "string", "pattern": "^a*$", "maxLength": 2}},
     ],
 )
 def test_what_could_end_in_a_dead_end_is_refused(bytewise: Backends, schema: Any) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from typing import Any
 
 import jsonschema
 import numpy as np
 import pytest
+from byte_vocabulary import BYTES
 
 from guided.backends.character_tokens import CharacterTokens, Columns
 from guided.backends.lmformatenforcer import LMFormatEnforcerBackend
@@ -233,6 +235,35 @@ def test_equal_states_share_a_mask(vocabulary: Vocabulary) -> None:
         matcher.accept_tokens(vocabulary.encode(text))
         matcher.fill_bitmask(row)
     assert masks.nbytes == row.nbytes
+
+
+@pytest.mark.parametrize(
+    "constraint",
+    [
+        *map(Constraint.regex, (r"[^\x00-\uffff]", r"[^\x00-\u0fff]{2}", r"[^\x00-\ud7ff]", r"[\ue000-\uffff]")),
+        Constraint.choice(["\ue000", "a"]),
+        Constraint.json_schema({"type": "string", "pattern": "^[^\x01-\u0fff]$"}),
+    ],
+    ids=str,
+)
+def test_characters_byte_by_byte(constraint: Constraint) -> None:
+    """The first bytes of a character are allowed where one with these bytes is, and only there."""
+    grammar = LMFormatEnforcerBackend(BYTES).compile(constraint)
+    row = np.zeros(words(BYTES.padded_vocab_size), dtype=np.int32)
+    for seed in range(40):
+        matcher, chosen, generator = grammar.matcher(), bytearray(), random.Random(seed)
+        while not matcher.is_accepting():
+            matcher.fill_bitmask(row)
+            token = generator.choice(allowed_ids(row).tolist())
+            chosen.append(BYTES.token_bytes[token][0])
+            matcher.accept_tokens([token])
+        text = chosen.decode()
+        if constraint.kind == "regex":
+            assert re.fullmatch(constraint.source, text)
+        elif constraint.kind == "choice":
+            assert text in constraint.choices
+        else:
+            assert json.loads(text) == "\0" or json.loads(text) > "\u0fff"
 
 
 def test_columns_run_a_table_over_all_texts() -> None:

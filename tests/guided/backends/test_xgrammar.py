@@ -29,6 +29,18 @@ def matcher(backend: XGrammarBackend, schema: Any, **arguments: Any) -> Matcher:
     return backend.compile(Constraint.json_schema(schema, **arguments)).matcher()
 
 
+@pytest.mark.parametrize(
+    "pattern", [r"[a-z]{2}[^a-z][a-z]", r"\w{2}\W\w", r"a+\d狐", r"A?[^\x20-\uffff]\n", r"\p{L}{2}\P{L}", r"[^a]{1,3}b"]
+)
+def test_a_mask_allows_only_what_is_accepted(vocabulary: Vocabulary, pattern: str) -> None:
+    """xgrammar 0.2.8 computes wrong masks for a class with several ranges beyond ASCII behind a repetition."""
+    grammar = XGrammarBackend(vocabulary).compile(Constraint.regex(pattern))
+    row = np.zeros(words(vocabulary.padded_vocab_size), dtype=np.int32)
+    grammar.matcher().fill_bitmask(row)
+    for token in allowed_ids(row).tolist():
+        grammar.matcher().accept_tokens([token])
+
+
 def accepts(backend: XGrammarBackend, schema: Any, value: Any) -> bool:
     """Whether `value` (JSON text, or a value to write as JSON) is accepted."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -131,6 +131,12 @@ def test_normal_forms(schema: Any, normal: Any) -> None:
     assert as_document(normalise(schema)) == normal
 
 
+def test_keywords_of_later_drafts_allow_nothing_that_the_draft_forbids() -> None:
+    draft = {"$schema": "http://json-schema.org/draft-07/schema#"}
+    assert normalise({**draft, "contains": {"const": 1}, "minContains": 0}).root == {"contains": {"const": 1}}
+    assert normalise({**draft, "prefixItems": [{}], "items": {"type": "null"}}).root == {"items": {"type": "null"}}
+
+
 def test_older_dialects_come_out_as_2020_12() -> None:
     draft4 = {
         "$schema": "http://json-schema.org/draft-04/schema#",
