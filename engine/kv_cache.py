@@ -31,7 +31,8 @@ class KVCache:
         slots = num_blocks * block_size
 
         def empty(heads: int, dim: int) -> torch.Tensor:
-            return torch.zeros(slots, heads, dim, dtype=dtype, device=device)
+            # Written now: `torch.zeros` would take main memory only where it is first used, at any time under load.
+            return torch.empty(slots, heads, dim, dtype=dtype, device=device).zero_()
 
         self._keys = {index: empty(shape.kv_heads, shape.key_dim) for index, shape in layers.items()}
         self._values = {index: empty(shape.kv_heads, shape.value_dim) for index, shape in layers.items()}
