@@ -7,6 +7,7 @@ end-of-sequence only. So the adapter checks the error state after every call and
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from functools import lru_cache
@@ -159,7 +160,8 @@ class LLGuidanceMatcher(TextMatcher):
         if accepted < len(token_ids):
             with _native:
                 self.native.compute_bitmask()  # shows whether the lexer, which copies share, is over a limit
-            self._check()
+            with contextlib.suppress(DeadEnd):
+                self._check()
             raise TokenRejected(f"token {token_ids[accepted]} is not allowed here")
 
     def fill_bitmask(self, row: NDArray[np.int32]) -> None:

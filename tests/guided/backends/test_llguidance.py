@@ -76,6 +76,12 @@ def test_a_limit_that_a_copy_has_exceeded_is_the_reason_for_a_rejected_token(voc
         matcher.accept_tokens(vocabulary.encode("1"))
 
 
+def test_a_token_is_rejected_also_where_none_is_allowed(vocabulary: Vocabulary) -> None:
+    matcher = LLGuidanceBackend(vocabulary).compile(Constraint.grammar('start: "a" x | "c"\nx: x "b"')).matcher()
+    with pytest.raises(TokenRejected):
+        matcher.accept_tokens(vocabulary.encode("a") + vocabulary.encode("b"))
+
+
 def test_an_error_state_fails_the_row_and_no_other(vocabulary: Vocabulary) -> None:
     worker = MaskWorker(vocabulary)
     backend = LLGuidanceBackend(vocabulary, LIMITS)
