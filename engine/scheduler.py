@@ -286,7 +286,7 @@ class Scheduler:
         if not queues:
             return
         running = self._running_by_client()
-        client = min(queues, key=running.__getitem__)
+        client = _next_client(queues, running)
         prefill = queues[client][0]
         while not self._fits(prefill) and running[client] < share:
             most = max(running, key=running.__getitem__, default=client)
@@ -345,7 +345,7 @@ class Scheduler:
             return budget
         running, queues = self._unparked_by_client(), self._queues()
         while queues:
-            client = min(queues, key=running.__getitem__)
+            client = _next_client(queues, running)
             prefill = queues[client][0]
             if running[client] >= share:
                 return budget
@@ -409,3 +409,11 @@ class Scheduler:
             sequence.status = SequenceStatus.RUNNING
             sequence.computed = computed
         self.running.extend(prefill)
+
+
+def _next_client(queues: dict[str, deque[list[Sequence]]], running: Counter[str]) -> str:
+    """Return the client with the fewest running sequences; of several, the one with the smallest next prefill.
+
+    Beams that were preempted for another client are not started again before that client's prefill.
+    """
+    return min(queues, key=lambda client: (running[client], len(queues[client][0])))

@@ -359,6 +359,21 @@ def test_a_prompt_is_not_behind_the_prefills_that_another_client_has_begun() -> 
     assert "prompt" in names(batch)[1]
 
 
+def test_beams_that_fill_the_engine_are_not_started_again_before_the_client_that_they_were_preempted_for() -> None:
+    it = scheduler(num_blocks=256, max_num_seqs=8, step_tokens=4)
+    beams = of("flood", "beams", tokens=12, n=8)
+    beams.beams = BeamSearch(SamplingParams(use_beam_search=True, best_of=8, temperature=0), 8, frozenset())
+    it.add(beams)
+    for _ in range(3):
+        sample(it.schedule())
+    single = of("other", "single", tokens=6)
+    it.add(single)
+    for _ in range(6):
+        sample(it.schedule())
+    assert single.sequences[0].num_output_tokens > 0
+    assert it.num_preemptions == 8
+
+
 def test_a_step_of_several_clients_has_one_chunk_of_each() -> None:
     it = scheduler(num_blocks=256, max_num_seqs=16, step_tokens=10)
     for index in range(10):
