@@ -51,10 +51,9 @@ class Scheduler:
     prompt delays neither the running sequences nor a short prompt for long.
 
     While there are several clients, a step takes at most about twice as long as one with a single sequence of each
-    client, prefills included. Of each client the oldest sequences run; the others wait and keep their blocks. The
-    prefills that have begun get an equal part of the tokens for each client. So a client with few sequences is not
-    slowed down by one with many, or with long prompts. In every other of these steps, new prefills come before those
-    that have begun.
+    client, prefills included. Of each client the oldest sequences run; the others wait and keep their blocks. So a
+    client with few sequences is not slowed down by one with many, or with long prompts. In every other of these steps,
+    new prefills come before those that have begun.
 
     A preempted sequence loses its blocks. It is prefilled again, prompt and output, before new groups start. Groups
     that wait for their grammar are skipped and keep their turn. Parked sequences are skipped and keep their blocks.
@@ -85,8 +84,6 @@ class Scheduler:
         self._new_first = False
         """In the last step, new prefills came before those that had begun. Alternates while clients share steps."""
         self._watermark = max(1, blocks.num_blocks // 100)
-        self._least_chunk = max(1, blocks.block_size // 2)
-        """Tokens that are left for prefills in every step, and with which one starts."""
 
     @property
     def has_work(self) -> bool:
@@ -129,7 +126,7 @@ class Scheduler:
             self._make_room(share)
         held = self._held(share)
         preempted = self._schedule_decodes(batch, held)
-        budget = max(tokens - len(batch.decodes), min(self._least_chunk, self.max_num_batched_tokens))
+        budget = max(tokens - len(batch.decodes), min(self.blocks.block_size, self.max_num_batched_tokens))
         begun, starts = self.prefilling[:], has_prefills and not preempted
         # Alternate: a new client does not wait for the prefills of others, and new prefills do not starve these.
         self._new_first = share < self.max_num_seqs and not self._new_first
@@ -286,7 +283,7 @@ class Scheduler:
         if not queues:
             return
         running = self._running_by_client()
-        client = _next_client(queues, running)
+        client = min(queues, key=running.__getitem__)
         prefill = queues[client][0]
         while not self._fits(prefill) and running[client] < share:
             most = max(running, key=running.__getitem__, default=client)
@@ -299,38 +296,19 @@ class Scheduler:
     def _continue_prefills(
         self, begun: list[list[Sequence]], batch: ScheduledBatch, budget: int, held: frozenset[int]
     ) -> int:
-        """Schedule chunks of prefills that have begun. Returns the number of tokens that are left.
-
-        Several clients get equal parts of the tokens, each for its prefills in their order: small chunks of many long
-        prefills would read all of their contexts for few tokens.
-        """
-        begun = [prefill for prefill in begun if prefill[0].seq_id not in held]
-        if len(self._clients) < 2:
-            last = begun[-1] if begun and not self.preempted and not self.waiting else None
-            for prefill in begun:
-                budget -= self._chunk(prefill, batch, self._part(prefill, budget, alone=prefill is last))
-        else:
-            queues: dict[str, list[list[Sequence]]] = {}
-            for prefill in begun:
-                queues.setdefault(prefill[0].group.client, []).append(prefill)
-            needed = {client: sum(one[0].length - one[0].computed for one in queue) for client, queue in queues.items()}
-            for done, client in enumerate(sorted(queues, key=needed.__getitem__)):  # the last ones get what is left
-                part = -(-budget // (len(queues) - done))
-                for prefill in queues[client]:
-                    taken = self._chunk(prefill, batch, part)
-                    part, budget = part - taken, budget - taken
+        """Schedule a chunk of each prefill that has begun. Returns the number of tokens that are left."""
+        last = begun[-1] if begun and not self.preempted and not self.waiting else None
+        for prefill in begun:
+            if prefill[0].seq_id in held:
+                continue
+            budget -= self._chunk(prefill, batch, budget, alone=prefill is last)
         self.prefilling = [prefill for prefill in self.prefilling if prefill[0].computed < prefill[0].length]
         return budget
 
-    def _part(self, prefill: list[Sequence], budget: int, *, alone: bool) -> int:
-        """Return how many of the tokens that are left a prefill may take."""
-        is_short = prefill[0].length - prefill[0].computed <= self.blocks.block_size
-        return budget if alone or is_short else -(-budget // 2)
-
-    def _chunk(self, prefill: list[Sequence], batch: ScheduledBatch, tokens: int) -> int:
-        """Schedule the next chunk of a prefill, of at most `tokens` tokens. Returns its number of tokens."""
-        start = prefill[0].computed
-        end = min(prefill[0].length, start + tokens)
+    def _chunk(self, prefill: list[Sequence], batch: ScheduledBatch, budget: int, *, alone: bool) -> int:
+        """Schedule the next chunk of a prefill. Returns its number of tokens."""
+        start, length = prefill[0].computed, prefill[0].length
+        end = min(length, start + (budget if alone or length - start <= self.blocks.block_size else -(-budget // 2)))
         if end > start:
             for sequence in prefill:
                 sequence.computed = end
@@ -345,11 +323,11 @@ class Scheduler:
             return budget
         running, queues = self._unparked_by_client(), self._queues()
         while queues:
-            client = _next_client(queues, running)
+            client = min(queues, key=running.__getitem__)
             prefill = queues[client][0]
             if running[client] >= share:
                 return budget
-            if budget < min(self._least_chunk, prefill[0].length) or not self._fits(prefill):
+            if budget < min(self.blocks.block_size, prefill[0].length) or not self._fits(prefill):
                 return budget
             queues[client].popleft()
             if not queues[client]:
@@ -364,8 +342,7 @@ class Scheduler:
                 parts = [[sequence] for sequence in prefill]
             for part in parts:
                 self._admit(part)
-                alone = not queues and part is parts[-1]
-                budget -= self._chunk(part, batch, self._part(part, budget, alone=alone))
+                budget -= self._chunk(part, batch, budget, alone=not queues and part is parts[-1])
                 if part[0].computed < part[0].length:
                     self.prefilling.append(part)
         return budget
@@ -409,11 +386,3 @@ class Scheduler:
             sequence.status = SequenceStatus.RUNNING
             sequence.computed = computed
         self.running.extend(prefill)
-
-
-def _next_client(queues: dict[str, deque[list[Sequence]]], running: Counter[str]) -> str:
-    """Return the client with the fewest running sequences; of several, the one with the smallest next prefill.
-
-    Beams that were preempted for another client are not started again before that client's prefill.
-    """
-    return min(queues, key=lambda client: (running[client], len(queues[client][0])))

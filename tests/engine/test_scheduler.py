@@ -288,7 +288,7 @@ def test_a_client_with_few_sequences_is_not_slowed_down_by_one_with_many() -> No
     batch = it.schedule()
     assert rows(batch) == {"flood": 12}, "alone, a client is not limited"
     sample(batch)
-    single = of("other", "single", tokens=2)
+    single = of("other", "single", tokens=3)
     it.add(single)
     batch = it.schedule()
     assert names(batch)[0] == ["single"]
@@ -317,7 +317,7 @@ def test_beams_run_together_beyond_their_clients_share() -> None:
     beams.beams = BeamSearch(SamplingParams(use_beam_search=True, best_of=6, temperature=0), 8, frozenset())
     it.add(beams)
     sample(it.schedule())
-    it.add(of("other", "single", tokens=2))
+    it.add(of("other", "single"))
     sample(it.schedule())
     assert rows(it.schedule()) == {"flood": 6, "other": 1}
 
@@ -345,56 +345,14 @@ def test_long_prompts_do_not_fill_the_steps_of_another_client() -> None:
         sample(batch)
 
 
-def test_a_prompt_is_not_behind_the_prefills_that_another_client_has_begun() -> None:
-    it = scheduler(num_blocks=256, max_num_seqs=16, step_tokens=6)
-    for index in range(5):
-        it.add(of("flood", f"f{index}", tokens=60))
-    it.add(of("other", "first"))
-    for _ in range(4):
-        sample(it.schedule())
-    it.add(of("other", "prompt", tokens=24))
-    for _ in range(8):
-        batch = it.schedule()
-        sample(batch)
-    assert "prompt" in names(batch)[1]
-
-
-def test_beams_that_fill_the_engine_are_not_started_again_before_the_client_that_they_were_preempted_for() -> None:
-    it = scheduler(num_blocks=256, max_num_seqs=8, step_tokens=4)
-    beams = of("flood", "beams", tokens=12, n=8)
-    beams.beams = BeamSearch(SamplingParams(use_beam_search=True, best_of=8, temperature=0), 8, frozenset())
-    it.add(beams)
-    for _ in range(3):
-        sample(it.schedule())
-    single = of("other", "single", tokens=6)
-    it.add(single)
-    for _ in range(6):
-        sample(it.schedule())
-    assert single.sequences[0].num_output_tokens > 0
-    assert it.num_preemptions == 8
-
-
-def test_a_step_of_several_clients_has_one_chunk_of_each() -> None:
-    it = scheduler(num_blocks=256, max_num_seqs=16, step_tokens=10)
-    for index in range(10):
-        it.add(of("flood", f"f{index}", tokens=60))
-        it.add(of("other", f"o{index}", tokens=40))
-    for _ in range(6):
-        batch = it.schedule()
-        begun = [chunk for chunk in batch.prefills if chunk.start]
-        assert len(begun) <= 2
-        sample(batch)
-    assert {chunk.sequences[0].group.client for chunk in begun} == {"flood", "other"}
-
-
 def test_a_long_prompt_goes_on_beside_ever_new_short_ones() -> None:
     it = scheduler(num_blocks=256, max_num_seqs=32, step_tokens=0)
     for index in range(12):
         it.add(of("flood", f"f{index}", tokens=3))
     sample(it.schedule())
-    long = of("long", "long", tokens=20)
+    long = of("long", "long", tokens=30)
     it.add(long)
-    for step in range(50):
+    for step in range(40):
         it.add(of("short", f"s{step}"))
         sample(it.schedule())
         for one in [one for one in it.running if one.group.client == "short" and one.num_output_tokens]:
