@@ -97,7 +97,7 @@ def _lock_new(path: str) -> int:
 
 
 def _remove_abandoned() -> None:
-    """Start a cleanup for each directory whose owner was killed together with its cleanup process."""
+    """Start a cleanup for each directory that is left of an owner killed together with its cleanup process."""
     for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):
             status = path.lstat()

@@ -1,4 +1,4 @@
-"""Errors in OpenAI's shape for requests whose replica has ended. Ray Serve's HTTP proxies load this module with
+"""Errors in OpenAI's shape for requests with a replica that has ended. Ray Serve's HTTP proxies load this module with
 
     RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=deploy.proxy_errors:middlewares
 

@@ -38,7 +38,7 @@ class Entry:
 
     future: Future[Grammar]
     client: str
-    """The client whose request made the entry, or was the first to use it again."""
+    """The client of the request that made the entry, or that was the first to use it again."""
     users: int = 1
     nbytes: int = 0
     """0: not known yet."""

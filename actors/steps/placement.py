@@ -2,8 +2,9 @@
 
 A sequence stays on its worker, with four exceptions:
 
-- A straggler is a sequence whose masks delay others. Its worker becomes a slow lane, and the other sequences leave.
-- A suspect is a sequence whose mask may have ended a worker. Its next mask is filled on a worker that the others leave.
+- A straggler is a sequence with masks that delay others. Its worker becomes a slow lane, and the other sequences leave.
+- A suspect is a sequence with a mask that may have ended a worker. Its next mask is filled on a worker that the others
+  leave.
 - A worker that is to be replaced is emptied.
 - Sequences are spread again when a worker is no longer a slow lane.
 

@@ -56,7 +56,7 @@ OK, FAILED, STEERED = 0, 1, 2
 IDLE = -1
 """`busy` of a worker that fills no row."""
 SLOW_SECONDS = 0.001
-"""A row whose last mask took longer than this is filled after quicker rows."""
+"""If the last mask of a row took longer than this, the row is filled after quicker rows."""
 _NONCE_BYTES = 32
 _MARK_OFFSET, _MARK = 64, np.dtype([("since", "f8"), ("seconds", "f8"), ("busy", "i4"), ("wake", "i4")])
 _COLUMNS_OFFSET = 128

@@ -23,7 +23,7 @@ from guided.error_body import error_body
 from guided.errors import GuidedError
 
 _SLICE = 64
-"""Number of tokens whose log-probabilities are built without a pause: about 2 ms with 20 alternatives each."""
+"""Number of tokens between two pauses while log-probabilities are built: about 2 ms with 20 alternatives each."""
 
 _PIECE_BYTES = 64 << 10
 """Size of the pieces in which a long answer is sent."""
@@ -128,7 +128,7 @@ class ChoicesAnswer(Answer):
         """Build the log-probabilities of some tokens; None if the request asked for none. Called in token order."""
 
     def scored(self, index: int, output: RequestOutput, completion: CompletionOutput) -> CompletionOutput:
-        """Return the completion whose tokens `logprobs` reports."""
+        """Return the completion with the tokens that `logprobs` reports."""
         return completion
 
     @abstractmethod

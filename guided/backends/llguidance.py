@@ -47,9 +47,9 @@ properties of an object. Grammars keep the default, because they may be so ambig
 _EXCEEDED = re.compile(r"too many|\bmax is\b|limit|fuel", re.IGNORECASE)
 """Matches llguidance's messages about exceeded limits."""
 _SHORT_TEXT = 64
-"""Maximum length of a text whose tokens are cached, in characters or bytes."""
+"""Maximum length of a text with cached tokens, in characters or bytes."""
 _SHORT_TEXTS = 16384
-"""Number of texts whose tokens are cached."""
+"""Number of texts with cached tokens."""
 
 
 class LLGuidanceBackend(Backend):

@@ -7,10 +7,12 @@ from math import prod
 from typing import Any, Protocol
 
 from guided import regex
+from guided.errors import UnsupportedConstraint
 from guided.schema import string_pattern
 from guided.schema.form import NormalForm
-from guided.schema.keywords import ALL_TYPES, NUMBER_BOUNDS, Schema, integer_bounds, kind_of, listed
+from guided.schema.keywords import ALL_TYPES, NUMBER_BOUNDS, OF_TYPE, Schema, integer_bounds, kind_of, listed
 from guided.schema.metaschema import identity
+from guided.schema.string_language import pattern_of
 
 MANY = 1000
 """A number of values that no output exhausts."""
@@ -129,9 +131,11 @@ def _size(bases: Bases, schema: dict[str, Any], kind: str, depth: int) -> int:
         return 1 if schema.keys() & {*NUMBER_BOUNDS, "multipleOf"} else MANY
     if kind == "string":
         if "pattern" in schema or "format" in schema:
-            pattern = schema.get("pattern", string_pattern.FORMATS.get(schema.get("format", ""), "^$"))
-            several = len(schema.keys() & {"pattern", "format", "minLength", "maxLength"}) > 1
-            return 1 if several else _language(string_pattern.read(pattern))
+            strings = {keyword: schema[keyword] for keyword in OF_TYPE["string"] if keyword in schema}
+            try:
+                return _language(string_pattern.read(pattern_of(strings)))
+            except UnsupportedConstraint:
+                return 1
         return MANY if schema.get("maxLength", 2) > 1 else 1
     if kind == "object":
         is_open = schema.get("additionalProperties", True) is not False and "propertyNames" not in schema

@@ -271,9 +271,11 @@ def _not_enforced(document: dict[str, Any], graph: SchemaGraph, dialect: Dialect
                 unknown = isinstance(value, str) and value not in FORMATS
                 if unknown and "string" in types_of({"type": node.schema["type"]} if "type" in node.schema else True):
                     yield Note(shortened(node.place.pointer(keyword)), format=value)
-            elif keyword in LATER and not dialect.knows(keyword):
+            elif dialect.knows(keyword):
+                continue
+            elif keyword in LATER:
                 yield Note(shortened(node.place.pointer(keyword)), suggestion="not in the draft that $schema names")
-            elif not dialect.knows(keyword):
+            else:
                 unknown_keywords += 1
                 if unknown_keywords <= _MAX_UNKNOWN and (meant := _meant(keyword)):
                     yield Note(shortened(node.place.pointer(keyword)), suggestion=f"did you mean {meant!r}?")

@@ -1,4 +1,4 @@
-"""Which subschemas in normal form have a finite instance? A value whose required parts refer back to it has none.
+"""Which subschemas in normal form have a finite instance? A value with required parts that refer back to it has none.
 
 Found as the least fixed point over the definitions: at first none has an instance, then those that need no definition,
 then those that need only these, and so on.

@@ -58,7 +58,7 @@ class GuidedRequest:
     """Ends with this request once its grammar is installed, or with the error that fails it."""
     error: GuidedError | None = None
     late: set[int] = field(default_factory=set)
-    """Ids of the request's sequences whose mask was late at the last `collect`."""
+    """Ids of the request's sequences with a late mask at the last `collect`."""
     ended: bool = False
     sequences: list[GuidedSequence] = field(default_factory=list)
     """By number of draft tokens: each row of a request has a matcher of its own."""

@@ -278,6 +278,17 @@ def test_what_could_end_in_a_dead_end_is_refused(bytewise: Backends, schema: Any
         compiled(bytewise, schema)
 
 
+@pytest.mark.parametrize(
+    "items",
+    [
+        {"type": "string", "pattern": "^[a-z]+$", "minLength": 1, "maxLength": 20},
+        {"type": "array", "prefixItems": [{"type": "string"}], "minItems": 1},
+    ],
+)
+def test_what_has_enough_values_is_not_refused(bytewise: Backends, items: Any) -> None:
+    compiled(bytewise, {**UNIQUE, "minItems": 5, "items": items})
+
+
 def test_a_refusal_names_the_place_in_the_users_schema(bytewise: Backends) -> None:
     schema = {"properties": {"a": {"type": "array", "contains": {"minimum": 5}, "maxContains": 2}}}
     with pytest.raises(UnsupportedConstraint, match="contains"):
