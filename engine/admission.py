@@ -32,6 +32,7 @@ class Admission:
         self._validate = validate
         self._tokenizer = model.tokenizer
         self._max_n = min(config.max_n or config.max_num_seqs, config.max_num_seqs)
+        self._max_beams = max(1, config.max_num_seqs // 2)
         self._limits = config.limits
         self._max_model_len = max_model_len
         self._seed = config.seed
@@ -66,6 +67,11 @@ class Admission:
     def _add_beams(self, group: SequenceGroup) -> None:
         first = group.sequences[0]
         most = first.max_length - len(group.prompt_token_ids)
+        if group.params.width > self._max_beams:  # others could not run beside them
+            raise InvalidRequest(
+                f"{group.params.width} beams: the limit is {self._max_beams}, half of the sequences of a step",
+                param="best_of",
+            )
         if group.params.width * first.max_length > self._num_tokens:
             raise InvalidRequest(
                 f"{group.params.width} beams of {first.max_length} tokens don't fit in the KV cache of "

@@ -44,16 +44,18 @@ class ScheduledBatch:
 class Scheduler:
     """Shares the engine between clients: the client with the fewest running sequences is next, and each client's groups
     start in the order of their arrival. If a group does not fit, sequences of a client that runs more are preempted,
-    newest first. If blocks run out, the newest sequence is preempted first.
+    newest first. Outputs of a group that still do not fit start later. If blocks run out, the newest sequence is
+    preempted first.
 
     A step computes one token of each decoding sequence. Its remaining tokens go to prefills, in chunks. Prefills that
     have begun come first. While other prefills wait, each gets at most half of the tokens that are left. So a long
     prompt delays neither the running sequences nor a short prompt for long.
 
     While there are several clients, a step takes at most about twice as long as one with a single sequence of each
-    client, prefills included. Of each client the oldest sequences run; the others wait and keep their blocks. So a
-    client with few sequences is not slowed down by one with many, or with long prompts. In every other of these steps,
-    new prefills come before those that have begun.
+    client, prefills included. Of each client the oldest sequences run; the others wait and keep their blocks. The
+    prefills that have begun get an equal part of the tokens for each client. So a client with few sequences is not
+    slowed down by one with many, or with long prompts. In every other of these steps, new prefills come before those
+    that have begun.
 
     A preempted sequence loses its blocks. It is prefilled again, prompt and output, before new groups start. Groups
     that wait for their grammar are skipped and keep their turn. Parked sequences are skipped and keep their blocks.
@@ -84,6 +86,8 @@ class Scheduler:
         self._new_first = False
         """In the last step, new prefills came before those that had begun. Alternates while clients share steps."""
         self._watermark = max(1, blocks.num_blocks // 100)
+        self._least_chunk = max(1, blocks.block_size // 2)
+        """Tokens that are left for prefills in every step, and with which one starts."""
 
     @property
     def has_work(self) -> bool:
@@ -126,7 +130,7 @@ class Scheduler:
             self._make_room(share)
         held = self._held(share)
         preempted = self._schedule_decodes(batch, held)
-        budget = max(tokens - len(batch.decodes), min(self.blocks.block_size, self.max_num_batched_tokens))
+        budget = max(tokens - len(batch.decodes), min(self._least_chunk, self.max_num_batched_tokens))
         begun, starts = self.prefilling[:], has_prefills and not preempted
         # Alternate: a new client does not wait for the prefills of others, and new prefills do not starve these.
         self._new_first = share < self.max_num_seqs and not self._new_first
@@ -283,9 +287,9 @@ class Scheduler:
         if not queues:
             return
         running = self._running_by_client()
-        client = min(queues, key=running.__getitem__)
+        client = _next_client(queues, running)
         prefill = queues[client][0]
-        while not self._fits(prefill) and running[client] < share:
+        while not self._fits(prefill, len(prefill)) and running[client] < share:
             most = max(running, key=running.__getitem__, default=client)
             if running[most] - 1 < running[client] + len(prefill):
                 return
@@ -296,19 +300,36 @@ class Scheduler:
     def _continue_prefills(
         self, begun: list[list[Sequence]], batch: ScheduledBatch, budget: int, held: frozenset[int]
     ) -> int:
-        """Schedule a chunk of each prefill that has begun. Returns the number of tokens that are left."""
-        last = begun[-1] if begun and not self.preempted and not self.waiting else None
+        """Schedule chunks of prefills that have begun. Returns the number of tokens that are left.
+
+        Each client gets an equal part of the tokens. The client that needs the fewest comes first, and what it leaves
+        goes to the others.
+        """
+        queues: dict[str, list[list[Sequence]]] = {}
         for prefill in begun:
-            if prefill[0].seq_id in held:
-                continue
-            budget -= self._chunk(prefill, batch, budget, alone=prefill is last)
+            if prefill[0].seq_id not in held:
+                queues.setdefault(prefill[0].group.client, []).append(prefill)
+        needed = {client: sum(one[0].length - one[0].computed for one in queue) for client, queue in queues.items()}
+        others_wait = bool(self.preempted or self.waiting)
+        for done, client in enumerate(sorted(queues, key=needed.__getitem__)):
+            part = -(-budget // (len(queues) - done))
+            for prefill in queues[client]:
+                alone = prefill is queues[client][-1] and not others_wait
+                taken = self._chunk(prefill, batch, self._tokens_of(prefill, part, alone=alone))
+                part, budget = part - taken, budget - taken
         self.prefilling = [prefill for prefill in self.prefilling if prefill[0].computed < prefill[0].length]
         return budget
 
-    def _chunk(self, prefill: list[Sequence], batch: ScheduledBatch, budget: int, *, alone: bool) -> int:
-        """Schedule the next chunk of a prefill. Returns its number of tokens."""
-        start, length = prefill[0].computed, prefill[0].length
-        end = min(length, start + (budget if alone or length - start <= self.blocks.block_size else -(-budget // 2)))
+    def _tokens_of(self, prefill: list[Sequence], tokens: int, *, alone: bool) -> int:
+        """Return how many of `tokens` a prefill may take: half, if it is long and not alone. A small chunk of a long
+        prefill would read its whole context for few tokens."""
+        is_short = prefill[0].length - prefill[0].computed <= self.blocks.block_size
+        return tokens if alone or is_short else min(tokens, max(-(-tokens // 2), self._least_chunk))
+
+    def _chunk(self, prefill: list[Sequence], batch: ScheduledBatch, tokens: int) -> int:
+        """Schedule the next chunk of a prefill, of at most `tokens` tokens. Returns its number of tokens."""
+        start = prefill[0].computed
+        end = min(prefill[0].length, start + tokens)
         if end > start:
             for sequence in prefill:
                 sequence.computed = end
@@ -323,29 +344,41 @@ class Scheduler:
             return budget
         running, queues = self._unparked_by_client(), self._queues()
         while queues:
-            client = min(queues, key=running.__getitem__)
+            client = _next_client(queues, running)
             prefill = queues[client][0]
             if running[client] >= share:
                 return budget
-            if budget < min(self.blocks.block_size, prefill[0].length) or not self._fits(prefill):
+            slots = 1 if prefill[0].group.beams is None else len(prefill)
+            if budget < min(self._least_chunk, prefill[0].length) or not self._fits(prefill, slots):
                 return budget
             queues[client].popleft()
             if not queues[client]:
                 del queues[client]
-            running[client] += len(prefill)
-            if prefill is prefill[0].group.sequences:
-                self.waiting.remove(prefill[0].group)
-                parts = [prefill]
-            else:
-                for sequence in prefill:
-                    self.preempted.remove(sequence)
-                parts = [[sequence] for sequence in prefill]
+            parts = self._take(prefill)
+            running[client] += sum(map(len, parts))
             for part in parts:
                 self._admit(part)
-                budget -= self._chunk(part, batch, budget, alone=not queues and part is parts[-1])
+                alone = not queues and part is parts[-1]
+                budget -= self._chunk(part, batch, self._tokens_of(part, budget, alone=alone))
                 if part[0].computed < part[0].length:
                     self.prefilling.append(part)
         return budget
+
+    def _take(self, prefill: list[Sequence]) -> list[list[Sequence]]:
+        """Remove a prefill from its queue. Returns its parts, which are computed separately.
+
+        Outputs of a new group without a slot are queued to start later. So a large group does not wait until all of it
+        fits beside the sequences of others.
+        """
+        group = prefill[0].group
+        if prefill is not group.sequences:
+            for sequence in prefill:
+                self.preempted.remove(sequence)
+            return [[sequence] for sequence in prefill]
+        self.waiting.remove(group)
+        free = self.max_num_seqs - len(self.running)
+        self.preempted.extend(prefill[free:])
+        return [prefill[:free]]
 
     def _running_by_client(self) -> Counter[str]:
         return Counter(sequence.group.client for sequence in self.running)
@@ -368,11 +401,12 @@ class Scheduler:
                 queues.setdefault(group.client, deque()).append(group.sequences)
         return queues
 
-    def _fits(self, prefill: list[Sequence]) -> bool:
+    def _fits(self, prefill: list[Sequence], slots: int) -> bool:
+        """Return whether `slots` more sequences could run, and there are blocks for a prefill."""
         spare = self._watermark if self.running else 0
         parts = 1 if prefill is prefill[0].group.sequences else len(prefill)
         return (
-            len(self.running) + len(prefill) <= self.max_num_seqs
+            len(self.running) + slots <= self.max_num_seqs
             and self.blocks.blocks_for(prefill[0].length) * parts + spare <= self.blocks.num_free
         )
 
@@ -386,3 +420,11 @@ class Scheduler:
             sequence.status = SequenceStatus.RUNNING
             sequence.computed = computed
         self.running.extend(prefill)
+
+
+def _next_client(queues: dict[str, deque[list[Sequence]]], running: Counter[str]) -> str:
+    """Return the client with the fewest running sequences; of several, the one with the smallest next prefill.
+
+    Beams that were preempted for another client are not started again before that client's prefill.
+    """
+    return min(queues, key=lambda client: (running[client], len(queues[client][0])))

@@ -186,7 +186,11 @@ def test_what_a_beam_search_does_not_have_is_named(field: str, value: Any) -> No
     assert raised.value.param == field
 
 
-def test_beams_that_can_never_fit_are_refused(make_engine: MakeEngine) -> None:
-    engine = make_engine(block_size=4, num_blocks=32)
-    with pytest.raises(InvalidRequest, match="KV cache of 128 tokens"):
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [({"block_size": 4, "num_blocks": 32}, "KV cache of 128 tokens"), ({"max_num_seqs": 7}, "4 beams: the limit is 3")],
+)
+def test_beams_that_can_never_fit_are_refused(make_engine: MakeEngine, sizes: dict[str, int], message: str) -> None:
+    engine = make_engine(**sizes)
+    with pytest.raises(InvalidRequest, match=message):
         engine.add_request("r", [5] * 10, beams(4, max_tokens=60))

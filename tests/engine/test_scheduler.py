@@ -69,11 +69,11 @@ def test_prompts_first_then_one_token_each_and_newcomers_join() -> None:
 
 
 def test_sequences_and_tokens_of_a_step_are_limited_and_the_order_is_kept() -> None:
-    it = scheduler(max_num_seqs=3, max_num_batched_tokens=12)
-    for name, tokens, n in (("a", 6, 1), ("b", 9, 1), ("c", 1, 2)):
-        it.add(group(name, tokens, n))
+    it = scheduler(max_num_seqs=2, max_num_batched_tokens=12)
+    for name, tokens in (("a", 6), ("b", 9), ("c", 1)):
+        it.add(group(name, tokens))
     batch = it.schedule()
-    assert names(batch) == (["a", "b"], []), "c's two are over the sequences"
+    assert names(batch) == (["a", "b"], []), "c is over the sequences"
     assert spans(batch) == [(0, 6), (0, 3)]
     sample(batch)
     batch = it.schedule()
@@ -257,6 +257,27 @@ def test_a_wide_group_gives_way_to_another_client() -> None:
     assert it.blocks.num_free == it.blocks.num_blocks
 
 
+def test_a_wide_group_starts_beside_ever_new_requests_of_another_client() -> None:
+    it = scheduler(num_blocks=64, max_num_seqs=4)
+    it.add(of("other", "0"))
+    sample(it.schedule())
+    wide = of("wide", "wide", n=4, tokens=9)
+    it.add(wide)
+    for index in range(1, 20):
+        it.add(of("other", f"{index}"))
+        sample(it.schedule())
+        it.remove(next(one.group for one in it.running if one.group is not wide))
+        if index == 10:
+            assert [one.num_output_tokens > 0 for one in wide.sequences] == [True, True, True, False]
+            for one in wide.sequences[:2]:
+                one.finish(SequenceStatus.FINISHED_STOPPED)
+            it.drop_finished()
+    assert wide.sequences[3].num_output_tokens > 0
+    for each in {one.group for one in it.running}:
+        it.remove(each)
+    assert it.blocks.num_free == it.blocks.num_blocks
+
+
 def test_long_sequences_give_their_blocks_to_another_client() -> None:
     it = scheduler(num_blocks=8)
     for index in range(2):
@@ -288,7 +309,7 @@ def test_a_client_with_few_sequences_is_not_slowed_down_by_one_with_many() -> No
     batch = it.schedule()
     assert rows(batch) == {"flood": 12}, "alone, a client is not limited"
     sample(batch)
-    single = of("other", "single", tokens=3)
+    single = of("other", "single", tokens=2)
     it.add(single)
     batch = it.schedule()
     assert names(batch)[0] == ["single"]
@@ -317,7 +338,7 @@ def test_beams_run_together_beyond_their_clients_share() -> None:
     beams.beams = BeamSearch(SamplingParams(use_beam_search=True, best_of=6, temperature=0), 8, frozenset())
     it.add(beams)
     sample(it.schedule())
-    it.add(of("other", "single"))
+    it.add(of("other", "single", tokens=2))
     sample(it.schedule())
     assert rows(it.schedule()) == {"flood": 6, "other": 1}
 
@@ -345,14 +366,56 @@ def test_long_prompts_do_not_fill_the_steps_of_another_client() -> None:
         sample(batch)
 
 
+def test_a_prompt_is_not_behind_the_prefills_that_another_client_has_begun() -> None:
+    it = scheduler(num_blocks=256, max_num_seqs=16, step_tokens=6)
+    for index in range(5):
+        it.add(of("flood", f"f{index}", tokens=60))
+    it.add(of("other", "first"))
+    for _ in range(4):
+        sample(it.schedule())
+    it.add(of("other", "prompt", tokens=24))
+    for _ in range(8):
+        batch = it.schedule()
+        sample(batch)
+    assert "prompt" in names(batch)[1]
+
+
+def test_beams_that_fill_the_engine_are_not_started_again_before_the_client_that_they_were_preempted_for() -> None:
+    it = scheduler(num_blocks=256, max_num_seqs=8, step_tokens=4)
+    beams = of("flood", "beams", tokens=12, n=8)
+    beams.beams = BeamSearch(SamplingParams(use_beam_search=True, best_of=8, temperature=0), 8, frozenset())
+    it.add(beams)
+    for _ in range(3):
+        sample(it.schedule())
+    single = of("other", "single", tokens=6)
+    it.add(single)
+    for _ in range(6):
+        sample(it.schedule())
+    assert single.sequences[0].num_output_tokens > 0
+    assert it.num_preemptions == 8
+
+
+def test_a_step_of_several_clients_has_one_chunk_of_each() -> None:
+    it = scheduler(num_blocks=256, max_num_seqs=16, step_tokens=0)
+    for index in range(10):
+        it.add(of("flood", f"f{index}", tokens=60))
+        it.add(of("other", f"o{index}", tokens=40))
+    for _ in range(6):
+        batch = it.schedule()
+        begun = [chunk for chunk in batch.prefills if chunk.start]
+        assert len(begun) <= 2
+        sample(batch)
+    assert {chunk.sequences[0].group.client for chunk in begun} == {"flood", "other"}
+
+
 def test_a_long_prompt_goes_on_beside_ever_new_short_ones() -> None:
     it = scheduler(num_blocks=256, max_num_seqs=32, step_tokens=0)
     for index in range(12):
         it.add(of("flood", f"f{index}", tokens=3))
     sample(it.schedule())
-    long = of("long", "long", tokens=30)
+    long = of("long", "long", tokens=20)
     it.add(long)
-    for step in range(40):
+    for step in range(50):
         it.add(of("short", f"s{step}"))
         sample(it.schedule())
         for one in [one for one in it.running if one.group.client == "short" and one.num_output_tokens]:
@@ -398,9 +461,13 @@ def test_sequences_of_several_clients_all_end(data: st.DataObject) -> None:
         num_blocks=data.draw(st.sampled_from([12, 24, 64])), max_num_seqs=6, step_tokens=data.draw(st.integers(0, 8))
     )
     waiting = [
-        of(data.draw(st.sampled_from("abc")), f"{index}", data.draw(st.integers(1, 20)), data.draw(st.integers(1, 3)))
+        of(data.draw(st.sampled_from("abc")), f"{index}", data.draw(st.integers(1, 20)), data.draw(st.integers(1, 6)))
         for index in range(data.draw(st.integers(1, 10)))
     ]
+    for each in waiting:
+        fits = 3 * (each.sequences[0].length + 8) <= it.blocks.num_blocks * BLOCK
+        if len(each.sequences) == 3 and fits and data.draw(st.booleans()):
+            each.beams = BeamSearch(SamplingParams(use_beam_search=True, n=3, temperature=0), 8, frozenset())
     lengths = {group: group.sequences[0].length + data.draw(st.integers(1, 8)) for group in waiting}
     left = set(waiting)
     for _ in range(2_000):
