@@ -10,8 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
+from numpy.typing import NDArray
 from transformers import AttentionInterface
 
 ATTENTION = "guided_paged"
@@ -19,9 +21,6 @@ ATTENTION = "guided_paged"
 
 _HARMLESS = frozenset({"position_ids", "cache_position", "is_causal", "use_cache", "output_attentions", "dropout"})
 """Keywords that models pass to attention functions and that this one can ignore."""
-
-GATHER_BYTES = 256 << 20
-"""Maximum size of the keys that a decode step gathers at once. The values take as much again."""
 
 
 class UnsupportedModelError(ValueError):
@@ -50,30 +49,23 @@ class Prefill(NamedTuple):
 
 
 @dataclass
-class PagedContext:
-    """The step, as the attention function needs it.
+class Decodes:
+    """Decoding sequences that follow each other in the row. Their keys are gathered together.
 
     Args:
-        store: keys and values.
-        slots: int64 `[tokens]`: slot of each token's key and value.
-        prefills: the chunks, which come first in the row.
-        tables: int64 `[decodes, blocks]`: blocks of the decoding sequences, padded with any valid block.
-        lengths: int64 `[decodes]`: their numbers of tokens, including the current one.
+        tables: int64 `[sequences, blocks]`: their blocks, padded with any valid block.
+        lengths: int64 `[sequences]`: their numbers of tokens, including the current one.
     """
 
-    store: KVStore
-    slots: torch.Tensor
-    prefills: list[Prefill]
     tables: torch.Tensor
     lengths: torch.Tensor
-    block_size: int = 1
     _masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
 
-    def decode_mask(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
-        """Return the additive mask `[decodes, 1, 1, slots]` of the gathered keys, built once per step and window."""
+    def mask(self, window: int | None, dtype: torch.dtype, block_size: int) -> torch.Tensor:
+        """Return the additive mask `[sequences, 1, 1, slots]` of the gathered keys, built once per step and window."""
         mask = self._masks.get(window)
         if mask is None:
-            positions = torch.arange(self.tables.shape[1] * self.block_size, device=self.lengths.device)
+            positions = torch.arange(self.tables.shape[1] * block_size, device=self.lengths.device)
             hidden = positions >= self.lengths[:, None]
             if window is not None:
                 hidden |= positions < (self.lengths - window)[:, None]
@@ -81,6 +73,49 @@ class PagedContext:
             mask = mask.masked_fill_(hidden, float("-inf"))[:, None, None, :]
             self._masks[window] = mask
         return mask
+
+
+def split_decodes(
+    tables: torch.Tensor, lengths: NDArray[np.int64], block_size: int, gather_tokens: int
+) -> list[Decodes]:
+    """Split the decoding sequences of a step into parts of at most `gather_tokens` tokens, with padding.
+
+    If the sequences are sorted by length, there is little padding.
+
+    Args:
+        tables: int64 `[sequences, blocks]`, on the device.
+        lengths: int64 `[sequences]`.
+    """
+    starts, longest = [0], 0
+    for row, length in enumerate(lengths.tolist()):
+        longest = max(longest, length)
+        if row > starts[-1] and (row + 1 - starts[-1]) * longest > gather_tokens:
+            starts.append(row)
+            longest = length
+    parts: list[Decodes] = []
+    for start, own in zip(starts, np.split(lengths, starts[1:]), strict=True):
+        if len(own):
+            own_tables = tables[start : start + len(own), : -(-int(own.max()) // block_size)].contiguous()
+            parts.append(Decodes(own_tables, torch.from_numpy(own).to(tables.device, non_blocking=True)))
+    return parts
+
+
+@dataclass
+class PagedContext:
+    """The step, as the attention function needs it.
+
+    Args:
+        store: keys and values.
+        slots: int64 `[tokens]`: slot of each token's key and value.
+        prefills: the chunks, which come first in the row.
+        decodes: the decoding sequences, which follow.
+    """
+
+    store: KVStore
+    slots: torch.Tensor
+    prefills: list[Prefill]
+    decodes: list[Decodes]
+    block_size: int = 1
 
 
 def paged_attention(
@@ -110,7 +145,7 @@ def paged_attention(
     layer: int = module.layer_idx  # type: ignore[assignment]
     paged.store.write(layer, paged.slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
     if not paged.prefills:
-        return _decode(query, paged, layer, scaling, sliding_window, key.shape), None
+        return _decode(query, paged, layer, scaling, sliding_window, key.shape[1]), None
     parts: list[torch.Tensor] = []
     for prefill in paged.prefills:
         part = slice(prefill.start, prefill.end)
@@ -120,7 +155,7 @@ def paged_attention(
         parts.append(_prefill(query[..., part, :], keys, values, prefill.before, scaling, sliding_window))
     first = paged.prefills[-1].end
     if first < query.shape[2]:
-        parts.append(_decode(query[:, :, first:], paged, layer, scaling, sliding_window, key.shape))
+        parts.append(_decode(query[:, :, first:], paged, layer, scaling, sliding_window, key.shape[1]))
     return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)), None
 
 
@@ -158,28 +193,18 @@ def _prefill(
 
 
 def _decode(
-    query: torch.Tensor,
-    paged: PagedContext,
-    layer: int,
-    scaling: float | None,
-    window: int | None,
-    key_shape: torch.Size,
+    query: torch.Tensor, paged: PagedContext, layer: int, scaling: float | None, window: int | None, kv_heads: int
 ) -> torch.Tensor:
-    """Attention of one token per sequence to its blocks: `[1, heads, decodes, dim]` in, `[1, decodes, heads, dim]` out.
-
-    `GATHER_BYTES` limits how many rows are computed at once. Usually all fit.
-    """
+    """Attention of one token per sequence: `[1, heads, decodes, dim]` in, `[1, decodes, heads, dim]` out."""
     _, heads, decodes, dim = query.shape
-    kv_heads, key_dim = key_shape[1], key_shape[3]
     # Query heads that share a key head take the place of query tokens, so that no key is repeated.
     grouped = query.transpose(1, 2).reshape(decodes, kv_heads, heads // kv_heads, dim)
-    mask, tables = paged.decode_mask(window, query.dtype), paged.tables
-    chunk = GATHER_BYTES // (mask.shape[-1] * kv_heads * key_dim * query.element_size()) or 1
     parts: list[torch.Tensor] = []
-    for start in range(0, decodes, chunk):
-        rows = slice(start, start + chunk)
-        keys, values = paged.store.gather(layer, tables[rows])
-        parts.append(F.scaled_dot_product_attention(grouped[rows], keys, values, attn_mask=mask[rows], scale=scaling))
+    rows = torch.split(grouped, [len(part.lengths) for part in paged.decodes])
+    for part, own in zip(paged.decodes, rows, strict=True):
+        keys, values = paged.store.gather(layer, part.tables)
+        mask = part.mask(window, query.dtype, paged.block_size)
+        parts.append(F.scaled_dot_product_attention(own, keys, values, attn_mask=mask, scale=scaling))
     return (parts[0] if len(parts) == 1 else torch.cat(parts)).reshape(1, decodes, heads, -1)
 
 

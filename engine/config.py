@@ -84,6 +84,9 @@ class EngineConfig:
     max_n: int | None = None
     logits_processors: tuple[str | type, ...] = ()
 
+    CONTEXT_TOKENS: ClassVar[int] = 512
+    """Length of a context that takes as long to read as one token takes to compute: measured on a CPU with the default
+    model, estimated for an 8B model on a GPU (docs/design.md)."""
     RANGES: ClassVar[Mapping[str, Range]] = {
         **dict.fromkeys(("mask_deadline", "num_speculative_tokens"), Range(0)),
         **dict.fromkeys(("max_num_seqs", "max_num_batched_tokens", "max_model_len", "max_n"), Range(1)),

@@ -20,6 +20,15 @@ class LayerShapes:
     value_dim: int
 
 
+def gather_bytes(device: torch.device) -> int:
+    """Return the maximum size of the keys that a decode step gathers at once. The values take as much again.
+
+    On a CPU they should stay in its caches: twelve sequences of 1,900 tokens and twelve of 30 took 176 ms with 256 MiB,
+    and take 22 ms. Elsewhere one large operation is faster than several small ones.
+    """
+    return (1 if device.type == "cpu" else 256) << 20
+
+
 class KVCache:
     """Keys and values of all layers: zeroed tensors `[num_blocks * block_size, kv_heads, dim]`, by layer index."""
 
@@ -28,6 +37,9 @@ class KVCache:
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
+        key_bytes = max((shape.kv_heads * shape.key_dim * dtype.itemsize for shape in layers.values()), default=1)
+        self.gather_tokens = gather_bytes(device) // key_bytes
+        """Maximum number of tokens whose keys a decode step gathers at once."""
         slots = num_blocks * block_size
 
         def empty(heads: int, dim: int) -> torch.Tensor:
@@ -36,18 +48,26 @@ class KVCache:
 
         self._keys = {index: empty(shape.kv_heads, shape.key_dim) for index, shape in layers.items()}
         self._values = {index: empty(shape.kv_heads, shape.value_dim) for index, shape in layers.items()}
+        self._gathered = [torch.empty(0, dtype=dtype, device=device) for _ in range(2)]
+        """Keys and values that were gathered last. The memory is reused: the system clears each page of new memory,
+        which takes longer than the copy."""
 
     def write(self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         self._keys[layer].index_copy_(0, slots, key)
         self._values[layer].index_copy_(0, slots, value)
 
     def gather(self, layer: int, tables: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._gather(self._keys[layer], tables), self._gather(self._values[layer], tables)
+        """See `KVStore.gather`. The tensors are overwritten by the next call."""
+        return self._gather(self._keys[layer], tables, 0), self._gather(self._values[layer], tables, 1)
 
-    def _gather(self, cache: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
+    def _gather(self, cache: torch.Tensor, tables: torch.Tensor, place: int) -> torch.Tensor:
         _, heads, dim = cache.shape
-        rows, blocks = tables.shape
-        picked = cache.view(self.num_blocks, -1).index_select(0, tables.reshape(-1))
+        (rows, blocks), width = tables.shape, self.block_size * heads * dim
+        size = rows * blocks * width
+        if self._gathered[place].numel() < size:
+            self._gathered[place] = cache.new_empty(size)
+        picked = self._gathered[place][:size].view(rows * blocks, width)
+        torch.index_select(cache.view(self.num_blocks, width), 0, tables.reshape(-1), out=picked)
         return picked.view(rows, blocks * self.block_size, heads, dim).transpose(1, 2)
 
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:

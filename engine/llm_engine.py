@@ -71,6 +71,7 @@ class LLMEngine:
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.tokens_per_step(model.device.type == "cpu"),
             step_tokens=config.step_tokens(model.device.type == "cpu"),
+            context_tokens=config.CONTEXT_TOKENS,
             num_drafts=config.num_speculative_tokens,
         )
         processors = processors_of(model, config, self.max_model_len)

@@ -261,7 +261,7 @@ def _probe(model: Any) -> dict[int, LayerShapes]:
     first, total = len(prompts[0]), sum(map(len, prompts))
     recorder = _Recorder()
     nothing = torch.zeros(0, dtype=torch.int64, device=device)
-    context = PagedContext(recorder, nothing, [Prefill(0, first), Prefill(first, total)], nothing, nothing)
+    context = PagedContext(recorder, nothing, [Prefill(0, first), Prefill(first, total)], [])
     positions = torch.cat([torch.arange(len(prompt), device=device) for prompt in prompts])
     model.set_attn_implementation(ATTENTION)
     with torch.inference_mode():

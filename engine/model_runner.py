@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.attention import GATHER_BYTES, PagedContext, Prefill
+from engine.attention import PagedContext, Prefill, split_decodes
 from engine.block_manager import BlockManager
-from engine.kv_cache import CudaMemory, KVCache
+from engine.kv_cache import CudaMemory, KVCache, gather_bytes
 from engine.model_loader import LoadedModel
 from engine.ranks import CacheSize
 from engine.scheduler import ScheduledBatch
@@ -75,8 +75,9 @@ class ModelInput:
             Prefill(start, end, before, None if table is None else torch.from_numpy(table).to(device))
             for start, end, before, table in self.prefills
         ]
-        decoded = len(positions) - len(self.tables)
-        context = PagedContext(cache, slots, prefills, tables, positions[decoded:] + 1, cache.block_size)
+        lengths = self.packed[1, len(positions) - len(self.tables) :] + 1
+        decodes = split_decodes(tables, lengths, cache.block_size, cache.gather_tokens)
+        context = PagedContext(cache, slots, prefills, decodes, cache.block_size)
         output = body(input_ids=tokens[None], position_ids=positions[None], paged=context, use_cache=False)
         hidden: torch.Tensor = output.last_hidden_state[0]
         return hidden
@@ -141,4 +142,4 @@ class ModelRunner:
             self.compute_logits(hidden, chosen).softmax(-1).sort(-1)  # as for top_p
 
         peak = memory.peak_of(largest_step)
-        return int(memory.free() * _HEADROOM - peak * _PEAK_MARGIN) - 2 * GATHER_BYTES
+        return int(memory.free() * _HEADROOM - peak * _PEAK_MARGIN) - 2 * gather_bytes(self._model.device)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from engine.block_manager import BlockManager
 from engine.drafter import Drafts
 from engine.sequence import Sequence, SequenceGroup, SequenceStatus
+
+_UNLIMITED = sys.maxsize
 
 
 @dataclass(slots=True)
@@ -33,6 +36,7 @@ class ScheduledBatch:
     prefills: list[Chunk] = field(default_factory=list)
     """Each chunk is of all sequences of a new group, or of one sequence: preempted, or with several new tokens."""
     decodes: list[Sequence] = field(default_factory=list)
+    """Shortest first: sequences of similar length are computed together."""
     copies: list[tuple[int, int]] = field(default_factory=list)
     """(source, target) blocks to copy before the forward pass. All sources are read before any target is written."""
 
@@ -42,7 +46,7 @@ class ScheduledBatch:
 
 
 class Scheduler:
-    """Shares the engine between clients: the client with the fewest running sequences is next, and each client's groups
+    """Shares the engine between clients: the client with the least running work is next, and each client's groups
     start in the order of their arrival. If a group does not fit, sequences of a client that runs more are preempted,
     newest first. Outputs of a group that still do not fit start later. If blocks run out, the newest sequence is
     preempted first.
@@ -52,7 +56,8 @@ class Scheduler:
     prompt delays neither the running sequences nor a short prompt for long.
 
     While there are several clients, a step takes at most about twice as long as one with a single sequence of each
-    client, prefills included. Of each client the oldest sequences run; the others wait and keep their blocks. The
+    client, prefills included. Of each client the oldest sequences run; the others wait and keep their blocks. A
+    sequence with a long context counts as several, because its keys are read for each of its tokens. The
     prefills that have begun get an equal part of the tokens for each client. So a client with few sequences is not
     slowed down by one with many, or with long prompts. In every other of these steps, new prefills come before those
     that have begun.
@@ -68,6 +73,7 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         step_tokens: int,
+        context_tokens: int,
         num_drafts: int = 0,
     ) -> None:
         self.blocks = blocks
@@ -75,6 +81,7 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.step_tokens = step_tokens
+        self.context_tokens = context_tokens
         self.waiting: deque[SequenceGroup] = deque()
         self.preempted: deque[Sequence] = deque()
         self.running: list[Sequence] = []
@@ -130,10 +137,12 @@ class Scheduler:
             self._make_room(share)
         held = self._held(share)
         preempted = self._schedule_decodes(batch, held)
-        budget = max(tokens - len(batch.decodes), min(self._least_chunk, self.max_num_batched_tokens))
+        is_shared = share < _UNLIMITED
+        decoded = sum(map(self._cost, batch.decodes)) if is_shared else len(batch.decodes)
+        budget = max(tokens - decoded, min(self._least_chunk, self.max_num_batched_tokens))
         begun, starts = self.prefilling[:], has_prefills and not preempted
         # Alternate: a new client does not wait for the prefills of others, and new prefills do not starve these.
-        self._new_first = share < self.max_num_seqs and not self._new_first
+        self._new_first = is_shared and not self._new_first
         if starts and self._new_first:
             budget = self._schedule_prefills(batch, budget, share)
         budget = self._continue_prefills(begun, batch, budget, held)
@@ -141,6 +150,7 @@ class Scheduler:
             budget = self._schedule_prefills(batch, budget, share)
         if self.num_drafts:
             self._schedule_drafts(batch, budget)
+        batch.decodes.sort(key=lambda sequence: sequence.length)
         return batch
 
     def share(self, clients: int) -> int:
@@ -148,33 +158,36 @@ class Scheduler:
         return self.step_tokens // clients + 2
 
     def _limits(self) -> tuple[int, int]:
-        """Return the maximum number of tokens of this step, and of each client's sequences in it."""
+        """Return the maximum cost of this step and of each client's sequences in it, in tokens (see `_cost`).
+
+        While only one client's sequences could run, only the number of tokens is limited.
+        """
         if len(self._clients) < 2:
-            return self.max_num_batched_tokens, self.max_num_seqs
-        counts = self._unparked_by_client()
+            return self.max_num_batched_tokens, _UNLIMITED
+        costs = self._costs()
         waiting = {group.client for group in self.waiting if not group.waits_for_grammar}
         waiting.update(sequence.group.client for sequence in self.preempted if sequence.parked is None)
-        counts.update(waiting - counts.keys())
-        tokens = self.step_tokens + 2 * len(counts)
-        if len(counts) < 2:
-            return self.max_num_batched_tokens, self.max_num_seqs
-        share = self.share(len(counts))
-        while share < tokens and sum(min(count, share + 1) for count in counts.values()) <= tokens:
+        costs.update(waiting - costs.keys())
+        tokens = self.step_tokens + 2 * len(costs)
+        if len(costs) < 2:
+            return self.max_num_batched_tokens, _UNLIMITED
+        share = self.share(len(costs))
+        while share < tokens and sum(min(cost, share + 1) for cost in costs.values()) <= tokens:
             share += 1
         return min(tokens, self.max_num_batched_tokens), share
 
     def _held(self, share: int) -> frozenset[int]:
-        """Return ids of sequences that do not run in this step: of each client all but the oldest `share`. Beams of a
-        group are held or run together."""
+        """Return ids of sequences that do not run in this step: of each client all but the oldest, which cost `share`.
+        Beams of a group are held or run together."""
         running: Counter[str] = Counter()
         let_in: set[SequenceGroup] = set()
         held: set[int] = set()
-        for sequence in self.running if len(self.running) > share else ():
+        for sequence in self.running if share < _UNLIMITED else ():
             group = sequence.group
             if sequence.parked is not None:
                 continue
             if running[group.client] < share or (group.beams is not None and group in let_in):
-                running[group.client] += 1
+                running[group.client] += self._cost(sequence)
                 let_in.add(group)
             else:
                 held.add(sequence.seq_id)
@@ -286,10 +299,10 @@ class Scheduler:
         queues = self._queues()
         if not queues:
             return
-        running = self._running_by_client()
-        client = _next_client(queues, running)
+        costs, running = self._costs(), self._running_by_client()
+        client = _next_client(queues, costs)
         prefill = queues[client][0]
-        while not self._fits(prefill, len(prefill)) and running[client] < share:
+        while not self._fits(prefill, len(prefill)) and costs[client] < share:
             most = max(running, key=running.__getitem__, default=client)
             if running[most] - 1 < running[client] + len(prefill):
                 return
@@ -342,11 +355,11 @@ class Scheduler:
         """Start prefills, as far as each client's share goes. Returns the number of tokens that are left."""
         if len(self.running) >= self.max_num_seqs:
             return budget
-        running, queues = self._unparked_by_client(), self._queues()
+        costs, queues = self._costs(), self._queues()
         while queues:
-            client = _next_client(queues, running)
+            client = _next_client(queues, costs)
             prefill = queues[client][0]
-            if running[client] >= share:
+            if costs[client] >= share:
                 return budget
             slots = 1 if prefill[0].group.beams is None else len(prefill)
             if budget < min(self._least_chunk, prefill[0].length) or not self._fits(prefill, slots):
@@ -355,7 +368,7 @@ class Scheduler:
             if not queues[client]:
                 del queues[client]
             parts = self._take(prefill)
-            running[client] += sum(map(len, parts))
+            costs[client] += sum(self._cost(sequence) for part in parts for sequence in part)
             for part in parts:
                 self._admit(part)
                 alone = not queues and part is parts[-1]
@@ -383,8 +396,17 @@ class Scheduler:
     def _running_by_client(self) -> Counter[str]:
         return Counter(sequence.group.client for sequence in self.running)
 
-    def _unparked_by_client(self) -> Counter[str]:
-        return Counter(sequence.group.client for sequence in self.running if sequence.parked is None)
+    def _costs(self) -> Counter[str]:
+        """Return what one token of each running sequence costs, by client. Parked sequences do not count."""
+        costs: Counter[str] = Counter()
+        for sequence in self.running:
+            if sequence.parked is None:
+                costs[sequence.group.client] += self._cost(sequence)
+        return costs
+
+    def _cost(self, sequence: Sequence) -> int:
+        """Return the time of one decoded token, in units of the time of a token without context."""
+        return 1 + sequence.length // self.context_tokens
 
     def _queues(self) -> dict[str, deque[list[Sequence]]]:
         """Return the prefills that could run, by client: preempted sequences, then groups in the order of arrival."""
@@ -422,9 +444,9 @@ class Scheduler:
         self.running.extend(prefill)
 
 
-def _next_client(queues: dict[str, deque[list[Sequence]]], running: Counter[str]) -> str:
-    """Return the client with the fewest running sequences; of several, the one with the smallest next prefill.
+def _next_client(queues: dict[str, deque[list[Sequence]]], costs: Counter[str]) -> str:
+    """Return the client whose running sequences cost the least; of several, the one with the smallest next prefill.
 
     Beams that were preempted for another client are not started again before that client's prefill.
     """
-    return min(queues, key=lambda client: (running[client], len(queues[client][0])))
+    return min(queues, key=lambda client: (costs[client], len(queues[client][0])))

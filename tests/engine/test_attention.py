@@ -6,13 +6,13 @@ import math
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine import attention
-from engine.attention import PagedContext, Prefill, UnsupportedModelError, paged_attention
+from engine.attention import PagedContext, Prefill, UnsupportedModelError, paged_attention, split_decodes
 from engine.config import EngineConfig
 from engine.kv_cache import KVCache, LayerShapes, block_bytes, plan_blocks
 
@@ -45,10 +45,10 @@ def plainly(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, windo
     decodes=st.lists(st.integers(1, 17), max_size=4),
     window=st.sampled_from([None, 1, 3, 50]),
     seed=st.integers(0, 99),
-    one_by_one=st.booleans(),
+    gather_tokens=st.integers(1, 40),
 )
 def test_prefills_and_decodes_in_one_row(
-    prefills: list[tuple[int, int]], decodes: list[int], window: int | None, seed: int, one_by_one: bool
+    prefills: list[tuple[int, int]], decodes: list[int], window: int | None, seed: int, gather_tokens: int
 ) -> None:
     if not prefills and not decodes:
         return
@@ -81,26 +81,29 @@ def test_prefills_and_decodes_in_one_row(
         slots.append(int(where[-1]))
         keys.append(k[-1:]), values.append(v[-1:]), queries.append(q)
         expected.append(plainly(q, k, v, window))
-    context = PagedContext(store, torch.tensor(slots), spans, tables, torch.tensor(decodes, dtype=torch.int64), BLOCK)
+    parts = split_decodes(tables, np.array(decodes, np.int64), BLOCK, gather_tokens)
+    context = PagedContext(store, torch.tensor(slots), spans, parts, BLOCK)
 
     def flat(parts: list[torch.Tensor]) -> torch.Tensor:
         return torch.cat(parts).transpose(0, 1)[None]
 
-    with pytest.MonkeyPatch.context() as patch:
-        if one_by_one:
-            patch.setattr(attention, "GATHER_BYTES", 1)
-        found, _ = paged_attention(
-            LAYER, flat(queries), flat(keys), flat(values), None,
-            paged=context, scaling=DIM**-0.5, sliding_window=window, position_ids=object(),
-        )  # fmt: skip
+    found, _ = paged_attention(
+        LAYER, flat(queries), flat(keys), flat(values), None,
+        paged=context, scaling=DIM**-0.5, sliding_window=window, position_ids=object(),
+    )  # fmt: skip
     torch.testing.assert_close(found[0], torch.cat(expected), rtol=1e-5, atol=1e-5)
+
+
+def test_short_sequences_are_not_padded_to_long_ones() -> None:
+    lengths = np.array([3, 5, 9, 400, 410, 420], np.int64)
+    parts = split_decodes(torch.zeros(6, 420 // BLOCK, dtype=torch.int64), lengths, BLOCK, gather_tokens=1_000)
+    assert [tuple(part.tables.shape) for part in parts] == [(3, 3), (2, 103), (1, 105)]
+    assert torch.cat([part.lengths for part in parts]).tolist() == lengths.tolist()
 
 
 def test_an_unknown_keyword_is_refused_by_name() -> None:
     one = torch.zeros(1, HEADS, 1, DIM)
-    context = PagedContext(
-        cache(), torch.zeros(1, dtype=torch.int64), [Prefill(0, 1)], torch.zeros(0, 0), torch.zeros(0)
-    )
+    context = PagedContext(cache(), torch.zeros(1, dtype=torch.int64), [Prefill(0, 1)], [])
     for keyword in ("softcap", "s_aux"):
         with pytest.raises(UnsupportedModelError, match=keyword):
             paged_attention(LAYER, one, one[:, :2], one[:, :2], None, paged=context, **{keyword: 1.0})

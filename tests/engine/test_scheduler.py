@@ -30,11 +30,19 @@ def group(name: str, tokens: int, n: int = 1) -> SequenceGroup:
 
 
 def scheduler(
-    num_blocks: int = 16, max_num_seqs: int = 8, max_num_batched_tokens: int = 100, step_tokens: int = 100
+    num_blocks: int = 16,
+    max_num_seqs: int = 8,
+    max_num_batched_tokens: int = 100,
+    step_tokens: int = 100,
+    context_tokens: int = 1000,
 ) -> Scheduler:
     blocks = BlockManager(num_blocks, BLOCK, max_seqs=max_num_seqs, max_blocks=16)
     return Scheduler(
-        blocks, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, step_tokens=step_tokens
+        blocks,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        step_tokens=step_tokens,
+        context_tokens=context_tokens,
     )
 
 
@@ -64,7 +72,7 @@ def test_prompts_first_then_one_token_each_and_newcomers_join() -> None:
     sample(batch)
     it.add(group("c", 2))
     batch = it.schedule()
-    assert names(batch) == (["c"], ["a", "b"])
+    assert names(batch) == (["c"], ["b", "a"]), "those that decode are sorted by length"
     assert all(s.status is SequenceStatus.RUNNING for s in it.running)
 
 
@@ -320,6 +328,20 @@ def test_a_client_with_few_sequences_is_not_slowed_down_by_one_with_many() -> No
     sample(batch)
     it.remove(single)
     assert rows(it.schedule()) == {"flood": 12}, "the others have kept their blocks"
+    assert it.num_preemptions == 0
+
+
+def test_long_sequences_count_for_more() -> None:
+    it = scheduler(num_blocks=256, max_num_seqs=16, step_tokens=4, context_tokens=20)
+    for index in range(12):
+        it.add(of("flood", f"f{index}", tokens=40))
+    for _ in range(12):
+        batch = it.schedule()
+        sample(batch)
+    assert rows(batch) == {"flood": 12}
+    it.add(of("other", "single", tokens=2))
+    sample(it.schedule())
+    assert rows(it.schedule()) == {"flood": 3, "other": 1}, "each costs three tokens of seven"
     assert it.num_preemptions == 0
 
 
