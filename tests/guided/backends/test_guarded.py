@@ -68,6 +68,7 @@ PEOPLE = {
         "additionalProperties": False,
     },
 }
+SINGLE = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"], "additionalProperties": False}
 PAYMENT = {
     "type": "object",
     "properties": {"name": {"type": "string"}, "credit_card": {"type": "integer"}},
@@ -125,6 +126,23 @@ def test_what_no_library_enforces(bytewise: Backends, schema: Any, valid: list[s
     grammar = compiled(bytewise, schema)
     assert [text for text in valid if not accepts(grammar, text)] == []
     assert [text for text in invalid if accepts(grammar, text)] == []
+
+
+@pytest.mark.parametrize(
+    ("items", "texts"),
+    [
+        ({"anyOf": [SINGLE, {"type": "null"}]}, ["null", '{"a":1}']),
+        ({"type": "integer", "minimum": 3, "maximum": 9, "multipleOf": 3}, ["9", "3", "6"]),
+        ({"type": "array", "items": {"const": 1}, "maxItems": 2}, ["[]", "[1]", "[1,1]"]),
+        ({"type": "string", "pattern": "^[ab]?$"}, ['"a"', '""', '"b"']),
+    ],
+)
+def test_no_comma_follows_when_every_possible_item_is_used(bytewise: Backends, items: Any, texts: list[str]) -> None:
+    matcher = compiled(bytewise, {**UNIQUE, "items": items}).matcher()
+    for before, text in zip("[,,", texts, strict=False):
+        matcher.accept_tokens(byte_tokens(before + text))
+        assert ("," in characters(matcher)) == (text != texts[-1])
+    assert "]" in characters(matcher)
 
 
 def test_numbers_that_are_equal_are_one_of_the_values_that_are_left(bytewise: Backends) -> None:
