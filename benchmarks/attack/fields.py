@@ -278,7 +278,7 @@ async def schemas(target: Target) -> None:
     await _with_each_backend(target, *({"json_schema": each} for each in given))
 
 
-@case("new", seconds=120, slow=True)
+@case("new", seconds=190, slow=True)
 async def large_grammars_in_use(target: Target) -> None:
     """24 long arrays at once, each with 1,900 alternatives of its own: grammars of 10 MB that are in use."""
 
@@ -288,7 +288,7 @@ async def large_grammars_in_use(target: Target) -> None:
         schema = {"type": "array", "minItems": 200, "items": {"anyOf": items}}
         return _chat(response_format={"type": "json_object", "schema": schema}, max_tokens=1_000)
 
-    await target.posts(*map(chat, range(24)), path=CHAT, limit=115)
+    await target.posts(*map(chat, range(24)), path=CHAT, limit=180)
 
 
 @case("new", seconds=190, slow=True)
@@ -301,14 +301,14 @@ async def masks_that_become_slow(target: Target) -> None:
     )
 
 
-@case("9", seconds=90, slow=True)
+@case("9", seconds=190, slow=True)
 async def logprobs_of_long_prompts(target: Target) -> None:
     """20 log-probabilities for each token of twelve prompts of 1,900 tokens, in whole answers and echoed, twice."""
     prompt = list(range(10, 1910))
     bodies = [_text(prompt=prompt, prompt_logprobs=20, seed=n) for n in range(8)]
     bodies += [_text(prompt=prompt, echo=True, logprobs=20, seed=n) for n in range(4)]
     for _ in range(2):
-        await target.posts(*bodies, limit=40)
+        await target.posts(*bodies, limit=90)
 
 
 @case("new", seconds=60)

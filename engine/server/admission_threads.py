@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TypeVar
+from weakref import WeakValueDictionary
 
 from fastapi import Request
 
@@ -19,13 +20,15 @@ from engine.server.errors import QueueFull
 _SMALL_BYTES = 64 << 10
 """A body up to this size is checked in hundredths of a second. Larger bodies have their own threads."""
 _THREADS = 2
-"""Number of threads for small bodies. Large bodies have the same number."""
+"""Number of threads for small bodies. Large bodies have one: it holds the interpreter lock most of the time, so that a
+second one would slow the engine's thread and the event loop, and not check more."""
 _LARGE_BODIES = 16
 """Maximum number of large bodies in memory. Of further ones, at most `_SMALL_BYTES` are read meanwhile."""
 
-_NICE = 10
-"""Priority of the threads for large bodies, as of nice(1): their arithmetic needs no interpreter lock, and would take
-the cores that the engine's thread and the event loop need."""
+_NICE = 4
+"""Priority of the thread for large bodies, as of nice(1). Parts of its work need no interpreter lock, and would take
+the cores that the engine's thread and the event loop need. Higher than that of the actors: while it has the lock but no
+core, those two wait."""
 
 T = TypeVar("T")
 
@@ -38,7 +41,8 @@ def _lower_priority() -> None:
 class AdmissionThreads:
     """The threads that check bodies, with a limit on the bodies that wait for them.
 
-    Clients take turns with their small bodies: a client that sends hundreds delays another client by a few only.
+    Clients take turns: a client that sends hundreds of small bodies delays another one by a few only, one that sends
+    large bodies by one.
 
     Args:
         max_waiting: maximum number of small bodies that wait. A client within its share is let in beyond it, as in
@@ -47,13 +51,15 @@ class AdmissionThreads:
 
     def __init__(self, max_waiting: int) -> None:
         self._small = ThreadPoolExecutor(_THREADS, thread_name_prefix="admission")
-        self._large = ThreadPoolExecutor(_THREADS, thread_name_prefix="admission-large", initializer=_lower_priority)
+        self._large = ThreadPoolExecutor(1, thread_name_prefix="admission-large", initializer=_lower_priority)
         self._places = asyncio.Semaphore(_LARGE_BODIES)
         self._max_waiting = max_waiting
         self._counts: Counter[str] = Counter()
         """Small bodies that wait or are checked, by client."""
         self._turns: dict[str, asyncio.Semaphore] = {}
         """By client: lets at most `_THREADS` of its small bodies into the threads' queue."""
+        self._large_turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        """By client: lets one of its large bodies into the thread's queue."""
 
     async def run(self, request: Request, work: Callable[[bytes], T]) -> T:
         """Read the request's body and run `work` on it in a thread. Raises `QueueFull` or `ClientDisconnect`."""
@@ -67,9 +73,11 @@ class AdmissionThreads:
                 chunks.append(chunk)
             body = b"".join(chunks)
             chunks.clear()
+            client = getattr(request.state, "client", "")
             if size > _SMALL_BYTES:
-                return await asyncio.get_running_loop().run_in_executor(self._large, work, body)
-            async with self._turn(getattr(request.state, "client", "")):
+                async with self._large_turns.setdefault(client, asyncio.Lock()):
+                    return await asyncio.get_running_loop().run_in_executor(self._large, work, body)
+            async with self._turn(client):
                 return await self.run_small(lambda: work(body))
 
     @asynccontextmanager

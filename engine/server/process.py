@@ -47,9 +47,10 @@ _ACCEPTED_AT_ONCE = 32
 _BACKLOG = 2048
 """Connections that wait in the kernel."""
 
-_SWITCH_SECONDS = 0.0005
+_SWITCH_SECONDS = 0.0001
 """Time for which a thread keeps the interpreter lock while another one wants it. The event loop gives it up and wants
-it back at each system call: with Python's 5 ms, 300 streams beside the engine's thread delayed /health by 0.5 s."""
+it back at each system call, the engine's thread at each torch operation: a step of 5 ms beside one thread that checks a
+large body took 2.2 s with Python's 5 ms, 0.23 s with 0.5 ms, and takes 0.06 s."""
 
 _SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Sampling parameters for which a model's `generation_config.json` can set defaults."""

@@ -258,6 +258,25 @@ class TestThreads:
 
         asyncio.run(run())
 
+    def test_clients_take_turns_with_large_bodies(self) -> None:
+        async def run() -> None:
+            threads, free, done = AdmissionThreads(max_waiting=8), threading.Event(), list[str]()
+
+            def send(client: str) -> asyncio.Task[None]:
+                def work(body: bytes) -> None:
+                    assert free.wait(60)
+                    done.append(client)
+
+                return asyncio.create_task(threads.run(request_of(b"x" * 100_000, client=client), work))
+
+            tasks = [send(client) for client in "aaaaaaabb"]
+            await asyncio.sleep(0.05)
+            free.set()
+            await asyncio.gather(*tasks)
+            assert "".join(done).startswith("abab")
+
+        asyncio.run(run())
+
     def test_large_bodies_are_read_one_after_the_other_and_delay_no_small_one(self) -> None:
         async def run() -> None:
             threads, free = AdmissionThreads(max_waiting=5), threading.Event()
