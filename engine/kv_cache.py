@@ -37,9 +37,9 @@ class KVCache:
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        key_bytes = max((shape.kv_heads * shape.key_dim * dtype.itemsize for shape in layers.values()), default=1)
+        key_bytes = max(shape.kv_heads * shape.key_dim * dtype.itemsize for shape in layers.values())
         self.gather_tokens = gather_bytes(device) // key_bytes
-        """Maximum number of tokens whose keys a decode step gathers at once."""
+        """Maximum number of tokens of which a decode step gathers the keys at once."""
         slots = num_blocks * block_size
 
         def empty(heads: int, dim: int) -> torch.Tensor:

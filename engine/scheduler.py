@@ -445,7 +445,7 @@ class Scheduler:
 
 
 def _next_client(queues: dict[str, deque[list[Sequence]]], costs: Counter[str]) -> str:
-    """Return the client whose running sequences cost the least; of several, the one with the smallest next prefill.
+    """Return the client with the least running work; of several, the one with the smallest next prefill.
 
     Beams that were preempted for another client are not started again before that client's prefill.
     """

@@ -18,7 +18,7 @@ from fastapi import Request
 from engine.server.errors import QueueFull
 
 _SMALL_BYTES = 64 << 10
-"""A body up to this size is checked in hundredths of a second. Larger bodies have their own threads."""
+"""A body up to this size is checked in hundredths of a second. Larger bodies have a thread of their own."""
 _THREADS = 2
 """Number of threads for small bodies. Large bodies have one: it holds the interpreter lock most of the time, so that a
 second one would slow the engine's thread and the event loop, and not check more."""
