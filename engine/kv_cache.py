@@ -37,7 +37,8 @@ class KVCache:
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        key_bytes = max(shape.kv_heads * shape.key_dim * dtype.itemsize for shape in layers.values())
+        # A rank of tensor parallelism begins with a cache without layers.
+        key_bytes = max((shape.kv_heads * shape.key_dim * dtype.itemsize for shape in layers.values()), default=1)
         self.gather_tokens = gather_bytes(device) // key_bytes
         """Maximum number of tokens of which a decode step gathers the keys at once."""
         slots = num_blocks * block_size
