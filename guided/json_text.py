@@ -55,7 +55,8 @@ def loads(
         decoded = text if isinstance(text, str) else text.decode("utf-8")
     except UnicodeDecodeError as error:
         raise JsonError(f"not UTF-8: {bounded(error.reason)} at byte {error.start}") from None
-    _Measure(max_values, max_nesting, max_members).check(data)
+    if len(data) > min(max_values, max_nesting, max_members, MAX_NUMBER_LENGTH):  # a shorter text is within all limits
+        _Measure(max_values, max_nesting, max_members).check(data)
     try:
         return json.loads(decoded, object_pairs_hook=_unique, parse_constant=None if constants else _refuse_constant)
     except json.JSONDecodeError as error:

@@ -348,6 +348,23 @@ async def large_counts(target: Target) -> None:
     await target.posts(*({"input": "a", "max_output_tokens": 9, **each} for each in inputs), path=RESPONSES, limit=55)
 
 
+@case("new", seconds=90)
+async def small_schemas(target: Target) -> None:
+    """400 schemas of 60 KB, 64 at once: bodies that are small enough for the threads that others use too."""
+
+    def body(number: int) -> dict[str, Any]:
+        properties = {f"p{number}_{each}": {"type": "integer", "minimum": each} for each in range(1_200)}
+        return _text(json_schema={"type": "object", "properties": properties, "minimum": "a"})
+
+    waiting = iter(range(400))
+
+    async def client() -> None:
+        for number in waiting:
+            await target.post(body(number), limit=60)
+
+    await asyncio.gather(*(client() for _ in range(64)))
+
+
 @case("new", seconds=90, slow=True)
 async def slow_readers(target: Target) -> None:
     """60 streams with log-probabilities whose clients read nothing for fifteen seconds."""

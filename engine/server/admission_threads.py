@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
-import threading
+import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, contextmanager
 from typing import TypeVar
 from weakref import WeakValueDictionary
 
@@ -18,48 +16,39 @@ from fastapi import Request
 from engine.server.errors import QueueFull
 
 _SMALL_BYTES = 64 << 10
-"""A body up to this size is checked in hundredths of a second. Larger bodies have a thread of their own."""
-_THREADS = 2
-"""Number of threads for small bodies. Large bodies have one: it holds the interpreter lock most of the time, so that a
-second one would slow the engine's thread and the event loop, and not check more."""
+"""A body up to this size is checked in tenths of a second. Larger bodies have a thread of their own."""
+_SMALL_THREADS, _LARGE_THREADS = 2, 1
 _LARGE_BODIES = 16
 """Maximum number of large bodies in memory. Of further ones, at most `_SMALL_BYTES` are read meanwhile."""
-
-_NICE = 4
-"""Priority of the thread for large bodies, as of nice(1). Parts of its work need no interpreter lock, and would take
-the cores that the engine's thread and the event loop need. Higher than that of the actors: while it has the lock but no
-core, those two wait."""
+_PAUSE_FACTOR = 4.0
+"""While other clients are active, a client's next body waits for this multiple of the CPU time of its last one. A step
+of the engine is several times slower while another thread computes in Python: the engine's thread waits for the
+interpreter lock after each torch operation."""
+_UNPAUSED_SECONDS = 0.005
+"""CPU time of a body that causes no pause: most bodies take less."""
 
 T = TypeVar("T")
-
-
-def _lower_priority() -> None:
-    with contextlib.suppress(PermissionError):  # the process has a lower one already
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
 
 class AdmissionThreads:
     """The threads that check bodies, with a limit on the bodies that wait for them.
 
-    Clients take turns: a client that sends hundreds of small bodies delays another one by a few only, one that sends
-    large bodies by one.
+    Clients take turns: each has one small and one large body checked at a time, with pauses that leave most of the
+    interpreter's time to the others.
 
     Args:
         max_waiting: maximum number of small bodies that wait. A client within its share is let in beyond it, as in
             `ServerContext.admit`.
+        has_others: returns whether other clients than the given one are active.
     """
 
-    def __init__(self, max_waiting: int) -> None:
-        self._small = ThreadPoolExecutor(_THREADS, thread_name_prefix="admission")
-        self._large = ThreadPoolExecutor(1, thread_name_prefix="admission-large", initializer=_lower_priority)
+    def __init__(self, max_waiting: int, has_others: Callable[[str], bool]) -> None:
+        self._small = _Threads(_SMALL_THREADS, "admission", has_others)
+        self._large = _Threads(_LARGE_THREADS, "admission-large", has_others)
         self._places = asyncio.Semaphore(_LARGE_BODIES)
         self._max_waiting = max_waiting
         self._counts: Counter[str] = Counter()
         """Small bodies that wait or are checked, by client."""
-        self._turns: dict[str, asyncio.Semaphore] = {}
-        """By client: lets at most `_THREADS` of its small bodies into the threads' queue."""
-        self._large_turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        """By client: lets one of its large bodies into the thread's queue."""
 
     async def run(self, request: Request, work: Callable[[bytes], T]) -> T:
         """Read the request's body and run `work` on it in a thread. Raises `QueueFull` or `ClientDisconnect`."""
@@ -75,26 +64,59 @@ class AdmissionThreads:
             chunks.clear()
             client = getattr(request.state, "client", "")
             if size > _SMALL_BYTES:
-                async with self._large_turns.setdefault(client, asyncio.Lock()):
-                    return await asyncio.get_running_loop().run_in_executor(self._large, work, body)
-            async with self._turn(client):
-                return await self.run_small(lambda: work(body))
+                return await self._large.run(client, lambda: work(body))
+            with self._counted(client):
+                return await self._small.run(client, lambda: work(body))
 
-    @asynccontextmanager
-    async def _turn(self, client: str) -> AsyncIterator[None]:
-        """Wait for the client's turn. Raises `QueueFull` if too many wait."""
+    @contextmanager
+    def _counted(self, client: str) -> Iterator[None]:
+        """Count a small body. Raises `QueueFull` if too many wait."""
         own, total, limit = self._counts[client] + 1, self._counts.total() + 1, self._max_waiting
         if total > limit and (own > limit / len(self._counts.keys() | {client}) or total > 2 * limit):
             raise QueueFull(f"{total - 1} requests wait to be checked: try again")
         self._counts[client] += 1
         try:
-            async with self._turns.setdefault(client, asyncio.Semaphore(_THREADS)):
-                yield
+            yield
         finally:
             self._counts[client] -= 1
             if not self._counts[client]:
-                del self._counts[client], self._turns[client]
+                del self._counts[client]
 
     def run_small(self, work: Callable[[], T]) -> asyncio.Future[T]:
         """Run `work` in a thread for small bodies."""
-        return asyncio.get_running_loop().run_in_executor(self._small, work)
+        return self._small.submit(work)
+
+
+class _Threads:
+    """Threads in which each client has one body checked at a time."""
+
+    def __init__(self, count: int, name: str, has_others: Callable[[str], bool]) -> None:
+        self._executor = ThreadPoolExecutor(count, thread_name_prefix=name)
+        self._has_others = has_others
+        self._turns: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+        """By client. A semaphore exists while a body waits or is checked, and in the pause after it."""
+
+    def submit(self, work: Callable[[], T]) -> asyncio.Future[T]:
+        return asyncio.get_running_loop().run_in_executor(self._executor, work)
+
+    async def run(self, client: str, work: Callable[[], T]) -> T:
+        """Run `work` when it is the client's turn. The turn ends with the pause."""
+        seconds = 0.0
+
+        def measured() -> T:
+            nonlocal seconds
+            began = time.thread_time()
+            try:
+                return work()
+            finally:
+                seconds = time.thread_time() - began
+
+        turn = self._turns.setdefault(client, asyncio.Semaphore(1))
+        await turn.acquire()
+        try:
+            return await self.submit(measured)
+        finally:
+            if seconds > _UNPAUSED_SECONDS and self._has_others(client):
+                asyncio.get_running_loop().call_later(_PAUSE_FACTOR * seconds, turn.release)
+            else:
+                turn.release()

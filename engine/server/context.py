@@ -46,9 +46,9 @@ class ServerContext:
 
     @classmethod
     def build(cls, engine: AsyncLLM, settings: ServerSettings, tracing: Tracing | None = None) -> ServerContext:
-        admission = AdmissionThreads(settings.max_waiting)
-        readiness = ReadinessCheck(engine, settings.backend, admission)
         turns = ClientTurns(lambda clients: 2 * engine.engine.scheduler.share(clients), settings.max_waiting)
+        admission = AdmissionThreads(settings.max_waiting, lambda client: turns.others(client) > 0)
+        readiness = ReadinessCheck(engine, settings.backend, admission)
         return cls(engine, settings, Metrics(engine), admission, readiness, turns, tracing)
 
     @cached_property

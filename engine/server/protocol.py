@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from functools import cache
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationInfo, field_validator, model_validator
@@ -102,7 +103,7 @@ class Body(BaseModel):
 
         kept = {name: value for name, value in data.items() if not is_neutral(name, value)}
         # One unknown field is reported. A million of them would be a million errors.
-        names = known.keys() | {field.alias for field in known.values()}
+        names = _names(cls)
         unknown = [name for name in kept if name not in names]
         ignored: list[str] | None = (info.context or {}).get("ignored") if cls.tolerant else None
         drop = unknown[1:] if ignored is None else [name for name in unknown if name not in REFUSED]
@@ -111,6 +112,12 @@ class Body(BaseModel):
             if ignored is not None and name not in ignored and len(ignored) < MAX_IGNORED:
                 ignored.append(bounded(name, 60))
         return kept
+
+
+@cache
+def _names(body: type[Body]) -> frozenset[str | None]:
+    """Return the names and aliases of the fields of a kind of object."""
+    return frozenset(body.model_fields.keys() | {field.alias for field in body.model_fields.values()})
 
 
 class JsonSchemaFormat(Body):

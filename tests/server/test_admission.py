@@ -209,10 +209,15 @@ def request_of(*chunks: bytes, taken: list[int] | None = None, client: str = "")
     return Request({"type": "http", "method": "POST", "headers": [], "state": {"client": client}}, receive)
 
 
+def alone(client: str) -> bool:
+    """Return that no other client is active."""
+    return False
+
+
 class TestThreads:
     def test_the_number_of_waiting_bodies_is_limited(self) -> None:
         async def run() -> None:
-            threads, free = AdmissionThreads(max_waiting=5), threading.Event()
+            threads, free = AdmissionThreads(5, alone), threading.Event()
 
             def work(body: bytes) -> int:
                 assert free.wait(60)
@@ -234,7 +239,7 @@ class TestThreads:
 
     def test_clients_take_turns(self) -> None:
         async def run() -> None:
-            threads, free, done = AdmissionThreads(max_waiting=8), threading.Event(), list[bytes]()
+            threads, free, done = AdmissionThreads(8, alone), threading.Event(), list[bytes]()
 
             def work(body: bytes) -> None:
                 assert free.wait(60)
@@ -260,7 +265,7 @@ class TestThreads:
 
     def test_clients_take_turns_with_large_bodies(self) -> None:
         async def run() -> None:
-            threads, free, done = AdmissionThreads(max_waiting=8), threading.Event(), list[str]()
+            threads, free, done = AdmissionThreads(8, alone), threading.Event(), list[str]()
 
             def send(client: str) -> asyncio.Task[None]:
                 def work(body: bytes) -> None:
@@ -279,7 +284,7 @@ class TestThreads:
 
     def test_large_bodies_are_read_one_after_the_other_and_delay_no_small_one(self) -> None:
         async def run() -> None:
-            threads, free = AdmissionThreads(max_waiting=5), threading.Event()
+            threads, free = AdmissionThreads(5, alone), threading.Event()
 
             def work(body: bytes) -> int:
                 assert free.wait(60)

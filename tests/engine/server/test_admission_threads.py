@@ -1,10 +1,9 @@
-"""AdmissionThreads: bodies are checked in threads, large ones in threads of lower priority."""
+"""AdmissionThreads: the pause after a body that took long to check. `tests/server/test_admission.py` has the rest."""
 
 from __future__ import annotations
 
 import asyncio
-import os
-import threading
+import time
 
 import pytest
 from fastapi import Request
@@ -12,18 +11,38 @@ from starlette.types import Message
 
 from engine.server.admission_threads import AdmissionThreads
 
+COMPUTED = 0.1
+"""CPU seconds of a check."""
 
-def priority(_: bytes) -> int:
-    return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
+@pytest.mark.parametrize("size", [1_000, 200_000])
+@pytest.mark.parametrize("has_others", [True, False])
+def test_a_client_pauses_after_a_long_check_while_others_are_active(size: int, has_others: bool) -> None:
+    began: list[tuple[str, float]] = []
 
-@pytest.mark.parametrize(("size", "is_lower"), [(1_000, False), (200_000, True)])
-def test_threads_for_large_bodies_give_precedence_to_the_engine(size: int, is_lower: bool) -> None:
-    async def receive() -> Message:
-        return {"type": "http.request", "body": b"a" * size, "more_body": False}
+    def request(client: str) -> Request:
+        async def receive() -> Message:
+            return {"type": "http.request", "body": b"a" * size, "more_body": False}
 
-    async def check() -> int:
-        threads = AdmissionThreads(max_waiting=4)
-        return await threads.run(Request({"type": "http", "state": {}}, receive), priority)
+        return Request({"type": "http", "state": {"client": client}}, receive)
 
-    assert (asyncio.run(check()) > priority(b"")) == is_lower
+    async def check() -> None:
+        threads = AdmissionThreads(4, lambda client: has_others)
+
+        def compute(client: str) -> None:
+            began.append((client, time.monotonic()))
+            until = time.thread_time() + COMPUTED
+            while time.thread_time() < until:
+                pass
+
+        first = asyncio.create_task(threads.run(request("a"), lambda _: compute("a")))
+        second = asyncio.create_task(threads.run(request("a"), lambda _: compute("a")))
+        await first
+        ended = time.monotonic()
+        await threads.run(request("b"), lambda _: compute("b"))
+        await second
+        times = {client: at - ended for client, at in began}
+        assert (times["a"] >= 3 * COMPUTED) == has_others
+        assert not has_others or times["b"] < times["a"]
+
+    asyncio.run(check())
