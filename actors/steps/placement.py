@@ -33,7 +33,7 @@ _STRAGGLER_MAX = 0.2
 _LANE_SECONDS, _LANE_FACTOR = 0.01, 4.0
 """The same limits where there is a slow lane. They are lower because growing masks soon take seconds, and a request
 with such masks is rarely alone."""
-_QUICK_ROWS = 16
+_QUICK_ROWS = 64
 """After this number of consecutive quick masks, a straggler is an ordinary sequence again."""
 _TYPICAL_WEIGHT = 0.02
 """Weight of a step in the moving average of a typical mask's seconds."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import threading
 from collections.abc import Sequence
 from functools import partial
 from typing import ClassVar, TypeVar
@@ -27,6 +28,8 @@ from guided.worker import MaskWorker
 IN_ORDER = "grammars"
 """The concurrency group of the calls that run one after the other, in the order in which they were made."""
 _SWITCH_SECONDS = 0.0005
+_LOADING_NICENESS = 5
+"""Added to the process's own. Loading a large grammar takes half a second of a core: the masks have precedence."""
 _decode = Decoder(Constraint).decode
 _Method = TypeVar("_Method")
 
@@ -34,6 +37,12 @@ _Method = TypeVar("_Method")
 def _in_order(method: _Method) -> _Method:
     decorated: _Method = ray.method(concurrency_group=IN_ORDER)(method)
     return decorated
+
+
+def _lower_priority() -> None:
+    """Lower the priority of this thread, once."""
+    priority = os.getpriority(os.PRIO_PROCESS, os.getpid()) + _LOADING_NICENESS
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), priority)
 
 
 class MaskActor:
@@ -89,6 +98,7 @@ class MaskActor:
     def install(self, key: str, backend: str, dumped: bytes, constraint: bytes) -> None:
         """Load a compiled grammar and make it available to the step loop, which goes on meanwhile."""
         if key not in self._installed:
+            _lower_priority()
             self._worker.install(key, self._backends[backend].load(_decode(constraint), dumped))
             self._installed.add(key)
 

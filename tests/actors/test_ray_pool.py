@@ -81,6 +81,15 @@ def test_an_actor_gives_precedence_to_the_engine(pool: RayPool) -> None:
         assert int(found.rpartition(" ")[2]) > 0
 
 
+def test_an_actor_gives_masks_precedence_to_the_loading_of_grammars(pool: RayPool) -> None:
+    pool.compile(Constraint.regex("loaded"), ("llguidance",)).result(WAIT)
+    (worker,) = pool.status().workers
+    assert worker.pid is not None
+    priority = os.getpriority(os.PRIO_PROCESS, worker.pid)
+    threads = psutil.Process(worker.pid).threads()
+    assert [os.getpriority(os.PRIO_PROCESS, thread.id) > priority for thread in threads].count(True) == 1
+
+
 def test_a_compilation_that_takes_too_long_is_ended_and_not_remembered(pool: RayPool) -> None:
     before = pool.compile_pids()
     with pytest.raises(CompileTimeout):

@@ -414,7 +414,7 @@ def test_a_sequence_that_straggles_no_more_shares_its_actor_again(transport: Tra
     cluster.others("a")
     assert cluster.others("a") == ["b"] * 5
     cluster.slow.release.set()
-    for _ in range(17):
+    for _ in range(33):
         assert cluster.step((1, "a")) == ["b"]
         assert cluster.step((1, "ab")) == ["cd"]
     assert not cluster.lane.stragglers
