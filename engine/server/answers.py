@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
 from abc import ABC, abstractmethod
@@ -164,25 +163,44 @@ class ChoicesAnswer(Answer):
                     "stop_reason": each.stop_reason,
                 }
                 scored = self.scored(index, output, each)
-                logprobs = await _sliced_json(partial(self.logprobs, index, scored), len(scored.token_ids))
+                logprobs = await self._sliced_json(partial(self.logprobs, index, scored), len(scored.token_ids))
                 prompt_logprobs = b""
                 if self.job.params.prompt_logprobs is not None and not self.job.echoes_logprobs:
                     prompt_logprobs = b',"prompt_logprobs":' + await self._prompt_logprobs_json(output)
                 masks = b""
                 if each.mask_details is not None:
-                    masks = b',"masks":' + await _sliced_json(partial(self.mask_details, each), len(each.token_ids))
+                    details = await self._sliced_json(partial(self.mask_details, each), len(each.token_ids))
+                    masks = b',"masks":' + details
                 choice_json = to_json(choice)[:-1] + b',"logprobs":' + logprobs + prompt_logprobs + masks + b"}"
                 yield (b"," if index else b"") + choice_json
         guided = self.guided_info(finished, [each for output in finished for each in output.outputs])
         end = {"usage": usage_of(finished).model_dump(), "system_fingerprint": None, "guided": guided}
         yield b"]," + to_json(end)[1:]
 
+    async def _sliced_json(self, build: Callable[[slice], dict[str, Any] | None], count: int) -> bytes:
+        """Write an object with a list entry for each of `count` tokens, slice by slice."""
+        lists: dict[str, list[bytes]] = {}
+        constants: dict[str, Any] = {}
+        for start in range(0, max(1, count), _SLICE):
+            part = build(slice(start, start + _SLICE))
+            if part is None:
+                return b"null"
+            for name, values in part.items():
+                if isinstance(values, list):
+                    lists.setdefault(name, []).append(to_json(values)[1:-1])
+                else:
+                    constants[name] = values
+            await self.context.pause()
+        fields = [to_json(name) + b":[" + b",".join(parts) + b"]" for name, parts in lists.items()]
+        fields += [to_json(name) + b":" + to_json(value) for name, value in constants.items()]
+        return b"{" + b",".join(fields) + b"}"
+
     async def _prompt_logprobs_json(self, output: RequestOutput) -> bytes:
         """Write the prompt's log-probabilities in vLLM's shape, slice by slice."""
         entries, parts = output.prompt_logprobs or [], []
         for start in range(0, len(entries), _SLICE):
             parts.append(to_json([self._prompt_entry(each) for each in entries[start : start + _SLICE]])[1:-1])
-            await asyncio.sleep(0)
+            await self.context.pause()
         return b"[" + b",".join(parts) + b"]"
 
     def _prompt_entry(self, entry: TokenLogprobs | None) -> dict[int, Any] | None:
@@ -242,25 +260,6 @@ class ChoicesAnswer(Answer):
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.job.request_id, "object": kind, "created": self.created, "model": self.context.model_name}
-
-
-async def _sliced_json(build: Callable[[slice], dict[str, Any] | None], count: int) -> bytes:
-    """Write an object with a list entry for each of `count` tokens, slice by slice."""
-    lists: dict[str, list[bytes]] = {}
-    constants: dict[str, Any] = {}
-    for start in range(0, max(1, count), _SLICE):
-        part = build(slice(start, start + _SLICE))
-        if part is None:
-            return b"null"
-        for name, values in part.items():
-            if isinstance(values, list):
-                lists.setdefault(name, []).append(to_json(values)[1:-1])
-            else:
-                constants[name] = values
-        await asyncio.sleep(0)
-    fields = [to_json(name) + b":[" + b",".join(parts) + b"]" for name, parts in lists.items()]
-    fields += [to_json(name) + b":" + to_json(value) for name, value in constants.items()]
-    return b"{" + b",".join(fields) + b"}"
 
 
 def to_json(data: Any) -> bytes:

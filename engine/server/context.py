@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -41,6 +42,7 @@ class ServerContext:
     tracing: Tracing | None = None
     created: int = field(default_factory=lambda: int(time.time()))
     shutting_down: bool = False
+    _pausing: asyncio.Lock = field(default_factory=asyncio.Lock)
     _in_flight: Counter[str] = field(default_factory=Counter)
     """Generations in flight, by client."""
 
@@ -108,6 +110,11 @@ class ServerContext:
                 f"choices is {limit}",
                 param=param,
             )
+
+    async def pause(self) -> None:
+        """Let the event loop go on. Of all answers that pause, one continues in each turn of the loop."""
+        async with self._pausing:
+            await asyncio.sleep(0)
 
     @contextmanager
     def admit(self, count: int, client: str) -> Iterator[None]:

@@ -88,7 +88,7 @@ async def events(outputs: Outputs, answer: Answer, metrics: Metrics) -> AsyncIte
             for data in answer.new_events(number, output):
                 yield answer.event(data)
                 if job.params.logprobs is not None:  # a chunk takes milliseconds: let other requests go on
-                    await asyncio.sleep(0)
+                    await answer.context.pause()
             if output.finished:
                 finished[number] = output
         for data in answer.last_events(list(finished.values())):
