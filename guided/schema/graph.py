@@ -125,6 +125,8 @@ class SchemaGraph:
         Raises:
             InvalidConstraint: with the pointer of a subschema in the loop.
         """
+        if not self._resolvers:  # without references it is a tree
+            return
         try:
             TopologicalSorter({node: [child for _, child in node.same] for node in self.nodes()}).prepare()
         except CycleError as error:

@@ -207,6 +207,7 @@ def test_sigterm_lets_answers_end_and_leaves_nothing() -> None:
             server.process.send_signal(signal.SIGTERM)
             assert [line for line in lines if line][-1] == "data: [DONE]"
         assert server.stop() == 0
+    assert "Finished server process" in server.log[-1], "nothing follows, such as reports of leaks"
 
 
 def test_sigterm_ends_streams_when_the_grace_is_over() -> None:
