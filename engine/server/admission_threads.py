@@ -21,9 +21,9 @@ _SMALL_THREADS, _LARGE_THREADS = 2, 1
 _LARGE_BODIES = 16
 """Maximum number of large bodies in memory. Of further ones, at most `_SMALL_BYTES` are read meanwhile."""
 _PAUSE_FACTOR = 4.0
-"""While other clients are active, a client's next body waits for this multiple of the CPU time of its last one, times the
-number of clients with bodies here: all together leave most of the time to the engine. Its step is several times slower
-while another thread computes in Python, because it waits for the interpreter lock after each torch operation."""
+"""While other clients are active, a client's next body waits for this multiple of the CPU time of its last one, times
+the number of clients with bodies here. So all together leave most of the time to the engine: its step is several times
+slower while another thread computes in Python, because it waits for the interpreter lock after each torch operation."""
 _UNPAUSED_SECONDS = 0.005
 """CPU time of a body that causes no pause: most bodies take less."""
 
