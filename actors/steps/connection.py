@@ -75,6 +75,8 @@ class SequenceState:
     """`time.monotonic()` at the start of the step that its mask missed; 0 if its mask is not late."""
     quick_rows: int = 0
     """Number of consecutive masks of a straggler that did not hold up its worker."""
+    quick_rows_needed: int = 16
+    """After this number of them it is an ordinary sequence again."""
     suspect: bool = False
     """A worker ended while it may have been filling its mask: the next mask is filled on a worker without others."""
     deaths: int = 0

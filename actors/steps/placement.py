@@ -33,8 +33,9 @@ _STRAGGLER_MAX = 0.2
 _LANE_SECONDS, _LANE_FACTOR = 0.01, 4.0
 """The same limits where there is a slow lane. They are lower because growing masks soon take seconds, and a request
 with such masks is rarely alone."""
-_QUICK_ROWS = 64
-"""After this number of consecutive quick masks, a straggler is an ordinary sequence again."""
+_RELAPSE_FACTOR = 4
+"""Each time that a sequence straggles again, it needs so many times more quick masks to be an ordinary one: where each
+item of an array has slow masks, the quick ones between them say nothing about the next."""
 _TYPICAL_WEIGHT = 0.02
 """Weight of a step in the moving average of a typical mask's seconds."""
 
@@ -226,9 +227,10 @@ class Placement:
             self.stragglers.add(state)
 
     def note_straggler(self, state: SequenceState, seconds: float) -> None:
-        """Count a straggler's quick masks. After `_QUICK_ROWS` in a row it is an ordinary sequence again."""
+        """Count a straggler's quick masks. After enough of them in a row it is an ordinary sequence again."""
         state.quick_rows = state.quick_rows + 1 if seconds < self.straggler_seconds else 0
-        if state.quick_rows >= _QUICK_ROWS:
+        if state.quick_rows >= state.quick_rows_needed:
+            state.quick_rows_needed *= _RELAPSE_FACTOR
             self.stragglers.discard(state)
             if state.worker is not None:
                 state.worker.stragglers.discard(state)

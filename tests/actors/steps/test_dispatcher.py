@@ -371,6 +371,12 @@ class Straggling(Cluster):
         self.dispatcher.collect(0.0, 0.0)
         time.sleep(0.05)
 
+    def quick_masks(self, count: int) -> None:
+        """Steps with the straggler alone, whose masks come at once."""
+        for _ in range(count // 2):
+            assert self.step((1, "a")) == ["b"]
+            assert self.step((1, "ab")) == ["cd"]
+
     def others(self, text: str) -> list[Any]:
         """A step of the others, with a deadline that is soon over."""
         self.submit(*((sequence, text) for sequence in range(2, 7)))
@@ -414,12 +420,28 @@ def test_a_sequence_that_straggles_no_more_shares_its_actor_again(transport: Tra
     cluster.others("a")
     assert cluster.others("a") == ["b"] * 5
     cluster.slow.release.set()
-    for _ in range(33):
-        assert cluster.step((1, "a")) == ["b"]
-        assert cluster.step((1, "ab")) == ["cd"]
+    cluster.quick_masks(34)
     assert not cluster.lane.stragglers
     assert cluster.others("ab") == ["cd"] * 5
     assert cluster.lane.num_open == 3
+    cluster.close()
+
+
+def test_a_sequence_that_straggles_again_stays_longer_on_its_lane(transport: Transport) -> None:
+    cluster = Straggling(transport)
+    for needed in (16, 64):
+        cluster.slow.release.clear()
+        cluster.slow.reached.clear()
+        cluster.stick()
+        cluster.others("a")
+        lane = cluster.actors[cluster.where(1)].connection
+        cluster.slow.release.set()
+        cluster.quick_masks(needed - 4)
+        assert lane.stragglers
+        cluster.quick_masks(8)
+        assert not lane.stragglers
+        assert cluster.others("ab") == ["cd"] * 5
+        assert lane.num_open > 1, "others share it"
     cluster.close()
 
 
