@@ -1,7 +1,7 @@
 """Read JSON text within limits.
 
-The text is measured first, in linear time and without building objects: `json.loads` recurses once per level of
-nesting, and a list of a million empty lists takes a hundred megabytes.
+A text that could exceed one is measured first, in linear time and without building objects: `json.loads` recurses once
+per level of nesting, and a list of a million empty lists takes a hundred megabytes.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from guided.worker import MaskWorker
 IN_ORDER = "grammars"
 """The concurrency group of the calls that run one after the other, in the order in which they were made."""
 _SWITCH_SECONDS = 0.0005
-_LOADING_NICENESS = 14
+_LOADING_NICENESS = 5
 """Added to the process's own. Loading a large grammar takes half a second of a core: the masks have precedence."""
 _decode = Decoder(Constraint).decode
 _Method = TypeVar("_Method")

@@ -49,7 +49,7 @@ class ServerContext:
     @classmethod
     def build(cls, engine: AsyncLLM, settings: ServerSettings, tracing: Tracing | None = None) -> ServerContext:
         turns = ClientTurns(lambda clients: 2 * engine.engine.scheduler.share(clients), settings.max_waiting)
-        admission = AdmissionThreads(settings.max_waiting, lambda client: turns.others(client) > 0)
+        admission = AdmissionThreads(settings.max_waiting, turns.has_others)
         readiness = ReadinessCheck(engine, settings.backend, admission)
         return cls(engine, settings, Metrics(engine), admission, readiness, turns, tracing)
 
@@ -112,7 +112,7 @@ class ServerContext:
             )
 
     async def pause(self) -> None:
-        """Let the event loop go on. Of all answers that pause, one continues in each turn of the loop."""
+        """Let the event loop go on. Of all answers that pause, at most one continues in each turn of the loop."""
         async with self._pausing:
             await asyncio.sleep(0)
 

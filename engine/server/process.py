@@ -10,6 +10,7 @@ import gc
 import ipaddress
 import json
 import math
+import os
 import shlex
 import signal
 import socket
@@ -199,7 +200,7 @@ class _ExitTimer:
     def start(self) -> None:
         if not self._started:
             self._started = True
-            faulthandler.dump_traceback_later(self._seconds, exit=True)
+            faulthandler.dump_traceback_later(self._seconds, exit=True, file=os.dup(2))  # see `cli.main`
 
 
 @contextlib.contextmanager

@@ -75,7 +75,7 @@ class ClientTurns:
         if client in self._seen:
             self._note(client)
         left = began + _LEAST_SECONDS - time.monotonic()
-        if left > 0 and self.others(client) and not self._is_open:
+        if left > 0 and self._others(client) and not self._is_open:
             asyncio.get_running_loop().call_later(left, self._free, client)
         else:
             self._free(client)
@@ -123,10 +123,14 @@ class ClientTurns:
         self._seen[client] = time.monotonic()
 
     def _has_place(self, client: str) -> bool:
-        others = self.others(client)
+        others = self._others(client)
         return self._is_open or not others or self._inside[client] < self._limit(others + 1)
 
-    def others(self, client: str) -> int:
+    def has_others(self, client: str) -> bool:
+        """Whether other clients are active, or have requests in progress."""
+        return not self._is_open and (self._others(client) > 0 or not self._inside.keys() <= {client})
+
+    def _others(self, client: str) -> int:
         """Return the number of other active clients."""
         oldest = time.monotonic() - _ACTIVE_SECONDS
         while self._seen and self._seen[first := next(iter(self._seen))] < oldest:
