@@ -68,10 +68,11 @@ def exclude_infinite(form: NormalForm) -> None:
         InvalidConstraint: the whole schema has none.
     """
     finite = FiniteInstances(form.definitions)
-    infinite = [schema for schema in form.definitions.values() if not finite.possible(schema)]
-    if not infinite:
+    impossible = [schema for schema in form.definitions.values() if not finite.possible(schema)]
+    if not impossible:
         return
-    if form.root is not False and not finite.possible(form.root):
+    infinite = [schema for schema in impossible if schema is not False]
+    if infinite and form.root is not False and not finite.possible(form.root):
         at = next(filter(None, map(form.pointer, infinite)), "")
         message = "no finite value satisfies the schema: a required part of it refers back to the whole"
         raise InvalidConstraint(message, param="json_schema", pointer=at)

@@ -418,6 +418,14 @@ def test_any_schema_means_the_same_in_normal_form(schema: Any, shared: Any, valu
         assert normal.is_valid(value) == original.is_valid(value), value
 
 
+@pytest.mark.parametrize("contradiction", [{"type": "string", "enum": [1]}, {"not": {}}])
+def test_a_definition_that_no_value_satisfies_is_false_and_not_endless(contradiction: dict[str, Any]) -> None:
+    definitions = {"$defs": {"s": contradiction}}
+    assert normalise({"$ref": "#/$defs/s", **definitions}).root is False
+    required = {"type": "object", "properties": {"a": {"$ref": "#/$defs/s"}}, "required": ["a"], **definitions}
+    assert normalise(required).root is False
+
+
 def test_many_alternatives_stay() -> None:
     nested = [{"anyOf": [{"type": "object", "required": [f"{i}-{j}"]} for j in range(30)]} for i in range(5)]
     form = normalise({"anyOf": nested})
