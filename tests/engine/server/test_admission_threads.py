@@ -1,4 +1,4 @@
-"""AdmissionThreads: the pause after a body that took long to check. `tests/server/test_admission.py` has the rest."""
+"""AdmissionThreads: pauses, cancelled checks, places of large bodies. The rest is in `tests/server/test_admission.py`."""
 
 from __future__ import annotations
 

@@ -179,3 +179,18 @@ async def test_work_ends_when_the_client_goes_away(begun: list[Message]) -> None
     for _ in range(3):  # each gives its place in the queue back
         with pytest.raises(ClientGone):
             await unless_gone(receive, it.wait("a"))
+
+
+@on_a_loop
+async def test_a_client_with_a_request_in_progress_counts_as_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    it = turns()
+    it.enter("a")
+    assert not it.has_others("a")
+    it.enter("b")
+    monkeypatch.setattr(turns_module, "_ACTIVE_SECONDS", -1.0)  # its last request is long ago, and goes on
+    assert it.has_others("a")
+    it.leave("b", LONG_AGO)
+    assert not it.has_others("a")
+    it.enter("b")
+    it.open()
+    assert not it.has_others("a"), "no request waits for others at a shutdown"
