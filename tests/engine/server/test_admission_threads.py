@@ -1,4 +1,4 @@
-"""AdmissionThreads: pauses, cancelled checks, places of large bodies. The rest is in `tests/server/test_admission.py`."""
+"""AdmissionThreads: pauses, cancelled checks, places of large bodies. See also `tests/server/test_admission.py`."""
 
 from __future__ import annotations
 
