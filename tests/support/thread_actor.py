@@ -12,7 +12,7 @@ from itertools import count
 import zmq
 from byte_vocabulary import BYTES, WORDS
 
-from actors.channel import Address, Channel, Transport, connect
+from actors.channel import Address, Channel, Transport, WorkerEnd, connect
 from actors.processes import ProcessLocation
 from actors.steps.connection import WorkerConnection
 from actors.steps.protocol import Segment, SlotTable, attach
@@ -57,7 +57,11 @@ class ConnectedPair:
 
 
 class ThreadActor:
-    """A worker with grammars, served by a `StepServer` for as long as the test runs."""
+    """A worker with grammars, served by a `StepServer` for as long as the test runs.
+
+    Args:
+        wrap: returns what the server uses as its end of the channel.
+    """
 
     def __init__(
         self,
@@ -68,6 +72,7 @@ class ThreadActor:
         shared: bool = True,
         index: int = 0,
         through: Callable[[Address], Address] = lambda address: address,
+        wrap: Callable[[WorkerEnd], WorkerEnd] = lambda end: end,
     ) -> None:
         self.pair = ConnectedPair(transport, slots=slots, shared=shared, index=index, through=through)
         self.connection = self.pair.connection
@@ -80,7 +85,7 @@ class ThreadActor:
         self._shared = shared
         self.ended = threading.Event()
         """The server has given up: the process of a real actor ends here."""
-        StepServer(self.worker, self.pair.end, table, shared, self._give_up).start()
+        StepServer(self.worker, wrap(self.pair.end), table, shared, self._give_up).start()
         _living.append(self)
 
     def install(self, key: str, grammar: CompiledGrammar) -> None:

@@ -15,7 +15,7 @@ from scripted_grammar import ScriptedGrammar
 from slow_grammar import SlowGrammar
 from thread_actor import ThreadActor
 
-from actors.channel import Transport
+from actors.channel import Transport, WorkerEnd
 from actors.steps.protocol import (
     EDIT,
     FAILED,
@@ -37,17 +37,45 @@ from guided.errors import BackendError, TokenRejected, from_wire
 FAST = ScriptedGrammar([tokens("ab"), tokens("ac"), tokens("xyz")])
 
 
+class _Frames:
+    """Counts frames, so that a server that looks for one waits until what was sent has arrived.
+
+    Over TCP a frame arrives some time after `send` returns.
+    """
+
+    def __init__(self) -> None:
+        self.sent = 0
+        self.received = 0
+
+    def received_by(self, end: WorkerEnd) -> WorkerEnd:
+        self._end = end
+        return self
+
+    def receive(self, *, wait: bool = True) -> bytes | None:
+        frame = self._end.receive(wait=wait or self.sent > self.received)
+        self.received += frame is not None
+        return frame
+
+    def send(self, message: bytes) -> None:
+        self._end.send(message)
+
+    def close(self) -> None:
+        self._end.close()
+
+
 class Peer:
-    """The engine's side, by hand."""
+    """The engine's side, by hand. The server finds a frame as soon as it is sent."""
 
     def __init__(self, transport: Transport, shared: bool = True, **grammars: ScriptedGrammar) -> None:
-        self.actor = ThreadActor(transport, {"g": FAST, **grammars}, shared=shared)
+        self.frames = _Frames()
+        self.actor = ThreadActor(transport, {"g": FAST, **grammars}, shared=shared, wrap=self.frames.received_by)
         self.channel = self.actor.pair.channel
         self.table = self.actor.pair.segment.table
         self.shared = shared
 
     def send(self, *requests: Request) -> None:
         self.channel.send(encode(list(requests)))
+        self.frames.sent += 1
 
     def fill(self, *slots: int) -> Fill:
         """A request to fill slots. Their columns are written."""
