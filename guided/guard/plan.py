@@ -340,15 +340,16 @@ class _Planner:
         schemas = [*prefix, *([] if rest is False else [rest])]
         endless = [domains.endless(self, one) for one in schemas]
         kinds = {kind for one in schemas for part in domains.resolved(self, one) for kind in domains.kinds(part)}
-        known = domains.finite(self, rest) if not prefix and items.get("uniqueItems") else None
+        is_limited = items.get("uniqueItems") or items.get("maxContains") is not None
+        known = [domains.finite(self, one) for one in (*prefix, rest)] if is_limited else [None]
         contains = self.form.validator(items["contains"]).is_valid if "contains" in items else None
-        equal, listed = equal_texts(known or ()), items.get("listed", ())
+        equal, listed = equal_texts(value for one in known for value in one or ()), items.get("listed", ())
         return ArrayRule(
             member,
             bool(items.get("uniqueItems")),
             frozenset.intersection(*endless) if schemas else frozenset(),
             all(endless) and kinds <= {"string", "array", "object"},
-            None if known is None else texts_of(known, equal),
+            tuple(None if one is None else texts_of(one, equal) for one in known),
             equal,
             contains,
             int(items.get("minContains", 1)) if contains else 0,

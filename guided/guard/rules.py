@@ -75,10 +75,11 @@ class ArrayRule:
     """See `Choice`."""
     is_free: bool
     """All items are endless, and none is a number."""
-    domain: frozenset[bytes] | None
-    """The texts of all possible items. None: there are many, or they are not known."""
+    domains: tuple[frozenset[bytes] | None, ...]
+    """The texts of all possible items at each position; the last one is for all further positions. None: there are
+    many, or they are not known."""
     equal: dict[Any, frozenset[bytes]]
-    """`equal_texts` of the domain."""
+    """`equal_texts` of the domains."""
     contains: Callable[[Any], bool] | None
     least: int
     most: int | None
@@ -117,8 +118,10 @@ class ArrayRule:
     def is_quiet(self, state: Items, complete: bool) -> bool:
         if state.matches < self.least:
             return False
-        if self.unique and self.domain is not None:
-            return len(self.domain - state.texts) > _SPELLINGS  # more than one value
+        near = [self._domain(state.number), self._domain(state.number + 1)]
+        few = [domain for domain in near if domain is not None]
+        if few:  # more than one value must be left
+            return self.most is None and all(len(domain - state.texts) > _SPELLINGS for domain in few)
         return self.is_free or not (complete or self.unique)
 
     def close(self, state: Items) -> None:
@@ -129,8 +132,12 @@ class ArrayRule:
         never = state.texts | self.listed if state.matches == self.most else state.texts
         if not never:
             return None
-        only = self.domain - never if self.unique and self.domain is not None else None
+        domain = self._domain(state.number)
+        only = None if domain is None else domain - never
         return Choice(only, never, self.endless)
+
+    def _domain(self, position: int) -> frozenset[bytes] | None:
+        return self.domains[min(position, len(self.domains) - 1)]
 
     def member(self, state: Items, first: int) -> Rule | None:
         return self.member_rule(state.number, first)

@@ -493,6 +493,37 @@ def test_random_walks_end_in_valid_documents(
             jsonschema.Draft202012Validator(schema).validate(json.loads(text))
 
 
+ONE_OR_TWO = {"contains": {"enum": [1, 2, "x"]}, "minContains": 0, "maxContains": 2}
+
+
+@pytest.mark.parametrize("backend", ["llguidance", "xgrammar"])
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"items": {"enum": [1, 2, "x"]}, **ONE_OR_TWO},
+        {"items": {"enum": [1, 2, "x"]}, "prefixItems": [{"type": "integer"}], **ONE_OR_TWO},
+        {"items": {"enum": [1, 2, "x"]}, "uniqueItems": True, **ONE_OR_TWO},
+        {"prefixItems": [{"const": 1}, {"const": 1}], **ONE_OR_TWO, "maxContains": 1},
+        {"prefixItems": [{"const": 1}, {"const": 1}], "uniqueItems": True},
+        {"prefixItems": [{"enum": [1, 2]}, {"enum": [1]}], "items": {"type": "string"}, "uniqueItems": True},
+        {"prefixItems": [{"type": "string"}], "items": {"enum": ["a", "b"]}, "uniqueItems": True},
+    ],
+)
+def test_no_comma_leads_into_an_array_that_has_no_further_item(
+    backends: Backends, vocabulary: Vocabulary, schema: Any, backend: str
+) -> None:
+    schema = {"type": "array", **schema}
+    try:
+        grammar = compiled(backends, schema, backend)
+    except UnsupportedConstraint as error:
+        pytest.skip(str(error))
+    texts = [walk(grammar.matcher(), vocabulary, random.Random(seed)) for seed in range(60)]
+    ended = [json.loads(text) for text in texts if text is not None]
+    assert ended
+    for value in ended:
+        jsonschema.Draft202012Validator(schema).validate(value)
+
+
 def unique_keys(value: Any) -> bool:
     """Whether no object has a key twice; objects are lists of pairs."""
     if not isinstance(value, list):
