@@ -119,10 +119,10 @@ class ArrayRule:
         if state.matches < self.least:
             return False
         near = [self._domain(state.number), self._domain(state.number + 1)]
-        few = [domain for domain in near if domain is not None]
-        if few:  # more than one value must be left
-            return self.most is None and all(len(domain - state.texts) > _SPELLINGS for domain in few)
-        return self.is_free or not (complete or self.unique)
+        for domain in near:
+            if domain is not None and (self.most is not None or len(domain - state.texts) <= _SPELLINGS):
+                return False  # there may be only one value left
+        return None not in near or self.is_free or not (complete or self.unique)
 
     def close(self, state: Items) -> None:
         if state.matches < self.least:

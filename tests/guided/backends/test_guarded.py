@@ -507,6 +507,7 @@ ONE_OR_TWO = {"contains": {"enum": [1, 2, "x"]}, "minContains": 0, "maxContains"
         {"prefixItems": [{"const": 1}, {"const": 1}], "uniqueItems": True},
         {"prefixItems": [{"enum": [1, 2]}, {"enum": [1]}], "items": {"type": "string"}, "uniqueItems": True},
         {"prefixItems": [{"type": "string"}], "items": {"enum": ["a", "b"]}, "uniqueItems": True},
+        {"prefixItems": [{"type": "integer"}] * 2, "items": {"enum": [*range(10)]}, "uniqueItems": True},
     ],
 )
 def test_no_comma_leads_into_an_array_that_has_no_further_item(
