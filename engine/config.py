@@ -64,7 +64,8 @@ class EngineConfig:
         limits: limits of the constraint of a request.
         max_n: maximum number of outputs (`n`) of one request. None: `max_num_seqs`.
         logits_processors: custom logits processors in the order in which they run: classes, or `module:Class`
-            (docs/logits-processors.md). Processors from the entry points of installed packages run before them.
+            (docs/logits-processors.md).
+        logits_processor_plugins: also load those of the installed packages' entry points; they run before the others.
     """
 
     max_num_seqs: int = 64
@@ -83,6 +84,7 @@ class EngineConfig:
     limits: Limits = DEFAULT_LIMITS
     max_n: int | None = None
     logits_processors: tuple[str | type, ...] = ()
+    logits_processor_plugins: bool = True
 
     CONTEXT_TOKENS: ClassVar[int] = 512
     """Length of a context that takes as long to read as one token takes to compute: measured on a CPU with the default

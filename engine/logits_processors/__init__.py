@@ -12,7 +12,6 @@ from engine.logits_processors.interface import (
     LogitsProcessor,
     MoveDirectionality,
     RequestLogitsProcessor,
-    RevisedLogitsProcessor,
     VllmConfig,
     process_dict_updates,
 )
@@ -28,7 +27,6 @@ __all__ = [
     "MinTokensLogitsProcessor",
     "MoveDirectionality",
     "RequestLogitsProcessor",
-    "RevisedLogitsProcessor",
     "SamplingParams",
     "VllmConfig",
     "process_dict_updates",

@@ -14,8 +14,8 @@ from engine.sequence import Sequence, SequenceStatus
 class PersistentBatch:
     """Computes a `BatchUpdate` from the rows of each step.
 
-    As in vLLM's model runner, new sequences take the lowest free places, then places at the end. Moves and swaps then
-    bring each sequence to its row.
+    As in vLLM's model runner, new sequences take the lowest free places, then places at the end. Moves then fill the
+    places that are still free, and swaps bring each sequence to its row.
     """
 
     def __init__(self) -> None:
@@ -43,23 +43,33 @@ class PersistentBatch:
         removed = free[len(added) :]
         for index in removed:
             places[index] = None
+        moved = _condense(places, removed) + _reorder(places, rows)
         self.rows = rows
-        return BatchUpdate(len(rows), removed[::-1], added, _reorder(places, rows))
+        return BatchUpdate(len(rows), removed[::-1], added, moved)
+
+
+def _condense(places: list[Sequence | None], empty: list[int]) -> list[MovedRequest]:
+    """Move the sequence of the highest place to the lowest empty place, until no place is empty."""
+    moves: list[MovedRequest] = []
+    for target in empty:
+        while places and places[-1] is None:
+            places.pop()
+        if target >= len(places):
+            break
+        places[target] = places.pop()
+        moves.append((len(places), target, MoveDirectionality.UNIDIRECTIONAL))
+    return moves
 
 
 def _reorder(places: list[Sequence | None], rows: list[Sequence]) -> list[MovedRequest]:
+    """Swap each sequence into its row."""
     moves: list[MovedRequest] = []
     where = {sequence: index for index, sequence in enumerate(places)}
     for index, sequence in enumerate(rows):
-        other = places[index]
-        if other is sequence:
-            continue
-        place = where[sequence]
-        places[index], places[place] = sequence, other
-        where[other] = place
-        if other is None:
-            moves.append((place, index, MoveDirectionality.UNIDIRECTIONAL))
-        else:
+        other, place = places[index], where[sequence]
+        if other is not sequence:
+            places[index], places[place] = sequence, other
+            where[other] = place
             moves.append((index, place, MoveDirectionality.SWAP))
     return moves
 

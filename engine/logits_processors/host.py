@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Sequence as Rows
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from engine.logits_processors.batch import PersistentBatch, RequestIndices
-from engine.logits_processors.interface import BatchProcessor, LogitsProcessor, RevisedLogitsProcessor, VllmConfig
+from engine.logits_processors.interface import LogitsProcessor, VllmConfig
 from engine.sequence import Sequence
 
-Processor = TypeVar("Processor", bound=BatchProcessor)
 
-
-class Host(ABC, Generic[Processor]):
+class Host(ABC):
     """Creates and runs one logits processor. Exceptions of the processor pass through; call `restart` after one."""
 
-    def __init__(self, kind: type[Processor], config: VllmConfig, device: torch.device) -> None:
+    def __init__(self, kind: type[LogitsProcessor], config: VllmConfig, device: torch.device) -> None:
         self.name = kind.__name__
         self._make = partial(kind, config, device, device.type == "cuda")
-        self._processor: Processor = self._make()
-        self.argmax_invariant = self._processor.is_argmax_invariant()
+        self._processor: Any = self._make()
+        self.argmax_invariant: bool = self._processor.is_argmax_invariant()
 
     @abstractmethod
     def begin(self, rows: Rows[Sequence], *, alone: bool = False) -> None:
@@ -50,7 +47,7 @@ class Host(ABC, Generic[Processor]):
         self._processor = self._make()
 
 
-class RowHost(Host[LogitsProcessor]):
+class RowHost(Host):
     """Hosts a processor of vLLM V1's model."""
 
     def __init__(self, kind: type[LogitsProcessor], config: VllmConfig, device: torch.device) -> None:
@@ -71,7 +68,7 @@ class RowHost(Host[LogitsProcessor]):
     def begin_parked(self, rows: Rows[Sequence]) -> None:
         coming = set(rows)
         # Rows of the last batch stay, because the processor would lose its state of them.
-        staying = [row for row in self._batch.rows if row not in coming and not row.status.is_finished]
+        staying = [row for row in self._batch.rows if row not in coming and not row.is_finished()]
         del staying[max(0, self._capacity - len(rows)) :]
         self._skipped = len(staying)
         self._processor.update_state(self._batch.update([*staying, *rows]))
@@ -87,25 +84,16 @@ class RowHost(Host[LogitsProcessor]):
         super().restart()
 
 
-class IndexHost(Host[RevisedLogitsProcessor]):
+class IndexHost(Host):
     """Hosts a processor of the revised model. Several hosts share `indices`."""
 
     def __init__(
-        self, kind: type[RevisedLogitsProcessor], config: VllmConfig, device: torch.device, indices: RequestIndices
+        self, kind: type[LogitsProcessor], config: VllmConfig, device: torch.device, indices: RequestIndices
     ) -> None:
         super().__init__(kind, config, device)
         self._indices = indices
         self._known: dict[int, Sequence] = {}
         self._mapping: NDArray[np.int64] | None = None
-        self._takes_info = len(inspect.signature(kind.add_request).parameters) == 2  # with `self`
-
-    def _add(self, index: int, sequence: Sequence) -> None:
-        params, data = sequence.params, sequence.data
-        if self._takes_info:
-            add: Any = self._processor.add_request
-            add((index, params, data.prompt_token_ids, data.output_token_ids))
-        else:
-            self._processor.add_request(index, params, len(data.prompt_token_ids))
 
     def begin(self, rows: Rows[Sequence], *, alone: bool = False) -> None:
         mapping = self._indices.assign(rows)
@@ -118,7 +106,7 @@ class IndexHost(Host[RevisedLogitsProcessor]):
                 self._processor.remove_request(index)
         for index, sequence in holders.items():
             if index not in self._known:
-                self._add(index, sequence)
+                self._processor.add_request((sequence.params, len(sequence.data.prompt_token_ids), index))
                 self._known[index] = sequence
         same = self._mapping is not None and np.array_equal(mapping, self._mapping)
         self._mapping = mapping

@@ -1,4 +1,5 @@
-"""The programming models of batch-level logits processors: vLLM V1's, with the same names, and that of RFC 25389.
+"""The programming models of batch-level logits processors: vLLM V1's, with the same names, and that of RFC 25389
+(https://github.com/vllm-project/vllm/issues/25389), the revised model.
 
 In the first, a processor sees the batch as a list: index i is row i of the logits. A `BatchUpdate` tells it before
 the forward pass what has changed in the list. It gets the logits after the forward pass.
@@ -7,15 +8,14 @@ the forward pass what has changed in the list. It gets the logits after the forw
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from engine.sampling_params import SamplingParams
 
@@ -68,8 +68,9 @@ class MoveDirectionality(Enum):
 
 
 AddedRequest = tuple[int, SamplingParams, list[int] | None, list[int]]
-"""Index, parameters, prompt token ids, output token ids. The engine appends to the last list: do not change it. It is
-not empty if the sequence was preempted or parked before."""
+"""In V1's model: index, parameters, prompt token ids, output token ids. The engine appends to the last list: do not
+change it. It is not empty if the sequence was preempted or parked before. (The RFC's alias of this name is the argument
+of `add_request`.)"""
 
 MovedRequest = tuple[int, int, MoveDirectionality]
 """i1, i2, and the direction."""
@@ -96,8 +97,22 @@ class BatchUpdate:
     moved: Sequence[MovedRequest]
 
 
-class BatchProcessor(ABC):
-    """The common part of both programming models. One instance serves an engine for its lifetime."""
+class LogitsProcessor(ABC):
+    """A batch-level logits processor. One instance serves an engine for its lifetime.
+
+    A class that defines `add_request` is of the revised model. A request then has a fixed index, and a batch maps rows
+    to indices:
+
+    - `add_request(req_info)`, with the tuple `(params, prompt length, index)`: a new request. Indices are below the
+      engine's `max_num_seqs` and are reused. A parked sequence keeps its index. A preempted sequence is removed, and
+      added again when it returns, possibly with another index.
+    - `remove_request(req_pdx)`: the request at this index has ended or was preempted.
+    - `update_state(index_mapping, token_ids, seq_lens)`: called before each forward pass.
+      `index_mapping`: int64 `[rows]`: index of each row's request. None: as in the last call.
+      `token_ids`: int32 `[max_num_seqs, max_model_len]`: prompt and output of the request at each index. Read it during
+      this call only, because the engine changes it. Do not write to it.
+      `seq_lens`: int32 `[max_num_seqs]`: number of tokens at each index; 0 if the index is free.
+    """
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
@@ -127,44 +142,53 @@ class BatchProcessor(ABC):
         Such a processor runs on the masked logits after the temperature, and not at all if all rows are greedy.
         """
 
-
-class LogitsProcessor(BatchProcessor):
-    """A batch-level logits processor of vLLM V1's model."""
-
     @abstractmethod
-    def update_state(self, batch_update: BatchUpdate | None) -> None:
-        """Follow the batch. Called before each forward pass. None: the batch has not changed."""
-
-
-class RevisedLogitsProcessor(BatchProcessor):
-    """A batch-level logits processor in which each request has a fixed index, and a batch maps rows to indices.
-
-    (https://github.com/vllm-project/vllm/issues/25389, comment of 2025-09-30.) `add_request` may
-    also have one parameter, `req_info`: an `AddedRequest`. Indices are below the engine's
-    `max_num_seqs` and are reused. A parked sequence keeps its index. A preempted sequence is removed, and added again
-    when it returns, possibly with another index.
-    """
-
-    @abstractmethod
-    def add_request(self, index: int, params: SamplingParams, prompt_len: int) -> None:
-        """Add a request at `index`. Its first `prompt_len` tokens are its prompt."""
-
-    @abstractmethod
-    def remove_request(self, index: int) -> None:
-        """Remove the request at `index`."""
-
-    @abstractmethod
-    def update_state(
-        self, index_mapping: NDArray[np.int64] | None, token_ids: NDArray[np.int32], seq_lens: NDArray[np.int32]
-    ) -> None:
+    def update_state(self, *_args: Any, **_kwargs: Any) -> None:
         """Follow the batch. Called before each forward pass.
 
-        Args:
-            index_mapping: int64 `[rows]`: index of each row's request. None: as in the last call.
-            token_ids: int32 `[max_num_seqs, max_model_len]`: prompt and output of the request at each index. Read it
-                during this call only, because the engine changes it. Do not write to it.
-            seq_lens: int32 `[max_num_seqs]`: number of tokens at each index; 0 if the index is free.
+        In V1's model the argument is `batch_update: BatchUpdate | None`. None: the batch has not changed.
         """
+
+
+_METHODS: dict[str, tuple[str, ...]] = {
+    "__init__": ("vllm_config", "device", "is_pin_memory"),
+    "validate_params": ("sampling_params",),
+    "is_argmax_invariant": (),
+    "update_state": ("batch_update",),
+    "apply": ("logits",),
+}
+"""The methods of V1's model with their arguments."""
+_REVISED_METHODS = {
+    **_METHODS,
+    "add_request": ("req_info",),
+    "remove_request": ("req_pdx",),
+    "update_state": ("index_mapping", "token_ids", "seq_lens"),
+}
+
+
+def is_revised(kind: type[LogitsProcessor]) -> bool:
+    """Return whether a class is of the revised model."""
+    return hasattr(kind, "add_request")
+
+
+def check_methods(kind: type[LogitsProcessor]) -> None:
+    """Check that a class has all methods of its model, and that the engine can call them.
+
+    Raises:
+        ValueError: it names the class, the method and the expected signature.
+    """
+    for name, arguments in (_REVISED_METHODS if is_revised(kind) else _METHODS).items():
+        is_class_method = name == "validate_params"
+        try:
+            method = inspect.getattr_static(kind, name).__get__(None if is_class_method else kind, kind)
+            inspect.signature(method).bind(*arguments)
+        except (AttributeError, TypeError, ValueError):
+            fits = False
+        else:
+            fits = name not in kind.__abstractmethods__
+        if not fits:
+            signature = f"{name}({', '.join(('cls' if is_class_method else 'self', *arguments))})"
+            raise ValueError(f"the logits processor {kind.__name__} needs the method {signature}")
 
 
 def process_dict_updates(

@@ -2,49 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any
 
 from engine.config import EngineConfig
-from engine.logits_processors.interface import (
-    LogitsProcessor,
-    ModelConfig,
-    RevisedLogitsProcessor,
-    SchedulerConfig,
-    VllmConfig,
-)
-from engine.logits_processors.processors import LogitsProcessors, ProcessorClass
+from engine.logits_processors.interface import LogitsProcessor, ModelConfig, SchedulerConfig, VllmConfig, check_methods
+from engine.logits_processors.processors import LogitsProcessors
 from guided.errors import bounded
 
 if TYPE_CHECKING:
     from engine.model_loader import LoadedModel  # slow: transformers
 
-GROUP = "guided.logits_processors"
-"""Entry points of this group are loaded into every engine. vLLM's own group is not read."""
+GROUP = "vllm.logits_processors"
+"""Entry points of this group are loaded into every engine, unless `logits_processor_plugins` is False."""
 
 
 def processors_of(model: LoadedModel, config: EngineConfig, max_model_len: int) -> LogitsProcessors:
     """Load and create an engine's logits processors. The `ValueError` of one that cannot be created names it."""
-    description = VllmConfig(
+    return LogitsProcessors(describe(model, config, max_model_len), model.device, load_classes(config))
+
+
+def describe(model: LoadedModel, config: EngineConfig, max_model_len: int) -> VllmConfig:
+    """Describe an engine to its logits processors and post-processors."""
+    return VllmConfig(
         ModelConfig(model.name, max_model_len, model.vocabulary.padded_vocab_size, model.dtype, model.config),
         SchedulerConfig(config.max_num_seqs, config.tokens_per_step(model.device.type == "cpu")),
         model.tokenizer,
         frozenset(model.vocabulary.stop_token_ids),
     )
-    return LogitsProcessors(description, model.device, load_classes(config.logits_processors))
 
 
-def load_classes(given: Sequence[str | type]) -> list[ProcessorClass]:
-    """Return the classes of all entry points of `GROUP`, sorted by name, then the given ones.
+def load_classes(config: EngineConfig) -> list[type[LogitsProcessor]]:
+    """Return the classes of installed packages, sorted by the names of their entry points, then those of the options.
 
-    The `ValueError` of a name that cannot be imported, or is no logits processor, names it.
+    Raises:
+        ValueError: an entry cannot be imported, or is no logits processor. It is named.
     """
-    installed = sorted(entry_points(group=GROUP), key=lambda point: point.name)
-    return [_load(one) for one in (*installed, *given)]
+    points = sorted(entry_points(group=GROUP), key=lambda point: point.name) if config.logits_processor_plugins else []
+    foreign = [point for point in points if point.dist is None or point.dist.name != "guided"]  # our own is for vLLM
+    return [*map(_load_plugin, foreign), *map(_load, config.logits_processors)]
 
 
-def _load(one: EntryPoint | str | type) -> ProcessorClass:
+def _load_plugin(point: EntryPoint) -> type[LogitsProcessor]:
+    try:
+        return _load(point)
+    except ValueError as error:
+        raise ValueError(
+            f"{error} (entry point {bounded(point.name)} of {GROUP}; to load no entry points: "
+            "--no-logits-processor-plugins, in Python logits_processor_plugins=False)"
+        ) from error
+
+
+def _load(one: EntryPoint | str | type) -> type[LogitsProcessor]:
     found: Any = one
     if isinstance(one, str):
         if not all(one.partition(":")):
@@ -57,9 +66,8 @@ def _load(one: EntryPoint | str | type) -> ProcessorClass:
             raise ValueError(
                 f"the logits processor {bounded(one.value)} can't be loaded: {bounded(repr(error))}"
             ) from error
-    if isinstance(found, type) and issubclass(found, LogitsProcessor | RevisedLogitsProcessor):
-        return found
-    raise ValueError(
-        f"{bounded(getattr(one, 'value', one))} is not a subclass of engine.logits_processors.LogitsProcessor "
-        "(or RevisedLogitsProcessor)"
-    )
+    if not isinstance(found, type) or not issubclass(found, LogitsProcessor):
+        name = bounded(getattr(one, "value", one))
+        raise ValueError(f"{name} is not a subclass of engine.logits_processors.LogitsProcessor")
+    check_methods(found)
+    return found

@@ -10,23 +10,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from collections.abc import Sequence as Rows
-from typing import Any
 
 import torch
 
 from engine.logits_processors.batch import RequestIndices
 from engine.logits_processors.builtin import LogitBiasLogitsProcessor, MinPLogitsProcessor, MinTokensLogitsProcessor
 from engine.logits_processors.host import Host, IndexHost, RowHost
-from engine.logits_processors.interface import LogitsProcessor, RevisedLogitsProcessor, VllmConfig
+from engine.logits_processors.interface import LogitsProcessor, VllmConfig, is_revised
 from engine.sampling_metadata import SamplingMetadata
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
 from guided.errors import GuidedError, InternalError, InvalidRequest, bounded
 
 logger = logging.getLogger(__name__)
-
-ProcessorClass = type[LogitsProcessor] | type[RevisedLogitsProcessor]
-AnyHost = Host[Any]
 
 
 class LogitsProcessorFailed(InternalError):
@@ -39,7 +35,7 @@ class LogitsProcessors:
     """The built-in and the custom processors of an engine; `classes` run in their order. The `ValueError` of one that
     cannot be created names it."""
 
-    def __init__(self, config: VllmConfig, device: torch.device, classes: Rows[ProcessorClass] = ()) -> None:
+    def __init__(self, config: VllmConfig, device: torch.device, classes: Rows[type[LogitsProcessor]] = ()) -> None:
         self.classes = tuple(classes)
         self.failed: dict[int, LogitsProcessorFailed] = {}
         """Rows of this step on which a custom processor has raised."""
@@ -51,14 +47,14 @@ class LogitsProcessors:
         self._custom = [self._host(one) for one in classes]
         self._before = [one for one in self._custom if not one.argmax_invariant]
         self._after = [one for one in self._custom if one.argmax_invariant]
-        self._broken: set[AnyHost] = set()
+        self._broken: set[Host] = set()
         """Hosts of processors that have raised and were not restarted yet."""
 
-    def _host(self, one: ProcessorClass) -> AnyHost:
+    def _host(self, one: type[LogitsProcessor]) -> Host:
         try:
-            if issubclass(one, LogitsProcessor):
-                return RowHost(one, self._config, self._device)
-            return IndexHost(one, self._config, self._device, self._indices)
+            if is_revised(one):
+                return IndexHost(one, self._config, self._device, self._indices)
+            return RowHost(one, self._config, self._device)
         except Exception as error:
             raise ValueError(f"the logits processor {one.__name__} can't be made: {bounded(repr(error))}") from error
 
@@ -99,7 +95,7 @@ class LogitsProcessors:
         for host in self._after_mask(metadata):
             self._announce(host, metadata.sequences, parked=True)
 
-    def _announce(self, host: AnyHost, rows: Rows[Sequence], *, parked: bool = False) -> None:
+    def _announce(self, host: Host, rows: Rows[Sequence], *, parked: bool = False) -> None:
         try:
             if host in self._broken:
                 host.restart()
@@ -118,7 +114,7 @@ class LogitsProcessors:
 
         `again` computes the unchanged logits again, in case a processor raises. None: a copy is kept instead.
         """
-        first: list[AnyHost] = []
+        first: list[Host] = []
         if metadata.with_min_tokens and self._before:  # custom processors see suppressed tokens, as in vLLM
             first.append(self._min_tokens)
         if metadata.biased:
@@ -136,7 +132,7 @@ class LogitsProcessors:
         """Whether an argmax-invariant processor is to run on this batch: some row must be random."""
         return bool(self._after_mask(metadata))
 
-    def _after_mask(self, metadata: SamplingMetadata) -> list[AnyHost]:
+    def _after_mask(self, metadata: SamplingMetadata) -> list[Host]:
         if metadata.is_all_greedy:
             return []
         return [self._min_p, *self._after] if metadata.with_min_p else self._after
@@ -151,7 +147,7 @@ class LogitsProcessors:
         return self._run(self._after_mask(metadata), logits, metadata, again)
 
     def _run(
-        self, hosts: list[AnyHost], logits: torch.Tensor, metadata: SamplingMetadata, again: Callable[[], torch.Tensor]
+        self, hosts: list[Host], logits: torch.Tensor, metadata: SamplingMetadata, again: Callable[[], torch.Tensor]
     ) -> torch.Tensor:
         while True:  # each failing round adds a broken host
             for host in hosts:
@@ -167,7 +163,7 @@ class LogitsProcessors:
                 return logits
             logits = again()
 
-    def _one_by_one(self, host: AnyHost, logits: torch.Tensor, rows: Rows[Sequence]) -> None:
+    def _one_by_one(self, host: Host, logits: torch.Tensor, rows: Rows[Sequence]) -> None:
         """Process the rows one by one, in place, and record those on which the processor raises."""
         is_new = False
         for row, sequence in enumerate(rows):
@@ -181,7 +177,7 @@ class LogitsProcessors:
                 self.failed[row] = _failure(host.name, error)
                 is_new = False
 
-    def _note(self, host: AnyHost) -> None:
+    def _note(self, host: Host) -> None:
         if host not in self._broken:
             logger.exception("logits processor %s raised: a new instance gets the rows one by one", host.name)
             self._broken.add(host)

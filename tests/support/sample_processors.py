@@ -12,12 +12,10 @@ import torch
 
 from engine.logits_processors import (
     AdapterLogitsProcessor,
-    AddedRequest,
     BatchUpdate,
     LogitsProcessor,
     MoveDirectionality,
     RequestLogitsProcessor,
-    RevisedLogitsProcessor,
     SamplingParams,
     VllmConfig,
     process_dict_updates,
@@ -188,7 +186,7 @@ class MyMinP(MyBias):
         return logits
 
 
-class RevisedBias(RevisedLogitsProcessor):
+class RevisedBias(LogitsProcessor):
     """`logit_bias` in the revised model."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
@@ -199,13 +197,15 @@ class RevisedBias(RevisedLogitsProcessor):
     def is_argmax_invariant(self) -> bool:
         return False
 
-    def add_request(self, index: int, params: SamplingParams, prompt_len: int) -> None:
+    def add_request(self, req_info: tuple[SamplingParams, int, int]) -> None:
+        params, prompt_length, index = req_info
+        assert prompt_length
         assert index not in self.params
         assert 0 <= index < self.count
         self.params[index] = params
 
-    def remove_request(self, index: int) -> None:
-        del self.params[index]
+    def remove_request(self, req_pdx: int) -> None:
+        del self.params[req_pdx]
 
     def update_state(
         self,
@@ -222,16 +222,6 @@ class RevisedBias(RevisedLogitsProcessor):
             for token, value in (self.params[index].extra_args or {}).get("bias", {}).items():
                 logits[row, token] += value
         return logits
-
-
-class RevisedWithInfo(RevisedBias):
-    """The same, with the signature of the RFC's text."""
-
-    def add_request(self, req_info: AddedRequest) -> None:  # type: ignore[override]
-        index, params, prompt_ids, output_ids = req_info
-        assert prompt_ids
-        assert isinstance(output_ids, list)
-        super().add_request(index, params, len(prompt_ids))
 
 
 class RevisedMinP(RevisedBias):
@@ -257,9 +247,10 @@ class RevisedEcho(RevisedBias):
         super().__init__(vllm_config, device, is_pin_memory)
         self.prompt_lens: dict[int, int] = {}
 
-    def add_request(self, index: int, params: SamplingParams, prompt_len: int) -> None:
-        super().add_request(index, params, prompt_len)
-        self.prompt_lens[index] = prompt_len
+    def add_request(self, req_info: tuple[SamplingParams, int, int]) -> None:
+        super().add_request(req_info)
+        _, prompt_length, index = req_info
+        self.prompt_lens[index] = prompt_length
 
     def update_state(
         self,
@@ -319,9 +310,9 @@ class PoisonableLate(Poisonable):
 class RevisedPoisonable(RevisedBias):
     """The same in the revised model, also for "add_request"."""
 
-    def add_request(self, index: int, params: SamplingParams, prompt_len: int) -> None:
-        super().add_request(index, params, prompt_len)
-        self._raise("add_request", [index])
+    def add_request(self, req_info: tuple[SamplingParams, int, int]) -> None:
+        super().add_request(req_info)
+        self._raise("add_request", [req_info[2]])
 
     def update_state(
         self,

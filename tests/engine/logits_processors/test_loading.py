@@ -2,39 +2,27 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
-from importlib.metadata import EntryPoint
 from typing import Any
 
 import pytest
 import sample_processors as sample
 
 from engine import LLM, AsyncLLM, base_llm
+from engine.config import EngineConfig
 from engine.llm_engine import LLMEngine
-from engine.logits_processors import loading
-from engine.logits_processors.loading import GROUP, load_classes
+from engine.logits_processors import LogitsProcessor
+from engine.logits_processors.loading import load_classes
 from engine.model_loader import LoadedModel
 from guided.inline import InlinePool
 from guided.vocabulary import Vocabulary
 
 
 def test_by_qualified_name_and_as_classes_in_order() -> None:
-    given = ["sample_processors:MyMinP", sample.DummyLogitsProcessor, "sample_processors:RevisedBias"]
-    assert load_classes(given) == [sample.MyMinP, sample.DummyLogitsProcessor, sample.RevisedBias]
-
-
-def test_entry_points_come_first_and_only_those_of_our_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    points = [
-        EntryPoint("b", "sample_processors:MyBias", GROUP),
-        EntryPoint("a", "sample_processors:MyMinP", GROUP),
-        EntryPoint("c", "sample_processors:RevisedBias", "vllm.logits_processors"),
-    ]
-
-    def installed(*, group: str) -> list[EntryPoint]:
-        return [point for point in points if point.group == group]
-
-    monkeypatch.setattr(loading, "entry_points", installed)
-    assert load_classes([sample.RevisedMinP]) == [sample.MyMinP, sample.MyBias, sample.RevisedMinP]
+    given = ("sample_processors:MyMinP", sample.DummyLogitsProcessor, "sample_processors:RevisedBias")
+    config = EngineConfig(logits_processors=given)
+    assert load_classes(config) == [sample.MyMinP, sample.DummyLogitsProcessor, sample.RevisedBias]
 
 
 @pytest.mark.parametrize(
@@ -51,7 +39,49 @@ def test_entry_points_come_first_and_only_those_of_our_group(monkeypatch: pytest
 )
 def test_what_is_none_is_refused(given: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        load_classes([given])
+        load_classes(EngineConfig(logits_processors=(given,)))
+
+
+@pytest.mark.parametrize(
+    ("base", "method", "signature"),
+    [
+        (sample.DummyLogitsProcessor, "__init__", "self, vllm_config, device, is_pin_memory"),
+        (sample.DummyLogitsProcessor, "validate_params", "cls, sampling_params"),
+        (sample.DummyLogitsProcessor, "is_argmax_invariant", "self"),
+        (sample.DummyLogitsProcessor, "update_state", "self, batch_update"),
+        (sample.DummyLogitsProcessor, "apply", "self, logits"),
+        (sample.RevisedBias, "add_request", "self, req_info"),
+        (sample.RevisedBias, "remove_request", "self, req_pdx"),
+        (sample.RevisedBias, "update_state", "self, index_mapping, token_ids, seq_lens"),
+    ],
+)
+def test_a_wrong_signature_is_refused(base: type[LogitsProcessor], method: str, signature: str) -> None:
+    def wrong(self: Any, one: Any, two: Any) -> None: ...
+
+    processor = type("Wrong", (base,), {method: wrong})
+    with pytest.raises(ValueError, match=re.escape(f"Wrong needs the method {method}({signature})")):
+        load_classes(EngineConfig(logits_processors=(processor,)))
+
+
+@pytest.mark.parametrize(("method", "signature"), [("apply", "self, logits"), ("remove_request", "self, req_pdx")])
+def test_a_missing_method_is_refused(method: str, signature: str) -> None:
+    methods = {name: value for name, value in vars(sample.RevisedBias).items() if name != method}
+    processor = type("Incomplete", (LogitsProcessor,), methods)
+    with pytest.raises(ValueError, match=re.escape(f"Incomplete needs the method {method}({signature})")):
+        load_classes(EngineConfig(logits_processors=(processor,)))
+
+
+def test_static_and_class_methods_are_accepted() -> None:
+    class Lenient(sample.DummyLogitsProcessor):
+        @staticmethod
+        def is_argmax_invariant() -> bool:  # type: ignore[override]
+            return False
+
+        @classmethod
+        def apply(cls, logits: Any, scale: float = 1.0) -> Any:  # type: ignore[override]
+            return logits
+
+    assert load_classes(EngineConfig(logits_processors=(Lenient,))) == [Lenient]
 
 
 def test_one_that_can_t_be_made_stops_the_start(make_engine: Callable[..., LLMEngine]) -> None:

@@ -44,7 +44,8 @@ def id_of(params: SamplingParams, *_: Any) -> int:
 
 
 def follow(batch: dict[int, int], update: BatchUpdate, *, added_first: bool) -> None:
-    """The sequence at each index. Moves overwrite and vacate literally, without any check."""
+    """The sequence at each index. One-way moves come first, from the highest non-empty to the lowest empty index, until
+    the batch is contiguous. Then come swaps."""
 
     def add() -> None:
         for index, params, _, _ in update.added:
@@ -57,10 +58,12 @@ def follow(batch: dict[int, int], update: BatchUpdate, *, added_first: bool) -> 
     if not added_first:
         add()
     for first, second, direction in update.moved:
-        moving = batch.pop(first)
         if direction is MoveDirectionality.SWAP:
-            batch[first] = batch.pop(second)
-        batch[second] = moving
+            assert batch.keys() == {*range(update.batch_size)}
+            batch[first], batch[second] = batch[second], batch[first]
+        else:
+            assert (first, second) == (max(batch), min({*range(first)} - batch.keys()))
+            batch[second] = batch.pop(first)
 
 
 @given(histories, st.booleans())
@@ -96,37 +99,6 @@ def test_process_dict_updates_keeps_those_it_is_for(history: list[list[int]]) ->
         assert mine == {row: number for row, number in enumerate(rows) if number % 2}
         assert changed or mine == before
     assert process_dict_updates(mine, None, lambda *_: 1) is False
-
-
-def test_an_added_request_brings_its_tokens_by_reference() -> None:
-    (one,) = sequences(1)
-    one.append(5)
-    update = PersistentBatch().update([one])
-    assert update is not None
-    ((index, params, prompt, output),) = update.added
-    assert (index, params, prompt, output) == (0, one.params, [1, 7], [5])
-    one.append(6)
-    assert output == [5, 6]
-
-
-def test_updates_are_those_that_vllm_documents() -> None:
-    """New ones take the places of the finished, the lowest first. Moves fill what is empty then."""
-    a, b, c, d, e, f, *_ = sequences()
-    batch = PersistentBatch()
-    batch.update([a, b, c, d])
-    update = batch.update([a, e, c, d])
-    assert update is not None
-    assert [add[0] for add in update.added] == [1]
-    assert (update.removed, update.moved) == ([], [])
-    update = batch.update([a, d, c])
-    assert update is not None
-    assert (update.added, update.removed) == ([], [1])
-    assert update.moved == [(3, 1, MoveDirectionality.UNIDIRECTIONAL)]
-    update = batch.update([f, b, d, c])
-    assert update is not None
-    assert [add[0] for add in update.added] == [0, 3]
-    assert update.removed == []
-    assert update.moved == [(1, 3, MoveDirectionality.SWAP), (2, 3, MoveDirectionality.SWAP)]
 
 
 events = st.lists(
