@@ -14,6 +14,7 @@ from engine.attention import ATTENTION, PagedContext, Prefill, UnsupportedModelE
 from engine.config import LoadOptions
 from engine.kv_cache import LayerShapes
 from engine.ranks import Ranks
+from engine.tensor_parallel_plans import PLANS, split_heads
 from guided.errors import bounded
 from guided.vocabulary import Vocabulary
 
@@ -89,10 +90,12 @@ def _load(model: str, config: Any, how: LoadOptions, device: torch.device | None
     """Read the weights: all of them to `device`, or, if it is None, this process's part for tensor parallelism."""
     register()
     others: dict[str, Any] = {}
+    plan = PLANS.get(config.model_type) if device is None else None
     if device is None:
         from transformers.distributed import DistributedConfig
 
-        others["distributed_config"] = DistributedConfig(tp_size=how.tensor_parallel_size)
+        # With a plan of None, transformers uses its own.
+        others["distributed_config"] = DistributedConfig(tp_size=how.tensor_parallel_size, tp_plan=plan)
     loaded = AutoModelForCausalLM.from_pretrained(
         model,
         config=config,
@@ -101,6 +104,8 @@ def _load(model: str, config: Any, how: LoadOptions, device: torch.device | None
         attn_implementation=ATTENTION,
         **others,
     )
+    if plan is not None:
+        split_heads(loaded, how.tensor_parallel_size)
     tokenizer = AutoTokenizer.from_pretrained(how.tokenizer or model, revision=None if how.tokenizer else how.revision)
     return prepare_model(loaded if device is None else loaded.to(device), tokenizer, name=model)
 
@@ -124,11 +129,11 @@ def _dtype(name: str, config: Any, device: torch.device | None) -> torch.dtype |
 
 
 def _check_plan(config: Any, size: int, device: torch.device) -> None:
-    """Reject a model that transformers has no plan for or that cannot be shared out evenly, and another device than
-    transformers would use."""
+    """Reject a model that has no plan, here or in transformers, or that cannot be shared out evenly, and another device
+    than transformers would use."""
     text = config.get_text_config(decoder=True)
     name = (getattr(config, "architectures", None) or [type(config).__name__])[0]
-    if not getattr(text, "base_model_tp_plan", None):
+    if not getattr(text, "base_model_tp_plan", None) and config.model_type not in PLANS:
         raise UnsupportedModelError(f"{name} has no plan for tensor parallelism in transformers")
     heads = text.num_attention_heads, getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     if any(count % size for count in heads):

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, OPTConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, OPTConfig, PreTrainedConfig
 
 from engine.attention import UnsupportedModelError
 from engine.llm import LLM
@@ -18,22 +19,47 @@ from engine.model_loader import LoadedModel, load_model
 from engine.sampling_params import SamplingParams
 from guided.errors import InternalError
 
-OPTIONS: dict[str, Any] = {"dtype": "float32", "device": "cpu", "max_model_len": 128, "block_size": 4}
+OPTIONS: dict[str, Any] = {"pool": "inline", "dtype": "float32", "device": "cpu", "max_model_len": 128, "block_size": 4}
 PROMPTS = ["The fox", "As JSON: ", "a b c d e f g h", "Zwölf"]
 
 
-@pytest.fixture(params=[False, True], ids=["untied", "tied"])
+SIZES: dict[str, Any] = {
+    "vocab_size": 640,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+}
+CONFIGS: dict[str, PreTrainedConfig | None] = {
+    "llama": None,
+    "llama-tied": None,
+    "opt-125m": OPTConfig(**SIZES, ffn_dim=128),
+    "opt-350m": OPTConfig(**SIZES, ffn_dim=128, word_embed_proj_dim=32, do_layer_norm_before=False),
+}
+"""None: that of `tiny_llama_dir`. "tied" has the embedding as its head, and OPT too."""
+
+
+@pytest.fixture(params=CONFIGS)
 def model_dir(request: pytest.FixtureRequest, tiny_llama_dir: Path, tmp_path: Path) -> Path:
-    """The tiny model; once with the embedding as its head."""
-    if not request.param:
+    """A tiny model of each kind."""
+    if request.param == "llama":
         return tiny_llama_dir
-    config = AutoConfig.from_pretrained(tiny_llama_dir)
-    config.tie_word_embeddings = True
+    config = CONFIGS[request.param] or AutoConfig.from_pretrained(tiny_llama_dir, tie_word_embeddings=True)
     torch.manual_seed(7)
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    for file in tiny_llama_dir.glob("*token*"):
-        (tmp_path / file.name).write_bytes(file.read_bytes())
+    model = AutoModelForCausalLM.from_config(config)
+    for weights in model.parameters():  # biases too, which are zero otherwise
+        torch.nn.init.normal_(weights, std=0.3)
+    model.save_pretrained(tmp_path)
+    copy_tokenizer(tiny_llama_dir, tmp_path)
     return tmp_path
+
+
+def copy_tokenizer(source: Path, target: Path) -> None:
+    for file in source.glob("*token*"):
+        (target / file.name).write_bytes(file.read_bytes())
 
 
 def params() -> list[SamplingParams]:
@@ -56,10 +82,11 @@ def children() -> Iterator[int]:
 def test_two_processes_say_what_one_does_until_one_is_killed(model_dir: Path) -> None:
     with LLM(str(model_dir), **OPTIONS) as one:
         expected = one.generate(PROMPTS, params(), use_tqdm=False)
+        shapes = one.model.layers
     with LLM(str(model_dir), tensor_parallel_size=2, **OPTIONS) as two:
         found = two.generate(PROMPTS, params(), use_tqdm=False)
-        heads = {shape.kv_heads for shape in two.model.layers.values()}
-        assert heads == {1}, "each process has one of the two key heads"
+        halves = {layer: replace(shape, kv_heads=shape.kv_heads // 2) for layer, shape in shapes.items()}
+        assert two.model.layers == halves, "each process has half of the key heads"
         (rank,) = children()
         for output, same in zip(found, expected, strict=True):
             assert output.error is None
@@ -77,10 +104,9 @@ def test_two_processes_say_what_one_does_until_one_is_killed(model_dir: Path) ->
 
 
 def test_models_that_cannot_be_split_are_refused_by_name(tmp_path: Path, tiny_llama_dir: Path) -> None:
-    OPTConfig(hidden_size=16, num_attention_heads=2, architectures=["OPTForCausalLM"]).save_pretrained(tmp_path)
-    for file in tiny_llama_dir.glob("*token*"):
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    with pytest.raises(UnsupportedModelError, match="OPTForCausalLM has no plan"):
+    GPT2Config(n_embd=16, n_head=2, architectures=["GPT2LMHeadModel"]).save_pretrained(tmp_path)
+    copy_tokenizer(tiny_llama_dir, tmp_path)
+    with pytest.raises(UnsupportedModelError, match="GPT2LMHeadModel has no plan"):
         load_model(str(tmp_path), device="cpu", tensor_parallel_size=2)
     with pytest.raises(UnsupportedModelError, match="4 heads and 2 key heads"):
         load_model(str(tiny_llama_dir), device="cpu", tensor_parallel_size=4)
