@@ -1,14 +1,16 @@
 """Python types as constraints, and answers parsed back into them.
 
 A type is anything that pydantic describes (a model, a dataclass, a `TypedDict`, an `Enum`, a `Literal`, `list[int]`) or
-a term of the outlines package (`outlines.types`). pydantic and outlines are optional, and imported when needed.
+a term of the outlines package (`outlines.types`: regexes, `Choice`, `JsonSchema`, `CFG`), also as a field of a model.
+pydantic and outlines are optional, and imported when needed.
 """
 
 from __future__ import annotations
 
 import enum
 import json
-from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
 _PARAM = "output_type"
+_TERMS = "outlines.types.dsl"
+"""The module of outlines' terms."""
 
 
 def constraint_for(
@@ -29,7 +33,7 @@ def constraint_for(
     """Build the constraint of a type.
 
     An `Enum` or a `Literal` of strings is a `choice`: the output is the plain text of one value. Other types are JSON.
-    A term of outlines is the constraint of the same kind: a schema, a grammar, or else a regex.
+    A term of outlines is the constraint of the same kind: a schema, a grammar, a choice, or else a regex.
 
     Raises:
         InvalidConstraint: there is no constraint for this type, or a package that it needs is not installed.
@@ -71,8 +75,12 @@ def _strings(output_type: Any) -> list[str] | None:
         values = [member.value for member in members.values()]
     elif get_origin(output_type) is Literal:
         values = list(get_args(output_type))
-    plain = all(type(value) is str and value for value in values)
-    return values if values and plain else None
+    return values if _are_texts(values) else None
+
+
+def _are_texts(values: Sequence[Any]) -> bool:
+    """Whether these can be the options of a `choice`."""
+    return bool(values) and all(type(value) is str and value for value in values)
 
 
 def _adapter(output_type: Any, param: str) -> TypeAdapter[Any]:
@@ -104,14 +112,19 @@ def _schema_generator() -> Any:
             numeric: Any = {**schema, "type": "float"}
             return self.float_schema(numeric)
 
+        def generate_inner(self, schema: Any) -> Any:
+            """Anchor the pattern of a field that is a term of outlines: the term matches the whole string."""
+            written = super().generate_inner(schema)
+            if schema["type"] == "function-plain" and schema["function"]["function"].__module__ == _TERMS:
+                written["pattern"] = f"^(?:{written['pattern']})$"
+            return written
+
     return Generator
 
 
 def _is_term(output_type: Any) -> bool:
     """Whether this is a term of outlines. If it is, outlines is imported already."""
-    return any(
-        base.__module__ == "outlines.types.dsl" and base.__name__ == "Term" for base in type(output_type).__mro__
-    )
+    return any(base.__module__ == _TERMS and base.__name__ == "Term" for base in type(output_type).__mro__)
 
 
 def _constraint_of_term(term: Any, whitespace: str | None, limits: Limits, param: str) -> Constraint:
@@ -122,14 +135,37 @@ def _constraint_of_term(term: Any, whitespace: str | None, limits: Limits, param
     _refuse_whitespace(whitespace)
     if kind == "CFG":
         return Constraint.grammar(term.definition, limits=limits, param=param)
-    to_regex: Callable[[Any], str] = import_module("outlines.types.dsl").to_regex
+    if kind == "Choice" and _are_texts(term.items):
+        return Constraint.choice(term.items, limits=limits, param=param)
+    return Constraint.regex(_regex(term, limits, param), limits=limits, param=param)
+
+
+def _regex(term: Any, limits: Limits, param: str) -> str:
+    """Return the regex of a term that is no schema, grammar or choice by itself."""
+    dsl: Any = import_module(_TERMS)
+
+    def enforced(term: Any) -> Any:
+        """Replace each schema within `term` by our regex: outlines' own regex ignores some keywords."""
+        if isinstance(term, dsl.JsonSchema):
+            from guided.backends.outlines_schema import to_regex
+
+            checked = Constraint.json_schema(
+                term.schema, whitespace=term.whitespace_pattern, limits=limits, param=param
+            )
+            return dsl.Regex(to_regex(json.loads(checked.source), checked.whitespace))
+        if isinstance(term, dsl.Choice):
+            return enforced(dsl.Alternatives([dsl.python_types_to_terms(item) for item in term.items]))
+        if hasattr(term, "terms"):
+            return replace(term, terms=[enforced(part) for part in term.terms])
+        return replace(term, term=enforced(term.term)) if hasattr(term, "term") else term
+
     try:
-        pattern = to_regex(term)
-    except (TypeError, NotImplementedError, RecursionError) as error:
-        raise InvalidConstraint(
-            f"outlines has no regex for {bounded(term, 120)}: {bounded(error)}", param=param
-        ) from None
-    return Constraint.regex(pattern, limits=limits, param=param)
+        # Alone, a regex needs no parentheses, and may begin with flags.
+        pattern: str = term.pattern if isinstance(term, dsl.Regex) else dsl.to_regex(enforced(term))
+    except (TypeError, RuntimeError) as error:
+        message = f"outlines has no regex for this {type(term).__name__}: {bounded(error)}"
+        raise InvalidConstraint(message, param=param) from None
+    return pattern
 
 
 def _refuse_whitespace(whitespace: str | None) -> None:

@@ -53,7 +53,7 @@ BACKENDS: dict[str, Adapter] = {
     "outlines": Adapter(
         "guided.backends.outlines",
         "OutlinesBackend",
-        frozenset({"json_schema", "regex", "choice"}),
+        frozenset({"json_schema", "json_object", "regex", "choice"}),
         ("outlines_core", "outlines-core"),
         keeps_masks=True,
         narrows=True,

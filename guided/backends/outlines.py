@@ -8,6 +8,7 @@ Properties of the library that the adapter compensates:
 - Its automata prefer the first alternative (`yes|yes please` allows `yes` only), unless the pattern ends with `$`. A
   pattern that ends with `$` can't match the empty text, so the empty text is handled apart.
 - It knows one end-of-sequence token only, so the adapter handles stop tokens.
+- A regex can't count levels. So `json_object` allows three: the object, and objects and arrays within values of it.
 - An `Index` lists a state's tokens only as a Python list: milliseconds where much is allowed. A `Guide` writes them as
   bits, ten to twenty times faster, but only for its current state: it repeats the tokens that lead there.
 """
@@ -71,8 +72,9 @@ class OutlinesBackend(Backend):
     def _pattern(self, constraint: Constraint) -> tuple[str, bool]:
         """Return the constraint as one regex without the empty text, and whether it allows the empty text."""
         match constraint.kind:
-            case "json_schema":
-                return to_regex(json.loads(constraint.source), constraint.whitespace), False
+            case "json_schema" | "json_object":
+                schema = {"type": "object"} if constraint.kind == "json_object" else json.loads(constraint.source)
+                return to_regex(schema, constraint.whitespace), False
             case "regex":
                 node = regex.parse(constraint.source)
                 rest = regex.nonempty(node)

@@ -22,7 +22,7 @@ from guided.schema import number_pattern, string_pattern
 from guided.schema.keywords import NUMBER_BOUNDS, Schema, divides_integers, integer_bounds
 
 _ANY: dict[str, Any] = {"anyOf": [{}]}
-"""Any value, a few levels deep. outlines writes `{}` alone without parentheses."""
+"""Any value, up to three levels deep. outlines writes `{}` alone without parentheses."""
 _FIRST_PLACEHOLDER = 7_310_000_000_000_000
 """The first of the numbers that stand for a regex of this module while outlines builds the whole one."""
 _ANYTHING = regex.Repeat(regex.Chars(regex.UNIVERSE), 0, None)
@@ -32,6 +32,8 @@ _LONGEST_WITH_ESCAPES = 8
 """Maximum length of strings with escapes. The compilation time doubles with every character that may be an escape."""
 _MOST_CHARACTERS = 10_000
 """Maximum number of characters that the lengths and counts in a schema require together."""
+_ESCAPE = r'\\["\\/bfnrt]'
+"""outlines' own regex of an escape in a string. It has none for control characters without a letter."""
 _NUMBER = r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?"
 """outlines' own regex requires a sign in every exponent."""
 
@@ -55,6 +57,7 @@ def to_regex(schema: Schema, whitespace: str | None) -> str:
         built: str = build_regex_from_schema(document, whitespace)
     except ValueError as error:
         raise UnsupportedConstraint(f"outlines refuses the schema: {bounded(error)}", param="json_schema") from None
+    built = built.replace(_ESCAPE, f"(?:{_ESCAPE}|\\\\u00[01][0-9a-fA-F])")
     return placeholders.sub(lambda found: f"(?:{lowering.regexes[int(found[0]) - _FIRST_PLACEHOLDER]})", built)
 
 

@@ -7,16 +7,19 @@ import sys
 from dataclasses import dataclass
 from decimal import Decimal
 from enum import Enum
-from types import ModuleType
 from typing import Any, Literal
 
 import pytest
+from outlines import grammars, types
+from outlines.types import JsonSchema, dsl
 from pydantic import BaseModel, field_validator
 from typing_extensions import TypedDict
 
+from guided.backends import Backends, candidates
 from guided.constraint import Constraint
-from guided.errors import InvalidConstraint
+from guided.errors import InvalidConstraint, TokenRejected, UnsupportedConstraint
 from guided.output_types import constraint_for, parse_as
+from guided.vocabulary import Vocabulary
 
 
 class Color(Enum):
@@ -105,70 +108,168 @@ def test_without_pydantic_the_error_says_what_to_install(monkeypatch: pytest.Mon
         constraint_for(type("Unseen", (), {"__annotations__": {"x": int}}))
 
 
-class TestTermsOfOutlines:
-    """Against the package if it is installed, else against the part of its interface that is used (outlines 1.3)."""
+AT_LEAST_FIVE = JsonSchema({"type": "array", "items": {"type": "integer", "minimum": 5}, "minItems": 1})
 
-    @pytest.fixture
-    def dsl(self, monkeypatch: pytest.MonkeyPatch) -> Any:
+
+@pytest.fixture(scope="module")
+def backends(vocabulary: Vocabulary) -> Backends:
+    return Backends(vocabulary)
+
+
+def allows(backends: Backends, constraint: Constraint, text: str) -> bool:
+    """Whether a backend of "auto" allows `text` as a whole."""
+    for backend in candidates(constraint.kind):
         try:
-            return pytest.importorskip("outlines.types.dsl")
-        except pytest.skip.Exception:
-            module = _recorded_interface()
-            monkeypatch.setitem(sys.modules, "outlines", ModuleType("outlines"))
-            monkeypatch.setitem(sys.modules, "outlines.types", ModuleType("outlines.types"))
-            monkeypatch.setitem(sys.modules, "outlines.types.dsl", module)
-            return module
-
-    def test_a_schema(self, dsl: Any) -> None:
-        term = dsl.JsonSchema(json.dumps({"type": "integer"}), whitespace_pattern="")
-        assert constraint_for(term) == Constraint.json_schema({"type": "integer"}, whitespace="")
-        assert parse_as(term, "3") == 3
-
-    def test_a_grammar(self, dsl: Any) -> None:
-        assert constraint_for(dsl.CFG('start: "a"')) == Constraint.grammar('start: "a"')
-
-    def test_a_regex(self, dsl: Any) -> None:
-        term = dsl.Regex("[0-9]+") + dsl.String(" €")
-        constraint = constraint_for(term)
-        assert constraint.kind == "regex"
-        assert constraint.source.startswith("([0-9]+)")
-        assert parse_as(term, "12 €") == "12 €"
-
-    def test_a_term_without_a_regex(self, dsl: Any) -> None:
-        with pytest.raises(InvalidConstraint, match="no regex"):
-            constraint_for(dsl.Regex("a") + dsl.CFG('start: "a"'))
+            matcher = backends[backend].compile(constraint).matcher()
+        except UnsupportedConstraint:
+            continue
+        try:
+            matcher.accept_tokens(backends.vocabulary.encode(text))
+        except TokenRejected:
+            return False
+        return matcher.is_accepting()
+    raise AssertionError(f"no backend takes {constraint}")
 
 
-def _recorded_interface() -> ModuleType:
-    """The classes of `outlines.types.dsl` 1.3 that are used here, with its attributes and its `to_regex`."""
-    module: Any = ModuleType("outlines.types.dsl")
-    source = """
-import re
+@pytest.mark.parametrize(
+    ("term", "valid", "invalid"),
+    [
+        (dsl.String("a.b (c)"), ["a.b (c)"], ["axb (c)"]),
+        (types.regex("[0-9]+"), ["7", "12"], ["", "x"]),
+        (types.regex("^yes|no$"), ["yes", "no"], ["yesno"]),
+        (types.regex("(?i)yes"), ["YES", "yes"], ["no"]),
+        (types.regex("a|b") + "." + types.regex("c|d"), ["a.c", "b.d"], ["a", "axc"]),
+        ("<" + types.digit + ">", ["<1>"], ["<a>"]),
+        (types.digit | "none", ["1", "none"], ["non"]),
+        ("none" | types.digit, ["1", "none"], ["1none"]),
+        (types.either("a+", types.integer), ["a+", "-12"], ["aa"]),
+        ("x" + types.optional("y"), ["x", "xy"], ["xyy"]),
+        (types.exactly(2, "ab"), ["abab"], ["ab", "ababab"]),
+        (types.at_least(2, types.digit), ["12", "123"], ["1"]),
+        ("x" + types.at_most(2, types.digit), ["x", "x12"], ["x123"]),
+        (types.between(1, 2, types.either("a", "b")), ["a", "ba"], ["aba"]),
+        ("x" + types.zero_or_more("ab"), ["x", "xabab"], ["xa"]),
+        (types.one_or_more("ab"), ["ab", "abab"], ["a"]),
+        (types.digit.exactly(3) + "-" + types.char.one_or_more(), ["123-ab_"], ["12-ab"]),
+        (dsl.Choice([1, "x", types.digit + "%"]), ["1", "x", "5%"], ["2"]),
+        ("n: " + dsl.Choice(["a", "b"]), ["n: a"], ["n: "]),
+        (AT_LEAST_FIVE | "none", ["[7]", "none"], ["[4]"]),
+        (types.between(1, 2, JsonSchema({"enum": ["a|b", None]})), ['"a|b"', 'null"a|b"'], ["a"]),
+        (types.string, ['"a"'], ["a"]),
+        (types.integer, ["-12"], ["012"]),
+        (types.boolean, ["True"], ["true"]),
+        (types.number, ["-1.5e3"], ["1."]),
+        (types.date, ["2026-02-28"], ["2026-13-01"]),
+        (types.time, ["23:59:00"], ["24:00:00"]),
+        (types.datetime, ["2026-02-28 23:59:00"], ["2026-02-28"]),
+        (types.newline, ["\r\n"], [" "]),
+        (types.whitespace, [" "], ["a"]),
+        (types.hex_str, ["0xfF"], ["g"]),
+        (types.uuid4, ["123e4567-e89b-42d3-a456-426614174000"], ["123e4567-e89b-12d3-a456-426614174000"]),
+        (types.ipv4, ["127.0.0.1"], ["256.0.0.1"]),
+        (types.sentence, ["It is."], ["it is."]),
+        (types.paragraph, ["It is. So it is!\n"], ["It is."]),
+        (types.email, ["ada@example.org"], ["ada@", "@example.org"]),
+        (types.locale.us.zip_code, ["12345-6789"], ["1234"]),
+        (types.locale.us.phone_number, ["(123) 456-7890"], ["1234567890"]),
+    ],
+    ids=repr,
+)
+def test_a_term_is_a_regex(backends: Backends, term: Any, valid: list[str], invalid: list[str]) -> None:
+    constraint = constraint_for(term)
+    assert constraint.kind == "regex"
+    for text in valid:
+        assert allows(backends, constraint, text), text
+        assert parse_as(term, text) == text
+    assert not any(allows(backends, constraint, text) for text in invalid)
 
-class Term:
-    def __add__(self, other): return Sequence([self, other])
 
-class String(Term):
-    def __init__(self, value): self.value = value
+@pytest.mark.parametrize("name", [name for name in types.__all__ if isinstance(getattr(types, name), dsl.Term)])
+def test_predefined_terms(backends: Backends, name: str) -> None:
+    constraint = constraint_for(getattr(types, name))
+    if name == "isbn":  # it looks ahead in the middle
+        with pytest.raises(UnsupportedConstraint, match="lookaround"):
+            backends["llguidance"].compile(constraint)
+        return
+    assert not allows(backends, constraint, "\N{SNOWMAN}" * 2)
 
-class Regex(Term):
-    def __init__(self, pattern): self.pattern = pattern
 
-class CFG(Term):
-    def __init__(self, definition): self.definition = definition
+def test_a_plain_regex_is_kept_as_it_is() -> None:
+    assert constraint_for(types.regex("[0-9]+")) == Constraint.regex("[0-9]+")
 
-class JsonSchema(Term):
-    def __init__(self, schema, whitespace_pattern=None):
-        self.schema, self.whitespace_pattern = schema, whitespace_pattern
 
-class Sequence(Term):
-    def __init__(self, terms): self.terms = terms
+def test_a_choice_of_texts_is_a_choice() -> None:
+    assert constraint_for(dsl.Choice(["a", "b c"])) == Constraint.choice(["a", "b c"])
 
-def to_regex(term):
-    if isinstance(term, String): return re.escape(term.value)
-    if isinstance(term, Regex): return f"({term.pattern})"
-    if isinstance(term, Sequence): return "".join(map(to_regex, term.terms))
-    raise TypeError(f"Cannot convert object {term!r} to a regular expression.")
-"""
-    exec(source, module.__dict__)
-    return module  # type: ignore[no-any-return]
+
+@pytest.mark.parametrize(
+    "schema", [Person.model_json_schema(), json.dumps(Person.model_json_schema()), Person], ids=["dict", "str", "model"]
+)
+def test_a_term_is_a_schema(backends: Backends, schema: Any) -> None:
+    constraint = constraint_for(JsonSchema(schema))
+    assert (constraint.kind, constraint.whitespace) == ("json_schema", None)
+    assert json.loads(constraint.source) == Person.model_json_schema()
+    text = '{"name": "Ada", "color": "dark blue"}'
+    assert allows(backends, constraint, text)
+    assert parse_as(JsonSchema(schema), text) == {"name": "Ada", "color": "dark blue"}
+
+
+@pytest.mark.parametrize("schema", [Point, Movie])
+def test_a_schema_of_a_dataclass_or_typed_dict(schema: Any) -> None:
+    assert constraint_for(JsonSchema(schema)) == constraint_for(schema)
+
+
+def test_the_whitespace_of_a_schema() -> None:
+    term = JsonSchema({"type": "integer"}, whitespace_pattern=" ?")
+    assert constraint_for(term) == Constraint.json_schema({"type": "integer"}, whitespace=" ?")
+    assert constraint_for(term, whitespace="").whitespace == ""
+    with pytest.raises(InvalidConstraint, match="whitespace_pattern"):
+        constraint_for(types.digit, whitespace="")
+
+
+@pytest.mark.parametrize(
+    ("grammar", "valid", "invalid"),
+    [
+        ('start: "a" | "b" start', "bba", "bb"),
+        (grammars.arithmetic, "(1 + 2.5) * -3", "1 +* 2"),
+        (grammars.json, '{"a": [1, null], "b": {}}', '{"a" 1}'),
+    ],
+)
+def test_a_term_is_a_grammar(backends: Backends, grammar: str, valid: str, invalid: str) -> None:
+    constraint = constraint_for(types.cfg(grammar))
+    assert constraint == Constraint.grammar(grammar)
+    assert allows(backends, constraint, valid)
+    assert not allows(backends, constraint, invalid)
+
+
+@pytest.mark.parametrize(
+    ("term", "says"),
+    [
+        (types.digit + types.cfg('start: "a"'), "no regex"),
+        (dsl.Choice([object()]), "no regex"),
+        (types.either("a", None), "no regex"),
+        (types.regex("(?i)a") + "b", "flags"),
+        (types.regex("^a$") + "b", "anchor"),
+        (types.regex("(?=a)b"), "lookaround"),
+        (JsonSchema({"type": "array", "uniqueItems": True}) | "none", "uniqueItems"),
+        (JsonSchema({"$ref": "https://example.org/schema"}), "ref"),
+        (dsl.String(""), "empty"),
+    ],
+    ids=repr,
+)
+def test_a_term_that_is_refused(backends: Backends, term: Any, says: str) -> None:
+    with pytest.raises(InvalidConstraint, match=says):
+        backends["llguidance"].compile(constraint_for(term))
+
+
+def test_terms_as_fields_of_a_model(backends: Backends) -> None:
+    class Event(BaseModel):
+        year: types.regex("[0-9]{4}")
+        place: dsl.String("at ") + types.either("a.b", "c-d") + types.optional(" now")
+
+    constraint = constraint_for(Event)
+    text = '{"year": "2026", "place": "at c-d now"}'
+    assert allows(backends, constraint, text)
+    assert parse_as(Event, text).year == "2026"
+    assert not allows(backends, constraint, text.replace("2026", "20267"))
+    assert not allows(backends, constraint, text.replace("at", "as"))

@@ -9,6 +9,7 @@ import numpy as np
 import outlines_core
 import pytest
 
+from guided.backends import candidates
 from guided.backends.base import CompiledGrammar
 from guided.backends.mask_cache import MaskCache
 from guided.backends.outlines import OutlinesBackend
@@ -191,5 +192,16 @@ def test_the_way_to_a_state_is_no_longer_than_the_automaton() -> None:
 def test_nothing_matches(backend: OutlinesBackend) -> None:
     with pytest.raises(InvalidConstraint):
         backend.compile(Constraint.json_schema({"type": "integer", "minimum": 1.2, "maximum": 1.8}))
-    with pytest.raises(UnsupportedConstraint):
-        backend.compile(Constraint.json_object())
+
+
+def test_any_object_is_three_levels_deep(backend: OutlinesBackend) -> None:
+    grammar = backend.compile(Constraint.json_object())
+    for text in ("{}", '{"a": {"b": [1]}}', '{"a":[[null],{"b":"\\u001b"}]}'):
+        assert fits(grammar, text), text
+    for text in ("[]", '{"a":{"b":[{}]}}', '{"a":"\u001b"}'):
+        assert not fits(grammar, text), text
+    assert not fits(backend.compile(Constraint.json_object(whitespace="")), '{"a": 1}')
+
+
+def test_auto_takes_other_backends_for_any_object_first() -> None:
+    assert candidates("json_object")[:3] == ("llguidance", "xgrammar", "outlines")
